@@ -145,7 +145,6 @@ ISLAND = [
     ),
     (APART, {"catches_up": False}, "--rendezvous host: needs a training loop that can go on at a later iteration"),
     (APART, {"virtual": True}, "--rendezvous host: is for real ranks"),
-    (APART | {"transport": "udp"}, {}, "--transport udp: cannot carry islands that are launches of their own"),
     (APART, {"saves": True}, "--save: keeps whether an island listens with --save-replicas only"),
     (
         APART | {"async_pipeline": True},
@@ -153,7 +152,6 @@ ISLAND = [
         "--rendezvous host: cannot go with --async-pipeline",
     ),
     (APART, {"tensor": 2}, "--tensor-model-parallel-size 2: its ranks would lose other averages"),
-    (APART | {"island_rejoin": "copy"}, {}, "--island-rejoin copy: cannot be copy with --rendezvous"),
     (APART | {"save_consensus": True}, {}, "--save-consensus on: cannot go with --rendezvous"),
     (
         ISLANDS | CHURN | PACKETS | {"delivery_log": "log", "p_sync": 0.1},

@@ -81,7 +81,12 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {k: v for k, v in checkpoint_bytes(folder, latest_iteration(folder)).items() if "rng" not in k}
 
 
-@pytest.mark.parametrize(("ranks", "loss"), [(1, {}), (1, LOSS), (2, LOSS)], ids=["1 rank", "loss", "2 ranks"])
+UDP = LOSS | {"transport": "udp", "p_grad": 0.1, "p_param": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "loss"), [(1, {}), (1, LOSS), (2, LOSS), (2, UDP)], ids=["1 rank", "loss", "2 ranks", "datagrams"]
+)
 def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve, ranks, loss):
     _, url = serve()
     settings = MODEL | data | SYNC | loss | {"micro_batch_size": 1, "train_iters": 8, "eval_weights": "replica"}
@@ -97,11 +102,12 @@ def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve,
     assert weights(tmp_path / "apart" / "island_0") != weights(tmp_path / "apart" / "island_1")
 
 
-def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve):
-    """The others go on; it takes the iteration of the run, listens, and then sends."""
+@pytest.mark.parametrize(("rejoin", "transport"), [("copy", "pieces"), ("listen", "pieces"), ("copy", "udp")])
+def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin, transport):
+    """The others go on; it takes the iteration of the run, listens or copies another one, and then sends."""
     _, url = serve()
     settings = MODEL | data | SYNC | {"train_iters": 1200, "eval_interval": 600, "island_poll": 0.2, "log_interval": 10}
-    run = Run(url, settings | {"metrics_dir": tmp_path})
+    run = Run(url, settings | {"metrics_dir": tmp_path, "island_rejoin": rejoin, "transport": transport})
     run.start(0, 1, 2)
     run.until(1, r"iteration +30/")
     run.kill(2)
@@ -112,14 +118,19 @@ def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve):
     assert all(statuses == [0] for statuses, *_ in ends.values()), ends
     for slot in (0, 1):
         assert "lost contact" in ends[slot][2]
-    assert "it listens until means have set its weights" in ends[2][2]
     began = int(re.search(r"goes on at iteration +(\d+): (\d+) were made without this island", ends[2][1])[1])
     assert began >= 80
+    if rejoin == "listen":
+        assert "it listens until means have set its weights" in ends[2][2]
+    else:
+        copied = re.search(r"has copied island 0 as of iteration (\d+), rank 0 (\w+)", ends[2][2])
+        assert copied, ends[2][2]
+        assert int(copied[1]) >= 80
+        assert f"island 2 copies it as of iteration {copied[1]}, rank 0 {copied[2]}" in ends[0][2]
     folders = [tmp_path, tmp_path, tmp_path / "again"]
     last = [read_records(folder / f"island_{slot}", "train")[-1]["lm loss"] for slot, folder in enumerate(folders)]
-    assert (
-        max(last) < read_records(tmp_path / "island_0", "train")[0]["lm loss"] / 2
-    )  # of the text that all are trained on
+    # Of the text that all are trained on.
+    assert max(last) < read_records(tmp_path / "island_0", "train")[0]["lm loss"] / 2
 
 
 def test_all_die_and_go_on_from_their_checkpoints(data, tmp_path, serve):

@@ -85,8 +85,8 @@ def carriers_of(
         return [Reliable(meet(name)) for name in names]
     from .datagrams import IslandLink  # which starts a thread
 
-    dtype, length = DTYPES[config.sync_dtype], -(-most // config.islands) + ASIDE
-    return [IslandLink(config, name, island, store(name), length, dtype, patience) for name in names]
+    dtype, size = DTYPES[config.sync_dtype], config.islands
+    return [IslandLink(config, name, island, size, store(name), most, dtype, patience) for name in names]
 
 
 class Parties(NamedTuple):

@@ -5,22 +5,27 @@ All messages have the length of the longest exchange; shorter ones end in zeros.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...config import LossyConfig
+from ...transport.udp.engine import Engine
 from ...transport.udp.leaving import Leaving, patiently
 from ...transport.udp.process import engine_for
+from .aside import ASIDE
 from .flags import SYNC_PHASES
 
 
 class IslandLink:
-    """Exchanges of this island with all others, one after another. One rank of each island opens it, a collective call.
+    """Exchanges of this island with others, one after another. One rank of each island opens it, a collective call.
 
-    ``shard``: the most elements of a message, of ``dtype``. ``store``: a new store of these ranks. ``patience``: an
+    ``rank`` of ``size``: the place of this island among those that open it. ``senders``: the places of those whose weights are averaged;
+    default all; the others get means alone. ``called``: by place, the name of an island in messages.
+
+    ``most``: the most elements of an exchange, of ``dtype``. ``store``: a new store of these ranks. ``patience``: an
     island that sends nothing for this many seconds counts as gone.
     """
 
@@ -30,36 +35,46 @@ class IslandLink:
         self,
         config: LossyConfig,
         name: str,
-        island: int,
+        rank: int,
+        size: int,
         store: Any,
-        shard: int,
+        most: int,
         dtype: torch.dtype,
         patience: float,
+        *,
+        senders: Sequence[int] | None = None,
+        called: Sequence[int] | None = None,
+        engine: Engine | None = None,
     ) -> None:
-        self.name, self.rank = f"islands {name}", island
-        self._islands, self._shard, self._patience = config.islands, shard, patience
-        bucket = (shard * dtype.itemsize, config.packet_bytes // dtype.itemsize * dtype.itemsize)
+        self.name, self.rank = f"islands {name}", rank
+        self._size, self._patience = size, patience
+        self._senders = list(range(size) if senders is None else senders)
+        self._shard = shard = -(-most // len(self._senders)) + ASIDE
+        self._packet = config.packet_bytes // dtype.itemsize
+        bucket = (shard * dtype.itemsize, self._packet * dtype.itemsize)
         buckets = {phase: [bucket] for phase in SYNC_PHASES}
-        self._channel = engine_for(config).open(
-            self.name, island, config.islands, store, name, buckets, alike=config.sync_subset, phases=SYNC_PHASES
+        alike = repr((config.sync_subset, self._senders))
+        engine = engine or engine_for(config)
+        self._channel = engine.open(
+            self.name, rank, size, store, name, buckets, alike=alike, phases=SYNC_PHASES, called=called
         )
         self._begun = 0
         self._hurries = config.udp_deadline_seconds is not None
         self._leaving = Leaving(config.udp_memory, patience)
-        self._silent: list[int] = []  # islands that sent nothing of their latest message
+        self._silent: list[int] = []  # places of islands that sent nothing of their latest message
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """Send ``pieces`` [M, n], one to each island. Returns the pieces for this island [M, n], and the arrived units.
+        """Send ``pieces`` [P, n], one to each sender. Returns the pieces for this island [P, n], and the arrived units.
 
-        The second is bool[M, units]. Elements that did not arrive are zero.
+        The second is bool[P, units]. Elements that did not arrive are zero. Nothing comes to who does not send.
         """
-        sent = self._padded(pieces)
-        return self._cross(SYNC_PHASES[0], sent, list(sent), pieces.shape[1])
+        if self.rank not in self._senders:
+            return torch.zeros_like(pieces), np.zeros((len(pieces), -(-pieces.shape[1] // self._packet)), dtype=bool)
+        return self._cross(SYNC_PHASES[0], self._padded(pieces), self._senders, pieces.shape[1])
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """[M, n]: ``own`` [n] of every island, and bool[M, units]: the units that came."""
-        sent = self._padded(own[None])
-        result = self._cross(SYNC_PHASES[1], sent, [sent[0]] * self._islands, len(own))
+        """[P, n]: ``own`` [n] of every sender, and bool[P, units]: the units that came."""
+        result = self._cross(SYNC_PHASES[1], self._padded(own[None]), range(self._size), len(own))
         self._begun += 1
         return result
 
@@ -69,16 +84,22 @@ class IslandLink:
         return sent
 
     def _cross(
-        self, phase: str, sent: torch.Tensor, rows: Sequence[torch.Tensor], count: int
+        self, phase: str, sent: torch.Tensor, receivers: Sequence[int], count: int
     ) -> tuple[torch.Tensor, np.ndarray]:
-        received = torch.zeros(self._islands, self._shard, dtype=sent.dtype)
-        received[self.rank] = rows[self.rank]
-        transfer = self._channel.post(phase, self._begun, 0, self._others(list(received)))
+        """Send a row of ``sent`` to each of ``receivers``, or the only row to all of them, and get one of each sender."""
+        received = torch.zeros(len(self._senders), self._shard, dtype=sent.dtype)
+        sends = self.rank in self._senders
+        rows = dict(zip(receivers, sent if len(sent) > 1 else [sent[0]] * len(receivers)))
+        if sends:
+            received[self._senders.index(self.rank)] = rows[self.rank]
+        transfer = self._channel.post(phase, self._begun, 0, self._pointers(dict(zip(self._senders, received))))
         transfer.keep = received, sent
-        self._channel.send(phase, self._begun, 0, self._others(rows, self._left_out()))
-        self._leaving.add(transfer, sent.numel() * sent.element_size())
-        arrived = patiently(transfer.wait, self._patience).copy()
-        self._silent = np.flatnonzero(~arrived.any(axis=1)).tolist()
+        if sends:
+            self._channel.send(phase, self._begun, 0, self._pointers(rows, self._left_out()))
+            self._leaving.add(transfer, sent.numel() * sent.element_size())
+        arrived = patiently(transfer.wait, self._patience)[self._senders]
+        silent = np.flatnonzero(~arrived.any(axis=1)).tolist()
+        self._silent = [self._senders[place] for place in silent]
         return received[:, :count], arrived
 
     def _left_out(self) -> list[int]:
@@ -93,9 +114,10 @@ class IslandLink:
             self._leaving.wait()
         return []
 
-    def _others(self, rows: Sequence[torch.Tensor], left_out: Collection[int] = ()) -> list[int | None]:
-        there = [island for island in range(self._islands) if island != self.rank and island not in left_out]
-        return [row.data_ptr() if island in there else None for island, row in enumerate(rows)]
+    def _pointers(self, rows: Mapping[int, torch.Tensor], left_out: Collection[int] = ()) -> list[int | None]:
+        """By place, where its row is; ``None`` for this island, and for who gets none."""
+        there = rows.keys() - {self.rank} - set(left_out)
+        return [rows[place].data_ptr() if place in there else None for place in range(self._size)]
 
     def counters(self) -> dict[int, dict[str, int]]:
         """Counters of every other island."""
@@ -107,3 +129,4 @@ class IslandLink:
 
     def close(self) -> None:
         self._channel.close()
+        self._leaving.forget()

@@ -121,7 +121,7 @@ class IslandFlags(Flags):
     island_rejoin: str | None = flag(
         None,
         "what islands do that missed more, or are new: copy one that is there; or listen to means, and send when these have "
-        "set all weights; default copy, and with --rendezvous listen",
+        "set all weights; default copy",
         choices=("copy", "listen"),
     )
     rendezvous: str | None = flag(
@@ -216,7 +216,7 @@ class IslandFlags(Flags):
     @property
     def rejoin(self) -> str:
         """The way back of islands that missed too much, or are new: "copy" or "listen"."""
-        return self.island_rejoin or ("copy" if self.rendezvous is None else "listen")
+        return self.island_rejoin or "copy"
 
     @property
     def keep(self) -> int:

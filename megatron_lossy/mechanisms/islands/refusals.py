@@ -221,12 +221,6 @@ ISLANDS = Section(
             when=_averaging(lambda config, facts: config.rendezvous is not None and facts.virtual),
         ),
         Row(
-            flag="--transport",
-            beside="--rendezvous",
-            why="cannot carry islands that are launches of their own; choose torch or pieces",
-            when=_averaging(lambda config, facts: config.rendezvous is not None and config.transport == "udp"),
-        ),
-        Row(
             flag="--save",
             beside="--rendezvous without --save-replicas",
             why="keeps whether an island listens with --save-replicas only; give it too, or leave --save out",
@@ -246,12 +240,6 @@ ISLANDS = Section(
             value="{facts.tensor}",
             why="its ranks would lose other averages of what all have a copy of, when an island dies; must be 1 with --rendezvous",
             when=_averaging(lambda config, facts: config.rendezvous is not None and above(facts.tensor, 1)),
-        ),
-        Row(
-            flag="--island-rejoin",
-            beside="--rendezvous",
-            why="cannot be copy with --rendezvous: islands that come back listen",
-            when=_averaging(lambda config, facts: config.rendezvous is not None and config.rejoin == "copy"),
         ),
         Row(
             flag=("--delivery-log", "--trace", "--save-consensus", "--island-schedule", "--island-speeds"),

@@ -36,7 +36,7 @@ class Shard(Generic[Between]):
         make_rounds: Callable[..., Rounds] = Rounds,
     ) -> None:
         self._config = config
-        self.vectors, self.crossing = vectors, crossing
+        self.subset, self.vectors, self.crossing = subset, vectors, crossing
         with torch.no_grad():
             rule = make_rule(config, [vector.read(None) for vector in vectors], steps)
         self.rounds = make_rounds(subset, rule, crossing, config.sync_interval, config.sync_delay, device, used)

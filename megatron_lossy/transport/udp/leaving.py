@@ -42,3 +42,7 @@ class Leaving:
     def wait(self) -> None:
         """Wait until the oldest message has left. Raises :class:`PeerLost`."""
         patiently(self._messages.popleft()[0].sent, self._patience)
+
+    def forget(self) -> None:
+        """Keep no message any more: the channel is closed."""
+        self._messages.clear()

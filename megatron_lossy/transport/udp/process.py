@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 _DEDICATED = "udp: --udp-rate-control dedicated is for a link of this training's own: others on it get little"
 
-_engines: dict[UdpSettings, list[Engine]] = {}
+#: By settings and addresses.
+_engines: dict[tuple[UdpSettings, tuple[str, ...]], list[Engine]] = {}
 
 
 def settings_of(config: LossyConfig) -> UdpSettings:
@@ -53,16 +54,20 @@ def settings_of(config: LossyConfig) -> UdpSettings:
     )
 
 
-def engine_for(config: LossyConfig) -> Engine:
+def engine_for(config: LossyConfig, towards: str | None = None) -> Engine:
     """The first of :func:`engines_for`: for small messages."""
-    return engines_for(config)[0]
+    return engines_for(config, towards)[0]
 
 
-def engines_for(config: LossyConfig) -> list[Engine]:
-    """This process's engines for these flags; they live until the process ends or :func:`close_engines` is called."""
+def engines_for(config: LossyConfig, towards: str | None = None) -> list[Engine]:
+    """This process's engines for these flags; they live until the process ends or :func:`close_engines` is called.
+
+    ``towards``: a host; without ``--udp-interface`` they send from the address that reaches it. Default: MASTER_ADDR.
+    """
     settings = settings_of(config)
-    if settings not in _engines or _engines[settings][0].closed:  # in a child process
-        addresses = find_addresses(settings.interfaces, os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    addresses = find_addresses(settings.interfaces, towards or os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    key = settings, tuple(addresses)
+    if key not in _engines or _engines[key][0].closed:  # in a child process
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if settings.rate_control == "dedicated" and not local_rank:
             logger.warning(_DEDICATED)
@@ -90,11 +95,11 @@ def engines_for(config: LossyConfig) -> list[Engine]:
             for engine in engines:
                 engine.close(0.0)
             raise
-        _engines[settings] = engines
+        _engines[key] = engines
         # The engines have registered an end without patience. This is registered later, and so runs earlier.
         atexit.unregister(close_engines)
         atexit.register(close_engines)
-    return _engines[settings]
+    return _engines[key]
 
 
 def engine_counters() -> Counter[str]:

@@ -16,23 +16,19 @@ from .carrying import Among
 
 
 class Lane:
-    """One exchange at a time among the members of an epoch."""
+    """One exchange of a shard among the members of an epoch. ``observes``: as that of its carrier."""
 
-    observes = False
-
-    def __init__(self, among: Among, number: int) -> None:
-        self.among, self._number = among, number
+    def __init__(self, among: Among, shard: int, turn: int, observes: bool) -> None:
+        self.among, self._shard, self._turn = among, shard, turn
+        self.observes = observes
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
-        """See :class:`.Carrier`. To a listener nothing arrives."""
-        if self.among.place is None:
-            self.among.listen(self._number, pieces)
-            return torch.zeros_like(pieces), np.zeros(pieces.shape, dtype=bool)
-        return self.among.scatter(self._number, pieces), None
+        """See :class:`.Carrier`. Raises :class:`RuntimeError`: the epoch is closed."""
+        return self.among.lane(self._shard, self._turn).scatter(pieces)
 
-    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """See :class:`.Carrier`."""
-        return self.among.gather(self._number, own), None
+    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
+        """See :class:`.Carrier`. Raises :class:`RuntimeError`: the epoch is closed."""
+        return self.among.lane(self._shard, self._turn).gather(own)
 
     def close(self) -> None:
         """The epoch is closed, not one lane of it."""
@@ -42,21 +38,27 @@ class Nowhere(Lane):
     """Carries nothing: this island is in no epoch that it can exchange in."""
 
     def __init__(self) -> None:
-        pass
+        self.observes = False
 
 
 class BetweenMembers(BetweenRanks):
-    """``among()``: the epoch of the exchange that begins; ``None``: everything of it is lost. ``lanes``: exchanges at once.
+    """``shard``: the number of this vector on its rank. ``lanes``: exchanges at once.
 
-    ``breaks``: is called on a thread with an epoch that nothing can be exchanged in any more, and why.
+    ``among()``: the epoch of the exchange that begins; ``None``: everything of it is lost. ``breaks``: is called on a thread with an
+    epoch that nothing can be exchanged in any more, and why.
     """
 
     def __init__(
-        self, *arguments: Any, lanes: int, among: Callable[[], Among | None], breaks: Callable[[Among, str], None]
+        self,
+        *arguments: Any,
+        shard: int,
+        lanes: int,
+        among: Callable[[], Among | None],
+        breaks: Callable[[Among, str], None],
     ) -> None:
         config, stream, island, steps, told = arguments
         super().__init__(config, stream, island, [Nowhere()] * lanes, steps, told)
-        self._now, self._breaks = among, breaks
+        self._shard, self._now, self._breaks = shard, among, breaks
 
     def begin(self, step: int, sent: torch.Tensor) -> Waiting:
         """See :meth:`BetweenRanks.begin`. An exchange has the same lane on all islands, whatever they have made before."""
@@ -68,7 +70,7 @@ class BetweenMembers(BetweenRanks):
         if among is None or among.broken:
             return Parties([self._island], 0, Nowhere())
         among.begin()
-        return Parties(among.senders, among.place, Lane(among, turn))
+        return Parties(among.senders, among.place, Lane(among, self._shard, turn, self._config.transport == "udp"))
 
     def _cross(
         self,

@@ -1,4 +1,4 @@
-"""Carries the exchanges of one epoch: a group of its members' ranks of one number, over gloo.
+"""Carries the exchanges of one epoch, among its members' ranks of one number: over gloo, or as datagrams.
 
 It is opened on a thread, while training goes on. A member that dies, or stands still for longer than the patience, breaks it: what
 is under way is lost whole, and so is the rest of the epoch.
@@ -8,28 +8,85 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 
+from ....config import LossyConfig
+from ..between_ranks import Carrier
 from ..epochs import Epoch
+from ..flags import SYNC_LANES
+from ..mean import DTYPES
 from ..world import Meeting
 from .membership import Placed
 
 logger = logging.getLogger(__name__)
 
 
-class Among:
-    """The members of an epoch in their order, as the island ``slot`` sees them, and ``lanes``: a group for each exchange at once."""
+class Collectives:
+    """Exchanges among the members of ``meeting``, of which those in ``senders``, their places, are averaged."""
 
-    def __init__(self, epoch: Epoch, slot: int, lanes: Sequence[Meeting]) -> None:
-        self.epoch, self._lanes = epoch, list(lanes)
-        self.senders, self.receivers = epoch.senders, epoch.slots
+    observes = False
+
+    def __init__(self, meeting: Meeting, senders: Sequence[int]) -> None:
+        self._meeting: Meeting | None = meeting
+        self._senders = list(senders)
+        self._sending = [place in senders for place in range(meeting.islands)]
+        self._sends = self._sending[meeting.island]
+
+    def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
+        """See :class:`.Carrier`. Nothing comes to who does not send."""
+        if self._sends:
+            return self._open().all_to_all_among(pieces, self._sending), None
+        self._open().all_to_all_among(pieces[:0], [False for _ in self._sending])
+        return torch.zeros_like(pieces), np.zeros(pieces.shape, dtype=bool)
+
+    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """See :class:`.Carrier`."""
+        return self._open().all_gather(own)[self._senders], None
+
+    def _open(self) -> Meeting:
+        if self._meeting is None:
+            raise RuntimeError("the epoch is closed")
+        return self._meeting
+
+    def close(self) -> None:
+        """Let the others see that it is over: without its last user a group closes its connections."""
+        self._meeting = None
+
+
+class Alone:
+    """The exchanges of the only member: nothing crosses."""
+
+    observes = False
+
+    def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """See :class:`.Carrier`."""
+        return pieces, None
+
+    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """See :class:`.Carrier`."""
+        return own[None], None
+
+    def close(self) -> None:
+        """Nobody is told."""
+
+
+class Among:
+    """The members of an epoch in their order, as the island ``slot`` sees them.
+
+    ``lanes``: by shard of this rank, what carries its exchanges, which take turns.
+    """
+
+    def __init__(self, epoch: Epoch, slot: int, lanes: Sequence[Sequence[Carrier]]) -> None:
+        self.epoch, self._lanes = epoch, [list(one) for one in lanes]
+        self.senders = epoch.senders
         #: The place of this island among the senders, or ``None``: it listens.
         self.place = self.senders.index(slot) if slot in self.senders else None
-        self._alone = len(self.receivers) == 1
         self._changed = threading.Lock()
         self._under_way = 0
         self._retired = self.broken = False
@@ -50,51 +107,44 @@ class Among:
         with self._changed:
             self._under_way -= 1
             if self._retired and not self._under_way:
-                self._lanes.clear()
+                self._clear()
 
-    def scatter(self, lane: int, pieces: torch.Tensor) -> torch.Tensor:
-        """[P, n]: the pieces of all senders for this one, a sender. ``pieces`` [P, n]: one for each."""
-        if self._alone:
-            return pieces
-        return self._open(lane).all_to_all_among(pieces, [slot in self.senders for slot in self.receivers])
-
-    def listen(self, lane: int, like: torch.Tensor) -> None:
-        """Let senders exchange pieces without this one. ``like``: as those."""
-        self._open(lane).all_to_all_among(like[:0], [False for _ in self.receivers])
-
-    def gather(self, lane: int, own: torch.Tensor) -> torch.Tensor:
-        """[P, n]: the means of all senders. ``own`` [n]: that of this one; of a listener it does not matter what."""
-        if self._alone:
-            return own[None]
-        rows = self._open(lane).all_gather(own)
-        return rows[[place for place, slot in enumerate(self.receivers) if slot in self.senders]]
-
-    def _open(self, lane: int) -> Meeting:
+    def lane(self, shard: int, turn: int) -> Carrier:
+        """The carrier of an exchange of ``shard`` on the thread ``turn``. Raises :class:`RuntimeError` if the epoch is closed."""
         with self._changed:
             if self.broken or not self._lanes:
                 raise RuntimeError("the epoch is closed")
-            return self._lanes[lane]
+            return self._lanes[shard][turn]
 
     def retire(self) -> None:
         """No exchange will begin in it any more; those under way come to their end."""
         with self._changed:
             self._retired = True
             if not self._under_way:
-                self._lanes.clear()
+                self._clear()
 
     def close(self) -> None:
         """Let all see that it is over, by its connections: nobody waits for this island in it."""
         with self._changed:
             self.broken = True
-            self._lanes.clear()
+            self._clear()
+
+    def _clear(self) -> None:
+        lanes, self._lanes = [lane for of_shard in self._lanes for lane in of_shard], []
+        if lanes:  # which may wait until what was sent has left
+            threading.Thread(target=_close_all, args=[lanes], name="megatron-lossy-epoch", daemon=True).start()
+
+
+def _close_all(lanes: list[Carrier]) -> None:
+    while lanes:
+        lanes.pop().close()
 
 
 class Opening:
-    """``placed`` being opened on a thread, for rank ``rank`` of the island ``slot``. ``patience``: seconds to wait for a member."""
+    """``placed`` being opened on a thread, for the island ``slot``. ``open``: makes the lanes of an :class:`Among`."""
 
-    def __init__(self, placed: Placed, slot: int, rank: int, lanes: int, name: str, patience: float) -> None:
-        self.placed, self._slot, self._rank, self._lanes = placed, slot, rank, lanes
-        self._name, self._patience = name, timedelta(seconds=patience)
+    def __init__(self, placed: Placed, slot: int, open: Callable[[Placed], Sequence[Sequence[Carrier]]]) -> None:
+        self.placed, self._slot, self._open = placed, slot, open
         self._among: Among | None = None
         self._over = threading.Event()
         self._given_up = False
@@ -121,7 +171,7 @@ class Opening:
 
     def _run(self) -> None:
         try:
-            among = Among(self.placed.epoch, self._slot, self._open())
+            among = Among(self.placed.epoch, self._slot, self._open(self.placed))
             if self._given_up:
                 among.close()
             self._among = among
@@ -130,19 +180,83 @@ class Opening:
         finally:
             self._over.set()
 
-    def _open(self) -> list[Meeting]:
-        epoch = self.placed.epoch
+
+class Links:
+    """The datagrams of the island ``slot`` to and from others, over all epochs, as one link. Its ranks are slots."""
+
+    name = "islands"
+
+    def __init__(self, slot: int) -> None:
+        self.rank = slot
+        self._links: list[tuple[Any, list[int]]] = []
+
+    def add(self, link: Any, slots: list[int]) -> None:
+        """``link``: a new one among ``slots``."""
+        self._links.append((link, slots))
+
+    def counters(self) -> dict[int, dict[str, int]]:
+        """The counters of every other island so far."""
+        found: dict[int, Counter[str]] = {}
+        for link, slots in list(self._links):
+            for place, counts in link.counters().items():
+                found.setdefault(slots[place], Counter()).update(counts)
+        return {slot: dict(found[slot]) for slot in sorted(found)}
+
+    def rates(self) -> dict[int, dict[str, float]]:
+        """The rates towards every other island, of the latest epoch that it was in."""
+        return {slots[place]: rate for link, slots in list(self._links) for place, rate in link.rates().items()}
+
+
+class Opener:
+    """Opens epochs for rank ``rank`` of the island ``slot``. ``most``: by shard, the most elements of an exchange.
+
+    ``towards``: a host of the network that the islands share.
+    """
+
+    def __init__(self, config: LossyConfig, slot: int, rank: int, most: Sequence[int], towards: str) -> None:
+        self._config, self._slot, self._rank, self._most, self._towards = config, slot, rank, most, towards
+        self._lanes = min(SYNC_LANES, max(1, config.rounds_under_way))
+        #: All datagrams so far.
+        self.links = Links(slot)
+
+    def __call__(self, placed: Placed) -> list[list[Carrier]]:
+        """The carriers of each shard, in turns. Waits for the other members."""
+        epoch, config = placed.epoch, self._config
         slots = epoch.slots
         if len(slots) == 1:
-            return []
-        host, port = self.placed.stores[slots[0]]
-        store = torch.distributed.TCPStore(host, port, None, False, self._patience)
-        prefix = f"{epoch.id}/{epoch.first}/{self._name}/{self._rank}"
-        place = slots.index(self._slot)
-        return [
-            Meeting(torch.distributed.PrefixStore(f"{prefix}/{lane}", store), place, len(slots), self._patience)
-            for lane in range(self._lanes)
-        ]
+            return [[Alone() for _ in range(self._lanes)] for _ in self._most]
+        # Nobody waits for a message before it is used.
+        patience = config.island_patience + config.rounds_under_way * placed.usual
+        host, port = placed.stores[slots[0]]
+        store = torch.distributed.TCPStore(host, port, None, False, timedelta(seconds=patience))
+        prefix = f"{epoch.id}/{epoch.first}/sync/{self._rank}"
+        senders = [slots.index(slot) for slot in epoch.senders]
+
+        def carrier(shard: int, lane: int) -> Carrier:
+            name = f"{prefix}/{shard}/{lane}"
+            own, place = torch.distributed.PrefixStore(name, store), slots.index(self._slot)
+            if config.transport != "udp":
+                return Collectives(Meeting(own, place, len(slots), timedelta(seconds=patience)), senders)
+            from ....transport.udp.process import engine_for
+            from ..datagrams import IslandLink
+
+            link = IslandLink(
+                config,
+                name,
+                place,
+                len(slots),
+                own,
+                self._most[shard],
+                DTYPES[config.sync_dtype],
+                patience,
+                senders=senders,
+                called=slots,
+                engine=engine_for(config, self._towards),
+            )
+            self.links.add(link, slots)
+            return link
+
+        return [[carrier(shard, lane) for lane in range(self._lanes)] for shard in range(len(self._most))]
 
 
 def _first_line(error: BaseException) -> Any:

@@ -16,9 +16,10 @@ from typing import Any
 from ....errors import UsageError, refuse
 from ....rendezvous import Data
 from ..epochs import Epoch, Heard, Incarnation, Member, next_epoch
+from .copying import Request
 
 #: The version of what islands tell.
-PROTOCOL = 1
+PROTOCOL = 2
 #: Exchanges that the time from one to the next is taken from.
 _RECENT = 20
 #: Seconds of that, before there were two.
@@ -68,6 +69,8 @@ class Membership:
         self._role, self._lag, self._step = "send", 0, -1
         self._took: deque[float] = deque(maxlen=_RECENT)
         self._broken = self._joins = False
+        self._question: tuple[Member, int] | None = None
+        self._requests: list[Request] = []  # of others, for a copy of this island
         self._at: float | None = None
         self._failed: Exception | None = None
 
@@ -96,6 +99,7 @@ class Membership:
                 "waits": self._waits,
                 "host": self._host,
                 "store": list(self._store),
+                "asks": _asked(self._question),
             }
 
     @property
@@ -120,6 +124,7 @@ class Membership:
             raise refuse("--island", self._slot, f"{later[0]['host']} has it, since later than this one")
         heard = [_heard(one) for one in known]
         stores = {(one["slot"], Incarnation(*one["incarnation"])): (one["store"][0], one["store"][1]) for one in known}
+        self._note_requests(known)
         digest = self._common(known)
         if digest != self._digest:
             other = next(one for one in known if one["digest"] == digest)
@@ -136,6 +141,13 @@ class Membership:
         lives = {one.slot: (one.slot, one.incarnation) for one in epoch.members}
         places = {slot: stores[life] for slot, life in lives.items() if life in stores}
         self._placed.append(Placed(len(self._placed), epoch, places, max(one["usual"] for one in known)))
+
+    def _note_requests(self, known: Sequence[Data]) -> None:
+        for one in known:
+            if one["asks"] and one["asks"][:-1] == [self._slot, *self._begun]:
+                request = Request(one["slot"], Incarnation(*one["incarnation"]), one["asks"][-1])
+                if request not in self._requests:
+                    self._requests.append(request)
 
     def _common(self, known: Sequence[Data]) -> str:
         """The digest that holds: that of those who run, and of the lowest slot while all wait."""
@@ -210,6 +222,17 @@ class Membership:
         with self._changed:
             self._broken |= epoch == self._epoch
 
+    def ask(self, question: tuple[Member, int] | None) -> None:
+        """Ask a member for a copy of its state; the number of the question rises."""
+        with self._changed:
+            self._question = question
+
+    @property
+    def requests(self) -> list[Request]:
+        """All questions so far for a copy of this island."""
+        with self._changed:
+            return list(self._requests)
+
     @property
     def seconds(self) -> float:
         """From one exchange to the next, usually, of this island."""
@@ -242,6 +265,13 @@ class Membership:
     def _check(self) -> None:
         if self._failed is not None:
             raise self._failed
+
+
+def _asked(question: tuple[Member, int] | None) -> list[int] | None:
+    if question is None:
+        return None
+    member, number = question
+    return [member.slot, *member.incarnation, number]
 
 
 def _is_ours(one: Data) -> bool:

@@ -7,6 +7,7 @@ exchange, and nobody waits for an answer.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -30,15 +31,19 @@ from ....recovery import copies
 from ....rendezvous import Watch
 from ....rendezvous.lighthouse import Lighthouse, addresses_of
 from ..between_ranks import BetweenRanks
-from ..epochs import Incarnation
+from ..epochs import Incarnation, Member
 from ..flags import SYNC_LANES
 from ..megatron_training import TrainingIslands
 from ..member_rounds import MemberRounds
+from ..rounds import Weights
 from ..shard import Shard
 from ..stopping import Stopping
 from .between import BetweenMembers
-from .carrying import Among, Opening
+from .carrying import Among, Opener, Opening
+from .copying import Copy, Request
 from .membership import Membership, Placed
+from .rank_state import held_state, put_state
+from .rejoining import Rejoining
 from .standing import Standing
 from .world import ElasticWorld
 
@@ -59,7 +64,7 @@ class ElasticIslands(TrainingIslands):
         self._standing = Standing(world.island, config.overlap)
         self._membership: Membership | None = None  # of the first rank
         self._watch: Watch | None = None
-        self._served: Any = None  # a store for ranks of other islands
+        self._store: Any = None  # a store for ranks of other islands
         self._openings: list[Opening] = []
         self._in_force = -1  # the number of the epoch of the next exchange
         self._jump = 0  # the iteration to go on with; 0: the next one
@@ -67,6 +72,12 @@ class ElasticIslands(TrainingIslands):
         self._current: Among | None = None  # the epoch of the latest exchange
         self._broken = -1  # the number of the newest epoch that this rank cannot exchange in any more
         self._visits = 0  # how often means have set each element of a listener, on all ranks, at least
+        self._begun = 0  # how often this island has begun to listen
+        # To ask for a copy and get one takes a few answers of the rendezvous, and an exchange of who is asked.
+        self._rejoining = Rejoining(world.island, world.rank, config.island_patience + 4 * config.island_poll)
+        self._copied: tuple[Copy, Member] | None = None  # to be put before the next iteration
+        self._requests: list[Request] = []  # for copies of this island
+        self._served = 0  # that were made
 
     # --- who is there ----------------------------------------------------------------------------------------------
 
@@ -75,10 +86,10 @@ class ElasticIslands(TrainingIslands):
         if not self._entered:
             return self._enter(iteration)
         jump, self._jump = self._jump, 0
-        if jump <= iteration:
-            return iteration
-        self._miss(jump)
-        return jump
+        if jump > iteration:
+            self._miss(jump)
+        self._take_copy(max(jump, iteration))
+        return max(jump, iteration)
 
     def _enter(self, iteration: int) -> int:
         """Take part in a first epoch. Returns the iteration of the run. A collective call of the ranks of the island."""
@@ -99,18 +110,18 @@ class ElasticIslands(TrainingIslands):
         loaded = self._standing.slot.listens
         self._standing.enter(epoch, own=iteration > 0 or began <= iteration)
         self._standing.slot.sent = iteration
-        if self._standing.slot.listens and not loaded:
-            for shard in self._built():
-                shard.rounds.restart(0)
+        if self._standing.slot.listens:
+            self._begin_to_listen(keep=loaded)
         if epoch.first <= self._exchange_of(max(iteration, began)) + 1:
             self._in_force = placed.number
             self._openings[-1].among(wait=True)  # all begin with it
         if self._standing.slot.listens:
             logger.warning(
-                "island %d: the run is at iteration %d and this island at %d; it listens until means have set its weights",
+                "island %d: the run is at iteration %d and this island at %d; it listens until %s",
                 self._slot,
                 max(began, iteration),
                 iteration,
+                "it has copied another one" if self._rejoining.question else "means have set its weights",
             )
         if began > iteration:
             self._miss(began)
@@ -120,7 +131,7 @@ class ElasticIslands(TrainingIslands):
     def _ask(self, iteration: int) -> tuple[Placed, int]:
         config = self.config
         host = _address_towards(addresses_of(config.rendezvous or ""))
-        self._served = dist.TCPStore(host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        self._store = dist.TCPStore(host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         begun = Incarnation(time.time_ns(), secrets.randbits(32))
         rendezvous = Lighthouse(
             addresses_of(config.rendezvous or ""), f"island {self._slot} {begun.begun} {begun.drawn}"
@@ -135,7 +146,7 @@ class ElasticIslands(TrainingIslands):
             what,
             rendezvous.timeout,
             socket.gethostname(),
-            (host, self._served.port),
+            (host, self._store.port),
             begun,
             keep,
         )
@@ -166,11 +177,17 @@ class ElasticIslands(TrainingIslands):
         if same:
             self._openings.append(same[-1])
             return
-        config = self.config
-        lanes = min(SYNC_LANES, max(1, config.rounds_under_way))
-        # Nobody waits for a message before it is used.
-        patience = config.island_patience + config.rounds_under_way * placed.usual
-        self._openings.append(Opening(placed, self._slot, self.world.rank, lanes, "sync", patience))
+        self._openings.append(Opening(placed, self._slot, self._opener))
+
+    @functools.cached_property
+    def _opener(self) -> Opener:
+        towards = _address_towards(addresses_of(self.config.rendezvous or ""))
+        most = [shard.subset.most for shard in self._built()]
+        return Opener(self.config, self._slot, self.world.rank, most, towards)
+
+    @property
+    def carriers(self) -> Sequence[Any]:
+        return [self._opener.links] if self.config.transport == "udp" and self._entered else []
 
     def _carried(self, exchange: int) -> Among | None:
         """The epoch that ``exchange`` is made in. One that is not ready, or of which an exchange was left out, is given up."""
@@ -202,9 +219,59 @@ class ElasticIslands(TrainingIslands):
         for shard in self._built():
             shard.rounds.give_up()
         was = self._standing.slot.listens
-        if self._standing.behind(now, self.config.keep) and not was:
-            for shard in self._built():
-                shard.rounds.restart(0)
+        if self._standing.behind(now, self.config.keep):
+            self._begin_to_listen(keep=was)
+
+    def _begin_to_listen(self, keep: bool = False) -> None:
+        """Be in no mean for a while, and ask for a copy. ``keep``: it has listened before, and goes on with it."""
+        if not keep:
+            self._restart()
+        if self.config.rejoin == "copy" and self._rejoining.question is None:
+            self._rejoining.begin(self._openings[-1].placed)
+            self._tell_question()
+
+    def _restart(self) -> None:
+        self._begun, self._visits = self._begun + 1, 0
+        for shard in self._built():
+            shard.rounds.restart(0)
+
+    def _tell_question(self) -> None:
+        if self._membership is not None:
+            self._membership.ask(self._rejoining.question)
+
+    def _take_copy(self, now: int) -> None:
+        """Put the copy that has come, after ``now`` iterations of the run. A collective call of the ranks of the island."""
+        if self._copied is None:
+            return
+        (copy, source), self._copied = self._copied, None
+        slot = self._standing.slot
+        if not slot.listens:  # means were quicker
+            return
+        if self._run.update is not None:
+            self._run.settle()
+        put_state(self._vectors, self._inner, copy.values)
+        self._gather()
+        self._restart()
+        self._run.begin_equal()
+        self._standing.copied(copy.made, now, self.config.keep)
+        logger.warning(
+            "island %d: has copied island %d as of iteration %d, rank %d %s%s",
+            self._slot,
+            source.slot,
+            copy.made,
+            self.world.rank,
+            copy.digest,
+            "; it listens until means have set its weights" if slot.listens else "",
+        )
+
+    @property
+    def _vectors(self) -> list[Weights]:
+        return [shard.vectors[0] for shard in self._built()]
+
+    @property
+    def _inner(self) -> list[Any]:
+        """Torch's optimizers of :attr:`_vectors`."""
+        return [one.optimizer for one in self._exchanging]
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -215,15 +282,22 @@ class ElasticIslands(TrainingIslands):
         visits = _ENOUGH
         if self._standing.slot.listens:
             visits = min((shard.rounds.visits(0) for shard in self._built()), default=_ENOUGH)
-        said = np.array([signal, self._last_known(), following, ahead, self._broken, -visits], dtype=np.int64)
+        known_requests = [] if self._membership is None else self._membership.requests
+        begun, numbers = self._begun, [signal, self._last_known(), following, ahead, self._broken, -visits]
+        said = np.array([*numbers, len(known_requests), *self._rejoining.said], dtype=np.int64)
         known = copies.to_device(said, device.current_device())
         work = dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
 
         def finish() -> int:
             work.wait()
-            number, latest, in_force, jump, broken, visits = map(int, Fetched(known).wait().tolist())
-            self._visits = -visits
+            told = map(int, Fetched(known).wait().tolist())
+            number, latest, in_force, jump, broken, visits, requests, failed, came = told
+            if begun == self._begun:
+                self._visits = -visits
             self._learn(latest)
+            self._learn_requests(requests)
+            self._copied = self._rejoining.agreed(failed, came) or self._copied
+            self._tell_question()
             if broken >= 0:  # on some rank: the others would never hear of it
                 self._openings[broken].abandon()
                 if self._membership is not None:
@@ -272,6 +346,28 @@ class ElasticIslands(TrainingIslands):
             if among is not None and opening not in self._openings[used:]:
                 among.retire()
 
+    def _learn_requests(self, count: int) -> None:
+        """Learn the first ``count`` requests for copies. A collective call of the ranks of the island, if there are new ones."""
+        if count > len(self._requests):
+            said: list[Any] = [None]
+            if self._membership is not None:
+                said = [self._membership.requests[:count]]
+            dist.broadcast_object_list(said)
+            self._requests = said[0]
+
+    def end_iteration(self) -> None:
+        """See :meth:`RankIslands.end_iteration`. Who asked for a copy gets that of an exchange."""
+        super().end_iteration()
+        now = self._run.iteration + 1
+        if now % self.config.sync_interval or self._served == len(self._requests):
+            return
+        if self._run.update is not None:
+            self._run.settle()
+        for request in self._requests[self._served :]:
+            values = held_state(self._vectors, self._inner)
+            self._rejoining.serve(request, self._openings[-1].placed, values, now)
+        self._served = len(self._requests)
+
     def _exchange(self, number: int, *arguments: Any) -> None:
         now = self._run.iteration + 1
         if not number:
@@ -309,6 +405,7 @@ class ElasticIslands(TrainingIslands):
             self._slot,
             self._run.steps,
             self._tell,
+            shard=number,
             lanes=lanes,
             among=lambda: self._current,
             breaks=self._broke,

@@ -33,6 +33,11 @@ class Standing:
             self.slot.listens = True
         return self.slot.listens
 
+    def copied(self, made: int, now: int, keep: int) -> None:
+        """It has the state of a sender as of ``made`` iterations of the run, which has made ``now``."""
+        self.slot.own, self.slot.sent, self.slot.made = True, made, 0
+        self.slot.listens = self.slot.stopped(now, keep)
+
     def may_send(self, visits: int) -> None:
         """An exchange begins. ``visits``: how often means have set each element since the island began to listen, at least."""
         if self.slot.listens and visits >= needed_visits(self._overlap, self.slot.own):

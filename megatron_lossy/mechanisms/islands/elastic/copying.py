@@ -1,0 +1,175 @@
+"""Copies of the state of a rank, from a sender to who comes back: main weights, moments and step counts as of one exchange.
+
+They cross over TCP beside the exchanges, in parts, each tensor with a digest. They are never drawn as lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ....fetch import Fetched
+from ..epochs import Incarnation
+
+logger = logging.getLogger(__name__)
+
+#: Bytes that cross at once: the patience is for so many.
+PART = 2**20
+_DIGEST_BYTES = 16
+#: The places in a pair of who is asked, and of who asks.
+SOURCE, ASKER = 0, 1
+
+
+class Request(NamedTuple):
+    """A question for a copy: by whom, and the number of its question, which rises."""
+
+    slot: int
+    incarnation: Incarnation
+    number: int
+
+
+class Copy(NamedTuple):
+    """The state of a rank. ``values``: by name, tensors in host memory and numbers. ``made``: iterations of the run before it."""
+
+    values: dict[str, torch.Tensor | float]
+    made: int
+    #: 32 hexadecimal digits: of all values.
+    digest: str
+
+
+class Held:
+    """``value`` as it is now, on its way to the host. On CUDA it takes no memory of the device."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        value = value.detach().contiguous()
+        self.like = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+        # Where a copy waits for the queued work, it must not see later work.
+        value = value if value.device.type == "cuda" else value.clone()
+        self._fetched = Fetched(_bytes(value))
+
+    def bytes(self) -> torch.Tensor:
+        """uint8[n], once it is here."""
+        return torch.from_numpy(self._fetched.wait())
+
+
+class Damaged(RuntimeError):
+    """A tensor is not what was sent."""
+
+
+class Pair(Protocol):
+    """Two ranks, in order and without loss. ``data`` uint8[n], n at most :data:`PART`."""
+
+    def send(self, data: torch.Tensor) -> None:
+        """Send ``data``. Raises :class:`RuntimeError` if the other is gone."""
+
+    def receive(self, data: torch.Tensor) -> None:
+        """Receive into ``data``. Raises :class:`RuntimeError` if the other is gone."""
+
+
+class GlooPair:
+    """The rank in ``place`` of two, over gloo; they meet at ``store``. ``patience``: for the other, and for each part."""
+
+    def __init__(self, store: Any, place: int, patience: timedelta) -> None:
+        self._group = torch.distributed.ProcessGroupGloo(store, place, 2, patience)
+        self._other = 1 - place
+
+    def send(self, data: torch.Tensor) -> None:
+        """See :class:`Pair`."""
+        self._group.send([data], self._other, 0).wait()
+
+    def receive(self, data: torch.Tensor) -> None:
+        """See :class:`Pair`."""
+        self._group.recv([data], self._other, 0).wait()
+
+
+def send_copy(pair: Pair, values: dict[str, Held | float], made: int) -> str:
+    """Send ``values``, of a rank of a run that has made ``made`` iterations. Returns their digest."""
+    items: list[dict[str, Any]] = []
+    for name, value in values.items():
+        what = {**value.like, "digest": _digest(value.bytes())} if isinstance(value, Held) else {"value": value}
+        items.append({"name": name, **what})
+    header = torch.frombuffer(bytearray(json.dumps({"made": made, "items": items}).encode()), dtype=torch.uint8)
+    _send(pair, _bytes(torch.tensor([len(header)])))
+    _send(pair, header)
+    for value in values.values():
+        if isinstance(value, Held):
+            _send(pair, value.bytes())
+    return _digest(header)
+
+
+def receive_copy(pair: Pair) -> Copy:
+    """The values that :func:`send_copy` sends. Raises :class:`Damaged`, and :class:`RuntimeError` if the other is gone."""
+    length = torch.zeros(1, dtype=torch.int64)
+    _receive(pair, _bytes(length))
+    header = torch.empty(int(length), dtype=torch.uint8)
+    _receive(pair, header)
+    said = json.loads(header.numpy().tobytes())
+    values: dict[str, torch.Tensor | float] = {}
+    for item in said["items"]:
+        name = item["name"]
+        if "value" in item:
+            values[name] = item["value"]
+            continue
+        value = torch.empty(item["shape"], dtype=getattr(torch, item["dtype"]))
+        _receive(pair, _bytes(value))
+        if _digest(_bytes(value)) != item["digest"]:
+            raise Damaged(f"{name} is not what was sent")
+        values[name] = value
+    return Copy(values, said["made"], _digest(header))
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    """uint8[n] of a contiguous tensor, in its memory."""
+    return value.view(-1).view(torch.uint8)
+
+
+def _send(pair: Pair, data: torch.Tensor) -> None:
+    for first in range(0, len(data), PART):
+        pair.send(data[first : first + PART])
+
+
+def _receive(pair: Pair, data: torch.Tensor) -> None:
+    for first in range(0, len(data), PART):
+        pair.receive(data[first : first + PART])
+
+
+def _digest(data: torch.Tensor) -> str:
+    return blake2b(data.numpy(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+class Asking:
+    """A copy that is on its way to this rank, on a thread. ``open``: meets the source."""
+
+    def __init__(self, open: Callable[[], Pair]) -> None:
+        self.copy: Copy | None = None
+        self.why: str | None = None  # it failed
+        threading.Thread(target=self._run, args=[open], name="megatron-lossy-copy", daemon=True).start()
+
+    def _run(self, open: Callable[[], Pair]) -> None:
+        try:
+            self.copy = receive_copy(open())
+        except Exception as error:  # of torch's stores and groups, or damage
+            self.why = _first_line(error)
+
+
+def serve(open: Callable[[], Pair], values: dict[str, Held | float], made: int, served: Callable[[str], None]) -> None:
+    """:func:`send_copy` on a thread. ``open``: meets who asked. ``served``: is called with the digest."""
+
+    def run() -> None:
+        try:
+            served(send_copy(open(), values, made))
+        except Exception as error:  # who asked is gone: it asks another one, or listens
+            logger.warning("a copy was not sent: %s", _first_line(error))
+
+    threading.Thread(target=run, name="megatron-lossy-copy", daemon=True).start()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

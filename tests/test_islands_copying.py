@@ -1,0 +1,159 @@
+"""Copies of an island's state: bit for bit, found when damaged, of the next sender if one fails."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossy.mechanisms.islands.elastic.copying import PART, Damaged, Held, receive_copy, send_copy
+from megatron_lossy.mechanisms.islands.elastic.rank_state import held_state, put_state
+
+pytestmark = pytest.mark.shows("islands that copy another one")
+
+
+class Wire:
+    """Two ends in memory. ``flip``: the byte that is damaged on the way, of all that is sent."""
+
+    def __init__(self, flip=None):
+        self._queue, self._flip, self._sent = SimpleQueue(), flip, 0
+
+    def send(self, data):
+        assert 0 < len(data) <= PART
+        data = data.clone()
+        if self._flip is not None and 0 <= self._flip - self._sent < len(data):
+            data[self._flip - self._sent] ^= 1
+        self._sent += len(data)
+        self._queue.put(data)
+
+    def receive(self, data):
+        came = self._queue.get()
+        assert len(came) == len(data)
+        data.copy_(came)
+
+
+def across(values, made=7, flip=None):
+    wire = Wire(flip)
+    digest = send_copy(wire, values, made)
+    return receive_copy(wire), digest
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=3)), max_size=5),
+    st.integers(0, 99),
+)
+def test_all_comes_bit_for_bit(kinds, seed):
+    torch.manual_seed(seed)
+    tensors = {f"t{n}": (100 * torch.randn(shape)).to(dtype) for n, (dtype, shape) in enumerate(kinds)}
+    copy, digest = across({name: Held(one) for name, one in tensors.items()} | {"step": 3, "rate": 0.5}, made=12)
+    assert copy.made == 12 and copy.digest == digest
+    assert copy.values["step"] == 3 and copy.values["rate"] == 0.5
+    for name, one in tensors.items():
+        assert copy.values[name].dtype == one.dtype and copy.values[name].shape == one.shape
+        assert torch.equal(copy.values[name], one)
+
+
+def test_long_tensors_cross_in_parts():
+    values = torch.arange(PART // 4 * 3 + 5, dtype=torch.float32)
+    copy, _ = across({"w": Held(values)})
+    assert torch.equal(copy.values["w"], values)
+
+
+@pytest.mark.parametrize("byte", [0, 1, 399, 400, 800])
+def test_a_flipped_bit_is_found(byte):
+    values = {"a": Held(torch.randn(100)), "b": Held(torch.randn(101))}
+    wire = Wire()
+    send_copy(wire, values, 7)
+    header = wire._sent - 4 * 201
+    with pytest.raises(Damaged, match="[ab] is not what was sent"):
+        across(values, flip=header + byte)
+
+
+def test_what_is_held_is_the_state_at_that_time():
+    values = torch.ones(10)
+    held = Held(values)
+    values.zero_()
+    copy, _ = across({"w": held})
+    assert copy.values["w"].sum() == 10
+
+
+class Plain:
+    """All elements of one parameter."""
+
+    def __init__(self, parameter):
+        self.parameter = parameter
+
+    def read(self, places):
+        assert places is None
+        return self.parameter.detach().clone()
+
+    def write(self, places, values):
+        self.parameter.copy_(values)
+
+
+def trained(seed, steps, **options):
+    torch.manual_seed(seed)
+    parameters = [torch.nn.Parameter(torch.randn(n)) for n in (5, 3)]
+    optimizers = [torch.optim.AdamW([one], lr=0.1 + seed, **options) for one in parameters]
+    train(parameters, optimizers, steps)
+    return parameters, optimizers
+
+
+def train(parameters, optimizers, steps):
+    for step in range(steps):
+        for one, optimizer in zip(parameters, optimizers):
+            one.grad = torch.full_like(one, 1.0 + step)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+def test_a_copy_trains_on_as_its_source(steps):
+    """From then on they are equal, at equal learning rates; these are not copied."""
+    source, own = trained(0, 3, amsgrad=True), trained(1, steps, amsgrad=True)
+    copy, _ = across(held_state([Plain(one) for one in source[0]], source[1]))
+    put_state([Plain(one) for one in own[0]], own[1], copy.values)
+    assert [one.param_groups[0]["lr"] for one in own[1]] == [1.1, 1.1]
+    for optimizer in own[1]:
+        optimizer.param_groups[0]["lr"] = 0.1
+    train(*source, 2)
+    assert not torch.equal(source[0][0], own[0][0])
+    train(*own, 2)
+    for theirs, mine in zip(source[0], own[0]):
+        assert torch.equal(theirs, mine)
+
+
+def test_two_ranks_over_gloo():
+    from datetime import timedelta
+
+    from megatron_lossy.mechanisms.islands.elastic.copying import ASKER, SOURCE, Asking, GlooPair, serve
+
+    store = torch.distributed.HashStore()
+    wait, served = timedelta(seconds=60), SimpleQueue()
+    values = torch.randn(PART // 2)
+    serve(lambda: GlooPair(store, SOURCE, wait), {"w": Held(values)}, 5, served.put)
+    asking = Asking(lambda: GlooPair(store, ASKER, wait))
+    digest = served.get(timeout=60)
+    while asking.copy is None:
+        assert asking.why is None, asking.why
+        threading.Event().wait(0.01)
+    assert asking.copy.digest == digest and torch.equal(asking.copy.values["w"], values)
+
+
+def test_nobody_there_is_a_failure_that_says_why():
+    from datetime import timedelta
+
+    from megatron_lossy.mechanisms.islands.elastic.copying import ASKER, Asking, GlooPair
+
+    store = torch.distributed.HashStore()
+    asking = Asking(lambda: GlooPair(store, ASKER, timedelta(seconds=0.2)))
+    while asking.why is None:
+        threading.Event().wait(0.01)
+    assert asking.copy is None and asking.why
