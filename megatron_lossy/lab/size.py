@@ -238,6 +238,8 @@ def plot_cost(sizes: Sequence[Size], path: Path) -> list[Path]:
                 label=line[0] if line[1] == panel else f"{line[0]}, {line[1]}",
             )
         axes.set_xscale("log")
+        axes.set_xticks([size.parameters for size in sizes], [size.name for size in sizes])
+        axes.set_xticks([], minor=True)
         axes.set_xlabel("parameters", fontsize=14)
         axes.set_title(f"{panel} lost" if panel.endswith("%") else panel, fontsize=15)
         axes.legend(fontsize=12)
