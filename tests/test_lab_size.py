@@ -49,7 +49,11 @@ def write(folder, monkeypatch, missing=()):
         "variants": {"plain": {}, "lead": {"param-send": "compensated"}},
         "metrics": METRICS,
         "studies": {
-            name: {"title": name, "question": "?", "settings": {**TINY, "hidden-size": width, "drift-interval": 1}}
+            name: {
+                "title": name,
+                "question": "?",
+                "settings": {**TINY, "hidden-size": width, "drift-interval": 1, "sharpness-interval": 4},
+            }
             for name, width in WIDTHS.items()
         },
     }

@@ -231,6 +231,7 @@ def test_a_cell_is_known_by_what_matters():
     names = [
         name(),
         name("--drift-interval", "5"),  # no weight is another, but a run without cannot stand for one that measured
+        name("--sharpness-interval", "5"),
         name("--lr", "0.1"),
         name("--grad-recovery", "zero"),
         name(settings={**TINY, "seq-length": 8}),
@@ -317,6 +318,7 @@ def test_no_loss_of_the_command_line_is_dropped_without_a_word():
         ({"levels": {"a": {"p_grd": 0.1}}}, [], "level a: unknown key p_grd, did you mean p-grad"),
         ({"variants": {"v": {"lr": -1}}}, [], "T, v, 0 %: --lr -1.0: must be"),
         ({"metrics": ["grad norm", "drift pairs"]}, [], "T, 10 %: metrics: 'drift pairs': .* with drift-interval only"),
+        ({"metrics": ["lr x sharpness (run)"]}, [], "metrics: 'lr x sharpness .run.': .* with sharpness-interval only"),
         ({}, ["--save", "x"], "--save x: cannot be given to a study"),
         ({}, ["--virtual-workers", "3"], "--global-batch-size 2: must be divisible"),
         ({"processes": 2}, [], "--virtual-workers 2: all share one device"),

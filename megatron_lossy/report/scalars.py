@@ -91,7 +91,12 @@ def axis_of(name: str) -> Axis:
 
 def needs_drift(name: str) -> bool:
     """Whether only runs with ``--drift-interval`` record the scalar."""
-    return name.startswith("drift ") or name == "squared increment"
+    return name.startswith("drift ") or name.removesuffix(WHOLE) == "squared increment"
+
+
+def needs_sharpness(name: str) -> bool:
+    """Whether only runs with ``--sharpness-interval`` record the scalar."""
+    return name.removesuffix(WHOLE).endswith("sharpness")
 
 
 def definition(name: str) -> str:
