@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -59,6 +59,9 @@ class World(Protocol):
 
     def tell_environment(self) -> None:
         """Set RANK and WORLD_SIZE to those of the job, for a program that reads them later."""
+
+    def compare(self, settings: Mapping[str, str]) -> None:
+        """``settings``, by flag, must be those of all jobs: these compare them if each is a launch of its own."""
 
     def open(self, init_process_group: Callable[..., Any], timeout: timedelta) -> None:
         """Make the job the default world. A collective call of all ranks of all jobs.

@@ -69,7 +69,8 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
         return None  # in the place of the whole command line
     if found.use_checkpoint_args or found.use_mp_args_from_checkpoint_args:
         return found.train_iters
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    jobs = config.jobs()
+    world = int(os.environ.get("WORLD_SIZE", "1")) * (jobs.number if jobs.apart else 1)
     # Context-parallel ranks shard the optimizer too, so that they do not divide the group.
     size, rest = divmod(world, (found.tensor_model_parallel_size or 1) * (found.pipeline_model_parallel_size or 1))
     if not rest:
@@ -96,7 +97,7 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
         if _lossy.config != config:
             raise UsageError("the loss flags changed after the hooks were installed with others")
         return _lossy
-    check_refusals(config, Facts(flushes=True, catches_up=False))
+    check_refusals(config, Facts(flushes=True))
     import megatron.core
 
     from . import device, hooks

@@ -143,7 +143,11 @@ ISLAND = [
         {},
         "--island-schedule events: cannot be combined with --island-speeds",
     ),
-    (APART, {"catches_up": False}, "--rendezvous host: needs a training loop that can go on at a later iteration"),
+    (
+        APART | {"eval_weights": "replica"},
+        {"data_parallel": "FSDP2"},
+        "--rendezvous host: needs a training loop that can go on at a later iteration",
+    ),
     (APART, {"virtual": True}, "--rendezvous host: is for real ranks"),
     (APART, {"saves": True}, "--save: keeps whether an island listens with --save-replicas only"),
     (

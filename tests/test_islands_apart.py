@@ -151,17 +151,29 @@ def test_all_die_and_go_on_from_their_checkpoints(data, tmp_path, serve):
     assert all("loaded checkpoint" in out and "iteration      400/" in out for _, out, _ in ends.values())
 
 
-def test_an_island_with_other_flags_is_refused(data, serve):
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"sync_fraction": 0.25}, r"--sync-fraction 0.25: island 0 \(.*\) has 0.5; all must be alike"),
+        ({"lr": 0.5}, r"--lr 0.5: island 0 \(.*\) has .*; all must be alike"),
+        (
+            "data",
+            r"--data-path \(digest of its text .*\): island 0 \(.*\) has \(digest of its text .*\); all must be alike",
+        ),
+    ],
+    ids=["loss flag", "training flag", "data"],
+)
+def test_an_island_with_other_flags_or_data_is_refused(data, serve, other, why):
     _, url = serve()
     run = Run(url, MODEL | data | SYNC | {"island_join": 8})
     run.start(0)
     run.until(0, "loss:")
     time.sleep(4)
-    run.start(1, sync_fraction=0.25)
+    run.start(1, **({"data_path": data["valid_data_path"]} if other == "data" else other))
     [program] = run.islands[1]
     _, said = program.communicate(100)
     assert program.returncode == 2
-    assert re.search(r"--sync-fraction 0.25: island 0 \(.*\) has 0.5; all must be alike", said), said
+    assert re.search(why, said), said
     assert run.ends()[0][0] == [0]
 
 

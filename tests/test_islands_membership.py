@@ -33,9 +33,10 @@ class Lighthouse:
         self.steps: dict[int, int] = {}
         self._lives = itertools.count(1)
 
-    def start(self, slot, step=-1, digest="d", what=None, role="send"):
+    def start(self, slot, step=-1, digest="d", what=None, role="send", host=None, address=None):
         one = Membership(
-            slot, self.islands, digest, what or {}, TIMEOUT, f"host{slot}", ("127.0.0.1", 1000 + slot),
+            slot, self.islands, digest, what or {}, TIMEOUT, host or f"host{slot}",
+            (address or f"10.0.0.{slot}", 1000 + slot),
             Incarnation(next(self._lives)), KEEP,
         )  # fmt: skip
         one.begin(step, JOIN, role)
@@ -247,3 +248,29 @@ def test_whatever_is_missed_all_agree_a_while_after_the_last_event(data):
         assert lighthouse.agree(*sorted(lighthouse.running))
         roles = {member for epoch in lighthouse.in_force().values() for member in epoch.senders}
         assert roles
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_an_address_that_only_its_own_host_knows_is_refused_at_the_start(monkeypatch, of):
+    """Both say so: neither can meet the other."""
+    lighthouse = Lighthouse(Clock(monkeypatch), 2)
+    there = [lighthouse.start(slot, address="127.0.0.1" if slot == of else None) for slot in range(2)]
+    lighthouse.answer()
+    why = rf"--rendezvous 127.0.0.1: island {of} \(host{of}\) reaches it from its loopback"
+    for one in there:
+        with pytest.raises(UsageError, match=why):
+            one.first(lambda: None, 1.0)
+
+
+def test_islands_of_one_host_may_meet_on_its_loopback(monkeypatch):
+    lighthouse = Lighthouse(Clock(monkeypatch), 2)
+    there = [lighthouse.start(slot, host="here", address="127.0.0.1") for slot in range(2)]
+    lighthouse.answer()
+    assert all(one.first(lambda: None, 1.0).epoch.slots == [0, 1] for one in there)
+
+
+def test_who_waits_for_others_hears_now_and_then_that_there_is_no_epoch_yet(monkeypatch):
+    lighthouse = Lighthouse(Clock(monkeypatch), 2)
+    one = lighthouse.start(0)
+    lighthouse.answer()
+    assert one.first(lambda: None, 0.0) is None

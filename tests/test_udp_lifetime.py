@@ -128,6 +128,22 @@ def test_an_outcome_outlives_a_later_post():
         in_threads(2, lambda r: engines[r].close(0.0))
 
 
+def test_a_channel_lasts_as_long_as_somebody_uses_it():
+    """Who finds a rank gone asks the engine why, while another thread closes the channel."""
+    with Ranks(2, buckets={"grad": [(UNIT, UNIT)]}) as ranks:
+        channel = ranks.dense[0]
+        with channel._using():
+            closing = threading.Thread(target=channel.close, args=[0.0])
+            closing.start()
+            while not channel._ends:
+                time.sleep(0.001)
+            assert channel._channel is not None
+            with pytest.raises(RuntimeError, match="is closed"), channel._using():
+                pass
+        closing.join()
+        assert channel._channel is None
+
+
 def test_two_threads_may_wait_for_one_transfer():
     """The first that sees the end gives the handle back; the other may be inside the engine with it."""
     with Ranks(2, buckets={"grad": [(UNIT, UNIT)]}) as ranks:

@@ -35,8 +35,6 @@ class Facts:
     data_parallel: str | None = None
     #: Whether the training loop empties the pipeline in every iteration.
     flushes: bool | None = None
-    #: Whether the training loop can go on at a later iteration, which others have made.
-    catches_up: bool | None = None
     #: Whether each of several jobs is a world of processes of its own.
     worlds_apart: bool | None = None
     #: Whether checkpoints are written.

@@ -47,7 +47,7 @@ def claim_delivery_log(
     for JSON. ``flags``: the dataclass that these settings are the identity of, if it is one. Raises :class:`UsageError`
     if the folder holds another run, or this one and it starts anew.
     """
-    if config.delivery_log is None or config.inert:
+    if config.delivery_log is None or config.inert or config.jobs().apart:
         return
     schema.check_pyarrow(_FLAG, config.delivery_log)
     folder = Path(config.delivery_log)

@@ -91,6 +91,8 @@ class Lighthouse(Rendezvous):
 
     def close(self) -> None:
         self._end.set()
+        for thread in self._threads:
+            thread.join()
 
     def _live(self, door: _Door) -> None:
         """Connect to a lighthouse, and say every while that this process is alive."""

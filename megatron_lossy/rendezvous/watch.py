@@ -39,8 +39,9 @@ class Watch:
             raise self._failed
 
     def close(self) -> None:
-        """Ask no more. Returns without waiting for an answer under way."""
+        """Ask no more, once an answer under way has come: a process that ends in foreign code ends in an error."""
         self._end.set()
+        self._thread.join()
         self._rendezvous.close()
 
     def _run(self) -> None:

@@ -22,8 +22,9 @@ def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
         observers.append(DatagramMonitor(lambda: run.carriers, writer))
     if config.drift_interval and not (config.lossless or config.needs_whole_optimizers()):
         observers.append(Drift(config))
-    if config.delivery_log is not None and not config.lossless:
+    logs = config.delivery_log is not None and not config.jobs().apart  # else jobs have no exchanges in common
+    if logs and not config.lossless:
         observers.append(DeliveryLog(config, writer))
-    if config.delivery_log is not None and (config.errs or config.needs_whole_optimizers()):
+    if logs and (config.errs or config.needs_whole_optimizers()):
         observers.append(ErrorLog(config, writer))
     return observers + [one for mechanism in MECHANISMS.all() for one in mechanism.observers(run, writer)]

@@ -23,7 +23,6 @@ def of_trainer(config: TrainConfig, ranks: int) -> Facts:
         train_iters=config.train_iters,
         ends=True,
         flushes=False,
-        catches_up=True,
         saves=config.save is not None,
         tensor=config.tensor_model_parallel_size,
         copies_apart=config.tensor_model_parallel_size > 1,

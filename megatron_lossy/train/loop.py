@@ -40,7 +40,7 @@ from .model import transformer_impl
 from .optimizer import lr_scale
 from .process import launched_ranks
 from .records import Progress, header, open_writers
-from .saved import check_folders, in_folders_of_job, same_folder, write_settings
+from .saved import check_folders, in_folders_of_job, same_folder, shared_settings, write_settings
 from .sharpness import Sharpness
 from .stop import Stop
 from .text import check_data, fingerprint, prepare_text, same_everywhere, with_data_paths
@@ -83,6 +83,8 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
         paths = with_data_paths(config)
         data = same_everywhere(fingerprint(paths))
         check_folders(config, lossy_config, data)
+        if launched is not None:
+            launched.compare(shared_settings(config, data))
         lossy = build_run(config, lossy_config, launched)
         try:
             with parallel.model_parallel(config):

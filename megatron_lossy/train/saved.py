@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..checkpoints import TRACKER, latest_iteration
 from ..config import SECTIONS, LossyConfig
 from ..errors import cannot, refuse
 from ..files import check_folder, write_text, writing
-from ..flags import difference, flag_name, identity, of_flags
+from ..flags import as_text, difference, flag_name, identity, of_flags
 from ..jobs import Jobs
 from .config import SHAPE, TrainConfig
 from .metrics import METRICS_FILE
@@ -23,12 +24,31 @@ from .metrics import METRICS_FILE
 SETTINGS = "settings.json"
 # The flags that fix the order of the samples.
 _SAMPLES = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "seed")
+# Beside paths and what is incidental, the flags that each of several jobs may have as it likes.
+_OWN = (
+    "data",
+    "data_path",
+    "valid_data_path",
+    "eval_interval",
+    "eval_iters",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+)
 
 
 def settings_of(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None) -> dict[str, Any]:
     """The settings that identify a run, as JSON gives them back. ``data``: the fingerprint of its data, if known."""
     settings = {"train": identity(config), "loss": identity(lossy), "data": data}
     return json.loads(json.dumps(settings))
+
+
+def shared_settings(config: TrainConfig, data: list[Any]) -> dict[str, str]:
+    """The settings that jobs must have alike to average their weights, by flag. ``data``: the fingerprint of its data."""
+    own = {name: value for name, value in identity(config).items() if name not in _OWN}
+    text = blake2b(json.dumps(data).encode(), digest_size=8).hexdigest()
+    return {flag_name(TrainConfig, name): as_text(value) for name, value in own.items()} | {
+        "--data-path": f"(digest of its text {text})"
+    }
 
 
 def in_folders_of_job(config: TrainConfig, jobs: Jobs, job: int) -> TrainConfig:

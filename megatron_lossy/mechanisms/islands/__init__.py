@@ -81,11 +81,11 @@ class Islands(Mechanism):
         if world is None:
             return None
         if config.rendezvous is not None:
-            from .elastic.part import ElasticIslands
+            from .elastic.megatron_training import TrainingElasticIslands
             from .elastic.world import ElasticWorld
 
             assert isinstance(world, ElasticWorld), world
-            return ElasticIslands(config, world)
+            return TrainingElasticIslands(config, world)
         from .megatron_training import TrainingIslands
         from .world import IslandWorld
 

@@ -20,16 +20,20 @@ _FLAG = "--delivery-log"
 
 
 class EpochLog(Observer):
-    """``folder``: of the delivery log."""
+    """``folder``: of the delivery log. ``keeps``: all lines, if the run goes on from a checkpoint: others have gone on meanwhile."""
 
-    def __init__(self, folder: str) -> None:
-        self._path = Path(folder, EPOCHS)
+    def __init__(self, folder: str, keeps: bool = False) -> None:
+        self._path, self._keeps = Path(folder, EPOCHS), keeps
         self._ours = False
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` if the file is of another run."""
+        if not self._ours and self._path.exists():
+            raise refuse(_FLAG, self._path.parent, "holds the log of a run; choose another folder")
 
     def add(self, record: dict[str, Any]) -> None:
         """Write a line. Raises :class:`UsageError` if the file is of another run."""
-        if not self._ours and self._path.exists():
-            raise refuse(_FLAG, self._path.parent, "holds the log of a run; choose another folder")
+        self.check()
         self._ours = True
         with writing(_FLAG, self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,14 +41,14 @@ class EpochLog(Observer):
                 file.write(json.dumps(record) + "\n")
 
     def restart(self, iteration: int) -> None:
-        """Keep the lines before ``iteration``. One that a killed run has left unfinished is the last, and later."""
+        """Keep the lines before ``iteration``, or all. One that a killed run has left unfinished is the last, and later."""
         self._ours = True
         if not self._path.exists():
             return
         kept = []
         for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
             try:
-                if json.loads(line)["t"] >= iteration:
+                if json.loads(line)["t"] >= iteration and not self._keeps:
                     break
             except ValueError:
                 break

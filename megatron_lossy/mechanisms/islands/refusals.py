@@ -210,9 +210,9 @@ ISLANDS = Section(
         ),
         Row(
             flag="--rendezvous",
-            beside="a program that cannot catch up",
-            why="needs a training loop that can go on at a later iteration: python -m megatron_lossy.train",
-            when=_averaging(lambda config, facts: config.rendezvous is not None and facts.catches_up is False),
+            beside="PyTorch's FSDP2 or DDP",
+            why="needs a training loop that can go on at a later iteration: python -m megatron_lossy.train, or megatron.training",
+            when=_averaging(lambda config, facts: config.rendezvous is not None and facts.data_parallel is not None),
         ),
         Row(
             flag="--rendezvous",
@@ -242,7 +242,7 @@ ISLANDS = Section(
             when=_averaging(lambda config, facts: config.rendezvous is not None and above(facts.tensor, 1)),
         ),
         Row(
-            flag=("--delivery-log", "--trace", "--save-consensus", "--island-schedule", "--island-speeds"),
+            flag=("--trace", "--save-consensus", "--island-schedule", "--island-speeds"),
             beside="--rendezvous",
             why="cannot go with --rendezvous: islands have nothing in common that is written or read",
             when=_averaging(lambda config, facts: config.rendezvous is not None),

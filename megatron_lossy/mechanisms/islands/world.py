@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -45,6 +45,9 @@ class IslandWorld:
     def tell_environment(self) -> None:
         """Set RANK and WORLD_SIZE to those of the island, for a program that reads them later."""
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.size)}
+
+    def compare(self, settings: Mapping[str, str]) -> None:
+        """All islands have one command line."""
 
     def open(self, init_process_group: Callable[..., Any], timeout: timedelta) -> None:
         """Make the island the default world. A collective call of all ranks of all islands.

@@ -390,6 +390,7 @@ class Channel:
         self._lock = threading.Condition()
         self._users = 0
         self._channel: int | None = None
+        self._ends = False  # whether nobody may use it any more
         self._closer: int | None = None  # the thread that closes the channel; 0: it is closed
         self._final: tuple[dict[int, dict[str, int]], dict[int, dict[str, float]]] | None = None  # counters, rates
         self._transfers: dict[tuple[int, int, int], Transfer] = {}
@@ -500,7 +501,7 @@ class Channel:
     def _using(self, transfer: Transfer | None = None) -> Iterator[None]:
         """A context in which the channel is not closed, and ``transfer`` keeps its handle."""
         with self._lock:
-            if self._channel is None:
+            if self._channel is None or self._ends:
                 raise RuntimeError(f"channel {self.name} is closed")
             self._users += 1
             if transfer is not None:
@@ -724,9 +725,10 @@ class Channel:
         try:
             self._final = self.counters(), self.rates()
             with self._lock:
-                channel, self._channel = self._channel, None
+                self._ends = True
                 while self._users:
                     self._lock.wait()
+                channel, self._channel = self._channel, None
             if linger > 0:
                 self._lib.ml_linger(channel, int(linger * SECOND))
             self._lib.ml_close(channel, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,11 +17,11 @@ from .carrying import Among
 
 
 class Lane:
-    """One exchange of a shard among the members of an epoch. ``observes``: as that of its carrier."""
+    """The exchange number ``exchange`` of a shard among the members of an epoch. ``observes``: as that of its carrier."""
 
-    def __init__(self, among: Among, shard: int, turn: int, observes: bool) -> None:
+    def __init__(self, among: Among, shard: int, turn: int, observes: bool, exchange: int) -> None:
         self.among, self._shard, self._turn = among, shard, turn
-        self.observes = observes
+        self.observes, self.exchange = observes, exchange
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         """See :class:`.Carrier`. Raises :class:`RuntimeError`: the epoch is closed."""
@@ -37,15 +38,16 @@ class Lane:
 class Nowhere(Lane):
     """Carries nothing: this island is in no epoch that it can exchange in."""
 
-    def __init__(self) -> None:
-        self.observes = False
+    def __init__(self, exchange: int = -1) -> None:
+        self.observes, self.exchange = False, exchange
 
 
 class BetweenMembers(BetweenRanks):
     """``shard``: the number of this vector on its rank. ``lanes``: exchanges at once.
 
     ``among()``: the epoch of the exchange that begins; ``None``: everything of it is lost. ``breaks``: is called on a thread with an
-    epoch that nothing can be exchanged in any more, and why.
+    epoch that nothing can be exchanged in any more, why, and the seconds that were waited. ``loses``: with the number of an exchange of
+    which nothing arrives.
     """
 
     def __init__(
@@ -54,11 +56,12 @@ class BetweenMembers(BetweenRanks):
         shard: int,
         lanes: int,
         among: Callable[[], Among | None],
-        breaks: Callable[[Among, str], None],
+        breaks: Callable[[Among, str, float], None],
+        loses: Callable[[int], None],
     ) -> None:
         config, stream, island, steps, told = arguments
         super().__init__(config, stream, island, [Nowhere()] * lanes, steps, told)
-        self._shard, self._now, self._breaks = shard, among, breaks
+        self._shard, self._now, self._breaks, self._loses = shard, among, breaks, loses
 
     def begin(self, step: int, sent: torch.Tensor) -> Waiting:
         """See :meth:`BetweenRanks.begin`. An exchange has the same lane on all islands, whatever they have made before."""
@@ -66,11 +69,12 @@ class BetweenMembers(BetweenRanks):
         return super().begin(step, sent)
 
     def _parties(self, turn: int) -> Parties:
-        among = self._now()
+        among, exchange = self._now(), self._begun - 1
         if among is None or among.broken:
-            return Parties([self._island], 0, Nowhere())
+            return Parties([self._island], 0, Nowhere(exchange))
         among.begin()
-        return Parties(among.senders, among.place, Lane(among, self._shard, turn, self._config.transport == "udp"))
+        lane = Lane(among, self._shard, turn, self._config.transport == "udp", exchange)
+        return Parties(among.senders, among.place, lane)
 
     def _cross(
         self,
@@ -84,16 +88,19 @@ class BetweenMembers(BetweenRanks):
         if isinstance(lane, Nowhere):
             return self._lost(parties, pieces, units, device)
         assert isinstance(lane, Lane), lane
+        began = time.monotonic()
         try:
             return super()._cross(parties, pieces, units, drawn, device)
         except (RuntimeError, torch.distributed.DistError) as error:  # a member is gone, or silent
-            self._breaks(lane.among, (str(error).splitlines() or [""])[0])
+            self._breaks(lane.among, (str(error).splitlines() or [""])[0], time.monotonic() - began)
             return self._lost(parties, pieces, units, device)
         finally:
             lane.among.end()
 
     def _lost(self, parties: Parties, pieces: Pieces, units: BucketUnits, device: torch.device) -> Crossed:
         """An exchange of which nothing arrives."""
+        assert isinstance(parties.carrier, Lane), parties
+        self._loses(parties.carrier.exchange)
         owners = len(parties.senders)
         values = torch.zeros(owners * pieces.shard, device=device)
         mean = Mean(values, torch.zeros_like(values, dtype=torch.bool))

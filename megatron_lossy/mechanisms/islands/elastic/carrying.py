@@ -22,9 +22,13 @@ from ..epochs import Epoch
 from ..flags import SYNC_LANES
 from ..mean import DTYPES
 from ..world import Meeting
+from .meeting_place import meet
 from .membership import Placed
 
 logger = logging.getLogger(__name__)
+
+#: The most seconds that an end waits for messages that others still ask for.
+_LINGER = 10.0
 
 
 class Collectives:
@@ -91,6 +95,7 @@ class Among:
         self._under_way = 0
         self._retired = self.broken = False
         self._next = epoch.first
+        self._closing: threading.Thread | None = None
 
     def reach(self, exchange: int) -> bool:
         """Whether ``exchange`` is the next one: all members make those of an epoch from the first on, and meet in their order."""
@@ -132,7 +137,13 @@ class Among:
     def _clear(self) -> None:
         lanes, self._lanes = [lane for of_shard in self._lanes for lane in of_shard], []
         if lanes:  # which may wait until what was sent has left
-            threading.Thread(target=_close_all, args=[lanes], name="megatron-lossy-epoch", daemon=True).start()
+            self._closing = threading.Thread(target=_close_all, args=[lanes], name="megatron-lossy-epoch", daemon=True)
+            self._closing.start()
+
+    def wait_closed(self) -> None:
+        """Wait until what was sent has left."""
+        if self._closing is not None:
+            self._closing.join(_LINGER)
 
 
 def _close_all(lanes: list[Carrier]) -> None:
@@ -141,9 +152,9 @@ def _close_all(lanes: list[Carrier]) -> None:
 
 
 class Opening:
-    """``placed`` being opened on a thread, for the island ``slot``. ``open``: makes the lanes of an :class:`Among`."""
+    """``placed`` being opened by ``open``, on a thread, for the island ``slot``."""
 
-    def __init__(self, placed: Placed, slot: int, open: Callable[[Placed], Sequence[Sequence[Carrier]]]) -> None:
+    def __init__(self, placed: Placed, slot: int, open: Opener) -> None:
         self.placed, self._slot, self._open = placed, slot, open
         self._among: Among | None = None
         self._over = threading.Event()
@@ -169,9 +180,16 @@ class Opening:
         if self._among is not None:
             self._among.close()
 
+    def end(self) -> None:
+        """:meth:`abandon`, and wait until that is done: a process that ends meanwhile would end in an error of torch's."""
+        self.abandon()
+        self._thread.join(_LINGER)
+        if self._among is not None:
+            self._among.wait_closed()
+
     def _run(self) -> None:
         try:
-            among = Among(self.placed.epoch, self._slot, self._open(self.placed))
+            among = Among(self.placed.epoch, self._slot, self._open(self.placed, lambda: self._given_up))
             if self._given_up:
                 among.close()
             self._among = among
@@ -219,21 +237,20 @@ class Opener:
         #: All datagrams so far.
         self.links = Links(slot)
 
-    def __call__(self, placed: Placed) -> list[list[Carrier]]:
-        """The carriers of each shard, in turns. Waits for the other members."""
+    def __call__(self, placed: Placed, given_up: Callable[[], bool]) -> list[list[Carrier]]:
+        """The carriers of each shard, in turns. Waits for the other members, unless that is ``given_up``."""
         epoch, config = placed.epoch, self._config
         slots = epoch.slots
         if len(slots) == 1:
             return [[Alone() for _ in range(self._lanes)] for _ in self._most]
         # Nobody waits for a message before it is used.
         patience = config.island_patience + config.rounds_under_way * placed.usual
-        host, port = placed.stores[slots[0]]
-        store = torch.distributed.TCPStore(host, port, None, False, timedelta(seconds=patience))
         prefix = f"{epoch.id}/{epoch.first}/sync/{self._rank}"
+        store = meet(placed.stores[slots[0]], prefix, str(self._slot), map(str, slots), patience, given_up)
         senders = [slots.index(slot) for slot in epoch.senders]
 
         def carrier(shard: int, lane: int) -> Carrier:
-            name = f"{prefix}/{shard}/{lane}"
+            name = f"{shard}/{lane}"
             own, place = torch.distributed.PrefixStore(name, store), slots.index(self._slot)
             if config.transport != "udp":
                 return Collectives(Meeting(own, place, len(slots), timedelta(seconds=patience)), senders)

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from statistics import median
 from typing import Any
 
@@ -122,6 +123,8 @@ class Membership:
         later = [one for one in mine if Incarnation(*one["incarnation"]) > self._begun]
         if later:
             raise refuse("--island", self._slot, f"{later[0]['host']} has it, since later than this one")
+        if self._deadline is not None:
+            self._check_addresses(known)
         heard = [_heard(one) for one in known]
         stores = {(one["slot"], Incarnation(*one["incarnation"])): (one["store"][0], one["store"][1]) for one in known}
         self._note_requests(known)
@@ -141,6 +144,19 @@ class Membership:
         lives = {one.slot: (one.slot, one.incarnation) for one in epoch.members}
         places = {slot: stores[life] for slot, life in lives.items() if life in stores}
         self._placed.append(Placed(len(self._placed), epoch, places, max(one["usual"] for one in known)))
+
+    def _check_addresses(self, known: Sequence[Data]) -> None:
+        """Refuse addresses that only their own host knows, while this island has not begun."""
+        away = [one for one in known if one["host"] != self._host]
+        if not away:
+            return
+        for slot, host, address in [
+            (self._slot, self._host, self._store[0]),
+            *((one["slot"], one["host"], one["store"][0]) for one in away),
+        ]:
+            if _is_loopback(address):
+                why = f"island {slot} ({host}) reaches it from its loopback, and so others cannot reach that island"
+                raise refuse("--rendezvous", address, f"{why}; give an address that all hosts reach, on all islands")
 
     def _note_requests(self, known: Sequence[Data]) -> None:
         for one in known:
@@ -189,13 +205,16 @@ class Membership:
         with self._changed:
             self._step, self._role, self._deadline = step, role, time.monotonic() + patience
 
-    def first(self, check: Callable[[], None]) -> Placed:
-        """The first epoch, when there is one. ``check``: raises what ended the thread that asks.
+    def first(self, check: Callable[[], None], patience: float) -> Placed | None:
+        """The first epoch; ``None``: there is none after ``patience`` seconds. ``check``: raises what ended the thread that asks.
 
         Raises :class:`UsageError`: another island has other flags, or the slot is taken.
         """
         with self._changed:
+            until = time.monotonic() + patience
             while not self._placed:
+                if time.monotonic() >= until:
+                    return None
                 self._changed.wait(0.2)
                 self._check()
                 check()
@@ -265,6 +284,13 @@ class Membership:
     def _check(self) -> None:
         if self._failed is not None:
             raise self._failed
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def _asked(question: tuple[Member, int] | None) -> list[int] | None:

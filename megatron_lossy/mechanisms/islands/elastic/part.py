@@ -24,9 +24,10 @@ import torch.distributed as dist
 
 from .... import device
 from ....config import LossyConfig
-from ....errors import UsageError
+from ....errors import UsageError, refuse
 from ....fetch import Fetched
 from ....flags import as_text, identity
+from ....monitor import Observer
 from ....recovery import copies
 from ....rendezvous import Watch
 from ....rendezvous.lighthouse import Lighthouse, addresses_of
@@ -41,6 +42,7 @@ from ..stopping import Stopping
 from .between import BetweenMembers
 from .carrying import Among, Opener, Opening
 from .copying import Copy, Request
+from .diary import Diary
 from .membership import Membership, Placed
 from .rank_state import held_state, put_state
 from .rejoining import Rejoining
@@ -49,6 +51,8 @@ from .world import ElasticWorld
 
 logger = logging.getLogger(__name__)
 
+#: Seconds after which the ranks of an island that waits for others look up: less than any timeout of theirs.
+_ROUND = 20.0
 #: Visits of who does not listen.
 _ENOUGH = 2**31
 
@@ -78,6 +82,14 @@ class ElasticIslands(TrainingIslands):
         self._copied: tuple[Copy, Member] | None = None  # to be put before the next iteration
         self._requests: list[Request] = []  # for copies of this island
         self._served = 0  # that were made
+        logs = config.delivery_log is not None and not world.rank
+        self._diary = Diary(
+            world.island, config.jobs().folder(str(config.delivery_log), world.island) if logs else None
+        )
+
+    @property
+    def observers(self) -> Sequence[Observer]:
+        return [*super().observers, self._diary]
 
     # --- who is there ----------------------------------------------------------------------------------------------
 
@@ -91,19 +103,17 @@ class ElasticIslands(TrainingIslands):
         self._take_copy(max(jump, iteration))
         return max(jump, iteration)
 
+    def begin_iteration(self) -> None:
+        """See :meth:`RankIslands.begin_iteration`. Raises :class:`UsageError` in a program that never catches up."""
+        if not self._entered:
+            why = "needs a training loop that can go on at a later iteration: python -m megatron_lossy.train, or megatron.training"
+            raise refuse("--rendezvous", self.config.rendezvous, why)
+        super().begin_iteration()
+
     def _enter(self, iteration: int) -> int:
         """Take part in a first epoch. Returns the iteration of the run. A collective call of the ranks of the island."""
         self._entered = True
-        said: list[Any] = [None]
-        if self.world.rank == 0:
-            try:
-                said = [self._ask(iteration)]
-            except UsageError as error:
-                said = [str(error)]
-        dist.broadcast_object_list(said)
-        if isinstance(said[0], str):
-            raise UsageError(said[0])
-        placed, furthest = said[0]
+        placed, furthest = self._first(iteration)
         self._open(placed)
         began = self._iteration_of(furthest)
         epoch = placed.epoch
@@ -123,13 +133,39 @@ class ElasticIslands(TrainingIslands):
                 iteration,
                 "it has copied another one" if self._rejoining.question else "means have set its weights",
             )
+        self._diary.note("enters", at=iteration, run=max(began, iteration))
         if began > iteration:
             self._miss(began)
             return began
         return iteration
 
-    def _ask(self, iteration: int) -> tuple[Placed, int]:
+    def _first(self, iteration: int) -> tuple[Placed, int]:
+        """A first epoch, and the latest exchange of the run. Others may be long in coming: no call waits for that."""
+        said: list[Any] = [None]
+        while said[0] is None:
+            if self.world.rank == 0:
+                try:
+                    said = [self._ask(iteration)]
+                except UsageError as error:
+                    said = [str(error)]
+            dist.broadcast_object_list(said)
+        if isinstance(said[0], str):
+            raise UsageError(said[0])
+        return said[0]
+
+    def _ask(self, iteration: int) -> tuple[Placed, int] | None:
+        """The same on the first rank; ``None``: not yet."""
+        if self._membership is None:
+            self._begin_to_ask(iteration)
+        assert self._membership is not None and self._watch is not None
+        placed = self._membership.first(self._watch.check, _ROUND)
+        if placed is None:
+            return None
+        return placed, max(self._membership.furthest, self._exchange_of(iteration))
+
+    def _begin_to_ask(self, iteration: int) -> None:
         config = self.config
+        self._diary.check()
         host = _address_towards(addresses_of(config.rendezvous or ""))
         self._store = dist.TCPStore(host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         begun = Incarnation(time.time_ns(), secrets.randbits(32))
@@ -152,13 +188,13 @@ class ElasticIslands(TrainingIslands):
         )
         membership.begin(self._exchange_of(iteration), config.island_join, self._standing.role)
         self._watch = Watch(rendezvous, config.island_poll, membership.tell, membership.hear)
-        placed = membership.first(self._watch.check)
-        return placed, max(membership.furthest, self._exchange_of(iteration))
 
     def _what(self) -> dict[str, Any]:
         """The flags that all islands must share, by name."""
         found = identity(self.config).items()
-        return {"--seed": self.world.seed} | {"--" + name.replace("_", "-"): as_text(value) for name, value in found}
+        return {"--seed": self.world.seed, **self.world.alike} | {
+            "--" + name.replace("_", "-"): as_text(value) for name, value in found
+        }
 
     def _layout(self) -> list[Any]:
         return [self.world.size, [shard.vectors[0].size for shard in self._built()]]
@@ -201,9 +237,12 @@ class ElasticIslands(TrainingIslands):
         self._broken = max(self._broken, self._in_force)
         return None
 
-    def _broke(self, among: Among, why: str) -> None:
-        """On a thread: nothing can be exchanged in the epoch of ``among`` any more."""
+    def _broke(self, among: Among, why: str, waited: float) -> None:
+        """On a thread: nothing can be exchanged in the epoch of ``among`` any more. ``waited``: seconds until that was known."""
         if not among.broken:
+            self._diary.note(
+                "lost contact", epoch=[among.epoch.id, among.epoch.first], seconds=round(waited, 3), why=why
+            )
             logger.warning(
                 "island %d: lost contact (%s); until others meet again its messages count as lost", self._slot, why
             )
@@ -216,6 +255,8 @@ class ElasticIslands(TrainingIslands):
         if self._run.update is not None:
             self._run.settle()
         self._gather()
+        under_way = {flight.number for shard in self._built() for flight in shard.rounds.flights}
+        self._diary.note("gave up", exchanges=sorted(under_way), now=now)
         for shard in self._built():
             shard.rounds.give_up()
         was = self._standing.slot.listens
@@ -226,6 +267,7 @@ class ElasticIslands(TrainingIslands):
         """Be in no mean for a while, and ask for a copy. ``keep``: it has listened before, and goes on with it."""
         if not keep:
             self._restart()
+            self._diary.note("listens")
         if self.config.rejoin == "copy" and self._rejoining.question is None:
             self._rejoining.begin(self._openings[-1].placed)
             self._tell_question()
@@ -254,6 +296,7 @@ class ElasticIslands(TrainingIslands):
         self._restart()
         self._run.begin_equal()
         self._standing.copied(copy.made, now, self.config.keep)
+        self._diary.note("copied", island=source.slot, made=copy.made, digest=copy.digest)
         logger.warning(
             "island %d: has copied island %d as of iteration %d, rank %d %s%s",
             self._slot,
@@ -277,8 +320,15 @@ class ElasticIslands(TrainingIslands):
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
         """See :meth:`Part.begin_stopping`. Other islands go on."""
+        return self.begin_agreeing(signal, self._run.iteration + 1)
+
+    def begin_agreeing(self, signal: int, made: int) -> Callable[[], int]:
+        """Begin to agree on what the first rank knows. ``made``: iterations that are over before what is agreed on holds.
+
+        Returns a function that waits for the largest ``signal`` of all ranks. A collective call of the ranks of the island.
+        """
         # What may have come meanwhile is asked for last: an epoch in force is known.
-        ahead, following = self._ahead(), self._next()
+        ahead, following = self._ahead(made), self._next(made)
         visits = _ENOUGH
         if self._standing.slot.listens:
             visits = min((shard.rounds.visits(0) for shard in self._built()), default=_ENOUGH)
@@ -312,22 +362,18 @@ class ElasticIslands(TrainingIslands):
             self._watch.check()
         return -1 if self._membership is None else self._membership.latest
 
-    def _next(self) -> int:
-        """The number of the epoch of the exchange after the one of this iteration."""
-        return (
-            -1
-            if self._membership is None
-            else self._membership.in_force(self._exchange_of(self._run.iteration + 1) + 1)
-        )
+    def _next(self, made: int) -> int:
+        """The number of the epoch of the first exchange after ``made`` iterations."""
+        return -1 if self._membership is None else self._membership.in_force(self._exchange_of(made) + 1)
 
-    def _ahead(self) -> int:
-        """The iteration of the run, if it has gone on without this island; else 0.
+    def _ahead(self, now: int) -> int:
+        """The iteration of the run, if it has gone on without this island, which has made ``now``; else 0.
 
         Who is little behind is waited for in the next epoch, and leaves no iteration out.
         """
         if self._membership is None:
             return 0
-        config, now = self.config, self._run.iteration + 1
+        config = self.config
         run = self._iteration_of(self._membership.furthest)
         late = (run - now) / config.sync_interval * self._membership.seconds > config.island_patience / 2
         return run if late and run > now + config.sync_delay + config.sync_interval else 0
@@ -374,11 +420,14 @@ class ElasticIslands(TrainingIslands):
             self._standing.slot.made += 1
         begins = now % self.config.sync_interval == 0
         if begins and not number:
-            self._standing.may_send(self._visits)
+            if self._standing.may_send(self._visits):
+                self._diary.note("may send")
             if self._membership is not None:
                 slot = self._standing.slot
                 self._membership.note(self._exchange_of(now), self._standing.role, max(slot.lag(now), 0))
             self._current = self._carried(self._exchange_of(now))
+            epoch = None if self._current is None else self._current.epoch
+            self._diary.begin(self._exchange_of(now), now, epoch, max(self._standing.slot.lag(now), 0))
         among = self._current
         self._standing.members = [] if among is None else [0]
         super()._exchange(number, *arguments)
@@ -409,6 +458,7 @@ class ElasticIslands(TrainingIslands):
             lanes=lanes,
             among=lambda: self._current,
             breaks=self._broke,
+            loses=self._diary.lost,
         )
         self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
         rounds = partial(MemberRounds, presence=self._standing)
@@ -441,15 +491,17 @@ class ElasticIslands(TrainingIslands):
     def close(self) -> None:
         self._end()
         super().close()
+        self._diary.finish()
 
     def _end(self) -> None:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+        self._rejoining.end()
+        for opening in self._openings:  # all at once, and then one after another
+            opening.abandon()
         for opening in self._openings:
-            among = opening.among()
-            if among is not None and not among.broken:
-                among.close()
+            opening.end()
 
 
 def _address_towards(urls: Sequence[str]) -> str:

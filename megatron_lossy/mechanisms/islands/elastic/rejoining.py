@@ -10,10 +10,9 @@ import logging
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from ..epochs import Member
 from .copying import ASKER, SOURCE, Asking, Copy, GlooPair, Request, serve
+from .meeting_place import meet
 from .membership import Placed
 
 logger = logging.getLogger(__name__)
@@ -28,6 +27,7 @@ class Rejoining:
         self._placed: Placed | None = None
         self._asking: Asking | None = None
         self._number = 0  # of the latest question
+        self._ended = False
         #: The member that is asked, and the number of the question.
         self.question: tuple[Member, int] | None = None
 
@@ -105,9 +105,11 @@ class Rejoining:
         serve(lambda: self._pair(placed, self._slot, request, SOURCE), values, made, served)
 
     def _pair(self, placed: Placed, source: int, request: Request, place: int) -> GlooPair:
-        host, port = placed.stores[source]
-        wait = timedelta(seconds=self._patience)
-        store = torch.distributed.TCPStore(host, port, None, False, wait)
         begun = "/".join(map(str, request.incarnation))
         prefix = f"copy/{request.slot}/{begun}/{request.number}/{self._rank}"
-        return GlooPair(torch.distributed.PrefixStore(prefix, store), place, wait)
+        store = meet(placed.stores[source], prefix, str(place), ("0", "1"), self._patience, lambda: self._ended)
+        return GlooPair(store, place, timedelta(seconds=self._patience))
+
+    def end(self) -> None:
+        """Wait for nobody any more."""
+        self._ended = True

@@ -38,10 +38,15 @@ class Standing:
         self.slot.own, self.slot.sent, self.slot.made = True, made, 0
         self.slot.listens = self.slot.stopped(now, keep)
 
-    def may_send(self, visits: int) -> None:
-        """An exchange begins. ``visits``: how often means have set each element since the island began to listen, at least."""
+    def may_send(self, visits: int) -> bool:
+        """An exchange begins. Returns whether the island is about to send again.
+
+        ``visits``: how often means have set each element since it began to listen, at least.
+        """
         if self.slot.listens and visits >= needed_visits(self._overlap, self.slot.own):
             self.slot.listens, self.slot.own = False, True
+            return True
+        return False
 
     def sent(self, now: int) -> None:
         """It has sent after ``now`` iterations of the run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -23,9 +23,15 @@ class ElasticWorld:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.launched_rank = island * self.size + self.rank
         self.job = island, islands
+        #: By flag, what all islands must have alike.
+        self.alike: Mapping[str, str] = {}
 
     def tell_environment(self) -> None:
         """The environment is that of the island already."""
+
+    def compare(self, settings: Mapping[str, str]) -> None:
+        """See :class:`.jobs.World`. They are compared once islands meet."""
+        self.alike = settings
 
     def open(self, init_process_group: Callable[..., Any], timeout: timedelta) -> None:
         """Make the launch the default world."""

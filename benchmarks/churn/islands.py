@@ -1,0 +1,154 @@
+"""The processes of a run: a lighthouse, and islands that are launches of their own, each with any number of lives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from benchmarks.churn.networks import Network
+from megatron_lossy.device.environment import without_ranks
+from megatron_lossy.train.metrics import METRICS_FILE
+
+#: Seconds after which the lighthouse takes a silent island for dead, and for which it waits for others that ask.
+TIMEOUT, JOIN = 3.0, 1.0
+
+
+@dataclass
+class Life:
+    """One life of an island, from a start of its process on.
+
+    ``records``: of its metrics, in their order. ``seen``: by iteration, when its record was there (seconds of :func:`time.monotonic`).
+    """
+
+    slot: int
+    number: int
+    process: subprocess.Popen
+    log: Path
+    metrics: Path
+    records: list[dict[str, Any]] = field(default_factory=list)
+    seen: dict[int, float] = field(default_factory=dict)
+    frozen: bool = False
+    cut: bool = False
+    _file: TextIO | None = None
+    _rest: str = ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether its process is there."""
+        return self.process.poll() is None
+
+    @property
+    def iteration(self) -> int:
+        """The latest that it has made, of the run."""
+        return next((one["iteration"] for one in reversed(self.records) if "iteration" in one), 0)
+
+    @property
+    def trained(self) -> list[dict[str, Any]]:
+        """Its records of iterations."""
+        return [one for one in self.records if one["kind"] == "train"]
+
+    def read(self) -> None:
+        """Take in the records that have come since."""
+        if self._file is None:
+            if not self.metrics.exists():
+                return
+            self._file = open(self.metrics)
+        *lines, self._rest = (self._rest + self._file.read()).split("\n")
+        for line in lines:
+            record = json.loads(line)
+            self.records.append(record)
+            if record["kind"] == "train":
+                self.seen[record["iteration"]] = time.monotonic()
+
+    def tail(self) -> str:
+        """The end of what it has said."""
+        return "\n".join(self.log.read_text().splitlines()[-15:])
+
+
+class Islands:
+    """Islands in ``folder`` on ``network``, each with ``flags``. Their machines have the numbers of their slots."""
+
+    def __init__(self, network: Network, folder: Path, flags: Sequence[str]) -> None:
+        self._network, self._folder, self._flags = network, folder, list(flags)
+        self.lives: list[Life] = []
+        self._lighthouse: subprocess.Popen | None = None
+        self._environment = without_ranks() | {"OMP_NUM_THREADS": "1"}
+
+    def serve(self) -> None:
+        """Start the lighthouse."""
+        options = ["--bind", self._network.lighthouse, "--timeout", str(TIMEOUT), "--join", str(JOIN)]
+        with open(self._folder / "lighthouse.txt", "a") as log:
+            command = [sys.executable, "-m", "megatron_lossy", "lighthouse", *options]
+            self._lighthouse = self._network.start(-1, command, self._environment, stdout=log, stderr=log)
+
+    def stop_serving(self) -> None:
+        """Kill the lighthouse."""
+        if self._lighthouse is not None:
+            self._lighthouse.kill()
+            self._lighthouse.wait()
+            self._lighthouse = None
+
+    @property
+    def served(self) -> bool:
+        """Whether the lighthouse is there."""
+        return self._lighthouse is not None and self._lighthouse.poll() is None
+
+    def start(self, slot: int) -> Life:
+        """Start the island ``slot``, from its checkpoint if it has one."""
+        number = 1 + sum(one.slot == slot for one in self.lives)
+        metrics, log = self._folder / f"life_{number}", self._folder / f"island_{slot}_life_{number}.txt"
+        command = [sys.executable, "-m", "megatron_lossy.train", *self._flags, "--island", str(slot)]
+        command += ["--rendezvous", self._network.lighthouse, "--metrics-dir", str(metrics)]
+        with open(log, "w") as file:
+            process = self._network.start(slot, command, self._environment, stdout=file, stderr=subprocess.STDOUT)
+        self.lives.append(Life(slot, number, process, log, metrics / f"island_{slot}" / METRICS_FILE))
+        return self.lives[-1]
+
+    def latest(self, slot: int) -> Life:
+        """The latest life of the island ``slot``."""
+        return [one for one in self.lives if one.slot == slot][-1]
+
+    def signal(self, slot: int, number: int) -> None:
+        """Send a signal to the island ``slot``: one that kills it, freezes it, or lets it go on."""
+        life = self.latest(slot)
+        life.read()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(life.process.pid, number)
+        life.frozen = number == signal.SIGSTOP
+        if number == signal.SIGKILL:
+            life.process.wait()
+
+    def cut(self, slot: int, there: bool) -> None:
+        """Cut the machine of the island ``slot`` off, or join it again."""
+        self._network.set(slot, there)
+        self.latest(slot).cut = not there
+
+    @property
+    def iteration(self) -> int:
+        """The iteration of the run: the latest of those that are not cut off."""
+        return max((one.iteration for one in self.lives if not one.cut), default=0)
+
+    def read(self) -> None:
+        """Take in the records that have come since."""
+        for one in self.lives:
+            one.read()
+
+    def running(self) -> Iterator[Life]:
+        """The lives that are there, frozen ones too."""
+        return (one for one in self.lives if one.runs)
+
+    def end(self) -> None:
+        """End everything that is left."""
+        for life in list(self.running()):
+            life.process.kill()
+            life.process.wait()
+        self.stop_serving()

@@ -1,0 +1,187 @@
+"""What came out of a run with islands that come and go: who was there when, updates, pauses, losses; as tables."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.churn.islands import Life
+from benchmarks.churn.schedule import Happened, describe
+from megatron_lossy.mechanisms.islands.epoch_log import EPOCHS
+
+#: The first iterations of a life warm up: their pauses do not count.
+_WARM = 3
+AWAY, ALONE, LISTENS, SENDS = "away", "in no exchange with others", "listens", "sends"
+
+
+class Span(NamedTuple):
+    """An island was ``state`` in the iterations of the run from ``first`` to ``last``, without it."""
+
+    first: int
+    last: int
+    state: str
+
+
+@dataclass(frozen=True)
+class Island:
+    """One island over all of its lives. ``epochs``: the lines of its log of epochs."""
+
+    slot: int
+    lives: Sequence[Life]
+    epochs: Sequence[dict[str, Any]]
+
+    @classmethod
+    def read(cls, slot: int, lives: Sequence[Life], log: Path) -> Island:
+        path = log / f"island_{slot}" / EPOCHS
+        lines = path.read_text().splitlines() if path.exists() else []
+        return cls(slot, [one for one in lives if one.slot == slot], [json.loads(line) for line in lines])
+
+    def of_kind(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Its records of a kind, of all lives."""
+        return (record for life in self.lives for record in life.records if record["kind"] == kind)
+
+    @property
+    def made(self) -> list[int]:
+        """The iterations that it has made; more than once if it has gone back to a checkpoint."""
+        return [one["iteration"] for one in self.of_kind("train")]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Its training losses."""
+        return {one["iteration"]: one["lm loss"] for one in self.of_kind("train")}
+
+    @property
+    def valid(self) -> dict[int, float]:
+        """Its validation losses."""
+        return {one["iteration"]: one["lm loss"] for one in self.of_kind("valid")}
+
+    @property
+    def lost(self) -> int:
+        """Exchanges that it has begun, and of which nothing arrived."""
+        return sum(len(line["lost"]) for line in self.epochs)
+
+    @property
+    def spans(self) -> list[Span]:
+        """What it was, in the order of the run: from its iterations, and from the epochs that it says it was in."""
+        states = [self._state(line) for line in self.epochs]
+        found: list[Span] = []
+        for first, last in _runs(sorted(set(self.made))):
+            edges = [first, *sorted({line["t"] - 1 for line in self.epochs if first < line["t"] - 1 < last}), last]
+            for begin, end in itertools.pairwise(edges):
+                known = [state for line, state in zip(self.epochs, states) if line["t"] - 1 <= begin]
+                state = known[-1] if known else ALONE
+                if found and found[-1].state == state and found[-1].last == begin:
+                    found[-1] = Span(found[-1].first, end, state)
+                else:
+                    found.append(Span(begin, end, state))
+        return found
+
+    def _state(self, line: dict[str, Any]) -> str:
+        roles = dict(zip((slot for slot, _ in line["members"]), line["roles"], strict=True))
+        if self.slot not in roles or len(roles) == 1:
+            return ALONE
+        return SENDS if roles[self.slot] == "send" else LISTENS
+
+    def possible(self, happened: Sequence[Happened], end: int) -> int:
+        """Updates that it could have made: iterations of the run while its process was there, and not frozen.
+
+        ``end``: iterations of the run. A life begins when it has entered the run, once it has its checkpoint.
+        """
+        own = [one for one in happened if one.slot == self.slot]
+        ends = [*(one.at for one in own if one.event == "stop"), end]
+        there = sum(
+            max(0, last - life.trained[0]["iteration"] + 1) for life, last in zip(self.lives, ends) if life.trained
+        )
+        stood = sum(then.at - one.at for one, then in zip(own, [*own[1:], None]) if one.event == "freeze" and then)
+        return there - stood
+
+    def pauses(self) -> list[tuple[float, float]]:
+        """When each of its iterations ended, and how long it took, in seconds."""
+        return [
+            (life.seen[record["iteration"]], record["seconds"])
+            for life in self.lives
+            for record in life.trained[_WARM:]
+            if record["iteration"] in life.seen
+        ]
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first minus one, and the last, of each run of consecutive ``numbers``."""
+    first = None
+    for place, number in enumerate(numbers):
+        first = number if first is None else first
+        if place + 1 == len(numbers) or numbers[place + 1] != number + 1:
+            yield first - 1, number
+            first = None
+
+
+@dataclass(frozen=True)
+class Results:
+    """``happened``: in its order. ``end``: iterations of the run."""
+
+    islands: Sequence[Island]
+    happened: Sequence[Happened]
+    end: int
+
+    @property
+    def goodput(self) -> float:
+        """Updates made of those possible, of all islands."""
+        possible = sum(one.possible(self.happened, self.end) for one in self.islands)
+        return sum(len(set(one.made)) for one in self.islands) / max(possible, 1)
+
+    def survivors(self, number: int) -> list[Island]:
+        """The islands that event ``number`` did not hit, nor any before it that is not over."""
+        hit: set[int] = set()
+        for one in self.happened[: number + 1]:
+            (hit.discard if one.event in ("return", "join") else hit.add)(one.slot)
+        hit.add(self.happened[number].slot)
+        return [one for one in self.islands if one.slot not in hit]
+
+    def longest_pause(self, number: int) -> float:
+        """Seconds of the longest iteration of a survivor from event ``number`` to the next one."""
+        begin = self.happened[number].when
+        end = self.happened[number + 1].when if number + 1 < len(self.happened) else float("inf")
+        found = [took for one in self.survivors(number) for at, took in one.pauses() if begin <= at < end]
+        return max(found, default=0.0)
+
+    def usual(self) -> float:
+        """Median seconds of an iteration."""
+        times = sorted(took for one in self.islands for _, took in one.pauses())
+        return times[len(times) // 2] if times else 0.0
+
+    def events(self) -> list[list[str]]:
+        """Rows of cells, the first of them the head."""
+        rows = [["iteration", "event", "longest iteration of a survivor until the next event (s)"]]
+        for number, one in enumerate(self.happened):
+            rows.append([str(one.at), describe(one.slot, one.event), f"{self.longest_pause(number):.2f}"])
+        return rows
+
+    def table(self) -> list[list[str]]:
+        """Rows of cells, the first of them the head."""
+        head = ["", "starts", "updates made", "of those possible", "exchanges lost whole"]
+        rows = [[*head, "training loss, last 20", "validation loss"]]
+        for one in self.islands:
+            made, possible = len(set(one.made)), one.possible(self.happened, self.end)
+            losses, valid = list(one.losses.values())[-20:], one.valid
+            rows.append(
+                [
+                    f"island {one.slot}",
+                    str(len(one.lives)),
+                    str(made),
+                    f"{100 * made / max(possible, 1):.1f} %",
+                    str(one.lost),
+                    f"{sum(losses) / max(len(losses), 1):.3f}",
+                    f"{valid[max(valid)]:.3f}" if valid else "",
+                ]
+            )
+        return rows
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """``rows`` as a table."""
+    head, *body = rows
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]

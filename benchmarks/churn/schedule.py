@@ -1,0 +1,124 @@
+"""What happens to a run, and when: events of islands as those of ``--island-schedule``, and those of the lighthouse."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from benchmarks.churn.islands import Islands
+from megatron_lossy.mechanisms.islands.schedule import Event, Schedule
+
+LIGHTHOUSE = -1
+#: By event of a schedule what is done.
+DONE = {
+    "stop": "kill -9",
+    "freeze": "SIGSTOP",
+    "cut": "cut off",
+    "return": "there again",
+    "join": "new",
+}
+#: Of 1200 iterations: one dies and comes back, one is new, one is frozen, one is cut off, one dies while the lighthouse is away.
+DEFAULT = Schedule(
+    [
+        Event(120, 1, "stop"),
+        Event(230, 1, "return"),
+        Event(310, 3, "join"),
+        Event(430, 2, "freeze"),
+        Event(510, 2, "return"),
+        Event(590, 0, "cut"),
+        Event(690, 0, "return"),
+        Event(810, 3, "stop"),
+        Event(950, 3, "return"),
+    ]
+)
+DEFAULT_AWAY = (770, 900)
+
+
+class Happened(NamedTuple):
+    """An event that has happened. ``at``: the iteration of the run. ``slot``: of an island, or of the lighthouse. ``when``: in seconds."""
+
+    at: int
+    slot: int
+    event: str
+    when: float
+
+
+@dataclass
+class Director:
+    """Makes the events of ``schedule`` happen, and those of the lighthouse, which is away in the iterations ``away``, if any."""
+
+    islands: Islands
+    schedule: Schedule
+    away: tuple[int, int] | None
+    tell: Callable[[str], None] = print
+
+    def __post_init__(self) -> None:
+        away = (
+            []
+            if self.away is None
+            else [Event(self.away[0], LIGHTHOUSE, "stop"), Event(self.away[1], LIGHTHOUSE, "return")]
+        )
+        self._left = sorted([*self.schedule.events, *away], key=lambda one: (one.at, not one.leaves, one.slot))
+        self.happened: list[Happened] = []
+
+    def direct(self) -> None:
+        """Make everything happen that is due."""
+        now = self.islands.iteration
+        while self._left and self._left[0].at <= now:
+            one = self._left.pop(0)
+            self._do(one)
+            self.happened.append(Happened(now, one.slot, one.event, time.monotonic()))
+            self.tell(f"iteration {now:5d}: {describe(one.slot, one.event)}")
+
+    @property
+    def over(self) -> bool:
+        """Whether no more can happen: the islands that are not frozen have come to their end."""
+        return not any(not one.frozen for one in self.islands.running())
+
+    def _do(self, one: Event) -> None:
+        islands, slot = self.islands, one.slot
+        if slot == LIGHTHOUSE:
+            islands.stop_serving() if one.leaves else islands.serve()
+        elif one.event == "cut":
+            islands.cut(slot, there=False)
+        elif one.leaves:
+            islands.signal(slot, signal.SIGKILL if one.event == "stop" else signal.SIGSTOP)
+        else:
+            self._bring_back(slot, one.event == "join")
+
+    def _bring_back(self, slot: int, new: bool) -> None:
+        islands = self.islands
+        life = None if new else islands.latest(slot)
+        if life is not None and life.cut:
+            islands.cut(slot, there=True)
+        if life is None or not life.runs:
+            islands.start(slot)
+        elif life.frozen:
+            islands.signal(slot, signal.SIGCONT)
+
+
+def describe(slot: int, event: str) -> str:
+    """An event for people."""
+    return f"{'lighthouse' if slot == LIGHTHOUSE else f'island {slot}'} {DONE[event]}"
+
+
+def without_cuts(schedule: Schedule) -> Schedule:
+    """``schedule`` where nobody can be cut off."""
+    cut: set[int] = set()
+    kept = []
+    for one in schedule.events:
+        if one.event == "cut":
+            cut.add(one.slot)
+            continue
+        if one.event != "return" or one.slot not in cut:
+            kept.append(one)
+        cut.discard(one.slot)
+    return Schedule(kept)
+
+
+def first_islands(schedule: Schedule, slots: int) -> Sequence[int]:
+    """The islands that are there at the beginning."""
+    return [slot for slot in range(slots) if slot not in schedule.empty]

@@ -1,0 +1,106 @@
+"""The diary of one island: the epochs that it exchanged in, what happened to it, and what was lost whole.
+
+Its lines are those of :mod:`..epoch_log`, in the folder of the island. ``exchange``: the next one; ``t``: iterations of the run before
+it. ``members``, ``roles`` and ``id`` are of the epoch that it is made in, and empty and null if this island is in none. ``lag`` is
+that of this ``island`` alone. ``lost``: exchanges of which nothing arrived here since the last line.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from ....monitor.observer import Observer
+from ....monitor.window import Window
+from ..epoch_log import EpochLog
+from ..epochs import Epoch
+
+
+class Diary(Observer):
+    """The diary of the island ``slot``. ``folder``: of the delivery log, of the rank that writes it; ``None``: only metrics are kept."""
+
+    def __init__(self, slot: int, folder: str | None = None) -> None:
+        self._slot = slot
+        self._log = None if folder is None else EpochLog(folder, keeps=True)
+        self._window = Window(["exchanges", "members", "senders", "lost"])
+        self._changed = threading.Lock()
+        self._events: list[dict[str, Any]] = []
+        self._lost: set[int] = set()  # since the last line
+        self._counted: set[int] = set()  # of the lost ones, in the window
+        self._written: tuple[str | None, int] | None = None
+        self._next = self._made = self._lag = 0
+        self._epoch: Epoch | None = None
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` if the folder has the lines of another run."""
+        if self._log is not None:
+            self._log.check()
+
+    # --- what happens, also on threads -----------------------------------------------------------------------------
+
+    def note(self, event: str, **more: Any) -> None:
+        """``event`` happened; ``more`` about it, for JSON."""
+        with self._changed:
+            self._events.append({"event": event, **more})
+
+    def lost(self, exchange: int) -> None:
+        """Nothing of ``exchange`` arrived."""
+        with self._changed:
+            self._lost.add(exchange)
+            if exchange not in self._counted:  # of another shard
+                self._counted.add(exchange)
+                self._window.add(lost=1)
+
+    # --- in the order of iterations --------------------------------------------------------------------------------
+
+    def begin(self, exchange: int, made: int, epoch: Epoch | None, lag: int) -> None:
+        """``exchange`` begins after ``made`` iterations of the run, in ``epoch``, or in none. ``lag``: of this island."""
+        with self._changed:
+            there = ([], []) if epoch is None else (epoch.slots, epoch.senders)
+            self._window.add(exchanges=1, members=len(there[0]), senders=len(there[1]))
+            self._counted = {one for one in self._counted if one > exchange - 1000}
+        self._next, self._made, self._epoch, self._lag = exchange, made, epoch, lag
+        key = (None, -1) if epoch is None else (epoch.id, epoch.first)
+        if key != self._written or self._events:
+            self._written = key
+            self._write()
+
+    def _write(self) -> None:
+        with self._changed:
+            events, self._events = self._events, []
+            lost, self._lost = sorted(self._lost), set()
+        if self._log is None:
+            return
+        members = () if self._epoch is None else self._epoch.members
+        self._log.add(
+            {
+                "exchange": self._next,
+                "id": None if self._epoch is None else self._epoch.id,
+                "t": self._made,
+                "island": self._slot,
+                "members": [[one.slot, one.incarnation.begun] for one in members],
+                "roles": [one.role for one in members],
+                "lag": self._lag,
+                "events": events,
+                "lost": lost,
+            }
+        )
+
+    def restart(self, iteration: int) -> None:
+        if self._log is not None:
+            self._log.restart(iteration)
+
+    def metrics(self) -> dict[str, float]:
+        with self._changed:
+            total = self._window.close()
+        if not total["exchanges"]:
+            return {}
+        names = {"members": "island members", "senders": "island senders", "lost": "exchanges lost"}
+        return {name: total[column] / total["exchanges"] for column, name in names.items()}
+
+    def finish(self) -> None:
+        """This island leaves, once nothing is under way any more."""
+        if self._written is not None:
+            self.note("leaves")
+            self._write()
+            self._written = None
