@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 # Each rank imports the file of its test: without bytecode on disk it compiles it, too.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run run-wan check test lint test-all test-slurm two-1 two-2 bench mutants docs compat compat-ci
+.PHONY: run run-wan run-churn check test lint test-all test-slurm two-1 two-2 bench mutants docs compat compat-ci
 
 run: .venv/installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.lab sweep \
@@ -17,6 +17,10 @@ run: .venv/installed
 # The same model on two ranks with a lossy wide-area link between them, as root on Linux.
 run-wan: .venv/installed
 	$(BIN)/python -m benchmarks.run_wan $(WAN)
+
+# The same model on islands that are killed, frozen, cut off and added. For example make run-churn CHURN="--replace"
+run-churn: .venv/installed
+	$(BIN)/python -m benchmarks.churn $(CHURN)
 
 PYTEST = $(BIN)/python -m pytest -q $(ROOM:%=--room=%)
 # Two runs of pytest at a time, each of which takes the next file of tests that the other has not taken.

@@ -322,8 +322,11 @@ class Part:
         """A context with the owners' weights in the model; ``None`` if the exchanges provide it."""
         return None
 
-    def consensus_weights(self) -> contextlib.AbstractContextManager[None] | None:
-        """A context with the mean weights of all jobs in the model; ``None`` with one job."""
+    def consensus_weights(self) -> contextlib.AbstractContextManager[bool | None] | None:
+        """A context with the mean weights of all jobs in the model; ``None`` with one job.
+
+        It yields false if it has the owners' weights in the model, since the jobs do not meet.
+        """
         return None
 
     def saved_beside(self, folder: str) -> tuple[str, bool] | None:

@@ -143,6 +143,7 @@ ISLAND = [
         {},
         "--island-schedule events: cannot be combined with --island-speeds",
     ),
+    (ISLANDS | {"island_keep": 3}, {"virtual": False}, "--island-keep 3: needs --island-schedule or --rendezvous"),
     (
         APART | {"eval_weights": "replica"},
         {"data_parallel": "FSDP2"},
@@ -156,7 +157,7 @@ ISLAND = [
         "--rendezvous host: cannot go with --async-pipeline",
     ),
     (APART, {"tensor": 2}, "--tensor-model-parallel-size 2: its ranks would lose other averages"),
-    (APART | {"save_consensus": True}, {}, "--save-consensus on: cannot go with --rendezvous"),
+    (APART | {"island_speeds": (1.0, 2.0)}, {}, "--island-speeds 1.0 2.0: cannot go with --rendezvous"),
     (
         ISLANDS | CHURN | PACKETS | {"delivery_log": "log", "p_sync": 0.1},
         {},

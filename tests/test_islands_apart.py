@@ -81,15 +81,18 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {k: v for k, v in checkpoint_bytes(folder, latest_iteration(folder)).items() if "rng" not in k}
 
 
+WHOLE = {"eval_weights": "both", "save_consensus": True}
 UDP = LOSS | {"transport": "udp", "p_grad": 0.1, "p_param": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "loss"), [(1, {}), (1, LOSS), (2, LOSS), (2, UDP)], ids=["1 rank", "loss", "2 ranks", "datagrams"]
+    ("ranks", "loss"),
+    [(1, WHOLE), (1, LOSS), (2, LOSS | WHOLE), (2, UDP)],
+    ids=["1 rank", "loss", "2 ranks", "datagrams"],
 )
 def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve, ranks, loss):
     _, url = serve()
-    settings = MODEL | data | SYNC | loss | {"micro_batch_size": 1, "train_iters": 8, "eval_weights": "replica"}
+    settings = MODEL | data | SYNC | {"train_iters": 8, "eval_weights": "replica"} | loss
     settings |= {"sync_dtype": "bf16"} if ranks == 1 else {}
     once = run_program("megatron_lossy.train", *as_flags(settings | {"save": tmp_path / "one"}), ranks=3 * ranks)
     assert once.returncode == 0, once.stderr
@@ -100,6 +103,10 @@ def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve,
     for slot in range(3):
         assert weights(tmp_path / "one" / f"island_{slot}") == weights(tmp_path / "apart" / f"island_{slot}")
     assert weights(tmp_path / "apart" / "island_0") != weights(tmp_path / "apart" / "island_1")
+    if "save_consensus" in loss:
+        assert weights(tmp_path / "one" / "consensus") == weights(tmp_path / "apart" / "consensus")
+        own = [read_records(tmp_path / "apart" / f"island_{slot}", "valid") for slot in range(3)]
+        assert {record["weights"] for records in own for record in records} == {"replica", "consensus"}
 
 
 @pytest.mark.parametrize(("rejoin", "transport"), [("copy", "pieces"), ("listen", "pieces"), ("copy", "udp")])
@@ -175,6 +182,23 @@ def test_an_island_with_other_flags_or_data_is_refused(data, serve, other, why):
     assert program.returncode == 2
     assert re.search(why, said), said
     assert run.ends()[0][0] == [0]
+
+
+def test_who_is_alone_evaluates_its_own_mean_and_who_misses_one_does_not_stop_the_others(data, tmp_path, serve):
+    """An island is killed, and the others evaluate with what they still have in common, and save it."""
+    _, url = serve()
+    settings = MODEL | data | SYNC | WHOLE | {"train_iters": 1000, "eval_interval": 20, "log_interval": 10}
+    run = Run(url, settings | {"save": tmp_path, "save_interval": 500, "save_replicas": True, "island_poll": 0.2})
+    run.start(0, 1, 2)
+    run.until(1, r"iteration +30/")
+    run.kill(0)
+    ends = run.ends()
+    assert all(statuses == [0] for statuses, *_ in ends.values()), ends
+    for slot in (1, 2):
+        records = read_records(tmp_path / f"island_{slot}", "valid")
+        whose = {record["iteration"]: record["weights"] for record in records if record["weights"] != "replica"}
+        assert whose.keys() == set(range(20, 1001, 20)) and {whose[20], whose[1000]} == {"consensus"}
+    assert latest_iteration(tmp_path / "consensus") == 1000  # by the next island
 
 
 def test_sigterm_ends_one_island_alone(data, tmp_path, serve):

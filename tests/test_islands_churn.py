@@ -259,17 +259,15 @@ def test_a_schedule_that_is_not_there(tmp_path):
             {"sync_method": "eager-diloco", "sync_delay": 1},
             "--island-schedule x: needs --islands and a --sync-method of parameters or diloco",
         ),
-        ({"island_schedule": None, "island_keep": 3}, "--island-keep 3: needs --island-schedule"),
-        ({"island_schedule": None, "island_rejoin": "listen"}, "--island-rejoin listen: needs --island-schedule"),
         ({"island_keep": -1}, "--island-keep -1: must be at least 0"),
         ({"island_rejoin": "wait"}, "--island-rejoin wait: must be one of copy, listen"),
         (
             {"sync_method": "diloco", "island_rejoin": "listen"},
-            "--island-rejoin listen: needs --island-schedule or --rendezvous, and --sync",
+            "--island-rejoin listen: needs --islands and --sync-method parameters",
         ),
         (
             {"sync_method": "diloco", "island_keep": 3},
-            "--island-keep 3: needs --island-schedule or --rendezvous, and --sync-method param",
+            "--island-keep 3: needs --islands and --sync-method parameters",
         ),
     ],
 )

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
+from megatron_lossy.flags import identity, of_flags
 from megatron_lossy.mechanisms.islands.elastic.diary import Diary
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation, Member
 
@@ -62,6 +64,13 @@ def test_a_later_start_keeps_all_whole_lines_of_its_own_run_alone(tmp_path):
     again.check()
     again.begin(6, 7, None, 3)
     assert [one["exchange"] for one in lines(tmp_path)] == [3, 6]
+
+
+def test_a_folder_of_such_a_run_can_be_read():
+    """Its flags are kept without --rendezvous, which may change."""
+    flags = {"islands": 2, "sync_method": "parameters", "rendezvous": "host", "island": 1}
+    kept = identity(LossyConfig(**flags, island_keep=9, island_rejoin="listen"))
+    assert "rendezvous" not in kept and of_flags(LossyConfig, kept).island_keep == 9
 
 
 def test_other_ranks_write_nothing():

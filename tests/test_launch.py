@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -621,6 +622,51 @@ def test_islands(data, tmp_path, capsys):
     ):
         with pytest.raises(UsageError, match=line):
             check(make_plan([*command, *flags]), starting=False)
+
+
+APART = [*ISLANDS, "--save-replicas", "--rendezvous=lighthouse.example:29511"]
+
+
+def test_islands_that_are_launches_of_their_own(data, tmp_path, capsys):
+    """A command for each of them and for the lighthouse; --accelerators are those of one."""
+    command = arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=2", "--max-epochs=60", *APART)
+    with pytest.raises(SystemExit, match="0"):
+        launch(command)
+    printed = capsys.readouterr().out
+    assert "ranks    4 on 1 node for each island: data 4 x" in printed
+    assert "islands  2, each a launch of its own, of 2 ranks, data 2, in island_0 and so on\n" in printed
+    assert "lighthouse \\\n    --bind lighthouse.example:29511\n" in printed
+    commands = printed.partition("--bind")[2].split("# island ")[1:]
+    assert [one[0] for one in commands] == ["0", "1"]
+    for number, one in enumerate(commands):
+        words = shlex.split(one.partition("\n")[2].replace("\\\n", " "))
+        plan = make_plan(words[3:])
+        assert (plan.island, plan.lossy.island) == (number, number)
+        assert plan.own_folder == plan.folder / f"island_{number}"
+        assert str(plan.own_folder / "logs") in launch_command(plan, {})
+        assert plan.ranks == 4 and "--nproc-per-node 2" in " ".join(launch_command(plan, {}))
+    with pytest.raises(SystemExit, match="2"):
+        launch([*command, "--island=1", "--run"])
+    assert "--run on: needs --rendezvous, and no --island" in capsys.readouterr().err
+
+
+def test_a_signal_ends_all_jobs_and_then_what_they_need(tmp_path):
+    wait = (
+        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit({})); print('on', flush=True); time.sleep(60)"
+    )
+    serve = [sys.executable, "-c", "import time; time.sleep(60)"]
+    program = f"""
+import sys
+from pathlib import Path
+from megatron_lossy.launch.several import _run
+jobs = [[sys.executable, "-c", one] for one in {[wait.format(status) for status in (0, 3, 4)]!r}]
+print("status", _run([{serve!r}], jobs, Path({str(tmp_path / "log")!r})))
+"""
+    running = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    said = [running.stdout.readline() for _ in range(3)]
+    running.terminate()
+    rest, _ = running.communicate(60)
+    assert (said, rest) == (["on\n"] * 3, "status 3\n")
 
 
 def test_asynchronous_stages_are_checked_before_anything_starts(data, tmp_path):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -38,8 +39,10 @@ _FLAGS = {
     "--sync-fraction": 0.25,
     "--sync-interval": 2,
     "--sync-delay": 4,
-    "--island-patience": 4,
+    "--island-patience": 5,
+    "--island-keep": 40,
     "--island-poll": 0.3,
+    "--island-join": 20,
     "--log-interval": 1,
     "--save-interval": 50,
     "--eval-interval": 100,
@@ -76,7 +79,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _schedule(args: argparse.Namespace) -> Schedule:
+def schedule_of(args: argparse.Namespace) -> Schedule:
+    """What happens. Raises :class:`UsageError`."""
     if args.schedule is not None:
         return read_schedule(args.schedule, args.islands, args.iterations)
     for name, least in (("islands", 4), ("iterations", DEFAULT.events[-1].at + 1)):
@@ -99,7 +103,7 @@ def _network(machines: int) -> Iterator[tuple[Network, list[str]]]:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """The run, its tables and its picture."""
-    schedule, out = _schedule(args), Path(args.out)
+    schedule, out = schedule_of(args), Path(args.out)
     away = args.lighthouse_away or (DEFAULT_AWAY if args.schedule is None else None)
     flags = ["--config", args.config, "--islands", str(args.islands), "--train-iters", str(args.iterations)]
     flags += [str(word) for pair in _FLAGS.items() for word in pair] + args.flags.split()
@@ -124,22 +128,24 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
             while not director.over:
                 islands.read()
                 director.direct()
-                _check(islands)
+                _check(islands, args.iterations)
                 time.sleep(0.05)
             islands.read()
             notes.append(f"It took {time.monotonic() - began:.0f} s")
         finally:
             islands.end()
-    _check(islands)
+    _check(islands, args.iterations)
+    failed = [one for one in islands.lives if one.process.returncode not in (0, -signal.SIGKILL)]
+    notes += [f"island {one.slot} ended with status {one.process.returncode}" for one in failed]
     slots = sorted({one.slot for one in islands.lives})
     found = [Island.read(slot, islands.lives, out / "log") for slot in slots]
     _write(args, argv, Results(found, director.happened, args.iterations), notes)
 
 
-def _check(islands: Islands) -> None:
-    """Raise :class:`RuntimeError` if an island has ended by itself, before its end."""
+def _check(islands: Islands, end: int) -> None:
+    """Raise :class:`RuntimeError` if an island has ended by itself before iteration ``end``."""
     for life in islands.lives:
-        if life.process.poll() not in (None, 0, -9):
+        if life.process.poll() not in (None, 0, -signal.SIGKILL) and life.iteration < end:
             raise RuntimeError(
                 f"island {life.slot}: status {life.process.returncode}; the end of {life.log}:\n{life.tail()}"
             )
@@ -170,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     with usage_errors(_PROGRAM):
         torchft()
-        _schedule(args)
+        schedule_of(args)
         out = Path(args.out)
         if out.exists():
             if not args.replace:

@@ -73,7 +73,7 @@ class Island:
             edges = [first, *sorted({line["t"] - 1 for line in self.epochs if first < line["t"] - 1 < last}), last]
             for begin, end in itertools.pairwise(edges):
                 known = [state for line, state in zip(self.epochs, states) if line["t"] - 1 <= begin]
-                state = known[-1] if known else ALONE
+                state = (known or states or [ALONE])[-1 if known else 0]
                 if found and found[-1].state == state and found[-1].last == begin:
                     found[-1] = Span(found[-1].first, end, state)
                 else:

@@ -198,8 +198,8 @@ def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any
     beside = None if kwargs.get("non_persistent_ckpt") else lossy.saved_beside(get_args().save)
     if beside is not None:
         folder, writes = beside
-        with lossy.consensus_weights(model), _weights_alone(get_args(), folder):
-            if writes:
+        with lossy.consensus_weights(model) as there, _weights_alone(get_args(), folder):
+            if writes and there is not False:
                 original(iteration, model, *args, **kwargs)
     return result
 
@@ -297,7 +297,8 @@ def evaluate(
     With several jobs their mean weights replace the owners', and each loss is the mean over jobs.
     """
     weights, average = lossy.config.eval_weights, partial(_of_all_jobs, lossy)
-    whose, held = ("owner", lossy.owner_weights) if lossy.jobs == 1 else ("consensus", lossy.consensus_weights)
+    one = lossy.jobs == 1 or weights == "owner"
+    whose, held = ("owner", lossy.owner_weights) if one else ("consensus", lossy.consensus_weights)
     if weights == "replica":
         losses, *rest = original(forward_step_func, data_iterator, model, *args, **kwargs)
         return average(losses), *rest

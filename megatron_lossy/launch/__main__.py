@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-from ..errors import UsageError, usage_errors
+from ..errors import UsageError, refuse, usage_errors
 from .checks import check, check_memory, epochs_of
 from .command import TORCHRUN_ENVIRONMENT, container, launch_command, shell
 from .datagrams import describe_share
@@ -16,6 +16,7 @@ from .devices import GIB
 from .memory import checkpoint_bytes, parameters, seconds, tokens
 from .options import Collector, Problems
 from .plan import PROGRAM, Plan, make_plan
+from .several import several
 from .slurm import check_job, done_iterations, run_in_job
 
 
@@ -25,6 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with usage_errors(PROGRAM), _all_problems():
         in_job = "SLURM_JOB_ID" in os.environ and "SLURM_NTASKS" in os.environ
         plan = make_plan(arguments, int(os.environ["SLURM_NTASKS"]) if in_job else None)
+        if plan.jobs.apart and plan.island is None:
+            check(plan, starting=plan.launch.run and not plan.launch.dry_run)
+            sys.exit(several(plan, arguments, describe(plan)))
+        if plan.launch.run:
+            raise refuse("--run", "on", "needs --rendezvous, and no --island")
         start, srun = not plan.launch.dry_run, plan.launch.launcher == "srun"
         if start and srun and not in_job:
             raise UsageError("--launcher srun: needs a Slurm job with tasks; submit launch/slurm/run.sbatch")
@@ -77,32 +83,35 @@ def describe(plan: Plan) -> list[str]:
     """The lines of a dry run about the run."""
     launch, train = plan.launch, plan.train
     tensor, pipeline = train.tensor_model_parallel_size, train.pipeline_model_parallel_size
-    data = train.data_parallel_size(launch.accelerators)
+    data = train.data_parallel_size(plan.ranks)
     lines = [
         f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.iterations}",
-        (
-            f"ranks    {launch.accelerators} on {launch.nodes} node{'s' if launch.nodes > 1 else ''}: "
-            f"data {data} x tensor {tensor} x pipeline {pipeline}"
-        ),
+        (f"ranks    {_where(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
         *_jobs(plan),
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
     ]
     if launch.tokens_per_second:
-        hours = seconds(train, launch.accelerators, launch.tokens_per_second) / 3600
+        hours = seconds(train, plan.ranks, launch.tokens_per_second) / 3600
         lines.append(f"         with R = {launch.tokens_per_second:g}: {hours:,.1f} h")
     if (seen := epochs_of(plan)) is not None:
         lines.append(f"data     {seen:.3g} epochs of {' '.join(plan.train.data_path)}")
     return lines
 
 
+def _where(plan: Plan) -> str:
+    nodes, each = plan.launch.nodes, f" for each {plan.jobs.name}" if plan.jobs.apart else ""
+    return f"{plan.ranks} on {nodes} node{'s' if nodes > 1 else ''}{each}"
+
+
 def _jobs(plan: Plan) -> list[str]:
     jobs = plan.jobs
     if not jobs.several:
         return []
-    ranks, first = plan.launch.accelerators // jobs.number, plan.job_folders[0].name
-    data = plan.train.data_parallel_size(plan.launch.accelerators) // jobs.number
-    each = f"each a job of {ranks} consecutive rank{'s'[: ranks != 1]}, data {data}, in {first} and so on"
+    ranks, first = plan.ranks // jobs.number, plan.job_folders[0].name
+    data = plan.train.data_parallel_size(plan.ranks) // jobs.number
+    what = f"launch of its own, of {ranks}" if jobs.apart else f"job of {ranks} consecutive"
+    each = f"each a {what} rank{'s'[: ranks != 1]}, data {data}, in {first} and so on"
     return [f"{jobs.name + 's':8} {jobs.number}, {each}"]
 
 
@@ -113,7 +122,7 @@ def estimates(plan: Plan) -> list[str]:
     memory = check_memory(plan)
     has = f" of {plan.device.memory / GIB:.1f}" if plan.device.memory else ""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.components.items())
-    hours = seconds(train, launch.accelerators, 1) / 3600
+    hours = seconds(train, plan.ranks, 1) / 3600
     return [
         f"model    {parameters(train, plan.layout.vocab_size) / 1e9:.3f} B parameters",
         f"tokens   {total / train.train_iters / 1e6:.3f} M an iteration, {total / 1e9:.2f} G in all",

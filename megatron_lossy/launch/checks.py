@@ -34,7 +34,7 @@ def check(plan: Plan, starting: bool) -> None:
     problems = Collector()
     with problems.noting():
         check_shape(plan)
-        plan.train.check_world(plan.launch.accelerators)
+        plan.train.check_world(plan.ranks)
         _check_training(plan)
         memory = check_memory(plan)
         if starting:
@@ -69,13 +69,13 @@ def _check_training(plan: Plan) -> None:
     if plan.launch.trainer:
         from ..train.facts import check_flags  # it imports torch
 
-        check_flags(train, lossy, plan.launch.accelerators)
+        check_flags(train, lossy, plan.ranks)
         return
     check_refusals(lossy, Facts(flushes=True))
     if plan.jobs.several:  # Megatron-LM, which checks the rest, sees one job
         from ..train.facts import of_trainer
 
-        check_refusals(lossy, of_trainer(train, plan.launch.accelerators))
+        check_refusals(lossy, of_trainer(train, plan.ranks))
         for mechanism in MECHANISMS.all():
             mechanism.check(lossy, train.train_iters)
 
@@ -158,7 +158,7 @@ def check_megatron(plan: Plan) -> None:
     environment = os.environ | plan.environment
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
         environment.pop(name, None)
-    environment["WORLD_SIZE"] = str(plan.launch.accelerators // plan.jobs.number)  # each is a program of its own
+    environment["WORLD_SIZE"] = str(plan.ranks // plan.jobs.number)  # each is a program of its own
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
     if done.returncode == 2:

@@ -79,7 +79,7 @@ def _torchrun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
         command += ["--rdzv-id", plan.folder.name]
     command += ["--max-restarts", str(launch.max_restarts)]
     # Output goes to a file per rank, and to the terminal as well.
-    command += ["--log-dir", str(plan.folder / "logs"), "--redirects", "3", "--tee", "3"]
+    command += ["--log-dir", str(plan.own_folder / "logs"), "--redirects", "3", "--tee", "3"]
     return [*command, "-m", *plan.module]
 
 
@@ -102,7 +102,7 @@ def _srun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     command += ["--ntasks-per-node", str(ranks_of_node(plan)), "--kill-on-bad-exit=1", "--open-mode=append"]
     if "SLURM_CPUS_PER_TASK" in environment:  # srun does not take it over from the job
         command += ["--cpus-per-task", environment["SLURM_CPUS_PER_TASK"]]
-    command += [f"--output={plan.folder / 'logs' / name}/rank-%t.log", *container(plan)]
+    command += [f"--output={plan.own_folder / 'logs' / name}/rank-%t.log", *container(plan)]
     # A container has a Python of its own.
     return command + _rank(plan, "python" if launch.container_image else sys.executable, address, port)
 
@@ -135,5 +135,5 @@ def _mpirun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
         raise UsageError(f"--hostfile: needs a value, for {launch.nodes} nodes")
     for name, value in plan.environment.items():
         command += ["-x", f"{name}={value}"]
-    command += ["--output-filename", str(plan.folder / "logs")]
+    command += ["--output-filename", str(plan.own_folder / "logs")]
     return command + _rank(plan, sys.executable, address, launch.master_port)

@@ -125,6 +125,10 @@ class LaunchConfig:
     tokens_per_second: float | None = flag(
         None, "measured tokens per second and accelerator, to print the expected time", type=float, metavar="R"
     )
+    run: bool = flag(
+        False,
+        "with --rendezvous and without --island: start the lighthouse and all islands here, and end all with a signal",
+    )
     dry_run: bool = flag(False, "check everything, print the exact command and environment, and start nothing")
 
     def __post_init__(self) -> None:

@@ -32,7 +32,8 @@ class Plan:
     """A complete run, before its checks (:mod:`.checks`).
 
     ``module``: module and arguments of every rank, after ``python -m``. ``only_megatron``: flags that only Megatron-LM
-    has, as it will see them. ``folder``: the run's own.
+    has, as it will see them. ``folder``: the run's own. ``island``: the number of the one job that this is, of several that are
+    launches of their own; ``None``: all jobs, of which the command here is that of the first.
     """
 
     launch: LaunchConfig
@@ -42,6 +43,7 @@ class Plan:
     only_megatron: list[str]
     environment: dict[str, str]
     folder: Path
+    island: int | None = None
 
     @property
     def device(self) -> Device:
@@ -52,6 +54,17 @@ class Plan:
     def jobs(self) -> Jobs:
         """The jobs among which ranks are divided; one for virtual workers, which share a process."""
         return Jobs() if self.train.virtual_workers else self.lossy.jobs()
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all jobs; ``--accelerators`` are those of one launch."""
+        assert self.launch.accelerators is not None
+        return self.launch.accelerators * (self.jobs.number if self.jobs.apart else 1)
+
+    @property
+    def own_folder(self) -> Path:
+        """The folder of this launch: the run's, or that of its job if each job is a launch of its own."""
+        return self.job_folders[self.island or 0] if self.jobs.apart else self.folder
 
     @property
     def iterations(self) -> int:
@@ -81,7 +94,7 @@ class Plan:
         else:
             engine = self.device.kind != "cpu" and _value(self.module, "--transformer-impl") != "local"
         return Layout(
-            self.launch.accelerators,
+            self.ranks,
             257 if self.train.tokenizer == "byte" else self.launch.vocab_size,
             "--sequence-parallel" in flags,
             (engine and not unfused) or "--use-flash-attn" in flags,
@@ -129,10 +142,10 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
     _note_missing_of_training(missing, recipe, first.config, rest)
     missing.finish()
     folder = Path(launch.out) / (_rate_name(launch.chosen_rate) or Path(first.config).stem)
-    train, lossy, module, only_megatron = _program(launch, recipe, first.config, rest, folder)
+    train, lossy, module, only_megatron, island = _program(launch, recipe, first.config, rest, folder)
     given = dict(pair.split("=", 1) for pair in launch.environment or ())
     environment = ENVIRONMENT.get(DEVICES[launch.device].kind, {}) | given
-    return Plan(launch, train, lossy, module, only_megatron, environment, folder)
+    return Plan(launch, train, lossy, module, only_megatron, environment, folder, island)
 
 
 def _launch_config(
@@ -174,7 +187,7 @@ def _settings(recipe: Recipe, file: str, rest: Sequence[str]) -> list[str]:
 
 def _program(
     launch: LaunchConfig, recipe: Recipe, file: str, rest: list[str], folder: Path
-) -> tuple[TrainConfig, LossyConfig, list[str], list[str]]:
+) -> tuple[TrainConfig, LossyConfig, list[str], list[str], int | None]:
     settings = _settings(recipe, file, rest)
     parser = make_parser(f"python -m {PROGRAM}", "")
     given, from_command_line = parser.parse_known_args(rest)
@@ -195,6 +208,9 @@ def _program(
         known.data = "stdlib"  # a trainer needs some data; Megatron-LM will not see it
     known.config, known.save, known.load = file, str(folder), str(folder)
     known.tensorboard_dir = str(folder / "tensorboard")
+    island = known.island
+    if known.rendezvous is not None and island is None:
+        known.island = 0  # all are alike but for their numbers
     train, lossy = configurations(known)
     if launch.trainer:
         if from_command_line:
@@ -202,14 +218,14 @@ def _program(
             known = [*parser._option_string_actions, *make_parser_of_launch()._option_string_actions]
             why = f"is no flag of python -m megatron_lossy.train{did_you_mean(flags, known)}"
             raise UsageError(f"{' '.join(from_command_line)}: {why}")
-        return train, lossy, ["megatron_lossy.train", *_trainer_arguments(train), *loss_arguments(lossy)], []
+        return train, lossy, ["megatron_lossy.train", *_trainer_arguments(train), *loss_arguments(lossy)], [], island
     for flag in _UNKNOWN_SIZES:
         if _value(only_megatron, flag) not in (None, "1"):
             raise refuse(
                 flag, _value(only_megatron, flag), "launch cannot check it; start pretrain_gpt.py with torchrun"
             )
     flags = megatron_arguments(train, lossy, of_file, "--mock-data" in only_megatron)
-    return train, lossy, ["megatron_lossy", launch.program, *flags, *from_command_line], only_megatron
+    return train, lossy, ["megatron_lossy", launch.program, *flags, *from_command_line], only_megatron, island
 
 
 def _trainer_arguments(config: TrainConfig) -> list[str]:

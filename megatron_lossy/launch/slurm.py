@@ -69,7 +69,8 @@ def job_name(environment: Mapping[str, str]) -> str:
 
 def done_iterations(plan: Plan) -> int:
     """Iterations that the run's latest checkpoint holds."""
-    return min(latest_iteration(folder) or 0 for folder in plan.job_folders)
+    folders = [plan.own_folder] if plan.jobs.apart else plan.job_folders
+    return min(latest_iteration(folder) or 0 for folder in folders)
 
 
 def _requeue(job: str, status: int, progress: bool) -> int:

@@ -68,7 +68,9 @@ class Lighthouse(Rendezvous):
         self._library = torchft()
         self._doors = [_Door(address) for address in addresses]
         self._end = threading.Event()
-        self._threads = [threading.Thread(target=self._live, args=[door], daemon=True) for door in self._doors]
+        self._threads = [
+            threading.Thread(target=self._live, args=[door], name="rendezvous", daemon=True) for door in self._doors
+        ]
         for thread in self._threads:
             thread.start()
 

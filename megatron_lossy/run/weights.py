@@ -91,8 +91,8 @@ class RunWeights(ABC):
         """
         return first(one.owner_weights() for one in self.parts) or self.exchanged_weights(model_chunks)
 
-    def consensus_weights(self, model_chunks: ModelChunks) -> contextlib.AbstractContextManager[None]:
-        """A context as of :meth:`owner_weights`, with the mean over jobs, if there are several."""
+    def consensus_weights(self, model_chunks: ModelChunks) -> contextlib.AbstractContextManager[bool | None]:
+        """A context as of :meth:`owner_weights`, with the mean over jobs, if there are several; false if these do not meet."""
         return first(one.consensus_weights() for one in self.parts) or self.owner_weights(model_chunks)
 
     def saved_beside(self, folder: str) -> tuple[str, bool] | None:

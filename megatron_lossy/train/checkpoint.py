@@ -74,15 +74,15 @@ class Checkpoints:
     def save_consensus(self, folder: str, iteration: int, writes: bool) -> None:
         """Write only the mean weights of all jobs into ``folder``, as :meth:`save` does.
 
-        A collective call of all jobs; one of them ``writes``.
+        A collective call of all jobs; one of them ``writes``, unless they do not meet.
         """
 
         def fill(aside: Path) -> None:
             model = self._model.sharded_state_dict(metadata=self._metadata())
             self._store({"model": model, "iteration": iteration, "ranks": _ranks()}, aside)
 
-        with self._lossy.consensus_weights(self._chunks):
-            if writes:
+        with self._lossy.consensus_weights(self._chunks) as there:
+            if writes and there is not False:
                 self._save(folder, iteration, fill)
 
     def _save(self, folder: str, iteration: int, fill: Callable[[Path], None]) -> None:

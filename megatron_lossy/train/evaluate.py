@@ -60,7 +60,8 @@ def evaluate(
 ) -> dict[str, float]:
     """The loss of evaluation ``number`` (from 0) by its weights: "replica", "owner", "consensus" (of jobs).
 
-    For --eval-weights "both" it is the loss of replicas, and of the jobs' consensus, or with one job of the owners.
+    For --eval-weights "both" it is the loss of replicas, and of the jobs' consensus, or with one job of the owners. If jobs do
+    not meet, it is that of the owners in the place of their consensus.
 
     Evaluation ``number`` has its own batches, which depend on nothing else, and uses no random state, so that
     evaluating does not disturb training. Collective over all ranks.
@@ -78,8 +79,9 @@ def evaluate(
     whose = ("consensus" if lossy.config.jobs().several else "owner") if weights == "both" else weights
     if whose != "replica":
         held = lossy.consensus_weights if whose == "consensus" else lossy.owner_weights
-        with held(model_chunks), _evaluating(model_chunks):
+        with held(model_chunks) as there, _evaluating(model_chunks):
             sums = workers.evaluate_owner(batches(), samples)
+        whose = "owner" if there is False else whose
         losses[whose] = mean_loss(config, sums, lossy.total)
     return losses
 

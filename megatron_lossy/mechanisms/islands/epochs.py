@@ -55,6 +55,11 @@ class Epoch:
         return [one.slot for one in self.members]
 
     @property
+    def lives(self) -> list[tuple[int, Incarnation]]:
+        """Slot and start of all members."""
+        return [(one.slot, one.incarnation) for one in self.members]
+
+    @property
     def senders(self) -> list[int]:
         """Those whose weights are averaged. The k-th owns the k-th of as many shares of the exchanged elements."""
         return [one.slot for one in self.members if one.role == "send"]

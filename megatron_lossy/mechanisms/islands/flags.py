@@ -251,6 +251,11 @@ class IslandFlags(Flags):
             object.__setattr__(self, "eval_weights", self._evaluated)
 
     @property
+    def meets_whole(self) -> bool:
+        """Whether islands that come and go exchange all of their weights at times, to evaluate or save their mean."""
+        return self.save_consensus or self.eval_weights in ("consensus", "both")
+
+    @property
     def _evaluated(self) -> str:
         """The weights that are evaluated by default."""
         if not self.averages:
@@ -331,9 +336,6 @@ class IslandFlags(Flags):
         for name in ("island_patience", "island_poll"):
             self._need(name, 0 < getattr(self, name) < math.inf, "must be seconds above 0")
         self._need("island_join", 0 <= self.island_join < math.inf, "must be seconds of at least 0")
-        self._need(
-            "eval_weights", self.eval_weights in ("owner", "replica"), "must be owner or replica with --rendezvous"
-        )
 
     def _need(self, name: str, fine: bool, allowed: str) -> None:
         if not fine:  # NaN is never fine
@@ -366,12 +368,12 @@ class IslandFlags(Flags):
                 (self.rendezvous is not None, "--rendezvous"),
             ),
             "island_keep": (
-                self.comes_and_goes and corrected,
-                "--island-schedule or --rendezvous, and --sync-method parameters: outer weights are copied after every absence",
+                self.averages and corrected,
+                "--islands and --sync-method parameters: outer weights are copied after every absence",
             ),
             "island_rejoin": (
-                self.comes_and_goes and corrected,
-                "--island-schedule or --rendezvous, and --sync-method parameters: outer weights can only be copied",
+                self.averages and corrected,
+                "--islands and --sync-method parameters: outer weights can only be copied",
             ),
             "sync_fraction": (self.averages and method != "none", "--islands and --sync-method parameters"),
             **dict.fromkeys(

@@ -215,29 +215,47 @@ class RankIslands(Part):
             for bucket, group in self._buckets:
                 all_gather_single(bucket.param_data, own_shard(bucket, group.rank(), group.size()).clone(), group=group)
 
-    def consensus_weights(self) -> contextlib.AbstractContextManager[None]:
+    def consensus_weights(self) -> contextlib.AbstractContextManager[bool]:
         return self.consensus()
 
     @contextlib.contextmanager
-    def consensus(self) -> Iterator[None]:
-        """A context with the mean of the islands' owners' weights in the model. A collective call of all islands."""
+    def consensus(self) -> Iterator[bool]:
+        """A context with the mean of the islands' owners' weights in the model; with their own, and false, if there is none.
+
+        A collective call of all islands.
+        """
         self._run.settle()
         with torch.no_grad():
+            means = self._means(
+                [own_shard(bucket, group.rank(), group.size()).float() for bucket, group in self._buckets]
+            )
+        if means is None:
+            with self._run.owner_weights(self._run.chunks):
+                yield False
+            return
+        with torch.no_grad():
             kept = [bucket.param_data.clone() for bucket, _ in self._buckets]
-            for bucket, group in self._buckets:
-                mean = self.total(own_shard(bucket, group.rank(), group.size()).float()) / self.config.islands
+            for (bucket, group), mean in zip(self._buckets, means, strict=True):
                 all_gather_single(bucket.param_data, mean.to(bucket.param_data.dtype), group=group)
         try:
-            yield
+            yield True
         finally:
             with torch.no_grad():
                 for (bucket, _), values in zip(self._buckets, kept, strict=True):
                     bucket.param_data.copy_(values)
 
+    def _means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The means of ``shards`` over islands; ``None`` if the islands do not meet. A collective call of all islands."""
+        return [self.total(shard) / self.config.islands for shard in shards]
+
     def saved_beside(self, folder: str) -> tuple[str, bool] | None:
         if not self.config.save_consensus:
             return None
-        return os.path.join(os.path.dirname(folder), CONSENSUS_FOLDER), self.world.island == 0
+        return os.path.join(os.path.dirname(folder), CONSENSUS_FOLDER), self._writes_consensus
+
+    @property
+    def _writes_consensus(self) -> bool:
+        return self.world.island == 0
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of ``values`` over islands. A collective call of the ranks with this one's place in every island."""

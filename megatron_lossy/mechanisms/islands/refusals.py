@@ -209,6 +209,13 @@ ISLANDS = Section(
             ),
         ),
         Row(
+            flag=("--island-keep", "--island-rejoin"),
+            beside="neither --island-schedule nor --rendezvous",
+            why="needs --island-schedule or --rendezvous",
+            # A folder's flags do not have --rendezvous.
+            when=_averaging(lambda config, facts: not config.comes_and_goes and facts.virtual is not None),
+        ),
+        Row(
             flag="--rendezvous",
             beside="PyTorch's FSDP2 or DDP",
             why="needs a training loop that can go on at a later iteration: python -m megatron_lossy.train, or megatron.training",
@@ -242,7 +249,7 @@ ISLANDS = Section(
             when=_averaging(lambda config, facts: config.rendezvous is not None and above(facts.tensor, 1)),
         ),
         Row(
-            flag=("--trace", "--save-consensus", "--island-schedule", "--island-speeds"),
+            flag=("--trace", "--island-schedule", "--island-speeds"),
             beside="--rendezvous",
             why="cannot go with --rendezvous: islands have nothing in common that is written or read",
             when=_averaging(lambda config, facts: config.rendezvous is not None),

@@ -27,6 +27,8 @@ from .membership import Placed
 
 logger = logging.getLogger(__name__)
 
+Total = Callable[[torch.Tensor], torch.Tensor]
+
 #: The most seconds that an end waits for messages that others still ask for.
 _LINGER = 10.0
 
@@ -83,11 +85,12 @@ class Alone:
 class Among:
     """The members of an epoch in their order, as the island ``slot`` sees them.
 
-    ``lanes``: by shard of this rank, what carries its exchanges, which take turns.
+    ``lanes``: by shard of this rank, what carries its exchanges, which take turns. ``total``: adds a tensor up over the senders, in
+    their order; ``None``: they do not, or this island is none of them.
     """
 
-    def __init__(self, epoch: Epoch, slot: int, lanes: Sequence[Sequence[Carrier]]) -> None:
-        self.epoch, self._lanes = epoch, [list(one) for one in lanes]
+    def __init__(self, epoch: Epoch, slot: int, lanes: Sequence[Sequence[Carrier]], total: Total | None = None) -> None:
+        self.epoch, self._lanes, self.total = epoch, [list(one) for one in lanes], total
         self.senders = epoch.senders
         #: The place of this island among the senders, or ``None``: it listens.
         self.place = self.senders.index(slot) if slot in self.senders else None
@@ -135,7 +138,7 @@ class Among:
             self._clear()
 
     def _clear(self) -> None:
-        lanes, self._lanes = [lane for of_shard in self._lanes for lane in of_shard], []
+        lanes, self._lanes, self.total = [lane for of_shard in self._lanes for lane in of_shard], [], None
         if lanes:  # which may wait until what was sent has left
             self._closing = threading.Thread(target=_close_all, args=[lanes], name="megatron-lossy-epoch", daemon=True)
             self._closing.start()
@@ -189,7 +192,7 @@ class Opening:
 
     def _run(self) -> None:
         try:
-            among = Among(self.placed.epoch, self._slot, self._open(self.placed, lambda: self._given_up))
+            among = Among(self.placed.epoch, self._slot, *self._open(self.placed, lambda: self._given_up))
             if self._given_up:
                 among.close()
             self._among = among
@@ -237,12 +240,12 @@ class Opener:
         #: All datagrams so far.
         self.links = Links(slot)
 
-    def __call__(self, placed: Placed, given_up: Callable[[], bool]) -> list[list[Carrier]]:
-        """The carriers of each shard, in turns. Waits for the other members, unless that is ``given_up``."""
+    def __call__(self, placed: Placed, given_up: Callable[[], bool]) -> tuple[list[list[Carrier]], Total | None]:
+        """The lanes and the ``total`` of an :class:`Among`. Waits for the other members, unless that is ``given_up``."""
         epoch, config = placed.epoch, self._config
         slots = epoch.slots
         if len(slots) == 1:
-            return [[Alone() for _ in range(self._lanes)] for _ in self._most]
+            return [[Alone() for _ in range(self._lanes)] for _ in self._most], _same
         # Nobody waits for a message before it is used.
         patience = config.island_patience + config.rounds_under_way * placed.usual
         prefix = f"{epoch.id}/{epoch.first}/sync/{self._rank}"
@@ -273,7 +276,17 @@ class Opener:
             self.links.add(link, slots)
             return link
 
-        return [[carrier(shard, lane) for lane in range(self._lanes)] for shard in range(len(self._most))]
+        lanes = [[carrier(shard, lane) for lane in range(self._lanes)] for shard in range(len(self._most))]
+        if not config.meets_whole or self._slot not in epoch.senders:
+            return lanes, None
+        if len(epoch.senders) == 1:
+            return lanes, _same
+        whole, place = torch.distributed.PrefixStore("whole", store), epoch.senders.index(self._slot)
+        return lanes, Meeting(whole, place, len(epoch.senders), timedelta(seconds=patience)).total
+
+
+def _same(values: torch.Tensor) -> torch.Tensor:
+    return values
 
 
 def _first_line(error: BaseException) -> Any:

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from .... import device
@@ -30,7 +32,7 @@ from ....flags import as_text, identity
 from ....monitor import Observer
 from ....recovery import copies
 from ....rendezvous import Watch
-from ....rendezvous.lighthouse import Lighthouse, addresses_of
+from ....rendezvous.lighthouse import ANSWER, Lighthouse, addresses_of
 from ..between_ranks import BetweenRanks
 from ..epochs import Incarnation, Member
 from ..flags import SYNC_LANES
@@ -53,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after which the ranks of an island that waits for others look up: less than any timeout of theirs.
 _ROUND = 20.0
+#: The beginnings of the names of threads of islands.
+_THREADS = ("megatron-lossy-", "rendezvous")
 #: Visits of who does not listen.
 _ENOUGH = 2**31
 
@@ -75,6 +79,9 @@ class ElasticIslands(TrainingIslands):
         self._entered = False
         self._current: Among | None = None  # the epoch of the latest exchange
         self._broken = -1  # the number of the newest epoch that this rank cannot exchange in any more
+        self._silent = (
+            self._abandoned
+        ) = -1  # the newest one in which a member was silent, or gone; until which that is dealt with
         self._visits = 0  # how often means have set each element of a listener, on all ranks, at least
         self._begun = 0  # how often this island has begun to listen
         # To ask for a copy and get one takes a few answers of the rendezvous, and an exchange of who is asked.
@@ -191,7 +198,8 @@ class ElasticIslands(TrainingIslands):
 
     def _what(self) -> dict[str, Any]:
         """The flags that all islands must share, by name."""
-        found = identity(self.config).items()
+        # Saving the mean changes no run, but it takes all.
+        found = {**identity(self.config), "save_consensus": self.config.save_consensus}.items()
         return {"--seed": self.world.seed, **self.world.alike} | {
             "--" + name.replace("_", "-"): as_text(value) for name, value in found
         }
@@ -248,7 +256,7 @@ class ElasticIslands(TrainingIslands):
             )
             among.close()
         numbers = [number for number, one in enumerate(list(self._openings)) if one.among() is among]
-        self._broken = max(self._broken, *numbers)
+        self._broken, self._silent = max(self._broken, *numbers), max(self._silent, *numbers)
 
     def _miss(self, now: int) -> None:
         """The run has made ``now`` iterations without this island: exchanges under way are lost, and replicas begin equal."""
@@ -333,7 +341,10 @@ class ElasticIslands(TrainingIslands):
         if self._standing.slot.listens:
             visits = min((shard.rounds.visits(0) for shard in self._built()), default=_ENOUGH)
         known_requests = [] if self._membership is None else self._membership.requests
-        begun, numbers = self._begun, [signal, self._last_known(), following, ahead, self._broken, -visits]
+        begun, numbers = (
+            self._begun,
+            [signal, self._last_known(), following, ahead, self._broken, self._silent, -visits],
+        )
         said = np.array([*numbers, len(known_requests), *self._rejoining.said], dtype=np.int64)
         known = copies.to_device(said, device.current_device())
         work = dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
@@ -341,7 +352,7 @@ class ElasticIslands(TrainingIslands):
         def finish() -> int:
             work.wait()
             told = map(int, Fetched(known).wait().tolist())
-            number, latest, in_force, jump, broken, visits, requests, failed, came = told
+            number, latest, in_force, jump, broken, silent, visits, requests, failed, came = told
             if begun == self._begun:
                 self._visits = -visits
             self._learn(latest)
@@ -349,13 +360,23 @@ class ElasticIslands(TrainingIslands):
             self._copied = self._rejoining.agreed(failed, came) or self._copied
             self._tell_question()
             if broken >= 0:  # on some rank: the others would never hear of it
-                self._openings[broken].abandon()
-                if self._membership is not None:
-                    self._membership.breaks(self._openings[broken].placed.epoch)
+                self._give_up([self._openings[broken]])
+            if silent > self._abandoned:  # nobody is waited for twice
+                there = set(self._openings[silent].placed.epoch.lives)
+                later = self._openings[silent + 1 :]
+                self._give_up([one for one in later if there <= set(one.placed.epoch.lives)])
+                self._abandoned = silent
             self._in_force, self._jump = in_force, jump
             return number
 
         return finish
+
+    def _give_up(self, openings: Sequence[Opening]) -> None:
+        """Exchange in none of ``openings``."""
+        for one in openings:
+            one.abandon()
+            if self._membership is not None:
+                self._membership.breaks(one.placed.epoch)
 
     def _last_known(self) -> int:
         if self._watch is not None:
@@ -468,11 +489,30 @@ class ElasticIslands(TrainingIslands):
 
     # --- weights and saved state -----------------------------------------------------------------------------------
 
-    def consensus_weights(self) -> Any:
+    def _means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The means of ``shards`` over the islands that send; ``None`` for who listens, and if they do not meet."""
+        among = self._current
+        total = None if among is None else among.total
+        found: list[torch.Tensor] | None = None
+        if among is not None and total is not None:
+            try:
+                found = [total(shard) / len(among.senders) for shard in shards]
+            except (RuntimeError, dist.DistError) as error:
+                why = (str(error).splitlines() or [""])[0]
+                logger.warning(
+                    "island %d: no mean of all islands' weights (%s); its own are in its place", self._slot, why
+                )
+        everywhere = torch.tensor([int(found is not None)], device=device.current_device())
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        if everywhere.item():
+            return found
+        if among is not None:
+            among.total = None  # others, which are out of step now, see that
         return None
 
-    def saved_beside(self, folder: str) -> tuple[str, bool] | None:
-        return None
+    @property
+    def _writes_consensus(self) -> bool:
+        return self._current is not None and self._current.place == 0
 
     def rewind(self, folder: str) -> str | None:
         return None
@@ -491,6 +531,11 @@ class ElasticIslands(TrainingIslands):
     def close(self) -> None:
         self._end()
         super().close()
+        # A thread that is in a library when the interpreter ends can end the process with an error.
+        until = time.monotonic() + self.config.island_patience + ANSWER
+        for thread in threading.enumerate():
+            if thread.daemon and thread.name.startswith(_THREADS):
+                thread.join(max(0.0, until - time.monotonic()))
         self._diary.finish()
 
     def _end(self) -> None:

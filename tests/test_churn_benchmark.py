@@ -1,0 +1,147 @@
+"""``make run-churn``: what happens when, who was there, updates made of those possible, and the picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.churn import __main__ as program
+from benchmarks.churn.islands import Life
+from benchmarks.churn.picture import picture
+from benchmarks.churn.results import ALONE, LISTENS, SENDS, Island, Results, markdown
+from benchmarks.churn.schedule import DEFAULT, LIGHTHOUSE, Director, Happened, first_islands, without_cuts
+from megatron_lossy.errors import UsageError
+from megatron_lossy.mechanisms.islands.schedule import Event, Schedule
+
+pytestmark = pytest.mark.shows("benchmarks of steps, parameters and islands run")
+
+
+class Recorded:
+    """Islands that note what is done to them."""
+
+    def __init__(self):
+        self.iteration, self.done, self._lives = 0, [], {}
+
+    def latest(self, slot):
+        return self._lives[slot]
+
+    def start(self, slot):
+        self.done.append(("start", slot))
+        self._lives[slot] = SimpleNamespace(runs=True, frozen=False, cut=False)
+
+    def signal(self, slot, number):
+        self.done.append((number.name, slot))
+        life = self._lives[slot]
+        life.runs, life.frozen = number.name != "SIGKILL", number.name == "SIGSTOP"
+
+    def cut(self, slot, there):
+        self.done.append(("join" if there else "cut", slot))
+        self._lives[slot].cut = not there
+
+    def serve(self):
+        self.done.append(("serve", LIGHTHOUSE))
+
+    def stop_serving(self):
+        self.done.append(("stop serving", LIGHTHOUSE))
+
+
+def test_what_happens_and_when():
+    islands = Recorded()
+    director = Director(islands, DEFAULT, (770, 900), tell=lambda _: None)
+    for slot in first_islands(DEFAULT, 4):
+        islands.start(slot)
+    assert [slot for _, slot in islands.done] == [0, 1, 2]
+    islands.done.clear()
+    for islands.iteration in range(0, 1200, 10):
+        director.direct()
+    assert islands.done == [
+        ("SIGKILL", 1),
+        ("start", 1),
+        ("start", 3),
+        ("SIGSTOP", 2),
+        ("SIGCONT", 2),
+        ("cut", 0),
+        ("join", 0),
+        ("stop serving", LIGHTHOUSE),
+        ("SIGKILL", 3),
+        ("serve", LIGHTHOUSE),
+        ("start", 3),
+    ]
+    assert [one.at for one in director.happened][:3] == [120, 230, 310]
+
+
+def test_where_nobody_can_be_cut_off():
+    events = [Event(1, 0, "cut"), Event(2, 0, "return"), Event(3, 1, "cut"), Event(4, 1, "stop"), Event(5, 1, "return")]
+    assert without_cuts(Schedule(events)).events == [Event(4, 1, "stop"), Event(5, 1, "return")]
+    assert without_cuts(DEFAULT).events == [one for one in DEFAULT.events if one.slot]
+
+
+def life(slot, number, first, last, seconds=0.1, at=0.0):
+    records = [{"kind": "train", "iteration": t, "lm loss": 3.0, "seconds": seconds} for t in range(first, last + 1)]
+    records.append({"kind": "valid", "iteration": last, "lm loss": 2.5})
+    seen = {t: at + t for t in range(first, last + 1)}
+    return Life(slot, number, None, Path(), Path(), records, seen)
+
+
+def line(t, members, roles, lost=()):
+    return {"t": t, "members": [[slot, 1] for slot in members], "roles": roles, "lost": list(lost)}
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Of two islands: one is killed at 40 and starts again at 60 from its checkpoint, the other is frozen from 70 to 80."""
+    both, none = ["send", "send"], []
+    lines = {
+        0: [line(2, [0, 1], both), line(41, [], none, [41, 42]), line(66, [0, 1], ["send", "listen"])],
+        1: [line(2, [0, 1], both), line(66, [0, 1], ["send", "listen"])],
+    }
+    for slot, found in lines.items():
+        folder = tmp_path / f"island_{slot}"
+        folder.mkdir()
+        (folder / "_epochs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+    lives = [life(0, 1, 1, 69), life(0, 2, 82, 100, seconds=0.2), life(1, 1, 1, 40), life(1, 2, 61, 100, seconds=0.3)]
+    lives[0].records[-1:] = lives.pop(1).records  # frozen, and the same process
+    lives[0].seen |= {t: float(t) for t in range(82, 101)}
+    happened = [
+        Happened(40, 1, "stop", 40.5),
+        Happened(60, 1, "return", 60.5),
+        Happened(70, 0, "freeze", 69.5),
+        Happened(80, 0, "return", 81.5),
+    ]
+    return Results([Island.read(slot, lives, tmp_path) for slot in range(2)], happened, 100)
+
+
+def test_updates_pauses_and_who_was_there(results):
+    frozen, killed = results.islands
+    assert frozen.possible(results.happened, 100) == 90
+    assert killed.possible(results.happened, 100) == 80
+    assert results.goodput == pytest.approx((69 + 19 + 80) / 170)
+    assert frozen.lost == 2
+    assert frozen.spans == [(0, 40, SENDS), (40, 65, ALONE), (65, 69, SENDS), (81, 100, SENDS)]
+    assert killed.spans == [(0, 40, SENDS), (60, 65, SENDS), (65, 100, LISTENS)]
+    assert [results.longest_pause(number) for number in range(4)] == [0.1, 0.1, 0.3, 0.3]
+    rows = results.table()
+    assert rows[1][:5] == ["island 0", "1", "88", "97.8 %", "2"]
+    assert rows[2][:5] == ["island 1", "2", "80", "100.0 %", "0"]
+    assert markdown(results.events())[2] == "| 40 | island 1 kill -9 | 0.10 |"
+
+
+def test_the_picture(results, tmp_path):
+    picture(results, "islands", tmp_path / "churn.png")
+    assert (tmp_path / "churn.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--iterations", "900"], "--iterations 900: must be at least 951 without --schedule"),
+        (["--islands", "3"], "--islands 3: must be at least 4 without --schedule"),
+        (["--schedule", "nowhere"], "--island-schedule nowhere: cannot be read"),
+    ],
+)
+def test_errors(flags, why):
+    with pytest.raises(UsageError, match=why):
+        program.schedule_of(program.parser().parse_args(flags))

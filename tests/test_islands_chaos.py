@@ -1,0 +1,119 @@
+"""Chaos: islands that are launches of their own are killed, frozen and added, and so is the lighthouse; the others go on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import pytest
+
+from tests.test_islands_apart import MODEL, SYNC, Run, data  # noqa: F401
+from tests.trainer import read_records
+
+pytestmark = [
+    pytest.mark.shows("islands that are launches of their own: kill -9, SIGSTOP, no lighthouse, a new island"),
+    pytest.mark.programs,
+    pytest.mark.slow,
+]
+
+PATIENCE = 4.0
+
+
+class Chaos(Run):
+    """A run whose islands write diaries below ``folder``."""
+
+    def __init__(self, url, settings, folder):
+        more = {"metrics_dir": folder / "metrics", "delivery_log": folder / "log"}
+        super().__init__(url, settings | more)
+        self._settings |= {"island_patience": PATIENCE}
+        self._folder = folder
+
+    def lines(self, slot):
+        file = self._folder / "log" / f"island_{slot}" / "_epochs.jsonl"
+        whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def roles(self, slot):
+        """By member, its role in the epoch in which ``slot`` exchanges."""
+        latest = next(iter(reversed(self.lines(slot))), None)
+        return latest and dict(zip((slot for slot, _ in latest["members"]), latest["roles"]))
+
+    def until_together(self, *slots):
+        """Wait until all of ``slots``, and nobody else, are in one epoch, and all of them send."""
+        end = time.monotonic() + 180
+        while any(self.roles(slot) != dict.fromkeys(slots, "send") for slot in slots):
+            assert time.monotonic() < end and not any(self.ended(slot) for slot in slots), self.ends()
+            time.sleep(0.1)
+
+    def ended(self, slot):
+        return any(program.poll() is not None for program in self.islands[slot])
+
+    def signal(self, slot, number):
+        for program in self.islands[slot]:
+            program.send_signal(number)
+
+    def made(self, slot):
+        return len(read_records(self._folder / "metrics" / f"island_{slot}", "train"))
+
+
+def events(lines, name):
+    return [event for line in lines for event in line["events"] if event["event"] == name]
+
+
+def test_survivors_go_on_and_wait_for_nobody_twice(tmp_path, serve, data):  # noqa: F811
+    lighthouse, url = serve()
+    folder = tmp_path / "saved"
+    settings = MODEL | data | SYNC | {"islands": 4, "global_batch_size": 8, "train_iters": 10**5, "island_join": 5}
+    settings |= {"save": folder, "load": folder, "save_interval": 20, "save_replicas": True, "eval_interval": 10**5}
+    run = Chaos(url, settings, tmp_path)
+    run.start(0, 1, 2)
+    run.until_together(0, 1, 2)
+
+    run.kill(1)
+    run.until_together(0, 2)
+    run.start(1)
+    run.until_together(0, 1, 2)
+
+    run.signal(2, signal.SIGSTOP)
+    run.until_together(0, 1)
+    run.signal(2, signal.SIGCONT)
+    run.until_together(0, 1, 2)
+
+    lighthouse.kill()
+    lighthouse.wait()
+    before = run.made(0)
+    while run.made(0) < before + 20:  # as before, all together
+        assert not run.ended(0)
+        time.sleep(0.1)
+    run.kill(1)
+    while run.roles(0):  # until nothing arrives any more: nobody says who is there
+        assert not run.ended(0)
+        time.sleep(0.1)
+    serve(int(url.rpartition(":")[2]))
+    run.start(1)
+    run.until_together(0, 1, 2)
+
+    run.start(3)
+    run.until_together(0, 1, 2, 3)
+    for slot in range(4):
+        run.signal(slot, signal.SIGTERM)
+    ends = run.ends()
+    assert all(statuses == [0] for statuses, *_ in ends.values()), ends
+
+    lines = run.lines(0)  # of one that nothing has happened to
+    assert not events(lines, "gave up") and not events(lines, "listens")
+    contacts = [tuple(event["epoch"]) for event in events(lines, "lost contact")]
+    assert len(contacts) >= 3
+    assert len(set(contacts)) == len(contacts)  # nobody is waited for twice in an epoch
+    assert len(events(run.lines(2), "gave up")) >= 1  # it was frozen
+    assert events(run.lines(3), "listens")
+
+    records = read_records(tmp_path / "metrics" / "island_0", "train")
+    made = [record["iteration"] for record in records]
+    assert made == list(range(1, made[-1] + 1))  # it has made every update
+    lost = {exchange for line in lines for exchange in line["lost"]}
+    alone = {record["iteration"] - 1 for record in records if record["island members"] == 0}
+    assert alone <= lost <= set(range(made[-1]))  # each one averaged, or logged as lost
+    assert len(lost) < made[-1] / 2
+    assert records[-1]["lm loss"] < records[0]["lm loss"] / 2
