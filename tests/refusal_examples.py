@@ -157,7 +157,7 @@ ISLAND = [
         "--rendezvous host: cannot go with --async-pipeline",
     ),
     (APART, {"tensor": 2}, "--tensor-model-parallel-size 2: its ranks would lose other averages"),
-    (APART | {"trace": "log"}, {}, "--trace log: cannot go with --rendezvous"),
+    (APART | {"island_speeds": (1.0, 2.0)}, {}, "--island-speeds 1.0 2.0: cannot go with --rendezvous"),
     (
         ISLANDS | CHURN | PACKETS | {"delivery_log": "log", "p_sync": 0.1},
         {},
