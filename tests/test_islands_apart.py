@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
@@ -114,12 +115,13 @@ def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin,
     """The others go on; it takes the iteration of the run, listens or copies another one, and then sends."""
     _, url = serve()
     settings = MODEL | data | SYNC | {"train_iters": 1200, "eval_interval": 600, "island_poll": 0.2, "log_interval": 10}
-    run = Run(url, settings | {"metrics_dir": tmp_path, "island_rejoin": rejoin, "transport": transport})
+    settings |= {"metrics_dir": tmp_path, "delivery_log": tmp_path / "log", "island_rejoin": rejoin}
+    run = Run(url, settings | {"transport": transport})
     run.start(0, 1, 2)
     run.until(1, r"iteration +30/")
     run.kill(2)
     run.until(0, r"iteration +80/")
-    run.start(2, metrics_dir=tmp_path / "again")
+    run.start(2, metrics_dir=tmp_path / "again", delivery_log=tmp_path / "again")
     run.until(2, "goes on at iteration")
     ends = run.ends()
     assert all(statuses == [0] for statuses, *_ in ends.values()), ends
@@ -134,6 +136,12 @@ def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin,
         assert copied, ends[2][2]
         assert int(copied[1]) >= 80
         assert f"island 2 copies it as of iteration {copied[1]}, rank 0 {copied[2]}" in ends[0][2]
+    for slot, other in ((0, 1), (1, 0)):
+        epochs = [json.loads(line) for line in (tmp_path / "log" / f"island_{slot}" / "_epochs.jsonl").open()]
+        assert [member for member, _ in epochs[0]["members"]] == [0, 1, 2]
+        assert any(one["event"] == "lost contact" for line in epochs for one in line["events"])
+        assert {slot, other} in [{member for member, _ in line["members"]} for line in epochs]
+        assert any(line["lost"] for line in epochs)
     folders = [tmp_path, tmp_path, tmp_path / "again"]
     last = [read_records(folder / f"island_{slot}", "train")[-1]["lm loss"] for slot, folder in enumerate(folders)]
     # Of the text that all are trained on.
