@@ -274,3 +274,23 @@ def test_who_waits_for_others_hears_now_and_then_that_there_is_no_epoch_yet(monk
     one = lighthouse.start(0)
     lighthouse.answer()
     assert one.first(lambda: None, 0.0) is None
+
+
+def test_who_is_alone_follows_the_run_and_not_the_other_way_round(monkeypatch):
+    clock = Clock(monkeypatch)
+    lighthouse = Lighthouse(clock, 3)
+    first, second, alone = (lighthouse.start(slot) for slot in range(3))
+    for one in (first, second, alone):
+        for step in range(3):
+            clock.now += 2.0
+            one.note(step, "send", 0, exchanges=one is not alone)
+    alone.note(40, "listen", 0)
+    lighthouse.answer()
+    assert (first.furthest, alone.furthest) == (2, 2)
+    assert (first.ahead(2), alone.ahead(2), alone.ahead(7)) == (0.0, 0.0, 10.0)
+    clock.now += 6.0
+    assert alone.ahead(7) == 4.0  # the others have gone on
+    for one in (first, second):
+        one.note(3, "send", 0)
+    lighthouse.answer()
+    assert first.furthest == 40 and alone.ahead(7) == 8.0  # nobody exchanges

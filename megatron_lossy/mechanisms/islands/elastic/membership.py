@@ -20,7 +20,7 @@ from ..epochs import Epoch, Heard, Incarnation, Member, next_epoch
 from .copying import Request
 
 #: The version of what islands tell.
-PROTOCOL = 2
+PROTOCOL = 3
 #: Exchanges that the time from one to the next is taken from.
 _RECENT = 20
 #: Seconds of that, before there were two.
@@ -65,9 +65,14 @@ class Membership:
         self._epoch: Epoch | None = None
         self._placed: list[Placed] = []
         self._heard: list[Heard] = []
+        # Of others that exchange with each other, and of all that have begun: the latest exchange, and the usual seconds from one to the
+        # next; when that was so.
+        self._exchanging: list[tuple[int, float]] = []
+        self._begun_too: list[tuple[int, float]] = []
+        self._heard_at = self._told_at = 0.0
         self._deadline: float | None = None  # until when others are waited for before the first epoch
         # What is told:
-        self._role, self._lag, self._step = "send", 0, -1
+        self._role, self._lag, self._step, self._exchanges = "send", 0, -1, False
         self._took: deque[float] = deque(maxlen=_RECENT)
         self._broken = self._joins = False
         self._question: tuple[Member, int] | None = None
@@ -80,7 +85,7 @@ class Membership:
     def tell(self) -> tuple[int, Data]:
         """The latest exchange, and all that this island says of itself."""
         with self._changed:
-            epoch = self._epoch
+            epoch, self._told_at = self._epoch, time.monotonic()
             return max(self._step, 0), {
                 "protocol": PROTOCOL,
                 "slot": self._slot,
@@ -90,6 +95,7 @@ class Membership:
                 "digest": self._digest,
                 "what": self._what,
                 "step": self._step,
+                "exchanges": self._exchanges,
                 "seconds": min(self._took, default=_UNKNOWN),
                 "usual": median(self._took or [_UNKNOWN]),
                 "epoch": None if epoch is None else [epoch.id, epoch.first],
@@ -133,6 +139,10 @@ class Membership:
             other = next(one for one in known if one["digest"] == digest)
             raise _difference(self._what, other)
         self._heard = [one for one in heard if one.digest == self._digest]
+        others = [one for one in known if one["slot"] != self._slot and one["digest"] == digest]
+        self._exchanging = [(one["step"], one["usual"]) for one in others if one["exchanges"]]
+        self._begun_too = [(one["step"], one["usual"]) for one in others if not one["waits"]]
+        self._heard_at = self._told_at  # an answer may have taken long, and steps are as old as the questions
         epoch = self._counted_on(known) if self._deadline is not None else None
         if epoch is None:
             if self._deadline is not None and not self._begins(known):
@@ -225,15 +235,15 @@ class Membership:
         """The role that is told."""
         return self._role
 
-    def note(self, step: int, role: str, lag: int) -> None:
-        """Exchange ``step`` begins, as ``role`` with ``lag``."""
+    def note(self, step: int, role: str, lag: int, exchanges: bool = False) -> None:
+        """Exchange ``step`` begins, as ``role`` with ``lag``. ``exchanges``: the one before was made with others."""
         now = time.monotonic()
         with self._changed:
             if self._at is not None and step == self._step + 1:  # else others have made those in between
                 self._took.append(now - self._at)
             if step != self._step:
                 self._at = now
-            self._step, self._role, self._lag = step, role, lag
+            self._step, self._role, self._lag, self._exchanges = step, role, lag, exchanges
             self._check()
 
     def breaks(self, epoch: Epoch) -> None:
@@ -277,9 +287,27 @@ class Membership:
 
     @property
     def furthest(self) -> int:
-        """The latest exchange of any other island; -1 if there is none."""
+        """The latest exchange of any other island, of those that exchange with each other if there are any; -1: there is none.
+
+        Who is alone may be ahead of the run, and nobody follows it.
+        """
         with self._changed:
+            if self._exchanging:
+                return max(step for step, _ in self._exchanging)
             return max((one.step for one in self._heard if one.member.slot != self._slot), default=-1)
+
+    def ahead(self, step: int) -> float:
+        """Seconds by which who begins exchange ``step`` is ahead of those that exchange with each other, or else of the slowest of all.
+
+        The others go on as they did when they were heard.
+        """
+        with self._changed:
+            since = time.monotonic() - self._heard_at
+            if self._exchanging:
+                behind = [(step - one) * usual - since for one, usual in self._exchanging]
+            else:
+                return max((0.0, *((step - one) * usual - since for one, usual in self._begun_too)))
+            return max(0.0, min(behind, default=0.0))
 
     def _check(self) -> None:
         if self._failed is not None:

@@ -445,8 +445,12 @@ class ElasticIslands(TrainingIslands):
                 self._diary.note("may send")
             if self._membership is not None:
                 slot = self._standing.slot
-                self._membership.note(self._exchange_of(now), self._standing.role, max(slot.lag(now), 0))
+                before = self._current
+                together = before is not None and not before.broken and len(before.epoch.members) > 1
+                self._membership.note(self._exchange_of(now), self._standing.role, max(slot.lag(now), 0), together)
             self._current = self._carried(self._exchange_of(now))
+            if self._current is None and self._membership is not None:
+                self._keep_pace(self._membership.ahead(self._exchange_of(now)))
             epoch = None if self._current is None else self._current.epoch
             self._diary.begin(self._exchange_of(now), now, epoch, max(self._standing.slot.lag(now), 0))
         among = self._current
@@ -454,6 +458,14 @@ class ElasticIslands(TrainingIslands):
         super()._exchange(number, *arguments)
         if begins and among is not None and not among.broken and among.place is not None:
             self._standing.sent(now)
+
+    def _keep_pace(self, ahead: float) -> None:
+        """Wait if this island is ``ahead``, in seconds, of those that it is to meet: who waits for nobody would leave the run behind.
+
+        Answers are seconds old: if nobody were ahead of what was heard, all would slow each other down.
+        """
+        patience = self.config.island_patience
+        time.sleep(min(max(ahead - patience / 4, 0.0), patience))
 
     @property
     def _stopping(self) -> Stopping:  # type: ignore[override]
