@@ -31,7 +31,7 @@ SHAPES = {
     "second": (128, 128),
     "out": (BYTES, 128),
 }
-PACKET = 128  # elements; a shard has 74 packets
+PACKET = 128  # elements; a shard has 72 packets
 RATE, WARMUP, BETAS, DECAY = 3e-3, 20, (0.7, 0.95), 0.1
 SIZE = sum(a * b for a, b in SHAPES.values())
 

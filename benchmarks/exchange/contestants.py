@@ -258,11 +258,12 @@ def _work(
             busiest = max((now - threads.get(name, 0.0) for name, now in thread_seconds().items()), default=0.0)
             done = Done(started, ended, cpu, exchanger.lost(), busiest)
             if phase == "reduce-scatter":
-                # With what was lost before, a sum may be more.
+                # With what was lost before, a sum may be more. A step of the coarsest code is a seventh.
                 feeds_back = getattr(config, "grad_recovery", None) == "error-feedback"
-                assert done.lost or bool(((shard >= ranks) if feeds_back else (shard == ranks)).all()), (
-                    "the sum is wrong"
-                )
+                least, most = ranks, torch.inf if feeds_back else ranks
+                if getattr(config, "wire_bits", None):
+                    least, most = 0.8 * least, 1.2 * most
+                assert done.lost or bool(((shard >= least) & (shard <= most)).all()), "the sum is wrong"
             orders.send(done)
 
 
