@@ -259,6 +259,9 @@ def test_drift_is_that_of_whole_replicas(workers, names):
                 wanted = {
                     "drift pairs": np.mean(pairs),
                     "drift owner": np.mean([(a - owner) ** 2 for a in replicas]) * workers / (workers - 1),
+                    "drift over weight": np.sqrt(
+                        np.mean([(a - owner) ** 2 for a in replicas]) * workers / (workers - 1) / np.mean(owner**2)
+                    ),
                     "squared increment": increment,
                     "drift pairs predicted": increment * (2 / workers * to_owner + (1 - 2 / workers) * between),
                     "drift owner predicted": increment * to_owner,
@@ -456,7 +459,7 @@ def test_runs_write_them(data, tmp_path):
         "stale age max",
         *only_drift(real[0]),
     }
-    assert len(keys) == 12 and len(real) == 3
+    assert len(keys) == 13 and len(real) == 3
     for one, two, three in zip(real, resumed, virtual, strict=True):
         assert json.dumps({key: one[key] for key in keys}) == json.dumps({key: two[key] for key in keys})
         assert {key: one[key] for key in keys} == pytest.approx({key: three[key] for key in keys}, rel=1e-12)

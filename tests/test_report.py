@@ -339,6 +339,8 @@ def test_a_scalar_is_that_of_the_end_of_a_run(tmp_path):
     [run] = read_runs(tmp_path)
     assert run.scalar("grad norm") == pytest.approx(np.mean([i for i in range(181, 201) if i != 195]))
     assert (run.scalar("early"), run.scalar("age max"), run.scalar("age min")) == (60, 6, 0)
+    assert run.scalar("grad norm (run)") == pytest.approx(np.median([i for i in range(1, 201) if i != 195]))
+    assert run.scalar("age max (run)") == 3 and run.scalar("none (run)") is None
     assert run.scalar("lm loss") == run.train_loss and run.scalar("none") is None and math.isnan(run.scalar("all null"))
     with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "iteration": 201, "lm loss": null, "grad norm": 1}\n')

@@ -4,6 +4,7 @@ python -m megatron_lossy.lab FILE.yaml …    run the study in a file, and repor
 python -m megatron_lossy.lab FILE.yaml NAME …  the same, of a file that holds several
 python -m megatron_lossy.lab table1 …       the paper's Table 1, Figures 1 and 2
 python -m megatron_lossy.lab report DIR …   the tables and figures of reports again, from their study.json
+python -m megatron_lossy.lab size DIR …     what loss costs as models grow, from their reports (docs/results/size.md)
 python -m megatron_lossy.lab lag --p P …    how late replicas are, and what to set (docs/lag.md)
 python -m megatron_lossy.lab link …         which method fits a link between sites (docs/choosing.md)
 python -m megatron_lossy.lab fct FILE.yaml  how long messages take between data centers (docs/fct.md)
@@ -34,7 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(__doc__)
             if arguments:
                 return
-            raise UsageError("needs a study file, table1, report, lag, link, fct or sweep")
+            raise UsageError("needs a study file, table1, report, size, lag, link, fct or sweep")
+        if arguments[0] == "size":
+            from . import size
+
+            size.main(arguments[1:])
+            return
         if arguments[0] == "lag":
             from . import lag
 

@@ -55,10 +55,10 @@ class Cell:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that identify the run and differ from the defaults; keys are flag names without dashes."""
-        # Checkpoints of a study always hold the replicas. A run that measured no drift cannot replace one that did.
+        # Checkpoints of a study always hold the replicas. A run that measured no drift, or no sharpness, cannot replace one that did.
         # Nor can a run that sent slower, or with less parity, replace one that lost more.
         incidental = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas"}
-        incidental -= {"drift_interval", *NETWORK}
+        incidental -= {"drift_interval", "sharpness_interval", *NETWORK}
         return {name: value for name, value in self.all_settings().items() if name.replace("-", "_") not in incidental}
 
     def all_settings(self) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ArgumentParser, UsageError, check_package, refuse
 from ..files import check_folder
 from ..flags import add_flags, did_you_mean, flag, from_namespace
-from ..report import LossTable
+from ..report import LossTable, Run
 from ..train.arguments import make_parser
 from .cells import CellFolder
 from .design import Design, Study, check_metrics, check_seeds, read_design
@@ -21,6 +21,7 @@ from .folder import (
     check_out,
     read_command,
     read_record,
+    read_recorded_runs,
     tables,
     write_figures,
     write_record,
@@ -38,6 +39,13 @@ class StudyConfig:
     cells: str = flag(
         "runs/cells",
         "folder of the training runs, shared by all studies; what is there is not run again",
+        metavar="DIR",
+    )
+    records: tuple[str, ...] = flag(
+        (),
+        "folders of earlier reports: runs that their study.json holds are not run again, though --cells has none of them",
+        type=str,
+        nargs="+",
         metavar="DIR",
     )
     jobs: int | None = flag(
@@ -225,19 +233,25 @@ def _run(study: Study, how: StudyConfig, out: Path, rates: dict[str, float] | No
     check_folder("--out", out)
     check_no_runs(out, how.cells)
     check_out(out, study)
+    recorded = {
+        name: run for folder in how.records for name, run in read_recorded_runs(Path(folder), study.metrics).items()
+    }
     if how.list:
-        _list(study, how.cells)
+        _list(study, how.cells, recorded)
         return 0
     check_package("matplotlib", "--out", out, "matplotlib")
     tally = Tally()
     if not how.report_only:
         check_folder("--cells", how.cells)
-        tally = run_cells(study.cells, how.cells, how.jobs or _default_jobs(study, how), how.devices or ())
+        missing = [cell for cell in study.cells if cell.name not in recorded]
+        tally = run_cells(missing, how.cells, how.jobs or _default_jobs(study, how), how.devices or ())
     runs = {}
     for cell in study.cells:
         folder = CellFolder(how.cells, cell)
         if folder.state is not None:
             runs[cell.name] = folder.result()
+        elif cell.name in recorded:
+            runs[cell.name] = recorded[cell.name]
     if runs:
         _report(Results(study, runs), out, rates)
     else:
@@ -255,13 +269,14 @@ def _default_jobs(study: Study, how: StudyConfig) -> int:
     return max(1, len(os.sched_getaffinity(0)) // study.cells[0].processes)
 
 
-def _list(study: Study, root: str) -> None:
+def _list(study: Study, root: str, recorded: Mapping[str, Run]) -> None:
     states = {}
     for cell in study.cells:
         folder = CellFolder(root, cell)
         state = folder.state
         running = folder.holder()
-        states[cell] = state["status"] if state else f"running on {running}" if running else "to do"
+        there = "recorded" if cell.name in recorded else "to do"
+        states[cell] = state["status"] if state else f"running on {running}" if running else there
     for trial in study.trials:
         seeds = f"seed {trial.seed}" + (f", loss seed {trial.loss_seed}" if trial.loss_seed is not None else "")
         where = ", ".join(filter(None, (trial.variant, trial.level or study.baseline)))
@@ -286,5 +301,5 @@ def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None
     for table in found.values():
         print(table.text())
     files += write_tables(results, found, out)
-    files += write_figures(results, out, rates)
+    files += write_figures(results, out, rates, curves=all(run.train for run in results.runs.values()))
     print("wrote " + ", ".join(map(str, files)))

@@ -47,7 +47,7 @@ from ..flags import as_flag, incidental_fields
 from ..mechanisms.async_pipeline.flags import AsyncPipelineFlags
 from ..mechanisms.islands import Islands
 from ..mechanisms.islands.flags import IslandFlags
-from ..report.scalars import AXES, check_names, needs_drift
+from ..report.scalars import AXES, check_names, needs_drift, needs_sharpness
 from ..settings import read_yaml
 from ..shipped import find_config
 from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
@@ -165,6 +165,8 @@ class Design:
                 raise refuse("--islands", loss.islands, "needs --virtual-workers in a study")
             check_refusals(loss, of_trainer(train, self.processes))
             Islands.check(loss, train.train_iters)
+            if not train.sharpness_interval and (name := next(filter(needs_sharpness, self.metrics), None)):
+                raise refuse("metrics:", repr(name), "is recorded with sharpness-interval only, which is 0")
             reference = self._reference(loss)
             if level is None and not self.levels:
                 _check_nothing_dropped(loss, reference)

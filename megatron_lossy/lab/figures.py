@@ -27,7 +27,7 @@ from .tables import levels_with
 
 def plot_figure_1(results: Results, path: str | Path) -> list[Path]:
     """Draw training loss over iterations at all rates, on a log scale, with validation losses as markers."""
-    figure = _figure(13, 8)
+    figure = new_figure(13, 8)
     axes = figure.add_subplot()
     shown = []
     for colour, (label, runs) in zip(_colours(results), _levels(results), strict=True):
@@ -36,7 +36,7 @@ def plot_figure_1(results: Results, path: str | Path) -> list[Path]:
     axes.set_xlabel("iteration", fontsize=14)
     axes.set_title(results.study.title, fontsize=17)
     axes.legend(fontsize=13, title=f"{results.study.level_name} (dots: validation)", title_fontsize=13)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
@@ -44,7 +44,7 @@ def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
     levels = _levels(results)
     columns = min(3, len(levels))
     rows = -(-len(levels) // columns)
-    figure = _figure(5.2 * columns, 4 * rows)
+    figure = new_figure(5.2 * columns, 4 * rows)
     all_axes = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     shown = []
     for axes, colour, (label, runs) in zip(all_axes, _colours(results), levels, strict=False):
@@ -61,7 +61,7 @@ def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
     figure.supxlabel("iteration", fontsize=14)
     figure.supylabel("loss (nats per token, log scale)", fontsize=14)
     figure.suptitle(f"{results.study.title}: line training, dots validation, grey without loss", fontsize=15)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_comparison(results: Results, metric_name: str, path: str | Path) -> list[Path]:
@@ -90,7 +90,7 @@ def plot_comparison(results: Results, metric_name: str, path: str | Path) -> lis
     )
     if len(lines) > 1:
         axes.legend(fontsize=12)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> list[Path]:
@@ -127,7 +127,7 @@ def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> lis
         figure.legend(fontsize=12, loc="outside lower center")
     elif several:
         axes.legend(fontsize=12)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _mean_and_error(results: Results, name: str, variant: str, level: str | None) -> tuple[float, float | None]:
@@ -148,7 +148,7 @@ def _places(study: Study, levels: Sequence[str | None]) -> tuple[Figure, Axes]:
     """A figure whose horizontal axis has the places of :func:`_lines`."""
     several = len(study.levels) > 1
     places = [level or study.baseline for level in levels] if several else study.variants
-    figure = _figure(min(max(8, 1.5 * len(places) + 4), 22), 6.5)
+    figure = new_figure(min(max(8, 1.5 * len(places) + 4), 22), 6.5)
     axes = figure.add_subplot()
     axes.set_xticks(np.arange(len(places)), [place.replace(", ", "\n") for place in places])
     axes.set_xlim(-0.5, len(places) - 0.5)
@@ -195,7 +195,8 @@ def _points(
     )
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches."""
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -245,7 +246,7 @@ def _loss_axis(axes, shown: Sequence[float], label: bool = True) -> None:
         axes.set_ylabel("loss (nats per token, log scale)", fontsize=14)
 
 
-def _save(figure: Figure, path: str | Path) -> list[Path]:
+def save_figure(figure: Figure, path: str | Path) -> list[Path]:
     """Write the figure as PNG and PDF; ``path`` is without a suffix."""
     files = {kind: Path(f"{path}.{kind}") for kind in ("png", "pdf")}
     for kind, file in files.items():

@@ -11,7 +11,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ from .tables import scalar_tables, table_1, won_back
 RECORD = "study.json"
 Place = tuple[str, str, str, str]
 _FIRST, _LEVEL, _TRAINED, _RUNS = "settings of the first cell", "first level", "trained", "runs"
-# Reports that differ only in these belong to one study: more seeds, or drift measured too.
-_NO_OTHER_REPORT = {"seed", "loss-seed", "drift-interval"}
+# Reports that differ only in these belong to one study: more seeds, or drift or sharpness measured too.
+_NO_OTHER_REPORT = {"seed", "loss-seed", "drift-interval", "sharpness-interval"}
 
 
 # --- may a report go there? ------------------------------------------------------------------------------------------
@@ -132,9 +132,7 @@ def write_record(results: Results, out: Path) -> Path:
         "title": study.title,
         "question": study.question,
         # The command that would make this report from nothing.
-        "command": shlex.join(
-            ["python", "-m", "megatron_lossy.lab", *(a for a in sys.argv[1:] if a != "--report-only")]
-        ),
+        "command": shlex.join(["python", "-m", "megatron_lossy.lab", *_from_nothing(sys.argv[1:])]),
         _TRAINED: trained(results),
         _FIRST: _settings(study.trials[0].cell),
     }
@@ -144,6 +142,17 @@ def write_record(results: Results, out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / RECORD, json.dumps(record, indent=1))
     return out / RECORD
+
+
+def _from_nothing(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` without what makes a report of runs that are there already."""
+    kept, passing = [], False
+    for argument in arguments:
+        if argument.startswith("--"):
+            passing = argument.split("=")[0] == "--records"
+        if not passing and argument != "--report-only":
+            kept.append(argument)
+    return kept
 
 
 def tables(results: Results, rates: Mapping[str, float] | None) -> dict[str, LossTable]:
@@ -239,6 +248,23 @@ def read_record(folder: Path, study: Study) -> Results:
     if record.get("title") != study.title or not rows.keys() <= cells.keys():
         raise refuse("FOLDER", folder, f"must hold the report of {study.title!r}, with runs of that study only")
     return Results(study, {cells[place]: run for place, run in rows.items()}, record.get(_TRAINED, ""))
+
+
+def read_recorded_runs(folder: Path, metrics: Sequence[str]) -> dict[str, RecordedRun]:
+    """All runs in the report in ``folder``, by the names of their cells, those of any study.
+
+    Without those of a report that lacks one of ``metrics``, if runs that are trained now would have it. Raises
+    :class:`UsageError`.
+    """
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        rows = _rows(record)
+        runs = {row["cell"]: _recorded_run(row) for row in rows if set(metrics) <= row.keys()}
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise refuse("--records", folder, f"must hold a report with {RECORD} ({error})") from None
+    for run in runs.values():
+        run.origin = {"trained": record.get(_TRAINED, "")}
+    return runs
 
 
 def _recorded_run(row: Mapping[str, str]) -> RecordedRun:

@@ -292,10 +292,11 @@ def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True
 def trained(results: Results) -> str:
     """Date, hardware and versions of the training; empty if no run recorded them."""
     origins = [run.origin for run in results.runs.values()]
+    recorded = sorted({part for origin in origins for part in origin.get("trained", "").split("; ") if part})
     dates = sorted({origin["date"] for origin in origins if "date" in origin})
     if not dates:
-        return results.trained
+        return "; ".join(recorded) or results.trained
     hardware = sorted({origin["hardware"] for origin in origins if "hardware" in origin})
     versions = sorted({f"{name} {v}" for origin in origins for name, v in origin.get("versions", {}).items()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"{when} on {' and '.join(hardware)}, with {', '.join(versions)}"
+    return "; ".join([*recorded, f"{when} on {' and '.join(hardware)}, with {', '.join(versions)}"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..report import LossTable, Run
-from ..report.scalars import DEFINITION, file_name
+from ..report.scalars import definition, file_name
 from ..report.table import Entry, ScalarEntry
 from .summary import INTERVAL, Difference, Results, against_the_first, loss_metrics, notes, scalar_metric
 
@@ -35,13 +35,18 @@ PAPER_CHANGES = {
 }
 
 
+def paper_change(metric: str, rate: float) -> float | None:
+    """The paper's change in percent in a row of Table 1; ``None`` if the paper has none."""
+    if metric not in PAPER_TABLE_1 or rate not in PAPER_RATES or not rate:
+        return None
+    return PAPER_CHANGES[metric][PAPER_RATES.index(rate) - 1]
+
+
 def paper_entry(metric: str, rate: float) -> Entry:
     """The paper's value in a row of Table 1; an entry without runs if the paper has none."""
     if metric not in PAPER_TABLE_1 or rate not in PAPER_RATES:
         return Entry(float("nan"), None, None, 0)
-    column = PAPER_RATES.index(rate)
-    change = PAPER_CHANGES[metric][column - 1] if column else None
-    return Entry(PAPER_TABLE_1[metric][column], None, change, 1)
+    return Entry(PAPER_TABLE_1[metric][PAPER_RATES.index(rate)], None, paper_change(metric, rate), 1)
 
 
 def table_1(results: Results, rates: Mapping[str, float]) -> LossTable:
@@ -93,9 +98,9 @@ def _values(results: Results, names: Sequence[str]) -> LossTable:
         for name in names
     ]
     changes = any(entry.change is not None for _, entries in rows for entry in entries)
-    definition = f"values: {', '.join(names)}, {DEFINITION}"
+    values = f"values: {', '.join(names)}, {definition(names[0])}"
     headings = tuple(level or results.study.baseline for level in levels)
-    return LossTable(headings, tuple(rows), tuple(notes(results, definition, changes)))
+    return LossTable(headings, tuple(rows), tuple(notes(results, values, changes)))
 
 
 def _against(results: Results, measured: str, predicted: str) -> LossTable:

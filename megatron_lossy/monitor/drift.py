@@ -9,6 +9,7 @@ The prediction is a closed form of :mod:`megatron_lossy.theory` times the mean s
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,17 @@ class Drift(Observer):
         self._samples: dict[Any, Sample] = {}
         self._before: dict[Stream, np.ndarray] = {}
         self._window = Window(
-            ["weight", "pairs", "owner", "moved", "increment", "foreseen", "pairs_predicted", "owner_predicted"]
+            [
+                "weight",
+                "pairs",
+                "owner",
+                "square",
+                "moved",
+                "increment",
+                "foreseen",
+                "pairs_predicted",
+                "owner_predicted",
+            ]
         )
 
     def _due(self, iteration: int) -> bool:
@@ -120,7 +131,8 @@ class Drift(Observer):
         pairs, owner = discrepancies(values, sample.owners)
         # Every rank of a group finds the same values; together they weigh as much as the group has parameters.
         weight = sample.population * len(replicas.owned) / replicas.workers
-        self._window.add(weight=weight, pairs=weight * pairs, owner=weight * owner)
+        square = float((values[sample.owners, np.arange(len(sample.owners))] ** 2).mean())
+        self._window.add(weight=weight, pairs=weight * pairs, owner=weight * owner, square=weight * square)
         before = self._before.get(replicas.stream)
         if before is None:
             return  # the update was skipped
@@ -154,6 +166,8 @@ class Drift(Observer):
         ):
             if total[weight]:
                 result |= {_NAMES[column]: total[column] / total[weight] for column in columns}
+        if total["square"]:
+            result["drift over weight"] = math.sqrt(total["owner"] / total["square"])
         return result
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ..files import check_folder
 from ..flags import add_flags, flag, from_namespace
 from ..train.metrics import METRICS_FILE
 from .read import read_runs
-from .scalars import DEFINITION, axis_of, check_names, recorded
+from .scalars import DEFINITION, DEFINITION_WHOLE, axis_of, check_names, recorded
 from .table import CURVES, TABLE_CSV, TABLE_MARKDOWN, loss_table, report_files, write_report
 
 
@@ -25,7 +25,8 @@ class ReportConfig:
     )
     metrics: tuple[str, ...] = flag(
         (),
-        f"recorded scalars, a row of the table and a figure for each: {DEFINITION.replace('%', '%%')}",
+        f"recorded scalars, a row of the table and a figure for each: {DEFINITION.replace('%', '%%')}; with (run) behind a name "
+        + DEFINITION_WHOLE,
         type=str,
         nargs="+",
         metavar="NAME",

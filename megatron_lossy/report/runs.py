@@ -25,6 +25,8 @@ from ..registry import CHANNELS, MECHANISMS
 
 WEIGHTS = ("replica", "owner", "consensus")
 LOSS = "lm loss"
+#: Ends a name of a scalar that is to be taken over the whole run, and not at its end.
+WHOLE = " (run)"
 # The keys of a "train" record that are no scalars.
 _NO_SCALARS = {"kind", "iteration", LOSS}
 # Some scalars are a record's largest or smallest value. Their mean over records would be neither.
@@ -100,6 +102,7 @@ class Run:
 
     def recorded(self, name: str) -> dict[int, float]:
         """The scalar ``name`` by iteration, empty if it was never recorded; ``lm loss`` is the training loss."""
+        name = name.removesuffix(WHOLE)
         return self.train if name == LOSS else self.scalars.get(name, {})
 
     def scalar(self, name: str) -> float | None:
@@ -107,16 +110,18 @@ class Run:
 
         It is the mean of its finite values in the last 10 % of the iterations (at least 10), or the last value before
         if it was not recorded there. For a name that ends in "max" or "min" it is the largest or smallest of these
-        values. It is NaN if the run diverged or if no value there is finite.
+        values. It is NaN if the run diverged or if no value there is finite. With " (run)" behind a name it is the median of
+        all records.
         """
+        whole = name.endswith(WHOLE)
         values = self.recorded(name)
         if not values:
             return None
-        last = self._last(values) or [values[max(values)]]
+        last = list(values.values()) if whole else self._last(values) or [values[max(values)]]
         finite = [value for value in last if math.isfinite(value)]
         if self.diverged or not finite:
             return math.nan
-        return float(_SUMMARIES.get(name.rpartition(" ")[2], np.mean)(finite))
+        return float((np.median if whole else _SUMMARIES.get(name.rpartition(" ")[2], np.mean))(finite))
 
     def _last(self, values: dict[int, float]) -> list[float]:
         first = self.iterations - max(10, math.ceil(self.iterations / 10))

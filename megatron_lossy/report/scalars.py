@@ -11,13 +11,16 @@ from dataclasses import dataclass
 
 from ..errors import UsageError, refuse
 from ..registry import MECHANISMS
-from .runs import LOSS, Run
+from .runs import LOSS, WHOLE, Run
 
 PREDICTED = " predicted"
 DEFINITION = (
     "of the last 10 % of a run's iterations (at least 10; the last record if there is none in them): the mean over "
     'records of what is finite; the largest where a name ends in "max", the smallest where it ends in "min"'
 )
+
+
+DEFINITION_WHOLE = "the median of the finite values of all records of a run"
 
 
 @dataclass(frozen=True)
@@ -67,22 +70,38 @@ AXES = {
     "flipped bits": Axis("flipped bits of a record"),
     "drift pairs": _DRIFT_PAIRS,
     "drift owner": _DRIFT_OWNER,
+    "drift over weight": Axis("distance of a replica from the owner over the length of the weights", True),
     "squared increment": Axis("mean squared change by an update (weight²)", True),
     "drift pairs predicted": _DRIFT_PAIRS,
     "drift owner predicted": _DRIFT_OWNER,
+    "sharpness": Axis("largest eigenvalue of the preconditioned Hessian", True),
+    "lr x sharpness": Axis("learning rate x sharpness", True),
+    "lag x lr x sharpness": Axis("lag (updates) x learning rate x sharpness"),
+    "largest lr x sharpness": Axis("largest stable learning rate x sharpness", True),
     **{name: Axis(*axis) for mechanism in MECHANISMS.all() for name, axis in mechanism.axes.items()},
 }
-"""The scalars that training with this package records. Those of drift need ``--drift-interval``."""
+"""The scalars that training with this package records. Those of drift need ``--drift-interval``, of sharpness its interval."""
 
 
 def axis_of(name: str) -> Axis:
     """The axis of any scalar; for a scalar that only Megatron-LM knows, the label is its name."""
-    return AXES.get(name, Axis(name))
+    axis = AXES.get(one := name.removesuffix(WHOLE), Axis(one))
+    return axis if one == name else Axis(f"{axis.label}, median of the run", axis.logarithmic)
 
 
 def needs_drift(name: str) -> bool:
     """Whether only runs with ``--drift-interval`` record the scalar."""
-    return name.startswith("drift ") or name == "squared increment"
+    return name.startswith("drift ") or name.removesuffix(WHOLE) == "squared increment"
+
+
+def needs_sharpness(name: str) -> bool:
+    """Whether only runs with ``--sharpness-interval`` record the scalar."""
+    return name.removesuffix(WHOLE).endswith("sharpness")
+
+
+def definition(name: str) -> str:
+    """The meaning of the value of the scalar ``name`` in tables, in words."""
+    return DEFINITION_WHOLE if name.endswith(WHOLE) else DEFINITION
 
 
 def recorded(runs: Sequence[Run]) -> list[str]:
@@ -94,7 +113,7 @@ def recorded(runs: Sequence[Run]) -> list[str]:
 def check_names(flag: str, names: Sequence[object], allowed: Sequence[str]) -> None:
     """Raise :class:`UsageError` for a name outside ``allowed``, or a repeated name."""
     for name in names:
-        if name not in allowed:
+        if str(name).removesuffix(WHOLE) not in allowed:
             hint = "" if "drift owner" in allowed or not needs_drift(str(name)) else " (drift needs --drift-interval)"
             raise refuse(flag, f"{name!r}", f"is not recorded{hint}; must be one of {', '.join(allowed)}")
     if len(set(names)) != len(names):

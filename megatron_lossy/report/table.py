@@ -21,7 +21,7 @@ from ..train.log import WHOSE
 from ..train.metrics import perplexity
 from .columns import Column, baseline, columns, other_differences
 from .runs import WEIGHTS, Run
-from .scalars import DEFINITION, file_name, with_predictions
+from .scalars import definition, file_name, with_predictions
 
 ONE_SEED = "one loss seed: differences of a few percent can come from the seed alone; no ordering is claimed"
 DEFINITIONS = (
@@ -144,7 +144,10 @@ def loss_table(runs: Sequence[Run], scalars: Sequence[str] = ()) -> LossTable:
     rows += [(name, _entries(groups, lambda run, name=name: run.scalar(name), ScalarEntry)) for name in scalars]
     notes = _notes(groups, runs, weights)
     if scalars:
-        notes.insert(1, f"{', '.join(scalars)}: {DEFINITION}")
+        by_definition = {
+            text: [name for name in scalars if definition(name) == text] for text in map(definition, scalars)
+        }
+        notes[1:1] = [f"{', '.join(names)}: {text}" for text, names in by_definition.items()]
     return LossTable(tuple(group.label for group in groups), tuple(rows), tuple(notes))
 
 

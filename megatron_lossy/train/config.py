@@ -174,6 +174,13 @@ class TrainConfig:
     log_interval: int = flag(
         10, "iterations between log lines and metric records", metavar="N", incidental=True, group="logs"
     )
+    sharpness_interval: int = flag(
+        0,
+        "iterations between measurements of how large the learning rate is for the curvature of the loss, with --virtual-workers "
+        "(docs/monitors.md); 0 never measures",
+        metavar="N",
+        incidental=True,
+    )
     metrics_dir: str | None = flag(None, "folder of metrics.jsonl; default --save", metavar="FOLDER", incidental=True)
     tensorboard_dir: str | None = flag(None, "folder of TensorBoard events", metavar="FOLDER", incidental=True)
     wandb_project: str | None = flag(None, "Weights & Biases project to log to", metavar="PROJECT", incidental=True)
@@ -203,7 +210,7 @@ class TrainConfig:
             self._check(name, 0 < getattr(self, name) < math.inf, "must be above 0")
         for name in ("sgd_momentum", "adam_beta1", "adam_beta2", "hidden_dropout", "attention_dropout"):
             self._check(name, 0 <= getattr(self, name) < 1, "must be in [0, 1)")
-        for name in ("eval_iters", "lr_warmup_iters"):
+        for name in ("eval_iters", "lr_warmup_iters", "sharpness_interval"):
             self._check(name, getattr(self, name) >= 0, "must be at least 0")
         self._check("seed", 0 < self.seed < 2**31, "must be in [1, 2^31 - 1]")
         decay = self.lr_decay_iters or self.train_iters
@@ -237,6 +244,14 @@ class TrainConfig:
             )
         if self.ddp_average_in_collective and self.calculate_per_token_loss:
             raise refuse("--ddp-average-in-collective", "on", "cannot be combined with --calculate-per-token-loss")
+        if self.sharpness_interval:
+            self._check(
+                "sharpness_interval", bool(self.virtual_workers), "needs all workers in one process: --virtual-workers"
+            )
+            self._check("sharpness_interval", not self.bf16, "needs weights in float32, without --bf16")
+            self._check(
+                "sharpness_interval", self.use_distributed_optimizer, "needs one optimizer: --use-distributed-optimizer"
+            )
         if self.data and (self.data_path or self.valid_data_path):
             raise refuse("--data", self.data, "cannot be combined with --data-path or --valid-data-path")
         check_blend("--data-path", self.data_path or ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..config import LossyConfig
 from ..config.facts import Facts
 from ..device import device_type
+from ..errors import refuse
 from ..hooks.checks import check_run
 from ..hooks.facts import ranks_of_host
 from .config import TrainConfig
@@ -43,4 +44,9 @@ def of_trainer(config: TrainConfig, ranks: int) -> Facts:
 
 def check_flags(config: TrainConfig, lossy: LossyConfig, ranks: int) -> None:
     """Raise :class:`UsageError` for flags that cannot run on ``ranks`` ranks, which ``config`` must divide."""
+    if config.sharpness_interval and (lossy.averages or lossy.async_pipeline):
+        what = "--islands" if lossy.averages else "--async-pipeline"
+        raise refuse(
+            "--sharpness-interval", config.sharpness_interval, f"cannot be combined with {what}: needs one optimizer"
+        )
     check_run(lossy, of_trainer(config, ranks))

@@ -41,6 +41,7 @@ from .optimizer import lr_scale
 from .process import launched_ranks
 from .records import Progress, header, open_writers
 from .saved import check_folders, in_folders_of_job, same_folder, shared_settings, write_settings
+from .sharpness import Sharpness
 from .stop import Stop
 from .text import check_data, fingerprint, prepare_text, same_everywhere, with_data_paths
 
@@ -110,6 +111,7 @@ class _Run:
         self.data_path = paths.data_path
         self.model, self.workers = build_workers(config, tokenizer.vocab_size, lossy)
         self.optimizer = self.workers.optimizer
+        self.sharpness = Sharpness(config, self.model, self.optimizer, lossy, self.train_data)
         self.checkpoints = Checkpoints(self.model, self.optimizer, self.workers.scheduler, lossy)
         self.progress = Progress()
         self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
@@ -167,6 +169,8 @@ class _Run:
                 if diverged is None and not math.isfinite(loss):
                     diverged = f"the loss of iteration {progress.iteration - len(outcomes)} is {loss}"
             progress.window_seconds += time.perf_counter() - started
+            if self.sharpness.due(progress.iteration) and not diverged:
+                self.sharpness.measure(progress.consumed_samples)
             if log or diverged:
                 self._log(grad_norm)
             if diverged:
@@ -255,6 +259,7 @@ class _Run:
             "skipped": skipped,
             "seconds": seconds,
             **self.lossy.metrics(),
+            **self.sharpness.metrics(),
         }
         self.summary["lm loss"] = loss
         self.console.train(record, self.iterations, self.config.global_batch_size)

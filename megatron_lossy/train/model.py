@@ -131,10 +131,11 @@ def forward_step(data_iterator, model):
     """
     batch = next(data_iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, functools.partial(_sum_of_losses, batch["loss_mask"])
+    return output, functools.partial(sum_of_losses, batch["loss_mask"])
 
 
-def _sum_of_losses(mask: torch.Tensor, output: torch.Tensor):
+def sum_of_losses(mask: torch.Tensor, output: torch.Tensor):
+    """The sum of ``output``, losses per token, where ``mask`` counts; the number of tokens; and both to report."""
     mask = mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     tokens = mask.sum()
