@@ -103,7 +103,13 @@ def channel_of(node, units):
     """A channel over ``node`` for :meth:`Channel.copies`."""
     channel = Channel.__new__(Channel)
     channel.__dict__.update(
-        phases=("grad", "param"), _units={"grad": [units]}, _lib=node.lib, _channel=node.channel, _users=0, name="x"
+        phases=("grad", "param"),
+        _units={"grad": [units]},
+        _lib=node.lib,
+        _channel=node.channel,
+        _users=0,
+        _ends=False,
+        name="x",
     )
     channel._lock = threading.Condition()
     return channel

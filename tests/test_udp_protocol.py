@@ -582,7 +582,13 @@ def test_units_that_are_copied_come_three_times_with_their_tag(pair):
     chosen[[0, 4]] = True
     channel = Channel.__new__(Channel)
     channel.__dict__.update(
-        phases=("grad", "param"), _units={"grad": [10, 3]}, _lib=pair.lib, _channel=pair.channel, _users=0, name="x"
+        phases=("grad", "param"),
+        _units={"grad": [10, 3]},
+        _lib=pair.lib,
+        _channel=pair.channel,
+        _users=0,
+        _ends=False,
+        name="x",
     )
     channel._lock = threading.Condition()
     channel.copies("grad", 0, chosen)

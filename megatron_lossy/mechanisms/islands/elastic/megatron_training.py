@@ -14,12 +14,12 @@ from ....ledger import Patch, Takes
 from .part import ElasticIslands
 
 
-def patches(islands: TrainingElasticIslands) -> list[Patch]:
-    """The patches that other islands under Megatron do not need."""
+def patches(train: Callable) -> list[Patch]:
+    """The patches that other islands under Megatron do not need. ``train``: goes around Megatron's loop."""
     return [
         Patch(
             target="megatron.training.training:train",
-            around=islands.train,
+            around=train,
             why="the learning rate follows iterations that are skipped since other islands have made them",
             versions="0.12 and later",
             until="Megatron can go on at a later iteration",
@@ -52,7 +52,7 @@ class TrainingElasticIslands(ElasticIslands):
     _agreed = -1  # the iterations that were over when the ranks agreed on what they know
 
     def training_patches(self) -> list[Patch]:
-        return [*super().training_patches(), *patches(self)]
+        return [*super().training_patches(), *patches(self.train)]
 
     def after_arguments(self, args: Any) -> None:
         super().after_arguments(args)
