@@ -256,7 +256,11 @@ class ElasticIslands(TrainingIslands):
             )
             among.close()
         numbers = [number for number, one in enumerate(list(self._openings)) if one.among() is among]
-        self._broken, self._silent = max(self._broken, *numbers), max(self._silent, *numbers)
+        self._broken = max(self._broken, *numbers)
+        if (
+            waited >= self.config.island_patience
+        ):  # a connection that is closed costs nothing, and the next epoch may be fine
+            self._silent = max(self._silent, *numbers)
 
     def _miss(self, now: int) -> None:
         """The run has made ``now`` iterations without this island: exchanges under way are lost, and replicas begin equal."""
