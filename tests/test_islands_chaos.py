@@ -12,7 +12,7 @@ from tests.test_islands_apart import MODEL, SYNC, Run, data  # noqa: F401
 from tests.trainer import read_records
 
 pytestmark = [
-    pytest.mark.shows("islands that are launches of their own: killed, frozen, without a lighthouse, new"),
+    pytest.mark.shows("islands that are launches of their own: killed, frozen, new"),
     pytest.mark.programs,
     pytest.mark.slow,
 ]
