@@ -58,7 +58,7 @@ def test_ranks_have_the_same_codes():
     hellos = [dataclasses.replace(hello, proof=session.prove(None, hello.random)) for hello in HELLOS]
     hellos[2] = dataclasses.replace(hellos[2], codes="grad: int4 param: raw")
     why = "form of values of dense is grad: raw param: raw on rank 0 and grad: int4 param: raw on rank 2"
-    with pytest.raises(UsageError, match=f"^--grad-wire, --param-wire: {why}$"):
+    with pytest.raises(UsageError, match=f"^--grad-wire, --param-wire, --sync-dtype: {why}$"):
         session.check_agreement("dense", hellos, None)
 
 
