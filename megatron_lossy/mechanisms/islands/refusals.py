@@ -306,7 +306,12 @@ ISLANDS = Section(
             flag="--delivery-log",
             beside="--islands and --transport udp",
             why="cannot go with --islands and --transport udp, which knows what arrived iterations later",
-            when=_real(lambda config, facts: config.transport == "udp" and config.delivery_log is not None),
+            # The log of islands that are launches of their own is of epochs alone.
+            when=_real(
+                lambda config, facts: (
+                    config.transport == "udp" and config.delivery_log is not None and config.rendezvous is None
+                )
+            ),
         ),
         Row(
             flag="--sync-method",
