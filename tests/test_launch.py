@@ -645,9 +645,8 @@ def test_islands_that_are_launches_of_their_own(data, tmp_path, capsys):
         assert plan.own_folder == plan.folder / f"island_{number}"
         assert str(plan.own_folder / "logs") in launch_command(plan, {})
         assert plan.ranks == 4 and "--nproc-per-node 2" in " ".join(launch_command(plan, {}))
-    with pytest.raises(SystemExit, match="2"):
-        launch([*command, "--island=1", "--run"])
-    assert "--run on: needs --rendezvous, and no --island" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="--run on: needs --rendezvous, and no --island"):
+        check(make_plan([*command, "--island=1", "--run"]), starting=False)
 
 
 def test_a_signal_ends_all_jobs_and_then_what_they_need(tmp_path):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-from ..errors import UsageError, refuse, usage_errors
+from ..errors import UsageError, usage_errors
 from .checks import check, check_memory, epochs_of
 from .command import TORCHRUN_ENVIRONMENT, container, launch_command, shell
 from .datagrams import describe_share
@@ -29,8 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if plan.jobs.apart and plan.island is None:
             check(plan, starting=plan.launch.run and not plan.launch.dry_run)
             sys.exit(several(plan, arguments, describe(plan)))
-        if plan.launch.run:
-            raise refuse("--run", "on", "needs --rendezvous, and no --island")
         start, srun = not plan.launch.dry_run, plan.launch.launcher == "srun"
         if start and srun and not in_job:
             raise UsageError("--launcher srun: needs a Slurm job with tasks; submit launch/slurm/run.sbatch")

@@ -33,6 +33,8 @@ def check(plan: Plan, starting: bool) -> None:
     """
     problems = Collector()
     with problems.noting():
+        if plan.launch.run and not (plan.jobs.apart and plan.island is None):
+            raise refuse("--run", "on", "needs --rendezvous, and no --island")
         check_shape(plan)
         plan.train.check_world(plan.ranks)
         _check_training(plan)
