@@ -193,7 +193,9 @@ def other_codes(rank, configs):
 def test_ranks_with_other_codes_do_not_meet():
     configs = [LossyConfig(transport="udp", grad_wire=wire) for wire in ("int8", "int4")]
     for message in run_ranks(other_codes, 2, configs):
-        assert message.startswith("--grad-wire, --param-wire, --sync-dtype: form of values of dense-e0-s0-c0-0 is grad: int8")
+        assert message.startswith(
+            "--grad-wire, --param-wire, --sync-dtype: form of values of dense-e0-s0-c0-0 is grad: int8"
+        )
         assert message.endswith("on rank 0 and grad: int4 param: raw on rank 1")
     blocks = [LossyConfig(transport="udp", grad_wire="int8", wire_block=block) for block in (64, 128)]
     for message in run_ranks(other_codes, 2, blocks):
