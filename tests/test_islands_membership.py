@@ -294,3 +294,18 @@ def test_who_is_alone_follows_the_run_and_not_the_other_way_round(monkeypatch):
         one.note(3, "send", 0)
     lighthouse.answer()
     assert first.furthest == 40 and alone.ahead(7) == 8.0  # nobody exchanges
+
+
+def test_nobody_waits_for_who_comes_back_until_it_has_the_run_s_iteration(lighthouse):
+    all_begin(lighthouse)
+    for _ in range(40):
+        lighthouse.turn()
+    del lighthouse.running[2], lighthouse.steps[2]
+    back = lighthouse.start(2)
+    for _ in range(2):  # it hears of the run, and tells that it does not wait any more
+        lighthouse.answer()
+    assert [one["waits"] for one in lighthouse.answer()] == [False] * 3
+    assert lighthouse.running[0].ahead(40) <= 1.0
+    back.note(30, "listen", 0)
+    lighthouse.answer()
+    assert lighthouse.running[0].ahead(40) == 10.0

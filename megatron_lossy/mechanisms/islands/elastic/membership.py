@@ -20,7 +20,7 @@ from ..epochs import Epoch, Heard, Incarnation, Member, next_epoch
 from .copying import Request
 
 #: The version of what islands tell.
-PROTOCOL = 3
+PROTOCOL = 4
 #: Exchanges that the time from one to the next is taken from.
 _RECENT = 20
 #: How much shorter it may become, on average over the seconds until all have an answer.
@@ -67,10 +67,10 @@ class Membership:
         self._epoch: Epoch | None = None
         self._placed: list[Placed] = []
         self._heard: list[Heard] = []
-        # Of others that exchange with each other, and of all that have begun: the latest exchange, and the usual seconds from one to the
-        # next; when that was so.
+        # Of others that exchange with each other, and of all that train (who comes back has yet to take the run's iteration): the
+        # latest exchange, and the usual seconds from one to the next; when that was so.
         self._exchanging: list[tuple[int, float]] = []
-        self._begun_too: list[tuple[int, float]] = []
+        self._training: list[tuple[int, float]] = []
         self._heard_at = self._told_at = 0.0
         self._deadline: float | None = None  # until when others are waited for before the first epoch
         # What is told:
@@ -98,6 +98,7 @@ class Membership:
                 "what": self._what,
                 "step": self._step,
                 "exchanges": self._exchanges,
+                "trains": self._at is not None,
                 "seconds": fmean(self._took or [_UNKNOWN]) / _FASTER,
                 "usual": median(self._took or [_UNKNOWN]),
                 "epoch": None if epoch is None else [epoch.id, epoch.first],
@@ -143,7 +144,7 @@ class Membership:
         self._heard = [one for one in heard if one.digest == self._digest]
         others = [one for one in known if one["slot"] != self._slot and one["digest"] == digest]
         self._exchanging = [(one["step"], one["usual"]) for one in others if one["exchanges"]]
-        self._begun_too = [(one["step"], one["usual"]) for one in others if not one["waits"]]
+        self._training = [(one["step"], one["usual"]) for one in others if one["trains"]]
         self._heard_at = self._told_at  # an answer may have taken long, and steps are as old as the questions
         epoch = self._counted_on(known) if self._deadline is not None else None
         if epoch is None:
@@ -299,17 +300,14 @@ class Membership:
             return max((one.step for one in self._heard if one.member.slot != self._slot), default=-1)
 
     def ahead(self, step: int) -> float:
-        """Seconds by which who begins exchange ``step`` is ahead of those that exchange with each other, or else of the slowest of all.
+        """Seconds by which who begins exchange ``step`` is ahead of those that exchange with each other, or else of the slowest that trains.
 
         The others go on as they did when they were heard.
         """
         with self._changed:
             since = time.monotonic() - self._heard_at
-            if self._exchanging:
-                behind = [(step - one) * usual - since for one, usual in self._exchanging]
-            else:
-                return max((0.0, *((step - one) * usual - since for one, usual in self._begun_too)))
-            return max(0.0, min(behind, default=0.0))
+            those, which = (self._exchanging, min) if self._exchanging else (self._training, max)
+            return max(0.0, which(((step - one) * usual - since for one, usual in those), default=0.0))
 
     def _check(self) -> None:
         if self._failed is not None:
