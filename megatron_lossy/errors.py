@@ -114,6 +114,11 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UsageError(message.removeprefix("argument "))
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of the message of ``error``, of a library that writes many; the name of its class if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 @contextlib.contextmanager
 def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
     """Print a :class:`UsageError` or a failure of the machine as one line, and exit with its status.

@@ -29,6 +29,11 @@ class Jobs:
         """Whether there is more than one."""
         return self.number > 1
 
+    @property
+    def launches(self) -> int:
+        """The launches of the run."""
+        return self.number if self.apart else 1
+
     def folder(self, path: str | os.PathLike[str], job: int) -> str:
         """The folder of ``job``, of real ranks, in the folder ``path`` of the run."""
         return folder_of(path, self.name, job) if self.several else os.fspath(path)

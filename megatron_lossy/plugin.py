@@ -69,8 +69,7 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
         return None  # in the place of the whole command line
     if found.use_checkpoint_args or found.use_mp_args_from_checkpoint_args:
         return found.train_iters
-    jobs = config.jobs()
-    world = int(os.environ.get("WORLD_SIZE", "1")) * (jobs.number if jobs.apart else 1)
+    world = int(os.environ.get("WORLD_SIZE", "1")) * config.jobs().launches
     # Context-parallel ranks shard the optimizer too, so that they do not divide the group.
     size, rest = divmod(world, (found.tensor_model_parallel_size or 1) * (found.pipeline_model_parallel_size or 1))
     if not rest:

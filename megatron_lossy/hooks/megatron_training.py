@@ -148,7 +148,7 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
         _claim_delivery_log(args, lossy.config, ranks)
     lossy.gapless = not getattr(args, "iterations_to_skip", None)
     lossy.steps = lossy.steps or args.train_iters
-    if args.rank == 0 and (lossy.job == 0 or lossy.config.jobs().apart):
+    if args.rank == 0 and lossy.speaks:
         print(f"loss: {lossy.config.describe()} | data-parallel ranks {ranks}", flush=True)
         for mechanism in MECHANISMS.all():
             for line in mechanism.advice(lossy.config, lossy.steps):

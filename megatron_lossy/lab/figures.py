@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
@@ -184,15 +185,19 @@ def _points(
         np.arange(len(values)) + 0.05 * (number - (lines - 1) / 2),
         [mean for mean, _ in values],
         yerr=[error or 0.0 for _, error in values],
-        marker="os^Dvphx*+"[number % 10],
         linestyle=("--" if hollow else "-") if joined else "",
         linewidth=1,
         markersize=8,
         capsize=4,
-        color=colormaps["tab10"](number % 10),
         label=label,
+        **line_style(number),
         **({"markerfacecolor": "white"} if hollow else {}),
     )
+
+
+def line_style(number: int) -> dict[str, Any]:
+    """Marker and colour of line ``number`` of a figure."""
+    return {"marker": "os^Dvphx*+"[number % 10], "color": colormaps["tab10"](number % 10)}
 
 
 def new_figure(width: float, height: float) -> Figure:

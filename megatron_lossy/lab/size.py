@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps
 
 from ..data import build_tokenizer
 from ..errors import ArgumentParser, UsageError, check_package, refuse
@@ -24,7 +23,7 @@ from ..report import LossTable
 from ..report.runs import WHOLE
 from ..report.table import Entry, ScalarEntry
 from .commands import recorded
-from .figures import new_figure, save_figure
+from .figures import line_style, new_figure, save_figure
 from .summary import INTERVAL, Difference, Results, loss_metrics, mean_and_error, trained
 from .tables import SOURCE, paper_change
 
@@ -230,8 +229,7 @@ def plot_cost(sizes: Sequence[Size], path: Path) -> list[Path]:
                 [size.parameters * shift for size in sizes],
                 [cost.mean for cost in costs],
                 yerr=[cost.half_width or 0.0 for cost in costs],
-                marker="os^Dvphx*+"[k % 10],
-                color=colormaps["tab10"](k % 10),
+                **line_style(k),
                 linewidth=1.5,
                 markersize=8,
                 capsize=4,
@@ -268,8 +266,7 @@ def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
             [place for place, _ in points],
             [cost.mean for _, cost in points],
             yerr=[cost.half_width or 0.0 for _, cost in points],
-            marker="os^Dvphx*+"[k % 10],
-            color=colormaps["tab10"](k % 10),
+            **line_style(k),
             linestyle="",
             markersize=8,
             capsize=4,

@@ -59,7 +59,7 @@ class Plan:
     def ranks(self) -> int:
         """Ranks of all jobs; ``--accelerators`` are those of one launch."""
         assert self.launch.accelerators is not None
-        return self.launch.accelerators * (self.jobs.number if self.jobs.apart else 1)
+        return self.launch.accelerators * self.jobs.launches
 
     @property
     def own_folder(self) -> Path:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from ..errors import UsageError, refuse
+from ..errors import UsageError, first_line, refuse
 from .base import Data, Rendezvous, Unreachable
 
 #: Seconds between signs of life; to connect; for an answer beside the time until a death is noticed.
@@ -22,6 +22,8 @@ HEARTBEAT, CONNECT, ANSWER = 0.5, 2.0, 5.0
 TIMEOUT, JOIN = 5.0, 2.0
 #: The least and the most seconds between two attempts to connect to a lighthouse.
 _AGAIN = 1.0, 30.0
+#: Characters of an error.
+_LINE = 120
 PORT = 29510
 
 
@@ -86,7 +88,7 @@ class Lighthouse(Rendezvous):
                 patience = timedelta(seconds=self.timeout + ANSWER)
                 quorum = client.quorum(self._name, patience, "", "", step, 1, False, data=dict(data))
             except Exception as error:  # of Rust, of several kinds: refused, reset, timed out
-                whys.append(f"{door.address} ({_first_line(error)})")
+                whys.append(f"{door.address} ({first_line(error)[:_LINE]})")
                 continue
             return [one.data for one in quorum.participants if one.data is not None]
         raise Unreachable("nobody answers at " + ", ".join(whys))
@@ -106,7 +108,7 @@ class Lighthouse(Rendezvous):
                     again = _AGAIN[0]
                     door.tried.set()
                 except Exception as error:
-                    door.why = _first_line(error)
+                    door.why = first_line(error)[:_LINE]
                     door.tried.set()
                     self._end.wait(again)
                     again = min(2 * again, _AGAIN[1])
@@ -124,7 +126,3 @@ class _Door:
         self.client: Any = None
         self.why = ""
         self.tried = threading.Event()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:120]

@@ -69,6 +69,11 @@ class Run(RunWeights):
         part.attach(self)
         self.observers += part.observers
 
+    @property
+    def speaks(self) -> bool:
+        """Whether the first rank of this job prints: one job does for all of a launch."""
+        return self.job == 0 or self.config.jobs().apart
+
     # --- differences of real and virtual runs ----------------------------------------------------------------------
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,13 +73,13 @@ def evaluate(
 
     losses = {}
     if weights in ("replica", "both"):
-        with _evaluating(model_chunks):
+        with evaluating(model_chunks):
             sums = workers.run(batches(), samples, forward_only=True)
         losses["replica"] = mean_loss(config, sums, lossy.total)
     whose = ("consensus" if lossy.config.jobs().several else "owner") if weights == "both" else weights
     if whose != "replica":
         held = lossy.consensus_weights if whose == "consensus" else lossy.owner_weights
-        with held(model_chunks) as there, _evaluating(model_chunks):
+        with held(model_chunks) as there, evaluating(model_chunks):
             sums = workers.evaluate_owner(batches(), samples)
         whose = "owner" if there is False else whose
         losses[whose] = mean_loss(config, sums, lossy.total)
@@ -87,7 +87,8 @@ def evaluate(
 
 
 @contextlib.contextmanager
-def _evaluating(model_chunks: list) -> Iterator[None]:
+def evaluating(model_chunks: Sequence[Any]) -> Iterator[None]:
+    """A context without gradients and without dropout, and so without random numbers."""
     for chunk in model_chunks:
         chunk.eval()
     try:

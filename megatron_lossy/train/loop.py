@@ -61,7 +61,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     device.prepare()
     device.take_device()
     jobs = lossy_config.jobs()
-    ranks = launched_ranks() * (jobs.number if jobs.apart and not config.virtual_workers else 1)
+    ranks = launched_ranks() * (1 if config.virtual_workers else jobs.launches)
     config.check_world(ranks)
     check_flags(config, lossy_config, ranks)
     lossy_config = settled(lossy_config)
@@ -89,7 +89,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
         try:
             with parallel.model_parallel(config):
                 first = torch.distributed.get_rank() == 0
-                speaks = first and (jobs.apart or lossy.job == 0)
+                speaks = first and lossy.speaks
                 run = _Run(config, lossy, paths, (console or Console()) if speaks else Silent())
                 if first:
                     write_settings(config, lossy_config, data)

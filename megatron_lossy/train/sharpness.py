@@ -8,9 +8,9 @@ second moment v.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,13 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from .. import device
 from ..exchange import Exchange
 from ..hooks.versions import innermost, optimizers
 from ..run import Run
 from ..theory import Lag, Lead, lead, mean_lag, stability_limit
 from .config import TrainConfig
-from .data import on_device
+from .data import RankBatches
+from .evaluate import evaluating
 from .model import forward_step, sum_of_losses
 from .optimizer import lr_scale
 
@@ -95,8 +95,10 @@ class Sharpness:
         if scale is None:
             return  # no update yet
         size = self._config.global_batch_size
-        with self._run.owner_weights(self._chunks), self._untouched():
-            batches = self._batches(range(consumed - size, consumed))
+        with self._run.owner_weights(self._chunks), evaluating(self._chunks):
+            # A worker that has all samples takes them a micro-batch at a time.
+            own = RankBatches(self._dataset, self._config, consumed - size, rank=0, size=1)
+            batches = list(itertools.islice(own, size // self._config.micro_batch_size))
             kept = [parameter.detach().clone() for parameter in self._parameters]
 
             def product(vector: torch.Tensor) -> torch.Tensor:
@@ -142,13 +144,11 @@ class Sharpness:
         pieces = direction.split([weights.numel() for weights in kept])
         sides = []
         for sign in (1.0, -1.0):
-            with torch.no_grad():
-                for parameter, weights, piece in zip(self._parameters, kept, pieces, strict=True):
-                    torch.add(weights, piece.view_as(weights), alpha=sign * step, out=parameter.data)
+            for parameter, weights, piece in zip(self._parameters, kept, pieces, strict=True):
+                torch.add(weights, piece.view_as(weights), alpha=sign * step, out=parameter.data)
             sides.append(self._gradient(batches))
-        with torch.no_grad():
-            for parameter, weights in zip(self._parameters, kept, strict=True):
-                parameter.data.copy_(weights)
+        for parameter, weights in zip(self._parameters, kept, strict=True):
+            parameter.data.copy_(weights)
         return (sides[0] - sides[1]) / (2 * step)
 
     def _gradient(self, batches: Sequence[Any]) -> torch.Tensor:
@@ -164,21 +164,6 @@ class Sharpness:
             tokens += int(counted)
         assert total is not None
         return total / max(1, tokens)
-
-    def _batches(self, samples: range) -> list[Any]:
-        size = self._config.micro_batch_size
-        parts = [samples[first : first + size] for first in range(0, len(samples), size)]
-        where = device.current_device()
-        return [on_device([self._dataset[index] for index in part], where) for part in parts]
-
-    @contextlib.contextmanager
-    def _untouched(self) -> Iterator[None]:
-        """A context without dropout, and so without random numbers."""
-        self._model.eval()
-        try:
-            yield
-        finally:
-            self._model.train()
 
     # --- what the theory of lag puts beside it -----------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from ...fetch import aside
 from ...recovery import copies
 from ...transport.drawn import draw
 from .aside import ASIDE, BITS, Brought, Pieces
-from .flags import SYNC_LANES, SYNC_PHASES
+from .flags import SYNC_PHASES
 from .form import Codes, form_of
 from .mean import Mean, elements_of, finite_rows, mean_of, networks_between, owed_to
 from .places import Places
@@ -86,7 +86,7 @@ def carriers_of(
     ``most``: elements of an exchange at most. ``store``, ``meet``: the store and the meeting of a name, of the ranks
     with this one's place in every island. ``patience``: seconds for an island that sends nothing.
     """
-    names = [f"{prefix}{lane}" for lane in range(min(SYNC_LANES, max(1, config.rounds_under_way)))]
+    names = [f"{prefix}{lane}" for lane in range(config.lanes)]
     if config.transport != "udp":
         return [Reliable(meet(name)) for name in names]
     from .datagrams import IslandLink  # which starts a thread

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...config import LossyConfig
 from ...errors import refuse
+from .epoch_log import line
 from .epochs import Epoch
 from .presence import Presence, Return
 from .schedule import FLAG, Schedule, read_schedule
@@ -69,18 +70,8 @@ class Churn:
             return
         if self._note is None:
             return
-        self._note(
-            {
-                "exchange": epoch.first,
-                "id": epoch.id,
-                "t": iteration,
-                "members": [[one.slot, one.incarnation.begun] for one in epoch.members],
-                "roles": [one.role for one in epoch.members],
-                "lag": self.presence.lags(now),
-                "events": events,
-                "returned": [{"slot": one.slot, "how": one.how, "from": one.source} for one in returns],
-            }
-        )
+        returned = [{"slot": one.slot, "how": one.how, "from": one.source} for one in returns]
+        self._note(line(epoch.first, iteration, epoch, self.presence.lags(now), events, returned=returned))
 
     def state_dict(self, iteration: int) -> dict[str, Any]:
         """The state before ``iteration``: the members, and the events that made them so."""

@@ -13,10 +13,28 @@ from typing import Any
 from ...errors import refuse
 from ...files import write_text, writing
 from ...monitor.observer import Observer
+from .epochs import Epoch
 
 #: The name of the file.
 EPOCHS = "_epochs.jsonl"
 _FLAG = "--delivery-log"
+
+
+def line(
+    exchange: int, made: int, epoch: Epoch | None, lag: Any, events: list[dict[str, Any]], **more: Any
+) -> dict[str, Any]:
+    """A line about ``epoch``, or about none, in which ``exchange`` is made after ``made`` iterations of the run."""
+    members = () if epoch is None else epoch.members
+    return {
+        "exchange": exchange,
+        "id": None if epoch is None else epoch.id,
+        "t": made,
+        "members": [[one.slot, one.incarnation.begun] for one in members],
+        "roles": [one.role for one in members],
+        "lag": lag,
+        "events": events,
+        **more,
+    }
 
 
 class EpochLog(Observer):

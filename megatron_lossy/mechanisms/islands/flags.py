@@ -205,6 +205,11 @@ class IslandFlags(Flags):
         return self.sync_delay // self.sync_interval
 
     @property
+    def lanes(self) -> int:
+        """Exchanges of a vector that cross at once, each carried by itself."""
+        return min(SYNC_LANES, max(1, self.rounds_under_way))
+
+    @property
     def gain(self) -> float | None:
         """``--mixing-gain``; ``None`` for auto. Raises :class:`UsageError`."""
         if self.mixing_gain == "auto":

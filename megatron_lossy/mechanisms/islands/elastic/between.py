@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....errors import first_line
 from ..aside import Brought, Pieces
 from ..between_ranks import BetweenRanks, Crossed, Keeping, Parties, Waiting
 from ..mean import Mean
@@ -43,7 +44,7 @@ class Nowhere(Lane):
 
 
 class BetweenMembers(BetweenRanks):
-    """``shard``: the number of this vector on its rank. ``lanes``: exchanges at once.
+    """``shard``: the number of this vector on its rank.
 
     ``among()``: the epoch of the exchange that begins; ``None``: everything of it is lost. ``breaks``: is called on a thread with an
     epoch that nothing can be exchanged in any more, why, and the seconds that were waited. ``loses``: with the number of an exchange of
@@ -54,13 +55,12 @@ class BetweenMembers(BetweenRanks):
         self,
         *arguments: Any,
         shard: int,
-        lanes: int,
         among: Callable[[], Among | None],
         breaks: Callable[[Among, str, float], None],
         loses: Callable[[int], None],
     ) -> None:
         config, stream, island, steps, told = arguments
-        super().__init__(config, stream, island, [Nowhere()] * lanes, steps, told)
+        super().__init__(config, stream, island, [Nowhere()] * config.lanes, steps, told)
         self._shard, self._now, self._breaks, self._loses = shard, among, breaks, loses
 
     def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Waiting:
@@ -92,7 +92,7 @@ class BetweenMembers(BetweenRanks):
         try:
             return super()._cross(parties, pieces, drawn, keeping, device)
         except (RuntimeError, torch.distributed.DistError) as error:  # a member is gone, or silent
-            self._breaks(lane.among, (str(error).splitlines() or [""])[0], time.monotonic() - began)
+            self._breaks(lane.among, first_line(error), time.monotonic() - began)
             return self._lost(parties, pieces, device)
         finally:
             lane.among.end()

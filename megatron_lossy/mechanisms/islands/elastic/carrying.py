@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from ....config import LossyConfig
+from ....errors import first_line
 from ..between_ranks import Carrier
 from ..epochs import Epoch
-from ..flags import SYNC_LANES
 from ..world import Meeting
 from .meeting_place import meet
 from .membership import Placed
@@ -196,7 +196,7 @@ class Opening:
                 among.close()
             self._among = among
         except Exception as error:  # of torch's stores and groups; of a store that nobody knows any more
-            logger.warning("islands %s do not meet: %s", self.placed.epoch.slots, _first_line(error))
+            logger.warning("islands %s do not meet: %s", self.placed.epoch.slots, first_line(error))
         finally:
             self._over.set()
 
@@ -230,12 +230,11 @@ class Links:
 class Opener:
     """Opens epochs for rank ``rank`` of the island ``slot``. ``most``: by shard, the most elements of an exchange.
 
-    ``towards``: a host of the network that the islands share.
+    ``engine``: of datagrams, if they carry exchanges.
     """
 
-    def __init__(self, config: LossyConfig, slot: int, rank: int, most: Sequence[int], towards: str) -> None:
-        self._config, self._slot, self._rank, self._most, self._towards = config, slot, rank, most, towards
-        self._lanes = min(SYNC_LANES, max(1, config.rounds_under_way))
+    def __init__(self, config: LossyConfig, slot: int, rank: int, most: Sequence[int], engine: Any) -> None:
+        self._config, self._slot, self._rank, self._most, self._engine = config, slot, rank, most, engine
         #: All datagrams so far.
         self.links = Links(slot)
 
@@ -244,7 +243,7 @@ class Opener:
         epoch, config = placed.epoch, self._config
         slots = epoch.slots
         if len(slots) == 1:
-            return [[Alone() for _ in range(self._lanes)] for _ in self._most], _same
+            return [[Alone() for _ in range(config.lanes)] for _ in self._most], _same
         # Nobody waits for a message before it is used.
         patience = config.island_patience + config.rounds_under_way * placed.usual
         prefix = f"{epoch.id}/{epoch.first}/sync/{self._rank}"
@@ -254,9 +253,8 @@ class Opener:
         def carrier(shard: int, lane: int) -> Carrier:
             name = f"{shard}/{lane}"
             own, place = torch.distributed.PrefixStore(name, store), slots.index(self._slot)
-            if config.transport != "udp":
+            if self._engine is None:
                 return Collectives(Meeting(own, place, len(slots), timedelta(seconds=patience)), senders)
-            from ....transport.udp.process import engine_for
             from ..datagrams import IslandLink
 
             link = IslandLink(
@@ -269,12 +267,12 @@ class Opener:
                 patience,
                 senders=senders,
                 called=slots,
-                engine=engine_for(config, self._towards),
+                engine=self._engine,
             )
             self.links.add(link, slots)
             return link
 
-        lanes = [[carrier(shard, lane) for lane in range(self._lanes)] for shard in range(len(self._most))]
+        lanes = [[carrier(shard, lane) for lane in range(config.lanes)] for shard in range(len(self._most))]
         if not config.meets_whole or self._slot not in epoch.senders:
             return lanes, None
         if len(epoch.senders) == 1:
@@ -285,7 +283,3 @@ class Opener:
 
 def _same(values: torch.Tensor) -> torch.Tensor:
     return values
-
-
-def _first_line(error: BaseException) -> Any:
-    return (str(error).splitlines() or [type(error).__name__])[0]

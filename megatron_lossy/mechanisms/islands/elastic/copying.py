@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ....errors import first_line
 from ....fetch import Fetched
 from ..epochs import Incarnation
 
@@ -150,26 +151,30 @@ class Asking:
     def __init__(self, open: Callable[[], Pair]) -> None:
         self.copy: Copy | None = None
         self.why: str | None = None  # it failed
-        threading.Thread(target=self._run, args=[open], name="megatron-lossy-copy", daemon=True).start()
+        self.thread = _begin(self._run, open)
 
     def _run(self, open: Callable[[], Pair]) -> None:
         try:
             self.copy = receive_copy(open())
         except Exception as error:  # of torch's stores and groups, or damage
-            self.why = _first_line(error)
+            self.why = first_line(error)
 
 
-def serve(open: Callable[[], Pair], values: dict[str, Held | float], made: int, served: Callable[[str], None]) -> None:
-    """:func:`send_copy` on a thread. ``open``: meets who asked. ``served``: is called with the digest."""
+def serve(
+    open: Callable[[], Pair], values: dict[str, Held | float], made: int, served: Callable[[str], None]
+) -> threading.Thread:
+    """:func:`send_copy` on a thread, which is returned. ``open``: meets who asked. ``served``: is called with the digest."""
 
     def run() -> None:
         try:
             served(send_copy(open(), values, made))
         except Exception as error:  # who asked is gone: it asks another one, or listens
-            logger.warning("a copy was not sent: %s", _first_line(error))
+            logger.warning("a copy was not sent: %s", first_line(error))
 
-    threading.Thread(target=run, name="megatron-lossy-copy", daemon=True).start()
+    return _begin(run)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _begin(run: Callable[..., None], *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=run, args=arguments, name="megatron-lossy-copy", daemon=True)
+    thread.start()
+    return thread

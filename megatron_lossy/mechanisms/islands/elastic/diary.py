@@ -12,7 +12,7 @@ from typing import Any
 
 from ....monitor.observer import Observer
 from ....monitor.window import Window
-from ..epoch_log import EpochLog
+from ..epoch_log import EpochLog, line
 from ..epochs import Epoch
 
 
@@ -71,20 +71,8 @@ class Diary(Observer):
             lost, self._lost = sorted(self._lost), set()
         if self._log is None:
             return
-        members = () if self._epoch is None else self._epoch.members
-        self._log.add(
-            {
-                "exchange": self._next,
-                "id": None if self._epoch is None else self._epoch.id,
-                "t": self._made,
-                "island": self._slot,
-                "members": [[one.slot, one.incarnation.begun] for one in members],
-                "roles": [one.role for one in members],
-                "lag": self._lag,
-                "events": events,
-                "lost": lost,
-            }
-        )
+        more = {"island": self._slot, "lost": lost}
+        self._log.add(line(self._next, self._made, self._epoch, self._lag, events, **more))
 
     def restart(self, iteration: int) -> None:
         if self._log is not None:

@@ -13,7 +13,6 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,16 +25,15 @@ import torch.distributed as dist
 
 from .... import device
 from ....config import LossyConfig
-from ....errors import UsageError, refuse
+from ....errors import UsageError, first_line, refuse
 from ....fetch import Fetched
 from ....flags import as_text, identity
 from ....monitor import Observer
 from ....recovery import copies
 from ....rendezvous import Watch
-from ....rendezvous.lighthouse import ANSWER, Lighthouse, addresses_of
+from ....rendezvous.lighthouse import Lighthouse, addresses_of
 from ..between_ranks import BetweenRanks
 from ..epochs import Incarnation, Member
-from ..flags import SYNC_LANES
 from ..megatron_training import TrainingIslands
 from ..member_rounds import MemberRounds
 from ..rounds import Weights
@@ -55,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after which the ranks of an island that waits for others look up: less than any timeout of theirs.
 _ROUND = 20.0
-#: The beginnings of the names of threads of islands.
-_THREADS = ("megatron-lossy-", "rendezvous")
 #: Visits of who does not listen.
 _ENOUGH = 2**31
 
@@ -225,9 +221,13 @@ class ElasticIslands(TrainingIslands):
 
     @functools.cached_property
     def _opener(self) -> Opener:
-        towards = _address_towards(addresses_of(self.config.rendezvous or ""))
+        engine = None
+        if self.config.transport == "udp":
+            from ....transport.udp.process import engine_for
+
+            engine = engine_for(self.config, _address_towards(addresses_of(self.config.rendezvous or "")))
         most = [shard.subset.most for shard in self._built()]
-        return Opener(self.config, self._slot, self.world.rank, most, towards)
+        return Opener(self.config, self._slot, self.world.rank, most, engine)
 
     @property
     def carriers(self) -> Sequence[Any]:
@@ -257,9 +257,8 @@ class ElasticIslands(TrainingIslands):
             among.close()
         numbers = [number for number, one in enumerate(list(self._openings)) if one.among() is among]
         self._broken = max(self._broken, *numbers)
-        if (
-            waited >= self.config.island_patience
-        ):  # a connection that is closed costs nothing, and the next epoch may be fine
+        # A connection that is closed costs nothing, and the next epoch may be fine.
+        if waited >= self.config.island_patience:
             self._silent = max(self._silent, *numbers)
 
     def _miss(self, now: int) -> None:
@@ -299,7 +298,8 @@ class ElasticIslands(TrainingIslands):
             return
         (copy, source), self._copied = self._copied, None
         slot = self._standing.slot
-        if not slot.listens:  # means were quicker
+        if not slot.listens:
+            logger.warning("island %d: means were quicker than the copy of island %d", self._slot, source.slot)
             return
         if self._run.update is not None:
             self._run.settle()
@@ -344,12 +344,9 @@ class ElasticIslands(TrainingIslands):
         visits = _ENOUGH
         if self._standing.slot.listens:
             visits = min((shard.rounds.visits(0) for shard in self._built()), default=_ENOUGH)
-        known_requests = [] if self._membership is None else self._membership.requests
-        begun, numbers = (
-            self._begun,
-            [signal, self._last_known(), following, ahead, self._broken, self._silent, -visits],
-        )
-        said = np.array([*numbers, len(known_requests), *self._rejoining.said], dtype=np.int64)
+        begun, requests = self._begun, [] if self._membership is None else self._membership.requests
+        numbers = [signal, self._last_known(), following, ahead, self._broken, self._silent, -visits, len(requests)]
+        said = np.array([*numbers, *self._rejoining.said], dtype=np.int64)
         known = copies.to_device(said, device.current_device())
         work = dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
 
@@ -484,7 +481,6 @@ class ElasticIslands(TrainingIslands):
     def _build(self, number: int, one: Any) -> Shard[BetweenRanks]:
         config, vector = self.config, self._vector(one)
         subset = self._subset(vector, number)
-        lanes = min(SYNC_LANES, max(1, config.rounds_under_way))
         crossing = BetweenMembers(
             config,
             subset.stream,
@@ -492,7 +488,6 @@ class ElasticIslands(TrainingIslands):
             self._run.steps,
             self._tell,
             shard=number,
-            lanes=lanes,
             among=lambda: self._current,
             breaks=self._broke,
             loses=self._diary.lost,
@@ -514,9 +509,10 @@ class ElasticIslands(TrainingIslands):
             try:
                 found = [total(shard) / len(among.senders) for shard in shards]
             except (RuntimeError, dist.DistError) as error:
-                why = (str(error).splitlines() or [""])[0]
                 logger.warning(
-                    "island %d: no mean of all islands' weights (%s); its own are in its place", self._slot, why
+                    "island %d: no mean of all islands' weights (%s); its own are in its place",
+                    self._slot,
+                    first_line(error),
                 )
         everywhere = torch.tensor([int(found is not None)], device=device.current_device())
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
@@ -547,14 +543,10 @@ class ElasticIslands(TrainingIslands):
     def close(self) -> None:
         self._end()
         super().close()
-        # A thread that is in a library when the interpreter ends can end the process with an error.
-        until = time.monotonic() + self.config.island_patience + ANSWER
-        for thread in threading.enumerate():
-            if thread.daemon and thread.name.startswith(_THREADS):
-                thread.join(max(0.0, until - time.monotonic()))
         self._diary.finish()
 
     def _end(self) -> None:
+        """Wait for the threads of islands: one that is in a library when the interpreter ends can end the process with an error."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None

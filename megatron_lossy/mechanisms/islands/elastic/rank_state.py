@@ -41,7 +41,7 @@ def put_state(
         weights = values[f"{number}/weights"]
         assert isinstance(weights, torch.Tensor), number
         with torch.no_grad():
-            vector.write(None, weights.to(vector.read(None).device))
+            vector.write(None, weights)
         own = optimizer.state_dict()
         state: dict[int, dict[str, Any]] = {}
         for name, value in values.items():

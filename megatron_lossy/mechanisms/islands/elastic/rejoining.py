@@ -7,7 +7,10 @@ the next sender is asked; if there is none left it goes on listening.
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from ..epochs import Member
@@ -28,6 +31,7 @@ class Rejoining:
         self._asking: Asking | None = None
         self._number = 0  # of the latest question
         self._ended = False
+        self._threads: list[threading.Thread] = []
         #: The member that is asked, and the number of the question.
         self.question: tuple[Member, int] | None = None
 
@@ -54,7 +58,8 @@ class Rejoining:
         own = next(one for one in self._placed.epoch.members if one.slot == self._slot)
         request = Request(self._slot, own.incarnation, self._number)
         placed = self._placed
-        self._asking = Asking(lambda: self._pair(placed, source.slot, request, ASKER))
+        self._asking = asking = Asking(lambda: self._pair(placed, source.slot, request, ASKER))
+        self._threads.append(asking.thread)
 
     def give_up(self) -> None:
         """No copy is wanted any more."""
@@ -102,7 +107,8 @@ class Rejoining:
                 digest,
             )
 
-        serve(lambda: self._pair(placed, self._slot, request, SOURCE), values, made, served)
+        source = partial(self._pair, placed, self._slot, request, SOURCE)
+        self._threads.append(serve(source, values, made, served))
 
     def _pair(self, placed: Placed, source: int, request: Request, place: int) -> GlooPair:
         begun = "/".join(map(str, request.incarnation))
@@ -111,5 +117,8 @@ class Rejoining:
         return GlooPair(store, place, timedelta(seconds=self._patience))
 
     def end(self) -> None:
-        """Wait for nobody any more."""
+        """Wait for nobody any more, but for what is under way."""
         self._ended = True
+        until = time.monotonic() + self._patience
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
