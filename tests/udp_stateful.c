@@ -1,7 +1,7 @@
 /* Callers at random against the engine's contract: udp_stateful OPERATIONS SEED CIPHER.
  *
  * Three engines without sockets, joined by a network that loses, doubles, delays and is cut one way. Their callers post, send,
- * skip steps, set deadlines, stop for a while and close in the middle. Every buffer is exactly as long as it must be and is
+ * skip steps, set deadlines, stop for a while, do without others and close in the middle. Every buffer is exactly as long as it must be and is
  * freed as soon as the contract allows: a sanitizer sees what the engine touches after that. What is said to have arrived is
  * compared with what was sent. At the end of an epoch the network is well again: then everything must come to its end.
  * Prints what happened; status 1 and the line of what was wrong. */
@@ -17,8 +17,8 @@ static int chooses(int kind) { return kinds[kind].phase == 0 && kinds[kind].buck
 static int may_be_short(int kind) { return kind == 2; } /* all of it must arrive */
 
 static uint64_t state, epoch;
-static uint64_t counted[9];
-enum { POSTED, SENT, OVER, LEFT_OPEN, CLOSES, EPOCHS, CUTS, LOST, SWITCHED };
+static uint64_t counted[10];
+enum { POSTED, SENT, OVER, LEFT_OPEN, CLOSES, EPOCHS, CUTS, LOST, SWITCHED, WITHOUT };
 
 static void fail(int line, const char *what)
 {
@@ -101,6 +101,9 @@ static uint8_t right(uint32_t from, uint32_t to, int kind, uint32_t step, uint32
 static uint64_t length_of(int kind, uint32_t step) { return may_be_short(kind) && step % 3 == 1 ? 4 * UNIT + 5 : 0; }
 static uint64_t bytes_of(int kind, uint32_t step) { return length_of(kind, step) ? length_of(kind, step) : kinds[kind].shard; }
 
+/* Whether ranks may do without others. */
+static int bears(void) { return epoch % 5 == 4; }
+
 static void half_free(struct half *h)
 {
     for (int i = 0; i < RANKS; i++)
@@ -134,6 +137,8 @@ static void open_all(int cipher, uint32_t memory)
             if (other != rank && epoch % 2)
                 ml_way(c, other, (struct sockaddr *)&second);
         }
+        if (bears())
+            ml_bears(c);
         ml_open(c);
     }
 }
@@ -230,7 +235,7 @@ static void check(uint32_t rank, int kind, const struct half *h)
             counted[LOST] += !arrived && k % UNIT == 0;
             if (h->buffers[i][k] != (arrived ? right(i, rank, kind, h->step, k) : 0xEE))
                 fail(__LINE__, arrived ? "other bytes than were sent" : "bytes of a unit that is lost");
-            if (kind == 2 && !arrived && !h->deadlined)
+            if (kind == 2 && !arrived && !h->deadlined && !ml_lost(callers[rank].channel, i))
                 fail(__LINE__, "what must arrive is lost");
         }
 }
@@ -342,6 +347,12 @@ static void operate(void)
         if (one->next_post[kind] < least_step(kind) + NEAR)
             one->next_post[kind]++;
         break;
+    case 5: /* it does without another one from now on */
+        if (bears() && !draw(4)) {
+            ml_lose(one->channel, (rank + 1 + draw(RANKS - 1)) % RANKS, now);
+            counted[WITHOUT]++;
+        }
+        break;
     case 4: for (int k = 0; k < 200; k++) turn(); break;
     default:
         if (draw(2)) {
@@ -359,6 +370,10 @@ static void settle(void)
 {
     loss = 0;
     memset(cut_until, 0, sizeof cut_until);
+    for (uint32_t rank = 0; rank < RANKS; rank++) /* who is done without waits in vain, until it does without the other */
+        for (uint32_t other = 0; other < RANKS; other++)
+            if (other != rank && ml_lost(callers[rank].channel, other))
+                ml_lose(callers[other].channel, rank, now);
     for (int kind = 0; kind < KINDS; kind++) {
         uint32_t last = 0;
         for (uint32_t rank = 0; rank < RANKS; rank++) {
@@ -426,8 +441,8 @@ int main(int count_of_arguments, char **arguments)
         while (under_way)
             free(ways[--under_way].bytes);
     }
-    const char *names[] = {"posted", "sent", "over", "open-at-close", "closes", "epochs", "cuts", "lost", "switched"};
-    for (int i = 0; i < 9; i++)
+    const char *names[] = {"posted", "sent", "over", "open-at-close", "closes", "epochs", "cuts", "lost", "switched", "without"};
+    for (int i = 0; i < 10; i++)
         printf("%s %llu ", names[i], (unsigned long long)counted[i]);
     printf("\n");
     return 0;

@@ -64,6 +64,7 @@ class Node:
     peer_timeout: int = 30 * SECOND
     rule: str = "fixed"
     key: bytes = bytes(16)
+    bears: bool = False
     reported: tuple[str, ...] = ()
     ways: bool = False  # each rank has a second address, of another network
     #: Memory of one path, of all ranks but the first: they are on one host, and the first on another one.
@@ -107,6 +108,8 @@ class Node:
                 )
                 if self.ways:
                     self.lib.ml_way(self.channel, peer, address(peer + SECOND_WAY))
+        if self.bears:
+            self.lib.ml_bears(self.channel)
         self.lib.ml_open(self.channel)
         self._out = (ctypes.c_uint8 * (1 << 18))()
         self._output = _Output()

@@ -1,12 +1,12 @@
 """Train a tiny model on islands that are launches of their own, while these are killed, frozen, cut off, and added.
 
-    python -m benchmarks.churn [--schedule FILE] [--out runs/churn]      (make run-churn)
+    python -m benchmarks.churn [--schedule FILE | --kill-every SECONDS] [--undisturbed] [--out runs/churn]      (make run-churn)
 
 It starts a lighthouse and islands as processes, and makes happen what the schedule says: lines as those of
 --island-schedule, {"slot": 1, "at": 120, "event": "stop"}. stop is kill -9, freeze is SIGSTOP, cut takes the network away (as root, on
 Linux: benchmarks/lab; elsewhere cuts are left out), and return undoes it; what was killed goes on from its checkpoint. The
 lighthouse is killed, and started again, as --lighthouse-away says. Then it prints what each event cost the others, and the
-losses, and draws both.
+losses, and draws both. --undisturbed trains the same islands once more, as many updates, and nothing happens to them.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.churn.islands import Islands
 from benchmarks.churn.networks import Loopback, Network, lab_of
 from benchmarks.churn.picture import picture
-from benchmarks.churn.results import Island, Results, markdown
-from benchmarks.churn.schedule import DEFAULT, DEFAULT_AWAY, Director, first_islands, without_cuts
+from benchmarks.churn.results import Island, Results, compared, markdown
+from benchmarks.churn.schedule import DEFAULT, DEFAULT_AWAY, Director, Events, Kills, first_islands, without_cuts
 from benchmarks.common import made_with
-from benchmarks.lab import Missing, check_lab, end_in_order
-from megatron_lossy.errors import refuse, usage_errors
+from benchmarks.lab import Link, Missing, check_lab, end_in_order
+from megatron_lossy.errors import UsageError, refuse, usage_errors
 from megatron_lossy.files import replace_file, write_text
 from megatron_lossy.mechanisms.islands.schedule import Schedule, read_schedule
 from megatron_lossy.rendezvous.lighthouse import torchft
 
 _PROGRAM = "benchmarks.churn"
-#: Of every island, beside its number.
+#: Of every island, beside its number. Flags of --flags come after them, and count.
 _FLAGS = {
     "--sync-method": "parameters",
     "--sync-fraction": 0.25,
@@ -48,6 +48,8 @@ _FLAGS = {
     "--eval-interval": 100,
     "--eval-iters": 4,
 }
+#: The share of a run after which nobody is killed any more: all are there at its end.
+_KILLS_UNTIL = 0.97
 _EXPLANATION = (
     "Updates possible: iterations of the run while the process was there, had entered the run, and was not frozen. An exchange is lost "
     "whole if nothing of it arrived at that island. Who dies or freezes is waited for once, {patience} s at most; a death is noticed "
@@ -68,9 +70,29 @@ def parser() -> argparse.ArgumentParser:
         metavar=("FROM", "TO"),
         help="iterations of the run between which there is no lighthouse (default, without --schedule: 770 900)",
     )
+    parser.add_argument(
+        "--kill-every",
+        type=float,
+        metavar="SECONDS",
+        help="instead of a schedule: kill -9 of an island, drawn by the seed, and start it at once",
+    )
     parser.add_argument("--islands", type=int, default=4, metavar="S", help="slots (default 4)")
     parser.add_argument("--config", default="configs/tiny/llama_1m.yaml", metavar="FILE", help="what is trained")
     parser.add_argument("--iterations", type=int, default=1200, metavar="N", help="to train (default 1200)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="SEED", help="a run with each (default 1)")
+    parser.add_argument(
+        "--undisturbed", action="store_true", help="train as many updates without any event, too, and compare"
+    )
+    parser.add_argument(
+        "--rtt", type=float, default=2.0, metavar="MS", help="round trip between two islands, in ms (default 2)"
+    )
+    parser.add_argument(
+        "--link-loss",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="share of packets lost between two islands (default 0)",
+    )
     parser.add_argument("--flags", default="", help="more flags of every island, as one word: '--transport udp'")
     parser.add_argument(
         "--out", default="runs/churn", metavar="FOLDER", help="for runs and results (default runs/churn)"
@@ -80,7 +102,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def schedule_of(args: argparse.Namespace) -> Schedule:
-    """What happens. Raises :class:`UsageError`."""
+    """What happens, unless islands are killed at random. Raises :class:`UsageError`."""
+    if args.kill_every is not None:
+        if args.schedule is not None:
+            raise refuse("--kill-every", args.kill_every, "is instead of --schedule")
+        if not args.kill_every > 0:
+            raise refuse("--kill-every", args.kill_every, "must be above 0")
+        return Schedule([])
     if args.schedule is not None:
         return read_schedule(args.schedule, args.islands, args.iterations)
     for name, least in (("islands", 4), ("iterations", DEFAULT.events[-1].at + 1)):
@@ -90,56 +118,112 @@ def schedule_of(args: argparse.Namespace) -> Schedule:
 
 
 @contextlib.contextmanager
-def _network(machines: int) -> Iterator[tuple[Network, list[str]]]:
-    """A network, and what it lacks."""
+def _network(machines: int, link: Link) -> Iterator[tuple[Network, list[str]]]:
+    """A network, and what it lacks. Raises :class:`UsageError` if ``link`` takes one that is not there."""
     try:
         check_lab()
     except Missing as missing:
+        if link.delay > 0.001 or link.loss:
+            raise UsageError(f"--rtt, --link-loss: {missing}") from None
         yield Loopback(), [f"nobody is cut off: {missing}"]
         return
-    with lab_of(machines) as lab:
+    with lab_of(machines, link) as lab:
         yield lab, []
 
 
-def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """The run, its tables and its picture."""
-    schedule, out = schedule_of(args), Path(args.out)
-    away = args.lighthouse_away or (DEFAULT_AWAY if args.schedule is None else None)
-    flags = ["--config", args.config, "--islands", str(args.islands), "--train-iters", str(args.iterations)]
-    flags += [str(word) for pair in _FLAGS.items() for word in pair] + args.flags.split()
-    flags += [
-        "--save",
-        str(out / "saved"),
-        "--load",
-        str(out / "saved"),
-        "--save-replicas",
-        "--delivery-log",
-        str(out / "log"),
-    ]
-    with _network(args.islands + 1) as (network, notes):
-        schedule = schedule if network.can_cut else without_cuts(schedule)
-        islands = Islands(network, out, flags)
+class Runs:
+    """Runs of ``args`` in ``network``."""
+
+    def __init__(self, args: argparse.Namespace, network: Network) -> None:
+        self._args, self._network = args, network
+        schedule = schedule_of(args)
+        self._schedule = schedule if network.can_cut else without_cuts(schedule)
+        self._away = args.lighthouse_away or (
+            DEFAULT_AWAY if args.schedule is None and args.kill_every is None else None
+        )
+
+    def disturbed(self, seed: int, folder: Path) -> Results:
+        """The run to which the events happen."""
+        args = self._args
+
+        def events(islands: Islands) -> Events:
+            def tell(line: str) -> None:
+                print(line, flush=True)
+
+            if args.kill_every is not None:
+                return Kills(islands, args.kill_every, int(_KILLS_UNTIL * args.iterations), seed, tell)
+            return Director(islands, self._schedule, self._away and tuple(self._away), tell)
+
+        slots = first_islands(self._schedule, args.islands)
+        return self._run(seed, folder, args.iterations, slots, events)
+
+    def undisturbed(self, seed: int, folder: Path, updates: int) -> Results:
+        """The run of all islands to which nothing happens. ``updates``: of all islands together."""
+        iterations = round(updates / self._args.islands)
+        print(f"nothing happens to {iterations} iterations of {self._args.islands} islands …", flush=True)
+        nothing = Schedule([])
+        return self._run(
+            seed, folder, iterations, range(self._args.islands), lambda islands: Director(islands, nothing, None)
+        )
+
+    def _run(
+        self, seed: int, out: Path, iterations: int, slots: Sequence[int], make_events: Callable[[Islands], Events]
+    ) -> Results:
+        args = self._args
+        flags = ["--config", args.config, "--islands", str(args.islands), "--train-iters", str(iterations)]
+        flags += [str(word) for pair in {**_FLAGS, "--seed": seed}.items() for word in pair] + args.flags.split()
+        saved = str(out / "saved")
+        flags += ["--save", saved, "--load", saved, "--save-replicas", "--delivery-log", str(out / "log")]
+        out.mkdir(parents=True, exist_ok=True)
+        islands = Islands(self._network, out, flags)
+        began = time.monotonic()
         try:
-            began = time.monotonic()
-            director = Director(islands, schedule, away and tuple(away), lambda line: print(line, flush=True))
+            events = make_events(islands)
             islands.serve()
-            for slot in first_islands(schedule, args.islands):
+            for slot in slots:
                 islands.start(slot)
-            while not director.over:
+            while not islands.over:
                 islands.read()
-                director.direct()
-                _check(islands, args.iterations)
+                events.direct()
+                _check(islands, iterations)
                 time.sleep(0.05)
             islands.read()
-            notes.append(f"It took {time.monotonic() - began:.0f} s")
         finally:
             islands.end()
-    _check(islands, args.iterations)
-    failed = [one for one in islands.lives if one.process.returncode not in (0, -signal.SIGKILL)]
-    notes += [f"island {one.slot} ended with status {one.process.returncode}" for one in failed]
-    slots = sorted({one.slot for one in islands.lives})
-    found = [Island.read(slot, islands.lives, out / "log") for slot in slots]
-    _write(args, argv, Results(found, director.happened, args.iterations), notes)
+        _check(islands, iterations)
+        there = sorted({one.slot for one in islands.lives})
+        found = [Island.read(slot, islands.lives, out / "log") for slot in there]
+        notes = [f"It took {time.monotonic() - began:.0f} s"]
+        failed = [one for one in islands.lives if one.process.returncode not in (0, -signal.SIGKILL)]
+        notes += [f"island {one.slot} ended with status {one.process.returncode}" for one in failed]
+        return Results(found, events.happened, iterations, notes)
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """The runs, their tables and pictures."""
+    out, link = Path(args.out), Link(delay=args.rtt / 2000, loss=args.link_loss)
+    several = len(args.seeds) > 1
+    parts, pairs = [], []
+    with _network(args.islands + 1, link) as (network, notes):
+        runs = Runs(args, network)
+        for seed in args.seeds:
+            results = runs.disturbed(seed, out / f"seed_{seed}")
+            parts += [f"## Seed {seed}", ""] if several else []
+            parts += _report(results)
+            _draw(results, out / (f"churn_seed_{seed}.png" if several else "churn.png"))
+            if args.undisturbed:
+                pairs.append((results, runs.undisturbed(seed, out / f"seed_{seed}_undisturbed", results.updates)))
+    if pairs:
+        parts += ["## Against islands to which nothing happens", "", *compared(args.seeds, pairs), ""]
+    date, command, *machine = made_with(_PROGRAM, argv)
+    what = f"{args.islands} slots, {args.iterations} iterations of {args.config}; links of {args.rtt:g} ms round trip, {args.link_loss:.1%} loss"
+    lines = ["# Training with islands that come and go", ""]
+    lines += [f"- {line}" for line in (date, command, what, *machine, *notes)]
+    lines += ["", *parts, _EXPLANATION.format(patience=_FLAGS["--island-patience"]), ""]
+    text = "\n".join(lines)
+    print("\n" + text)
+    write_text(out / "churn.md", text)
+    print(f"wrote {out / 'churn.md'}, and pictures beside it")
 
 
 def _check(islands: Islands, end: int) -> None:
@@ -151,23 +235,16 @@ def _check(islands: Islands, end: int) -> None:
             )
 
 
-def _write(args: argparse.Namespace, argv: Sequence[str], results: Results, notes: Sequence[str]) -> None:
-    out = Path(args.out)
-    date, command, *machine = made_with(_PROGRAM, argv)
-    what = f"{args.islands} slots, {args.iterations} iterations of {args.config}, {results.usual():.2f} s each (median)"
-    goodput = f"Updates made of those possible: {100 * results.goodput:.1f} %."
-    lines = ["# Training with islands that come and go", ""]
-    lines += [f"- {line}" for line in (date, command, what, *machine, *notes)]
-    lines += ["", *markdown(results.events()), "", *markdown(results.table()), "", goodput, ""]
-    lines += [_EXPLANATION.format(patience=_FLAGS["--island-patience"]), ""]
-    text = "\n".join(lines)
-    print("\n" + text)
-    write_text(out / "churn.md", text)
-    title = (
-        f"{len(results.islands)} islands that come and go: {100 * results.goodput:.1f} % of the possible updates made"
-    )
-    replace_file(out / "churn.png", lambda aside: picture(results, title, aside))
-    print(f"wrote {out / 'churn.md'}, .png")
+def _report(results: Results) -> list[str]:
+    """Lines about a run."""
+    lines = [*(f"- {note}" for note in results.notes), f"- An iteration took {results.usual():.2f} s (median)", ""]
+    lines += [*markdown(results.events()), "", *markdown(results.table()), ""]
+    return [*lines, f"Updates made of those possible: {results.goodput:.1%}. {results.whole()}", ""]
+
+
+def _draw(results: Results, path: Path) -> None:
+    title = f"{len(results.islands)} islands that come and go: {results.goodput:.1%} of the possible updates made"
+    replace_file(path, lambda aside: picture(results, title, aside))
 
 
 def main(argv: list[str] | None = None) -> int:

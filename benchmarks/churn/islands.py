@@ -40,6 +40,7 @@ class Life:
     cut: bool = False
     _file: TextIO | None = None
     _rest: str = ""
+    _all: bool = False  # it has ended, and all is read
 
     @property
     def runs(self) -> bool:
@@ -58,11 +59,14 @@ class Life:
 
     def read(self) -> None:
         """Take in the records that have come since."""
+        if self._all or (self._file is None and not self.metrics.exists()):
+            return
+        self._all = not self.runs
         if self._file is None:
-            if not self.metrics.exists():
-                return
             self._file = open(self.metrics)
         *lines, self._rest = (self._rest + self._file.read()).split("\n")
+        if self._all:
+            self._file.close()
         for line in lines:
             record = json.loads(line)
             self.records.append(record)
@@ -145,6 +149,11 @@ class Islands:
     def running(self) -> Iterator[Life]:
         """The lives that are there, frozen ones too."""
         return (one for one in self.lives if one.runs)
+
+    @property
+    def over(self) -> bool:
+        """Whether the islands that are not frozen have come to their end."""
+        return all(one.frozen for one in self.running())
 
     def end(self) -> None:
         """End everything that is left."""

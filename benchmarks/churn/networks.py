@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from benchmarks.common import free_port
 from benchmarks.lab import INTERFACE, Lab, Link
 
-_FINE, _CUT = Link(delay=0.001), Link(mtu=1)
+_CUT = Link(mtu=1)
 _PORT = 29510
 
 
@@ -28,12 +28,12 @@ class Network(Protocol):
 
 
 class LabNetwork:
-    """Namespaces of the kernel, with a link from each to each other."""
+    """Namespaces of the kernel, with a ``link`` from each to each other."""
 
     can_cut = True
 
-    def __init__(self, lab: Lab) -> None:
-        self._lab = lab
+    def __init__(self, lab: Lab, link: Link) -> None:
+        self._lab, self._link = lab, link
         self.lighthouse = f"{lab.address(len(lab.nodes) - 1)}:{_PORT}"
 
     def start(self, machine: int, command: Sequence[str], env: dict[str, str], **options: Any) -> subprocess.Popen:
@@ -43,7 +43,7 @@ class LabNetwork:
     def set(self, machine: int, there: bool) -> None:
         for other in set(range(len(self._lab.nodes))) - {machine}:
             for ends in ((machine, other), (other, machine)):
-                self._lab.set(_FINE if there else _CUT, *ends)
+                self._lab.set(self._link if there else _CUT, *ends)
 
 
 class Loopback:
@@ -62,7 +62,7 @@ class Loopback:
 
 
 @contextlib.contextmanager
-def lab_of(machines: int) -> Iterator[LabNetwork]:
+def lab_of(machines: int, link: Link) -> Iterator[LabNetwork]:
     """A lab of so many machines. Raises :class:`.lab.Missing`."""
-    with Lab(_FINE, [1] * machines) as lab:
-        yield LabNetwork(lab)
+    with Lab(link, [1] * machines) as lab:
+        yield LabNetwork(lab, link)

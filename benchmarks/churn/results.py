@@ -7,12 +7,15 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from benchmarks.churn.islands import Life
-from benchmarks.churn.schedule import Happened, describe
+from benchmarks.churn.schedule import DONE, Happened, describe
 from megatron_lossy.mechanisms.islands.epoch_log import EPOCHS
 
+#: Of more events than these, kinds are told.
+_MANY = 40
 #: The first iterations of a life warm up: their pauses do not count.
 _WARM = 3
 AWAY, ALONE, LISTENS, SENDS = "away", "in no exchange with others", "listens", "sends"
@@ -87,9 +90,10 @@ class Island:
         return SENDS if roles[self.slot] == "send" else LISTENS
 
     def possible(self, happened: Sequence[Happened], end: int) -> int:
-        """Updates that it could have made: iterations of the run while its process was there, and not frozen.
+        """Updates that it could have made: iterations of the run while its process was there, and not frozen, or that it made.
 
-        ``end``: iterations of the run. A life begins when it has entered the run, once it has its checkpoint.
+        ``end``: iterations of the run. A life begins when it has entered the run, once it has its checkpoint. Events are known to a few
+        iterations.
         """
         own = [one for one in happened if one.slot == self.slot]
         ends = [*(one.at for one in own if one.event == "stop"), end]
@@ -97,7 +101,21 @@ class Island:
             max(0, last - life.trained[0]["iteration"] + 1) for life, last in zip(self.lives, ends) if life.trained
         )
         stood = sum(then.at - one.at for one, then in zip(own, [*own[1:], None]) if one.event == "freeze" and then)
-        return there - stood
+        return max(there - stood, len(set(self.made)))
+
+    @property
+    def left_out(self) -> int:
+        """Iterations that a life of it has left out since its first one."""
+        return sum(
+            max(0, later - earlier - 1)
+            for life in self.lives
+            for earlier, later in itertools.pairwise(one["iteration"] for one in life.trained)
+        )
+
+    @property
+    def made_twice(self) -> int:
+        """Iterations that it has made more than once."""
+        return len(self.made) - len(set(self.made))
 
     def pauses(self) -> list[tuple[float, float]]:
         """When each of its iterations ended, and how long it took, in seconds."""
@@ -121,17 +139,35 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Results:
-    """``happened``: in its order. ``end``: iterations of the run."""
+    """``happened``: in its order. ``end``: iterations of the run. ``notes``: what else is to be said."""
 
     islands: Sequence[Island]
     happened: Sequence[Happened]
     end: int
+    notes: Sequence[str] = ()
+
+    @property
+    def updates(self) -> int:
+        """Of all islands together, each once."""
+        return sum(len(set(one.made)) for one in self.islands)
 
     @property
     def goodput(self) -> float:
         """Updates made of those possible, of all islands."""
         possible = sum(one.possible(self.happened, self.end) for one in self.islands)
-        return sum(len(set(one.made)) for one in self.islands) / max(possible, 1)
+        return self.updates / max(possible, 1)
+
+    @property
+    def valid(self) -> float:
+        """Mean over the islands of the validation loss of their own weights at the end of the run."""
+        return fmean(one.valid[self.end] for one in self.islands if self.end in one.valid)
+
+    def whole(self) -> str:
+        """Which samples were left out, or read twice, in words."""
+        hit = {one.slot for one in self.happened if one.event in ("freeze", "cut")}
+        left = sum(one.left_out for one in self.islands if one.slot not in hit)
+        twice = sum(one.made_twice for one in self.islands)
+        return f"Iterations that an island left out while it was there, and neither frozen nor cut off: {left}; made twice: {twice}."
 
     def survivors(self, number: int) -> list[Island]:
         """The islands that event ``number`` did not hit, nor any before it that is not over."""
@@ -154,10 +190,19 @@ class Results:
         return times[len(times) // 2] if times else 0.0
 
     def events(self) -> list[list[str]]:
-        """Rows of cells, the first of them the head."""
+        """Rows of cells, the first of them the head: an event each, or a kind of event if there are many."""
+        if len(self.happened) > _MANY:
+            return self._kinds()
         rows = [["iteration", "event", "longest iteration of a survivor until the next event (s)"]]
         for number, one in enumerate(self.happened):
             rows.append([str(one.at), describe(one.slot, one.event), f"{self.longest_pause(number):.2f}"])
+        return rows
+
+    def _kinds(self) -> list[list[str]]:
+        rows = [["events", "number", "longest iteration of a survivor until the next event (s): median", "most"]]
+        for kind in dict.fromkeys(one.event for one in self.happened):
+            found = sorted(self.longest_pause(number) for number, one in enumerate(self.happened) if one.event == kind)
+            rows.append([DONE[kind], str(len(found)), f"{found[len(found) // 2]:.2f}", f"{found[-1]:.2f}"])
         return rows
 
     def table(self) -> list[list[str]]:
@@ -179,6 +224,19 @@ class Results:
                 ]
             )
         return rows
+
+
+def compared(seeds: Sequence[int], pairs: Sequence[tuple[Results, Results]]) -> list[str]:
+    """A table of final validation losses. ``pairs``: by seed, the run to which the events happened, and the other."""
+    rows = [["seed", "updates", "validation loss", "undisturbed, as many updates", "difference"]]
+    changes = [100 * (hit.valid / fine.valid - 1) for hit, fine in pairs]
+    for seed, (hit, fine), change in zip(seeds, pairs, changes, strict=True):
+        updates = f"{hit.updates} and {fine.updates}"
+        rows.append([str(seed), updates, f"{hit.valid:.4f}", f"{fine.valid:.4f}", f"{change:+.2f} %"])
+    if len(pairs) > 1:
+        error = stdev(changes) / len(changes) ** 0.5
+        rows.append(["mean, standard error", "", "", "", f"{fmean(changes):+.2f} ± {error:.2f} %"])
+    return markdown(rows)
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:

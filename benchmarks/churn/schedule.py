@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from benchmarks.churn.islands import Islands
 from megatron_lossy.mechanisms.islands.schedule import Event, Schedule
@@ -46,6 +47,15 @@ class Happened(NamedTuple):
     when: float
 
 
+class Events(Protocol):
+    """What makes events happen. ``happened``: those that have, in their order."""
+
+    happened: list[Happened]
+
+    def direct(self) -> None:
+        """Make everything happen that is due."""
+
+
 @dataclass
 class Director:
     """Makes the events of ``schedule`` happen, and those of the lighthouse, which is away in the iterations ``away``, if any."""
@@ -73,11 +83,6 @@ class Director:
             self.happened.append(Happened(now, one.slot, one.event, time.monotonic()))
             self.tell(f"iteration {now:5d}: {describe(one.slot, one.event)}")
 
-    @property
-    def over(self) -> bool:
-        """Whether no more can happen: the islands that are not frozen have come to their end."""
-        return not any(not one.frozen for one in self.islands.running())
-
     def _do(self, one: Event) -> None:
         islands, slot = self.islands, one.slot
         if slot == LIGHTHOUSE:
@@ -98,6 +103,40 @@ class Director:
             islands.start(slot)
         elif life.frozen:
             islands.signal(slot, signal.SIGCONT)
+
+
+@dataclass
+class Kills:
+    """Kills an island that trains, drawn by ``seed``, every ``every`` seconds, and starts it at once, until the run has made ``end`` iterations."""
+
+    islands: Islands
+    every: float
+    end: int
+    seed: int
+    tell: Callable[[str], None] = print
+
+    def __post_init__(self) -> None:
+        self._drawn = random.Random(self.seed)
+        self._next = 0.0
+        self.happened: list[Happened] = []
+
+    def direct(self) -> None:
+        """Make everything happen that is due. The first kill follows the first iterations of all."""
+        islands, now = self.islands, self.islands.iteration
+        training = [one for one in islands.running() if one.trained]
+        if not self._next and len(training) == len(islands.lives):
+            self._next = time.monotonic() + self.every
+        if not self._next or time.monotonic() < self._next or now >= self.end or not training:
+            return
+        self._next += self.every
+        slot = self._drawn.choice(training).slot
+        for event, do in (
+            ("stop", lambda: islands.signal(slot, signal.SIGKILL)),
+            ("return", lambda: islands.start(slot)),
+        ):
+            do()
+            self.happened.append(Happened(now, slot, event, time.monotonic()))
+        self.tell(f"iteration {now:5d}: {len(self.happened) // 2:3d}. island {slot} {DONE['stop']}, and started again")
 
 
 def describe(slot: int, event: str) -> str:

@@ -5,14 +5,15 @@ All messages have the length of the longest exchange; shorter ones end in zeros.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...config import LossyConfig
-from ...transport.udp.engine import Engine
+from ...transport.udp.engine import Engine, PeerLost, Transfer
 from ...transport.udp.leaving import Leaving, patiently
 from ...transport.udp.process import engine_for
 from .aside import ASIDE
@@ -27,7 +28,8 @@ class IslandLink:
     default all; the others get means alone. ``called``: by place, the name of an island in messages.
 
     ``most``: the most elements of an exchange. ``store``: a new store of these ranks. ``patience``: an
-    island that sends nothing for this many seconds counts as gone.
+    island that sends nothing for this many seconds counts as gone. Then the exchange fails, or, with ``loses``, the others do without that
+    island from then on; it is called, on the thread of the exchange, with its place, why, and the seconds that it was waited for.
     """
 
     observes = True
@@ -45,6 +47,7 @@ class IslandLink:
         senders: Sequence[int] | None = None,
         called: Sequence[int] | None = None,
         engine: Engine | None = None,
+        loses: Callable[[int, str, float], None] | None = None,
     ) -> None:
         self.name, self.rank = f"islands {name}", rank
         self._size, self._patience = size, patience
@@ -57,8 +60,19 @@ class IslandLink:
         codes = {phase: str(form.code) for phase in SYNC_PHASES} if isinstance(form, Codes) else {}
         alike = repr((config.sync_subset, self._senders, form.code if isinstance(form, Codes) else None))
         engine = engine or engine_for(config)
+        self._loses, self._without = loses, set[int]()
         self._channel = engine.open(
-            self.name, rank, size, store, name, buckets, alike=alike, phases=SYNC_PHASES, called=called, codes=codes
+            self.name,
+            rank,
+            size,
+            store,
+            name,
+            buckets,
+            alike=alike,
+            phases=SYNC_PHASES,
+            called=called,
+            codes=codes,
+            bears=loses is not None,
         )
         self._begun = 0
         self._hurries = config.udp_deadline_seconds is not None
@@ -99,10 +113,28 @@ class IslandLink:
         if sends:
             self._channel.send(phase, self._begun, 0, self._pointers(rows, self._left_out()))
             self._leaving.add(transfer, sent.numel() * sent.element_size())
-        arrived = patiently(transfer.wait, self._patience)[self._senders]
+        arrived = self._arrived(transfer)[self._senders]
         silent = np.flatnonzero(~arrived.any(axis=1)).tolist()
         self._silent = [self._senders[place] for place in silent]
         return received[:, :count], arrived
+
+    def _arrived(self, transfer: Transfer) -> np.ndarray:
+        """What arrived. Raises :class:`PeerLost`."""
+        began = time.monotonic()
+        try:
+            return patiently(transfer.wait, self._patience)
+        except PeerLost:
+            if self._loses is None:
+                raise
+            while (place := transfer.missing()) is not None:
+                self._channel.lose(place)
+            return transfer.wait(self._patience)
+        finally:
+            if self._loses is not None:
+                for place, why in self._channel.lost_ranks().items():
+                    if place not in self._without:
+                        self._without.add(place)
+                        self._loses(place, why, time.monotonic() - began)
 
     def _left_out(self) -> list[int]:
         """Make room for a message. Returns the islands that get none.

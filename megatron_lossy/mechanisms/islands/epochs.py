@@ -18,7 +18,7 @@ from typing import NamedTuple
 ROLES = ("send", "listen")
 _ID_BYTES = 8
 #: Seconds beside the time until a death is noticed that all need to get an answer.
-_ANSWER = 2.0
+ANSWERED = 2.0
 
 
 class Incarnation(NamedTuple):
@@ -87,7 +87,7 @@ def counting(heard: Iterable[Heard], digest: str | None) -> tuple[list[Heard], l
     """Those of ``heard`` who count, rising by slot, and those who are refused.
 
     Of two incarnations of a slot the later counts. Refused is who has another digest than ``digest``; without one, than the
-    lowest slot. If nobody who counts sends, the one with the least lag does.
+    lowest slot.
     """
     latest: dict[int, Heard] = {}
     for one in heard:
@@ -97,11 +97,11 @@ def counting(heard: Iterable[Heard], digest: str | None) -> tuple[list[Heard], l
     found = [latest[slot] for slot in sorted(latest)]
     if found and digest is None:
         digest = found[0].digest
-    count = [one for one in found if one.digest == digest]
-    if count and all(one.member.role != "send" for one in count):
-        sender = count[least_lag([one.lag for one in count])]
-        count = [one._replace(member=one.member._replace(role="send")) if one is sender else one for one in count]
-    return count, [one for one in found if one.digest != digest]
+    return [one for one in found if one.digest == digest], [one for one in found if one.digest != digest]
+
+
+def _as(role: str, one: Heard) -> Heard:
+    return one._replace(member=one.member._replace(role=role))
 
 
 def least_lag(lags: Sequence[int]) -> int:
@@ -117,7 +117,8 @@ def next_epoch(
     ``timeout``: seconds after which a silent island counts as dead. Exchanges go on while the answer is under way, so
     that the new epoch begins so many later; if all wait for it, it begins at once, and who is more than ``keep`` exchanges behind
     listens. ``digest``: that of ``last``. Who computed another beginning of the same epoch takes the latest that somebody knows.
-    If somebody cannot exchange in it any more, it begins anew. ``None`` if nobody counts.
+    If somebody cannot exchange in it any more, it begins anew. If nobody sends, the one with the least lag does. ``None`` if nobody
+    counts.
     """
     # Who has not begun has nothing to say in what is running, but where that counts on it.
     expected = set() if last is None else {(one.slot, one.incarnation) for one in last.members}
@@ -129,10 +130,12 @@ def next_epoch(
         return None
     step, later = max(one.step for one in count), 0
     if not there:
-        old = [one for one in count if step - one.step > keep]
-        count = [one._replace(member=one.member._replace(role="listen")) if one in old else one for one in count]
+        count = [_as("listen", one)._replace(lag=step - one.step) if step - one.step > keep else one for one in count]
     else:
-        later = math.ceil((timeout + _ANSWER) / min(one.seconds for one in count))
+        later = math.ceil((timeout + ANSWERED) / min(one.seconds for one in count))
+    if all(one.member.role != "send" for one in count):
+        sender = count[least_lag([one.lag for one in count])]
+        count = [_as("send", one) if one is sender else one for one in count]
     epoch = Epoch(tuple(one.member for one in count), step + 1 + later)
     known = [one.epoch[1] for one in count if one.epoch is not None and one.epoch[0] == epoch.id]
     if last is not None and last.id == epoch.id:

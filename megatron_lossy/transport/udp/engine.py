@@ -106,6 +106,9 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("missing", i, pointer),
         ("release", None, pointer),
         ("failed", i, pointer, ctypes.POINTER(i)),
+        ("bears", None, pointer),
+        ("lose", None, pointer, u32, i64),
+        ("lost", i, pointer, u32),
         ("member_counters", None, pointer, u32, pointer),
         ("engine_counters", None, pointer, pointer),
         ("member_rate", None, pointer, u32, pointer),
@@ -268,6 +271,7 @@ class Engine:
         phases: Sequence[str] = tuple(PHASES),
         called: Sequence[int] | None = None,
         codes: Mapping[str, str] = MappingProxyType({}),
+        bears: bool = False,
     ) -> Channel:
         """Open a channel of ``size`` ranks; all of them must call this.
 
@@ -283,11 +287,14 @@ class Engine:
             phases: the two kinds of exchanges.
             called: the names of the ranks in messages, by their number.
             codes: by phase, the code of its values: one of :data:`.packet.CODES`; raw if it is not there.
+            bears: a rank that is lost is done without, and nothing of it arrives; else the channel fails.
         """
         if self.closed:
             raise RuntimeError(f"the engine of {self.address} is closed, or that of a process that forked this one")
         names = range(size) if called is None else called
-        return Channel(self, name, rank, size, store, prefix, buckets, peers, alike, reported, phases, names, codes)
+        return Channel(
+            self, name, rank, size, store, prefix, buckets, peers, alike, reported, phases, names, codes, bears
+        )
 
     @property
     def closed(self) -> bool:
@@ -376,6 +383,7 @@ class Channel:
         phases: Sequence[str],
         called: Sequence[int],
         codes: Mapping[str, str],
+        bears: bool,
     ) -> None:
         assert len(phases) == len(PHASES)
         self.name = name
@@ -415,6 +423,8 @@ class Channel:
         with engine._lock:
             engine._channels.append(self)
             engine.promise()
+        if bears:
+            self._lib.ml_bears(self._channel)
         self._lib.ml_open(self._channel)
         try:
             proofs = _all(store, f"{prefix}/opened", rank, size, secrets.proof(rank))
@@ -664,15 +674,29 @@ class Channel:
         """An error that names the rank that is gone, as far as the engine knows."""
         culprit = ctypes.c_int()
         reason = self._lib.ml_failed(self._channel, ctypes.byref(culprit))
+        return PeerLost(self._without(culprit.value, reason))
+
+    def lose(self, rank: int) -> None:
+        """Do without ``rank`` from now on, in a channel that bears that: what was to come from it is lost."""
+        with self._using():
+            self._lib.ml_lose(self._channel, rank, -1)
+
+    def lost_ranks(self) -> dict[int, str]:
+        """The ranks that are done without, and why."""
+        with self._using():
+            reasons = {rank: self._lib.ml_lost(self._channel, rank) for rank in self.peers}
+        return {rank: self._without(rank, reason) for rank, reason in reasons.items() if reason}
+
+    def _without(self, rank: int, reason: int) -> str:
         why = {
             1: f"no datagram for {self._engine.settings.peer_timeout:g} s, process gone or UDP blocked",
             2: "its host refuses datagrams, process gone",
             3: "it has closed the channel",
             4: f"no datagram of {self._engine.datagram:,} bytes comes from it any more, and shorter ones do: the MTU of the path "
             "has fallen; lower --packet-bytes",
+            5: "nothing came of it for as long as it was waited for",
         }
-        rank = culprit.value
-        return PeerLost(f"rank {self.called[rank]} of {self.name} ({self.hellos[rank].where}): {why[reason]}")
+        return f"rank {self.called[rank]} of {self.name} ({self.hellos[rank].where}): {why[reason]}"
 
     def where(self, rank: int) -> str:
         """Address and port of ``rank``."""
@@ -878,12 +902,17 @@ class Transfer:
                 self._forget()
         return lost
 
-    def _missing(self) -> str:
+    def missing(self) -> int | None:
+        """A rank of which more is to come; ``None``: there is none, or it is not posted."""
         with self._channel._using(self):
             rank = -1 if self._handle is None else self._lib.ml_missing(self._handle)
-        return (
-            "not posted" if rank < 0 else f"waits for rank {self._channel.called[rank]} ({self._channel.where(rank)})"
-        )
+        return None if rank < 0 else rank
+
+    def _missing(self) -> str:
+        rank = self.missing()
+        if rank is None:
+            return "not posted"
+        return f"waits for rank {self._channel.called[rank]} ({self._channel.where(rank)})"
 
     def _wait(self, what: int, timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout

@@ -48,7 +48,7 @@ class BetweenMembers(BetweenRanks):
 
     ``among()``: the epoch of the exchange that begins; ``None``: everything of it is lost. ``breaks``: is called on a thread with an
     epoch that nothing can be exchanged in any more, why, and the seconds that were waited. ``loses``: with the number of an exchange of
-    which nothing arrives.
+    which nothing arrives from others.
     """
 
     def __init__(
@@ -90,7 +90,10 @@ class BetweenMembers(BetweenRanks):
         assert isinstance(lane, Lane), lane
         began = time.monotonic()
         try:
-            return super()._cross(parties, pieces, drawn, keeping, device)
+            crossed = super()._cross(parties, pieces, drawn, keeping, device)
+            if lane.among.alone:
+                self._loses(lane.exchange)
+            return crossed
         except (RuntimeError, torch.distributed.DistError) as error:  # a member is gone, or silent
             self._breaks(lane.among, first_line(error), time.monotonic() - began)
             return self._lost(parties, pieces, device)

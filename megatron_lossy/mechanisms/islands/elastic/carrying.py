@@ -1,7 +1,7 @@
 """Carries the exchanges of one epoch, among its members' ranks of one number: over gloo, or as datagrams.
 
-It is opened on a thread, while training goes on. A member that dies, or stands still for longer than the patience, breaks it: what
-is under way is lost whole, and so is the rest of the epoch.
+It is opened on a thread, while training goes on. A member that dies, or stands still for longer than the patience, breaks it over gloo:
+what is under way is lost whole, and so is the rest of the epoch. Of datagrams only those from and to that member are lost.
 """
 
 from __future__ import annotations
@@ -96,8 +96,22 @@ class Among:
         self._changed = threading.Lock()
         self._under_way = 0
         self._retired = self.broken = False
+        self._slot = slot
+        self._without: set[int] = set()
         self._next = epoch.first
         self._closing: threading.Thread | None = None
+
+    def do_without(self, slot: int) -> bool:
+        """Nothing of ``slot`` arrives any more, and the others go on. Returns whether that is new."""
+        with self._changed:
+            new = slot not in self._without
+            self._without.add(slot)
+            return new
+
+    @property
+    def alone(self) -> bool:
+        """Whether there were others, and nothing of any of them arrives any more."""
+        return len(self.epoch.slots) > 1 and self._without >= {*self.epoch.slots} - {self._slot}
 
     def reach(self, exchange: int) -> bool:
         """Whether ``exchange`` is the next one: all members make those of an epoch from the first on, and meet in their order."""
@@ -230,11 +244,21 @@ class Links:
 class Opener:
     """Opens epochs for rank ``rank`` of the island ``slot``. ``most``: by shard, the most elements of an exchange.
 
-    ``engine``: of datagrams, if they carry exchanges.
+    ``engine``: of datagrams, if they carry exchanges. Then a member that is lost breaks no epoch: ``loses`` is called on a thread with the
+    epoch, the slot, why, and the seconds that were waited.
     """
 
-    def __init__(self, config: LossyConfig, slot: int, rank: int, most: Sequence[int], engine: Any) -> None:
+    def __init__(
+        self,
+        config: LossyConfig,
+        slot: int,
+        rank: int,
+        most: Sequence[int],
+        engine: Any,
+        loses: Callable[[Placed, int, str, float], None],
+    ) -> None:
         self._config, self._slot, self._rank, self._most, self._engine = config, slot, rank, most, engine
+        self._loses = loses
         #: All datagrams so far.
         self.links = Links(slot)
 
@@ -268,6 +292,7 @@ class Opener:
                 senders=senders,
                 called=slots,
                 engine=self._engine,
+                loses=lambda place, why, waited: self._loses(placed, slots[place], why, waited),
             )
             self.links.add(link, slots)
             return link

@@ -16,7 +16,7 @@ from typing import Any
 
 from ....errors import UsageError, refuse
 from ....rendezvous import Data
-from ..epochs import Epoch, Heard, Incarnation, Member, next_epoch
+from ..epochs import ANSWERED, Epoch, Heard, Incarnation, Member, next_epoch
 from .copying import Request
 
 #: The version of what islands tell.
@@ -77,6 +77,7 @@ class Membership:
         self._role, self._lag, self._step, self._exchanges = "send", 0, -1, False
         self._took: deque[float] = deque(maxlen=_RECENT)
         self._broken = self._joins = False
+        self._without_since: float | None = None  # a member of the epoch is done without
         self._question: tuple[Member, int] | None = None
         self._requests: list[Request] = []  # of others, for a copy of this island
         self._at: float | None = None
@@ -105,12 +106,18 @@ class Membership:
                 "members": []
                 if epoch is None
                 else [[one.slot, list(one.incarnation), one.role] for one in epoch.members],
-                "broken": self._broken,
+                "broken": self._broken or self._missed,
                 "waits": self._waits,
                 "host": self._host,
                 "store": list(self._store),
                 "asks": _asked(self._question),
             }
+
+    @property
+    def _missed(self) -> bool:
+        """Whether a member that others count on is done without, although all would know by now that it is dead."""
+        since = self._without_since
+        return since is not None and time.monotonic() - since > self._timeout + ANSWERED
 
     @property
     def _waits(self) -> bool:
@@ -153,7 +160,7 @@ class Membership:
             epoch = next_epoch(heard, self._epoch, digest, self._timeout, self._keep)
         if epoch is None or epoch == self._epoch or self._slot not in epoch.slots:
             return
-        self._epoch, self._broken, self._deadline = epoch, False, None
+        self._epoch, self._broken, self._without_since, self._deadline = epoch, False, None, None
         lives = {one.slot: (one.slot, one.incarnation) for one in epoch.members}
         places = {slot: stores[life] for slot, life in lives.items() if life in stores}
         self._placed.append(Placed(len(self._placed), epoch, places, max(one["usual"] for one in known)))
@@ -253,6 +260,12 @@ class Membership:
         """``epoch`` cannot be exchanged in any more."""
         with self._changed:
             self._broken |= epoch == self._epoch
+
+    def does_without(self, epoch: Epoch) -> None:
+        """Nothing arrives from a member of ``epoch`` any more. If it lives, the epoch is to begin anew."""
+        with self._changed:
+            if epoch == self._epoch and self._without_since is None:
+                self._without_since = time.monotonic()
 
     def ask(self, question: tuple[Member, int] | None) -> None:
         """Ask a member for a copy of its state; the number of the question rises."""

@@ -78,6 +78,7 @@ class ElasticIslands(TrainingIslands):
         self._silent = (
             self._abandoned
         ) = -1  # the newest one in which a member was silent, or gone; until which that is dealt with
+        self._maimed = -1  # the newest one in which this rank does without a member
         self._visits = 0  # how often means have set each element of a listener, on all ranks, at least
         self._begun = 0  # how often this island has begun to listen
         # To ask for a copy and get one takes a few answers of the rendezvous, and an exchange of who is asked.
@@ -227,7 +228,7 @@ class ElasticIslands(TrainingIslands):
 
             engine = engine_for(self.config, _address_towards(addresses_of(self.config.rendezvous or "")))
         most = [shard.subset.most for shard in self._built()]
-        return Opener(self.config, self._slot, self.world.rank, most, engine)
+        return Opener(self.config, self._slot, self.world.rank, most, engine, self._does_without)
 
     @property
     def carriers(self) -> Sequence[Any]:
@@ -260,6 +261,21 @@ class ElasticIslands(TrainingIslands):
         # A connection that is closed costs nothing, and the next epoch may be fine.
         if waited >= self.config.island_patience:
             self._silent = max(self._silent, *numbers)
+
+    def _does_without(self, placed: Placed, slot: int, why: str, waited: float) -> None:
+        """On a thread: nothing of ``slot`` arrives any more in the epoch ``placed``. ``waited``: seconds until that was known."""
+        among = self._openings[placed.number].among()
+        if among is None or among.broken or not among.do_without(slot):  # it ends, or another lane has said it
+            return
+        epoch = [placed.epoch.id, placed.epoch.first]
+        self._diary.note("lost contact", epoch=epoch, with_island=slot, seconds=round(waited, 3), why=why)
+        logger.warning(
+            "island %d: lost contact with island %d (%s); until they meet again its messages count as lost",
+            self._slot,
+            slot,
+            why,
+        )
+        self._maimed = max(self._maimed, placed.number)
 
     def _miss(self, now: int) -> None:
         """The run has made ``now`` iterations without this island: exchanges under way are lost, and replicas begin equal."""
@@ -345,15 +361,15 @@ class ElasticIslands(TrainingIslands):
         if self._standing.slot.listens:
             visits = min((shard.rounds.visits(0) for shard in self._built()), default=_ENOUGH)
         begun, requests = self._begun, [] if self._membership is None else self._membership.requests
-        numbers = [signal, self._last_known(), following, ahead, self._broken, self._silent, -visits, len(requests)]
-        said = np.array([*numbers, *self._rejoining.said], dtype=np.int64)
+        epochs = [self._last_known(), following, self._broken, self._silent, self._maimed]
+        said = np.array([signal, *epochs, ahead, -visits, len(requests), *self._rejoining.said], dtype=np.int64)
         known = copies.to_device(said, device.current_device())
         work = dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
 
         def finish() -> int:
             work.wait()
             told = map(int, Fetched(known).wait().tolist())
-            number, latest, in_force, jump, broken, silent, visits, requests, failed, came = told
+            number, latest, in_force, broken, silent, maimed, jump, visits, requests, failed, came = told
             if begun == self._begun:
                 self._visits = -visits
             self._learn(latest)
@@ -367,6 +383,8 @@ class ElasticIslands(TrainingIslands):
                 later = self._openings[silent + 1 :]
                 self._give_up([one for one in later if there <= set(one.placed.epoch.lives)])
                 self._abandoned = silent
+            if maimed >= 0 and self._membership is not None:
+                self._membership.does_without(self._openings[maimed].placed.epoch)
             self._in_force, self._jump = in_force, jump
             return number
 
@@ -447,17 +465,20 @@ class ElasticIslands(TrainingIslands):
             if self._membership is not None:
                 slot = self._standing.slot
                 before = self._current
-                together = before is not None and not before.broken and len(before.epoch.members) > 1
+                together = (
+                    before is not None and not before.broken and len(before.epoch.members) > 1 and not before.alone
+                )
                 self._membership.note(self._exchange_of(now), self._standing.role, max(slot.lag(now), 0), together)
             self._current = self._carried(self._exchange_of(now))
-            if self._current is None and self._membership is not None:
+            others = self._current is not None and not self._current.alone
+            if not others and self._membership is not None:
                 self._keep_pace(self._membership.ahead(self._exchange_of(now)))
-            epoch = None if self._current is None else self._current.epoch
+            epoch = self._current.epoch if others else None
             self._diary.begin(self._exchange_of(now), now, epoch, max(self._standing.slot.lag(now), 0))
         among = self._current
         self._standing.members = [] if among is None else [0]
         super()._exchange(number, *arguments)
-        if begins and among is not None and not among.broken and among.place is not None:
+        if begins and among is not None and not among.broken and not among.alone and among.place is not None:
             self._standing.sent(now)
 
     def _keep_pace(self, ahead: float) -> None:

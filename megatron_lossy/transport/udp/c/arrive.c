@@ -400,6 +400,10 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         }
         if (index == 1 && !m->gone) { /* its last word: what we sent it is done, what it did not send will not come */
             m->gone = 1;
+            if (c->bears) {
+                member_lost(c, source, LEFT, now);
+                break;
+            }
             for (struct exchange *x = e->live, *next; x; x = next) {
                 next = x->next;
                 if (x->channel != c)

@@ -145,6 +145,17 @@ API int ml_missing(struct exchange *x)
     return result;
 }
 
+/* Does without member `rank` from now on, in a channel that bears that. */
+API void ml_lose(struct channel *c, uint32_t rank, ns now)
+{
+    acquire(c->engine);
+    member_lost(c, rank, IN_VAIN, at(now));
+    release(c->engine);
+}
+
+/* Why member `rank` is done without; 0: it is not. */
+API int ml_lost(const struct channel *c, uint32_t rank) { return c->members[rank].lost; }
+
 API void ml_release(struct exchange *x)
 {
     struct engine *e = x->channel->engine;

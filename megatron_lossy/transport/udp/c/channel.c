@@ -172,6 +172,9 @@ API void ml_way(struct channel *c, uint32_t rank, const struct sockaddr *to)
     release(c->engine);
 }
 
+/* Who is lost is done without. Before ml_open. */
+API void ml_bears(struct channel *c) { c->bears = 1; }
+
 API void ml_open(struct channel *c)
 {
     struct engine *e = c->engine;

@@ -5,6 +5,12 @@
 /* Bytes of a message, if not all of the bucket; what a receiver tolerates of each source, and what it shall lose. */
 struct terms { uint64_t length; uint32_t tolerance, drops; const uint8_t *dropped; };
 
+/* Whether more may come from a member. What it sent before it left may be under way. */
+static int comes(const struct member *m, const struct source *s)
+{
+    return !m->lost || (m->lost == LEFT && s->ended && !s->must.count);
+}
+
 static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint8_t *const *to, uint8_t *arrived,
                 ns deadline, const struct terms *terms, ns now, struct exchange **handle)
 {
@@ -59,7 +65,7 @@ static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
             free(chunk);
             chunk = next;
         }
-        if (s->expected && s->got == b->units)
+        if (s->expected && (s->got == b->units || !comes(&c->members[i], s)))
             source_over(x, i, now);
         else if (s->expected && s->ended)
             exchange_due(x, s->ended_at + reorder_window(c->engine, c->members[i].flow));
@@ -102,7 +108,7 @@ static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t buc
         uint32_t i = (c->rank + k) % c->size;
         struct dest *d = &x->dests[i];
         struct member *m = &c->members[i];
-        if (!from[i] || !m->flow || d->done)
+        if (!from[i] || !m->flow || m->lost || d->done)
             continue;
         d->from = from[i];
         d->wanted = 1;
@@ -198,4 +204,27 @@ static void dest_done(struct dest *d, ns now)
         pthread_cond_broadcast(&c->engine->told);
     pthread_mutex_unlock(&c->engine->tell);
     exchange_settle(x);
+}
+
+/* Nothing comes from member `i` any more, and it takes nothing. Either the channel fails, or what was to come from it is lost. */
+static void member_lost(struct channel *c, uint32_t i, int reason, ns now)
+{
+    struct member *m = &c->members[i];
+    if (!c->bears)
+        channel_fail(c, i, reason);
+    if (!c->bears || m->lost || c->failed || !c->open)
+        return;
+    m->lost = (uint8_t)reason;
+    for (struct exchange *x = c->engine->live, *next; x; x = next) {
+        next = x->next;
+        if (x->channel != c)
+            continue;
+        struct source *s = &x->sources[i];
+        if (x->posted && s->expected && !s->over && !comes(m, s))
+            source_over(x, i, now);
+        if (x->dests[i].wanted)
+            dest_done(&x->dests[i], now);
+        else
+            exchange_settle(x);
+    }
 }

@@ -15,7 +15,7 @@ enum { AHEAD = 8 };                          /* steps that a peer may be ahead, 
 enum { PIECES = 16, ASSEMBLIES = 32 };       /* of a unit, the most; units of a rank of which some have come */
 enum { CONTROLS = 8192, REPORTS = 4, RESENDS = 4096 };
 enum { ADDRESSES = 4 }; /* addresses of a process, the most */
-enum { SILENT = 1, REFUSED, LEFT, DEAF }; /* why a channel failed */
+enum { SILENT = 1, REFUSED, LEFT, DEAF, IN_VAIN }; /* why a channel failed, or a member is done without */
 #define SILENCE (200 * MS)        /* of a process: it may hear nothing either */
 #define PULSE (50 * MS)           /* between signs of life meanwhile, to few others */
 #define PULSES (6 * SECOND)       /* of silence: then they are rare, for a process that is stopped finds all of them */
@@ -193,7 +193,7 @@ struct member {
     struct dest *queue[PHASES], *last[PHASES];
     uint64_t eager, eager_limit; /* bytes sent without READY */
     uint32_t posted[PHASES];     /* the latest step that it is known to have posted, or the first that it was sent */
-    uint8_t any_posted[PHASES], gone;
+    uint8_t any_posted[PHASES], gone, lost; /* gone: it has closed the channel; lost: why the others do without it */
     struct { uint8_t heard, confirmed; ns at, until; } probe;
     struct { uint32_t count; ns at; } replies; /* in this millisecond */
     /* Since the last datagram of the channel's full length: steps, and their units, of which none came although their end was
@@ -213,7 +213,7 @@ struct channel {
     struct member *members;
     uint32_t newest[PHASES], probe_bytes;
     uint8_t any[PHASES], open, closing;
-    int failed, culprit;
+    int failed, culprit, bears; /* bears: who is lost is done without, and the channel goes on */
     uint32_t unacknowledged; /* over its exchanges */
     size_t early, early_limit;
     ns free_at;

@@ -113,7 +113,7 @@ static void flow_timers(struct engine *e, struct flow *f, int alive, ns now)
         if (now - f->heard >= e->set.peer_timeout || refused) {
             int silent = !refused;
             if (!m->gone && !m->channel->closing)
-                channel_fail(m->channel, m->rank, silent ? SILENT : REFUSED);
+                member_lost(m->channel, m->rank, silent ? SILENT : REFUSED, now);
             for (struct exchange *x = e->live, *next; x; x = next) { /* nobody will acknowledge any more */
                 next = x->next;
                 if (m->gone && x->channel == m->channel && x->dests[m->rank].wanted)
