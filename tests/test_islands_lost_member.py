@@ -1,0 +1,91 @@
+"""Datagrams between islands of which one sends nothing any more: it is waited for once, and the others go on without it."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.mechanisms.islands.datagrams import IslandLink
+from megatron_lossy.transport.udp.engine import Engine, PeerLost
+from megatron_lossy.transport.udp.process import settings_of
+
+pytestmark = pytest.mark.shows("datagrams between islands: one is silent and the others go on", device=False)
+
+PATIENCE = 0.8
+ISLANDS, SIZE = 3, 300
+
+
+@pytest.fixture
+def links():
+    """The links of three islands in one process, and by island what each was told of others."""
+    config = LossyConfig(
+        islands=ISLANDS, sync_method="parameters", loss_unit="packet", packet_bytes=102, transport="udp"
+    )
+    store, told = torch.distributed.HashStore(), [[] for _ in range(ISLANDS)]
+    pool = ThreadPoolExecutor(ISLANDS)
+    engines = [Engine(settings_of(config), "127.0.0.1") for _ in range(ISLANDS)]
+
+    def make(bears):
+        def link(number):
+            def loses(place, why, waited):
+                told[number].append((place, why, waited))
+
+            more = {"loses": loses} if bears else {}
+            return IslandLink(
+                config, "lost", number, ISLANDS, store, SIZE, PATIENCE, engine=engines[number], called=[4, 5, 6], **more
+            )
+
+        return list(pool.map(link, range(ISLANDS))), told
+
+    yield make, pool
+    pool.shutdown()
+    for engine in engines:
+        engine.close(linger=0.0)
+
+
+def exchange(pool, links, numbers, value):
+    """By island of ``numbers``, what it got of the pieces [3, 100] that all of them send, and what arrived of each."""
+
+    def one(number):
+        pieces = torch.full((ISLANDS, SIZE // ISLANDS), float(value + number))
+        received, arrived = links[number].scatter(pieces)
+        gathered, came = links[number].gather(received[number])
+        return received, arrived.all(axis=1), gathered, came.all(axis=1)
+
+    return dict(zip(numbers, pool.map(one, numbers)))
+
+
+def test_it_is_waited_for_once(links):
+    make, pool = links
+    links, told = make(bears=True)
+    for received, arrived, gathered, came in exchange(pool, links, range(3), 10).values():
+        assert arrived.all() and came.all()
+        for rows in (received, gathered):
+            assert rows[:, 0].tolist() == [10, 11, 12]
+    took = []
+    for step in range(1, 5):
+        began = time.monotonic()
+        found = exchange(pool, links, (0, 2), 10 * step)
+        took.append(time.monotonic() - began)
+        for received, arrived, gathered, came in found.values():
+            np.testing.assert_array_equal(arrived, [True, False, True])
+            np.testing.assert_array_equal(came, [True, False, True])
+            for rows in (received, gathered):
+                assert rows[:, 0].tolist() == [10 * step, 0, 10 * step + 2]
+    assert took[0] >= PATIENCE and min(took[1:]) < PATIENCE / 2
+    for number in (0, 2):
+        [(place, why, waited)] = told[number]
+        assert place == 1 and waited >= PATIENCE and "rank 5 of islands lost" in why and "waited for" in why
+    assert not told[1]
+
+
+def test_without_that_the_exchange_fails(links):
+    make, pool = links
+    links, _ = make(bears=False)
+    with pytest.raises(PeerLost):
+        exchange(pool, links, (0, 2), 10)
