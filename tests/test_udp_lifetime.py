@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -408,3 +409,21 @@ def test_all_channels_together_promise_the_buffer_once():
         )
     finally:
         in_threads(5, lambda rank: engines[rank].close(0.0))
+
+
+def test_counters_may_be_asked_for_while_the_channel_is_closed():
+    """They are those at its end from then on, whichever comes first."""
+    store = Store()
+    with Engine(UdpSettings(), "127.0.0.1") as first, Engine(UdpSettings(), "127.0.0.1") as second:
+        for turn in range(20):
+            with ThreadPoolExecutor(3) as pool:
+                opened = [
+                    pool.submit(engine.open, "c", rank, 2, store, f"c{turn}", {"grad": [(64, 64)]})
+                    for rank, engine in enumerate((first, second))
+                ]
+                channels = [one.result() for one in opened]
+                asking = [pool.submit(lambda: [channels[0].counters() for _ in range(200)]) for _ in range(2)]
+                channels[0].close(linger=0.0)
+                assert all(list(counts) == [1] for one in asking for counts in one.result())
+                assert list(channels[0].rates()) == [1]
+                channels[1].close(linger=0.0)

@@ -704,11 +704,11 @@ class Channel:
 
     def counters(self) -> dict[int, dict[str, int]]:
         """Counters of each peer; for a closed channel, those at its end."""
-        if self._final is not None:
-            return self._final[0]
         names = self._lib.ml_member_counter_names().decode().rstrip(",").split(",")
         result = {}
-        with self._using():
+        with self._lock:  # so that it is not closed in between
+            if self._final is not None:
+                return self._final[0]
             for peer in self.peers:
                 values = (ctypes.c_uint64 * len(names))()
                 self._lib.ml_member_counters(self._channel, peer, values)
@@ -722,10 +722,10 @@ class Channel:
         cause. ``delivered``: the greatest recent rate of arrivals. ``outstanding``: DATA on the way. ``window``,
         ``limit``: DATA that the peer's buffer holds for this process.
         """
-        if self._final is not None:
-            return self._final[1]
         result = {}
-        with self._using():
+        with self._lock:
+            if self._final is not None:
+                return self._final[1]
             for peer in self.peers:
                 values = (ctypes.c_double * len(_RATES))()
                 self._lib.ml_member_rate(self._channel, peer, values)
@@ -747,8 +747,8 @@ class Channel:
                 return
             self._closer = threading.get_ident()
         try:
-            self._final = self.counters(), self.rates()
             with self._lock:
+                self._final = self.counters(), self.rates()
                 self._ends = True
                 while self._users:
                     self._lock.wait()
