@@ -235,16 +235,21 @@ class ElasticIslands(TrainingIslands):
         return [self._opener.links] if self.config.transport == "udp" and self._entered else []
 
     def _carried(self, exchange: int) -> Among | None:
-        """The epoch that ``exchange`` is made in. One that is not ready, or of which an exchange was left out, is given up."""
+        """The epoch that ``exchange`` is made in: that in force, or, as long as that is not open, the one before.
+
+        One that is not ready, or of which an exchange was left out, is given up.
+        """
         if self._in_force < 0:
             return None
-        opening = self._openings[self._in_force]
+        opening, before = self._openings[self._in_force], self._current
         among = opening.among()
         if among is not None and not among.broken and among.reach(exchange):
             return among
         opening.abandon()
         self._broken = max(self._broken, self._in_force)
-        return None
+        if before is None or before is among or before.broken or not before.reach(exchange):
+            return None
+        return before
 
     def _broke(self, among: Among, why: str, waited: float) -> None:
         """On a thread: nothing can be exchanged in the epoch of ``among`` any more. ``waited``: seconds until that was known."""
@@ -409,13 +414,13 @@ class ElasticIslands(TrainingIslands):
     def _ahead(self, now: int) -> int:
         """The iteration of the run, if it has gone on without this island, which has made ``now``; else 0.
 
-        Who is little behind is waited for in the next epoch, and leaves no iteration out.
+        Who is no more behind than others wait for it leaves no iteration out.
         """
         if self._membership is None:
             return 0
         config = self.config
         run = self._iteration_of(self._membership.furthest)
-        late = (run - now) / config.sync_interval * self._membership.seconds > config.island_patience / 2
+        late = (run - now) / config.sync_interval * self._membership.seconds > config.island_patience
         return run if late and run > now + config.sync_delay + config.sync_interval else 0
 
     def _learn(self, latest: int) -> None:
@@ -429,7 +434,7 @@ class ElasticIslands(TrainingIslands):
         used = max(self._in_force, 0)
         for opening in self._openings[:used]:
             among = opening.among()
-            if among is not None and opening not in self._openings[used:]:
+            if among is not None and among is not self._current and opening not in self._openings[used:]:
                 among.retire()
 
     def _learn_requests(self, count: int) -> None:
