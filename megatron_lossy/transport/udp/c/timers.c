@@ -84,7 +84,11 @@ static void reports(struct engine *e, ns now)
     }
 }
 
-#define BELIEVED (3 * SECOND) /* of silence: then a host that refuses datagrams is believed */
+/* Of silence: then a host that refuses datagrams is believed; where the channel goes on without a rank, an error costs less. */
+static ns believed(const struct member *m)
+{
+    return least(m->channel->bears ? SECOND / 2 : 3 * SECOND, m->channel->engine->set.peer_timeout);
+}
 
 static void flow_timers(struct engine *e, struct flow *f, int alive, ns now)
 {
@@ -107,9 +111,9 @@ static void flow_timers(struct engine *e, struct flow *f, int alive, ns now)
     size_timers(e, f, now);
     for (struct member *m = f->members; m; m = m->next) {
         /* Anybody can forge an ICMP message: it is believed where silence says the same. */
-        int refused = f->refused >= 3 && now - f->heard >= least(BELIEVED, e->set.peer_timeout);
+        int refused = f->refused >= 3 && now - f->heard >= believed(m);
         if (f->refused >= 3 && !refused)
-            due(e, f->heard + BELIEVED);
+            due(e, f->heard + believed(m));
         if (now - f->heard >= e->set.peer_timeout || refused) {
             int silent = !refused;
             if (!m->gone && !m->channel->closing)
