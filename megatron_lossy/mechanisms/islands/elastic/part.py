@@ -32,19 +32,20 @@ from ....monitor import Observer
 from ....recovery import copies
 from ....rendezvous import Watch
 from ....rendezvous.lighthouse import Lighthouse, addresses_of
+from ..between_members import BetweenMembers
 from ..between_ranks import BetweenRanks
+from ..carrying import Among
+from ..copying import Copy, Request
 from ..epochs import Incarnation, Member
 from ..megatron_training import TrainingIslands
 from ..member_rounds import MemberRounds
+from ..rank_state import held_state, put_state
 from ..rounds import Weights
 from ..shard import Shard
 from ..stopping import Stopping
-from .between import BetweenMembers
-from .carrying import Among, Opener, Opening
-from .copying import Copy, Request
 from .diary import Diary
 from .membership import Membership, Placed
-from .rank_state import held_state, put_state
+from .opening import Opener, Opening
 from .rejoining import Rejoining
 from .standing import Standing
 from .world import ElasticWorld
@@ -231,7 +232,7 @@ class ElasticIslands(TrainingIslands):
 
     @property
     def carriers(self) -> Sequence[Any]:
-        return [self._opener.links] if self.config.transport == "udp" and self._entered else []
+        return [self._opener.lanes.links] if self.config.transport == "udp" and self._entered else []
 
     def _carried(self, exchange: int) -> Among | None:
         """The epoch that ``exchange`` is made in. One that is not ready, or of which an exchange was left out, is given up."""
