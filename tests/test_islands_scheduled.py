@@ -80,12 +80,21 @@ def test_islands_of_a_rank_are_virtual_ones(data, tmp_path):
     check_all(data, tmp_path, 3, cases)
 
 
+def test_who_listens_sends_once_means_have_set_its_weights(data, tmp_path):
+    """Which it alone counts, and all must know."""
+    cases = {
+        "at once": ({}, THREE | LISTEN | {"sync_fraction": 1.0}),
+        "halves, late": ({}, THREE | LISTEN | {"sync_delay": 1}),
+    }
+    check_all(data, tmp_path, 3, cases, [(1, 1, "stop"), (3, 1, "return")])
+
+
 @pytest.mark.slow
 def test_more_islands_of_a_rank_are_virtual_ones(data, tmp_path):
     bernoulli = {"sync_subset": "bernoulli", "sync_block": 5, "sync_interval": 2, "sync_delay": 1}
     cases = {
         "ema, bf16": ({"bf16": True}, THREE | {"sync_delay": 2, "delay_correction": "ema"}),
-        "listen, at once": ({}, THREE | LISTEN | {"island_keep": 0}),
+        "listen, in halves": ({}, THREE | LISTEN | {"island_keep": 0}),
         "listen, rounded": ({}, THREE | LOST | LISTEN | {"sync_delay": 1, "sync_dtype": "bf16"}),
         "in 8 bits": ({}, THREE | LOST | {"sync_delay": 3, "sync_dtype": "int8", "sync_block": 16}),
         "whole shards lost": ({}, THREE | bernoulli | {"p_sync": 0.5}),
