@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,14 +15,14 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.mechanisms.islands.epoch_log import EPOCHS
 from megatron_lossy.train.config import TrainConfig
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 from tests.test_islands_churn import write
 from tests.test_islands_ranks import INSIDE, LOST, SMALL, check_weights, train_both, weights_of
 from tests.trainer import read_records, train_runs, write_data
 
 pytestmark = pytest.mark.shows(
     "real islands that come and go by a schedule are virtual ones, bit for bit",
-    "they stop together, continue bit for bit, and log the same losses",
+    "islands of a schedule stop together, continue bit for bit, and log the same losses",
 )
 
 #: All slots and all events: two that return at once, one that was cut off, one that never comes back.
@@ -176,9 +179,6 @@ def test_logs_are_those_of_virtual_islands_and_are_replayed(data, tmp_path):
 
 def told_to_stop(rank: int, run: tuple[dict, dict]) -> None:
     """The island that is away gets a SIGTERM in its fifth iteration."""
-    import os
-    import signal
-
     from megatron_lossy.train.loop import _Run
 
     sit_out = _Run._sit_out
@@ -197,6 +197,65 @@ def test_a_signal_to_one_that_is_away_ends_all_after_the_same_iteration(data, tm
     run = (SMALL | data | {"train_iters": 200, "eval_iters": 0, "save": str(tmp_path)}, loss)
     run_ranks(told_to_stop, 2, run, grouped=False)
     assert [latest_iteration(tmp_path / f"island_{number}") for number in range(2)] == [5, 5]
+
+
+def die(rank: int, run: tuple[dict, dict]) -> None:
+    """The last rank, of an island that is away, is gone in its fourth iteration, without a word."""
+    from megatron_lossy.train.loop import _Run
+
+    sit_out = _Run._sit_out
+
+    def mortal(self, batches):
+        if rank == 2 and self.progress.iteration == 3:
+            os._exit(1)
+        return sit_out(self, batches)
+
+    _Run._sit_out = mortal
+    train_runs(rank, run)
+
+
+def test_others_notice_that_an_island_is_really_gone(data, tmp_path):
+    loss = THREE | {"sync_delay": 5, "island_schedule": write(tmp_path / "events", (2, 2, "stop"))}
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(die, 3, (SMALL | data | SIX | {"train_iters": 100, "eval_iters": 0}, loss), grouped=False)
+    text = str(failed.value)
+    assert "rank 2:\nthe process died" in text and "no result after" not in text
+    assert len(re.findall(r"^rank [01]:$", text, re.MULTILINE)) == 2 and "gloo" in text
+
+
+def train_and_look(rank: int, run: tuple[dict, dict]) -> dict[int, list[bytes]]:
+    """By iteration, the weights of this rank's model before it, of each bucket, and then what an optimizer keeps of them."""
+    from megatron_lossy.mechanisms.islands.scheduled import ScheduledIslands
+
+    found: dict[int, list[bytes]] = {}
+    come_and_go = ScheduledIslands.come_and_go
+
+    def look(self):
+        trains = come_and_go(self)
+        kept = [value.bytes().numpy().tobytes() for value in self._state().values() if not isinstance(value, float)]
+        found[self._run.iteration] = [bucket.param_data.numpy().tobytes() for bucket, _ in self._buckets] + kept
+        return trains
+
+    ScheduledIslands.come_and_go = look
+    train_runs(rank, run)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
+def test_each_rank_of_parallel_islands_copies_its_peer(data, tmp_path, parallel):
+    loss = THREE | {
+        "islands": 2,
+        "sync_delay": 1,
+        "island_schedule": write(tmp_path / "events", (2, 0, "stop"), (6, 0, "return")),
+    }
+    run = (SMALL | data | {f"{parallel}_model_parallel_size": 2, "save": str(tmp_path)}, loss)
+    found = run_ranks(train_and_look, 4, run, grouped=False)
+    for mine, other in ((0, 2), (1, 3)):
+        assert found[mine][2] == found[mine][5] and found[mine][5] != found[other][5]
+        assert found[mine][6] == found[other][6] and found[mine][7] != found[other][7]
+        assert len(found[mine][6]) > 10
+    assert found[0][6] != found[1][6]
 
 
 CONTINUED = {
