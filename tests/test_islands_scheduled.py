@@ -21,8 +21,8 @@ from tests.test_islands_ranks import INSIDE, LOST, SMALL, check_weights, train_b
 from tests.trainer import read_records, train_runs, write_data
 
 pytestmark = pytest.mark.shows(
-    "real islands that come and go by a schedule are virtual ones, bit for bit",
-    "islands of a schedule stop together, continue bit for bit, and log the same losses",
+    "real islands of a schedule are virtual ones, bit for bit",
+    "islands of a schedule: ended together, continued, logged and replayed",
 )
 
 #: All slots and all events: two that return at once, one that was cut off, one that never comes back.

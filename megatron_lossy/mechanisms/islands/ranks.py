@@ -193,7 +193,7 @@ class RankIslands(Part):
         )
 
     def _crossing(self, number: int, subset: Subset) -> BetweenRanks:
-        """What makes the means of the shard ``number``. A collective call of the ranks with this one's place."""
+        """The maker of the means of the shard ``number``. A collective call of the ranks with this one's place."""
         config, world = self.config, self.world
         carriers = carriers_of(config, subset.most, world.island, f"{number}/", world.store, world.meet, world.patience)
         return BetweenRanks(config, subset.stream, world.island, carriers, self._run.steps, self._tell, self._stopping)

@@ -138,7 +138,7 @@ class ScheduledIslands(RankIslands):
         return GlooPair(store, place, timedelta(seconds=self.world.patience))
 
     def _state(self) -> dict[str, Held | float]:
-        """What a copy is of: the weights of this rank, and what belongs to them."""
+        """The state of this rank that a copy is of: its weights, and what belongs to them."""
         beside = {
             f"{number}/rule/{name}": Held(value)
             for number, shard in enumerate(self._built())
