@@ -159,7 +159,7 @@ class _Run:
             if trained != trains:
                 job = self.lossy.config.jobs().name
                 self.console.note(
-                    f"  this {job} {'is back' if trains else 'leaves'} at iteration {progress.iteration:7d}"
+                    f"  this {job} {'is back' if trains else 'is away'} at iteration {progress.iteration:7d}"
                 )
             started = time.perf_counter()
             stop, diverged = 0, None
