@@ -85,10 +85,7 @@ def test_islands_of_a_rank_are_virtual_ones(data, tmp_path):
 
 def test_who_listens_sends_once_means_have_set_its_weights(data, tmp_path):
     """Which it alone counts, and all must know."""
-    cases = {
-        "at once": ({}, THREE | LISTEN | {"sync_fraction": 1.0}),
-        "halves, late": ({}, THREE | LISTEN | {"sync_delay": 1}),
-    }
+    cases = {"halves, late": ({}, THREE | LISTEN | {"sync_delay": 1})}
     check_all(data, tmp_path, 3, cases, [(1, 1, "stop"), (3, 1, "return")])
 
 
