@@ -145,8 +145,13 @@ ISLAND = [
     (ISLANDS | {"island_speeds": (1.0, 2.0)}, {"virtual": False}, "--island-speeds 1.0 2.0: needs --virtual-workers"),
     (
         ISLANDS | CHURN,
+        {"flushes": True},
+        "--island-schedule events: needs a training loop that can sit iterations out",
+    ),
+    (
+        ISLANDS | CHURN | ASYNC,
         {"virtual": False},
-        "--island-schedule events: needs --virtual-workers: only islands in one process",
+        "--island-schedule events: cannot go with --async-pipeline of real ranks",
     ),
     (
         ISLANDS | CHURN | {"island_speeds": (1.0, 2.0)},
@@ -160,13 +165,18 @@ ISLAND = [
         "--rendezvous host: needs a training loop that can go on at a later iteration",
     ),
     (APART, {"virtual": True}, "--rendezvous host: is for real ranks"),
-    (APART, {"saves": True}, "--save: keeps whether an island listens with --save-replicas only"),
+    (
+        APART,
+        {"virtual": False, "saves": True},
+        "--save: keeps who is there, and who listens, with --save-replicas only",
+    ),
     (
         APART | {"async_pipeline": True},
         {},
         "--rendezvous host: cannot go with --async-pipeline",
     ),
     (APART, {"tensor": 2}, "--tensor-model-parallel-size 2: its ranks would lose other averages"),
+    (APART | CHURN, {}, "--island-schedule events: is for islands of one launch"),
     (APART | {"island_speeds": (1.0, 2.0)}, {}, "--island-speeds 1.0 2.0: cannot go with --rendezvous"),
     (
         ISLANDS | CHURN | PACKETS | {"delivery_log": "log", "p_sync": 0.1},

@@ -73,9 +73,9 @@ members = st.lists(
 
 
 @given(members, st.randoms(), st.booleans(), st.data())
-def test_all_who_get_the_same_answer_compute_the_same_epoch(answer, random, waits, data):
+def test_all_who_get_the_same_answer_compute_the_same_epoch(answer, random, waits, draws):
     """All of them wait, from their checkpoints, or are in the run."""
-    steps = data.draw(st.lists(st.integers(-1, 20), min_size=len(answer), max_size=len(answer)))
+    steps = draws.draw(st.lists(st.integers(-1, 20), min_size=len(answer), max_size=len(answer)))
     answer = [one._replace(step=step, waits=waits) for one, step in zip(answer, steps)]
     shuffled = list(answer)
     random.shuffle(shuffled)

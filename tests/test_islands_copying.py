@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.mechanisms.islands.elastic.copying import PART, Damaged, Held, receive_copy, send_copy
-from megatron_lossy.mechanisms.islands.elastic.rank_state import held_state, put_state
+from megatron_lossy.mechanisms.islands.copying import PART, Damaged, Held, receive_copy, send_copy
+from megatron_lossy.mechanisms.islands.rank_state import held_state, put_state
 
 pytestmark = pytest.mark.shows("islands that copy another one")
 
@@ -133,7 +133,7 @@ def test_a_copy_trains_on_as_its_source(steps):
 def test_two_ranks_over_gloo():
     from datetime import timedelta
 
-    from megatron_lossy.mechanisms.islands.elastic.copying import ASKER, SOURCE, Asking, GlooPair, serve
+    from megatron_lossy.mechanisms.islands.copying import ASKER, SOURCE, Asking, GlooPair, serve
 
     store = torch.distributed.HashStore()
     wait, served = timedelta(seconds=60), SimpleQueue()
@@ -150,7 +150,7 @@ def test_two_ranks_over_gloo():
 def test_nobody_there_is_a_failure_that_says_why():
     from datetime import timedelta
 
-    from megatron_lossy.mechanisms.islands.elastic.copying import ASKER, Asking, GlooPair
+    from megatron_lossy.mechanisms.islands.copying import ASKER, Asking, GlooPair
 
     store = torch.distributed.HashStore()
     asking = Asking(lambda: GlooPair(store, ASKER, timedelta(seconds=0.2)))

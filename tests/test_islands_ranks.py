@@ -66,14 +66,20 @@ def weights_of(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def check_same(virtual: Path, real: Path, islands: int) -> None:
-    """All weights to the last bit, and losses, which ranks add up in another order."""
+def check_weights(virtual: Path, real: Path) -> None:
+    """All weights of all islands to the last bit."""
     assert weights_of(virtual) == weights_of(real / "island_0")
     state = torch.load(virtual / f"iter_{latest_iteration(virtual):07d}" / "lossy_islands.pt", weights_only=True)
     for island, saved in enumerate(state["islands"]):
         everything = b"".join(map(bytes_of, saved["weights"]))
         there = weights_of(real / f"island_{island}")
         assert all(value in everything for value in there.values()), (virtual, island)
+    assert latest_iteration(virtual) == latest_iteration(real / "island_0")
+
+
+def check_same(virtual: Path, real: Path, islands: int) -> None:
+    """All weights to the last bit, and losses, which ranks add up in another order."""
+    check_weights(virtual, real)
     for kind in ("train", "valid"):
         records = [read_records(real / f"island_{number}", kind) for number in range(islands)]
         mean = [sum(r["lm loss"] for r in one) / islands for one in zip(*records, strict=True)]

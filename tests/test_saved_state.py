@@ -60,6 +60,7 @@ WALKED = {
     "mechanisms.compression.monitor.WireMonitor": "test_compression.py, saved and resumed",
     "mechanisms.islands.monitor.IslandMonitor": "test_islands_train.py, saved and resumed",
     "mechanisms.islands.elastic.part.ElasticIslands": "test_islands_apart.py, all die",
+    "mechanisms.islands.scheduled.ScheduledIslands": "test_islands_scheduled.py, saved and resumed",
     "mechanisms.islands.ranks.RankIslands": "test_islands_ranks.py, saved and resumed",
     "mechanisms.islands.fsdp.FSDPIslands": "test_pytorch_islands.py, saved and resumed",
     "mechanism.Part": "no state of its own: test_islands_ranks.py",

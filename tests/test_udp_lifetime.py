@@ -422,7 +422,8 @@ def test_counters_may_be_asked_for_while_the_channel_is_closed():
                     for rank, engine in enumerate((first, second))
                 ]
                 channels = [one.result() for one in opened]
-                asking = [pool.submit(lambda: [channels[0].counters() for _ in range(200)]) for _ in range(2)]
+                ask = channels[0].counters
+                asking = [pool.submit(lambda ask: [ask() for _ in range(200)], ask) for _ in range(2)]
                 channels[0].close(linger=0.0)
                 assert all(list(counts) == [1] for one in asking for counts in one.result())
                 assert list(channels[0].rates()) == [1]

@@ -28,11 +28,11 @@ def begin_mean_loss(
     """Begin to add up losses. Returns a function that waits for the loss per token over all ranks.
 
     Both are collective calls. ``sums``: on ranks of the last pipeline stage, (sum of losses, tokens) of each rank of
-    this process. ``of_jobs``: adds them up over jobs; without it they cover this rank's job. ``late``: the function
+    this process; of a job that sits out nothing. ``of_jobs``: adds them up over jobs; without it they cover this rank's job. ``late``: the function
     may be called an iteration later; then no stage waits in it for another.
     """
     last_stage = parallel_state.is_pipeline_last_stage()
-    counts = last_stage and (not late or parallel_state.get_tensor_model_parallel_rank() == 0)
+    counts = sums and last_stage and (not late or parallel_state.get_tensor_model_parallel_rank() == 0)
     total = torch.stack(sums).sum(0) if counts else torch.zeros(2, device=torch.cuda.current_device())
     group = None if late else parallel_state.get_data_parallel_group(with_context_parallel=True)
     work = torch.distributed.all_reduce(total, group=group, async_op=True) if late or last_stage else None
@@ -57,6 +57,7 @@ def evaluate(
     dataset: Any,
     number: int,
     lossy: Run,
+    trains: bool = True,
 ) -> dict[str, float]:
     """The loss of evaluation ``number`` (from 0) by its weights: "replica", "owner", "consensus" (of jobs).
 
@@ -64,7 +65,8 @@ def evaluate(
     not meet, it is that of the owners in the place of their consensus.
 
     Evaluation ``number`` has its own batches, which depend on nothing else, and uses no random state, so that
-    evaluating does not disturb training. Collective over all ranks.
+    evaluating does not disturb training. ``trains``: whether this job makes iterations; else its replicas do not count.
+    Collective over all ranks.
     """
     samples, weights = config.eval_iters * config.global_batch_size, lossy.config.eval_weights
 
@@ -74,7 +76,7 @@ def evaluate(
     losses = {}
     if weights in ("replica", "both"):
         with evaluating(model_chunks):
-            sums = workers.run(batches(), samples, forward_only=True)
+            sums = workers.run(batches(), samples, forward_only=True) if trains else []
         losses["replica"] = mean_loss(config, sums, lossy.total)
     whose = ("consensus" if lossy.config.jobs().several else "owner") if weights == "both" else weights
     if whose != "replica":

@@ -86,10 +86,15 @@ class Islands(Mechanism):
 
             assert isinstance(world, ElasticWorld), world
             return TrainingElasticIslands(config, world)
-        from .megatron_training import TrainingIslands
         from .world import IslandWorld
 
         assert isinstance(world, IslandWorld), world
+        if config.island_schedule is not None:
+            from .scheduled import ScheduledIslands
+
+            return ScheduledIslands(config, world)
+        from .megatron_training import TrainingIslands
+
         return TrainingIslands(config, world)
 
     @classmethod

@@ -1,19 +1,31 @@
 """Islands that come and go by a schedule: who trains, who exchanges, and which epoch holds.
 
-Virtual islands follow it (:mod:`.virtual_churn`). It knows no weights.
+Virtual islands follow it (:mod:`.virtual_churn`), and real ones (:mod:`.scheduled`). It knows no weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from ...config import LossyConfig
 from ...errors import refuse
+from ...exchange import Delivery
 from .epoch_log import line
 from .epochs import Epoch
 from .presence import Presence, Return
 from .schedule import FLAG, Schedule, read_schedule
+
+
+def of_all_slots(delivery: Delivery, islands: int) -> Delivery:
+    """``delivery`` with all slots as its sources: nothing arrives from those that are away."""
+    receivers, _, units = delivery.arrived.shape
+    arrived = np.zeros((receivers, islands, units), dtype=bool)
+    arrived[:, list(delivery.sources)] = delivery.arrived
+    return replace(delivery, sources=range(islands), arrived=arrived)
 
 
 class Churn:

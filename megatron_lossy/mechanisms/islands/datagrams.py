@@ -119,7 +119,7 @@ class IslandLink:
         return received[:, :count], arrived
 
     def _arrived(self, transfer: Transfer) -> np.ndarray:
-        """What arrived. Raises :class:`PeerLost`."""
+        """bool[N, units]: the units that arrived. Raises :class:`PeerLost`."""
         began = time.monotonic()
         try:
             return patiently(transfer.wait, self._patience)

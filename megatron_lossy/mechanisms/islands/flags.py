@@ -112,7 +112,7 @@ class IslandFlags(Flags):
     island_schedule: str | None = flag(
         None,
         'file of islands that come and go, a line {"slot": 0, "at": 100, "event": "stop"} each; events are stop, freeze, cut '
-        "(off from the others), return and join, before iteration at; needs --virtual-workers",
+        "(off from the others), return and join, before iteration at; real ones follow it in python -m megatron_lossy.train",
         metavar="PATH",
         group="islands that come and go",
     )

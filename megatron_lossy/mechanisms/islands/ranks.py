@@ -36,6 +36,7 @@ from .main_vector import Vector, shard_vector
 from .mean import Mean, distance_to
 from .monitor import IslandMonitor
 from .rewind import rewind
+from .rounds import Rounds, Weights
 from .shard import Shard
 from .stopping import Stopping
 from .subset import Subset
@@ -93,10 +94,15 @@ class RankIslands(Part):
         self._made.clear()
 
     def _exchange(self, number: int, *_: Any) -> None:
-        sent = self._built()[number].exchange(self._run.iteration)
+        sent = self._built()[number].exchange(self._run.iteration, self._numbers)
         if sent is not None:
             self.monitor.exchanged(sent)
         self._made.add(number)
+
+    @property
+    def _numbers(self) -> tuple[int, int] | None:
+        """The numbers of senders and receivers of the exchange that begins; ``None``: all islands are both."""
+        return None
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
         """See :meth:`Part.begin_stopping`. The function that it returns waits for the ranks of this island.
@@ -178,15 +184,33 @@ class RankIslands(Part):
         return Subset(self.config, vector.size, self.world.seed, stream)
 
     def _build(self, number: int, one: Any) -> _Shard:
-        config, vector = self.config, self._vector(one)
+        config, run, vector = self.config, self._run, self._vector(one)
         subset = self._subset(vector, number)
-        world = self.world
-        carriers = carriers_of(config, subset.most, world.island, f"{number}/", world.store, world.meet, world.patience)
-        crossing = BetweenRanks(
-            config, subset.stream, self.world.island, carriers, self._run.steps, self._tell, self._stopping
-        )
+        crossing = self._crossing(number, subset)
         self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
-        return Shard(config, subset, [vector], crossing, self._run.steps, self._run.device, self._note)
+        return Shard(
+            config, subset, [vector], crossing, run.steps, run.device, self._note, make_rounds=self._make_rounds
+        )
+
+    def _crossing(self, number: int, subset: Subset) -> BetweenRanks:
+        """The maker of the means of the shard ``number``. A collective call of the ranks with this one's place."""
+        config, world = self.config, self.world
+        carriers = carriers_of(config, subset.most, world.island, f"{number}/", world.store, world.meet, world.patience)
+        return BetweenRanks(config, subset.stream, world.island, carriers, self._run.steps, self._tell, self._stopping)
+
+    def _make_rounds(self, *arguments: Any) -> Rounds:
+        """The exchanges of a shard."""
+        return Rounds(*arguments)
+
+    @property
+    def _vectors(self) -> list[Weights]:
+        """The weights of each shard."""
+        return [shard.vectors[0] for shard in self._built()]
+
+    @property
+    def _inner(self) -> list[Any]:
+        """Torch's optimizers of :attr:`_vectors`."""
+        return [one.optimizer for one in self._exchanging]
 
     def _tell(self, delivery: Delivery) -> None:
         for observer in self._run.observers:
@@ -209,6 +233,11 @@ class RankIslands(Part):
         streams = [stream for chunk in self._run.chunks for stream in buckets_by_stream(chunk)]
         return [(bucket, buffer.data_parallel_group) for _, _, pairs in streams for buffer, bucket in pairs]
 
+    def _settle(self) -> None:
+        """Let every replica receive its part of the last update, if there was one. A collective call of the island."""
+        if self._run.update is not None:
+            self._run.settle()
+
     def _gather(self) -> None:
         """Gather the current shards to all ranks of the island, without loss."""
         with torch.no_grad():
@@ -224,7 +253,7 @@ class RankIslands(Part):
 
         A collective call of all islands.
         """
-        self._run.settle()
+        self._settle()
         with torch.no_grad():
             means = self._means(
                 [own_shard(bucket, group.rank(), group.size()).float() for bucket, group in self._buckets]

@@ -218,9 +218,16 @@ ISLANDS = Section(
         ),
         Row(
             flag="--island-schedule",
-            beside="real ranks",
-            why="needs --virtual-workers: only islands in one process come and go by a schedule",
-            when=_real(lambda config, facts: config.island_schedule is not None),
+            beside="megatron.training, PyTorch's FSDP2 or DDP, and a program of one's own",
+            why="needs a training loop that can sit iterations out: python -m megatron_lossy.train",
+            # Of all programs only that one does not empty the pipeline in every iteration.
+            when=_averaging(lambda config, facts: config.island_schedule is not None and facts.flushes),
+        ),
+        Row(
+            flag="--island-schedule",
+            beside="--async-pipeline on real ranks",
+            why="cannot go with --async-pipeline of real ranks: batches under way belong to iterations that an island may sit out",
+            when=_real(lambda config, facts: config.island_schedule is not None and config.holds_samples()),
         ),
         Row(
             flag="--island-schedule",
@@ -251,11 +258,9 @@ ISLANDS = Section(
         ),
         Row(
             flag="--save",
-            beside="--rendezvous without --save-replicas",
-            why="keeps whether an island listens with --save-replicas only; give it too, or leave --save out",
-            when=_averaging(
-                lambda config, facts: config.rendezvous is not None and facts.saves and not config.save_replicas
-            ),
+            beside="--rendezvous, or --island-schedule of real ranks, without --save-replicas",
+            why="keeps who is there, and who listens, with --save-replicas only; give it too, or leave --save out",
+            when=_real(lambda config, facts: config.comes_and_goes and facts.saves and not config.save_replicas),
         ),
         Row(
             flag="--rendezvous",
@@ -271,7 +276,13 @@ ISLANDS = Section(
             when=_averaging(lambda config, facts: config.rendezvous is not None and above(facts.tensor, 1)),
         ),
         Row(
-            flag=("--trace", "--island-schedule", "--island-speeds"),
+            flag="--island-schedule",
+            beside="--rendezvous",
+            why="is for islands of one launch: with --rendezvous they come and go by themselves",
+            when=_averaging(lambda config, facts: config.rendezvous is not None and config.island_schedule is not None),
+        ),
+        Row(
+            flag=("--trace", "--island-speeds"),
             beside="--rendezvous",
             why="cannot go with --rendezvous: islands have nothing in common that is written or read",
             when=_averaging(lambda config, facts: config.rendezvous is not None),

@@ -119,9 +119,6 @@ class VirtualIslands(Run):
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
-    def come_and_go(self) -> None:
-        """An iteration is about to begin: islands may come and go."""
-
     @contextlib.contextmanager
     def turn(self, island: int, keep: bool = True) -> Iterator[VirtualCluster]:
         """A context in which the model has the owners' weights of ``island``. ``keep``: whether to keep changes."""

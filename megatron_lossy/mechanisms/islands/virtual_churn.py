@@ -1,6 +1,6 @@
 """Virtual islands that come and go by ``--island-schedule`` (docs/islands.md#islands-that-come-and-go).
 
-A death is known at once, and a copy takes no time: there are no networks here. An island that stops keeps what it had,
+A death is known at once, and a copy takes no time: there are no networks here. Its twin is :mod:`.scheduled`. An island that stops keeps what it had,
 as if it had saved at its last iteration. Replicas within an island that has stood still begin equal again.
 """
 
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from ...config import LossyConfig
 from ...exchange import Delivery
 from ...hooks.versions import optimizers as inner_optimizers
-from .churn import Churn
+from .churn import Churn, of_all_slots
 from .epoch_log import EpochLog
 from .member_rounds import MemberRounds
 from .presence import Return
@@ -51,9 +48,10 @@ class ChurningIslands(VirtualIslands):
     def senders(self) -> Sequence[int]:
         return self.churn.presence.senders or self.churn.presence.members
 
-    def come_and_go(self) -> None:
+    def come_and_go(self) -> bool:
         for one in self.churn.begin(self.iteration):
             self._bring_back(one)
+        return True
 
     def _bring_back(self, one: Return) -> None:
         island, source = one.slot, one.source
@@ -86,11 +84,7 @@ class ChurningIslands(VirtualIslands):
         return min(rounds.visits(island) for rounds in self._rounds)
 
     def _tell(self, delivery: Delivery) -> None:
-        """Tell each receiver, of all slots: nothing arrives from those that are away."""
-        receivers, islands = len(delivery.receivers), len(self.clusters)
-        arrived = np.zeros((receivers, islands, delivery.arrived.shape[2]), dtype=bool)
-        arrived[:, list(delivery.sources)] = delivery.arrived
-        super()._tell(replace(delivery, sources=range(islands), arrived=arrived))
+        super()._tell(of_all_slots(delivery, len(self.clusters)))
 
     # --- saving ----------------------------------------------------------------------------------------------------
 

@@ -62,7 +62,6 @@ class IslandWorkers(Workers):
         self, batches: list[RankBatches], begin: Callable[[list[torch.Tensor]], Begun]
     ) -> tuple[Begun, bool, float]:
         islands = self._islands
-        islands.come_and_go()
         sums, norms = [], []
         successful: dict[int, bool] = {}
         for island in range(islands.config.islands):

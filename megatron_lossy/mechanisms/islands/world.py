@@ -116,12 +116,13 @@ class Meeting:
         self._group._allgather_base(_bytes(received), _bytes(own)).wait()
         return received
 
-    def total(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum of ``own`` over islands, on its device, added up in the order of the islands."""
+    def total(self, own: torch.Tensor, of: Sequence[int] | None = None) -> torch.Tensor:
+        """The sum of ``own`` over the islands ``of``, default all, on its device, added up in their order. All call it."""
         everyone = self.all_gather(own.detach().cpu().contiguous())
-        result = everyone[0].clone()
-        for one in everyone[1:]:
-            result += one
+        first, *others = range(self.islands) if of is None else of
+        result = everyone[first].clone()
+        for one in others:
+            result += everyone[one]
         return result.to(own.device)
 
     def largest(self, value: int, patience: timedelta | None = None) -> int:

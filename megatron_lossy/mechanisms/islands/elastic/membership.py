@@ -16,8 +16,8 @@ from typing import Any
 
 from ....errors import UsageError, refuse
 from ....rendezvous import Data
+from ..copying import Request
 from ..epochs import ANSWERED, Epoch, Heard, Incarnation, Member, next_epoch
-from .copying import Request
 
 #: The version of what islands tell.
 PROTOCOL = 4

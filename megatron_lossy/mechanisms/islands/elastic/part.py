@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,19 +31,20 @@ from ....monitor import Observer
 from ....recovery import copies
 from ....rendezvous import Watch
 from ....rendezvous.lighthouse import Lighthouse, addresses_of
+from ..between_members import BetweenMembers
 from ..between_ranks import BetweenRanks
+from ..carrying import Among
+from ..copying import Copy, Request
 from ..epochs import Incarnation, Member
 from ..megatron_training import TrainingIslands
 from ..member_rounds import MemberRounds
-from ..rounds import Weights
-from ..shard import Shard
+from ..rank_state import held_state, put_state
+from ..rounds import Rounds
 from ..stopping import Stopping
-from .between import BetweenMembers
-from .carrying import Among, Opener, Opening
-from .copying import Copy, Request
+from ..subset import Subset
 from .diary import Diary
 from .membership import Membership, Placed
-from .rank_state import held_state, put_state
+from .opening import Opener, Opening
 from .rejoining import Rejoining
 from .standing import Standing
 from .world import ElasticWorld
@@ -232,7 +232,7 @@ class ElasticIslands(TrainingIslands):
 
     @property
     def carriers(self) -> Sequence[Any]:
-        return [self._opener.links] if self.config.transport == "udp" and self._entered else []
+        return [self._opener.lanes.links] if self.config.transport == "udp" and self._entered else []
 
     def _carried(self, exchange: int) -> Among | None:
         """The epoch that ``exchange`` is made in: that in force, or, as long as that is not open, the one before.
@@ -284,8 +284,7 @@ class ElasticIslands(TrainingIslands):
 
     def _miss(self, now: int) -> None:
         """The run has made ``now`` iterations without this island: exchanges under way are lost, and replicas begin equal."""
-        if self._run.update is not None:
-            self._run.settle()
+        self._settle()
         self._gather()
         under_way = {flight.number for shard in self._built() for flight in shard.rounds.flights}
         self._diary.note("gave up", exchanges=sorted(under_way), now=now)
@@ -322,8 +321,7 @@ class ElasticIslands(TrainingIslands):
         if not slot.listens:
             logger.warning("island %d: means were quicker than the copy of island %d", self._slot, source.slot)
             return
-        if self._run.update is not None:
-            self._run.settle()
+        self._settle()
         put_state(self._vectors, self._inner, copy.values)
         self._gather()
         self._restart()
@@ -339,15 +337,6 @@ class ElasticIslands(TrainingIslands):
             copy.digest,
             "; it listens until means have set its weights" if slot.listens else "",
         )
-
-    @property
-    def _vectors(self) -> list[Weights]:
-        return [shard.vectors[0] for shard in self._built()]
-
-    @property
-    def _inner(self) -> list[Any]:
-        """Torch's optimizers of :attr:`_vectors`."""
-        return [one.optimizer for one in self._exchanging]
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -452,8 +441,7 @@ class ElasticIslands(TrainingIslands):
         now = self._run.iteration + 1
         if now % self.config.sync_interval or self._served == len(self._requests):
             return
-        if self._run.update is not None:
-            self._run.settle()
+        self._settle()
         for request in self._requests[self._served :]:
             values = held_state(self._vectors, self._inner)
             self._rejoining.serve(request, self._openings[-1].placed, values, now)
@@ -504,11 +492,9 @@ class ElasticIslands(TrainingIslands):
 
     # --- building --------------------------------------------------------------------------------------------------
 
-    def _build(self, number: int, one: Any) -> Shard[BetweenRanks]:
-        config, vector = self.config, self._vector(one)
-        subset = self._subset(vector, number)
-        crossing = BetweenMembers(
-            config,
+    def _crossing(self, number: int, subset: Subset) -> BetweenRanks:
+        return BetweenMembers(
+            self.config,
             subset.stream,
             self._slot,
             self._run.steps,
@@ -518,11 +504,9 @@ class ElasticIslands(TrainingIslands):
             breaks=self._broke,
             loses=self._diary.lost,
         )
-        self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
-        rounds = partial(MemberRounds, presence=self._standing)
-        return Shard(
-            config, subset, [vector], crossing, self._run.steps, self._run.device, self._note, make_rounds=rounds
-        )
+
+    def _make_rounds(self, *arguments: Any) -> Rounds:
+        return MemberRounds(*arguments, presence=self._standing)
 
     # --- weights and saved state -----------------------------------------------------------------------------------
 

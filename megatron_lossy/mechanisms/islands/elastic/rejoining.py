@@ -13,8 +13,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from ..copying import ASKER, SOURCE, Asking, Copy, GlooPair, Request, serve
 from ..epochs import Member
-from .copying import ASKER, SOURCE, Asking, Copy, GlooPair, Request, serve
 from .meeting_place import meet
 from .membership import Placed
 

@@ -1,4 +1,4 @@
-"""Exchanges among the members of epochs: :class:`.between_ranks.BetweenRanks` for islands that are launches of their own."""
+"""Exchanges among the members of epochs: :class:`.between_ranks.BetweenRanks` for islands that come and go."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....errors import first_line
-from ..aside import Brought, Pieces
-from ..between_ranks import BetweenRanks, Crossed, Keeping, Parties, Waiting
-from ..mean import Mean
-from ..places import Places
+from ...errors import first_line
+from .aside import Brought, Pieces
+from .between_ranks import BetweenRanks, Crossed, Keeping, Parties, Waiting
 from .carrying import Among
+from .mean import Mean
+from .places import Places
 
 
 class Lane:

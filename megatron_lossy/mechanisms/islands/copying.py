@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ....errors import first_line
-from ....fetch import Fetched
-from ..epochs import Incarnation
+from ...errors import first_line
+from ...fetch import Fetched
+from .epochs import Incarnation
 
 logger = logging.getLogger(__name__)
 

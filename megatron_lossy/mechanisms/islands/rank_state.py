@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..rounds import Weights
 from .copying import Held
+from .rounds import Weights
 
 #: Step counts that some optimizers keep in their groups, and others beside the moments.
 _STEP = "step"

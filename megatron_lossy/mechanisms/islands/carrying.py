@@ -1,12 +1,12 @@
 """Carries the exchanges of one epoch, among its members' ranks of one number: over gloo, or as datagrams.
 
-It is opened on a thread, while training goes on. A member that dies, or stands still for longer than the patience, breaks it over gloo:
-what is under way is lost whole, and so is the rest of the epoch. Of datagrams only those from and to that member are lost.
+Islands of a schedule open it together (:mod:`.scheduled`), and those that are launches of their own on a thread, while training goes on
+(:mod:`.elastic.opening`). There a member that dies, or stands still for longer than the patience, breaks it over gloo: what is under way
+is lost whole, and so is the rest of the epoch. Of datagrams only those from and to that member are lost.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,20 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....config import LossyConfig
-from ....errors import first_line
-from ..between_ranks import Carrier
-from ..epochs import Epoch
-from ..world import Meeting
-from .meeting_place import meet
-from .membership import Placed
-
-logger = logging.getLogger(__name__)
+from ...config import LossyConfig
+from .between_ranks import Carrier
+from .epochs import Epoch
+from .world import Meeting
 
 Total = Callable[[torch.Tensor], torch.Tensor]
+Loses = Callable[[int, str, float], None]
 
 #: The most seconds that an end waits for messages that others still ask for.
-_LINGER = 10.0
+LINGER = 10.0
 
 
 class Collectives:
@@ -159,60 +155,12 @@ class Among:
     def wait_closed(self) -> None:
         """Wait until what was sent has left."""
         if self._closing is not None:
-            self._closing.join(_LINGER)
+            self._closing.join(LINGER)
 
 
 def _close_all(lanes: list[Carrier]) -> None:
     while lanes:
         lanes.pop().close()
-
-
-class Opening:
-    """``placed`` being opened by ``open``, on a thread, for the island ``slot``."""
-
-    def __init__(self, placed: Placed, slot: int, open: Opener) -> None:
-        self.placed, self._slot, self._open = placed, slot, open
-        self._among: Among | None = None
-        self._over = threading.Event()
-        self._given_up = False
-        self._thread = threading.Thread(target=self._run, name="megatron-lossy-epoch", daemon=True)
-        self._thread.start()
-
-    def among(self, wait: bool = False) -> Among | None:
-        """The opened epoch; ``None``: not yet, or it failed. ``wait``: until it is known."""
-        if wait:
-            self._over.wait()
-        return self._among
-
-    @property
-    def usable(self) -> bool:
-        """Whether it is open, or may still be."""
-        among = self._among
-        return not self._given_up and (not self._over.is_set() if among is None else not among.broken)
-
-    def abandon(self) -> None:
-        """It is of no use: whoever is in it sees that by its connections."""
-        self._given_up = True
-        if self._among is not None:
-            self._among.close()
-
-    def end(self) -> None:
-        """:meth:`abandon`, and wait until that is done: a process that ends meanwhile would end in an error of torch's."""
-        self.abandon()
-        self._thread.join(_LINGER)
-        if self._among is not None:
-            self._among.wait_closed()
-
-    def _run(self) -> None:
-        try:
-            among = Among(self.placed.epoch, self._slot, *self._open(self.placed, lambda: self._given_up))
-            if self._given_up:
-                among.close()
-            self._among = among
-        except Exception as error:  # of torch's stores and groups; of a store that nobody knows any more
-            logger.warning("islands %s do not meet: %s", self.placed.epoch.slots, first_line(error))
-        finally:
-            self._over.set()
 
 
 class Links:
@@ -241,70 +189,60 @@ class Links:
         return {slots[place]: rate for link, slots in list(self._links) for place, rate in link.rates().items()}
 
 
-class Opener:
-    """Opens epochs for rank ``rank`` of the island ``slot``. ``most``: by shard, the most elements of an exchange.
+class Lanes:
+    """Carriers for exchanges of the island ``slot`` in one epoch after another. ``most``: by shard, the most elements of an exchange.
 
-    ``engine``: of datagrams, if they carry exchanges. Then a member that is lost breaks no epoch: ``loses`` is called on a thread with the
-    epoch, the slot, why, and the seconds that were waited.
+    ``engine``: of datagrams, if they carry exchanges; default that of the flags.
     """
 
-    def __init__(
-        self,
-        config: LossyConfig,
-        slot: int,
-        rank: int,
-        most: Sequence[int],
-        engine: Any,
-        loses: Callable[[Placed, int, str, float], None],
-    ) -> None:
-        self._config, self._slot, self._rank, self._most, self._engine = config, slot, rank, most, engine
-        self._loses = loses
+    def __init__(self, config: LossyConfig, slot: int, most: Sequence[int], engine: Any = None) -> None:
+        self._config, self._slot, self._most, self._engine = config, slot, most, engine
         #: All datagrams so far.
         self.links = Links(slot)
 
-    def __call__(self, placed: Placed, given_up: Callable[[], bool]) -> tuple[list[list[Carrier]], Total | None]:
-        """The lanes and the ``total`` of an :class:`Among`. Waits for the other members, unless that is ``given_up``."""
-        epoch, config = placed.epoch, self._config
-        slots = epoch.slots
-        if len(slots) == 1:
-            return [[Alone() for _ in range(config.lanes)] for _ in self._most], _same
-        # Nobody waits for a message before it is used.
-        patience = config.island_patience + config.rounds_under_way * placed.usual
-        prefix = f"{epoch.id}/{epoch.first}/sync/{self._rank}"
-        store = meet(placed.stores[slots[0]], prefix, str(self._slot), map(str, slots), patience, given_up)
+    def open(self, epoch: Epoch, store: Any, patience: float, loses: Loses | None = None) -> list[list[Carrier]]:
+        """The lanes of an :class:`Among`. A collective call of the members of ``epoch``, whose ``store`` is theirs alone.
+
+        ``patience``: seconds to wait for each other, now and later. ``loses``: a member of which no datagram comes breaks no epoch; it is
+        called on a thread with the slot, why, and the seconds that were waited.
+        """
+        lanes: list[list[Carrier]] = []
+        try:
+            for shard in range(len(self._most)):
+                lanes.append([])
+                for lane in range(self._config.lanes):
+                    lanes[-1].append(self._carrier(epoch, store, patience, loses, shard, lane))
+        except BaseException:  # a member has died meanwhile, for example
+            _close_all([lane for of_shard in lanes for lane in of_shard])
+            raise
+        return lanes
+
+    def alone(self) -> list[list[Carrier]]:
+        """The lanes of who is the only member."""
+        return [[Alone() for _ in range(self._config.lanes)] for _ in self._most]
+
+    def _carrier(
+        self, epoch: Epoch, store: Any, patience: float, loses: Loses | None, shard: int, lane: int
+    ) -> Carrier:
+        slots, name = epoch.slots, f"{shard}/{lane}"
+        own, place = torch.distributed.PrefixStore(name, store), slots.index(self._slot)
         senders = [slots.index(slot) for slot in epoch.senders]
+        if self._config.transport != "udp":
+            return Collectives(Meeting(own, place, len(slots), timedelta(seconds=patience)), senders)
+        from .datagrams import IslandLink  # which starts a thread
 
-        def carrier(shard: int, lane: int) -> Carrier:
-            name = f"{shard}/{lane}"
-            own, place = torch.distributed.PrefixStore(name, store), slots.index(self._slot)
-            if self._engine is None:
-                return Collectives(Meeting(own, place, len(slots), timedelta(seconds=patience)), senders)
-            from ..datagrams import IslandLink
-
-            link = IslandLink(
-                config,
-                name,
-                place,
-                len(slots),
-                own,
-                self._most[shard],
-                patience,
-                senders=senders,
-                called=slots,
-                engine=self._engine,
-                loses=lambda place, why, waited: self._loses(placed, slots[place], why, waited),
-            )
-            self.links.add(link, slots)
-            return link
-
-        lanes = [[carrier(shard, lane) for lane in range(config.lanes)] for shard in range(len(self._most))]
-        if not config.meets_whole or self._slot not in epoch.senders:
-            return lanes, None
-        if len(epoch.senders) == 1:
-            return lanes, _same
-        whole, place = torch.distributed.PrefixStore("whole", store), epoch.senders.index(self._slot)
-        return lanes, Meeting(whole, place, len(epoch.senders), timedelta(seconds=patience)).total
-
-
-def _same(values: torch.Tensor) -> torch.Tensor:
-    return values
+        link = IslandLink(
+            self._config,
+            name,
+            place,
+            len(slots),
+            own,
+            self._most[shard],
+            patience,
+            senders=senders,
+            called=slots,
+            engine=self._engine,
+            loses=None if loses is None else lambda place, why, waited: loses(slots[place], why, waited),
+        )
+        self.links.add(link, slots)
+        return link

@@ -1,0 +1,111 @@
+"""Opens epochs of islands that are launches of their own, on a thread, while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from ....config import LossyConfig
+from ....errors import first_line
+from ..between_ranks import Carrier
+from ..carrying import LINGER, Among, Lanes, Total
+from ..world import Meeting
+from .meeting_place import meet
+from .membership import Placed
+
+logger = logging.getLogger(__name__)
+
+
+class Opening:
+    """``placed`` being opened by ``open``, on a thread, for the island ``slot``."""
+
+    def __init__(self, placed: Placed, slot: int, open: Opener) -> None:
+        self.placed, self._slot, self._open = placed, slot, open
+        self._among: Among | None = None
+        self._over = threading.Event()
+        self._given_up = False
+        self._thread = threading.Thread(target=self._run, name="megatron-lossy-epoch", daemon=True)
+        self._thread.start()
+
+    def among(self, wait: bool = False) -> Among | None:
+        """The opened epoch; ``None``: not yet, or it failed. ``wait``: until it is known."""
+        if wait:
+            self._over.wait()
+        return self._among
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is open, or may still be."""
+        among = self._among
+        return not self._given_up and (not self._over.is_set() if among is None else not among.broken)
+
+    def abandon(self) -> None:
+        """It is of no use: whoever is in it sees that by its connections."""
+        self._given_up = True
+        if self._among is not None:
+            self._among.close()
+
+    def end(self) -> None:
+        """:meth:`abandon`, and wait until that is done: a process that ends meanwhile would end in an error of torch's."""
+        self.abandon()
+        self._thread.join(LINGER)
+        if self._among is not None:
+            self._among.wait_closed()
+
+    def _run(self) -> None:
+        try:
+            among = Among(self.placed.epoch, self._slot, *self._open(self.placed, lambda: self._given_up))
+            if self._given_up:
+                among.close()
+            self._among = among
+        except Exception as error:  # of torch's stores and groups; of a store that nobody knows any more
+            logger.warning("islands %s do not meet: %s", self.placed.epoch.slots, first_line(error))
+        finally:
+            self._over.set()
+
+
+class Opener:
+    """Opens epochs for rank ``rank`` of the island ``slot``. ``most``, ``engine``: see :class:`.Lanes`.
+
+    ``loses``: that of :meth:`.Lanes.open`, with the epoch before its arguments.
+    """
+
+    def __init__(
+        self,
+        config: LossyConfig,
+        slot: int,
+        rank: int,
+        most: Sequence[int],
+        engine: Any,
+        loses: Callable[[Placed, int, str, float], None],
+    ) -> None:
+        self._config, self._slot, self._rank, self._loses = config, slot, rank, loses
+        self.lanes = Lanes(config, slot, most, engine)
+
+    def __call__(self, placed: Placed, given_up: Callable[[], bool]) -> tuple[list[list[Carrier]], Total | None]:
+        """The lanes and the ``total`` of an :class:`Among`. Waits for the other members, unless that is ``given_up``."""
+        epoch, config = placed.epoch, self._config
+        slots = epoch.slots
+        if len(slots) == 1:
+            return self.lanes.alone(), _same
+        # Nobody waits for a message before it is used.
+        patience = config.island_patience + config.rounds_under_way * placed.usual
+        prefix = f"{epoch.id}/{epoch.first}/sync/{self._rank}"
+        store = meet(placed.stores[slots[0]], prefix, str(self._slot), map(str, slots), patience, given_up)
+        lanes = self.lanes.open(epoch, store, patience, partial(self._loses, placed))
+        if not config.meets_whole or self._slot not in epoch.senders:
+            return lanes, None
+        if len(epoch.senders) == 1:
+            return lanes, _same
+        whole, place = torch.distributed.PrefixStore("whole", store), epoch.senders.index(self._slot)
+        return lanes, Meeting(whole, place, len(epoch.senders), timedelta(seconds=patience)).total
+
+
+def _same(values: torch.Tensor) -> torch.Tensor:
+    return values
