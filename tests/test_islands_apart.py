@@ -110,13 +110,16 @@ def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve,
         assert {record["weights"] for records in own for record in records} == {"replica", "consensus"}
 
 
-@pytest.mark.parametrize(("rejoin", "transport"), [("copy", "pieces"), ("listen", "pieces"), ("copy", "udp")])
-def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin, transport):
+@pytest.mark.parametrize(
+    ("rejoin", "transport", "dtype"),
+    [("copy", "pieces", "float32"), ("listen", "pieces", "int8"), ("copy", "udp", "int8")],
+)
+def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin, transport, dtype):
     """The others go on; it takes the iteration of the run, listens or copies another one, and then sends."""
     _, url = serve()
     settings = MODEL | data | SYNC | {"train_iters": 1200, "eval_interval": 600, "island_poll": 0.2, "log_interval": 10}
     settings |= {"metrics_dir": tmp_path, "delivery_log": tmp_path / "log", "island_rejoin": rejoin}
-    run = Run(url, settings | {"transport": transport})
+    run = Run(url, settings | {"transport": transport, "sync_dtype": dtype})
     run.start(0, 1, 2)
     run.until(1, r"iteration +30/")
     run.kill(2)
