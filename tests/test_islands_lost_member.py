@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -60,6 +59,22 @@ def exchange(pool, links, numbers, value):
     return dict(zip(numbers, pool.map(one, numbers)))
 
 
+def waits_in_vain(links):
+    """Which of ``links`` waits for which place until its patience is over, from now on."""
+    found = []
+
+    def noting(number, lose):
+        def noted(place):
+            found.append((number, place))
+            lose(place)
+
+        return noted
+
+    for number, link in enumerate(links):
+        link._channel.lose = noting(number, link._channel.lose)
+    return found
+
+
 def test_it_is_waited_for_once(links):
     make, pool = links
     links, told = make(bears=True)
@@ -67,17 +82,15 @@ def test_it_is_waited_for_once(links):
         assert arrived.all() and came.all()
         for rows in (received, gathered):
             assert rows[:, 0].tolist() == [10, 11, 12]
-    took = []
+    in_vain = waits_in_vain(links)
     for step in range(1, 5):
-        began = time.monotonic()
         found = exchange(pool, links, (0, 2), 10 * step)
-        took.append(time.monotonic() - began)
         for received, arrived, gathered, came in found.values():
             np.testing.assert_array_equal(arrived, [True, False, True])
             np.testing.assert_array_equal(came, [True, False, True])
             for rows in (received, gathered):
                 assert rows[:, 0].tolist() == [10 * step, 0, 10 * step + 2]
-    assert took[0] >= PATIENCE and min(took[1:]) < PATIENCE / 2
+    assert sorted(in_vain) == [(0, 1), (2, 1)]
     for number in (0, 2):
         [(place, why, waited)] = told[number]
         assert place == 1 and waited >= PATIENCE and "rank 5 of islands lost" in why and "waited for" in why
@@ -89,3 +102,15 @@ def test_without_that_the_exchange_fails(links):
     links, _ = make(bears=False)
     with pytest.raises(PeerLost):
         exchange(pool, links, (0, 2), 10)
+
+
+def test_who_is_known_to_be_lost_is_not_waited_for(links):
+    make, pool = links
+    links, told = make(bears=True)
+    for number in (0, 2):
+        links[number].do_without(1)
+    in_vain = waits_in_vain(links)
+    for _, arrived, _, came in exchange(pool, links, (0, 2), 10).values():
+        np.testing.assert_array_equal(arrived, [True, False, True])
+        np.testing.assert_array_equal(came, [True, False, True])
+    assert not in_vain and not any(told)

@@ -32,6 +32,9 @@ class Lane:
         """See :class:`.Carrier`. Raises :class:`RuntimeError`: the epoch is closed."""
         return self.among.lane(self._shard, self._turn).gather(own)
 
+    def do_without(self, place: int) -> None:
+        """All lanes of the epoch do."""
+
     def close(self) -> None:
         """The epoch is closed, not one lane of it."""
 

@@ -50,6 +50,9 @@ class Carrier(Protocol):
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         """[M, n]: ``own`` [n] of every island, and the units that arrived as in :meth:`scatter`."""
 
+    def do_without(self, place: int) -> None:
+        """Wait no more for the island in ``place``, where the others can go on without it."""
+
     def close(self) -> None:
         """Close the carrier after the last exchange."""
 
@@ -67,6 +70,9 @@ class Reliable:
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
         return self._meeting.all_gather(own), None
+
+    def do_without(self, place: int) -> None:
+        pass
 
     def close(self) -> None:
         pass

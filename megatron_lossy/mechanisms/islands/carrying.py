@@ -55,6 +55,9 @@ class Collectives:
             raise RuntimeError("the epoch is closed")
         return self._meeting
 
+    def do_without(self, place: int) -> None:
+        """See :class:`.Carrier`."""
+
     def close(self) -> None:
         """Let the others see that it is over: without its last user a group closes its connections."""
         self._meeting = None
@@ -72,6 +75,9 @@ class Alone:
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
         """See :class:`.Carrier`."""
         return own[None], None
+
+    def do_without(self, place: int) -> None:
+        """See :class:`.Carrier`."""
 
     def close(self) -> None:
         """Nobody is told."""
@@ -98,11 +104,14 @@ class Among:
         self._closing: threading.Thread | None = None
 
     def do_without(self, slot: int) -> bool:
-        """Nothing of ``slot`` arrives any more, and the others go on. Returns whether that is new."""
+        """Nothing of ``slot`` arrives any more: no lane waits for it, and the others go on. Returns whether that is new."""
         with self._changed:
-            new = slot not in self._without
+            if slot in self._without:
+                return False
             self._without.add(slot)
-            return new
+            for lane in (lane for of_shard in self._lanes for lane in of_shard):
+                lane.do_without(self.epoch.slots.index(slot))
+            return True
 
     @property
     def alone(self) -> bool:

@@ -136,6 +136,11 @@ class IslandLink:
                         self._without.add(place)
                         self._loses(place, why, time.monotonic() - began)
 
+    def do_without(self, place: int) -> None:
+        """See :class:`.Carrier`."""
+        self._without.add(place)
+        self._channel.lose(place)
+
     def _left_out(self) -> list[int]:
         """Make room for a message. Returns the islands that get none.
 
