@@ -112,7 +112,7 @@ def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve,
 
 @pytest.mark.parametrize(
     ("rejoin", "transport", "dtype"),
-    [("copy", "pieces", "float32"), ("listen", "pieces", "int8"), ("copy", "udp", "int8")],
+    [("copy", "pieces", "fp32"), ("listen", "pieces", "int8"), ("copy", "udp", "int8")],
 )
 def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin, transport, dtype):
     """The others go on; it takes the iteration of the run, listens or copies another one, and then sends."""

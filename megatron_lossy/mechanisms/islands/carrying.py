@@ -114,6 +114,11 @@ class Among:
             return True
 
     @property
+    def over(self) -> bool:
+        """Whether no exchange will begin in it any more."""
+        return self.broken or self._retired
+
+    @property
     def alone(self) -> bool:
         """Whether there were others, and nothing of any of them arrives any more."""
         return len(self.epoch.slots) > 1 and self._without >= {*self.epoch.slots} - {self._slot}

@@ -30,6 +30,8 @@ class Opening:
         self._among: Among | None = None
         self._over = threading.Event()
         self._given_up = False
+        #: Slots of members that are not waited for.
+        self.without: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="megatron-lossy-epoch", daemon=True)
         self._thread.start()
 

@@ -244,6 +244,8 @@ class ElasticIslands(TrainingIslands):
         opening, before = self._openings[self._in_force], self._current
         among = opening.among()
         if among is not None and not among.broken and among.reach(exchange):
+            for slot in opening.without:
+                among.do_without(slot)
             return among
         opening.abandon()
         self._broken = max(self._broken, self._in_force)
@@ -270,8 +272,12 @@ class ElasticIslands(TrainingIslands):
     def _does_without(self, placed: Placed, slot: int, why: str, waited: float) -> None:
         """On a thread: nothing of ``slot`` arrives any more in the epoch ``placed``. ``waited``: seconds until that was known."""
         among = self._openings[placed.number].among()
-        if among is None or among.broken or not among.do_without(slot):  # it ends, or another lane has said it
+        if among is None or among.over or not among.do_without(slot):  # another lane has said it
             return
+        life = next(one for one in placed.epoch.lives if one[0] == slot)
+        for later in self._openings[placed.number + 1 :]:  # which count on it: nobody is waited for twice
+            if life in later.placed.epoch.lives:
+                later.without.add(slot)
         epoch = [placed.epoch.id, placed.epoch.first]
         self._diary.note("lost contact", epoch=epoch, with_island=slot, seconds=round(waited, 3), why=why)
         logger.warning(
