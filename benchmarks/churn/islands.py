@@ -19,7 +19,7 @@ from megatron_lossy.device.environment import without_ranks
 from megatron_lossy.train.metrics import METRICS_FILE
 
 #: Seconds after which the lighthouse takes a silent island for dead, and for which it waits for others that ask.
-TIMEOUT, JOIN = 2.5, 0.8
+TIMEOUT, JOIN = 2.5, 2.0
 
 
 @dataclass

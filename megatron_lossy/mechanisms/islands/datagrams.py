@@ -113,22 +113,24 @@ class IslandLink:
         if sends:
             self._channel.send(phase, self._begun, 0, self._pointers(rows, self._left_out()))
             self._leaving.add(transfer, sent.numel() * sent.element_size())
-        arrived = self._arrived(transfer)[self._senders]
+        # Others may have waited as long before they send their means.
+        waits = self._patience * (1.0 if phase == SYNC_PHASES[0] else 1.5)
+        arrived = self._arrived(transfer, waits)[self._senders]
         silent = np.flatnonzero(~arrived.any(axis=1)).tolist()
         self._silent = [self._senders[place] for place in silent]
         return received[:, :count], arrived
 
-    def _arrived(self, transfer: Transfer) -> np.ndarray:
+    def _arrived(self, transfer: Transfer, patience: float) -> np.ndarray:
         """bool[N, units]: the units that arrived. Raises :class:`PeerLost`."""
         began = time.monotonic()
         try:
-            return patiently(transfer.wait, self._patience)
+            return patiently(transfer.wait, patience)
         except PeerLost:
             if self._loses is None:
                 raise
             while (place := transfer.missing()) is not None:
                 self._channel.lose(place)
-            return transfer.wait(self._patience)
+            return transfer.wait(patience)
         finally:
             if self._loses is not None:
                 for place, why in self._channel.lost_ranks().items():

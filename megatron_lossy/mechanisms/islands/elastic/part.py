@@ -483,10 +483,11 @@ class ElasticIslands(TrainingIslands):
     def _keep_pace(self, ahead: float) -> None:
         """Wait if this island is ``ahead``, in seconds, of those that it is to meet: who waits for nobody would leave the run behind.
 
-        Answers are seconds old: if nobody were ahead of what was heard, all would slow each other down.
+        Answers are seconds old: if nobody were ahead of what was heard, all would slow each other down. It waits a little in each iteration:
+        who sleeps hears nothing, and opens no epoch.
         """
-        patience = self.config.island_patience
-        time.sleep(min(max(ahead - patience / 4, 0.0), patience))
+        little = self.config.island_patience / 4
+        time.sleep(min(max(ahead - little, 0.0), little))
 
     @property
     def _stopping(self) -> Stopping:  # type: ignore[override]
