@@ -12,10 +12,11 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_lossy.mechanisms.islands.elastic.megatron_training import Skipped
+from megatron_lossy.mechanisms.islands.elastic.megatron_training import Skipped, alike
 from tests.test_islands_megatron_lm import losses
 from tests.test_plugin_megatron_lm import MODEL, pretrain
 
@@ -120,3 +121,22 @@ def test_iterations_to_skip_are_those_given_and_those_behind_and_are_saved_as_a_
     assert type(pickle.loads(pickle.dumps(skipped))) is list and list(skipped) == [7]
     skipped.extend([9])
     assert 9 in skipped
+
+
+@pytest.mark.megatron_lm
+def test_an_island_with_another_flag_of_megatron_is_refused(megatron_lm, tmp_path, serve):
+    _, url = serve()
+    islands = Islands(megatron_lm, url, tmp_path, "--island-join", 30)
+    islands.start(0)
+    islands._words += ["--adam-beta2", 0.5]
+    islands.start(1)
+    islands.until(0, "iteration +1/|--adam-beta2")
+    ended = [program.wait(300) for program in islands.programs.values()]
+    assert sorted(ended) == [0, 2]
+    refused = islands.printed(ended.index(2))
+    assert re.search(r"--adam-beta2 .*: island \d \(.*\) has .*; all must be alike", refused), refused[-2000:]
+
+
+def test_arguments_of_megatron_that_all_must_have_alike_are_those_that_it_has():
+    args = SimpleNamespace(num_layers=2, lr=0.001, rampup_batch_size=None, save="here", rank=3)
+    assert alike(args) == {"--num-layers": "2", "--lr": "0.001", "--rampup-batch-size": "None"}

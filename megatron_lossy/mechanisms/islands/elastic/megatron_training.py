@@ -10,8 +10,26 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ....errors import refuse
+from ....flags import as_text
 from ....ledger import Patch, Takes
 from .part import ElasticIslands
+
+#: Of Megatron's arguments, those that all islands must have alike: of the model, the batch, the optimizer and its schedule.
+_ALIKE = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "num_experts"),
+    *("seq_length", "max_position_embeddings", "position_embedding_type", "rotary_base", "normalization", "swiglu"),
+    *("untie_embeddings_and_output_weights", "tokenizer_type", "vocab_size", "make_vocab_size_divisible_by", "bf16", "fp16"),
+    *("hidden_dropout", "attention_dropout", "global_batch_size", "rampup_batch_size", "train_iters", "split", "seed"),
+    *("optimizer", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init"),
+    *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "clip_grad"),
+    *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
+)  # fmt: skip
+
+
+def alike(args: Any) -> dict[str, str]:
+    """By flag, the values of Megatron's arguments that all islands must share, as far as this Megatron has them."""
+    there = vars(args)
+    return {f"--{name.replace('_', '-')}": as_text(there[name]) for name in _ALIKE if name in there}
 
 
 def patches(train: Callable) -> list[Patch]:
@@ -61,6 +79,7 @@ class TrainingElasticIslands(ElasticIslands):
             raise refuse("--rendezvous", self.config.rendezvous, "needs a Megatron with --iterations-to-skip (0.12)")
         if args.train_iters is None:
             raise refuse("--rendezvous", self.config.rendezvous, "needs --train-iters: islands agree on iterations")
+        self.world.compare(alike(args))
         self._last = args.train_iters - 1  # which evaluates, and saves
         args.iterations_to_skip = Skipped(given, self._ahead_of_it)
         self._run.gapless = False
@@ -92,7 +111,9 @@ class TrainingElasticIslands(ElasticIslands):
                     )
         if now >= self._until:
             return False
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
         from megatron.training import get_args
 
-        self._scheduler.step(increment=get_args().global_batch_size)
+        args = get_args()
+        self._scheduler.step(increment=get_num_microbatches() * args.micro_batch_size * args.data_parallel_size)
         return True
