@@ -216,7 +216,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if pairs:
         parts += ["## Against islands to which nothing happens", "", *compared(args.seeds, pairs), ""]
     date, command, *machine = made_with(_PROGRAM, argv)
-    what = f"{args.islands} slots, {args.iterations} iterations of {args.config}; links of {args.rtt:g} ms round trip, {args.link_loss:.1%} loss"
+    what = f"{args.islands} slots, {args.iterations} iterations of {args.config}; links of {args.rtt:g} ms round trip, {100 * args.link_loss:g} % loss"
     lines = ["# Training with islands that come and go", ""]
     lines += [f"- {line}" for line in (date, command, what, *machine, *notes)]
     lines += ["", *parts, _EXPLANATION.format(patience=_FLAGS["--island-patience"]), ""]
@@ -239,11 +239,11 @@ def _report(results: Results) -> list[str]:
     """Lines about a run."""
     lines = [*(f"- {note}" for note in results.notes), f"- An iteration took {results.usual():.2f} s (median)", ""]
     lines += [*markdown(results.events()), "", *markdown(results.table()), ""]
-    return [*lines, f"Updates made of those possible: {results.goodput:.1%}. {results.whole()}", ""]
+    return [*lines, f"Updates made of those possible: {100 * results.goodput:.1f} %. {results.whole()}", ""]
 
 
 def _draw(results: Results, path: Path) -> None:
-    title = f"{len(results.islands)} islands that come and go: {results.goodput:.1%} of the possible updates made"
+    title = f"{len(results.islands)} islands that come and go: {100 * results.goodput:.1f} % of the possible updates made"
     replace_file(path, lambda aside: picture(results, title, aside))
 
 
