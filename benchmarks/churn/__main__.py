@@ -243,7 +243,9 @@ def _report(results: Results) -> list[str]:
 
 
 def _draw(results: Results, path: Path) -> None:
-    title = f"{len(results.islands)} islands that come and go: {100 * results.goodput:.1f} % of the possible updates made"
+    title = (
+        f"{len(results.islands)} islands that come and go: {100 * results.goodput:.1f} % of the possible updates made"
+    )
     replace_file(path, lambda aside: picture(results, title, aside))
 
 
