@@ -96,6 +96,8 @@ class BetweenMembers(BetweenRanks):
             crossed = super()._cross(parties, pieces, drawn, keeping, device)
             if lane.among.alone:
                 self._loses(lane.exchange)
+            elif len(lane.among.epoch.slots) > 1:
+                lane.among.met = True
             return crossed
         except (RuntimeError, torch.distributed.DistError) as error:  # a member is gone, or silent
             self._breaks(lane.among, first_line(error), time.monotonic() - began)

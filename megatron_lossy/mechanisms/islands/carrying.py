@@ -98,6 +98,8 @@ class Among:
         self._changed = threading.Lock()
         self._under_way = 0
         self._retired = self.broken = False
+        #: Whether others were there: an exchange with them is over.
+        self.met = False
         self._slot = slot
         self._without: set[int] = set()
         self._next = epoch.first

@@ -464,9 +464,7 @@ class ElasticIslands(TrainingIslands):
             if self._membership is not None:
                 slot = self._standing.slot
                 before = self._current
-                together = (
-                    before is not None and not before.broken and len(before.epoch.members) > 1 and not before.alone
-                )
+                together = before is not None and before.met and not before.broken and not before.alone
                 self._membership.note(self._exchange_of(now), self._standing.role, max(slot.lag(now), 0), together)
             self._current = self._carried(self._exchange_of(now))
             others = self._current is not None and not self._current.alone
