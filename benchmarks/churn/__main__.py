@@ -48,6 +48,8 @@ _FLAGS = {
     "--eval-interval": 100,
     "--eval-iters": 4,
 }
+#: The round trip between two islands, in ms, if nothing else is asked for.
+_RTT = 2.0
 #: The share of a run after which nobody is killed any more: all are there at its end.
 _KILLS_UNTIL = 0.97
 _EXPLANATION = (
@@ -84,7 +86,11 @@ def parser() -> argparse.ArgumentParser:
         "--undisturbed", action="store_true", help="train as many updates without any event, too, and compare"
     )
     parser.add_argument(
-        "--rtt", type=float, default=2.0, metavar="MS", help="round trip between two islands, in ms (default 2)"
+        "--rtt",
+        type=float,
+        default=_RTT,
+        metavar="MS",
+        help=f"round trip between two islands, in ms (default {_RTT:g})",
     )
     parser.add_argument(
         "--link-loss",
@@ -117,13 +123,18 @@ def schedule_of(args: argparse.Namespace) -> Schedule:
     return DEFAULT
 
 
+def _link(rtt: float, loss: float) -> Link:
+    """One direction of a link of ``rtt`` ms."""
+    return Link(delay=rtt / 2000, loss=loss)
+
+
 @contextlib.contextmanager
 def _network(machines: int, link: Link) -> Iterator[tuple[Network, list[str]]]:
     """A network, and what it lacks. Raises :class:`UsageError` if ``link`` takes one that is not there."""
     try:
         check_lab()
     except Missing as missing:
-        if link.delay > 0.001 or link.loss:
+        if link != _link(_RTT, 0.0):
             raise UsageError(f"--rtt, --link-loss: {missing}") from None
         yield Loopback(), [f"nobody is cut off: {missing}"]
         return
@@ -201,7 +212,7 @@ class Runs:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """The runs, their tables and pictures."""
-    out, link = Path(args.out), Link(delay=args.rtt / 2000, loss=args.link_loss)
+    out, link = Path(args.out), _link(args.rtt, args.link_loss)
     several = len(args.seeds) > 1
     parts, pairs = [], []
     with _network(args.islands + 1, link) as (network, notes):

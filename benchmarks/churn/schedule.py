@@ -130,12 +130,10 @@ class Kills:
             return
         self._next += self.every
         slot = self._drawn.choice(training).slot
-        for event, do in (
-            ("stop", lambda: islands.signal(slot, signal.SIGKILL)),
-            ("return", lambda: islands.start(slot)),
-        ):
-            do()
-            self.happened.append(Happened(now, slot, event, time.monotonic()))
+        islands.signal(slot, signal.SIGKILL)
+        self.happened.append(Happened(now, slot, "stop", time.monotonic()))
+        islands.start(slot)
+        self.happened.append(Happened(now, slot, "return", time.monotonic()))
         self.tell(f"iteration {now:5d}: {len(self.happened) // 2:3d}. island {slot} {DONE['stop']}, and started again")
 
 

@@ -28,8 +28,8 @@ def begin_mean_loss(
     """Begin to add up losses. Returns a function that waits for the loss per token over all ranks.
 
     Both are collective calls. ``sums``: on ranks of the last pipeline stage, (sum of losses, tokens) of each rank of
-    this process; of a job that sits out nothing. ``of_jobs``: adds them up over jobs; without it they cover this rank's job. ``late``: the function
-    may be called an iteration later; then no stage waits in it for another.
+    this process; of a job that sits out nothing. ``of_jobs``: adds them up over jobs; without it they cover this rank's
+    job. ``late``: the function may be called an iteration later; then no stage waits in it for another.
     """
     last_stage = parallel_state.is_pipeline_last_stage()
     counts = sums and last_stage and (not late or parallel_state.get_tensor_model_parallel_rank() == 0)

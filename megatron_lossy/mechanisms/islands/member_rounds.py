@@ -52,9 +52,7 @@ class MemberRounds(Rounds):
 
     def miss(self, step: int) -> None:
         """Iteration ``step`` is over, and no island of this process takes part in exchanges: those that are due go unused."""
-        due = [flight for flight in self.flights if flight.step + self._delay == step]
-        self.flights = [flight for flight in self.flights if flight.step + self._delay > step]
-        for flight in due:
+        for flight in self._take_due(step):
             flight.pending.wait()
             self.rule.end(flight.step)
             del self._took_part[flight.step]

@@ -73,8 +73,7 @@ class Rounds:
         begun = None
         if (step + 1) % self._interval == 0:
             begun = self._begin((step + 1) // self._interval - 1, step, weights)
-        due = [flight for flight in self.flights if flight.step + self._delay == step]
-        self.flights = [flight for flight in self.flights if flight.step + self._delay > step]
+        due = self._take_due(step)
         for flight in due:
             began = time.perf_counter()
             mean = flight.pending.wait()
@@ -85,6 +84,17 @@ class Rounds:
             nothing = Mean(torch.zeros_like(begun.sent[0]), torch.zeros_like(begun.sent, dtype=torch.bool))
             self._use(begun, nothing, step, weights)
         return None if begun is None else begun.sent.shape[1]
+
+    def _take_due(self, step: int) -> list[Flight]:
+        """The exchanges that are due after iteration ``step``; they are not under way any more."""
+        due = [flight for flight in self.flights if flight.step + self._delay == step]
+        self.flights = [flight for flight in self.flights if flight.step + self._delay > step]
+        return due
+
+    def wait(self) -> None:
+        """Wait for the exchanges under way, which stay so: their results are kept."""
+        for flight in self.flights:
+            flight.pending.wait()
 
     def _begin(self, number: int, step: int, weights: Sequence[Weights]) -> Flight | None:
         places = self._subset.places(number, self._device)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,24 +23,16 @@ from ...exchange import Delivery
 from ...fetch import Fetched
 from ...monitor import Observer
 from ...recovery import copies
-from .between_members import BetweenMembers
-from .between_ranks import BetweenRanks
 from .carrying import Among, Lanes
 from .churn import Churn, of_all_slots
 from .copying import ASKER, SOURCE, GlooPair, Held, receive_copy, send_copy
 from .epoch_log import EpochLog
 from .epochs import Epoch
-from .member_rounds import MemberRounds
+from .member_islands import ENOUGH, MemberIslands
 from .presence import Presence, Return, Slot
 from .rank_state import held_state, put_state
-from .ranks import RankIslands
-from .rounds import Rounds
 from .schedule import FLAG
-from .subset import Subset
 from .world import IslandWorld
-
-#: Visits of who does not listen.
-_ENOUGH = 2**31
 
 
 class Own:
@@ -59,7 +52,7 @@ class Own:
         return [number for number, one in enumerate(self.slots) if one.member]
 
 
-class ScheduledIslands(RankIslands):
+class ScheduledIslands(MemberIslands):
     """:class:`RankIslands` of which some may be away. Raises :class:`UsageError` for a schedule that does not fit."""
 
     def __init__(self, config: LossyConfig, world: IslandWorld) -> None:
@@ -67,10 +60,8 @@ class ScheduledIslands(RankIslands):
         self._slot = world.island
         logs = config.delivery_log is not None and not world.launched_rank
         self._log = EpochLog(str(config.delivery_log)) if logs else None
-        self._entered = False
         self._ended = -1  # the iteration that presence has been told the end of
-        self._visits = [_ENOUGH] * config.islands  # by island, how often means have set each element, at least
-        self._current: Among | None = None  # the epoch of the latest exchange, if this island is in it
+        self._visits = [ENOUGH] * config.islands  # by island, how often means have set each element, at least
         self._opened: list[Among] = []
 
     def attach(self, run: Any) -> None:
@@ -122,8 +113,7 @@ class ScheduledIslands(RankIslands):
             return
         if one.anew:
             for shard in self._built():
-                for flight in shard.rounds.flights:
-                    flight.pending.wait()
+                shard.rounds.wait()
                 shard.rounds.restart(0)
         if not (copied or one.idle):
             return
@@ -162,10 +152,7 @@ class ScheduledIslands(RankIslands):
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
         """See :meth:`Part.begin_stopping`. Waits for all islands, and learns whose weights means have set how often."""
-        visits = _ENOUGH
-        if self._presence.slots[self._slot].listens:
-            visits = min((shard.rounds.visits(0) for shard in self._built()), default=_ENOUGH)
-        own = torch.tensor([signal, -visits], dtype=torch.int64).numpy()
+        own = np.array([signal, -self._visits_here()], dtype=np.int64)
         known = copies.to_device(own, device.current_device())
         dist.all_reduce(known, dist.ReduceOp.MAX)  # of this island's ranks
         with self._waiting():
@@ -227,37 +214,24 @@ class ScheduledIslands(RankIslands):
             return
         with self._waiting():
             for shard in self._built():
-                for flight in shard.rounds.flights:
-                    flight.pending.wait()
+                shard.rounds.wait()
             self._control.all_gather(torch.zeros(1))
             dist.barrier()
 
     # --- building --------------------------------------------------------------------------------------------------
 
-    def _crossing(self, number: int, subset: Subset) -> BetweenRanks:
-        return BetweenMembers(
-            self.config,
-            subset.stream,
-            self._slot,
-            self._run.steps,
-            self._tell,
-            shard=number,
-            among=lambda: self._current,
-            breaks=_gone,
-            loses=lambda exchange: None,
-        )
+    @property
+    def _own(self) -> Own:
+        return Own(self._presence, self._slot)
 
-    def _make_rounds(self, *arguments: Any) -> Rounds:
-        return MemberRounds(*arguments, presence=Own(self._presence, self._slot))
+    def _broke(self, among: Among, why: str, waited: float) -> NoReturn:
+        """Raise :class:`RuntimeError`: nobody leaves for real."""
+        raise RuntimeError(f"islands {among.epoch.slots}: {why}")
 
     def _tell(self, delivery: Delivery) -> None:
         for observer in self._run.observers:
             own = observer is self.monitor
             observer.observe(delivery if own else of_all_slots(delivery, self.config.islands))
-
-    @property
-    def carriers(self) -> Sequence[Any]:
-        return [self._lanes.links] if self.config.transport == "udp" and self._entered else []
 
     # --- weights and saved state -----------------------------------------------------------------------------------
 
@@ -289,8 +263,3 @@ class ScheduledIslands(RankIslands):
             among.close()
         for among in self._opened:
             among.wait_closed()
-
-
-def _gone(among: Among, why: str, waited: float) -> NoReturn:
-    """Raise :class:`RuntimeError`: nobody leaves for real."""
-    raise RuntimeError(f"islands {among.epoch.slots}: {why}")

@@ -1,7 +1,8 @@
 """Virtual islands that come and go by ``--island-schedule`` (docs/islands.md#islands-that-come-and-go).
 
-A death is known at once, and a copy takes no time: there are no networks here. Its twin is :mod:`.scheduled`. An island that stops keeps what it had,
-as if it had saved at its last iteration. Replicas within an island that has stood still begin equal again.
+A death is known at once, and a copy takes no time: there are no networks here. An island that stops keeps what it had,
+as if it had saved at its last iteration. Replicas within an island that has stood still begin equal again. Its twin of real
+ranks is :mod:`.scheduled`.
 """
 
 from __future__ import annotations

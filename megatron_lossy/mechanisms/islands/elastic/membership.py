@@ -131,9 +131,8 @@ class Membership:
         """An answer of the rendezvous."""
         with self._changed:
             now, before = time.monotonic(), self._answered_at
-            if (
-                before is not None and now - before > self._timeout + ANSWERED
-            ):  # longer than a death takes: nobody answered
+            # If that is longer than a death takes, nobody has answered.
+            if before is not None and now - before > self._timeout + ANSWERED:
                 self._doubtful_until = now + self._timeout + ANSWER
             self._answered_at = now
             try:

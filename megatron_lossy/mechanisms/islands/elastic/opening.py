@@ -30,8 +30,7 @@ class Opening:
         self._among: Among | None = None
         self._over = threading.Event()
         self._given_up = False
-        #: Slots of members that are not waited for.
-        self.without: set[int] = set()
+        self._without: list[int] = []
         self._thread = threading.Thread(target=self._run, name="megatron-lossy-epoch", daemon=True)
         self._thread.start()
 
@@ -46,6 +45,12 @@ class Opening:
         """Whether it is open, or may still be."""
         among = self._among
         return not self._given_up and (not self._over.is_set() if among is None else not among.broken)
+
+    def do_without(self, slot: int) -> None:
+        """The member ``slot`` is not waited for in exchanges."""
+        self._without.append(slot)  # before it is seen whether there are lanes: who opens them looks later
+        if self._among is not None:
+            self._among.do_without(slot)
 
     def abandon(self) -> None:
         """It is of no use: whoever is in it sees that by its connections."""
@@ -66,6 +71,8 @@ class Opening:
             if self._given_up:
                 among.close()
             self._among = among
+            for slot in self._without:
+                among.do_without(slot)
         except Exception as error:  # of torch's stores and groups; of a store that nobody knows any more
             logger.warning("islands %s do not meet: %s", self.placed.epoch.slots, first_line(error))
         finally:

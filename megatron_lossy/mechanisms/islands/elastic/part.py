@@ -31,17 +31,13 @@ from ....monitor import Observer
 from ....recovery import copies
 from ....rendezvous import Watch
 from ....rendezvous.lighthouse import Lighthouse, addresses_of
-from ..between_members import BetweenMembers
-from ..between_ranks import BetweenRanks
-from ..carrying import Among
+from ..carrying import Among, Lanes
 from ..copying import Copy, Request
 from ..epochs import Incarnation, Member
 from ..megatron_training import TrainingIslands
-from ..member_rounds import MemberRounds
+from ..member_islands import MemberIslands
 from ..rank_state import held_state, put_state
-from ..rounds import Rounds
 from ..stopping import Stopping
-from ..subset import Subset
 from .diary import Diary
 from .membership import Membership, Placed
 from .opening import Opener, Opening
@@ -53,11 +49,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after which the ranks of an island that waits for others look up: less than any timeout of theirs.
 _ROUND = 20.0
-#: Visits of who does not listen.
-_ENOUGH = 2**31
 
 
-class ElasticIslands(TrainingIslands):
+class ElasticIslands(MemberIslands, TrainingIslands):
     """The exchanges of this rank with the same rank of whichever islands are there. ``world``: open by the first iteration."""
 
     total = None  # type: ignore[assignment]
@@ -72,8 +66,6 @@ class ElasticIslands(TrainingIslands):
         self._openings: list[Opening] = []
         self._in_force = -1  # the number of the epoch of the next exchange
         self._jump = 0  # the iteration to go on with; 0: the next one
-        self._entered = False
-        self._current: Among | None = None  # the epoch of the latest exchange
         self._broken = -1  # the number of the newest epoch that this rank cannot exchange in any more
         self._silent = (
             self._abandoned
@@ -231,8 +223,8 @@ class ElasticIslands(TrainingIslands):
         return Opener(self.config, self._slot, self.world.rank, most, engine, self._does_without)
 
     @property
-    def carriers(self) -> Sequence[Any]:
-        return [self._opener.lanes.links] if self.config.transport == "udp" and self._entered else []
+    def _lanes(self) -> Lanes:
+        return self._opener.lanes
 
     def _carried(self, exchange: int) -> Among | None:
         """The epoch that ``exchange`` is made in: that in force, or, as long as that is not open, the one before.
@@ -244,8 +236,6 @@ class ElasticIslands(TrainingIslands):
         opening, before = self._openings[self._in_force], self._current
         among = opening.among()
         if among is not None and not among.broken and among.reach(exchange):
-            for slot in opening.without:
-                among.do_without(slot)
             return among
         opening.abandon()
         self._broken = max(self._broken, self._in_force)
@@ -254,7 +244,6 @@ class ElasticIslands(TrainingIslands):
         return before
 
     def _broke(self, among: Among, why: str, waited: float) -> None:
-        """On a thread: nothing can be exchanged in the epoch of ``among`` any more. ``waited``: seconds until that was known."""
         if not among.broken:
             self._diary.note(
                 "lost contact", epoch=[among.epoch.id, among.epoch.first], seconds=round(waited, 3), why=why
@@ -277,7 +266,7 @@ class ElasticIslands(TrainingIslands):
         life = next(one for one in placed.epoch.lives if one[0] == slot)
         for later in self._openings[placed.number + 1 :]:  # which count on it: nobody is waited for twice
             if life in later.placed.epoch.lives:
-                later.without.add(slot)
+                later.do_without(slot)
         epoch = [placed.epoch.id, placed.epoch.first]
         self._diary.note("lost contact", epoch=epoch, with_island=slot, seconds=round(waited, 3), why=why)
         logger.warning(
@@ -357,12 +346,11 @@ class ElasticIslands(TrainingIslands):
         """
         # What may have come meanwhile is asked for last: an epoch in force is known.
         ahead, following = self._ahead(made), self._next(made)
-        visits = _ENOUGH
-        if self._standing.slot.listens:
-            visits = min((shard.rounds.visits(0) for shard in self._built()), default=_ENOUGH)
         begun, requests = self._begun, [] if self._membership is None else self._membership.requests
         epochs = [self._last_known(), following, self._broken, self._silent, self._maimed]
-        said = np.array([signal, *epochs, ahead, -visits, len(requests), *self._rejoining.said], dtype=np.int64)
+        said = np.array(
+            [signal, *epochs, ahead, -self._visits_here(), len(requests), *self._rejoining.said], dtype=np.int64
+        )
         known = copies.to_device(said, device.current_device())
         work = dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
 
@@ -497,21 +485,12 @@ class ElasticIslands(TrainingIslands):
 
     # --- building --------------------------------------------------------------------------------------------------
 
-    def _crossing(self, number: int, subset: Subset) -> BetweenRanks:
-        return BetweenMembers(
-            self.config,
-            subset.stream,
-            self._slot,
-            self._run.steps,
-            self._tell,
-            shard=number,
-            among=lambda: self._current,
-            breaks=self._broke,
-            loses=self._diary.lost,
-        )
+    @property
+    def _own(self) -> Standing:
+        return self._standing
 
-    def _make_rounds(self, *arguments: Any) -> Rounds:
-        return MemberRounds(*arguments, presence=self._standing)
+    def _loses(self, exchange: int) -> None:
+        self._diary.lost(exchange)
 
     # --- weights and saved state -----------------------------------------------------------------------------------
 

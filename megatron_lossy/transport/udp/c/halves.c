@@ -210,9 +210,11 @@ static void dest_done(struct dest *d, ns now)
 static void member_lost(struct channel *c, uint32_t i, int reason, ns now)
 {
     struct member *m = &c->members[i];
-    if (!c->bears)
+    if (!c->bears) {
         channel_fail(c, i, reason);
-    if (!c->bears || m->lost || c->failed || !c->open)
+        return;
+    }
+    if (m->lost || c->failed || !c->open)
         return;
     m->lost = (uint8_t)reason;
     for (struct exchange *x = c->engine->live, *next; x; x = next) {
