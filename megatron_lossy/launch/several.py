@@ -50,18 +50,23 @@ def _run(services: Sequence[Sequence[str]], jobs: Sequence[Sequence[str]], log: 
 
     Returns the status of the first of these that failed, as a shell has it.
     """
-    with open(log, "a") as file:
-        serving = [subprocess.Popen(one, stdout=file, stderr=file, start_new_session=True) for one in services]
-    # A session each, so that a signal of the terminal comes once, from here.
-    working = [subprocess.Popen(one, start_new_session=True) for one in jobs]
+    working: list[subprocess.Popen] = []
+    told: list[int] = []
 
-    def tell(number: int, _: object) -> None:
+    def tell(number: int, _: object = None) -> None:
+        told.append(number)
         for one in working:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one.pid, number)
 
     for number in _SIGNALS:
         signal.signal(number, tell)
+    with open(log, "a") as file:
+        serving = [subprocess.Popen(one, stdout=file, stderr=file, start_new_session=True) for one in services]
+    # A session each, so that a signal of the terminal comes once, from here.
+    working.extend(subprocess.Popen(one, start_new_session=True) for one in jobs)
+    if told:  # before all of them were there
+        tell(told[0])
     try:
         while any(one.poll() is None for one in working):
             time.sleep(0.1)
