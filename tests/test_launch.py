@@ -651,9 +651,7 @@ def test_islands_that_are_launches_of_their_own(data, tmp_path, capsys):
 
 def test_a_signal_ends_all_jobs_and_then_what_they_need(tmp_path):
     # One write a line: the jobs share a pipe, and print may write the end of a line by itself (PYTHONUNBUFFERED).
-    wait = (
-        "import os, signal, sys, time; signal.signal(15, lambda *_: sys.exit({})); os.write(1, b'on\\n'); time.sleep(60)"
-    )
+    wait = "import os, signal, sys, time; signal.signal(15, lambda *_: sys.exit({})); os.write(1, b'on\\n'); time.sleep(60)"
     serve = [sys.executable, "-c", "import time; time.sleep(60)"]
     program = f"""
 import sys

@@ -42,9 +42,14 @@ class Islands(Mechanism):
 
             check_between(config, train_iters)
         if config.averages and config.island_schedule is not None:
-            from .schedule import read_schedule
+            if config.replays_islands:
+                from .recorded import Recorded
 
-            read_schedule(config.island_schedule, config.islands, train_iters)
+                Recorded(config.island_schedule, config)
+            else:
+                from .schedule import read_schedule
+
+                read_schedule(config.island_schedule, config.islands, train_iters)
 
     @classmethod
     def advice(cls, config: LossyConfig, iterations: int | None) -> list[str]:
@@ -112,6 +117,10 @@ class Islands(Mechanism):
         if not config.averages:
             return None
         if config.island_schedule is not None:
+            if config.replays_islands:
+                from .virtual_replay import ReplayedIslands
+
+                return ReplayedIslands(config, workers, iterations, seed, gapless=True)
             from .virtual_churn import ChurningIslands
 
             return ChurningIslands(config, workers, iterations, seed, gapless=True)

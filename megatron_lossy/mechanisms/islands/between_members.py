@@ -13,6 +13,7 @@ from ...errors import first_line
 from .aside import Brought, Pieces
 from .between_ranks import BetweenRanks, Crossed, Keeping, Parties, Waiting
 from .carrying import Among
+from .exchange_log import MEANS, PIECES, ExchangeLog
 from .mean import Mean
 from .places import Places
 
@@ -51,7 +52,7 @@ class BetweenMembers(BetweenRanks):
 
     ``among()``: the epoch of the exchange that begins; ``None``: everything of it is lost. ``breaks``: is called on a thread with an
     epoch that nothing can be exchanged in any more, why, and the seconds that were waited. ``loses``: with the number of an exchange of
-    which nothing arrives from others.
+    which nothing arrives from others. ``log``: is told what arrives.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class BetweenMembers(BetweenRanks):
         among: Callable[[], Among | None],
         breaks: Callable[[Among, str, float], None],
         loses: Callable[[int], None],
+        log: ExchangeLog | None = None,
     ) -> None:
         config, stream, island, steps, told = arguments
         super().__init__(config, stream, island, [Nowhere()] * config.lanes, steps, told)
         self._shard, self._now, self._breaks, self._loses = shard, among, breaks, loses
+        self._log = log
 
     def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Waiting:
         """See :meth:`BetweenRanks.begin`. An exchange has the same lane on all islands, whatever they have made before."""
@@ -73,11 +76,25 @@ class BetweenMembers(BetweenRanks):
 
     def _parties(self, turn: int) -> Parties:
         among, exchange = self._now(), self._begun - 1
-        if among is None or among.broken:
+        nowhere = among is None or among.broken
+        if self._log is not None:
+            made = (exchange + 1) * self._config.sync_interval
+            senders = None if among is None or nowhere else among.senders
+            self._log.begins(exchange, made, self._shard, among is not None, senders)
+        if among is None or nowhere:
             return Parties([self._island], 0, Nowhere(exchange))
         among.begin()
-        lane = Lane(among, self._shard, turn, self._config.transport == "udp", exchange)
+        lane = Lane(among, self._shard, turn, self._observes, exchange)
         return Parties(among.senders, among.place, lane)
+
+    @property
+    def _observes(self) -> bool:
+        return self._config.transport == "udp"
+
+    def _note(self, parties: Parties, phase: int, arrived: np.ndarray) -> None:
+        lane = parties.carrier
+        if self._log is not None and isinstance(lane, Lane) and (phase or parties.place is not None):
+            self._log.arrived(lane.exchange, self._shard, (PIECES, MEANS)[phase], arrived)
 
     def _cross(
         self,
@@ -100,6 +117,8 @@ class BetweenMembers(BetweenRanks):
                 lane.among.met = True
             return crossed
         except (RuntimeError, torch.distributed.DistError) as error:  # a member is gone, or silent
+            if self._log is not None:
+                self._log.lost(lane.exchange, self._shard)
             self._breaks(lane.among, first_line(error), time.monotonic() - began)
             return self._lost(parties, pieces, device)
         finally:

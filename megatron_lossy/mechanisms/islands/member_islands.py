@@ -8,6 +8,7 @@ from typing import Any
 from .between_members import BetweenMembers
 from .between_ranks import BetweenRanks
 from .carrying import Among, Lanes
+from .exchange_log import ExchangeLog
 from .member_rounds import MemberRounds
 from .ranks import RankIslands
 from .rounds import Rounds
@@ -23,6 +24,8 @@ class MemberIslands(RankIslands):
     _entered = False
     #: The epoch of the latest exchange, if this island is in one.
     _current: Among | None = None
+    #: Gets what is needed to make the run again.
+    _exchange_log: ExchangeLog | None = None
 
     @property
     def _own(self) -> Any:
@@ -58,6 +61,7 @@ class MemberIslands(RankIslands):
             among=lambda: self._current,
             breaks=self._broke,
             loses=self._loses,
+            log=self._exchange_log,
         )
 
     def _make_rounds(self, *arguments: Any) -> Rounds:

@@ -231,6 +231,19 @@ ISLANDS = Section(
         ),
         Row(
             flag="--island-schedule",
+            beside="real ranks, if it is the log of a run",
+            value="{config.island_schedule}",
+            why="is the log of a run: islands in one process make it again, with --virtual-workers",
+            when=_real(lambda config, facts: config.replays_islands),
+        ),
+        Row(
+            flag=("--delivery-log", "--trace"),
+            beside="the log of a run in --island-schedule",
+            why="cannot go with the log of a run in --island-schedule, which has it all",
+            when=_averaging(lambda config, facts: config.replays_islands),
+        ),
+        Row(
+            flag="--island-schedule",
             beside="--island-speeds",
             why="cannot be combined with --island-speeds: its iterations would be others on each island",
             when=_averaging(

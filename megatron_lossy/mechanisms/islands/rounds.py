@@ -70,9 +70,18 @@ class Rounds:
 
         Returns the number of elements of the exchange that begins, or ``None`` if none does.
         """
-        begun = None
-        if (step + 1) % self._interval == 0:
-            begun = self._begin((step + 1) // self._interval - 1, step, weights)
+        begun = self.begin_due(step, weights)
+        self.use_due(step, weights, begun)
+        return None if begun is None else begun.sent.shape[1]
+
+    def begin_due(self, step: int, weights: Sequence[Weights]) -> Flight | None:
+        """Begin the exchange that is due after iteration ``step``, if one is."""
+        if (step + 1) % self._interval:
+            return None
+        return self._begin((step + 1) // self._interval - 1, step, weights)
+
+    def use_due(self, step: int, weights: Sequence[Weights], begun: Flight | None) -> None:
+        """Use the exchanges that are due after iteration ``step``. ``begun``: the one that has just begun."""
         due = self._take_due(step)
         for flight in due:
             began = time.perf_counter()
@@ -83,7 +92,6 @@ class Rounds:
         if begun is not None and not due and self.rule.always:
             nothing = Mean(torch.zeros_like(begun.sent[0]), torch.zeros_like(begun.sent, dtype=torch.bool))
             self._use(begun, nothing, step, weights)
-        return None if begun is None else begun.sent.shape[1]
 
     def _take_due(self, step: int) -> list[Flight]:
         """The exchanges that are due after iteration ``step``; they are not under way any more."""

@@ -20,7 +20,7 @@ from .member_rounds import MemberRounds
 from .presence import Return
 from .rounds import Rounds
 from .virtual import VirtualIslands
-from .virtual_state import copy_scheduler, load_island_state
+from .virtual_state import load_island_state
 
 
 class ChurningIslands(VirtualIslands):
@@ -66,7 +66,6 @@ class ChurningIslands(VirtualIslands):
             load_island_state(optimizers, self._schedulers[island], self._kept[island], state)
             for rounds in self._rounds:
                 rounds.rule.copy(source, island)
-        copy_scheduler(self._schedulers[source], self._schedulers[island])
         if one.idle or one.how == "copy":
             with self.turn(island, keep=False) as cluster:
                 cluster.begin_equal()

@@ -47,12 +47,6 @@ def load_island_state(
     scheduler.load_state_dict(state["scheduler"])
 
 
-def copy_scheduler(source: Any, scheduler: Any) -> None:
-    """Let ``scheduler`` be where ``source`` is in the run: learning rates follow it, whoever made the iterations."""
-    scheduler.num_steps = 0  # Megatron adds the loaded number to it
-    scheduler.load_state_dict(source.state_dict())
-
-
 def _main(optimizers: Sequence[Any]) -> list[torch.Tensor]:
     """The float32 weights that are not the model's own."""
     return [

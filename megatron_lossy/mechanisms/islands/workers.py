@@ -68,6 +68,8 @@ class IslandWorkers(Workers):
             if island not in islands.present:
                 for batch in self._batches_of(island, batches):
                     batch.skip(self._config.global_batch_size)
+                # Learning rates follow the run, whoever makes the iterations.
+                self._schedulers[island].step(increment=self._config.global_batch_size)
                 continue
             due = self._due(island, islands.iteration)
             for number in range(due):

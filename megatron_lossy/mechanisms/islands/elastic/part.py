@@ -34,6 +34,7 @@ from ....rendezvous.lighthouse import Lighthouse, addresses_of
 from ..carrying import Among, Lanes
 from ..copying import Copy, Request
 from ..epochs import Incarnation, Member
+from ..exchange_log import ExchangeLog, weights_are
 from ..megatron_training import TrainingIslands
 from ..member_islands import MemberIslands
 from ..rank_state import held_state, put_state
@@ -78,14 +79,13 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         self._copied: tuple[Copy, Member] | None = None  # to be put before the next iteration
         self._requests: list[Request] = []  # for copies of this island
         self._served = 0  # that were made
-        logs = config.delivery_log is not None and not world.rank
-        self._diary = Diary(
-            world.island, config.jobs().folder(str(config.delivery_log), world.island) if logs else None
-        )
+        folder = None if config.delivery_log is None else config.jobs().folder(config.delivery_log, world.island)
+        self._diary = Diary(world.island, None if world.rank else folder)
+        self._exchange_log = None if folder is None else ExchangeLog(folder, world.rank)
 
     @property
     def observers(self) -> Sequence[Observer]:
-        return [*super().observers, self._diary]
+        return [*super().observers, self._diary, *([self._exchange_log.file] if self._exchange_log else [])]
 
     # --- who is there ----------------------------------------------------------------------------------------------
 
@@ -94,6 +94,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         if not self._entered:
             return self._enter(iteration)
         jump, self._jump = self._jump, 0
+        self._is_at(max(jump, iteration))
         if jump > iteration:
             self._miss(jump)
         self._take_copy(max(jump, iteration))
@@ -106,12 +107,26 @@ class ElasticIslands(MemberIslands, TrainingIslands):
             raise refuse("--rendezvous", self.config.rendezvous, why)
         super().begin_iteration()
 
+    def _is_at(self, now: int) -> None:
+        if self._exchange_log is not None:
+            self._exchange_log.now = now
+
+    def _record(self, event: str, **more: Any) -> None:
+        if self._exchange_log is not None:
+            self._exchange_log.event(event, **more)
+
+    def _weights_are(self) -> dict[str, str]:
+        return {} if self._exchange_log is None else weights_are(self._vectors)
+
     def _enter(self, iteration: int) -> int:
         """Take part in a first epoch. Returns the iteration of the run. A collective call of the ranks of the island."""
         self._entered = True
         placed, furthest = self._first(iteration)
         self._open(placed)
         began = self._iteration_of(furthest)
+        self._is_at(max(began, iteration))
+        flags, ranks = self._what(), self.world.size
+        self._record("enters", at=iteration, flags=flags, islands=self.config.islands, ranks=ranks)
         epoch = placed.epoch
         loaded = self._standing.slot.listens
         self._standing.enter(epoch, own=iteration > 0 or began <= iteration)
@@ -283,6 +298,8 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         self._gather()
         under_way = {flight.number for shard in self._built() for flight in shard.rounds.flights}
         self._diary.note("gave up", exchanges=sorted(under_way), now=now)
+        self._record("goes on", at=self._run.iteration)
+        self._record("gives up")
         for shard in self._built():
             shard.rounds.give_up()
         was = self._standing.slot.listens
@@ -300,6 +317,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
 
     def _restart(self) -> None:
         self._begun, self._visits = self._begun + 1, 0
+        self._record("restarts")
         for shard in self._built():
             shard.rounds.restart(0)
 
@@ -322,6 +340,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         self._restart()
         self._run.begin_equal()
         self._standing.copied(copy.made, now, self.config.keep)
+        self._record("copied", source=source.slot, made=copy.made, **self._weights_are())
         self._diary.note("copied", island=source.slot, made=copy.made, digest=copy.digest)
         logger.warning(
             "island %d: has copied island %d as of iteration %d, rank %d %s%s",
@@ -481,6 +500,9 @@ class ElasticIslands(MemberIslands, TrainingIslands):
 
     def leave(self) -> None:
         """The others need not wait until a death is noticed."""
+        if self._entered:
+            self._is_at(self._run.iteration)
+            self._record("leaves", **self._weights_are())
         self._end()
 
     # --- building --------------------------------------------------------------------------------------------------
