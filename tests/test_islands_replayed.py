@@ -21,7 +21,7 @@ __all__ = ["data"]
 
 def again(settings, log, ranks=1, **more):
     """Make the run in ``log`` again; returns the finished program."""
-    own = {"virtual_workers": 3 * ranks, "island_schedule": log}
+    own = {"virtual_workers": 3 * ranks, "island_schedule": log, "transport": "pieces"}
     return run_program("megatron_lossy.train", *as_flags(settings | own | more))
 
 
