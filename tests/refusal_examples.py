@@ -16,6 +16,7 @@ CHANGED = PACKETS | {"param_priority": "change"}
 FEEDBACK = UDP | {"grad_recovery": "error-feedback"}
 ISLANDS = {"islands": 2, "sync_method": "parameters"}
 CHURN = {"island_schedule": "events"}
+RECORDED = {"island_schedule": "."}  # any folder
 APART = ISLANDS | {"rendezvous": "host", "island": 1}
 OUTER = {"islands": 2, "sync_method": "diloco"}
 EMA = ISLANDS | {"delay_correction": "ema"}
@@ -153,6 +154,8 @@ ISLAND = [
         {"virtual": False},
         "--island-schedule events: cannot go with --async-pipeline of real ranks",
     ),
+    (ISLANDS | RECORDED, {"virtual": False}, "--island-schedule .: is the log of a run"),
+    (ISLANDS | RECORDED | {"delivery_log": "log"}, {}, "--delivery-log log: cannot go with the log of a run"),
     (
         ISLANDS | CHURN | {"island_speeds": (1.0, 2.0)},
         {},

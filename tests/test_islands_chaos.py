@@ -8,16 +8,24 @@ import time
 
 import pytest
 
+from benchmarks.lab import Missing, check_lab
+from tests.programs import Program, run_program
 from tests.test_islands_apart import MODEL, SYNC, Run, data  # noqa: F401
 from tests.trainer import read_records
 
 pytestmark = [
-    pytest.mark.shows("islands that are launches of their own: killed, frozen, new"),
+    pytest.mark.shows("islands that are launches of their own: killed, frozen, cut off, new"),
     pytest.mark.programs,
     pytest.mark.slow,
 ]
 
 PATIENCE = 4.0
+
+try:
+    check_lab()
+    lacks = None
+except Missing as missing:
+    lacks = str(missing)
 
 
 class Chaos(Run):
@@ -118,3 +126,35 @@ def test_survivors_go_on_and_wait_for_nobody_twice(tmp_path, serve, data):  # no
     alone = {record["iteration"] - 1 for record in records if record["island members"] == 0}
     assert alone <= lost < set(range(made[-1]))  # each one averaged, or logged as lost
     assert records[-1]["lm loss"] < records[0]["lm loss"] / 2
+
+
+@pytest.mark.skipif(lacks is not None, reason=f"cutting an island off: {lacks}")
+def test_islands_that_are_cut_off_and_killed_meet_again_and_the_run_is_made_again(tmp_path):
+    """One is cut off for less than the patience and for longer, one is killed, over datagrams; then all that from the log."""
+    happens = [
+        (1, 40, "cut"),
+        (1, 50, "return"),
+        (1, 100, "cut"),
+        (2, 160, "stop"),
+        (2, 300, "return"),
+        (1, 400, "return"),
+    ]
+    file = tmp_path / "events.jsonl"
+    file.write_text("".join(json.dumps({"slot": slot, "at": at, "event": event}) + "\n" for slot, at, event in happens))
+    model = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 2 --micro-batch-size 2"
+    model += " --global-batch-size 6 --eval-interval 1000 --island-keep 1000 --sync-interval 1 --sync-delay 0"
+    words = ["--schedule", file, "--islands", 3, "--iterations", 1000, "--rtt", 50, "--out", tmp_path / "out"]
+    program = Program("benchmarks.churn", *words, f"--flags={model} --transport udp --island-patience 3")
+    printed, said = program.communicate(400)
+    assert program.returncode == 0, printed + said
+    log = tmp_path / "out" / "seed_1" / "log"
+    epochs = [json.loads(line) for line in (log / "island_0" / "_epochs.jsonl").open()]
+    lost = {event.get("with_island") for line in epochs for event in line["events"] if event["event"] == "lost contact"}
+    assert lost == {1, 2} and [slot for slot, _ in epochs[-1]["members"]] == [0, 1, 2]
+
+    sync = "--sync-method parameters --sync-fraction 0.25 --loss-unit packet --packet-bytes 1408"
+    words = ["--config=configs/tiny/llama_1m.yaml", "--islands=3", "--virtual-workers=3", "--train-iters=1000"]
+    again = run_program(
+        "megatron_lossy.train", *words, *model.split(), *sync.split(), "--seed=1", f"--island-schedule={log}"
+    )
+    assert again.returncode == 0 and "weights were checked" in again.stderr, again.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -26,7 +27,7 @@ def links():
         islands=ISLANDS, sync_method="parameters", loss_unit="packet", packet_bytes=102, transport="udp"
     )
     store, told = torch.distributed.HashStore(), [[] for _ in range(ISLANDS)]
-    pool = ThreadPoolExecutor(ISLANDS)
+    pool = ThreadPoolExecutor(ISLANDS + 1)
     engines = [Engine(settings_of(config), "127.0.0.1") for _ in range(ISLANDS)]
 
     def make(bears):
@@ -114,3 +115,32 @@ def test_who_is_known_to_be_lost_is_not_waited_for(links):
         np.testing.assert_array_equal(arrived, [True, False, True])
         np.testing.assert_array_equal(came, [True, False, True])
     assert not in_vain and not any(told)
+
+
+def test_who_lives_is_not_silent(links):
+    """It answers, also while it takes part in no exchange."""
+    make, pool = links
+    links, _ = make(bears=True)
+    found = []
+    link = links[0]
+    silent = link._channel.silent_ranks
+    link._channel.silent_ranks = lambda seconds: found.append(silent(seconds)) or []
+    exchange(pool, links, (0, 2), 10)  # waits for 1 in vain
+    assert len(found) >= 2 and not any(found)
+    assert silent(-1.0) == [1, 2]  # which is said of both that there are
+
+
+def test_who_waits_for_a_silent_island_is_not_lost_with_it(links):
+    """0 waits for 1 and 2, of which 1 is silent, and 2 comes later than the patience: it may have waited for 1, too."""
+    make, pool = links
+    links, told = make(bears=True)
+    for number in (0, 2):
+        links[number]._channel.silent_ranks = lambda seconds: [1]
+    late = pool.submit(lambda: (time.sleep(1.2 * PATIENCE), exchange(pool, links, (2,), 10))[1])
+    [(_, arrived, _, came)] = exchange(pool, links, (0,), 10).values()
+    late.result()
+    for one in (arrived, came):
+        np.testing.assert_array_equal(one, [True, False, True])
+    for number in (0, 2):
+        [(place, why, _)] = told[number]
+        assert place == 1 and "waited for" in why

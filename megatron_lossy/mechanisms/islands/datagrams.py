@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from .aside import ASIDE
 from .flags import SYNC_PHASES
 from .form import Codes, form_of
 
+#: Seconds between two looks at who is silent.
+_LOOKS = 0.25
+
 
 class IslandLink:
     """Exchanges of this island with others, one after another. One rank of each island opens it, a collective call.
@@ -28,7 +32,7 @@ class IslandLink:
     default all; the others get means alone. ``called``: by place, the name of an island in messages.
 
     ``most``: the most elements of an exchange. ``store``: a new store of these ranks. ``patience``: an
-    island that sends nothing for this many seconds counts as gone. Then the exchange fails, or, with ``loses``, the others do without that
+    island of which no datagram comes for this many seconds counts as gone, and so does one that lives and is half as long again too late. Then the exchange fails, or, with ``loses``, the others do without that
     island from then on; it is called, on the thread of the exchange, with its place, why, and the seconds that it was waited for.
     """
 
@@ -113,18 +117,21 @@ class IslandLink:
         if sends:
             self._channel.send(phase, self._begun, 0, self._pointers(rows, self._left_out()))
             self._leaving.add(transfer, sent.numel() * sent.element_size())
-        # Others may have waited as long before they send their means.
-        waits = self._patience * (1.0 if phase == SYNC_PHASES[0] else 1.5)
-        arrived = self._arrived(transfer, waits)[self._senders]
+        arrived = self._arrived(transfer, phase)[self._senders]
         silent = np.flatnonzero(~arrived.any(axis=1)).tolist()
         self._silent = [self._senders[place] for place in silent]
         return received[:, :count], arrived
 
-    def _arrived(self, transfer: Transfer, patience: float) -> np.ndarray:
+    def _arrived(self, transfer: Transfer, phase: str) -> np.ndarray:
         """bool[N, units]: the units that arrived. Raises :class:`PeerLost`."""
+        # Others may have waited as long before they send their means.
+        patience = self._patience * (1.0 if phase == SYNC_PHASES[0] else 1.5)
         began = time.monotonic()
         try:
-            return patiently(transfer.wait, patience)
+            if self._loses is None:
+                return patiently(transfer.wait, patience)
+            # Who lives may wait for one that does not, and as long as this island has.
+            return self._while_they_live(transfer, patience + self._patience / 2)
         except PeerLost:
             if self._loses is None:
                 raise
@@ -137,6 +144,25 @@ class IslandLink:
                     if place not in self._without:
                         self._without.add(place)
                         self._loses(place, why, time.monotonic() - began)
+
+    def _while_they_live(self, transfer: Transfer, seconds: float) -> np.ndarray:
+        """:meth:`Transfer.wait`, without islands that are silent: of which no datagram comes any more, whatever they wait for.
+
+        Raises :class:`PeerLost` after ``seconds``.
+        """
+        waited = 0.0
+        while waited < seconds:
+            began = time.monotonic()
+            try:
+                return transfer.wait(min(_LOOKS, seconds - waited))
+            except (TimeoutError, FutureTimeout):
+                took = time.monotonic() - began
+            waited += min(took, _LOOKS)
+            # This process may have stood still itself: then it hears the others first.
+            if waited >= 2 * _LOOKS and took < 2 * _LOOKS:
+                for place in self._channel.silent_ranks(self._patience):
+                    self._channel.lose(place)
+        raise PeerLost(f"{self.name}: nothing for {waited:.0f} s")
 
     def do_without(self, place: int) -> None:
         """See :class:`.Carrier`."""

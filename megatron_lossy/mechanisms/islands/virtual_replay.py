@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Handed:
-    """What islands of this process hand on to each other: each message is kept until all have it at which it arrived."""
+    """Hands the messages of islands of this process on: each is kept until all have it at which it arrived."""
 
     def __init__(self, recorded: Recorded) -> None:
         self.recorded = recorded
@@ -226,7 +226,7 @@ class ReplayedIslands(VirtualIslands):
         self._checked += 1
 
     def leave(self) -> None:
-        """What happened at the end of the recorded run is checked, too."""
+        """Check what happened at the end of the recorded run, too."""
         super().leave()
         self._happen()
         logger.warning("the run in %s was made again; weights were checked %d times", self._path, self._checked)

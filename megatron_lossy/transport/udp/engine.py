@@ -109,6 +109,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("bears", None, pointer),
         ("lose", None, pointer, u32, i64),
         ("lost", i, pointer, u32),
+        ("silence", i64, pointer, u32, i64),
         ("member_counters", None, pointer, u32, pointer),
         ("engine_counters", None, pointer, pointer),
         ("member_rate", None, pointer, u32, pointer),
@@ -680,6 +681,11 @@ class Channel:
         """Do without ``rank`` from now on, in a channel that bears that: what was to come from it is lost."""
         with self._using():
             self._lib.ml_lose(self._channel, rank, -1)
+
+    def silent_ranks(self, seconds: float) -> list[int]:
+        """The ranks of which no datagram has come for so long: who lives answers at once, also if it is not in an exchange."""
+        with self._using():
+            return [rank for rank in self.peers if self._lib.ml_silence(self._channel, rank, -1) >= seconds * 1e9]
 
     def lost_ranks(self) -> dict[int, str]:
         """The ranks that are done without, and why."""
