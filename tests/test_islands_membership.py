@@ -51,6 +51,16 @@ class Lighthouse:
                 one.hear(said)
         return said
 
+    def apart(self, *groups):
+        """A turn in which each of ``groups`` reaches a lighthouse of its own."""
+        self.clock.now += 0.5
+        self.exchange()
+        self.clock.now += 0.5
+        said = {slot: one.tell()[1] for slot, one in self.running.items()}
+        for group in groups:
+            for slot in group:
+                self.running[slot].hear([said[other] for other in group])
+
     def exchange(self):
         """All that are in an epoch make their next exchange; the others are at the same place in the run."""
         begun = [slot for slot, one in self.running.items() if one.latest >= 0]
@@ -218,6 +228,20 @@ def test_of_two_launches_of_a_slot_the_earlier_ends(lighthouse):
     with pytest.raises(UsageError, match="--island 1: host1 has it, since later than this one"):
         old.note(0, "send", 0)
     new.note(0, "send", 0)
+
+
+def test_two_lighthouses_are_two_meshes_and_one_again_once_all_reach_one(lighthouse):
+    """Each mesh goes on; after that the epoch of all comes as soon as that of a newcomer."""
+    all_begin(lighthouse)
+    for _ in range(20):
+        lighthouse.apart((0, 1), (2,))
+    assert lighthouse.agree(0, 1) and lighthouse.agree(2)
+    lighthouse.turn()
+    [epoch] = {one.placed(one.latest).epoch for one in lighthouse.running.values()}  # known with the next answer
+    assert epoch.slots == [0, 1, 2]
+    while lighthouse.steps[0] + 1 < epoch.first:
+        lighthouse.turn()
+    assert lighthouse.agree(0, 1, 2)
 
 
 @settings(max_examples=60, deadline=None)
