@@ -178,7 +178,6 @@ ISLAND = [
         {},
         "--rendezvous host: cannot go with --async-pipeline",
     ),
-    (APART, {"tensor": 2}, "--tensor-model-parallel-size 2: its ranks would lose other averages"),
     (APART | CHURN, {}, "--island-schedule events: is for islands of one launch"),
     (APART | {"island_speeds": (1.0, 2.0)}, {}, "--island-speeds 1.0 2.0: cannot go with --rendezvous"),
     (

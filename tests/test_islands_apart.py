@@ -41,17 +41,17 @@ def data(tmp_path_factory):
 class Run:
     """Islands of one run, each of ``ranks`` ranks, that meet at ``url``."""
 
-    def __init__(self, url, settings, ranks=1):
+    def __init__(self, url, settings, ranks=1, module="megatron_lossy.train"):
         # Machines may be busy; and all must ask within the --join of the lighthouse, or pairs of them hear of each other in turns.
         own = {"rendezvous": url.removeprefix("http://"), "island_patience": 60, "island_poll": 0.1}
-        self._settings, self._ranks = settings | own, ranks
+        self._settings, self._ranks, self._module = settings | own, ranks, module
         self.islands: dict[int, list[Program]] = {}
 
     def start(self, *slots, **more):
         for slot in slots:
             words = as_flags(self._settings | {"island": slot} | more)
             places = rank_environments(self._ranks) if self._ranks > 1 else [{}]
-            self.islands[slot] = [Program("megatron_lossy.train", *words, **place) for place in places]
+            self.islands[slot] = [Program(self._module, *words, **place) for place in places]
 
     def kill(self, slot):
         for program in self.islands.pop(slot):
@@ -237,3 +237,29 @@ def test_without_a_lighthouse_it_says_so_and_waits(data, serve):
         assert time.monotonic() < end
         time.sleep(0.1)
     run.kill(0)
+
+
+def test_tensor_parallel_ranks_keep_their_copies_equal_through_deaths(data, tmp_path, serve):
+    """Whatever a death breaks on one of them: tests.copies_compared says at the end whether they are."""
+    _, url = serve()
+    settings = MODEL | data | SYNC | {"train_iters": 500, "eval_interval": 500, "island_poll": 0.2, "log_interval": 10}
+    settings |= {
+        "tensor_model_parallel_size": 2,
+        "save": tmp_path,
+        "load": tmp_path,
+        "save_interval": 20,
+        "save_replicas": True,
+    }
+    run = Run(url, settings, ranks=2, module="tests.copies_compared")
+    run.start(0, 1, 2)
+    for slot, reached in ((2, 40), (1, 160)):
+        run.until(0, rf"iteration +{reached}/")
+        run.kill(slot)
+        run.until(0, rf"iteration +{reached + 40}/")
+        run.start(slot)
+        run.until(slot, "goes on at iteration")
+    ends = run.ends()
+    for statuses, printed, said in ends.values():
+        assert statuses == [0, 0], said
+        assert len(re.findall(r"copies of [1-9]\d* parameters are equal", printed)) == 2, printed
+    assert "has copied island" in ends[1][2] and "lost contact" in ends[0][2]

@@ -18,7 +18,10 @@ from megatron_lossy.exchange import Stream, cut
 from megatron_lossy.mechanisms.islands import aside, main_vector
 from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
 from megatron_lossy.mechanisms.islands import mean as means_in_memory
+from megatron_lossy.mechanisms.islands.between_members import BetweenMembers
 from megatron_lossy.mechanisms.islands.between_ranks import BetweenRanks
+from megatron_lossy.mechanisms.islands.carrying import Alone, Among
+from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation, Member
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
 from megatron_lossy.mechanisms.islands.form import form_of
 from megatron_lossy.mechanisms.islands.main_vector import Segment, Vector, shard_vector
@@ -342,3 +345,31 @@ def test_a_shard_has_its_part_of_weights_that_lie_across_its_ends(dtype, monkeyp
         end = sum(own[-1])
         assert torch.equal(after[:end], main[:end] + 1)
         assert torch.equal(kept[:end], after[:end].to(dtype))
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("there", [True, False])
+def test_an_exchange_counts_if_all_that_have_copies_of_the_parameters_have_made_it(same, there):
+    """Each says in which epoch it has made it, or that it has not."""
+    config = LossyConfig(**TWO)
+    epoch = Epoch((Member(0, Incarnation(1), "send"),), 4)
+    among = Among(epoch, 0, [[Alone() for _ in range(config.lanes)]]) if there else None
+    said = []
+    crossing = BetweenMembers(
+        config,
+        STREAM,
+        0,
+        None,
+        lambda delivery: None,
+        shard=0,
+        among=lambda: among,
+        breaks=lambda *_: None,
+        loses=lambda exchange: None,
+        agrees=lambda number: said.append(number) or (same and number >= 0),
+    )
+    mean = crossing.begin(4, torch.arange(6.0)[None]).wait()
+    crossing.close()
+    assert said == [epoch.number if there else -1]
+    assert mean.arrived is None or mean.arrived.all() == (same and there)
+    assert (mean.arrived is None) <= (same and there)
+    assert Epoch(epoch.members, 5).number != epoch.number >= 0

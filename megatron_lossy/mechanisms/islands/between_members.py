@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,8 @@ class BetweenMembers(BetweenRanks):
 
     ``among()``: the epoch of the exchange that begins; ``None``: everything of it is lost. ``breaks``: is called on a thread with an
     epoch that nothing can be exchanged in any more, why, and the seconds that were waited. ``loses``: with the number of an exchange of
-    which nothing arrives from others. ``log``: is told what arrives.
+    which nothing arrives from others. ``log``: is told what arrives. ``agrees``: on all ranks that have copies of the same parameters, a
+    collective call of theirs, whether all have the same number.
     """
 
     def __init__(
@@ -63,16 +65,35 @@ class BetweenMembers(BetweenRanks):
         breaks: Callable[[Among, str, float], None],
         loses: Callable[[int], None],
         log: ExchangeLog | None = None,
+        agrees: Callable[[int], bool] | None = None,
     ) -> None:
         config, stream, island, steps, told = arguments
         super().__init__(config, stream, island, [Nowhere()] * config.lanes, steps, told)
         self._shard, self._now, self._breaks, self._loses = shard, among, breaks, loses
-        self._log = log
+        self._log, self._agrees = log, agrees
+        self._gone: set[int] = set()  # exchanges of which nothing has arrived here, and that are not used yet
 
     def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Waiting:
         """See :meth:`BetweenRanks.begin`. An exchange has the same lane on all islands, whatever they have made before."""
         self._begun = (step + 1) // self._config.sync_interval - 1
-        return super().begin(step, sent, places)
+        exchange, among = self._begun, self._now()
+        waiting = super().begin(step, sent, places)
+        if self._agrees is not None:
+            waiting.agrees = partial(self._everywhere, exchange, among)
+        return waiting
+
+    def _everywhere(self, exchange: int, among: Among | None) -> bool:
+        """Whether ``exchange`` was made, in the same epoch, by all ranks that have copies of the same parameters.
+
+        Else none of them uses it: the copies must not come apart.
+        """
+        assert self._agrees is not None
+        made = among is not None and exchange not in self._gone
+        self._gone.discard(exchange)
+        agreed = self._agrees(among.epoch.number if made and among is not None else -1)
+        if made and not agreed and self._log is not None:
+            self._log.lost(exchange, self._shard)
+        return agreed
 
     def _parties(self, turn: int) -> Parties:
         among, exchange = self._now(), self._begun - 1
@@ -128,6 +149,8 @@ class BetweenMembers(BetweenRanks):
         """An exchange of which nothing arrives."""
         assert isinstance(parties.carrier, Lane), parties
         self._loses(parties.carrier.exchange)
+        if self._agrees is not None:
+            self._gone.add(parties.carrier.exchange)
         owners = len(parties.senders)
         values = torch.zeros(owners * pieces.shard, device=device)
         mean = Mean(values, torch.zeros_like(values, dtype=torch.bool))

@@ -50,6 +50,11 @@ class Epoch:
         return blake2b("".join(lines).encode(), digest_size=_ID_BYTES).hexdigest()
 
     @property
+    def number(self) -> int:
+        """A number of 63 bits that other epochs do not have, also of the same members."""
+        return int(blake2b(f"{self.id} {self.first}".encode(), digest_size=_ID_BYTES).hexdigest(), 16) >> 1
+
+    @property
     def slots(self) -> list[int]:
         """All who get means."""
         return [one.slot for one in self.members]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .between_members import BetweenMembers
@@ -44,6 +44,11 @@ class MemberIslands(RankIslands):
     def _loses(self, exchange: int) -> None:
         """On a thread: nothing of ``exchange`` arrives from others."""
 
+    @property
+    def _agrees(self) -> Callable[[int], bool] | None:
+        """See :class:`BetweenMembers`; ``None``: nothing is lost whole, or no parameter has copies."""
+        return None
+
     def _visits_here(self) -> int:
         """The least number of times that means have set an element of this rank since it began to listen; :data:`ENOUGH` if it does not."""
         if not self._own.slots[0].listens:
@@ -62,6 +67,7 @@ class MemberIslands(RankIslands):
             breaks=self._broke,
             loses=self._loses,
             log=self._exchange_log,
+            agrees=self._agrees,
         )
 
     def _make_rounds(self, *arguments: Any) -> Rounds:

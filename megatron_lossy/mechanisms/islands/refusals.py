@@ -282,13 +282,6 @@ ISLANDS = Section(
             when=_averaging(lambda config, facts: config.rendezvous is not None and config.holds_samples()),
         ),
         Row(
-            flag="--tensor-model-parallel-size",
-            beside="--rendezvous",
-            value="{facts.tensor}",
-            why="its ranks would lose other averages of what all have a copy of, when an island dies; must be 1 with --rendezvous",
-            when=_averaging(lambda config, facts: config.rendezvous is not None and above(facts.tensor, 1)),
-        ),
-        Row(
             flag="--island-schedule",
             beside="--rendezvous",
             why="is for islands of one launch: with --rendezvous they come and go by themselves",

@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from ....config import LossyConfig
 from ....errors import UsageError, first_line, refuse
 from ....fetch import Fetched
 from ....flags import as_text, identity
+from ....hooks.versions import tensor_group
 from ....monitor import Observer
 from ....recovery import copies
 from ....rendezvous import Watch
@@ -511,6 +513,11 @@ class ElasticIslands(MemberIslands, TrainingIslands):
     def _own(self) -> Standing:
         return self._standing
 
+    @property
+    def _agrees(self) -> Callable[[int], bool] | None:
+        group = tensor_group(expert=False)
+        return None if group is None else partial(_same_everywhere, group)
+
     def _loses(self, exchange: int) -> None:
         self._diary.lost(exchange)
 
@@ -571,6 +578,14 @@ class ElasticIslands(MemberIslands, TrainingIslands):
             opening.abandon()
         for opening in self._openings:
             opening.end()
+
+
+def _same_everywhere(group: dist.ProcessGroup, number: int) -> bool:
+    """Whether all ranks of ``group`` have the same ``number``, of at least 0. A collective call."""
+    known = torch.tensor([number, -number], device=device.current_device())
+    dist.all_reduce(known, dist.ReduceOp.MAX, group=group)
+    most, least = known.tolist()
+    return bool(most == -least >= 0)
 
 
 def _address_towards(urls: Sequence[str]) -> str:
