@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -50,25 +48,19 @@ def _run(services: Sequence[Sequence[str]], jobs: Sequence[Sequence[str]], log: 
 
     Returns the status of the first of these that failed, as a shell has it.
     """
-    working: list[subprocess.Popen] = []
-    told: list[int] = []
-
-    def tell(number: int, _: object = None) -> None:
-        told.append(number)
-        for one in working:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one.pid, number)
-
+    came: list[int] = []
     for number in _SIGNALS:
-        signal.signal(number, tell)
+        signal.signal(number, lambda number, _: came.append(number))
     with open(log, "a") as file:
         serving = [subprocess.Popen(one, stdout=file, stderr=file, start_new_session=True) for one in services]
     # A session each, so that a signal of the terminal comes once, from here.
-    working.extend(subprocess.Popen(one, start_new_session=True) for one in jobs)
-    if told:  # before all of them were there
-        tell(told[0])
+    working = [subprocess.Popen(one, start_new_session=True) for one in jobs]
     try:
         while any(one.poll() is None for one in working):
+            while came:
+                number = came.pop(0)
+                for one in working:
+                    one.send_signal(number)
             time.sleep(0.1)
     finally:
         for one in serving:
