@@ -114,13 +114,14 @@ class Parties(NamedTuple):
 class Keeping(NamedTuple):
     """The rests of an exchange of ``count`` elements at ``places``, of a vector in host memory.
 
-    ``before``: is set once the means of the exchange before are rounded, whose rests go into these; ``over``: once these are.
+    ``rest``: what they are added to. ``before``: is set once the means of the exchange before are rounded, whose rests go into these; ``over``: once these are.
     """
 
     places: Places | None
     count: int
     before: threading.Event
     over: threading.Event
+    rest: Rest | None
 
 
 class Crossed(NamedTuple):
@@ -175,7 +176,7 @@ class BetweenRanks:
         pieces = Pieces(own, len(senders), self._form)
         units = pieces.units
         before, self._rounded = self._rounded, threading.Event()
-        keeping = Keeping(None if places is None else places.on(_HOST), len(own), before, self._rounded)
+        keeping = Keeping(None if places is None else places.on(_HOST), len(own), before, self._rounded, self.rest)
         drawn = [self._drawn(phase, step, units, senders) for phase in SYNC_PHASES]
         told = partial(self._tell, step, units, parties)
         future = self._threads[turn].submit(self._run, parties, pieces, drawn, keeping, own.device)
@@ -186,6 +187,10 @@ class BetweenRanks:
             waiting.tell()
         self._untold = waiting
         return waiting
+
+    def forget(self, island: int) -> None:
+        """``island``, that of this process, begins again: the rests of exchanges that are still under way are not its own."""
+        self.rest = None if self.rest is None else Rest()
 
     def tell(self) -> None:
         """Tell what will arrive of the latest exchange, if only the device knew when it began. This waits for the device."""
@@ -277,9 +282,9 @@ class BetweenRanks:
             return self._form.decode(sent[None, :items], units)[0]
 
         there = None if averaged.all() else elements_of(averaged[None, None], units, exact.device)[0, 0]
-        if self.rest is not None and parties.place is not None:
+        if keeping.rest is not None and parties.place is not None:
             keeping.before.wait()
-            mean = self.rest.crossing(0, parties.place, keeping.places, keeping.count, exact, there, crosses)
+            mean = keeping.rest.crossing(0, parties.place, keeping.places, keeping.count, exact, there, crosses)
             keeping.over.set()
         else:  # elements without a sender have no mean; NaN tells the others
             mean = crosses(exact if there is None else exact.masked_fill(~there, torch.nan))

@@ -3,9 +3,9 @@
 ``_exchanges_N.jsonl`` in the folder of the island, of rank N. Each line is written before what it tells of has any effect elsewhere, so
 that it outlives a death. ``t``: iterations of the run. A line has an ``event``, or is of an ``exchange``:
 
-- ``enters`` the run: with the checkpoint of iteration ``at``, under ``flags``, as one of ``ranks``
+- ``enters`` the run: with the checkpoint of iteration ``at``, under ``flags``, as one of ``ranks``; ``begun``: its start
 - ``goes on`` at ``t`` and has made iterations until ``at``; ``gives up`` exchanges under way; ``restarts`` its rounds
-- ``copied`` the state of island ``source`` as of ``made``; ``leaves``; both with a digest of the ``weights``
+- ``copied`` the state of island ``source`` as of ``made``; ``saved``; ``leaves``; all with a digest of the ``weights``
 - an exchange ``begins`` among ``senders``, or with nobody (null); ``member``: whether the island uses its mean
 - what arrived of the ``pieces``, and of the ``means``: for each sender 1 (all units), 0 (none), or bits in base64
 - ``lost``: nothing of it is used

@@ -68,6 +68,9 @@ class Crossing(Protocol):
         ``places``: the places of its elements; ``None``: all of a vector. ``sent`` becomes what others get of it, rounded.
         """
 
+    def forget(self, island: int) -> None:
+        """``island`` begins again: it keeps nothing of rounded means."""
+
 
 class Done:
     """An exchange that is over."""
@@ -94,6 +97,11 @@ class InMemory:
     def among(self, senders: Sequence[int], receivers: Sequence[int]) -> None:
         """From the next exchange on only ``senders`` are averaged, and own the means; ``receivers`` get these."""
         self._senders, self._receivers = senders, receivers
+
+    def forget(self, island: int) -> None:
+        """``island`` begins again, without rests of means."""
+        if self.rest is not None:
+            self.rest.forget(island)
 
     def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Done:
         senders, receivers, (islands, count) = self._senders, self._receivers, sent.shape

@@ -40,8 +40,7 @@ class MemberRounds(Rounds):
                 members.remove(island)
         self._set[island] = 0
         self.rule.restart(island)
-        if self._crossing.rest is not None:
-            self._crossing.rest.forget(island)
+        self._crossing.forget(island)
 
     def give_up(self) -> None:
         """Wait for none of the exchanges under way."""

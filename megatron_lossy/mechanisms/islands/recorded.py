@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...config import LossyConfig
 from ...errors import UsageError, cannot, refuse
@@ -36,29 +36,91 @@ class Crossed:
     def came(self, what: str, sender: int) -> bool:
         """Whether anything of ``what`` of ``sender`` arrived."""
         rows = self.pieces if what == PIECES else self.means
-        return rows is not None and self.senders is not None and rows[self.senders.index(sender)] != 0
+        return (
+            rows is not None
+            and self.senders is not None
+            and sender in self.senders
+            and rows[self.senders.index(sender)] != 0
+        )
+
+
+@dataclass
+class Life:
+    """One life of an island. ``events``: lines of its first rank, with the digests of ``weights`` by rank.
+
+    ``trains``: ranges of iterations of the run that it made. ``exchanges``: by rank and number. ``cut_at``: the iteration from which on it
+    was in vain, as the run began again there.
+    """
+
+    events: list[dict[str, Any]]
+    trains: list[range]
+    exchanges: list[dict[int, Crossed]] = field(default_factory=list)
+    cut_at: int | None = None
+
+    def reach(self, iteration: int) -> None:
+        """It has made the iterations of the run before ``iteration``, of those since it last went on."""
+        place = max((number for number, one in enumerate(self.trains) if one.start < iteration), default=0)
+        one = self.trains[place]
+        self.trains[place] = range(one.start, max(one.stop, iteration))
+
+    def cut(self, iteration: int, interval: int) -> None:
+        """Forget what it did after ``iteration`` of the run."""
+        self.cut_at = iteration
+        self.events = [one for one in self.events if one["t"] <= iteration]
+        self.trains = [range(one.start, min(one.stop, iteration)) for one in self.trains if one.start <= iteration]
+        for exchanges in self.exchanges:
+            for number in [one for one in exchanges if (one + 1) * interval > iteration]:
+                del exchanges[number]
+
+
+class _Found(NamedTuple):
+    """Of all lives of an island: events and lives by iteration, exchanges by rank and number."""
+
+    events: dict[int, list[dict[str, Any]]]
+    lives: dict[int, Life]
+    exchanges: dict[int, dict[int, Crossed]]
 
 
 @dataclass
 class IslandRecord:
-    """The record of one island.
-
-    ``exchanges``: by rank and number. ``trains``: ranges of iterations of the run that it made. ``events``: lines of the first rank, with
-    the digests of ``weights`` of all ranks.
-    """
+    """The record of one island of ``ranks``. ``lives``: by their starts."""
 
     ranks: int = 0
-    events: list[dict[str, Any]] = field(default_factory=list)
-    exchanges: list[dict[int, Crossed]] = field(default_factory=list)
-    trains: list[range] = field(default_factory=list)
+    lives: dict[int, Life] = field(default_factory=dict)
+    _found: _Found | None = None
+
+    @property
+    def _all(self) -> _Found:
+        if self._found is None:
+            self._found = _Found({}, {}, {})
+            for life in self.lives.values():
+                for one in life.events:
+                    self._found.events.setdefault(one["t"], []).append(one)
+                self._found.lives.update((iteration, life) for made in life.trains for iteration in made)
+                for rank, exchanges in enumerate(life.exchanges):
+                    self._found.exchanges.setdefault(rank, {}).update(exchanges)
+        return self._found
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, in its order."""
+        return [one for life in self.lives.values() for one in life.events]
 
     def at(self, iteration: int) -> list[dict[str, Any]]:
-        """The events before ``iteration`` of the run, in their order."""
-        return [one for one in self.events if one["t"] == iteration]
+        """The events before ``iteration`` of the run."""
+        return self._all.events.get(iteration, [])
 
-    def makes(self, iteration: int) -> bool:
-        """Whether it makes ``iteration`` of the run."""
-        return any(iteration in one for one in self.trains)
+    def life(self, iteration: int) -> Life | None:
+        """The one that makes ``iteration`` of the run, if one does."""
+        return self._all.lives.get(iteration)
+
+    def exchange(self, rank: int, number: int) -> Crossed | None:
+        """The exchange of that number at a rank."""
+        return self._all.exchanges.get(rank, {}).get(number)
+
+    def changed(self) -> None:
+        """One of its lives has."""
+        self._found = None
 
 
 class Recorded:
@@ -66,44 +128,59 @@ class Recorded:
 
     def __init__(self, path: str, config: LossyConfig) -> None:
         self._path, self._interval = Path(path), config.sync_interval
-        self.islands = [self._read(slot, config) for slot in range(config.islands)]
-        if not any(one.events for one in self.islands):
-            raise refuse(FLAG, path, f"has no {exchanges_file(0)} in {folder_of('', 'island', 0)} or another island")
+        self._folders = [Path(folder_of(path, config.jobs().name, slot)) for slot in range(config.islands)]
+        self.islands = [self._read(folder, config) for folder in self._folders]
+        if not any(one.lives for one in self.islands):
+            raise refuse(
+                FLAG,
+                path,
+                f"is no log of a run: has no {exchanges_file(0)} in {self._folders[0].name} or another island",
+            )
         self.ranks = max(one.ranks for one in self.islands)
-        self._check_ranks(config)
-        #: The states that are needed later: island, and iterations of the run before each.
-        self.needed = sorted(set(self._needed()))
-        for slot, iteration in self.needed:
-            self._stay(slot, iteration)
+        self._check_ranks()
         self._check_arrivals()
+        #: The last iteration of the run at which a state is needed, by island and the iteration of the state.
+        self.needed: dict[tuple[int, int], int] = {}
+        for slot, made, at in self._needs():
+            self._stay(slot, made)
+            self.needed[slot, made] = max(at, self.needed.get((slot, made), 0))
 
-    def _wrong(self, path: Path, line: int, why: str) -> UsageError:
-        return refuse(FLAG, self._path, f"{path.relative_to(self._path)}, line {line}: {why}")
+    @property
+    def end(self) -> int:
+        """The iterations of the run."""
+        return max(made.stop for one in self.islands for life in one.lives.values() for made in life.trains)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
-    def _read(self, slot: int, config: LossyConfig) -> IslandRecord:
+    def _read(self, folder: Path, config: LossyConfig) -> IslandRecord:
         record = IslandRecord()
-        folder = Path(folder_of(self._path, config.jobs().name, slot))
-        if not (folder / exchanges_file(0)).exists():
-            return record
         rank = 0
-        while rank == 0 or rank < record.ranks:
-            path = folder / exchanges_file(rank)
-            record.exchanges.append({})
-            for line, one in self._lines(path):
+        while (folder / exchanges_file(0)).exists() and (rank == 0 or rank < record.ranks):
+            path, begun = folder / exchanges_file(rank), None
+            for number, one in self._lines(path):
                 try:
+                    if one.get("event") == "enters":
+                        begun = int(one["begun"])
+                    if begun is None:
+                        raise ValueError("its island has not entered")
                     if "event" in one:
-                        self._event(record, rank, one, config)
-                    else:
-                        self._exchange(record.exchanges[rank], one)
-                        if rank == 0 and one["what"] == "begins" and record.trains:
-                            record.trains[-1] = range(record.trains[-1].start, one["t"])
-                except (KeyError, TypeError, ValueError, IndexError) as error:
-                    if isinstance(error, UsageError):
-                        raise
-                    raise self._wrong(path, line, f"is no line of an exchange or event ({error!r})") from None
+                        self._event(record, rank, begun, one, config)
+                    elif begun in record.lives:
+                        self._exchange(record.lives[begun], rank, one)
+                except UsageError:
+                    raise
+                except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                    where = path.relative_to(self._path)
+                    why = f"{where}, line {number}: is no line of an exchange or event ({error})"
+                    raise refuse(FLAG, self._path, why) from None
             rank += 1
+        for _, later in list(record.lives.items())[1:]:
+            # What an earlier life had made after that was lost with all who had heard of it: the run began again there.
+            for before in record.lives.values():
+                if before is later:
+                    break
+                if any(made.stop > later.events[0]["t"] for made in before.trains):
+                    before.cut(later.events[0]["t"], self._interval)
         return record
 
     def _lines(self, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -116,41 +193,39 @@ class Recorded:
                 yield number, json.loads(line)
             except ValueError:
                 if number < len(lines):  # the last one may be what a death has left of it
-                    raise self._wrong(path, number, "is no JSON") from None
+                    where = path.relative_to(self._path)
+                    raise refuse(FLAG, self._path, f"{where}, line {number}: is no JSON") from None
 
-    def _event(self, record: IslandRecord, rank: int, one: dict[str, Any], config: LossyConfig) -> None:
+    def _event(self, record: IslandRecord, rank: int, begun: int, one: dict[str, Any], config: LossyConfig) -> None:
         now, event = int(one["t"]), one["event"]
-        if event == "enters":
-            # What it had made after that was lost with all who had heard of it: the run began again there.
-            for number in [r for r in record.exchanges[rank] if (r + 1) * self._interval > now]:
-                del record.exchanges[rank][number]
         if rank:
-            for each in record.events if "weights" in one else ():
-                if (each["t"], each["event"]) == (now, event):
-                    each["weights"].append(one["weights"])
+            same = [each for each in record.lives[begun].events if (each["t"], each["event"]) == (now, event)]
+            if "weights" in one and same:
+                same[-1]["weights"][rank] = one["weights"]
             return
         if "weights" in one:
-            one["weights"] = [one["weights"]]
+            one["weights"] = {0: one["weights"]}
         if event == "enters":
             self._check_flags(one, config)
             record.ranks = int(one["ranks"])
-            record.events = [each for each in record.events if each["t"] <= now]
-            record.trains = [range(each.start, min(each.stop, now)) for each in record.trains if each.start < now]
-            record.trains.append(range(now, now))
-        elif event == "goes on":
-            *before, last = record.trains
-            record.trains = [*before, range(last.start, max(int(one["at"]), last.start)), range(now, now)]
-        elif event == "leaves":
-            record.trains[-1] = range(record.trains[-1].start, now)
-        record.events.append(one)
+            record.lives[begun] = Life([one], [range(now, now)], [{} for _ in range(record.ranks)])
+            return
+        life = record.lives[begun]
+        if event == "goes on":
+            life.reach(int(one["at"]))
+            life.trains.append(range(now, now))
+        elif now > life.trains[-1].start:
+            life.reach(now)
+        life.events.append(one)
 
     @staticmethod
-    def _exchange(exchanges: dict[int, Crossed], one: Mapping[str, Any]) -> None:
-        number, what = int(one["exchange"]), one["what"]
+    def _exchange(life: Life, rank: int, one: Mapping[str, Any]) -> None:
+        number, what, exchanges = int(one["exchange"]), one["what"], life.exchanges[rank]
         if one["shard"]:
             raise ValueError(f"shard {one['shard']}: only models with one optimizer can be made again")
         if what == "begins":
             exchanges[number] = Crossed(one["senders"], bool(one["member"]))
+            life.reach(int(one["t"]))  # also if another rank had not come so far when all died
         elif what == PIECES:
             exchanges[number].pieces = one["arrived"]
         elif what == MEANS:
@@ -158,83 +233,120 @@ class Recorded:
         else:
             exchanges[number].lost = True
 
+    # --- checks ----------------------------------------------------------------------------------------------------
+
     def _check_flags(self, one: Mapping[str, Any], config: LossyConfig) -> None:
         here = {"--" + name.replace("_", "-"): as_text(value) for name, value in identity(config).items()}
         for name, value in here.items():
-            there = one["flags"].get(name, value)
-            if there != value and not name.startswith(_MAY_DIFFER):
-                raise refuse(name, value, f"the run in {FLAG} {self._path} had {there}")
-        if one["islands"] != config.islands:
-            raise refuse("--islands", config.islands, f"the run in {FLAG} {self._path} had {one['islands']}")
+            self.check_flag(one["flags"], name, value)
+        for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
+            if one["flags"].get(name, "1") != "1":
+                why = f"had {name} {one['flags'][name]}; only data-parallel ranks can be made again"
+                raise refuse(FLAG, self._path, why)
 
-    def _check_ranks(self, config: LossyConfig) -> None:
-        others = {one.ranks for one in self.islands if one.events} - {self.ranks}
+    def check_flag(self, flags: Mapping[str, str], name: str, here: str) -> None:
+        """Raise :class:`UsageError` if ``flags``, of the recorded run, have another value of one that matters."""
+        if flags.get(name, here) != here and not name.startswith(_MAY_DIFFER):
+            raise refuse(name, here, f"the run in {FLAG} {self._path} had {flags[name]}")
+
+    def check_trainer(self, **here: Any) -> None:
+        """The same for flags of the trainer, by their names in Python."""
+        for island in self.islands:
+            for one in island.events:
+                for name, value in here.items() if one["event"] == "enters" else ():
+                    self.check_flag(one["flags"], "--" + name.replace("_", "-"), as_text(value))
+
+    def _check_ranks(self) -> None:
+        others = {one.ranks for one in self.islands if one.lives} - {self.ranks}
         if others:
-            raise refuse(FLAG, self._path, f"islands of {self.ranks} and of {min(others)} ranks")
-        if self.ranks > 1 and any(
-            one["flags"].get("--transport") == "udp"
-            for island in self.islands
-            for one in island.events
-            if one["event"] == "enters"
-        ):
+            raise refuse(FLAG, self._path, f"has islands of {self.ranks} and of {min(others)} ranks")
+        enters = [one for island in self.islands for one in island.events if one["event"] == "enters"]
+        if self.ranks > 1 and any(one["flags"].get("--transport") == "udp" for one in enters):
             why = (
                 "islands of several ranks over --transport udp lost gradients and parameters, too, which are not in it"
             )
             raise refuse(FLAG, self._path, why)
 
-    # --- what it takes ---------------------------------------------------------------------------------------------
-
-    def _needed(self) -> Iterator[tuple[int, int]]:
-        for slot, island in enumerate(self.islands):
-            first = True
-            for one in island.events:
-                if one["event"] == "enters":
-                    if not first:
-                        yield slot, int(one["at"])
-                    elif one["at"]:
-                        why = f"island {slot} began with the checkpoint of iteration {one['at']}, of another run"
-                        raise refuse(FLAG, self._path, why)
-                    first = False
-                elif one["event"] == "copied":
-                    yield int(one["source"]), int(one["made"])
-
-    def _stay(self, slot: int, iteration: int) -> None:
-        """Let the island of ``slot`` train until ``iteration``: it had, although it exchanged nothing more before it died."""
-        trains = self.islands[slot].trains
-        for number, one in enumerate(trains):
-            following = trains[number + 1].start if number + 1 < len(trains) else None
-            if one.start <= iteration and (following is None or iteration < following):
-                if one.stop < iteration:
-                    if iteration - one.stop >= self._interval:
-                        break
-                    trains[number] = range(one.start, iteration)
-                return
-        if iteration == 0:
-            return
-        raise refuse(FLAG, self._path, f"has no island {slot} that had made {iteration} iterations, as others say")
-
     def _check_arrivals(self) -> None:
-        """Raise :class:`UsageError` if something arrived that nobody sent: it would be waited for forever."""
-        for slot, island in enumerate(self.islands):
-            for rank, exchanges in enumerate(island.exchanges):
-                for number, one in exchanges.items():
-                    for sender in one.senders or ():
-                        for what in (PIECES, MEANS):
-                            if one.came(what, sender) and not self._sent(sender, rank, number, what, one.senders or []):
-                                why = f"{what} of island {sender} arrived at island {slot} in exchange {number}, and were not sent"
-                                raise refuse(FLAG, self._path, why)
+        """Cut lives of a history that the run has left, and raise :class:`UsageError` if something arrived that nobody sent."""
+        changed = True
+        while changed:
+            changed = False
+            for slot, island in enumerate(self.islands):
+                for life in island.lives.values():
+                    if (missing := self._missing(life)) is None:
+                        continue
+                    sender, number, what = missing
+                    again = self._began_again(sender, number)
+                    if again is None:
+                        why = (
+                            f"{what} of island {sender} arrived at island {slot} in exchange {number}, but are not in "
+                        )
+                        raise refuse(FLAG, self._path, f"{why}{self._folders[sender].name}/{exchanges_file(0)}")
+                    if any(one["event"] == "leaves" and one["t"] > again for one in life.events):
+                        why = f"island {sender} began again at iteration {again}, after island {slot} had gone on from there and left"
+                        raise refuse(
+                            FLAG, self._path, f"{why}: that is another run, and cannot be made again with this one"
+                        )
+                    life.cut(again, self._interval)
+                    island.changed()
+                    changed = True
+
+    def _missing(self, life: Life) -> tuple[int, int, str] | None:
+        """Something that arrived in ``life`` and was not sent: sender, exchange, and what."""
+        for rank, exchanges in enumerate(life.exchanges):
+            for number, one in exchanges.items():
+                for sender in one.senders or ():
+                    for what in (PIECES, MEANS):
+                        if one.came(what, sender) and not self._sent(sender, rank, number, what, one.senders or []):
+                            return sender, number, what
+        return None
 
     def _sent(self, sender: int, rank: int, number: int, what: str, senders: Sequence[int]) -> bool:
-        exchanges = self.islands[sender].exchanges
-        one = exchanges[rank].get(number) if rank < len(exchanges) else None
-        if one is None or one.senders != senders:
+        island = self.islands[sender]
+        one = island.exchange(rank, number)
+        if one is None or one.senders != senders or island.life((number + 1) * self._interval - 1) is None:
             return False
         return what == PIECES or one.pieces is not None
 
+    def _began_again(self, slot: int, number: int) -> int | None:
+        """The iteration at which the run of an island began again, if that was before exchange ``number``."""
+        cuts = [one.cut_at for one in self.islands[slot].lives.values() if one.cut_at is not None]
+        return min((one for one in cuts if one < (number + 1) * self._interval), default=None)
+
+    # --- what it takes ---------------------------------------------------------------------------------------------
+
+    def _needs(self) -> Iterator[tuple[int, int, int]]:
+        """Island, iteration of its state that is needed, and the iteration of the run at which it is."""
+        for slot, island in enumerate(self.islands):
+            for number, life in enumerate(island.lives.values()):
+                for one in life.events:
+                    if one["event"] == "copied":
+                        source, made = int(one["source"]), int(one["made"])
+                        if made > one["t"]:
+                            why = f"island {slot} had copied at {one['t']} what island {source} had at {made}"
+                            raise refuse(FLAG, self._path, why)
+                        yield source, made, int(one["t"])
+                    elif one["event"] == "enters" and number:
+                        yield slot, int(one["at"]), int(one["t"])
+                    elif one["event"] == "enters" and one["at"]:
+                        why = f"island {slot} began with the checkpoint of iteration {one['at']}, of another run"
+                        raise refuse(FLAG, self._path, why)
+
+    def _stay(self, slot: int, iteration: int) -> None:
+        """Let the island of ``slot`` train until ``iteration``: it had, although it exchanged nothing more before it died."""
+        if iteration == 0 or self.islands[slot].life(iteration - 1) is not None:
+            return
+        last = iteration - iteration % self._interval
+        life = self.islands[slot].life(last - 1) if last else next(iter(self.islands[slot].lives.values()), None)
+        if life is None:
+            raise refuse(
+                FLAG, self._path, f"has no state of island {slot} after {iteration} iterations, which is needed later"
+            )
+        life.reach(iteration)
+        self.islands[slot].changed()
+
     def takers(self, rank: int, number: int, sender: int, what: str) -> int:
         """The number of islands at which ``what`` of ``sender`` arrived in an exchange."""
-        found = 0
-        for island in self.islands:
-            one = island.exchanges[rank].get(number) if rank < len(island.exchanges) else None
-            found += one is not None and one.senders is not None and sender in one.senders and one.came(what, sender)
-        return found
+        found = [island.exchange(rank, number) for island in self.islands]
+        return sum(one is not None and one.came(what, sender) for one in found)

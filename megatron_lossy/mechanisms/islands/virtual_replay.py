@@ -21,7 +21,10 @@ from ...config import LossyConfig
 from ...errors import refuse
 from ...exchange import Delivery, Stream
 from ...hooks.versions import optimizers as inner_optimizers
-from .between_members import BetweenMembers
+from .aside import Pieces
+from .between_members import BetweenMembers, Nowhere
+from .between_ranks import BetweenRanks, Parties
+from .between_ranks import Crossed as CrossedHere
 from .carrying import Among
 from .epochs import Epoch, Incarnation, Member
 from .exchange_log import MEANS, PIECES, digest_of, unpacked
@@ -39,6 +42,10 @@ from .virtual_state import load_island_state
 logger = logging.getLogger(__name__)
 
 
+class WasLost(Exception):
+    """Nothing of an exchange arrived in the recorded run."""
+
+
 class Handed:
     """Hands the messages of islands of this process on: each is kept until all have it at which it arrived."""
 
@@ -46,6 +53,7 @@ class Handed:
         self.recorded = recorded
         self._kept: dict[tuple[int, int, int, str], tuple[torch.Tensor, int]] = {}
         self._changed = threading.Condition()
+        self._closed = False
 
     def put(self, rank: int, exchange: int, sender: int, what: str, message: torch.Tensor) -> None:
         """Hand on a ``message`` of the island ``sender``, if it arrived anywhere."""
@@ -56,14 +64,22 @@ class Handed:
                 self._changed.notify_all()
 
     def take(self, rank: int, exchange: int, sender: int, what: str) -> torch.Tensor:
-        """The message, once it is there."""
+        """The message, once it is there. Raises :class:`RuntimeError` if this was closed meanwhile."""
         key = rank, exchange, sender, what
         with self._changed:
-            self._changed.wait_for(lambda: key in self._kept)
+            self._changed.wait_for(lambda: key in self._kept or self._closed)
+            if self._closed:
+                raise RuntimeError("another island of this process has failed, or the run ends")
             message, takers = self._kept.pop(key)
             if takers > 1:
                 self._kept[key] = message, takers - 1
             return message
+
+    def close(self) -> None:
+        """Let nobody wait any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class Replaying:
@@ -77,7 +93,7 @@ class Replaying:
         self._crossed, self._senders, self._packet = crossed, crossed.senders, packet
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """See :class:`.Carrier`. Raises :class:`RuntimeError` where the recorded one did."""
+        """See :class:`.Carrier`. Raises :class:`WasLost`."""
         if self._slot not in self._senders:
             return torch.zeros_like(pieces), np.zeros(pieces.shape, dtype=bool)
         self._handed.put(*self._key, self._slot, PIECES, pieces)
@@ -85,17 +101,17 @@ class Replaying:
         return self._arrived(PIECES, self._crossed.pieces, pieces[0], lambda message: message[place])
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """See :class:`.Carrier`. Raises :class:`RuntimeError` where the recorded one did."""
+        """See :class:`.Carrier`. Raises :class:`WasLost`."""
         if self._slot in self._senders:
             self._handed.put(*self._key, self._slot, MEANS, own)
         found = self._arrived(MEANS, self._crossed.means, own, lambda message: message)
         if self._crossed.lost:
-            raise RuntimeError("was lost")
+            raise WasLost
         return found
 
     def _arrived(self, what: str, rows: Any, like: torch.Tensor, part: Any) -> tuple[torch.Tensor, np.ndarray]:
         if rows is None:
-            raise RuntimeError("was lost")
+            raise WasLost
         found = torch.zeros(len(self._senders), *like.shape, dtype=like.dtype)
         for place, sender in enumerate(self._senders):
             if self._crossed.came(what, sender):
@@ -110,7 +126,7 @@ class Replaying:
 
 
 class Here:
-    """One island of this process, as :class:`.MemberRounds` asks for its presence."""
+    """One rank of an island of this process, as :class:`.MemberRounds` asks for its presence."""
 
     def __init__(self) -> None:
         self.slots = [Slot()]
@@ -124,6 +140,14 @@ class ReplayingExchanges(BetweenMembers):
     def _observes(self) -> bool:
         return True
 
+    def _cross(self, parties: Parties, pieces: Pieces, *more: Any) -> CrossedHere:
+        if isinstance(parties.carrier, Nowhere):
+            return self._lost(parties, pieces, more[-1])
+        try:
+            return BetweenRanks._cross(self, parties, pieces, *more)
+        except WasLost:  # any other error is one of this process
+            return self._lost(parties, pieces, more[-1])
+
 
 class ReplayedIslands(VirtualIslands):
     """:class:`VirtualIslands` that make a recorded run again. Raises :class:`UsageError` for a record that does not fit."""
@@ -134,9 +158,10 @@ class ReplayedIslands(VirtualIslands):
         if workers != config.islands * self._recorded.ranks:
             why = f"islands of {self._recorded.ranks} rank(s), as in the run of {FLAG}, take {config.islands * self._recorded.ranks}"
             raise refuse("--virtual-workers", workers, why)
+        self._recorded.check_trainer(seed=seed, train_iters=steps)
         super().__init__(config, workers, steps, seed, gapless)
         self._handed = Handed(self._recorded)
-        self._here = [Here() for _ in self.clusters]
+        self._here = [[Here() for _ in range(self._recorded.ranks)] for _ in self.clusters]
         self._own: list[list[Shard[BetweenMembers]]] = []
         self._among: dict[tuple[int, int], Among | None] = {}
         self._states: dict[tuple[int, int], dict[str, Any]] = {}
@@ -145,9 +170,9 @@ class ReplayedIslands(VirtualIslands):
         self._checked = 0
 
     def _build_shards(self) -> None:
-        for island, here in enumerate(self._here):
+        for island, ranks in enumerate(self._here):
             self._own.append([])
-            for rank in range(self.clusters[0].workers):
+            for rank, here in enumerate(ranks):
                 vector, stream = self._vector(island, rank), Stream("islands", expert_rank=rank)
                 subset = Subset(self.config, vector.size, self._seed, stream)
                 crossing = ReplayingExchanges(
@@ -180,22 +205,27 @@ class ReplayedIslands(VirtualIslands):
         return self._present
 
     def come_and_go(self) -> bool:
-        self._present = [slot for slot, one in enumerate(self._recorded.islands) if one.makes(self.iteration)]
-        if not self._present:
-            raise refuse(FLAG, self._path, f"no island has made iteration {self.iteration}")
-        for slot, made in self._recorded.needed:
-            if made == self.iteration:
-                self._states[slot, made] = copy.deepcopy(self._whole_state(slot))
+        islands = enumerate(self._recorded.islands)
+        self._present = [slot for slot, one in islands if one.life(self.iteration) is not None]
         self._happen()
+        if not self._present:
+            why = f"no island has made iteration {self.iteration}; weights were as recorded {self._checked} times until then"
+            raise refuse(FLAG, self._path, f"{why}. --exit-interval {self.iteration} ends there")
         return True
 
     @torch.no_grad()
     def _happen(self) -> None:
-        """Let happen what did before this iteration of the run."""
+        """Keep what is needed later, and let happen what did before this iteration of the run."""
+        for slot, made in self._recorded.needed:
+            if made == self.iteration:
+                self._states[slot, made] = copy.deepcopy(self._whole_state(slot))
         for slot, record in enumerate(self._recorded.islands):
             first = record.events[0] if record.events else None
             for one in record.at(self.iteration):
                 event = one["event"]
+                if event == "enters":
+                    for here in self._here[slot]:
+                        here.members = []  # until its first exchange
                 if event == "enters" and one is not first:
                     self._load(slot, self._states[slot, one["at"]])
                 elif event == "goes on":
@@ -211,6 +241,8 @@ class ReplayedIslands(VirtualIslands):
                     self._begin_equal(slot)
                 if "weights" in one:
                     self._check(slot, one)
+        last = self._recorded.needed
+        self._states = {key: state for key, state in self._states.items() if last[key] > self.iteration}
 
     def _begin_equal(self, slot: int) -> None:
         with self.turn(slot, keep=False) as cluster:
@@ -218,7 +250,7 @@ class ReplayedIslands(VirtualIslands):
 
     def _check(self, slot: int, one: dict[str, Any]) -> None:
         """Raise :class:`UsageError` unless the weights of an island are those of the recorded run."""
-        if [digest_of(shard.vectors) for shard in self._own[slot]] != one["weights"]:
+        if any(digest_of(self._own[slot][rank].vectors) != there for rank, there in one["weights"].items()):
             why = (
                 f"island {slot} has other weights at iteration {self.iteration} than in that run: other flags or data?"
             )
@@ -229,7 +261,13 @@ class ReplayedIslands(VirtualIslands):
         """Check what happened at the end of the recorded run, too."""
         super().leave()
         self._happen()
-        logger.warning("the run in %s was made again; weights were checked %d times", self._path, self._checked)
+        logger.warning(
+            "the run in %s was made again up to iteration %d of %d; weights were as recorded %d times",
+            self._path,
+            self.iteration,
+            self._recorded.end,
+            self._checked,
+        )
 
     @property
     def _path(self) -> str:
@@ -251,13 +289,14 @@ class ReplayedIslands(VirtualIslands):
     def _load(self, slot: int, state: dict[str, Any]) -> None:
         """Let an island be as it was when it had saved ``state``."""
         self._put(slot, state)
-        state = copy.deepcopy(state)
+        state = copy.deepcopy({name: value for name, value in state.items() if name != "island"})
         for shard, rounds in zip(self._own[slot], state["rounds"], strict=True):
             shard.rounds.load_state_dict(rounds)
         cluster = self.clusters[slot]
         cluster.update = state["update"]
         with self.turn(slot, keep=False):
             cluster.load_replica_state(state["replicas"])
+        self._random.pop(slot, None)
         if state["random"] is not None:
             self._random[slot] = state["random"]
 
@@ -284,9 +323,11 @@ class ReplayedIslands(VirtualIslands):
     def _look_up(self, slot: int, rank: int) -> None:
         """Find who the exchange that is due was made among."""
         exchange = (self.iteration + 1) // self.config.sync_interval - 1
-        crossed = self._recorded.islands[slot].exchanges[rank].get(exchange, Crossed(None, False))
-        self._here[slot].members = [0] if crossed.member else []
+        crossed = self._recorded.islands[slot].exchange(rank, exchange)
         self._among[slot, rank] = None
+        if crossed is None:  # of no elements, for example
+            return
+        self._here[slot][rank].members = [0] if crossed.member else []
         if crossed.senders is None:
             return
         slots = sorted({*crossed.senders, slot})
@@ -302,6 +343,7 @@ class ReplayedIslands(VirtualIslands):
         )
 
     def uninstall(self) -> None:
+        self._handed.close()
         super().uninstall()
         for shards in self._own:
             for shard in shards:

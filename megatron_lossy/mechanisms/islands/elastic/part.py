@@ -95,12 +95,16 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         """See :meth:`Part.catch_up`."""
         if not self._entered:
             return self._enter(iteration)
-        jump, self._jump = self._jump, 0
+        jump, self._jump = self._up_to_the_last(self._jump), 0
         self._is_at(max(jump, iteration))
         if jump > iteration:
             self._miss(jump)
         self._take_copy(max(jump, iteration))
         return max(jump, iteration)
+
+    def _up_to_the_last(self, iteration: int) -> int:
+        """``iteration``, or the last one of the run, which evaluates and saves."""
+        return iteration if self._run.steps is None else min(iteration, self._run.steps - 1)
 
     def begin_iteration(self) -> None:
         """See :meth:`RankIslands.begin_iteration`. Raises :class:`UsageError` in a program that never catches up."""
@@ -125,11 +129,11 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         self._entered = True
         placed, furthest = self._first(iteration)
         self._open(placed)
-        began = self._iteration_of(furthest)
+        began = self._up_to_the_last(self._iteration_of(furthest))
         self._is_at(max(began, iteration))
-        flags, ranks = self._what(), self.world.size
-        self._record("enters", at=iteration, flags=flags, islands=self.config.islands, ranks=ranks)
         epoch = placed.epoch
+        [begun] = [one.incarnation.begun for one in epoch.members if one.slot == self._slot] or [0]
+        self._record("enters", at=iteration, begun=begun, flags=self._what(), ranks=self.world.size)
         loaded = self._standing.slot.listens
         self._standing.enter(epoch, own=iteration > 0 or began <= iteration)
         self._standing.slot.sent = iteration
@@ -329,7 +333,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
 
     def _take_copy(self, now: int) -> None:
         """Put the copy that has come, after ``now`` iterations of the run. A collective call of the ranks of the island."""
-        if self._copied is None:
+        if self._copied is None or self._copied[0].made > now:  # of one that is ahead
             return
         (copy, source), self._copied = self._copied, None
         slot = self._standing.slot
@@ -556,6 +560,8 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         """Islands save by themselves, each at its own iteration."""
 
     def state_dict(self) -> Any:
+        self._is_at(self._run.iteration)
+        self._record("saved", **self._weights_are())
         return {"rounds": super().state_dict(), "slot": vars(self._standing.slot).copy()}
 
     def load_state_dict(self, state: Any) -> None:
