@@ -31,9 +31,10 @@ class IslandLink:
     ``rank`` of ``size``: the place of this island among those that open it. ``senders``: the places of those whose weights are averaged;
     default all; the others get means alone. ``called``: by place, the name of an island in messages.
 
-    ``most``: the most elements of an exchange. ``store``: a new store of these ranks. ``patience``: an
-    island of which no datagram comes for this many seconds counts as gone, and so does one that lives and is half as long again too late. Then the exchange fails, or, with ``loses``, the others do without that
-    island from then on; it is called, on the thread of the exchange, with its place, why, and the seconds that it was waited for.
+    ``most``: the most elements of an exchange. ``store``: a new store of these ranks. ``patience``: an island that sends nothing for this many
+    seconds counts as gone. Then the exchange fails, or, with ``loses``, the others do without that island from then on; it is called, on
+    the thread of the exchange, with its place, why, and the seconds that it was waited for. There one that lives, and is only late, is waited
+    for half as long again, and twice as long for means.
     """
 
     observes = True

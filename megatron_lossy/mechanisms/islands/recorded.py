@@ -74,7 +74,7 @@ class Life:
 
 
 class _Found(NamedTuple):
-    """Of all lives of an island: events and lives by iteration, exchanges by rank and number."""
+    """Events and lives of an island by iteration, and exchanges by rank and number, of all lives."""
 
     events: dict[int, list[dict[str, Any]]]
     lives: dict[int, Life]
@@ -103,7 +103,7 @@ class IslandRecord:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What happened, in its order."""
+        """The events of all lives, in their order."""
         return [one for life in self.lives.values() for one in life.events]
 
     def at(self, iteration: int) -> list[dict[str, Any]]:
