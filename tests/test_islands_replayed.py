@@ -66,6 +66,6 @@ def test_real_kills_are_made_again(data, tmp_path, serve, rejoin, transport, mor
     assert done.returncode == 0, done.stderr
     said = re.search(r"up to iteration 600 of 600; weights were as recorded (\d+) times", done.stderr)
     known = sum("weights" in line for slot in range(3) for line in lines(log, slot))
-    assert int(said[1]) == known > 90
+    assert int(said[1]) == known > 60
     other = again(settings, log, ranks, lr=1e-3)
     assert other.returncode == 2 and "other flags or data?" in other.stderr, other.stderr
