@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.mechanisms.islands.carrying import Among
 from megatron_lossy.mechanisms.islands.datagrams import IslandLink
+from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation, Member
 from megatron_lossy.transport.udp.engine import Engine, PeerLost
 from megatron_lossy.transport.udp.process import settings_of
 
@@ -32,8 +34,8 @@ def links():
 
     def make(bears):
         def link(number):
-            def loses(place, why, waited):
-                told[number].append((place, why, waited))
+            def loses(place, why, waited, left):
+                told[number].append((place, why, waited, left))
 
             more = {"loses": loses} if bears else {}
             return IslandLink(
@@ -93,8 +95,10 @@ def test_it_is_waited_for_once(links):
                 assert rows[:, 0].tolist() == [10 * step, 0, 10 * step + 2]
     assert sorted(in_vain) == [(0, 1), (2, 1)]
     for number in (0, 2):
-        [(place, why, waited)] = told[number]
-        assert place == 1 and waited >= PATIENCE and "rank 5 of islands lost" in why and "waited for" in why
+        [(place, why, waited, left)] = told[number]
+        assert (
+            place == 1 and not left and waited >= PATIENCE and "rank 5 of islands lost" in why and "waited for" in why
+        )
     assert not told[1]
 
 
@@ -142,5 +146,31 @@ def test_who_waits_for_a_silent_island_is_not_lost_with_it(links):
     for one in (arrived, came):
         np.testing.assert_array_equal(one, [True, False, True])
     for number in (0, 2):
-        [(place, why, _)] = told[number]
+        [(place, why, *_)] = told[number]
         assert place == 1 and "waited for" in why
+
+
+def test_who_closes_the_channel_may_live(links):
+    """It has gone on to another epoch, perhaps, where it is waited for."""
+    make, pool = links
+    links, told = make(bears=True)
+    exchange(pool, links, range(3), 10)
+    links[1].close()
+    for _, arrived, _, _ in exchange(pool, links, (0, 2), 20).values():
+        np.testing.assert_array_equal(arrived, [True, False, True])
+    for number in (0, 2):
+        [(place, why, _, left)] = told[number]
+        assert place == 1 and left and "closed the channel" in why
+
+
+def test_whom_an_island_waits_for():
+    """Other senders that it does not do without: not who only listens."""
+    roles = {3: "send", 5: "send", 6: "listen"}
+    epoch = Epoch(tuple(Member(slot, Incarnation(slot), role) for slot, role in roles.items()), 0)
+    one, listens = Among(epoch, 3, []), Among(epoch, 6, [])
+    assert one.waits and listens.waits
+    one.do_without(5)
+    listens.do_without(5)
+    assert not one.waits and not one.alone and listens.waits
+    one.do_without(6)
+    assert one.alone

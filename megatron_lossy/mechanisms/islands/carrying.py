@@ -22,7 +22,7 @@ from .epochs import Epoch
 from .world import Meeting
 
 Total = Callable[[torch.Tensor], torch.Tensor]
-Loses = Callable[[int, str, float], None]
+Loses = Callable[[int, str, float, bool], None]
 
 #: The most seconds that an end waits for messages that others still ask for.
 LINGER = 10.0
@@ -119,6 +119,11 @@ class Among:
     def over(self) -> bool:
         """Whether no exchange will begin in it any more."""
         return self.broken or self._retired
+
+    @property
+    def waits(self) -> bool:
+        """Whether another sender is there, which this island waits for."""
+        return bool({*self.senders} - self._without - {self._slot})
 
     @property
     def alone(self) -> bool:
@@ -220,7 +225,7 @@ class Lanes:
         """The lanes of an :class:`Among`. A collective call of the members of ``epoch``, whose ``store`` is theirs alone.
 
         ``patience``: seconds to wait for each other, now and later. ``loses``: a member of which no datagram comes breaks no epoch; it is
-        called on a thread with the slot, why, and the seconds that were waited.
+        called on a thread with the slot, why, the seconds that were waited, and whether it has left by itself.
         """
         lanes: list[list[Carrier]] = []
         try:
@@ -258,7 +263,7 @@ class Lanes:
             senders=senders,
             called=slots,
             engine=self._engine,
-            loses=None if loses is None else lambda place, why, waited: loses(slots[place], why, waited),
+            loses=None if loses is None else lambda place, *more: loses(slots[place], *more),
         )
         self.links.add(link, slots)
         return link

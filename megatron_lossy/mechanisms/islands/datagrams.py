@@ -33,7 +33,7 @@ class IslandLink:
 
     ``most``: the most elements of an exchange. ``store``: a new store of these ranks. ``patience``: an island that sends nothing for this many
     seconds counts as gone. Then the exchange fails, or, with ``loses``, the others do without that island from then on; it is called, on
-    the thread of the exchange, with its place, why, and the seconds that it was waited for. There one that lives, and is only late, is waited
+    the thread of the exchange, with its place, why, the seconds that it was waited for, and whether it has left by itself. There one that lives, and is only late, is waited
     for half as long again, and twice as long for means.
     """
 
@@ -52,7 +52,7 @@ class IslandLink:
         senders: Sequence[int] | None = None,
         called: Sequence[int] | None = None,
         engine: Engine | None = None,
-        loses: Callable[[int, str, float], None] | None = None,
+        loses: Callable[[int, str, float, bool], None] | None = None,
     ) -> None:
         self.name, self.rank = f"islands {name}", rank
         self._size, self._patience = size, patience
@@ -144,7 +144,7 @@ class IslandLink:
                 for place, why in self._channel.lost_ranks().items():
                     if place not in self._without:
                         self._without.add(place)
-                        self._loses(place, why, time.monotonic() - began)
+                        self._loses(place, why, time.monotonic() - began, self._channel.has_closed(place))
 
     def _while_they_live(self, transfer: Transfer, seconds: float) -> np.ndarray:
         """:meth:`Transfer.wait`, without islands that are silent: of which no datagram comes any more, whatever they wait for.

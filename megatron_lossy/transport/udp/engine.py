@@ -36,6 +36,7 @@ PROBE_TIME = 3.0
 _SLICE = 0.2
 #: ``--udp-deadline auto`` looks back on this many complete times, and needs at least this many.
 _HISTORY, _ENOUGH = 100, 20
+_CLOSED = 3  # why a rank is lost
 #: Number of DATA datagrams that may always be on the way, whatever the receiver's buffer.
 LEAST_WINDOW = 8
 
@@ -693,11 +694,16 @@ class Channel:
             reasons = {rank: self._lib.ml_lost(self._channel, rank) for rank in self.peers}
         return {rank: self._without(rank, reason) for rank, reason in reasons.items() if reason}
 
+    def has_closed(self, rank: int) -> bool:
+        """Whether ``rank`` has closed the channel, and may live."""
+        with self._using():
+            return bool(self._lib.ml_lost(self._channel, rank) == _CLOSED)
+
     def _without(self, rank: int, reason: int) -> str:
         why = {
             1: f"no datagram for {self._engine.settings.peer_timeout:g} s, process gone or UDP blocked",
             2: "its host refuses datagrams, process gone",
-            3: "it has closed the channel",
+            _CLOSED: "it has closed the channel",
             4: f"no datagram of {self._engine.datagram:,} bytes comes from it any more, and shorter ones do: the MTU of the path "
             "has fallen; lower --packet-bytes",
             5: "nothing came of it for as long as it was waited for",

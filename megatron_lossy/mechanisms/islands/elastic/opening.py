@@ -92,7 +92,7 @@ class Opener:
         rank: int,
         most: Sequence[int],
         engine: Any,
-        loses: Callable[[Placed, int, str, float], None],
+        loses: Callable[[Placed, int, str, float, bool], None],
     ) -> None:
         self._config, self._slot, self._rank, self._loses = config, slot, rank, loses
         self.lanes = Lanes(config, slot, most, engine)

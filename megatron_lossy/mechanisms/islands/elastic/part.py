@@ -279,14 +279,17 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         if waited >= self.config.island_patience:
             self._silent = max(self._silent, *numbers)
 
-    def _does_without(self, placed: Placed, slot: int, why: str, waited: float) -> None:
-        """On a thread: nothing of ``slot`` arrives any more in the epoch ``placed``. ``waited``: seconds until that was known."""
+    def _does_without(self, placed: Placed, slot: int, why: str, waited: float, left: bool) -> None:
+        """On a thread: nothing of ``slot`` arrives any more in the epoch ``placed``. ``waited``: seconds until that was known.
+
+        ``left``: it has left the epoch by itself, and may be in a later one.
+        """
         among = self._openings[placed.number].among()
         if among is None or among.over or not among.do_without(slot):  # another lane has said it
             return
         life = next(one for one in placed.epoch.lives if one[0] == slot)
         for later in self._openings[placed.number + 1 :]:  # which count on it: nobody is waited for twice
-            if life in later.placed.epoch.lives:
+            if not left and life in later.placed.epoch.lives:
                 later.do_without(slot)
         epoch = [placed.epoch.id, placed.epoch.first]
         self._diary.note("lost contact", epoch=epoch, with_island=slot, seconds=round(waited, 3), why=why)
@@ -477,11 +480,12 @@ class ElasticIslands(MemberIslands, TrainingIslands):
             if self._membership is not None:
                 slot = self._standing.slot
                 before = self._current
-                together = before is not None and before.met and not before.broken and not before.alone
+                together = before is not None and before.met and not before.broken and before.waits
                 self._membership.note(self._exchange_of(now), self._standing.role, max(slot.lag(now), 0), together)
             self._current = self._carried(self._exchange_of(now))
             others = self._current is not None and not self._current.alone
-            if not others and self._membership is not None:
+            # Who waits for nobody, as others do without it or only listen, would leave them behind.
+            if not (others and self._current is not None and self._current.waits) and self._membership is not None:
                 self._keep_pace(self._membership.ahead(self._exchange_of(now)))
             epoch = self._current.epoch if others else None
             self._diary.begin(self._exchange_of(now), now, epoch, max(self._standing.slot.lag(now), 0))
