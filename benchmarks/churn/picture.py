@@ -23,8 +23,10 @@ _SYMBOLS = {
     "join": ("P", "#1a1a1a"),
 }
 _NAMES = {"stop": "killed", "freeze": "frozen", "cut": "cut off", "return": "there again", "join": "new"}
-#: Training losses are means over so many iterations.
+#: Training losses are means over so many iterations, and over more of a long run.
 _SMOOTH = 15
+#: Of more events than these the marks are small, and there are no lines.
+_FEW = 60
 
 
 def picture(results: Results, title: str, path: Path) -> None:
@@ -36,15 +38,19 @@ def picture(results: Results, title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=12)
     _losses(top, results)
     _membership(bottom, results)
-    for one in results.happened:
+    for one in results.happened if _few(results) else ():
         for axes in (top, bottom):
             axes.axvline(one.at, color=_SYMBOLS[one.event][1], linewidth=0.7, alpha=0.35, zorder=0)
     top.set_xlim(0, results.end)
     figure.savefig(path, format="png")
 
 
+def _few(results: Results) -> bool:
+    return len(results.happened) <= _FEW
+
+
 def _losses(axes: Axes, results: Results) -> None:
-    seen = []
+    seen, window = [], max(_SMOOTH, results.end // 150)
     for island, colour in zip(results.islands, _COLOURS):
         for life in island.lives:
             numbers = np.array([one["iteration"] for one in life.trained], dtype=float)
@@ -53,7 +59,7 @@ def _losses(axes: Axes, results: Results) -> None:
                 continue
             gaps = np.flatnonzero(np.diff(numbers) > 1) + 1
             for x, y in zip(np.split(numbers, gaps), np.split(losses, gaps)):
-                kernel = np.ones(min(_SMOOTH, len(y)))
+                kernel = np.ones(min(window, len(y)))
                 smooth = np.convolve(y, kernel, "same") / np.convolve(np.ones(len(y)), kernel, "same")
                 axes.plot(x, smooth, color=colour, alpha=0.45, linewidth=1.1)
                 seen.append(smooth)
@@ -69,7 +75,7 @@ def _losses(axes: Axes, results: Results) -> None:
     every = np.concatenate(seen) if seen else np.ones(1)
     axes.set_ylim(0.97 * every.min(), min(every.max(), float(np.quantile(every, 0.97)) * 1.15))
     axes.set_ylabel("language-model loss (nats per token)")
-    axes.set_title(f"Lines: training, mean of {_SMOOTH} iterations; dots: validation", fontsize=10)
+    axes.set_title(f"Lines: training, mean of {window} iterations; dots: validation", fontsize=10)
     axes.grid(True, alpha=0.3)
     axes.legend(ncols=len(results.islands), loc="upper right")
 
@@ -81,9 +87,10 @@ def _membership(axes: Axes, results: Results) -> None:
             axes.barh(places[island.slot], last - first, left=first, height=0.62, color=_STATES[state], linewidth=0)
     for first, last in _served(results):
         axes.barh(places[LIGHTHOUSE], last - first, left=first, height=0.3, color="#5b6673", linewidth=0)
+    size, edge = (9.0, "white") if _few(results) else (4.0, "none")
     for one in results.happened:
         marker, colour = _SYMBOLS[one.event]
-        axes.plot(one.at, places[one.slot], marker, color=colour, markersize=9, markeredgecolor="white", zorder=5)
+        axes.plot(one.at, places[one.slot], marker, color=colour, markersize=size, markeredgecolor=edge, zorder=5)
     axes.set_yticks(list(places.values()), [f"island {slot}" if slot >= 0 else "lighthouse" for slot in places])
     axes.invert_yaxis()
     axes.set_xlabel("iteration of the run")
