@@ -242,7 +242,7 @@ def test_without_a_lighthouse_it_says_so_and_waits(data, serve):
 def test_tensor_parallel_ranks_keep_their_copies_equal_through_deaths(data, tmp_path, serve):
     """Whatever a death breaks on one of them: tests.copies_compared says at the end whether they are."""
     _, url = serve()
-    settings = MODEL | data | SYNC | {"train_iters": 500, "eval_interval": 500, "island_poll": 0.2, "log_interval": 10}
+    settings = MODEL | data | SYNC | {"train_iters": 900, "eval_interval": 900, "island_poll": 0.2, "log_interval": 10}
     settings |= {
         "tensor_model_parallel_size": 2,
         "save": tmp_path,
