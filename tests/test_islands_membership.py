@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_lossy.errors import UsageError
 from megatron_lossy.mechanisms.islands.elastic import membership as module
 from megatron_lossy.mechanisms.islands.elastic.membership import Membership
+from megatron_lossy.mechanisms.islands.elastic.pace import Pace
 from megatron_lossy.mechanisms.islands.epochs import Incarnation
 
 pytestmark = pytest.mark.shows("islands that are launches of their own agree on who is there", device=False)
@@ -348,3 +349,18 @@ def test_after_an_outage_nobody_waits_for_what_others_had_said_in_it(lighthouse)
         one.hear([old | {"step": 19}, lighthouse.running[2].tell()[1] | {"step": 19}, one.tell()[1]])
         assert (one.ahead(50) > 10.0) == (second > TIMEOUT + module.ANSWER - 1)
         lighthouse.clock.now += 1.0
+
+
+def test_who_waits_for_nobody_keeps_the_pace_that_it_had_with_others():
+    pace, now = Pace(), 100.0
+    assert pace.early(now) == 0  # as quickly as it can, before it has met anybody
+    for took in (0.3, 0.3, 5.0, 0.3, 0.3):  # one of them had waited for somebody that died
+        pace.begins(now, waits=True)
+        now += took
+    pace.begins(now, waits=False)
+    for _ in range(3):  # alone, and quicker
+        now += 0.01
+        assert pace.early(now) == pytest.approx(0.29)
+        now += pace.early(now)
+        pace.begins(now, waits=False)
+    assert pace.early(now + 20.0) == 0  # it had been frozen

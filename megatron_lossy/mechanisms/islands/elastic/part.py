@@ -44,6 +44,7 @@ from ..stopping import Stopping
 from .diary import Diary
 from .membership import Membership, Placed
 from .opening import Opener, Opening
+from .pace import Pace
 from .rejoining import Rejoining
 from .standing import Standing
 from .world import ElasticWorld
@@ -65,6 +66,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         self._standing = Standing(world.island, config.overlap)
         self._membership: Membership | None = None  # of the first rank
         self._watch: Watch | None = None
+        self._pace = Pace()
         self._store: Any = None  # a store for ranks of other islands
         self._openings: list[Opening] = []
         self._in_force = -1  # the number of the epoch of the next exchange
@@ -484,9 +486,11 @@ class ElasticIslands(MemberIslands, TrainingIslands):
                 self._membership.note(self._exchange_of(now), self._standing.role, max(slot.lag(now), 0), together)
             self._current = self._carried(self._exchange_of(now))
             others = self._current is not None and not self._current.alone
-            # Who waits for nobody, as others do without it or only listen, would leave them behind.
-            if not (others and self._current is not None and self._current.waits) and self._membership is not None:
-                self._keep_pace(self._membership.ahead(self._exchange_of(now)))
+            if self._membership is not None:
+                waits = self._current is not None and self._current.waits
+                if not waits:  # nobody is there, or others do without it or only listen
+                    self._keep_pace(self._membership.ahead(self._exchange_of(now)))
+                self._pace.begins(time.monotonic(), waits)
             epoch = self._current.epoch if others else None
             self._diary.begin(self._exchange_of(now), now, epoch, max(self._standing.slot.lag(now), 0))
         among = self._current
@@ -496,13 +500,13 @@ class ElasticIslands(MemberIslands, TrainingIslands):
             self._standing.sent(now)
 
     def _keep_pace(self, ahead: float) -> None:
-        """Wait if this island is ``ahead``, in seconds, of those that it is to meet: who waits for nobody would leave the run behind.
+        """Wait if this island is early, or ``ahead``, in seconds, of those that it is to meet: who waits for nobody would leave the run behind.
 
         Answers are seconds old: if nobody were ahead of what was heard, all would slow each other down. It waits a little in each iteration:
         who sleeps hears nothing, and opens no epoch.
         """
         little = self.config.island_patience / 4
-        time.sleep(min(max(ahead - little, 0.0), little))
+        time.sleep(min(max(ahead - little, self._pace.early(time.monotonic())), little))
 
     @property
     def _stopping(self) -> Stopping:  # type: ignore[override]
