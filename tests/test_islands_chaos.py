@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from benchmarks.lab import Missing, check_lab
 from tests.programs import Program, run_program
 from tests.test_islands_apart import MODEL, SYNC, Run, data  # noqa: F401
+from tests.test_lab import needs_lab
 from tests.trainer import read_records
 
 pytestmark = [
@@ -20,12 +20,6 @@ pytestmark = [
 ]
 
 PATIENCE = 4.0
-
-try:
-    check_lab()
-    lacks = None
-except Missing as missing:
-    lacks = str(missing)
 
 
 class Chaos(Run):
@@ -128,7 +122,7 @@ def test_survivors_go_on_and_wait_for_nobody_twice(tmp_path, serve, data):  # no
     assert records[-1]["lm loss"] < records[0]["lm loss"] / 2
 
 
-@pytest.mark.skipif(lacks is not None, reason=f"cutting an island off: {lacks}")
+@needs_lab
 def test_islands_that_are_cut_off_and_killed_meet_again_and_the_run_is_made_again(tmp_path):
     """One is cut off for less than the patience and for longer, one is killed, over datagrams; then all that from the log."""
     happens = [

@@ -16,7 +16,7 @@ from ..checkpoints import TRACKER, latest_iteration
 from ..config import SECTIONS, LossyConfig
 from ..errors import cannot, refuse
 from ..files import check_folder, write_text, writing
-from ..flags import as_text, difference, flag_name, identity, of_flags
+from ..flags import difference, flag_name, identity, of_flags, texts_by_flag
 from ..jobs import Jobs
 from .config import SHAPE, TrainConfig
 from .metrics import METRICS_FILE
@@ -46,9 +46,7 @@ def shared_settings(config: TrainConfig, data: list[Any]) -> dict[str, str]:
     """The settings that jobs must have alike to average their weights, by flag. ``data``: the fingerprint of its data."""
     own = {name: value for name, value in identity(config).items() if name not in _OWN}
     text = blake2b(json.dumps(data).encode(), digest_size=8).hexdigest()
-    return {flag_name(TrainConfig, name): as_text(value) for name, value in own.items()} | {
-        "--data-path": f"(digest of its text {text})"
-    }
+    return texts_by_flag(config, own) | {"--data-path": f"(digest of its text {text})"}
 
 
 def in_folders_of_job(config: TrainConfig, jobs: Jobs, job: int) -> TrainConfig:

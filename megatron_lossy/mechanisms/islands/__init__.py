@@ -43,9 +43,9 @@ class Islands(Mechanism):
             check_between(config, train_iters)
         if config.averages and config.island_schedule is not None:
             if config.replays_islands:
-                from .recorded import Recorded
+                from .recorded import read_recorded
 
-                Recorded(config.island_schedule, config)
+                read_recorded(config.island_schedule, config)
             else:
                 from .schedule import read_schedule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -56,6 +56,9 @@ class BetweenMembers(BetweenRanks):
     which nothing arrives from others. ``log``: is told what arrives. ``agrees``: on all ranks that have copies of the same parameters, a
     collective call of theirs, whether all have the same number.
     """
+
+    #: Errors of carriers that mean that nothing arrives.
+    broken_by: ClassVar[tuple[type[Exception], ...]] = (RuntimeError, torch.distributed.DistError)
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class BetweenMembers(BetweenRanks):
             elif len(lane.among.epoch.slots) > 1:
                 lane.among.met = True
             return crossed
-        except (RuntimeError, torch.distributed.DistError) as error:  # a member is gone, or silent
+        except self.broken_by as error:  # a member is gone, or silent
             if self._log is not None:
                 self._log.lost(lane.exchange, self._shard)
             self._breaks(lane.among, first_line(error), time.monotonic() - began)

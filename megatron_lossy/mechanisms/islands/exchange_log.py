@@ -36,6 +36,7 @@ def exchanges_file(rank: int) -> str:
     return f"_exchanges_{rank}.jsonl"
 
 
+@torch.no_grad()
 def digest_of(vectors: Iterable[Weights]) -> str:
     """A digest of main weights."""
     found = blake2b(digest_size=_DIGEST_BYTES)
@@ -73,9 +74,10 @@ class ExchangeLog:
         self.file = EpochLog(str(folder), keeps=True, name=exchanges_file(rank))
         self._changed = threading.Lock()
 
-    def event(self, event: str, **more: Any) -> None:
-        """``event`` happens at iteration :attr:`now` of the run."""
-        self._add(self.now, event=event, **more)
+    def event(self, event: str, vectors: Iterable[Weights] = (), **more: Any) -> None:
+        """``event`` happens at iteration :attr:`now` of the run. ``vectors``: the weights, if their digest is kept."""
+        vectors = list(vectors)
+        self._add(self.now, event=event, **more, **({"weights": digest_of(vectors)} if vectors else {}))
 
     def begins(self, exchange: int, made: int, shard: int, member: bool, senders: Sequence[int] | None) -> None:
         """``exchange`` of ``shard`` is about to begin, after ``made`` iterations of the run."""
@@ -93,9 +95,3 @@ class ExchangeLog:
     def _add(self, made: int, /, **record: Any) -> None:
         with self._changed:
             self.file.add({"t": made, **record})
-
-
-def weights_are(vectors: Iterable[Weights]) -> dict[str, str]:
-    """The field of a line that has a digest of the weights."""
-    with torch.no_grad():
-        return {"weights": digest_of(vectors)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ...config import LossyConfig
 from ...errors import UsageError, cannot, refuse
-from ...flags import as_text, identity
+from ...flags import as_text, identity, texts_by_flag
 from ...jobs import folder_of
 from .exchange_log import MEANS, PIECES, exchanges_file
 from .schedule import FLAG
@@ -150,6 +151,9 @@ class Recorded:
         """The iterations of the run."""
         return max(made.stop for one in self.islands for life in one.lives.values() for made in life.trains)
 
+    def _wrong(self, why: str) -> UsageError:
+        return refuse(FLAG, self._path, why)
+
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def _read(self, folder: Path, config: LossyConfig) -> IslandRecord:
@@ -172,7 +176,7 @@ class Recorded:
                 except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                     where = path.relative_to(self._path)
                     why = f"{where}, line {number}: is no line of an exchange or event ({error})"
-                    raise refuse(FLAG, self._path, why) from None
+                    raise self._wrong(why) from None
             rank += 1
         for _, later in list(record.lives.items())[1:]:
             # What an earlier life had made after that was lost with all who had heard of it: the run began again there.
@@ -194,7 +198,7 @@ class Recorded:
             except ValueError:
                 if number < len(lines):  # the last one may be what a death has left of it
                     where = path.relative_to(self._path)
-                    raise refuse(FLAG, self._path, f"{where}, line {number}: is no JSON") from None
+                    raise self._wrong(f"{where}, line {number}: is no JSON") from None
 
     def _event(self, record: IslandRecord, rank: int, begun: int, one: dict[str, Any], config: LossyConfig) -> None:
         now, event = int(one["t"]), one["event"]
@@ -236,13 +240,12 @@ class Recorded:
     # --- checks ----------------------------------------------------------------------------------------------------
 
     def _check_flags(self, one: Mapping[str, Any], config: LossyConfig) -> None:
-        here = {"--" + name.replace("_", "-"): as_text(value) for name, value in identity(config).items()}
-        for name, value in here.items():
+        for name, value in texts_by_flag(config, identity(config)).items():
             self.check_flag(one["flags"], name, value)
         for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
             if one["flags"].get(name, "1") != "1":
                 why = f"had {name} {one['flags'][name]}; only data-parallel ranks can be made again"
-                raise refuse(FLAG, self._path, why)
+                raise self._wrong(why)
 
     def check_flag(self, flags: Mapping[str, str], name: str, here: str) -> None:
         """Raise :class:`UsageError` if ``flags``, of the recorded run, have another value of one that matters."""
@@ -259,13 +262,13 @@ class Recorded:
     def _check_ranks(self) -> None:
         others = {one.ranks for one in self.islands if one.lives} - {self.ranks}
         if others:
-            raise refuse(FLAG, self._path, f"has islands of {self.ranks} and of {min(others)} ranks")
+            raise self._wrong(f"has islands of {self.ranks} and of {min(others)} ranks")
         enters = [one for island in self.islands for one in island.events if one["event"] == "enters"]
         if self.ranks > 1 and any(one["flags"].get("--transport") == "udp" for one in enters):
             why = (
                 "islands of several ranks over --transport udp lost gradients and parameters, too, which are not in it"
             )
-            raise refuse(FLAG, self._path, why)
+            raise self._wrong(why)
 
     def _check_arrivals(self) -> None:
         """Cut lives of a history that the run has left, and raise :class:`UsageError` if something arrived that nobody sent."""
@@ -282,12 +285,10 @@ class Recorded:
                         why = (
                             f"{what} of island {sender} arrived at island {slot} in exchange {number}, but are not in "
                         )
-                        raise refuse(FLAG, self._path, f"{why}{self._folders[sender].name}/{exchanges_file(0)}")
+                        raise self._wrong(f"{why}{self._folders[sender].name}/{exchanges_file(0)}")
                     if any(one["event"] == "leaves" and one["t"] > again for one in life.events):
                         why = f"island {sender} began again at iteration {again}, after island {slot} had gone on from there and left"
-                        raise refuse(
-                            FLAG, self._path, f"{why}: that is another run, and cannot be made again with this one"
-                        )
+                        raise self._wrong(f"{why}: that is another run, and cannot be made again with this one")
                     life.cut(again, self._interval)
                     island.changed()
                     changed = True
@@ -325,13 +326,13 @@ class Recorded:
                         source, made = int(one["source"]), int(one["made"])
                         if made > one["t"]:
                             why = f"island {slot} had copied at {one['t']} what island {source} had at {made}"
-                            raise refuse(FLAG, self._path, why)
+                            raise self._wrong(why)
                         yield source, made, int(one["t"])
                     elif one["event"] == "enters" and number:
                         yield slot, int(one["at"]), int(one["t"])
                     elif one["event"] == "enters" and one["at"]:
                         why = f"island {slot} began with the checkpoint of iteration {one['at']}, of another run"
-                        raise refuse(FLAG, self._path, why)
+                        raise self._wrong(why)
 
     def _stay(self, slot: int, iteration: int) -> None:
         """Let the island of ``slot`` train until ``iteration``: it had, although it exchanged nothing more before it died."""
@@ -340,9 +341,7 @@ class Recorded:
         last = iteration - iteration % self._interval
         life = self.islands[slot].life(last - 1) if last else next(iter(self.islands[slot].lives.values()), None)
         if life is None:
-            raise refuse(
-                FLAG, self._path, f"has no state of island {slot} after {iteration} iterations, which is needed later"
-            )
+            raise self._wrong(f"has no state of island {slot} after {iteration} iterations, which is needed later")
         life.reach(iteration)
         self.islands[slot].changed()
 
@@ -350,3 +349,9 @@ class Recorded:
         """The number of islands at which ``what`` of ``sender`` arrived in an exchange."""
         found = [island.exchange(rank, number) for island in self.islands]
         return sum(one is not None and one.came(what, sender) for one in found)
+
+
+@functools.lru_cache(maxsize=1)
+def read_recorded(path: str, config: LossyConfig) -> Recorded:
+    """The run in the folder ``path``: read once by who checks it, and by who makes it again. Raises :class:`UsageError`."""
+    return Recorded(path, config)

@@ -11,6 +11,7 @@ its own; here the run calls M optimizers in turn. :class:`.shard.Shard` makes th
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -293,6 +294,21 @@ class VirtualIslands(Run):
 
     def _state_of(self, island: int) -> dict[str, Any]:
         return island_state(inner_optimizers(self._optimizers[island]), self._schedulers[island], self._kept[island])
+
+    def _take_state(self, island: int, state: dict[str, Any]) -> None:
+        """Let ``island`` have weights as those of ``state``, of another one or of before, and what an optimizer keeps of them.
+
+        Its learning rate follows the run.
+        """
+        own = copy.deepcopy(state)  # an optimizer may keep the very tensors that it loads
+        scheduler = self._schedulers[island]
+        own["scheduler"] = scheduler.state_dict()
+        load_island_state(inner_optimizers(self._optimizers[island]), scheduler, self._kept[island], own)
+
+    def _begin_equal(self, island: int) -> None:
+        """All replicas of ``island`` have its owners' weights."""
+        with self.turn(island, keep=False) as cluster:
+            cluster.begin_equal()
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
         """Restore the state of :meth:`save_replicas`. Raises :class:`UsageError` for the checkpoint of another run."""

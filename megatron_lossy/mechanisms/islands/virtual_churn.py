@@ -7,20 +7,17 @@ ranks is :mod:`.scheduled`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...config import LossyConfig
 from ...exchange import Delivery
-from ...hooks.versions import optimizers as inner_optimizers
 from .churn import Churn, of_all_slots
 from .epoch_log import EpochLog
 from .member_rounds import MemberRounds
 from .presence import Return
 from .rounds import Rounds
 from .virtual import VirtualIslands
-from .virtual_state import load_island_state
 
 
 class ChurningIslands(VirtualIslands):
@@ -60,15 +57,11 @@ class ChurningIslands(VirtualIslands):
             for rounds in self._rounds:
                 rounds.restart(island)
         if one.how == "copy":
-            # A copy, since an optimizer may keep the very tensors that it loads.
-            state = copy.deepcopy(self._state_of(source))
-            optimizers = inner_optimizers(self._optimizers[island])
-            load_island_state(optimizers, self._schedulers[island], self._kept[island], state)
+            self._take_state(island, self._state_of(source))
             for rounds in self._rounds:
                 rounds.rule.copy(source, island)
         if one.idle or one.how == "copy":
-            with self.turn(island, keep=False) as cluster:
-                cluster.begin_equal()
+            self._begin_equal(island)
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 

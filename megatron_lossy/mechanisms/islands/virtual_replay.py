@@ -20,24 +20,19 @@ import torch
 from ...config import LossyConfig
 from ...errors import refuse
 from ...exchange import Delivery, Stream
-from ...hooks.versions import optimizers as inner_optimizers
-from .aside import Pieces
-from .between_members import BetweenMembers, Nowhere
-from .between_ranks import BetweenRanks, Parties
-from .between_ranks import Crossed as CrossedHere
+from .between_members import BetweenMembers
 from .carrying import Among
+from .elastic.standing import Standing
 from .epochs import Epoch, Incarnation, Member
 from .exchange_log import MEANS, PIECES, digest_of, unpacked
 from .form import form_of
 from .member_rounds import MemberRounds
-from .presence import Slot
-from .recorded import Crossed, Recorded
+from .recorded import Crossed, Recorded, read_recorded
 from .rounds import Flight
 from .schedule import FLAG
 from .shard import Shard
 from .subset import Subset
 from .virtual import VirtualIslands
-from .virtual_state import load_island_state
 
 logger = logging.getLogger(__name__)
 
@@ -125,28 +120,14 @@ class Replaying:
         """See :class:`.Carrier`."""
 
 
-class Here:
-    """One rank of an island of this process, as :class:`.MemberRounds` asks for its presence."""
-
-    def __init__(self) -> None:
-        self.slots = [Slot()]
-        self.members: list[int] = []
-
-
 class ReplayingExchanges(BetweenMembers):
-    """The exchanges of an island of this process."""
+    """The exchanges of an island of this process. Any error but :class:`WasLost` is one of this process."""
+
+    broken_by = (WasLost,)
 
     @property
     def _observes(self) -> bool:
         return True
-
-    def _cross(self, parties: Parties, pieces: Pieces, *more: Any) -> CrossedHere:
-        if isinstance(parties.carrier, Nowhere):
-            return self._lost(parties, pieces, more[-1])
-        try:
-            return BetweenRanks._cross(self, parties, pieces, *more)
-        except WasLost:  # any other error is one of this process
-            return self._lost(parties, pieces, more[-1])
 
 
 class ReplayedIslands(VirtualIslands):
@@ -154,14 +135,16 @@ class ReplayedIslands(VirtualIslands):
 
     def __init__(self, config: LossyConfig, workers: int, steps: int, seed: int, gapless: bool = False) -> None:
         assert config.island_schedule is not None, config
-        self._recorded = Recorded(config.island_schedule, config)
+        self._recorded = read_recorded(config.island_schedule, config)
         if workers != config.islands * self._recorded.ranks:
             why = f"islands of {self._recorded.ranks} rank(s), as in the run of {FLAG}, take {config.islands * self._recorded.ranks}"
             raise refuse("--virtual-workers", workers, why)
         self._recorded.check_trainer(seed=seed, train_iters=steps)
         super().__init__(config, workers, steps, seed, gapless)
         self._handed = Handed(self._recorded)
-        self._here = [[Here() for _ in range(self._recorded.ranks)] for _ in self.clusters]
+        self._here = [
+            [Standing(island, config.overlap) for _ in range(self._recorded.ranks)] for island in range(config.islands)
+        ]
         self._own: list[list[Shard[BetweenMembers]]] = []
         self._among: dict[tuple[int, int], Among | None] = {}
         self._states: dict[tuple[int, int], dict[str, Any]] = {}
@@ -237,16 +220,12 @@ class ReplayedIslands(VirtualIslands):
                     for shard in self._own[slot]:
                         shard.rounds.restart(0)
                 elif event == "copied":
-                    self._put(slot, self._states[one["source"], one["made"]])
+                    self._take_state(slot, self._states[one["source"], one["made"]]["island"])
                     self._begin_equal(slot)
                 if "weights" in one:
                     self._check(slot, one)
         last = self._recorded.needed
         self._states = {key: state for key, state in self._states.items() if last[key] > self.iteration}
-
-    def _begin_equal(self, slot: int) -> None:
-        with self.turn(slot, keep=False) as cluster:
-            cluster.begin_equal()
 
     def _check(self, slot: int, one: dict[str, Any]) -> None:
         """Raise :class:`UsageError` unless the weights of an island are those of the recorded run."""
@@ -288,7 +267,7 @@ class ReplayedIslands(VirtualIslands):
 
     def _load(self, slot: int, state: dict[str, Any]) -> None:
         """Let an island be as it was when it had saved ``state``."""
-        self._put(slot, state)
+        self._take_state(slot, state["island"])
         state = copy.deepcopy({name: value for name, value in state.items() if name != "island"})
         for shard, rounds in zip(self._own[slot], state["rounds"], strict=True):
             shard.rounds.load_state_dict(rounds)
@@ -299,12 +278,6 @@ class ReplayedIslands(VirtualIslands):
         self._random.pop(slot, None)
         if state["random"] is not None:
             self._random[slot] = state["random"]
-
-    def _put(self, slot: int, state: dict[str, Any]) -> None:
-        """Let an island have the weights of ``state``, and what its optimizer keeps of them."""
-        own = copy.deepcopy(state["island"])
-        own["scheduler"] = self._schedulers[slot].state_dict()  # which follows the run
-        load_island_state(inner_optimizers(self._optimizers[slot]), self._schedulers[slot], self._kept[slot], own)
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 

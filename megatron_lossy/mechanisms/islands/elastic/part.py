@@ -27,7 +27,7 @@ from .... import device
 from ....config import LossyConfig
 from ....errors import UsageError, first_line, refuse
 from ....fetch import Fetched
-from ....flags import as_text, identity
+from ....flags import identity, texts_by_flag
 from ....hooks.versions import tensor_group
 from ....monitor import Observer
 from ....recovery import copies
@@ -36,7 +36,7 @@ from ....rendezvous.lighthouse import Lighthouse, addresses_of
 from ..carrying import Among, Lanes
 from ..copying import Copy, Request
 from ..epochs import Incarnation, Member
-from ..exchange_log import ExchangeLog, weights_are
+from ..exchange_log import ExchangeLog
 from ..megatron_training import TrainingIslands
 from ..member_islands import MemberIslands
 from ..rank_state import held_state, put_state
@@ -119,12 +119,10 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         if self._exchange_log is not None:
             self._exchange_log.now = now
 
-    def _record(self, event: str, **more: Any) -> None:
+    def _record(self, event: str, weights: bool = False, **more: Any) -> None:
+        """``weights``: whether a digest of them is kept."""
         if self._exchange_log is not None:
-            self._exchange_log.event(event, **more)
-
-    def _weights_are(self) -> dict[str, str]:
-        return {} if self._exchange_log is None else weights_are(self._vectors)
+            self._exchange_log.event(event, self._vectors if weights else (), **more)
 
     def _enter(self, iteration: int) -> int:
         """Take part in a first epoch. Returns the iteration of the run. A collective call of the ranks of the island."""
@@ -211,10 +209,8 @@ class ElasticIslands(MemberIslands, TrainingIslands):
     def _what(self) -> dict[str, Any]:
         """The flags that all islands must share, by name."""
         # Saving the mean changes no run, but it takes all.
-        found = {**identity(self.config), "save_consensus": self.config.save_consensus}.items()
-        return {"--seed": self.world.seed, **self.world.alike} | {
-            "--" + name.replace("_", "-"): as_text(value) for name, value in found
-        }
+        found = {**identity(self.config), "save_consensus": self.config.save_consensus}
+        return {"--seed": self.world.seed, **self.world.alike} | texts_by_flag(self.config, found)
 
     def _layout(self) -> list[Any]:
         return [self.world.size, [shard.vectors[0].size for shard in self._built()]]
@@ -351,7 +347,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         self._restart()
         self._run.begin_equal()
         self._standing.copied(copy.made, now, self.config.keep)
-        self._record("copied", source=source.slot, made=copy.made, **self._weights_are())
+        self._record("copied", source=source.slot, made=copy.made, weights=True)
         self._diary.note("copied", island=source.slot, made=copy.made, digest=copy.digest)
         logger.warning(
             "island %d: has copied island %d as of iteration %d, rank %d %s%s",
@@ -516,7 +512,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         """The others need not wait until a death is noticed."""
         if self._entered:
             self._is_at(self._run.iteration)
-            self._record("leaves", **self._weights_are())
+            self._record("leaves", weights=True)
         self._end()
 
     # --- building --------------------------------------------------------------------------------------------------
@@ -569,7 +565,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
 
     def state_dict(self) -> Any:
         self._is_at(self._run.iteration)
-        self._record("saved", **self._weights_are())
+        self._record("saved", weights=True)
         return {"rounds": super().state_dict(), "slot": vars(self._standing.slot).copy()}
 
     def load_state_dict(self, state: Any) -> None:
