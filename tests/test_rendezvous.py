@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
+import threading
 import time
 
 import pytest
@@ -31,6 +34,60 @@ class Island:
     def sees(self):
         """The names of the last answer."""
         return sorted(one["name"] for one in self.heard[-1]) if self.heard else []
+
+
+class Cable:
+    """A way to ``url`` that can be pulled: what is connected then never hears again, and nobody can connect."""
+
+    def __init__(self, url):
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        self._to, self._listener, self.pulled = (host, int(port)), socket.create_server(("127.0.0.1", 0)), False
+        self._sockets = []
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._connect, daemon=True).start()
+
+    def pull(self):
+        self.pulled = True
+        self._dead, self._sockets = self._sockets, []
+
+    def plug(self):
+        self.pulled = False
+
+    def close(self):
+        self._listener.close()
+
+    def _connect(self):
+        while True:
+            try:
+                inside, _ = self._listener.accept()
+            except OSError:
+                return
+            if self.pulled:
+                self._sockets.append(inside)  # it hears nothing
+                continue
+            outside = socket.create_connection(self._to)
+            self._sockets += [inside, outside]
+            for pair in ((inside, outside), (outside, inside)):
+                threading.Thread(target=self._carry, args=pair, daemon=True).start()
+
+    def _carry(self, one, other):
+        with contextlib.suppress(OSError):
+            while data := one.recv(65536):
+                if one in self._sockets:
+                    other.sendall(data)
+
+
+@pytest.fixture
+def cable():
+    made = []
+
+    def cable(url):
+        made.append(Cable(url))
+        return made[-1]
+
+    yield cable
+    for one in made:
+        one.close()
 
 
 @pytest.fixture
@@ -111,6 +168,31 @@ def test_of_two_lighthouses_the_first_that_answers_counts(serve, island):
     meet(one=one, two=two)
     serve(int(url.rpartition(":")[2]))
     meet(one=one, two=two, three=island("three", url))  # which knows the first alone
+
+
+@pytest.mark.programs
+def test_who_was_cut_off_does_not_wait_for_the_connection_that_it_had(serve, island, cable):
+    """TCP would try it again ever more rarely: here never."""
+    _, url = serve()
+    between = cable(url)
+    one, two = island("one", between.url), island("two", url)
+    meet(one=one, two=two)
+    between.pull()
+    meet(two=two)
+    between.plug()
+    meet(one=one, two=two)
+    one.watch.check()
+
+
+@pytest.mark.programs
+def test_who_is_cut_off_from_the_first_lighthouse_asks_the_second(serve, island, cable):
+    (_, url), (_, other) = serve(), serve()
+    between = cable(url)
+    one, two = island("one", between.url, other), island("two", other)
+    until(lambda: one.heard)
+    assert not between.pulled and two.sees in ([], ["two"])
+    between.pull()
+    meet(one=one, two=two)
 
 
 class Silent(Rendezvous):

@@ -6,10 +6,11 @@ who died and who came are two. Its ``quorum_id`` begins anew with the lighthouse
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +21,10 @@ from .base import Data, Rendezvous, Unreachable
 HEARTBEAT, CONNECT, ANSWER = 0.5, 2.0, 5.0
 #: Of a lighthouse: seconds after which a silent one is dead, and for which others are waited for that have not asked.
 TIMEOUT, JOIN = 5.0, 2.0
-#: The least and the most seconds between two attempts to connect to a lighthouse.
-_AGAIN = 1.0, 30.0
+#: Seconds between two attempts to connect to a lighthouse, and between two looks whether a connection still holds.
+_AGAIN, _LOOK = 1.0, 0.1
+#: Questions to one lighthouse under way. All but the latest are of connections given up, and end with their time.
+_QUESTIONS = 16
 #: Characters of an error.
 _LINE = 120
 PORT = 29510
@@ -67,9 +70,11 @@ class Lighthouse(Rendezvous):
     def __init__(self, addresses: Sequence[str], name: str, timeout: float = TIMEOUT) -> None:
         self.timeout = timeout
         self._name = name
+        os.environ.setdefault("RUST_LOG", "warn")  # else the client says each time that it connects
         self._library = torchft()
         self._doors = [_Door(address) for address in addresses]
         self._end = threading.Event()
+        self._questions = ThreadPoolExecutor(_QUESTIONS, thread_name_prefix="rendezvous")
         self._threads = [
             threading.Thread(target=self._live, args=[door], name="rendezvous", daemon=True) for door in self._doors
         ]
@@ -84,42 +89,55 @@ class Lighthouse(Rendezvous):
             if client is None:
                 whys.append(f"{door.address} ({door.why})")
                 continue
-            try:
-                patience = timedelta(seconds=self.timeout + ANSWER)
-                quorum = client.quorum(self._name, patience, "", "", step, 1, False, data=dict(data))
-            except Exception as error:  # of Rust, of several kinds: refused, reset, timed out
+            patience = timedelta(seconds=self.timeout + ANSWER)
+            question = self._questions.submit(
+                client.quorum, self._name, patience, "", "", step, 1, False, data=dict(data)
+            )
+            while client is door.client and not wait([question], _LOOK).done:
+                pass
+            if not question.done():
+                question.cancel()
+                whys.append(f"{door.address} (the connection was lost)")
+                continue
+            if (error := question.exception()) is not None:  # of Rust, of several kinds: refused, reset, timed out
                 whys.append(f"{door.address} ({first_line(error)[:_LINE]})")
                 continue
-            return [one.data for one in quorum.participants if one.data is not None]
+            return [one.data for one in question.result().participants if one.data is not None]
         raise Unreachable("nobody answers at " + ", ".join(whys))
 
     def close(self) -> None:
         self._end.set()
         for thread in self._threads:
             thread.join()
+        self._questions.shutdown()
 
     def _live(self, door: _Door) -> None:
-        """Connect to a lighthouse, and say every while that this process is alive."""
-        again = _AGAIN[0]
+        """Connect to a lighthouse, and say every while that this process is alive.
+
+        A connection over which no sign of life gets is given up. It would come back by itself, but TCP, which asks ever more rarely,
+        takes as long for that as nothing got through.
+        """
+        client = None
         while not self._end.is_set():
-            if door.client is None:
+            if client is None:
                 try:
-                    door.client = self._library.LighthouseClient(door.address, timedelta(seconds=CONNECT))
-                    again = _AGAIN[0]
-                    door.tried.set()
+                    client = self._library.LighthouseClient(door.address, timedelta(seconds=CONNECT))
                 except Exception as error:
                     door.why = first_line(error)[:_LINE]
-                    door.tried.set()
-                    self._end.wait(again)
-                    again = min(2 * again, _AGAIN[1])
-                    continue
-            with contextlib.suppress(Exception):  # whoever asks hears of it; the client connects again by itself
-                door.client.heartbeat(self._name, timedelta(seconds=CONNECT))
+                door.client = client
+                door.tried.set()
+            if client is None:
+                self._end.wait(_AGAIN)
+                continue
+            try:
+                client.heartbeat(self._name, timedelta(seconds=CONNECT))
+            except Exception as error:
+                door.why, client = first_line(error)[:_LINE], None
             self._end.wait(HEARTBEAT)
 
 
 class _Door:
-    """One lighthouse. ``client``: once connected. ``why``: not yet. ``tried``: to connect, once."""
+    """One lighthouse. ``client``: while connected. ``why``: not connected. ``tried``: to connect, once."""
 
     def __init__(self, address: str) -> None:
         self.address = address
