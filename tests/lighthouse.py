@@ -13,13 +13,16 @@ TIMEOUT = 1.5
 
 @pytest.fixture
 def serve():
-    """Starts a lighthouse, at ``port`` if that is given; the process and its URL. All end with the test."""
+    """Starts a lighthouse, at ``port`` if that is given; the process and its URL. All end with the test.
+
+    ``join``: seconds for which others are waited for that have not asked.
+    """
     pytest.importorskip("torchft")
     started = []
 
-    def serve(port=0):
+    def serve(port=0, join=0.3):
         command = [sys.executable, "-m", "megatron_lossy", "lighthouse", "--bind", f"127.0.0.1:{port}"]
-        options = ["--timeout", str(TIMEOUT), "--join", "0.3"]
+        options = ["--timeout", str(TIMEOUT), "--join", str(join)]
         process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         started.append(process)
         line = process.stdout.readline()

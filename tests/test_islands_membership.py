@@ -336,21 +336,6 @@ def test_nobody_waits_for_who_comes_back_until_it_has_the_run_s_iteration(lighth
     assert lighthouse.running[0].ahead(40) == 10.0
 
 
-def test_after_an_outage_nobody_waits_for_what_others_had_said_in_it(lighthouse):
-    all_begin(lighthouse)
-    for _ in range(20):
-        lighthouse.turn()
-    one, old = lighthouse.running[0], lighthouse.running[1].tell()[1]
-    for step in range(20, 50):
-        lighthouse.clock.now += 1.0
-        one.note(step, "send", 0)
-    for second in range(12):
-        one.tell()
-        one.hear([old | {"step": 19}, lighthouse.running[2].tell()[1] | {"step": 19}, one.tell()[1]])
-        assert (one.ahead(50) > 10.0) == (second > TIMEOUT + module.ANSWER - 1)
-        lighthouse.clock.now += 1.0
-
-
 def test_who_waits_for_nobody_keeps_the_pace_that_it_had_with_others():
     pace, now = Pace(), 100.0
     assert pace.early(now) == 0  # as quickly as it can, before it has met anybody

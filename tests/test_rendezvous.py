@@ -13,7 +13,7 @@ import pytest
 from megatron_lossy.errors import UsageError
 from megatron_lossy.rendezvous import Rendezvous, Unreachable, Watch
 from megatron_lossy.rendezvous import lighthouse as module
-from megatron_lossy.rendezvous.lighthouse import Lighthouse, addresses_of
+from megatron_lossy.rendezvous.lighthouse import JOIN, Lighthouse, addresses_of
 from tests.lighthouse import TIMEOUT
 from tests.programs import run_program
 
@@ -152,6 +152,25 @@ def test_a_lighthouse_dies_and_comes_back(serve, island):
     until(lambda: len(one.heard) > before)
     assert one.said[1:] == ["--rendezvous: answers again"]
     one.watch.check()
+
+
+@pytest.mark.programs
+def test_who_asks_a_lighthouse_that_is_back_hears_of_all(serve, island):
+    """It knows nobody at first, and those who find it before others must not take these for dead."""
+    process, url = serve()
+    islands = [island(f"{number}", url) for number in range(5)]
+    names = [f"{number}" for number in range(5)]
+    until(lambda: all(one.sees == names for one in islands))
+    for one in islands:
+        one.said.clear()
+    process.kill()
+    process.wait()
+    until(lambda: all(one.said for one in islands))
+    before = [len(one.heard) for one in islands]
+    serve(int(url.rpartition(":")[2]), join=JOIN)
+    until(lambda: all(len(one.heard) > count + 3 for one, count in zip(islands, before)))
+    for one, count in zip(islands, before):
+        assert all(len(answer) == len(islands) for answer in one.heard[count:])
 
 
 @pytest.mark.programs

@@ -81,6 +81,27 @@ def test_who_is_lost_by_the_caller_is_done_without_at_once_and_what_came_stays()
         assert not three.nodes[0].lib.ml_lost(three.nodes[0].channel, 1)
 
 
+@pytest.mark.parametrize("deaf", [False, True])
+def test_who_is_done_without_hears_of_it(deaf):
+    """``deaf``: not at first, and again when it sends something."""
+    gone = []
+    with world(gone) as three:
+        three.run_for(50 * MS)
+        if deaf:
+            gone.append(three.now)
+        three.nodes[0].lib.ml_lose(three.nodes[0].channel, 2, three.now)
+        three.run_for(100 * MS)
+        assert three.nodes[2].lib.ml_lost(three.nodes[2].channel, 0) == (0 if deaf else LEFT)
+        gone.clear()
+        sent = np.full((3, UNITS * UNIT), 3, np.uint8)
+        posted = [node.post(three.now, "grad", 0, 0) for node in three.nodes[1:]]
+        handles = [node.send("grad", 0, 0, sent) for node in three.nodes[1:]]
+        three.run(lambda: posted[1].over_at, SECOND)
+        assert three.nodes[2].lib.ml_lost(three.nodes[2].channel, 0) == LEFT
+        assert not posted[1].arrived[0].any() and posted[1].arrived[1].all()
+        three.run(lambda: all_sent(three, handles[1:]), SECOND)
+
+
 def test_who_leaves_is_done_without_at_once():
     with world([]) as three:
         posted = [node.post(three.now, "grad", 0, 0) for node in three.nodes[:2]]

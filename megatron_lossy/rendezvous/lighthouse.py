@@ -7,8 +7,10 @@ who died and who came are two. Its ``quorum_id`` begins anew with the lighthouse
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
@@ -22,7 +24,9 @@ HEARTBEAT, CONNECT, ANSWER = 0.5, 2.0, 5.0
 #: Of a lighthouse: seconds after which a silent one is dead, and for which others are waited for that have not asked.
 TIMEOUT, JOIN = 5.0, 2.0
 #: Seconds between two attempts to connect to a lighthouse, and between two looks whether a connection still holds.
-_AGAIN, _LOOK = 1.0, 0.1
+_AGAIN, _LOOK = 0.5, 0.1
+#: Seconds in which all find a lighthouse that is back. Before that it takes those who have not for dead.
+_ALL_BACK = CONNECT + 2 * _AGAIN
 #: Questions to one lighthouse under way. All but the latest are of connections given up, and end with their time.
 _QUESTIONS = 16
 #: Characters of an error.
@@ -86,7 +90,7 @@ class Lighthouse(Rendezvous):
         for door in self._doors:
             door.tried.wait(2 * CONNECT)
             client = door.client
-            if client is None:
+            if client is None or time.monotonic() < door.usable_at:
                 whys.append(f"{door.address} ({door.why})")
                 continue
             patience = timedelta(seconds=self.timeout + ANSWER)
@@ -100,7 +104,8 @@ class Lighthouse(Rendezvous):
                 whys.append(f"{door.address} (the connection was lost)")
                 continue
             if (error := question.exception()) is not None:  # of Rust, of several kinds: refused, reset, timed out
-                whys.append(f"{door.address} ({first_line(error)[:_LINE]})")
+                door.lose(error)
+                whys.append(f"{door.address} ({door.why})")
                 continue
             return [one.data for one in question.result().participants if one.data is not None]
         raise Unreachable("nobody answers at " + ", ".join(whys))
@@ -119,12 +124,13 @@ class Lighthouse(Rendezvous):
         """
         client = None
         while not self._end.is_set():
-            if client is None:
+            if client is None or door.usable_at == math.inf:
+                client = None
                 try:
                     client = self._library.LighthouseClient(door.address, timedelta(seconds=CONNECT))
                 except Exception as error:
                     door.why = first_line(error)[:_LINE]
-                door.client = client
+                door.found(client)
                 door.tried.set()
             if client is None:
                 self._end.wait(_AGAIN)
@@ -132,15 +138,26 @@ class Lighthouse(Rendezvous):
             try:
                 client.heartbeat(self._name, timedelta(seconds=CONNECT))
             except Exception as error:
-                door.why, client = first_line(error)[:_LINE], None
+                door.lose(error)
             self._end.wait(HEARTBEAT)
 
 
 class _Door:
-    """One lighthouse. ``client``: while connected. ``why``: not connected. ``tried``: to connect, once."""
+    """One lighthouse. ``client``: while connected. ``why``: not connected, or not before ``usable_at``. ``tried``: to connect, once."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.client: Any = None
         self.why = ""
+        self.usable_at = 0.0
         self.tried = threading.Event()
+
+    def lose(self, error: Exception) -> None:
+        """The connection holds no more, or does not answer."""
+        self.why, self.usable_at = first_line(error)[:_LINE], math.inf
+
+    def found(self, client: Any) -> None:
+        """``client`` is connected, or ``None``: nobody is there."""
+        if client is not None and (self.why or self.usable_at):
+            self.usable_at, self.why = time.monotonic() + _ALL_BACK, "it is back, and others may not know that yet"
+        self.client = client

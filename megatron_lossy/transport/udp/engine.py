@@ -703,7 +703,7 @@ class Channel:
         why = {
             1: f"no datagram for {self._engine.settings.peer_timeout:g} s, process gone or UDP blocked",
             2: "its host refuses datagrams, process gone",
-            _CLOSED: "it has closed the channel",
+            _CLOSED: "it has closed the channel, or does without this one",
             4: f"no datagram of {self._engine.datagram:,} bytes comes from it any more, and shorter ones do: the MTU of the path "
             "has fallen; lower --packet-bytes",
             5: "nothing came of it for as long as it was waited for",

@@ -16,7 +16,6 @@ from typing import Any
 
 from ....errors import UsageError, refuse
 from ....rendezvous import Data
-from ....rendezvous.lighthouse import ANSWER
 from ..copying import Request
 from ..epochs import ANSWERED, Epoch, Heard, Incarnation, Member, next_epoch
 
@@ -73,8 +72,6 @@ class Membership:
         self._exchanging: list[tuple[int, float]] = []
         self._training: list[tuple[int, float]] = []
         self._heard_at = self._told_at = 0.0
-        self._answered_at: float | None = None
-        self._doubtful_until = 0.0  # others' steps may be as old as their questions
         self._deadline: float | None = None  # until when others are waited for before the first epoch
         # What is told:
         self._role, self._lag, self._step, self._exchanges = "send", 0, -1, False
@@ -130,11 +127,6 @@ class Membership:
     def hear(self, answer: Sequence[Data]) -> None:
         """An answer of the rendezvous."""
         with self._changed:
-            now, before = time.monotonic(), self._answered_at
-            # If that is longer than a death takes, nobody has answered.
-            if before is not None and now - before > self._timeout + ANSWERED:
-                self._doubtful_until = now + self._timeout + ANSWER
-            self._answered_at = now
             try:
                 self._take(answer)
             except UsageError as error:
@@ -323,11 +315,9 @@ class Membership:
     def ahead(self, step: int) -> float:
         """Seconds by which who begins exchange ``step`` is ahead of those that exchange with each other, or else of the slowest that trains.
 
-        The others go on as they did when they were heard. 0 for a while after nobody has answered: what is heard then may be old.
+        The others go on as they did when they were heard.
         """
         with self._changed:
-            if time.monotonic() < self._doubtful_until:
-                return 0.0
             since = time.monotonic() - self._heard_at
             those, which = (self._exchanging, min) if self._exchanging else (self._training, max)
             return max(0.0, which(((step - one) * usual - since for one, usual in those), default=0.0))

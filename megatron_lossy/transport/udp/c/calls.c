@@ -155,11 +155,15 @@ API ns ml_silence(struct channel *c, uint32_t rank, ns now)
     return result;
 }
 
-/* Does without member `rank` from now on, in a channel that bears that. */
+/* Does without member `rank` from now on, in a channel that bears that. It is told: if it lives, it need not wait for this one. */
 API void ml_lose(struct channel *c, uint32_t rank, ns now)
 {
     acquire(c->engine);
-    member_lost(c, rank, IN_VAIN, at(now));
+    if (!c->members[rank].lost) {
+        member_lost(c, rank, IN_VAIN, at(now));
+        if (c->members[rank].lost)
+            last_word(c, rank);
+    }
     release(c->engine);
 }
 

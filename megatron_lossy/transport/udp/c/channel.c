@@ -284,8 +284,7 @@ API void ml_close(struct channel *c, ns now)
             struct member *m = &c->members[i];
             for (int phase = 0; phase < PHASES; phase++)
                 m->queue[phase] = m->last[phase] = NULL;
-            for (int k = 0; m->flow && k < 2; k++)
-                control(e, m, ALIVE, NULL, 1);
+            last_word(c, i);
         }
         for (struct exchange *x = e->live, *next; x; x = next) {
             next = x->next;

@@ -193,7 +193,8 @@ struct member {
     struct dest *queue[PHASES], *last[PHASES];
     uint64_t eager, eager_limit; /* bytes sent without READY */
     uint32_t posted[PHASES];     /* the latest step that it is known to have posted, or the first that it was sent */
-    uint8_t any_posted[PHASES], gone, lost; /* gone: it has closed the channel; lost: why the others do without it */
+    uint8_t any_posted[PHASES], gone, lost; /* gone: it has closed the channel, or does without this one; lost: why the others do without it */
+    ns told_at; /* that it is done without */
     struct { uint8_t heard, confirmed; ns at, until; } probe;
     struct { uint32_t count; ns at; } replies; /* in this millisecond */
     /* Since the last datagram of the channel's full length: steps, and their units, of which none came although their end was
@@ -322,4 +323,11 @@ static void control(struct engine *e, struct member *m, int type, const struct e
         c->bucket = x->number;
         c->phase = x->phase;
     }
+}
+
+/* To member `rank`: nothing more comes. Twice, as one may be lost. */
+static void last_word(struct channel *c, uint32_t rank)
+{
+    for (int k = 0; c->members[rank].flow && k < 2; k++)
+        control(c->engine, &c->members[rank], ALIVE, NULL, 1);
 }
