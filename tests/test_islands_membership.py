@@ -315,6 +315,7 @@ def test_who_is_alone_follows_the_run_and_not_the_other_way_round(monkeypatch):
     assert (first.ahead(2), alone.ahead(2), alone.ahead(7)) == (0.0, 0.0, 10.0)
     clock.now += 6.0
     assert alone.ahead(7) == 4.0  # the others have gone on
+    assert alone.ahead(2) < 0
     for one in (first, second):
         one.note(3, "send", 0)
     lighthouse.answer()

@@ -312,15 +312,17 @@ class Membership:
                 return max(step for step, _ in self._exchanging)
             return max((one.step for one in self._heard if one.member.slot != self._slot), default=-1)
 
-    def ahead(self, step: int) -> float:
+    def ahead(self, step: int) -> float | None:
         """Seconds by which who begins exchange ``step`` is ahead of those that exchange with each other, or else of the slowest that trains.
 
-        The others go on as they did when they were heard.
+        Negative: behind. The others go on as they did when they were heard. ``None``: nobody is known to train, for now.
         """
         with self._changed:
             since = time.monotonic() - self._heard_at
             those, which = (self._exchanging, min) if self._exchanging else (self._training, max)
-            return max(0.0, which(((step - one) * usual - since for one, usual in those), default=0.0))
+            if not those or since > self._timeout + ANSWERED:
+                return None
+            return which((step - one) * usual - since for one, usual in those)
 
     def _check(self) -> None:
         if self._failed is not None:

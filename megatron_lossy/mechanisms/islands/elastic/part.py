@@ -495,14 +495,16 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         if begins and among is not None and not among.broken and not among.alone and among.place is not None:
             self._standing.sent(now)
 
-    def _keep_pace(self, ahead: float) -> None:
+    def _keep_pace(self, ahead: float | None) -> None:
         """Wait if this island is early, or ``ahead``, in seconds, of those that it is to meet: who waits for nobody would leave the run behind.
 
         Answers are seconds old: if nobody were ahead of what was heard, all would slow each other down. It waits a little in each iteration:
         who sleeps hears nothing, and opens no epoch.
         """
+        if ahead is not None and ahead < 0:
+            return
         little = self.config.island_patience / 4
-        time.sleep(min(max(ahead - little, self._pace.early(time.monotonic())), little))
+        time.sleep(min(max((ahead or 0.0) - little, self._pace.early(time.monotonic())), little))
 
     @property
     def _stopping(self) -> Stopping:  # type: ignore[override]
