@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ import torch
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands.carrying import Among
 from megatron_lossy.mechanisms.islands.datagrams import IslandLink
+from megatron_lossy.mechanisms.islands.elastic.membership import Placed
+from megatron_lossy.mechanisms.islands.elastic.part import ElasticIslands
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation, Member
 from megatron_lossy.transport.udp.engine import Engine, PeerLost
 from megatron_lossy.transport.udp.process import settings_of
@@ -174,3 +178,32 @@ def test_whom_an_island_waits_for():
     assert not one.waits and not one.alone and listens.waits
     one.do_without(6)
     assert one.alone
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_who_is_lost_is_done_without_in_a_later_epoch_too_and_that_is_told(left):
+    """Else both would do without each other there for ever; who has left an epoch by itself may be in the later one."""
+    members = tuple(Member(slot, Incarnation(slot), "send") for slot in (3, 5))
+    openings = []
+    for number in range(2):
+        placed = Placed(number, Epoch(members, 10 * number), {}, 1.0)
+        openings.append(Opened(placed, Among(placed.epoch, 3, [])))
+    island = SimpleNamespace(
+        _openings=openings, _slot=3, _maimed=-1, _diary=SimpleNamespace(note=lambda *_, **more: None)
+    )
+    ElasticIslands._does_without(island, openings[0].placed, 5, "silent", 10.0, left)
+    assert openings[0].among().alone and openings[1].among().alone == (not left)
+    assert island._maimed == (0 if left else 1)
+
+
+class Opened(NamedTuple):
+    """An epoch that is open."""
+
+    placed: Placed
+    opened: Among
+
+    def among(self):
+        return self.opened
+
+    def do_without(self, slot):
+        self.opened.do_without(slot)

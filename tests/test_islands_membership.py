@@ -316,6 +316,8 @@ def test_who_is_alone_follows_the_run_and_not_the_other_way_round(monkeypatch):
     clock.now += 6.0
     assert alone.ahead(7) == 4.0  # the others have gone on
     assert alone.ahead(2) < 0
+    clock.now += TIMEOUT
+    assert alone.ahead(7) is None
     for one in (first, second):
         one.note(3, "send", 0)
     lighthouse.answer()
@@ -350,3 +352,5 @@ def test_who_waits_for_nobody_keeps_the_pace_that_it_had_with_others():
         now += pace.early(now)
         pace.begins(now, waits=False)
     assert pace.early(now + 20.0) == 0  # it had been frozen
+    for ahead, expected in ((None, 0.3), (-1.0, 0.0), (0.0, 0.3), (2.0, 1.0), (9.0, 1.25)):  # seconds
+        assert pace.wait(now, ahead, little=1.25 if ahead == 9.0 else 1.0) == pytest.approx(expected)

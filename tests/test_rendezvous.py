@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -212,6 +213,27 @@ def test_who_is_cut_off_from_the_first_lighthouse_asks_the_second(serve, island,
     assert not between.pulled and two.sees in ([], ["two"])
     between.pull()
     meet(one=one, two=two)
+
+
+@pytest.mark.parametrize("late", ["now and then", "always"])
+def test_a_connection_is_given_up_if_signs_of_life_are_late_twice_in_a_row(monkeypatch, late):
+    made = []
+
+    class Client:
+        def __init__(self, *arguments):
+            made.append(0)
+
+        def heartbeat(self, *arguments):
+            made[-1] += 1
+            if late == "always" or made[-1] % 2:
+                raise TimeoutError("deadline exceeded")
+
+    monkeypatch.setattr(module, "torchft", lambda: SimpleNamespace(LighthouseClient=Client))
+    monkeypatch.setattr(module, "HEARTBEAT", 0.01)
+    one = Lighthouse(["http://nowhere:1"], "one", TIMEOUT)
+    until(lambda: sum(made) >= 10)
+    one.close()
+    assert made == ([2] * (len(made) - 1) + made[-1:] if late == "always" else [sum(made)])
 
 
 class Silent(Rendezvous):

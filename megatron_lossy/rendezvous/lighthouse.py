@@ -7,12 +7,10 @@ who died and who came are two. Its ``quorum_id`` begins anew with the lighthouse
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,10 +23,10 @@ HEARTBEAT, CONNECT, ANSWER = 0.5, 2.0, 5.0
 TIMEOUT, JOIN = 5.0, 2.0
 #: Seconds between two attempts to connect to a lighthouse, and between two looks whether a connection still holds.
 _AGAIN, _LOOK = 0.5, 0.1
-#: Seconds in which all find a lighthouse that is back. Before that it takes those who have not for dead.
-_ALL_BACK = CONNECT + 2 * _AGAIN
-#: Questions to one lighthouse under way. All but the latest are of connections given up, and end with their time.
-_QUESTIONS = 16
+#: Seconds in which all find a lighthouse that is back, and ask it. Before that it takes those who have not for dead.
+_ALL_BACK = 2 * CONNECT
+#: Signs of life in a row that take too long: then a connection is given up.
+_UNHEARD = 2
 #: Characters of an error.
 _LINE = 120
 PORT = 29510
@@ -78,7 +76,7 @@ class Lighthouse(Rendezvous):
         self._library = torchft()
         self._doors = [_Door(address) for address in addresses]
         self._end = threading.Event()
-        self._questions = ThreadPoolExecutor(_QUESTIONS, thread_name_prefix="rendezvous")
+        self._questions: list[_Question] = []
         self._threads = [
             threading.Thread(target=self._live, args=[door], name="rendezvous", daemon=True) for door in self._doors
         ]
@@ -86,35 +84,42 @@ class Lighthouse(Rendezvous):
             thread.start()
 
     def ask(self, step: int, data: Data) -> list[Data]:
-        whys = []
+        whys, before = [], list[_Door]()
         for door in self._doors:
             door.tried.wait(2 * CONNECT)
-            client = door.client
-            if client is None or time.monotonic() < door.usable_at:
-                whys.append(f"{door.address} ({door.why})")
-                continue
-            patience = timedelta(seconds=self.timeout + ANSWER)
-            question = self._questions.submit(
-                client.quorum, self._name, patience, "", "", step, 1, False, data=dict(data)
-            )
-            while client is door.client and not wait([question], _LOOK).done:
-                pass
-            if not question.done():
-                question.cancel()
-                whys.append(f"{door.address} (the connection was lost)")
-                continue
-            if (error := question.exception()) is not None:  # of Rust, of several kinds: refused, reset, timed out
-                door.lose(error)
-                whys.append(f"{door.address} ({door.why})")
-                continue
-            return [one.data for one in question.result().participants if one.data is not None]
+            answer = self._ask(door, before, step, data)
+            if answer is not None:
+                return answer
+            whys.append(f"{door.address} ({door.why or 'no answer yet'})")
+            before.append(door)
         raise Unreachable("nobody answers at " + ", ".join(whys))
+
+    def _ask(self, door: _Door, before: Sequence[_Door], step: int, data: Data) -> list[Data] | None:
+        """What is said at ``door``, unless it is not to be believed, or one of those ``before`` it comes back meanwhile."""
+        client, believed = door.client, door.believed
+        if client is None or door.lost:
+            return None
+        patience = timedelta(seconds=self.timeout + ANSWER)
+        question = _Question(
+            lambda: client.quorum(self._name, patience, "", "", step, 1, False, data=dict(data)).participants
+        )
+        self._questions = [one for one in self._questions if one.is_alive()] + [question]
+        away = [one for one in before if not one.believed]
+        while question.is_alive() and client is door.client and not door.lost:
+            if any(one.believed for one in away):
+                break
+            question.join(_LOOK)
+        if question.error is not None and client is door.client:  # of Rust, of several kinds: refused, reset, timed out
+            door.why = _line(question.error)
+            door.lost |= not isinstance(question.error, TimeoutError)
+        if question.answer is None or not believed:
+            return None
+        return [one.data for one in question.answer if one.data is not None]
 
     def close(self) -> None:
         self._end.set()
-        for thread in self._threads:
+        for thread in (*self._threads, *self._questions):
             thread.join()
-        self._questions.shutdown()
 
     def _live(self, door: _Door) -> None:
         """Connect to a lighthouse, and say every while that this process is alive.
@@ -122,42 +127,72 @@ class Lighthouse(Rendezvous):
         A connection over which no sign of life gets is given up. It would come back by itself, but TCP, which asks ever more rarely,
         takes as long for that as nothing got through.
         """
-        client = None
+        unheard = 0
         while not self._end.is_set():
-            if client is None or door.usable_at == math.inf:
-                client = None
+            if door.client is None or door.lost:
                 try:
-                    client = self._library.LighthouseClient(door.address, timedelta(seconds=CONNECT))
+                    door.found(self._library.LighthouseClient(door.address, timedelta(seconds=CONNECT)))
                 except Exception as error:
-                    door.why = first_line(error)[:_LINE]
-                door.found(client)
+                    door.client, door.why = None, _line(error)
                 door.tried.set()
-            if client is None:
+            if door.client is None:
                 self._end.wait(_AGAIN)
                 continue
             try:
-                client.heartbeat(self._name, timedelta(seconds=CONNECT))
+                door.client.heartbeat(self._name, timedelta(seconds=CONNECT))
+                unheard = 0
+            except TimeoutError as error:
+                unheard += 1
+                if unheard == _UNHEARD:
+                    unheard, door.why, door.lost = 0, _line(error), True
             except Exception as error:
-                door.lose(error)
+                door.why, door.lost = _line(error), True
             self._end.wait(HEARTBEAT)
 
 
+def _line(error: Exception) -> str:
+    return first_line(error)[:_LINE]
+
+
+class _Question(threading.Thread):
+    """A call that is under way at once, and may never be waited for. One of ``answer`` and ``error`` is set when it is over."""
+
+    def __init__(self, call: Callable[[], list[Any]]) -> None:
+        super().__init__(name="rendezvous", daemon=True)
+        self._call = call
+        self.answer: list[Any] | None = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.answer = self._call()
+        except Exception as error:
+            self.error = error
+
+
 class _Door:
-    """One lighthouse. ``client``: while connected. ``why``: not connected, or not before ``usable_at``. ``tried``: to connect, once."""
+    """One lighthouse. ``client``: while connected. ``lost``: the connection is to be made anew. ``tried``: to connect, once.
+
+    ``why`` it is not connected, or not believed.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.client: Any = None
         self.why = ""
-        self.usable_at = 0.0
+        self.lost = False
         self.tried = threading.Event()
-
-    def lose(self, error: Exception) -> None:
-        """The connection holds no more, or does not answer."""
-        self.why, self.usable_at = first_line(error)[:_LINE], math.inf
+        self._believed_at = 0.0
 
     def found(self, client: Any) -> None:
-        """``client`` is connected, or ``None``: nobody is there."""
-        if client is not None and (self.why or self.usable_at):
-            self.usable_at, self.why = time.monotonic() + _ALL_BACK, "it is back, and others may not know that yet"
-        self.client = client
+        """It is connected."""
+        if self.lost or self.why:
+            self._believed_at = time.monotonic() + _ALL_BACK
+            self.why = "it is back, and others may not know that yet"
+        self.client, self.lost = client, False
+
+    @property
+    def believed(self) -> bool:
+        """Whether all who live have had time to ask it, by now."""
+        return self.client is not None and not self.lost and time.monotonic() >= self._believed_at

@@ -28,3 +28,13 @@ class Pace:
         if self._began is None or not self._took:
             return 0.0
         return max(0.0, self._began + median(self._took) - now)
+
+    def wait(self, now: float, ahead: float | None, little: float) -> float:
+        """Seconds to wait before an exchange. ``ahead``: by how many this island is, of those that it is to meet; ``None``: it is not known.
+
+        Answers are seconds old: if nobody were ahead of what was heard, all would slow each other down. At most ``little``: who sleeps
+        hears nothing, and opens no epoch.
+        """
+        if ahead is not None and ahead < 0:
+            return 0.0
+        return min(max((ahead or 0.0) - little, self.early(now)), little)

@@ -286,9 +286,11 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         if among is None or among.over or not among.do_without(slot):  # another lane has said it
             return
         life = next(one for one in placed.epoch.lives if one[0] == slot)
+        numbers = [placed.number]
         for later in self._openings[placed.number + 1 :]:  # which count on it: nobody is waited for twice
             if not left and life in later.placed.epoch.lives:
                 later.do_without(slot)
+                numbers.append(later.placed.number)
         epoch = [placed.epoch.id, placed.epoch.first]
         self._diary.note("lost contact", epoch=epoch, with_island=slot, seconds=round(waited, 3), why=why)
         logger.warning(
@@ -297,7 +299,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
             slot,
             why,
         )
-        self._maimed = max(self._maimed, placed.number)
+        self._maimed = max(self._maimed, *numbers)
 
     def _miss(self, now: int) -> None:
         """The run has made ``now`` iterations without this island: exchanges under way are lost, and replicas begin equal."""
@@ -485,7 +487,8 @@ class ElasticIslands(MemberIslands, TrainingIslands):
             if self._membership is not None:
                 waits = self._current is not None and self._current.waits
                 if not waits:  # nobody is there, or others do without it or only listen
-                    self._keep_pace(self._membership.ahead(self._exchange_of(now)))
+                    ahead, little = self._membership.ahead(self._exchange_of(now)), self.config.island_patience / 4
+                    time.sleep(self._pace.wait(time.monotonic(), ahead, little))
                 self._pace.begins(time.monotonic(), waits)
             epoch = self._current.epoch if others else None
             self._diary.begin(self._exchange_of(now), now, epoch, max(self._standing.slot.lag(now), 0))
@@ -494,17 +497,6 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         super()._exchange(number, *arguments)
         if begins and among is not None and not among.broken and not among.alone and among.place is not None:
             self._standing.sent(now)
-
-    def _keep_pace(self, ahead: float | None) -> None:
-        """Wait if this island is early, or ``ahead``, in seconds, of those that it is to meet: who waits for nobody would leave the run behind.
-
-        Answers are seconds old: if nobody were ahead of what was heard, all would slow each other down. It waits a little in each iteration:
-        who sleeps hears nothing, and opens no epoch.
-        """
-        if ahead is not None and ahead < 0:
-            return
-        little = self.config.island_patience / 4
-        time.sleep(min(max((ahead or 0.0) - little, self._pace.early(time.monotonic())), little))
 
     @property
     def _stopping(self) -> Stopping:  # type: ignore[override]

@@ -380,7 +380,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         if (size == c->full)
             m->deaf.steps = m->deaf.units = 0;
     }
-    if (m->lost == IN_VAIN && keyed && now >= m->told_at + e->pulse) { /* it has not heard that it is done without */
+    if (m->lost && m->lost != LEFT && keyed && now >= m->told_at + e->pulse) { /* it has not heard that it is done without */
         m->told_at = now;
         control(e, m, ALIVE, NULL, 1);
     }
