@@ -95,7 +95,7 @@ class Lighthouse(Rendezvous):
         raise Unreachable("nobody answers at " + ", ".join(whys))
 
     def _ask(self, door: _Door, before: Sequence[_Door], step: int, data: Data) -> list[Data] | None:
-        """What is said at ``door``, unless it is not to be believed, or one of those ``before`` it comes back meanwhile."""
+        """The answer at ``door``; ``None``: there is none, it is not to be believed, or one of those ``before`` it came back meanwhile."""
         client, believed = door.client, door.believed
         if client is None or door.lost:
             return None
