@@ -352,5 +352,11 @@ def test_who_waits_for_nobody_keeps_the_pace_that_it_had_with_others():
         now += pace.early(now)
         pace.begins(now, waits=False)
     assert pace.early(now + 20.0) == 0  # it had been frozen
-    for ahead, expected in ((None, 0.3), (-1.0, 0.0), (0.0, 0.3), (2.0, 1.0), (9.0, 1.25)):  # seconds
-        assert pace.wait(now, ahead, little=1.25 if ahead == 9.0 else 1.0) == pytest.approx(expected)
+    for ahead, little, expected in (
+        (None, 1.0, 0.3),
+        (-1.0, 1.0, 0.0),
+        (0.0, 1.0, 0.3),
+        (2.0, 1.0, 1.0),
+        (9.0, 1.25, 1.25),
+    ):
+        assert pace.wait(now, ahead, little) == pytest.approx(expected)

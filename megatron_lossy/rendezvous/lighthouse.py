@@ -105,9 +105,7 @@ class Lighthouse(Rendezvous):
         )
         self._questions = [one for one in self._questions if one.is_alive()] + [question]
         away = [one for one in before if not one.believed]
-        while question.is_alive() and client is door.client and not door.lost:
-            if any(one.believed for one in away):
-                break
+        while question.is_alive() and client is door.client and not (door.lost or any(one.believed for one in away)):
             question.join(_LOOK)
         if question.error is not None and client is door.client:  # of Rust, of several kinds: refused, reset, timed out
             door.why = _line(question.error)
@@ -141,12 +139,10 @@ class Lighthouse(Rendezvous):
             try:
                 door.client.heartbeat(self._name, timedelta(seconds=CONNECT))
                 unheard = 0
-            except TimeoutError as error:
-                unheard += 1
-                if unheard == _UNHEARD:
-                    unheard, door.why, door.lost = 0, _line(error), True
             except Exception as error:
-                door.why, door.lost = _line(error), True
+                unheard += 1
+                if unheard == _UNHEARD or not isinstance(error, TimeoutError):
+                    unheard, door.why, door.lost = 0, _line(error), True
             self._end.wait(HEARTBEAT)
 
 
