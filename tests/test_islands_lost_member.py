@@ -186,7 +186,7 @@ def test_who_is_lost_is_done_without_in_a_later_epoch_too_and_that_is_told(left)
     members = tuple(Member(slot, Incarnation(slot), "send") for slot in (3, 5))
     openings = []
     for number in range(2):
-        placed = Placed(number, Epoch(members, 10 * number), {}, 1.0)
+        placed = Placed(number, Epoch(members, 10 * number), {}, 1.0, 7.0)
         openings.append(Opened(placed, Among(placed.epoch, 3, [])))
     island = SimpleNamespace(
         _openings=openings, _slot=3, _maimed=-1, _diary=SimpleNamespace(note=lambda *_, **more: None)

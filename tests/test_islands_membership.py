@@ -318,6 +318,7 @@ def test_who_is_alone_follows_the_run_and_not_the_other_way_round(monkeypatch):
     assert alone.ahead(2) < 0
     clock.now += TIMEOUT
     assert alone.ahead(7) is None
+    assert alone.pace == 2.0 and first.pace is not None  # as it last was
     for one in (first, second):
         one.note(3, "send", 0)
     lighthouse.answer()
@@ -355,8 +356,40 @@ def test_who_waits_for_nobody_keeps_the_pace_that_it_had_with_others():
     for ahead, little, expected in (
         (None, 1.0, 0.3),
         (-1.0, 1.0, 0.0),
+        (-0.5, 1.0, 0.15),
         (0.0, 1.0, 0.3),
         (2.0, 1.0, 1.0),
         (9.0, 1.25, 1.25),
     ):
-        assert pace.wait(now, ahead, little) == pytest.approx(expected)
+        assert pace.wait(now, ahead, 2.0, little) == pytest.approx(expected)
+
+
+def test_who_has_met_nobody_yet_has_the_pace_of_others():
+    pace = Pace()
+    pace.begins(100.0, waits=False)
+    assert pace.wait(100.01, None, None, 1.0) == 0
+    assert pace.wait(100.01, None, 0.3, 1.0) == pytest.approx(0.29)
+    assert pace.wait(100.01, 5.0, 0.3, 1.0) == 1.0
+
+
+@given(
+    st.lists(st.floats(0.0, 0.4), min_size=2, max_size=2), st.sampled_from([0.05, 0.3]), st.sampled_from([0.01, 0.04])
+)
+def test_two_that_each_take_the_other_to_be_ahead_do_not_run_away(late, usual, takes):
+    """Each hears where the other was after it had asked, by up to a poll; for a minute."""
+    little, clock, made, seconds = 1.25, [0.0, 0.0], [0, 0], [usual, usual]
+    paces = [Pace(), Pace()]
+    for pace, began in zip(paces, clock):
+        pace.begins(began - usual, waits=True)
+        pace.begins(began, waits=False)
+    while min(clock) < 60:
+        one = clock.index(min(clock))
+        clock[one] += takes
+        other = made[1 - one] + late[one] / seconds[1 - one]
+        ahead = (made[one] - other) * seconds[1 - one]
+        clock[one] += paces[one].wait(clock[one], ahead, None, little)
+        paces[one].begins(clock[one], waits=False)
+        made[one] += 1
+        seconds[one] = clock[one] / made[one]
+    slowest = (usual - takes) * (1 - max(late) / little) + takes
+    assert max(made) <= 1.2 * 60 / slowest

@@ -27,29 +27,30 @@ def meet(
     prefix: str,
     own: str,
     all_of_them: Iterable[str],
+    coming: float,
     patience: float,
     given_up: Callable[[], bool],
 ) -> Any:
     """The store at ``place``, host and port, below ``prefix``, once ``all_of_them`` are there, of which this one is ``own``.
 
-    ``patience``: seconds to wait for the others, and for each key later. ``given_up``: whether to stop waiting. Raises
+    ``coming``: seconds to wait for the others. ``patience``: for each key later. ``given_up``: whether to stop waiting. Raises
     :class:`NotMet`, and errors of torch if the store is lost.
     """
-    until = time.monotonic() + patience
+    until, keys = time.monotonic() + coming, [f"here/{one}" for one in all_of_them]
 
     def wait(there: Callable[[], bool], whom: str) -> None:
         while not there():
             if given_up():
                 raise NotMet("given up")
             if time.monotonic() > until:
-                raise NotMet(f"{whom} did not come within {patience:g} s")
+                raise NotMet(f"{whom} did not come within {coming:g} s")
             time.sleep(_LOOK)
 
     wait(lambda: _answers(place), f"the store at {place[0]}:{place[1]}")
     server = torch.distributed.TCPStore(place[0], place[1], None, False, timedelta(seconds=patience))
     store = torch.distributed.PrefixStore(prefix, server)
     store.set(f"here/{own}", "")
-    wait(lambda: store.check([f"here/{one}" for one in all_of_them]), "all others")
+    wait(lambda: store.check(keys), "all others")
     return store
 
 

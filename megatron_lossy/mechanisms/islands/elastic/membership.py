@@ -39,6 +39,8 @@ class Placed:
     stores: dict[int, tuple[str, int]]
     #: Seconds from one exchange to the next, usually, of the slowest.
     usual: float
+    #: Seconds within which all members know of it.
+    heard_within: float
 
 
 class Membership:
@@ -72,6 +74,7 @@ class Membership:
         self._exchanging: list[tuple[int, float]] = []
         self._training: list[tuple[int, float]] = []
         self._heard_at = self._told_at = 0.0
+        self._pace: float | None = None
         self._deadline: float | None = None  # until when others are waited for before the first epoch
         # What is told:
         self._role, self._lag, self._step, self._exchanges = "send", 0, -1, False
@@ -152,6 +155,8 @@ class Membership:
         others = [one for one in known if one["slot"] != self._slot and one["digest"] == digest]
         self._exchanging = [(one["step"], one["usual"]) for one in others if one["exchanges"]]
         self._training = [(one["step"], one["usual"]) for one in others if one["trains"]]
+        if pace := [usual for _, usual in self._exchanging or self._training]:
+            self._pace = max(pace)
         self._heard_at = self._told_at  # an answer may have taken long, and steps are as old as the questions
         epoch = self._counted_on(known) if self._deadline is not None else None
         if epoch is None:
@@ -163,7 +168,8 @@ class Membership:
         self._epoch, self._broken, self._without_since, self._deadline = epoch, False, None, None
         lives = {one.slot: (one.slot, one.incarnation) for one in epoch.members}
         places = {slot: stores[life] for slot, life in lives.items() if life in stores}
-        self._placed.append(Placed(len(self._placed), epoch, places, max(one["usual"] for one in known)))
+        usual, within = max(one["usual"] for one in known), self._timeout + ANSWERED
+        self._placed.append(Placed(len(self._placed), epoch, places, usual, within))
 
     def _check_addresses(self, known: Sequence[Data]) -> None:
         """Refuse addresses that only their own host knows, while this island has not begun."""
@@ -283,6 +289,12 @@ class Membership:
         """From one exchange to the next, usually, of this island."""
         with self._changed:
             return median(self._took or [_UNKNOWN])
+
+    @property
+    def pace(self) -> float | None:
+        """From one exchange to the next, usually, of the slowest other that exchanges, or else trains, when one was last heard; ``None``: never."""
+        with self._changed:
+            return self._pace
 
     @property
     def latest(self) -> int:

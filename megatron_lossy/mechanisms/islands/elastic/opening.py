@@ -46,6 +46,11 @@ class Opening:
         among = self._among
         return not self._given_up and (not self._over.is_set() if among is None else not among.broken)
 
+    @property
+    def failed(self) -> bool:
+        """Whether the members did not meet."""
+        return self._over.is_set() and self._among is None
+
     def do_without(self, slot: int) -> None:
         """The member ``slot`` is not waited for in exchanges."""
         self._without.append(slot)  # before it is seen whether there are lanes: who opens them looks later
@@ -106,7 +111,8 @@ class Opener:
         # Nobody waits for a message before it is used.
         patience = config.island_patience + config.rounds_under_way * placed.usual
         prefix = f"{epoch.id}/{epoch.first}/sync/{self._rank}"
-        store = meet(placed.stores[slots[0]], prefix, str(self._slot), map(str, slots), patience, given_up)
+        coming = patience + placed.heard_within
+        store = meet(placed.stores[slots[0]], prefix, str(self._slot), map(str, slots), coming, patience, given_up)
         lanes = self.lanes.open(epoch, store, patience, partial(self._loses, placed))
         if not config.meets_whole or self._slot not in epoch.senders:
             return lanes, None

@@ -1,4 +1,4 @@
-"""The pace of an island that waits for nobody: that of its exchanges with others, so that it does not leave the run behind."""
+"""The pace of an island that waits for nobody: that of its exchanges with others, or else theirs, so that it does not leave the run behind."""
 
 from __future__ import annotations
 
@@ -23,18 +23,23 @@ class Pace:
             self._took.append(now - self._began)
         self._began, self._waited = now, waits
 
-    def early(self, now: float) -> float:
-        """Seconds until the next exchange usually begins, with others; 0 if it is late, or there was none with them."""
-        if self._began is None or not self._took:
-            return 0.0
-        return max(0.0, self._began + median(self._took) - now)
+    def early(self, now: float, others: float | None = None) -> float:
+        """Seconds until the next exchange usually begins, with others; 0 if it is late.
 
-    def wait(self, now: float, ahead: float | None, little: float) -> float:
+        ``others``: their seconds from one to the next, which count as long as there was none with them; ``None``: they are not known.
+        """
+        pace = median(self._took) if self._took else others
+        if self._began is None or pace is None:
+            return 0.0
+        return max(0.0, self._began + pace - now)
+
+    def wait(self, now: float, ahead: float | None, others: float | None, little: float) -> float:
         """Seconds to wait before an exchange. ``ahead``: by how many this island is, of those that it is to meet; ``None``: it is not known.
 
-        Answers are seconds old: if nobody were ahead of what was heard, all would slow each other down. At most ``little``: who sleeps
-        hears nothing, and opens no epoch.
+        Answers are seconds old: if nobody were ahead of what was heard, all would slow each other down, and if who is a bit behind did
+        not wait at all, two that think so of each other would run away together. At most ``little``: who sleeps hears nothing, and
+        opens no epoch. ``others``: see :meth:`early`.
         """
-        if ahead is not None and ahead < 0:
-            return 0.0
-        return min(max((ahead or 0.0) - little, self.early(now)), little)
+        ahead = ahead or 0.0
+        kept = self.early(now, others) * max(0.0, 1.0 + min(ahead, 0.0) / little)
+        return min(max(ahead - little, kept), little)

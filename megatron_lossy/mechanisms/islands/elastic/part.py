@@ -375,7 +375,8 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         # What may have come meanwhile is asked for last: an epoch in force is known.
         ahead, following = self._ahead(made), self._next(made)
         begun, requests = self._begun, [] if self._membership is None else self._membership.requests
-        epochs = [self._last_known(), following, self._broken, self._silent, self._maimed]
+        unmet = max((number for number, one in enumerate(self._openings) if one.failed), default=-1)
+        epochs = [self._last_known(), following, self._broken, unmet, self._silent, self._maimed]
         said = np.array(
             [signal, *epochs, ahead, -self._visits_here(), len(requests), *self._rejoining.said], dtype=np.int64
         )
@@ -385,15 +386,15 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         def finish() -> int:
             work.wait()
             told = map(int, Fetched(known).wait().tolist())
-            number, latest, in_force, broken, silent, maimed, jump, visits, requests, failed, came = told
+            number, latest, in_force, broken, unmet, silent, maimed, jump, visits, requests, failed, came = told
             if begun == self._begun:
                 self._visits = -visits
             self._learn(latest)
             self._learn_requests(requests)
             self._copied = self._rejoining.agreed(failed, came) or self._copied
             self._tell_question()
-            if broken >= 0:  # on some rank: the others would never hear of it
-                self._give_up([self._openings[broken]])
+            # On some rank: the others would never hear of it. Who waited until an epoch that nobody can open begins would wait in vain.
+            self._give_up([self._openings[one] for one in (broken, unmet) if one >= 0])
             if silent > self._abandoned:  # nobody is waited for twice
                 there = set(self._openings[silent].placed.epoch.lives)
                 later = self._openings[silent + 1 :]
@@ -488,7 +489,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
                 waits = self._current is not None and self._current.waits
                 if not waits:  # nobody is there, or others do without it or only listen
                     ahead, little = self._membership.ahead(self._exchange_of(now)), self.config.island_patience / 4
-                    time.sleep(self._pace.wait(time.monotonic(), ahead, little))
+                    time.sleep(self._pace.wait(time.monotonic(), ahead, self._membership.pace, little))
                 self._pace.begins(time.monotonic(), waits)
             epoch = self._current.epoch if others else None
             self._diary.begin(self._exchange_of(now), now, epoch, max(self._standing.slot.lag(now), 0))

@@ -113,7 +113,8 @@ class Rejoining:
     def _pair(self, placed: Placed, source: int, request: Request, place: int) -> GlooPair:
         begun = "/".join(map(str, request.incarnation))
         prefix = f"copy/{request.slot}/{begun}/{request.number}/{self._rank}"
-        store = meet(placed.stores[source], prefix, str(place), ("0", "1"), self._patience, lambda: self._ended)
+        patience = self._patience
+        store = meet(placed.stores[source], prefix, str(place), ("0", "1"), patience, patience, lambda: self._ended)
         return GlooPair(store, place, timedelta(seconds=self._patience))
 
     def end(self) -> None:
