@@ -64,4 +64,4 @@ def test_an_epoch_that_nobody_can_open_has_failed():
     opening = Opening(placed, 0, open_)
     assert not opening.failed
     may_fail.set()
-    assert opening.among(wait=True) is None and opening.failed and not opening.usable
+    assert opening.among(60.0) is None and opening.failed and not opening.usable

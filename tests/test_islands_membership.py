@@ -318,11 +318,65 @@ def test_who_is_alone_follows_the_run_and_not_the_other_way_round(monkeypatch):
     assert alone.ahead(2) < 0
     clock.now += TIMEOUT
     assert alone.ahead(7) is None
-    assert alone.pace == 2.0 and first.pace is not None  # as it last was
     for one in (first, second):
         one.note(3, "send", 0)
     lighthouse.answer()
     assert first.furthest == 40 and alone.ahead(7) == 8.0  # nobody exchanges
+
+
+def test_the_pace_of_others_is_that_with_those_they_wait_for_while_they_are_there(monkeypatch):
+    clock = Clock(monkeypatch)
+    lighthouse = Lighthouse(clock, 3)
+    one, other, fresh = (lighthouse.start(slot) for slot in range(3))
+    lighthouse.answer()
+    assert one.alone and one.pace is None  # nobody trains yet
+    one.note(0, "send", 0, pace=0.3)
+    other.note(0, "send", 0, pace=0.2)
+    fresh.note(0, "send", 0)
+    lighthouse.answer()
+    assert (one.pace, other.pace, fresh.pace) == (0.2, 0.3, 0.3) and not one.alone
+    clock.now += 60.0  # the lighthouse is away: others may be there
+    assert fresh.pace == 0.3 and not fresh.alone
+    del lighthouse.running[0]
+    lighthouse.answer()
+    assert fresh.pace == 0.2
+    del lighthouse.running[1]
+    lighthouse.answer()
+    assert fresh.pace is None and fresh.alone
+
+
+def test_who_is_alone_plans_with_the_pace_that_it_has_with_others(monkeypatch):
+    clock = Clock(monkeypatch)
+    lighthouse = Lighthouse(clock, 2)
+    one = lighthouse.start(0)
+    clock.now += JOIN
+    lighthouse.answer()
+    for step in range(100):
+        one.note(step, "send", 0, pace=0.3)
+        clock.now += 0.01
+    assert one.tell()[1]["seconds"] == pytest.approx(0.3 / 1.5)
+    lighthouse.start(1)
+    for _ in range(3):
+        lighthouse.answer()
+    assert one.placed(one.latest).epoch.first == 100 + 35  # 7 s of 0.2
+
+
+def test_one_that_has_made_no_two_exchanges_says_nothing_of_seconds(monkeypatch):
+    """Else a new island would have a slow run wait for many exchanges, or a quick one for long."""
+    clock = Clock(monkeypatch)
+    lighthouse = Lighthouse(clock, 2)
+    one = lighthouse.start(0)
+    clock.now += JOIN
+    lighthouse.answer()
+    for step in range(4):
+        one.note(step, "send", 0)
+        clock.now += 60.0
+        lighthouse.answer()
+    lighthouse.start(1)
+    for _ in range(3):
+        lighthouse.answer()
+    epoch = one.placed(one.latest).epoch
+    assert epoch.slots == [0, 1] and epoch.first == 5  # the next but one: that under way was begun
 
 
 def test_nobody_waits_for_who_comes_back_until_it_has_the_run_s_iteration(lighthouse):
@@ -372,6 +426,7 @@ def test_who_has_met_nobody_yet_has_the_pace_of_others():
     assert pace.wait(100.01, 5.0, 0.3, 1.0) == 1.0
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.floats(0.0, 0.4), min_size=2, max_size=2), st.sampled_from([0.05, 0.3]), st.sampled_from([0.01, 0.04])
 )

@@ -19,6 +19,8 @@ ROLES = ("send", "listen")
 _ID_BYTES = 8
 #: Seconds beside the time until a death is noticed that all need to get an answer.
 ANSWERED = 2.0
+#: Seconds from one exchange to the next, before any island has made two.
+UNKNOWN = 1.0
 
 
 class Incarnation(NamedTuple):
@@ -74,15 +76,15 @@ class Heard(NamedTuple):
     """The news that an island tells of itself.
 
     ``lag``: see :mod:`.presence`, in iterations. ``digest``: of all that must be equal for weights to be averaged.
-    ``step``: its latest exchange; -1 before the first. ``seconds``: from one exchange to the next. ``epoch``: id and first exchange of the
-    epoch that it knows. ``broken``: it cannot exchange in that one any more. ``waits``: it has not begun.
+    ``step``: its latest exchange; -1 before the first. ``seconds``: from one exchange to the next; ``None``: it has not made two. ``epoch``:
+    id and first exchange of the epoch that it knows. ``broken``: it cannot exchange in that one any more. ``waits``: it has not begun.
     """
 
     member: Member
     lag: int
     digest: str
     step: int
-    seconds: float
+    seconds: float | None
     epoch: tuple[str, int] | None = None
     broken: bool = False
     waits: bool = False
@@ -137,7 +139,8 @@ def next_epoch(
     if not there:
         count = [_as("listen", one)._replace(lag=step - one.step) if step - one.step > keep else one for one in count]
     else:
-        later = math.ceil((timeout + ANSWERED) / min(one.seconds for one in count))
+        seconds = min((one.seconds for one in count if one.seconds is not None), default=UNKNOWN)
+        later = math.ceil((timeout + ANSWERED) / seconds)
     if all(one.member.role != "send" for one in count):
         sender = count[least_lag([one.lag for one in count])]
         count = [_as("send", one) if one is sender else one for one in count]

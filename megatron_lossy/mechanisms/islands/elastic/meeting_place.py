@@ -50,7 +50,11 @@ def meet(
     server = torch.distributed.TCPStore(place[0], place[1], None, False, timedelta(seconds=patience))
     store = torch.distributed.PrefixStore(prefix, server)
     store.set(f"here/{own}", "")
-    wait(lambda: store.check(keys), "all others")
+    try:
+        wait(lambda: store.check(keys), "all others")
+    except NotMet:
+        store.delete_key(f"here/{own}")  # else who comes later would wait for this one
+        raise
     return store
 
 

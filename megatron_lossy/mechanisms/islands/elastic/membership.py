@@ -17,16 +17,14 @@ from typing import Any
 from ....errors import UsageError, refuse
 from ....rendezvous import Data
 from ..copying import Request
-from ..epochs import ANSWERED, Epoch, Heard, Incarnation, Member, next_epoch
+from ..epochs import ANSWERED, UNKNOWN, Epoch, Heard, Incarnation, Member, next_epoch
 
 #: The version of what islands tell.
-PROTOCOL = 4
+PROTOCOL = 5
 #: Exchanges that the time from one to the next is taken from.
 _RECENT = 20
 #: How much shorter it may become, on average over the seconds until all have an answer.
 _FASTER = 1.5
-#: Seconds of that, before there were two.
-_UNKNOWN = 1.0
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,11 @@ class Membership:
         self._exchanging: list[tuple[int, float]] = []
         self._training: list[tuple[int, float]] = []
         self._heard_at = self._told_at = 0.0
-        self._pace: float | None = None
+        self._pace: float | None = None  # of others that train, the slowest that they have with those they wait for
         self._deadline: float | None = None  # until when others are waited for before the first epoch
         # What is told:
         self._role, self._lag, self._step, self._exchanges = "send", 0, -1, False
+        self._own_pace: float | None = None
         self._took: deque[float] = deque(maxlen=_RECENT)
         self._broken = self._joins = False
         self._without_since: float | None = None  # a member of the epoch is done without
@@ -92,6 +91,8 @@ class Membership:
         """The latest exchange, and all that this island says of itself."""
         with self._changed:
             epoch, self._told_at = self._epoch, time.monotonic()
+            # Who is alone is quicker, until others are there.
+            pace = 0.0 if self._training or self._own_pace is None else self._own_pace
             return max(self._step, 0), {
                 "protocol": PROTOCOL,
                 "slot": self._slot,
@@ -103,8 +104,9 @@ class Membership:
                 "step": self._step,
                 "exchanges": self._exchanges,
                 "trains": self._at is not None,
-                "seconds": fmean(self._took or [_UNKNOWN]) / _FASTER,
-                "usual": median(self._took or [_UNKNOWN]),
+                "seconds": max(fmean(self._took), pace) / _FASTER if self._took else None,
+                "usual": max(median(self._took), pace) if self._took else None,
+                "pace": self._own_pace,
                 "epoch": None if epoch is None else [epoch.id, epoch.first],
                 "members": []
                 if epoch is None
@@ -153,10 +155,11 @@ class Membership:
             raise _difference(self._what, other)
         self._heard = [one for one in heard if one.digest == self._digest]
         others = [one for one in known if one["slot"] != self._slot and one["digest"] == digest]
-        self._exchanging = [(one["step"], one["usual"]) for one in others if one["exchanges"]]
-        self._training = [(one["step"], one["usual"]) for one in others if one["trains"]]
-        if pace := [usual for _, usual in self._exchanging or self._training]:
-            self._pace = max(pace)
+        mine = median(self._took or [UNKNOWN])
+        self._exchanging = [(one["step"], one["usual"] or mine) for one in others if one["exchanges"]]
+        self._training = [(one["step"], one["usual"] or mine) for one in others if one["trains"]]
+        paces = [one["pace"] for one in others if one["trains"] and one["pace"] is not None]
+        self._pace = max(paces, default=None)
         self._heard_at = self._told_at  # an answer may have taken long, and steps are as old as the questions
         epoch = self._counted_on(known) if self._deadline is not None else None
         if epoch is None:
@@ -168,7 +171,8 @@ class Membership:
         self._epoch, self._broken, self._without_since, self._deadline = epoch, False, None, None
         lives = {one.slot: (one.slot, one.incarnation) for one in epoch.members}
         places = {slot: stores[life] for slot, life in lives.items() if life in stores}
-        usual, within = max(one["usual"] for one in known), self._timeout + ANSWERED
+        usual = max((one["usual"] for one in known if one["usual"] is not None), default=UNKNOWN)
+        within = self._timeout + ANSWERED
         self._placed.append(Placed(len(self._placed), epoch, places, usual, within))
 
     def _check_addresses(self, known: Sequence[Data]) -> None:
@@ -251,15 +255,15 @@ class Membership:
         """The role that is told."""
         return self._role
 
-    def note(self, step: int, role: str, lag: int, exchanges: bool = False) -> None:
-        """Exchange ``step`` begins, as ``role`` with ``lag``. ``exchanges``: the one before was made with others."""
+    def note(self, step: int, role: str, lag: int, exchanges: bool = False, pace: float | None = None) -> None:
+        """Exchange ``step`` begins, as ``role`` with ``lag``. ``exchanges``: the one before was made with others. ``pace``: see :attr:`.Pace.kept`."""
         now = time.monotonic()
         with self._changed:
             if self._at is not None and step == self._step + 1:  # else others have made those in between
                 self._took.append(now - self._at)
             if step != self._step:
                 self._at = now
-            self._step, self._role, self._lag, self._exchanges = step, role, lag, exchanges
+            self._step, self._role, self._lag, self._exchanges, self._own_pace = step, role, lag, exchanges, pace
             self._check()
 
     def breaks(self, epoch: Epoch) -> None:
@@ -288,13 +292,22 @@ class Membership:
     def seconds(self) -> float:
         """From one exchange to the next, usually, of this island."""
         with self._changed:
-            return median(self._took or [_UNKNOWN])
+            return median(self._took or [UNKNOWN])
 
     @property
     def pace(self) -> float | None:
-        """From one exchange to the next, usually, of the slowest other that exchanges, or else trains, when one was last heard; ``None``: never."""
+        """Seconds from one exchange to the next that others had with those they waited for, of the slowest; ``None``: none of them has.
+
+        Not the seconds that they take by themselves: in those is how long they wait for the pace of each other.
+        """
         with self._changed:
             return self._pace
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is known that no other island trains."""
+        with self._changed:
+            return not self._training and time.monotonic() - self._heard_at <= self._timeout + ANSWERED
 
     @property
     def latest(self) -> int:

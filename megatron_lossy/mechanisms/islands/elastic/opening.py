@@ -34,10 +34,10 @@ class Opening:
         self._thread = threading.Thread(target=self._run, name="megatron-lossy-epoch", daemon=True)
         self._thread.start()
 
-    def among(self, wait: bool = False) -> Among | None:
-        """The opened epoch; ``None``: not yet, or it failed. ``wait``: until it is known."""
+    def among(self, wait: float = 0.0) -> Among | None:
+        """The opened epoch; ``None``: not yet, or it failed. ``wait``: seconds to wait until it is known."""
         if wait:
-            self._over.wait()
+            self._over.wait(wait)
         return self._among
 
     @property
@@ -73,9 +73,9 @@ class Opening:
     def _run(self) -> None:
         try:
             among = Among(self.placed.epoch, self._slot, *self._open(self.placed, lambda: self._given_up))
-            if self._given_up:
-                among.close()
             self._among = among
+            if self._given_up:  # before or after that
+                among.close()
             for slot in self._without:
                 among.do_without(slot)
         except Exception as error:  # of torch's stores and groups; of a store that nobody knows any more
@@ -113,13 +113,13 @@ class Opener:
         prefix = f"{epoch.id}/{epoch.first}/sync/{self._rank}"
         coming = patience + placed.heard_within
         store = meet(placed.stores[slots[0]], prefix, str(self._slot), map(str, slots), coming, patience, given_up)
-        lanes = self.lanes.open(epoch, store, patience, partial(self._loses, placed))
-        if not config.meets_whole or self._slot not in epoch.senders:
-            return lanes, None
-        if len(epoch.senders) == 1:
-            return lanes, _same
-        whole, place = torch.distributed.PrefixStore("whole", store), epoch.senders.index(self._slot)
-        return lanes, Meeting(whole, place, len(epoch.senders), timedelta(seconds=patience)).total
+        total: Total | None = None
+        if config.meets_whole and self._slot in epoch.senders:
+            total = _same
+            if len(epoch.senders) > 1:
+                whole, place = torch.distributed.PrefixStore("whole", store), epoch.senders.index(self._slot)
+                total = Meeting(whole, place, len(epoch.senders), timedelta(seconds=patience)).total
+        return self.lanes.open(epoch, store, patience, partial(self._loses, placed)), total
 
 
 def _same(values: torch.Tensor) -> torch.Tensor:

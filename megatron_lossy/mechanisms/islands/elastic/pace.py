@@ -23,12 +23,17 @@ class Pace:
             self._took.append(now - self._began)
         self._began, self._waited = now, waits
 
+    @property
+    def kept(self) -> float | None:
+        """Seconds from one exchange to the next, usually, with others; ``None``: there were none with them."""
+        return median(self._took) if self._took else None
+
     def early(self, now: float, others: float | None = None) -> float:
         """Seconds until the next exchange usually begins, with others; 0 if it is late.
 
-        ``others``: their seconds from one to the next, which count as long as there was none with them; ``None``: they are not known.
+        ``others``: the pace of others, which counts as long as this island has none; ``None``: nor have they.
         """
-        pace = median(self._took) if self._took else others
+        pace = others if self.kept is None else self.kept
         if self._began is None or pace is None:
             return 0.0
         return max(0.0, self._began + pace - now)

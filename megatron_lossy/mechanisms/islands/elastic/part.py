@@ -141,7 +141,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
             self._begin_to_listen(keep=loaded)
         if epoch.first <= self._exchange_of(max(iteration, began)) + 1:
             self._in_force = placed.number
-            self._openings[-1].among(wait=True)  # all begin with it
+            self._openings[-1].among(placed.heard_within + 3 * self.config.island_patience)  # all begin with it
         if self._standing.slot.listens:
             logger.warning(
                 "island %d: the run is at iteration %d and this island at %d; it listens until %s",
@@ -482,12 +482,13 @@ class ElasticIslands(MemberIslands, TrainingIslands):
                 slot = self._standing.slot
                 before = self._current
                 together = before is not None and before.met and not before.broken and before.waits
-                self._membership.note(self._exchange_of(now), self._standing.role, max(slot.lag(now), 0), together)
+                lag, pace = max(slot.lag(now), 0), self._pace.kept
+                self._membership.note(self._exchange_of(now), self._standing.role, lag, together, pace)
             self._current = self._carried(self._exchange_of(now))
             others = self._current is not None and not self._current.alone
             if self._membership is not None:
                 waits = self._current is not None and self._current.waits
-                if not waits:  # nobody is there, or others do without it or only listen
+                if not (waits or self._membership.alone):  # others are elsewhere, do without it, or only listen
                     ahead, little = self._membership.ahead(self._exchange_of(now)), self.config.island_patience / 4
                     time.sleep(self._pace.wait(time.monotonic(), ahead, self._membership.pace, little))
                 self._pace.begins(time.monotonic(), waits)
