@@ -12,7 +12,7 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.mechanisms.islands.elastic import membership as module
 from megatron_lossy.mechanisms.islands.elastic.membership import Membership
 from megatron_lossy.mechanisms.islands.elastic.pace import Pace
-from megatron_lossy.mechanisms.islands.epochs import Incarnation
+from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation
 
 pytestmark = pytest.mark.shows("islands that are launches of their own agree on who is there", device=False)
 
@@ -308,7 +308,7 @@ def test_who_is_alone_follows_the_run_and_not_the_other_way_round(monkeypatch):
     for one in (first, second, alone):
         for step in range(3):
             clock.now += 2.0
-            one.note(step, "send", 0, exchanges=one is not alone)
+            one.note(step, "send", 0, None if one is alone else Epoch((), 0))
     alone.note(40, "listen", 0)
     lighthouse.answer()
     assert (first.furthest, alone.furthest) == (2, 2)
@@ -322,6 +322,31 @@ def test_who_is_alone_follows_the_run_and_not_the_other_way_round(monkeypatch):
         one.note(3, "send", 0)
     lighthouse.answer()
     assert first.furthest == 40 and alone.ahead(7) == 8.0  # nobody exchanges
+
+
+def test_a_few_that_are_left_behind_in_an_epoch_and_are_ahead_are_not_followed(monkeypatch):
+    """They are quicker, being few. They follow the others, if these are ahead."""
+    lighthouse = Lighthouse(Clock(monkeypatch), 6)
+    islands = [lighthouse.start(slot) for slot in range(6)]
+    old, new = Epoch((), 0), Epoch((), 50)
+    for step, few in ((100, 120), (140, 130)):
+        for one in islands[:2]:
+            one.note(few, "send", 0, old)
+        for one in islands[2:5]:
+            one.note(step, "send", 0, new)
+        islands[5].note(90, "listen", 0)  # in no exchange
+        lighthouse.answer()
+        assert [one.furthest for one in islands[2:]] == [step] * 4
+        assert islands[0].furthest == step
+
+
+def test_of_two_halves_none_follows_the_other(monkeypatch):
+    lighthouse = Lighthouse(Clock(monkeypatch), 4)
+    islands = [lighthouse.start(slot) for slot in range(4)]
+    for one, step, met in zip(islands, (100, 101, 120, 120), (0, 0, 50, 50)):
+        one.note(step, "send", 0, Epoch((), met))
+    lighthouse.answer()
+    assert [one.furthest for one in islands] == [101, 100, 120, 120]
 
 
 def test_the_pace_of_others_is_that_with_those_they_wait_for_while_they_are_there(monkeypatch):

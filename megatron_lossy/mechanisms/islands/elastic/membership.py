@@ -67,15 +67,16 @@ class Membership:
         self._epoch: Epoch | None = None
         self._placed: list[Placed] = []
         self._heard: list[Heard] = []
-        # Of others that exchange with each other, and of all that train (who comes back has yet to take the run's iteration): the
-        # latest exchange, and the usual seconds from one to the next; when that was so.
-        self._exchanging: list[tuple[int, float]] = []
+        # Of others that exchange with each other, by the epoch in which they do, and of all that train (who comes back has yet to take
+        # the run's iteration): the latest exchange, and the usual seconds from one to the next; when that was so.
+        self._exchanging: dict[tuple[str, int], list[tuple[int, float]]] = {}
         self._training: list[tuple[int, float]] = []
         self._heard_at = self._told_at = 0.0
         self._pace: float | None = None  # of others that train, the slowest that they have with those they wait for
         self._deadline: float | None = None  # until when others are waited for before the first epoch
         # What is told:
-        self._role, self._lag, self._step, self._exchanges = "send", 0, -1, False
+        self._role, self._lag, self._step = "send", 0, -1
+        self._exchanges: Epoch | None = None
         self._own_pace: float | None = None
         self._took: deque[float] = deque(maxlen=_RECENT)
         self._broken = self._joins = False
@@ -102,7 +103,7 @@ class Membership:
                 "digest": self._digest,
                 "what": self._what,
                 "step": self._step,
-                "exchanges": self._exchanges,
+                "exchanges": None if self._exchanges is None else [self._exchanges.id, self._exchanges.first],
                 "trains": self._at is not None,
                 "seconds": max(fmean(self._took), pace) / _FASTER if self._took else None,
                 "usual": max(median(self._took), pace) if self._took else None,
@@ -156,7 +157,11 @@ class Membership:
         self._heard = [one for one in heard if one.digest == self._digest]
         others = [one for one in known if one["slot"] != self._slot and one["digest"] == digest]
         mine = median(self._took or [UNKNOWN])
-        self._exchanging = [(one["step"], one["usual"] or mine) for one in others if one["exchanges"]]
+        self._exchanging = {}
+        for one in others:
+            if one["exchanges"] is not None:
+                at = self._exchanging.setdefault((one["exchanges"][0], one["exchanges"][1]), [])
+                at.append((one["step"], one["usual"] or mine))
         self._training = [(one["step"], one["usual"] or mine) for one in others if one["trains"]]
         paces = [one["pace"] for one in others if one["trains"] and one["pace"] is not None]
         self._pace = max(paces, default=None)
@@ -255,15 +260,18 @@ class Membership:
         """The role that is told."""
         return self._role
 
-    def note(self, step: int, role: str, lag: int, exchanges: bool = False, pace: float | None = None) -> None:
-        """Exchange ``step`` begins, as ``role`` with ``lag``. ``exchanges``: the one before was made with others. ``pace``: see :attr:`.Pace.kept`."""
+    def note(self, step: int, role: str, lag: int, met: Epoch | None = None, pace: float | None = None) -> None:
+        """Exchange ``step`` begins, as ``role`` with ``lag``. ``met``: the epoch in which that before was made with others; ``None``: with none.
+
+        ``pace``: see :attr:`.Pace.kept`.
+        """
         now = time.monotonic()
         with self._changed:
             if self._at is not None and step == self._step + 1:  # else others have made those in between
                 self._took.append(now - self._at)
             if step != self._step:
                 self._at = now
-            self._step, self._role, self._lag, self._exchanges, self._own_pace = step, role, lag, exchanges, pace
+            self._step, self._role, self._lag, self._exchanges, self._own_pace = step, role, lag, met, pace
             self._check()
 
     def breaks(self, epoch: Epoch) -> None:
@@ -328,13 +336,14 @@ class Membership:
 
     @property
     def furthest(self) -> int:
-        """The latest exchange of any other island, of those that exchange with each other if there are any; -1: there is none.
+        """The latest exchange of any other island of the run, which is where most exchange with each other; -1: this one is the run.
 
-        Who is alone may be ahead of the run, and nobody follows it.
+        Who is alone may be ahead of the run, and so may be a few that are left behind in an epoch: nobody follows them. While nobody
+        exchanges with another one, the run is where any island is.
         """
         with self._changed:
             if self._exchanging:
-                return max(step for step, _ in self._exchanging)
+                return max((step for step, _ in self._most()), default=-1)
             return max((one.step for one in self._heard if one.member.slot != self._slot), default=-1)
 
     def ahead(self, step: int) -> float | None:
@@ -344,10 +353,18 @@ class Membership:
         """
         with self._changed:
             since = time.monotonic() - self._heard_at
-            those, which = (self._exchanging, min) if self._exchanging else (self._training, max)
+            most = self._most()
+            those, which = (most, min) if most else (self._training, max)
             if not those or since > self._timeout + ANSWERED:
                 return None
             return which((step - one) * usual - since for one, usual in those)
+
+    def _most(self) -> list[tuple[int, float]]:
+        """Those others that exchange where most do. If this island exchanges with as many, those that it exchanges with."""
+        mine = None if self._exchanges is None else (self._exchanges.id, self._exchanges.first)
+        with_me = [] if mine is None else self._exchanging.get(mine, [])
+        where = max(self._exchanging.values(), key=len, default=[])
+        return where if mine is None or len(where) > len(with_me) + 1 else with_me
 
     def _check(self) -> None:
         if self._failed is not None:

@@ -482,8 +482,9 @@ class ElasticIslands(MemberIslands, TrainingIslands):
                 slot = self._standing.slot
                 before = self._current
                 together = before is not None and before.met and not before.broken and before.waits
+                met = before.epoch if before is not None and together else None
                 lag, pace = max(slot.lag(now), 0), self._pace.kept
-                self._membership.note(self._exchange_of(now), self._standing.role, lag, together, pace)
+                self._membership.note(self._exchange_of(now), self._standing.role, lag, met, pace)
             self._current = self._carried(self._exchange_of(now))
             others = self._current is not None and not self._current.alone
             if self._membership is not None:
