@@ -139,7 +139,7 @@ def test_islands_that_are_cut_off_and_killed_meet_again_and_the_run_is_made_agai
     model += " --global-batch-size 6 --eval-interval 1000 --island-keep 1000 --sync-interval 1 --sync-delay 0"
     words = ["--schedule", file, "--islands", 3, "--iterations", 1000, "--rtt", 50, "--out", tmp_path / "out"]
     program = Program("benchmarks.churn", *words, f"--flags={model} --transport udp --island-patience 3")
-    printed, said = program.communicate(400)
+    printed, said = program.communicate(900)
     assert program.returncode == 0, printed + said
     log = tmp_path / "out" / "seed_1" / "log"
     epochs = [json.loads(line) for line in (log / "island_0" / "_epochs.jsonl").open()]
