@@ -370,37 +370,32 @@ def test_the_pace_of_others_is_that_with_those_they_wait_for_while_they_are_ther
     assert fresh.pace is None and fresh.alone
 
 
-def test_who_is_alone_plans_with_the_pace_that_it_has_with_others(monkeypatch):
+def epoch_with_a_new_one(monkeypatch, exchanges, seconds, pace=None):
+    """That of an island that has made so many by itself, and of one that comes. Beside it the seconds that the first one tells."""
     clock = Clock(monkeypatch)
     lighthouse = Lighthouse(clock, 2)
     one = lighthouse.start(0)
     clock.now += JOIN
     lighthouse.answer()
-    for step in range(100):
-        one.note(step, "send", 0, pace=0.3)
-        clock.now += 0.01
-    assert one.tell()[1]["seconds"] == pytest.approx(0.3 / 1.5)
+    for step in range(exchanges):
+        one.note(step, "send", 0, pace=pace)
+        clock.now += seconds
+    told = one.tell()[1]["seconds"]
     lighthouse.start(1)
     for _ in range(3):
         lighthouse.answer()
-    assert one.placed(one.latest).epoch.first == 100 + 35  # 7 s of 0.2
+    return one.placed(one.latest).epoch, told
+
+
+def test_who_is_alone_plans_with_the_pace_that_it_has_with_others(monkeypatch):
+    epoch, told = epoch_with_a_new_one(monkeypatch, 100, 0.01, pace=0.3)
+    assert told == pytest.approx(0.3 / 1.5)
+    assert epoch.first == 100 + 35  # 7 s of 0.2
 
 
 def test_one_that_has_made_no_two_exchanges_says_nothing_of_seconds(monkeypatch):
     """Else a new island would have a slow run wait for many exchanges, or a quick one for long."""
-    clock = Clock(monkeypatch)
-    lighthouse = Lighthouse(clock, 2)
-    one = lighthouse.start(0)
-    clock.now += JOIN
-    lighthouse.answer()
-    for step in range(4):
-        one.note(step, "send", 0)
-        clock.now += 60.0
-        lighthouse.answer()
-    lighthouse.start(1)
-    for _ in range(3):
-        lighthouse.answer()
-    epoch = one.placed(one.latest).epoch
+    epoch, _ = epoch_with_a_new_one(monkeypatch, 4, 60.0)
     assert epoch.slots == [0, 1] and epoch.first == 5  # the next but one: that under way was begun
 
 

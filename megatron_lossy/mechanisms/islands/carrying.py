@@ -126,6 +126,11 @@ class Among:
         return bool({*self.senders} - self._without - {self._slot})
 
     @property
+    def together(self) -> bool:
+        """Whether exchanges are made with others."""
+        return self.met and not self.broken and self.waits
+
+    @property
     def alone(self) -> bool:
         """Whether there were others, and nothing of any of them arrives any more."""
         return len(self.epoch.slots) > 1 and self._without >= {*self.epoch.slots} - {self._slot}

@@ -52,6 +52,11 @@ class Epoch:
         return blake2b("".join(lines).encode(), digest_size=_ID_BYTES).hexdigest()
 
     @property
+    def key(self) -> tuple[str, int]:
+        """The id and the first exchange, which no other epoch has."""
+        return self.id, self.first
+
+    @property
     def number(self) -> int:
         """A number of 63 bits that other epochs do not have, also of the same members."""
         return int(blake2b(f"{self.id} {self.first}".encode(), digest_size=_ID_BYTES).hexdigest(), 16) >> 1

@@ -60,7 +60,7 @@ class Diary(Observer):
             self._window.add(exchanges=1, members=len(there[0]), senders=len(there[1]))
             self._counted = {one for one in self._counted if one > exchange - 1000}
         self._next, self._made, self._epoch, self._lag = exchange, made, epoch, lag
-        key = (None, -1) if epoch is None else (epoch.id, epoch.first)
+        key = (None, -1) if epoch is None else epoch.key
         if key != self._written or self._events:
             self._written = key
             self._write()

@@ -63,13 +63,14 @@ class Membership:
         self._keep = keep
         self._slot, self._islands, self._digest, self._what = slot, islands, digest, what
         self._timeout, self._host, self._store, self._begun = timeout, host, store, begun
+        self._heard_within = timeout + ANSWERED
         self._changed = threading.Condition()
         self._epoch: Epoch | None = None
         self._placed: list[Placed] = []
         self._heard: list[Heard] = []
         # Of others that exchange with each other, by the epoch in which they do, and of all that train (who comes back has yet to take
         # the run's iteration): the latest exchange, and the usual seconds from one to the next; when that was so.
-        self._exchanging: dict[tuple[str, int], list[tuple[int, float]]] = {}
+        self._exchanging: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
         self._training: list[tuple[int, float]] = []
         self._heard_at = self._told_at = 0.0
         self._pace: float | None = None  # of others that train, the slowest that they have with those they wait for
@@ -103,12 +104,12 @@ class Membership:
                 "digest": self._digest,
                 "what": self._what,
                 "step": self._step,
-                "exchanges": None if self._exchanges is None else [self._exchanges.id, self._exchanges.first],
+                "exchanges": None if self._exchanges is None else list(self._exchanges.key),
                 "trains": self._at is not None,
                 "seconds": max(fmean(self._took), pace) / _FASTER if self._took else None,
                 "usual": max(median(self._took), pace) if self._took else None,
                 "pace": self._own_pace,
-                "epoch": None if epoch is None else [epoch.id, epoch.first],
+                "epoch": None if epoch is None else list(epoch.key),
                 "members": []
                 if epoch is None
                 else [[one.slot, list(one.incarnation), one.role] for one in epoch.members],
@@ -123,7 +124,7 @@ class Membership:
     def _missed(self) -> bool:
         """Whether a member that others count on is done without, although all would know by now that it is dead."""
         since = self._without_since
-        return since is not None and time.monotonic() - since > self._timeout + ANSWERED
+        return since is not None and time.monotonic() - since > self._heard_within
 
     @property
     def _waits(self) -> bool:
@@ -156,13 +157,13 @@ class Membership:
             raise _difference(self._what, other)
         self._heard = [one for one in heard if one.digest == self._digest]
         others = [one for one in known if one["slot"] != self._slot and one["digest"] == digest]
-        mine = median(self._took or [UNKNOWN])
-        self._exchanging = {}
+        self._exchanging, self._training = {}, []
         for one in others:
+            at = one["step"], one["usual"] or self.seconds
+            if one["trains"]:
+                self._training.append(at)
             if one["exchanges"] is not None:
-                at = self._exchanging.setdefault((one["exchanges"][0], one["exchanges"][1]), [])
-                at.append((one["step"], one["usual"] or mine))
-        self._training = [(one["step"], one["usual"] or mine) for one in others if one["trains"]]
+                self._exchanging.setdefault(tuple(one["exchanges"]), []).append(at)
         paces = [one["pace"] for one in others if one["trains"] and one["pace"] is not None]
         self._pace = max(paces, default=None)
         self._heard_at = self._told_at  # an answer may have taken long, and steps are as old as the questions
@@ -177,8 +178,7 @@ class Membership:
         lives = {one.slot: (one.slot, one.incarnation) for one in epoch.members}
         places = {slot: stores[life] for slot, life in lives.items() if life in stores}
         usual = max((one["usual"] for one in known if one["usual"] is not None), default=UNKNOWN)
-        within = self._timeout + ANSWERED
-        self._placed.append(Placed(len(self._placed), epoch, places, usual, within))
+        self._placed.append(Placed(len(self._placed), epoch, places, usual, self._heard_within))
 
     def _check_addresses(self, known: Sequence[Data]) -> None:
         """Refuse addresses that only their own host knows, while this island has not begun."""
@@ -315,7 +315,7 @@ class Membership:
     def alone(self) -> bool:
         """Whether it is known that no other island trains."""
         with self._changed:
-            return not self._training and time.monotonic() - self._heard_at <= self._timeout + ANSWERED
+            return not self._training and self._since_heard <= self._heard_within
 
     @property
     def latest(self) -> int:
@@ -352,19 +352,23 @@ class Membership:
         Negative: behind. The others go on as they did when they were heard. ``None``: nobody is known to train, for now.
         """
         with self._changed:
-            since = time.monotonic() - self._heard_at
-            most = self._most()
+            since, most = self._since_heard, self._most()
             those, which = (most, min) if most else (self._training, max)
-            if not those or since > self._timeout + ANSWERED:
+            if not those or since > self._heard_within:
                 return None
             return which((step - one) * usual - since for one, usual in those)
 
+    @property
+    def _since_heard(self) -> float:
+        return time.monotonic() - self._heard_at
+
     def _most(self) -> list[tuple[int, float]]:
         """Those others that exchange where most do. If this island exchanges with as many, those that it exchanges with."""
-        mine = None if self._exchanges is None else (self._exchanges.id, self._exchanges.first)
-        with_me = [] if mine is None else self._exchanging.get(mine, [])
         where = max(self._exchanging.values(), key=len, default=[])
-        return where if mine is None or len(where) > len(with_me) + 1 else with_me
+        if self._exchanges is None:
+            return where
+        with_me = self._exchanging.get(self._exchanges.key, [])
+        return where if len(where) > len(with_me) + 1 else with_me
 
     def _check(self) -> None:
         if self._failed is not None:

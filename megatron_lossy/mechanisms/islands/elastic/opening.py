@@ -43,8 +43,7 @@ class Opening:
     @property
     def usable(self) -> bool:
         """Whether it is open, or may still be."""
-        among = self._among
-        return not self._given_up and (not self._over.is_set() if among is None else not among.broken)
+        return not (self._given_up or self.failed) and (self._among is None or not self._among.broken)
 
     @property
     def failed(self) -> bool:

@@ -33,7 +33,8 @@ class Pace:
 
         ``others``: the pace of others, which counts as long as this island has none; ``None``: nor have they.
         """
-        pace = others if self.kept is None else self.kept
+        kept = self.kept
+        pace = others if kept is None else kept
         if self._began is None or pace is None:
             return 0.0
         return max(0.0, self._began + pace - now)

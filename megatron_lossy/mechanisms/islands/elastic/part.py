@@ -264,9 +264,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
 
     def _broke(self, among: Among, why: str, waited: float) -> None:
         if not among.broken:
-            self._diary.note(
-                "lost contact", epoch=[among.epoch.id, among.epoch.first], seconds=round(waited, 3), why=why
-            )
+            self._diary.note("lost contact", epoch=list(among.epoch.key), seconds=round(waited, 3), why=why)
             logger.warning(
                 "island %d: lost contact (%s); until others meet again its messages count as lost", self._slot, why
             )
@@ -291,7 +289,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
             if not left and life in later.placed.epoch.lives:
                 later.do_without(slot)
                 numbers.append(later.placed.number)
-        epoch = [placed.epoch.id, placed.epoch.first]
+        epoch = list(placed.epoch.key)
         self._diary.note("lost contact", epoch=epoch, with_island=slot, seconds=round(waited, 3), why=why)
         logger.warning(
             "island %d: lost contact with island %d (%s); until they meet again its messages count as lost",
@@ -375,7 +373,8 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         # What may have come meanwhile is asked for last: an epoch in force is known.
         ahead, following = self._ahead(made), self._next(made)
         begun, requests = self._begun, [] if self._membership is None else self._membership.requests
-        unmet = max((number for number, one in enumerate(self._openings) if one.failed), default=-1)
+        coming = range(self._in_force + 1, len(self._openings))
+        unmet = max((number for number in coming if self._openings[number].failed), default=-1)
         epochs = [self._last_known(), following, self._broken, unmet, self._silent, self._maimed]
         said = np.array(
             [signal, *epochs, ahead, -self._visits_here(), len(requests), *self._rejoining.said], dtype=np.int64
@@ -478,13 +477,11 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         if begins and not number:
             if self._standing.may_send(self._visits):
                 self._diary.note("may send")
+            lag = max(self._standing.slot.lag(now), 0)
             if self._membership is not None:
-                slot = self._standing.slot
                 before = self._current
-                together = before is not None and before.met and not before.broken and before.waits
-                met = before.epoch if before is not None and together else None
-                lag, pace = max(slot.lag(now), 0), self._pace.kept
-                self._membership.note(self._exchange_of(now), self._standing.role, lag, met, pace)
+                met = before.epoch if before is not None and before.together else None
+                self._membership.note(self._exchange_of(now), self._standing.role, lag, met, self._pace.kept)
             self._current = self._carried(self._exchange_of(now))
             others = self._current is not None and not self._current.alone
             if self._membership is not None:
@@ -494,7 +491,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
                     time.sleep(self._pace.wait(time.monotonic(), ahead, self._membership.pace, little))
                 self._pace.begins(time.monotonic(), waits)
             epoch = self._current.epoch if others else None
-            self._diary.begin(self._exchange_of(now), now, epoch, max(self._standing.slot.lag(now), 0))
+            self._diary.begin(self._exchange_of(now), now, epoch, lag)
         among = self._current
         self._standing.members = [] if among is None else [0]
         super()._exchange(number, *arguments)
