@@ -170,8 +170,9 @@ def unfinished(rank, config, steps, rejected=()):
     given -= kept
     dist.all_reduce(given)
     difference = float((given[rank * shard : (rank + 1) * shard] - applied).abs().max())
+    unreported = len(getattr(group.wire, "_unreported", ()))
     group.close()
-    return difference, int(kept.count_nonzero()), lost, len(getattr(group.wire, "_unreported", ()))
+    return difference, int(kept.count_nonzero()), lost, unreported
 
 
 @pytest.mark.parametrize("rejected", [(), (3, 4, 9)])

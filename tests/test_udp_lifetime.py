@@ -1,5 +1,6 @@
 """How long memory, handles, sockets and threads of the engine live: closing under load, two waits, fork, ICMP, timers."""
 
+import gc
 import os
 import signal
 import socket
@@ -8,14 +9,19 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.transport import BucketSpec, LossyGroup
 from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings, build
 from megatron_lossy.transport.udp.engine import load, windows
+from tests.ranks import run_ranks
 from tests.test_udp_engine import UNIT, FolderStore, Ranks, Store, in_threads
 
 pytestmark = pytest.mark.shows("memory, threads and sockets: closing under load, fork, forged ICMP", device=False)
@@ -409,6 +415,32 @@ def test_all_channels_together_promise_the_buffer_once():
         )
     finally:
         in_threads(5, lambda rank: engines[rank].close(0.0))
+
+
+def kept_by_a_closed_group(rank, config):
+    """Whether anything but a collection of garbage lets go of a wire, and of its process group."""
+    gc.collect()
+    gc.disable()
+    try:
+        group = LossyGroup.create(config, [BucketSpec(50), BucketSpec(7)])
+        for step in range(3):
+            for bucket, shard in enumerate((50, 7)):
+                group.reduce_scatter(bucket, torch.ones(2 * shard), torch.empty(shard), step, lambda: None).wait()
+                group.all_gather(bucket, torch.ones(2 * shard), torch.ones(shard), step, lambda: None).wait()
+            group.finish_step(step, True)
+        wire = weakref.ref(group.wire)
+        group.close()
+        del group
+        return wire() is not None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("flags", [{}, {"param_priority": "change:0.1", "grad_recovery": "error-feedback"}])
+def test_a_closed_group_is_kept_by_nobody(flags):
+    """Else threads of its process group live until Python ends, which ends a process that is just then told by one."""
+    config = LossyConfig(transport="udp", packet_bytes=48, udp_cipher="none", **flags)
+    assert run_ranks(kept_by_a_closed_group, 2, config) == [False, False]
 
 
 def test_counters_may_be_asked_for_while_the_channel_is_closed():

@@ -433,6 +433,9 @@ class UdpWire(PieceWire):
             self._begun.leave(_LEAVING)
         if self._channel is not None:
             self._channel.close()
+        # They refer to the wire, which keeps the process group and its threads until somebody collects garbage.
+        self._begun = None
+        self._unreported.clear()
 
 
 class _Arriving:
