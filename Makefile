@@ -64,6 +64,7 @@ mutants: .venv/installed
 docs: .venv/installed
 	$(BIN)/python -m scripts.update_docs
 	$(BIN)/python -m megatron_lossy.lab report benchmarks/results/studies/*
+	$(BIN)/python -m megatron_lossy.lab size benchmarks/results/studies/size_* --out benchmarks/results/size
 
 # The hook contract over every Megatron that this machine can run, into docs/verified.md. For example
 # make compat COMPAT="--python /path/to/venv312/bin/python --checkout HabanaAI-1.24.0=/path/to/Megatron-LM"

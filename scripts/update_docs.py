@@ -11,7 +11,7 @@ Between ``<!-- KIND: NAME -->`` and ``<!-- end -->`` of a page stands:
 ``list: studies``, ``presets``, ``features``, ``machines``
     the questions of configs/studies; the files of configs/presets; what tests show, and where they ran (scripts/verified.py)
 ``made: TABLE``
-    a table that a script beside this one makes
+    a table that a script beside this one makes, or ``lab size`` of the studies of sizes
 
 The tables of a study are made from its record.
 """
@@ -30,6 +30,7 @@ import yaml
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.files import write_text
 from megatron_lossy.flags import flag_groups, flag_table, flag_tables
+from megatron_lossy.lab import size
 from megatron_lossy.lab.commands import recorded_tables
 from megatron_lossy.loss_flags import presets, title
 from megatron_lossy.mechanisms.async_pipeline.flags import AsyncPipelineFlags
@@ -52,7 +53,12 @@ _STRANGE = {
     if mechanism not in MECHANISMS.ours()
     for one in dataclasses.fields(mechanism.Flags)
 }
-_MADE = {"choosing": choosing.table, "delayed_steps": stability.delayed_steps}
+_MADE = {
+    "choosing": choosing.table,
+    "delayed_steps": stability.delayed_steps,
+    "size_cost": lambda: _of_sizes("cost"),
+    "size_measured": lambda: _of_sizes("measured"),
+}
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 _MARKS = re.compile(r"(<!-- (flags|table|list|made|refusals): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -93,6 +99,10 @@ def section(text: str, heading: str) -> str:
 @functools.cache
 def _tables(study: Path) -> Mapping[str, LossTable]:
     return recorded_tables(study)
+
+
+def _of_sizes(name: str) -> str:
+    return size.tables(size.read(sorted((RESULTS / "studies").glob("size_*"))))[name].markdown()
 
 
 def links(page: Path) -> set[Path]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib.lines import Line2D
 
 from ..data import build_tokenizer
 from ..errors import ArgumentParser, UsageError, check_package, refuse
@@ -171,14 +172,13 @@ def _measured(sizes: Sequence[Size], lines: Sequence[Line]) -> LossTable:
     ]
 
     def add(label: str, value: Callable[[Size], dict[int, float]]) -> None:
-        entries = [_scalar(value(size)) for size in sizes]
-        if any(entry.runs for entry in entries):
-            rows.append((label, tuple(entries)))
+        values = [value(size) for size in sizes]
+        if any(any(one.values()) for one in values):  # nothing lags with a lead
+            rows.append((label, tuple(map(_scalar, values))))
 
     add("lr x sharpness, no loss", lambda size: size.measured(STEP, size.results.study.variants[0], None))
     for title, name in (
         ("lr x sharpness", STEP),
-        ("largest lr x sharpness", LIMIT),
         ("lag x lr x sharpness", LATE),
         ("drift over weight", DRIFT),
     ):
@@ -254,36 +254,36 @@ def plot_cost(sizes: Sequence[Size], path: Path) -> list[Path]:
 
 
 def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
-    """Draw the costs over ``lr x sharpness`` without loss relative to the largest that loss leaves stable."""
-    lines = lines_of(sizes)
-    figure = new_figure(9, 6)
+    """Draw the costs over ``lr x sharpness`` without loss relative to the largest that loss leaves stable.
+
+    A colour for each line, and a marker for each size.
+    """
+    figure = new_figure(11.5, 6)
     axes = figure.add_subplot()
-    for k, line in enumerate(lines):
+    markers = [line_style(number)["marker"] for number in range(len(sizes))]
+    shown = []
+    for k, line in enumerate(lines_of(sizes)):
+        style = {**line_style(k), "linestyle": "", "markersize": 9}
         points = [(_scalar(size.crossing(line)).mean, Difference.of(size.cost(line))) for size in sizes]
         if not any(math.isfinite(place) for place, _ in points):
             continue
-        axes.errorbar(
-            [place for place, _ in points],
-            [cost.mean for _, cost in points],
-            yerr=[cost.half_width or 0.0 for _, cost in points],
-            **line_style(k),
-            linestyle="",
-            markersize=8,
-            capsize=4,
-            label=_label(line),
-        )
-        for size, (place, cost) in zip(sizes, points, strict=True):
-            if math.isfinite(place) and math.isfinite(cost.mean):
-                axes.annotate(size.name, (place, cost.mean), textcoords="offset points", xytext=(7, 4), fontsize=10)
+        for (place, cost), marker in zip(points, markers, strict=True):
+            bars = axes.errorbar(
+                place, cost.mean, yerr=cost.half_width or 0.0, **{**style, "marker": marker}, capsize=3
+            )
+            for part in (*bars.lines[1], *bars.lines[2]):
+                part.set_alpha(0.4)
+        shown.append(Line2D([], [], **{**style, "marker": "s"}, label=_label(line)))
     axes.axvline(1, color="0.5", linewidth=1, linestyle="--")
     axes.axhline(0, color="0.5", linewidth=1)
-    axes.set_xscale("log")
+    axes.set_xlim(left=0)
     axes.set_xlabel("learning rate x sharpness without loss, over the largest that is stable with it", fontsize=13)
     axes.set_ylabel(f"change of {sizes[0].metric}, %\n95 % interval", fontsize=14)
     axes.grid(True, alpha=0.35)
     axes.tick_params(labelsize=12)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=11)
+    grey = {"color": "0.3", "linestyle": "", "markersize": 9}
+    shown += [Line2D([], [], **grey, marker=one, label=size.name) for one, size in zip(markers, sizes, strict=True)]
+    axes.legend(handles=shown, fontsize=12, loc="upper left", bbox_to_anchor=(1.01, 1))
     return save_figure(figure, path)
 
 
