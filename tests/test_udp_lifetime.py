@@ -418,7 +418,7 @@ def test_all_channels_together_promise_the_buffer_once():
 
 
 def kept_by_a_closed_group(rank, config):
-    """Whether anything but a collection of garbage lets go of a wire, and of its process group."""
+    """Whether a wire is kept after its group is closed, until garbage is collected."""
     gc.collect()
     gc.disable()
     try:
@@ -438,7 +438,7 @@ def kept_by_a_closed_group(rank, config):
 
 @pytest.mark.parametrize("flags", [{}, {"param_priority": "change:0.1", "grad_recovery": "error-feedback"}])
 def test_a_closed_group_is_kept_by_nobody(flags):
-    """Else threads of its process group live until Python ends, which ends a process that is just then told by one."""
+    """Else threads of its process group are alive when Python ends, which can abort the process."""
     config = LossyConfig(transport="udp", packet_bytes=48, udp_cipher="none", **flags)
     assert run_ranks(kept_by_a_closed_group, 2, config) == [False, False]
 

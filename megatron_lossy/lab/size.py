@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from ..data import build_tokenizer
 from ..errors import ArgumentParser, UsageError, check_package, refuse
@@ -173,7 +174,7 @@ def _measured(sizes: Sequence[Size], lines: Sequence[Line]) -> LossTable:
 
     def add(label: str, value: Callable[[Size], dict[int, float]]) -> None:
         values = [value(size) for size in sizes]
-        if any(any(one.values()) for one in values):  # nothing lags with a lead
+        if any(values):
             rows.append((label, tuple(map(_scalar, values))))
 
     add("lr x sharpness, no loss", lambda size: size.measured(STEP, size.results.study.variants[0], None))
@@ -183,7 +184,9 @@ def _measured(sizes: Sequence[Size], lines: Sequence[Line]) -> LossTable:
         ("drift over weight", DRIFT),
     ):
         for line in lines:
-            add(f"{title}, {_label(line)}", lambda size, name=name, line=line: size.measured(name, *line))
+            found = [size.measured(name, *line) for size in sizes]
+            if name != LATE or any(any(one.values()) for one in found):  # nothing lags with a lead
+                add(f"{title}, {_label(line)}", lambda size, name=name, line=line: size.measured(name, *line))
     for line in lines:
         add(f"without loss over the largest, {_label(line)}", lambda size, line=line: size.crossing(line))
     note = "medians of a run; means over seeds ± standard error; above 1 in the last rows: what loss makes unstable"
@@ -273,11 +276,11 @@ def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
             )
             for part in (*bars.lines[1], *bars.lines[2]):
                 part.set_alpha(0.4)
-        shown.append(Line2D([], [], **{**style, "marker": "s"}, label=_label(line)))
-    axes.axvline(1, color="0.5", linewidth=1, linestyle="--")
+        shown.append(Patch(color=style["color"], label=_label(line)))
+    shown.append(axes.axvline(1, color="0.5", linewidth=1, linestyle="--", label="the limit"))
     axes.axhline(0, color="0.5", linewidth=1)
     axes.set_xlim(left=0)
-    axes.set_xlabel("learning rate x sharpness without loss, over the largest that is stable with it", fontsize=13)
+    axes.set_xlabel("learning rate x sharpness without loss, over the largest that is stable with loss", fontsize=13)
     axes.set_ylabel(f"change of {sizes[0].metric}, %\n95 % interval", fontsize=14)
     axes.grid(True, alpha=0.35)
     axes.tick_params(labelsize=12)

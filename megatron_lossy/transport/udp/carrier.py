@@ -428,14 +428,16 @@ class UdpWire(PieceWire):
         return {} if self._channel is None else self._channel.rates()
 
     def close(self) -> None:
-        """Close the wire after the last exchange. Exchanges under way may stay incomplete."""
-        if self._begun is not None:
-            self._begun.leave(_LEAVING)
-        if self._channel is not None:
-            self._channel.close()
-        # They refer to the wire, which keeps the process group and its threads until somebody collects garbage.
-        self._begun = None
-        self._unreported.clear()
+        """Close the wire after the last exchange. Exchanges under way may stay incomplete. Nothing is reported afterwards."""
+        try:
+            if self._begun is not None:
+                self._begun.leave(_LEAVING)
+            if self._channel is not None:
+                self._channel.close()
+        finally:
+            # Exchanges refer to the wire, and it would keep the process group and its threads until garbage is collected.
+            self._begun = None
+            self._unreported.clear()
 
 
 class _Arriving:
