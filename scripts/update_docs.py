@@ -56,8 +56,8 @@ _STRANGE = {
 _MADE = {
     "choosing": choosing.table,
     "delayed_steps": stability.delayed_steps,
-    "size_cost": lambda: _of_sizes("cost"),
-    "size_measured": lambda: _of_sizes("measured"),
+    "size_cost": lambda: _of_sizes()["cost"].markdown(),
+    "size_measured": lambda: _of_sizes()["measured"].markdown(),
 }
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 _MARKS = re.compile(r"(<!-- (flags|table|list|made|refusals): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -101,8 +101,9 @@ def _tables(study: Path) -> Mapping[str, LossTable]:
     return recorded_tables(study)
 
 
-def _of_sizes(name: str) -> str:
-    return size.tables(size.read(sorted((RESULTS / "studies").glob("size_*"))))[name].markdown()
+@functools.cache
+def _of_sizes() -> Mapping[str, LossTable]:
+    return size.tables(size.read(sorted((RESULTS / "studies").glob("size_*"))))
 
 
 def links(page: Path) -> set[Path]:

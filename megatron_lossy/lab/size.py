@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,23 +172,22 @@ def _measured(sizes: Sequence[Size], lines: Sequence[Line]) -> LossTable:
         ("tokens per parameter", tuple(ScalarEntry(s.tokens / s.parameters, None, None, 1) for s in sizes))
     ]
 
-    def add(label: str, value: Callable[[Size], dict[int, float]]) -> None:
-        values = [value(size) for size in sizes]
+    def add(label: str, values: Sequence[dict[int, float]]) -> None:
         if any(values):
             rows.append((label, tuple(map(_scalar, values))))
 
-    add("lr x sharpness, no loss", lambda size: size.measured(STEP, size.results.study.variants[0], None))
+    add("lr x sharpness, no loss", [size.measured(STEP, size.results.study.variants[0], None) for size in sizes])
     for title, name in (
         ("lr x sharpness", STEP),
         ("lag x lr x sharpness", LATE),
         ("drift over weight", DRIFT),
     ):
         for line in lines:
-            found = [size.measured(name, *line) for size in sizes]
-            if name != LATE or any(any(one.values()) for one in found):  # nothing lags with a lead
-                add(f"{title}, {_label(line)}", lambda size, name=name, line=line: size.measured(name, *line))
+            values = [size.measured(name, *line) for size in sizes]
+            if name != LATE or any(any(one.values()) for one in values):  # nothing lags with a lead
+                add(f"{title}, {_label(line)}", values)
     for line in lines:
-        add(f"without loss over the largest, {_label(line)}", lambda size, line=line: size.crossing(line))
+        add(f"without loss over the largest, {_label(line)}", [size.crossing(line) for size in sizes])
     note = "medians of a run; means over seeds ± standard error; above 1 in the last rows: what loss makes unstable"
     return LossTable(tuple(size.name for size in sizes), tuple(rows), (note,))
 
@@ -266,17 +265,17 @@ def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
     markers = [line_style(number)["marker"] for number in range(len(sizes))]
     shown = []
     for k, line in enumerate(lines_of(sizes)):
-        style = {**line_style(k), "linestyle": "", "markersize": 9}
+        colour = line_style(k)["color"]
         points = [(_scalar(size.crossing(line)).mean, Difference.of(size.cost(line))) for size in sizes]
         if not any(math.isfinite(place) for place, _ in points):
             continue
         for (place, cost), marker in zip(points, markers, strict=True):
             bars = axes.errorbar(
-                place, cost.mean, yerr=cost.half_width or 0.0, **{**style, "marker": marker}, capsize=3
+                place, cost.mean, cost.half_width or 0.0, color=colour, marker=marker, markersize=9, capsize=3
             )
             for part in (*bars.lines[1], *bars.lines[2]):
                 part.set_alpha(0.4)
-        shown.append(Patch(color=style["color"], label=_label(line)))
+        shown.append(Patch(color=colour, label=_label(line)))
     shown.append(axes.axvline(1, color="0.5", linewidth=1, linestyle="--", label="the limit"))
     axes.axhline(0, color="0.5", linewidth=1)
     axes.set_xlim(left=0)
