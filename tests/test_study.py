@@ -908,7 +908,7 @@ def test_what_a_report_has_recorded_is_not_run_again_on_another_machine(tmp_path
             head = {"kind": "run", "name": "r", "p_grad": 0.0, "p_param": 0.0, "loss_seed": 1, "seed": 1, "config": {}}
             head |= {"date": "2026-11-25", "hardware": str(root.name), "versions": {"torch": "2.13"}}
             last = {"kind": "train", "iteration": 8, "lm loss": 2.0, "grad norm": float(len(trained) + number)}
-            valid = {"kind": "valid", "iteration": 8, "lm loss": 2.0 + number, "weights": "replica"}
+            valid = {"kind": "valid", "iteration": 8, "lm loss": 2.0 + number, "weights": "consensus"}
             lines = [json.dumps(line) + "\n" for line in (head, last, valid)]
             (folder.path / "metrics.jsonl").write_text("".join(lines))
             folder.finish(cells.COMPLETE, 1.0)
@@ -939,6 +939,8 @@ def test_what_a_report_has_recorded_is_not_run_again_on_another_machine(tmp_path
     record = json.loads((tmp_path / "out" / RECORD).read_text())
     assert record["trained"] == "2026-11-25 on one, with torch 2.13; 2026-11-25 on two, with torch 2.13"
     assert "--records" not in record["command"] and record["command"].endswith("--jobs 1")
+    # What was recorded is of the weights that were evaluated since, though a report of one kind does not name it.
+    assert record["runs"][0].endswith("train loss,val loss,grad norm")
     values = list(np.loadtxt([row.replace(" %", "") for row in record["runs"][1:]], delimiter=",", usecols=-1))
     assert values == [0, 1, 2, 1, 2, 3]
     # Other settings are other cells, and so are all cells if a metric is missing.

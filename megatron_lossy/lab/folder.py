@@ -269,5 +269,6 @@ def read_recorded_runs(folder: Path, metrics: Sequence[str]) -> dict[str, Record
 
 def _recorded_run(row: Mapping[str, str]) -> RecordedRun:
     ends = {name: float(text) for name, text in row.items() if name not in RUN_COLUMNS and text}
-    kinds = [kind for kind in WEIGHTS if f"val loss ({kind})" in ends] or (WEIGHTS[:1] if "val loss" in ends else ())
+    # A report of a single kind of weights does not name it: it is that of the runs beside them.
+    kinds = [kind for kind in WEIGHTS if f"val loss ({kind})" in ends]
     return RecordedRun(row["cell"], 0.0, 0.0, None, None, {}, valid={kind: {} for kind in kinds}, ends=ends)
