@@ -7,8 +7,8 @@ import pytest
 from megatron_lossy import device, doctor
 from megatron_lossy.doctor.calibration.budget import Cost
 from megatron_lossy.doctor.calibration.job import write_data
-from megatron_lossy.doctor.calibration.real import compared
-from megatron_lossy.doctor.calibration.rows import FEW, STEPS, rows
+from megatron_lossy.doctor.calibration.real import _reason, compared
+from megatron_lossy.doctor.calibration.rows import FEW, STEPS, VIRTUAL, rows
 from megatron_lossy.doctor.calibration.trace import Measured, counted
 from megatron_lossy.errors import UsageError
 
@@ -49,15 +49,22 @@ def test_a_finding_says_both_counts_and_judges_waits_and_the_loss(loss, here, st
     assert "(CPU: 4.8000)" in found.text and "(pretended: 100)" in found.text
 
 
-def test_it_needs_two_cuda_devices():
+def test_it_needs_a_cuda_device():
     if device.device_type() == "cuda":
         pytest.skip("this machine has CUDA")
-    with pytest.raises(UsageError, match="^--calibrate with 0 CUDA devices: needs 2 or more$"):
+    with pytest.raises(UsageError, match=f"^--calibrate on {device.device_type()}: needs a CUDA device$"):
         doctor.main(["--calibrate"])
 
 
+def test_the_reason_of_a_failure_is_that_of_a_rank():
+    text = "noise\ntorch.distributed.ChildFailedError: both\n[rank1]: Traceback\n[rank1]: torch.OutOfMemoryError: no room\n"
+    assert _reason(text) == "torch.OutOfMemoryError: no room"
+    assert _reason("torch.distributed.ChildFailedError: both") == "no reason given"
+
+
 def test_the_few_rows_are_rows():
-    assert set(FEW) <= set(rows()) and len(set(FEW)) == 12
+    assert {*FEW, *VIRTUAL} <= set(rows()) and len(set(FEW)) == 12
+    assert all(rows()[name].ranks == 1 for name in VIRTUAL)
 
 
 def test_every_installation_has_the_same_text(tmp_path):

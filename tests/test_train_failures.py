@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megatron_lossy.errors import UsageError
+from megatron_lossy.train.process import lost_contact
 from tests.programs import Program, run_program, start_ranks
 from tests.ranks import run_ranks
 from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, write_data
@@ -291,3 +292,11 @@ def test_killed_again_and_again(base, tmp_path, ranks, settings, seed):
     moments = ["at_any_moment"] * 5 + ["while_saving"] * 3 + ["after_the_rename"] * 2
     random.Random(seed).shuffle(moments)
     whole_and_killed(base | settings, tmp_path, ranks, moments, seed)
+
+
+def test_a_device_without_memory_is_not_a_lost_rank():
+    failed = "NCCL error in: NCCLUtils.cpp:253, unhandled cuda error, NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA function failed."
+    assert not lost_contact(torch.distributed.DistBackendError(failed))
+    assert lost_contact(
+        torch.distributed.DistBackendError("ncclRemoteError: A call failed possibly due to a network error")
+    )

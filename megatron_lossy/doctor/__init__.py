@@ -41,7 +41,7 @@ class DoctorConfig:
     json: bool = flag(False, "print one JSON object")
     calibrate: bool = flag(
         False,
-        "instead, run rows of the matrix on two CUDA devices, beside what a pretended one says of them (docs/impostor.md)",
+        "instead, run rows of the matrix on CUDA devices, beside what a pretended one says of them (docs/impostor.md)",
     )
 
     def __post_init__(self) -> None:

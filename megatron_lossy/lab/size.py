@@ -58,7 +58,8 @@ class Size:
     @property
     def name(self) -> str:
         """The number of parameters in words."""
-        return f"{self.parameters / 1e6:.2g} M" if self.parameters < 1e9 else f"{self.parameters / 1e9:.2g} B"
+        number, unit = (self.parameters / 1e6, "M") if self.parameters < 1e9 else (self.parameters / 1e9, "B")
+        return f"{float(f'{number:.2g}'):g} {unit}"  # never 1.6e+02
 
     @property
     def metric(self) -> str:
@@ -262,9 +263,11 @@ def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
     """
     figure = new_figure(11.5, 6)
     axes = figure.add_subplot()
+    lines, metric = lines_of(sizes), sizes[0].metric
+    sizes = [size for size in sizes if any(size.crossing(line) for line in lines)]
     markers = [line_style(number)["marker"] for number in range(len(sizes))]
     shown = []
-    for k, line in enumerate(lines_of(sizes)):
+    for k, line in enumerate(lines):
         colour = line_style(k)["color"]
         points = [(_scalar(size.crossing(line)).mean, Difference.of(size.cost(line))) for size in sizes]
         if not any(math.isfinite(place) for place, _ in points):
@@ -280,7 +283,7 @@ def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
     axes.axhline(0, color="0.5", linewidth=1)
     axes.set_xlim(left=0)
     axes.set_xlabel("learning rate x sharpness without loss, over the largest that is stable with loss", fontsize=13)
-    axes.set_ylabel(f"change of {sizes[0].metric}, %\n95 % interval", fontsize=14)
+    axes.set_ylabel(f"change of {metric}, %\n95 % interval", fontsize=14)
     axes.grid(True, alpha=0.35)
     axes.tick_params(labelsize=12)
     grey = {"color": "0.3", "linestyle": "", "markersize": 9}

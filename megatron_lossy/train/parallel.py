@@ -51,7 +51,7 @@ def model_parallel(config: TrainConfig) -> Iterator[None]:
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
         distributed_timeout_minutes=config.distributed_timeout_minutes,
-        create_gloo_process_groups=False,  # see device.init_process_group
+        create_gloo_process_groups=False,  # nobody here uses them
     )
     groups = list(parallel_state._global_process_group_list)
     _seed(config.seed)

@@ -104,6 +104,8 @@ def lost_contact(error: BaseException) -> bool:
     from ..transport.udp import PeerLost
 
     if isinstance(error, torch.distributed.DistError | PeerLost):
-        return True
+        return "ncclUnhandledCudaError" not in str(
+            error
+        )  # that is of this rank's own device, as when its memory is full
     # Gloo's collectives raise plain RuntimeError.
     return isinstance(error, RuntimeError) and "gloo" in str(error)

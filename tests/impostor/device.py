@@ -164,6 +164,7 @@ def _of_torch_cuda() -> dict[str, Any]:
         "default_stream": lambda device=None: _known_stream(0, _index(device)),
         "set_stream": _set_stream,
         "empty_cache": _nothing,
+        "mem_get_info": always((properties.total_memory, properties.total_memory)),
         "memory_allocated": always(0),
         "max_memory_allocated": always(0),
         "memory_reserved": always(0),

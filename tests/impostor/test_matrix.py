@@ -37,7 +37,9 @@ def judged(runs, name, values):
         # Kernels of a device are not those of a CPU to the last bit in Megatron's own step either.
         apart = distance(runs(row.unhooked), runs(row.unhooked, pretended=False))
         assert 0 < apart < 5e-3
-        assert distance(found, runs(row, pretended=False)) < 3 * apart
+        # Where values decide what is sent or how it is rounded, one that is next to a limit comes out on its other side.
+        decides = row.lossy.keys() & {"grad_wire", "grad_priority"}
+        assert distance(found, runs(row, pretended=False)) < (10 if decides else 3) * apart
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -80,7 +82,7 @@ def test_the_budget_is_read_as_it_was_written(tmp_path):
 
 def test_rows_cover_each_rule_unit_and_wire_and_pairs_with_overlap_and_dtype():
     """But what is refused: over UDP only packets are lost, and error feedback is by packets."""
-    exchanges = [row for row in rows().values() if "param_send" in row.lossy]
+    exchanges = [row for row in rows().values() if "param_send" in row.lossy and row.ranks > 1]
     found = {(row.lossy["grad_recovery"], row.lossy["loss_unit"], row.lossy["transport"]) for row in exchanges}
     expected = {
         (rule, unit, wire)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from ...device.environment import without_ranks
 from ...errors import refuse
 from ..found import Finding, devices
 from .budget import ASIDE, Cost, read
-from .rows import FEW, Row, rows
+from .rows import FEW, VIRTUAL, Row, rows
 from .trace import Measured
 
 _SECONDS = 300
@@ -22,14 +23,17 @@ _LOSS = 0.02
 
 
 def calibrate() -> list[Finding]:
-    """A finding for each of the few rows. Raises :class:`UsageError` where there are not two CUDA devices."""
+    """A finding for each of the few rows: those of one rank where there is one device.
+
+    Raises :class:`UsageError` where there is no CUDA device.
+    """
     kind, count, _ = devices()
-    if kind != "cuda" or count < 2:
-        there = count if kind == "cuda" else 0
-        raise refuse("--calibrate", f"with {there} CUDA devices", "needs 2 or more")
+    if kind != "cuda":
+        raise refuse("--calibrate", f"on {kind}", "needs a CUDA device")
     budget = read()
-    found = []
-    for name in FEW:
+    names = [name for name in (*FEW, *VIRTUAL) if rows()[name].ranks <= count]
+    found = [Finding("calibration", "rows of two ranks", "absent", "need two devices")] if count < 2 else []
+    for name in names:
         try:
             loss, here = _measure(name, rows()[name])
             _, unhooked = _measure(f"{name}/unhooked", rows()[name].unhooked)
@@ -60,6 +64,13 @@ def compared(name: str, loss: float, here: Measured, expected: float, allowed: C
     return Finding("calibration", name, "warning" if more else "ok", text)
 
 
+def _reason(text: str) -> str:
+    """The first error of a rank in what a run printed."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]
+    errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "Refused"))]
+    return next((line for line in errors if "ChildFailedError" not in line), "no reason given")[:300]
+
+
 def _measure(name: str, row: Row) -> tuple[float, Measured]:
     """The loss and the counts of a run. Raises ``RuntimeError`` with its last line if it fails."""
     from .job import write_data
@@ -76,7 +87,6 @@ def _measure(name: str, row: Row) -> tuple[float, Measured]:
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"no end after {_SECONDS} s") from None
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.split(":")[0].endswith(("Error", "Exception"))]
-            raise RuntimeError((lines or ["no reason given"])[0][:300])
+            raise RuntimeError(_reason(done.stderr))
         result = json.loads(Path(folder, "result.json").read_text())
     return result["loss"], Measured(**result["measured"])

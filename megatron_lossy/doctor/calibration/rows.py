@@ -67,7 +67,7 @@ class Row:
     @property
     def unhooked(self) -> Row:
         """The same run without loss, in which nothing of Megatron is hooked. Of islands: one of them alone."""
-        islands = self.lossy.get("islands", 1)
+        islands = self.lossy.get("islands", 1) if self.ranks > 1 else 1
         trainer = {**self.trainer, **({"global_batch_size": 8 // islands} if islands > 1 else {})}
         names = [f"{name}={value}" for name, value in sorted(trainer.items())]
         ranks = self.ranks // islands
@@ -170,6 +170,26 @@ def _islands() -> Iterator[Row]:
     yield Row("islands-udp", {}, {**late, **lost, "p_sync": 0.2, "transport": "udp", "udp_interface": "lo"})
 
 
+def _virtual() -> Iterator[Row]:
+    """Workers of a model that take turns in one process."""
+    four = dict(virtual_workers=4)
+
+    def row(name: str, lossy: dict[str, Any], **trainer: Any) -> Row:
+        return Row(f"virtual-{name}", {**four, **trainer}, lossy, ranks=1)
+
+    for rule in RULES:
+        yield row(rule, {**_LOST, "grad_recovery": rule})
+    yield row("lead-bf16", {**_LOST, "param_send": "compensated"}, bf16=True)
+    codes = dict(grad_wire="int8", param_wire="int8", transport="pieces", param_send="compensated")
+    yield row("codes", {**_LOST, **codes})
+    yield row("priority", {**_LOST, "grad_recovery": "zero", "grad_priority": "element-quantile:0.3"})
+    act = dict(p_act=0.3, p_act_grad=0.3, act_retransmit="off", act_packet_bytes=256)
+    yield row("boundaries", {**act, "virtual_boundaries": (1,)})
+    yield row("asynchronous", {**_LOST, "async_pipeline": True, "virtual_stages": 2})
+    late = dict(islands=2, sync_method="parameters", sync_fraction=0.25, sync_delay=3)
+    yield row("islands", {**late, **_PACKETS, "p_sync": 0.3})
+
+
 def _instances() -> Iterator[Row]:
     for wire in ("torch", "pieces"):
         trainer = {**_OVERLAP, "num_distributed_optimizer_instances": 2}
@@ -180,9 +200,12 @@ def _instances() -> Iterator[Row]:
 @functools.cache
 def rows() -> dict[str, Row]:
     """All rows by name."""
-    kinds = (_exchanges, _priority, _replicas, _stages, _islands, _instances)
+    kinds = (_exchanges, _priority, _replicas, _stages, _islands, _virtual, _instances)
     return {row.name: row for kind in kinds for row in kind()}
 
+
+#: Rows of one rank, for which one device is enough.
+VIRTUAL = tuple(row.name for row in _virtual())
 
 #: Rows that between them pass most lines that touch the device: those of ``make test`` and of ``doctor --calibrate``.
 FEW = (
