@@ -190,6 +190,10 @@ def test_updates_pauses_and_who_was_there(results):
     assert rows[1][:5] == ["island 0", "1", "88", "97.8 %", "2"]
     assert rows[2][:5] == ["island 1", "2", "80", "100.0 %", "0"]
     assert markdown(results.events())[2] == "| 40 | island 1 kill -9 | 0.10 |"
+    results.happened[0] = Happened(60, 1, "stop", 60.5)  # and started again at once, before an iteration ends
+    assert results.longest_pause(0) is None
+    assert markdown(results.events())[2] == "| 60 | island 1 kill -9 | - |"
+    assert ["kill -9", "1", "-", "-"] in results._kinds()
 
 
 def test_the_picture(results, tmp_path):

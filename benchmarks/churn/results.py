@@ -177,12 +177,12 @@ class Results:
         hit.add(self.happened[number].slot)
         return [one for one in self.islands if one.slot not in hit]
 
-    def longest_pause(self, number: int) -> float:
-        """Seconds of the longest iteration of a survivor from event ``number`` to the next one."""
+    def longest_pause(self, number: int) -> float | None:
+        """Seconds of the longest iteration of a survivor from event ``number`` to the next one; ``None`` without any."""
         begin = self.happened[number].when
         end = self.happened[number + 1].when if number + 1 < len(self.happened) else float("inf")
         found = [took for one in self.survivors(number) for at, took in one.pauses() if begin <= at < end]
-        return max(found, default=0.0)
+        return max(found, default=None)
 
     def usual(self) -> float:
         """Median seconds of an iteration."""
@@ -195,14 +195,15 @@ class Results:
             return self._kinds()
         rows = [["iteration", "event", "longest iteration of a survivor until the next event (s)"]]
         for number, one in enumerate(self.happened):
-            rows.append([str(one.at), describe(one.slot, one.event), f"{self.longest_pause(number):.2f}"])
+            rows.append([str(one.at), describe(one.slot, one.event), _seconds(self.longest_pause(number))])
         return rows
 
     def _kinds(self) -> list[list[str]]:
         rows = [["events", "number", "longest iteration of a survivor until the next event (s): median", "most"]]
         for kind in dict.fromkeys(one.event for one in self.happened):
-            found = sorted(self.longest_pause(number) for number, one in enumerate(self.happened) if one.event == kind)
-            rows.append([DONE[kind], str(len(found)), f"{found[len(found) // 2]:.2f}", f"{found[-1]:.2f}"])
+            found = [self.longest_pause(number) for number, one in enumerate(self.happened) if one.event == kind]
+            known = sorted(pause for pause in found if pause is not None) or [None]
+            rows.append([DONE[kind], str(len(found)), _seconds(known[len(known) // 2]), _seconds(known[-1])])
         return rows
 
     def table(self) -> list[list[str]]:
@@ -224,6 +225,10 @@ class Results:
                 ]
             )
         return rows
+
+
+def _seconds(pause: float | None) -> str:
+    return "-" if pause is None else f"{pause:.2f}"
 
 
 def compared(seeds: Sequence[int], pairs: Sequence[tuple[Results, Results]]) -> list[str]:
