@@ -56,7 +56,7 @@ class Row:
         carried = next(flag.split()[1] for flag in site.flags if flag.startswith("--transport"))
         cost = "; ".join(one if isinstance(one, str) else one.text() for one in self.costs)
         if not self.measured:
-            cost = f"nobody has measured {self.model}; 1 M: {cost}"
+            cost = f"nobody has measured it with {self.model}; 1 M: {cost}"
         adds = f"{seconds(site.gradients)}, {of_steps(site.gradients / site.step)}"
         return [self.link, self.model, seconds(site.step), adds, f"{method}, `{carried}`", share, late, cost]
 

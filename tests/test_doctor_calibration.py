@@ -60,6 +60,8 @@ def test_the_reason_of_a_failure_is_that_of_a_rank():
     text = "noise\ntorch.distributed.ChildFailedError: both\n[rank1]: Traceback\n[rank1]: torch.OutOfMemoryError: no room\n"
     assert _reason(text) == "torch.OutOfMemoryError: no room"
     assert _reason("torch.distributed.ChildFailedError: both") == "no reason given"
+    text = "[rank0]: DistBackendError: NCCL error in: a.cpp\n[rank0]: Last error:\n[rank0]: Failed to CUDA calloc 608 bytes\n"
+    assert _reason(text) == "DistBackendError: NCCL error in: a.cpp; Failed to CUDA calloc 608 bytes"
 
 
 def test_the_few_rows_are_rows():

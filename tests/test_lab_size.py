@@ -39,8 +39,8 @@ def cost(variant: str, level: str, width: int, seed: int) -> float:
     return shape * math.log10(parameters(width) / 1e4) + 0.1 * seed * (1 if width == 32 else 0.5)
 
 
-def write(folder, monkeypatch, missing=()):
-    """A report for each width, its losses with planted costs."""
+def write(folder, monkeypatch, missing=(), unmeasured=()):
+    """A report for each width, its losses with planted costs; without curvature and drift for those ``unmeasured``."""
     content = {
         "config": None,
         "loss-seeds": [1],
@@ -73,6 +73,7 @@ def write(folder, monkeypatch, missing=()):
                     "largest lr x sharpness": {8: stability_limit(0.9, lag)},
                     "drift over weight": {8: 0.01 * width},
                 }
+            scalars = {} if name in unmeasured else scalars
             loss = lossless * (1 + change / 100)
             runs[trial.cell.name] = Run(
                 "r", 0, 0, 1, 1, {}, {8: 2.0}, {"replica": {8: 9.0}, "owner": {8: loss}}, 8, {}, scalars
@@ -130,8 +131,15 @@ def test_costs_slopes_and_crossings(tmp_path, monkeypatch):
     assert not any("lag x lr" in name for name in measured), "which nobody recorded"
 
 
+@pytest.mark.parametrize(
+    ("number", "name"), [(316_896, "0.32 M"), (9_900_000, "9.9 M"), (162_504_000, "160 M"), (6_738_000_000, "6.7 B")]
+)
+def test_names_of_sizes(number, name):
+    assert size.Size(None, number, 1).name == name
+
+
 def test_the_command_writes_tables_and_figures(tmp_path, monkeypatch, capsys):
-    folders = write(tmp_path, monkeypatch)
+    folders = write(tmp_path, monkeypatch, unmeasured={"wide"})
     out = tmp_path / "out"
     __main__.main(["size", *map(str, folders), "--out", str(out)])
     assert "40 %, lead" in capsys.readouterr().out

@@ -294,9 +294,21 @@ def test_killed_again_and_again(base, tmp_path, ranks, settings, seed):
     whole_and_killed(base | settings, tmp_path, ranks, moments, seed)
 
 
-def test_a_device_without_memory_is_not_a_lost_rank():
-    failed = "NCCL error in: NCCLUtils.cpp:253, unhandled cuda error, NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA function failed."
-    assert not lost_contact(torch.distributed.DistBackendError(failed))
-    assert lost_contact(
-        torch.distributed.DistBackendError("ncclRemoteError: A call failed possibly due to a network error")
-    )
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        (
+            "NCCL error in: a.cpp:253, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.",
+            False,
+        ),
+        (
+            "NCCL error in: a.cpp:9\nncclInvalidUsage: This usually reflects invalid usage\nDuplicate GPU detected",
+            False,
+        ),
+        ("NCCL error in: a.cpp:9\nncclRemoteError: A call failed possibly due to a remote process exiting", True),
+        ("NCCL error in: a.cpp:9, unhandled system error\nncclSystemError: System call failed", True),
+        ("Process group watchdog: collective timed out", True),
+    ],
+)
+def test_a_failure_of_the_own_device_is_not_a_lost_rank(text, lost):
+    assert lost_contact(torch.distributed.DistBackendError(text)) == lost

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,8 @@ def init_process_group(name: str | None = None, **options: Any) -> None:
     groups at once, most of which nobody uses. On an H200 that took about 6 GiB a rank.
     """
     take_device()
+    # That is the device of this rank.
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     torch.distributed.init_process_group(name or backend(), **with_attempt_store(options))
 
 

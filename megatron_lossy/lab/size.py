@@ -1,6 +1,6 @@
 """``python -m megatron_lossy.lab size``: what loss costs as models grow, from the reports of one study for each size.
 
-The reports are alike: the same levels and variants, and models of other sizes. Beside the costs stand the quantities that theory says
+The reports have the same levels and variants, as far as each has them, and models of other sizes. Beside the costs stand the quantities that theory says
 decide them, as far as the studies recorded them: learning rate times sharpness over its stable limit, drift, tokens per parameter.
 """
 
@@ -157,7 +157,7 @@ def tables(sizes: Sequence[Size]) -> dict[str, LossTable]:
     trainings = sorted({origin for size in sizes if (origin := trained(size.results))})
     notes = [
         f"{sizes[0].metric}: change in percent relative to the same seed without loss; {INTERVAL}",
-        "per 10 times: points of cost with 10 times the parameters, a straight line through all sizes of a seed",
+        "per 10 times: points of cost with 10 times the parameters, a straight line for each seed through all sizes of the row",
         SOURCE,
         *(f"{size.name}: {size.parameters:,} parameters, {size.tokens:,} tokens" for size in sizes),
         *(f"trained {origin}" for origin in trainings),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -104,8 +105,8 @@ def lost_contact(error: BaseException) -> bool:
     from ..transport.udp import PeerLost
 
     if isinstance(error, torch.distributed.DistError | PeerLost):
-        return "ncclUnhandledCudaError" not in str(
-            error
-        )  # that is of this rank's own device, as when its memory is full
+        # Others of NCCL are of this rank: its device's memory is full, say, or another rank has the same device.
+        codes = re.findall(r"nccl\w+Error|ncclInvalid\w+", str(error))
+        return not codes or bool({"ncclRemoteError", "ncclSystemError"} & set(codes))
     # Gloo's collectives raise plain RuntimeError.
     return isinstance(error, RuntimeError) and "gloo" in str(error)

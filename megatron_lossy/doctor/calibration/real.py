@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -68,11 +69,18 @@ def _reason(text: str) -> str:
     """The first error of a rank in what a run printed."""
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]
     errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "Refused"))]
-    return next((line for line in errors if "ChildFailedError" not in line), "no reason given")[:300]
+    first = next((line for line in errors if "ChildFailedError" not in line), "no reason given")
+    # NCCL says last what a device has failed at.
+    of_nccl = (
+        [after for line, after in itertools.pairwise(lines) if line.startswith("Last error:")]
+        if "NCCL" in first
+        else []
+    )
+    return "; ".join([first[:300], *of_nccl[:1]])
 
 
 def _measure(name: str, row: Row) -> tuple[float, Measured]:
-    """The loss and the counts of a run. Raises ``RuntimeError`` with its last line if it fails."""
+    """The loss and the counts of a run. Raises ``RuntimeError`` with its first error if it fails."""
     from .job import write_data
 
     with tempfile.TemporaryDirectory() as folder:

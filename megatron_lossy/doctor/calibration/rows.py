@@ -66,7 +66,7 @@ class Row:
 
     @property
     def unhooked(self) -> Row:
-        """The same run without loss, in which nothing of Megatron is hooked. Of islands: one of them alone."""
+        """The same run without loss, in which nothing of Megatron is hooked. Of islands on ranks: one of them alone."""
         islands = self.lossy.get("islands", 1) if self.ranks > 1 else 1
         trainer = {**self.trainer, **({"global_batch_size": 8 // islands} if islands > 1 else {})}
         names = [f"{name}={value}" for name, value in sorted(trainer.items())]
