@@ -48,6 +48,10 @@ WIRES = ("torch", "pieces", "udp")
 _PACKETS = dict(loss_unit="packet", packet_bytes=256)
 _LOST = dict(p_grad=0.3, p_param=0.3, **_PACKETS)
 _UDP = dict(transport="udp", udp_interface="lo", **_PACKETS)
+_ACT = dict(p_act=0.3, p_act_grad=0.3, act_retransmit="off", act_packet_bytes=256)
+_AT_ONCE = dict(islands=2, sync_method="parameters")
+_LATE = dict(_AT_ONCE, sync_fraction=0.25, sync_delay=3)
+_LATE_LOST = dict(_LATE, p_sync=0.3, **_PACKETS)
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Row:
     @property
     def unhooked(self) -> Row:
         """The same run without loss, in which nothing of Megatron is hooked. Of islands on ranks: one of them alone."""
-        islands = self.lossy.get("islands", 1) if self.ranks > 1 else 1
+        islands = min(self.lossy.get("islands", 1), self.ranks)
         trainer = {**self.trainer, **({"global_batch_size": 8 // islands} if islands > 1 else {})}
         names = [f"{name}={value}" for name, value in sorted(trainer.items())]
         ranks = self.ranks // islands
@@ -142,32 +146,28 @@ def _replicas() -> Iterator[Row]:
 
 
 def _stages() -> Iterator[Row]:
-    act = dict(p_act=0.3, p_act_grad=0.3, act_retransmit="off", act_packet_bytes=256)
     for bf16 in (False, True):
         trainer = {**_STAGES, **({"bf16": True} if bf16 else {})}
-        yield Row("stages" + "-bf16" * bf16, trainer, act)
+        yield Row("stages" + "-bf16" * bf16, trainer, _ACT)
     yield Row(
         "stages-udp",
         _STAGES,
         {**_UDP, "p_act": 0.3, "act_packet_bytes": 256, "act_transport": "udp", "act_retransmit": "off"},
     )
-    yield Row("stages-and-exchanges", _STAGES, {**act, **_LOST}, ranks=4)
+    yield Row("stages-and-exchanges", _STAGES, {**_ACT, **_LOST}, ranks=4)
     yield Row("stages-asynchronous", _STAGES, {"async_pipeline": True})
     yield Row("stages-asynchronous-lossy", _STAGES, {"async_pipeline": True, **_LOST}, ranks=4)
 
 
 def _islands() -> Iterator[Row]:
-    now = {"islands": 2, "sync_method": "parameters"}
-    late = {**now, "sync_fraction": 0.25, "sync_delay": 3}
-    lost = {"p_sync": 0.3, **_PACKETS}
-    yield Row("islands", {}, now)
-    yield Row("islands-late", {}, {**late, **lost})
-    yield Row("islands-late-bf16", {"bf16": True}, {**late, **lost, "sync_dtype": "bf16"})
-    yield Row("islands-smith", {}, {**late, **lost, "sync_fraction": 0.5, "delay_correction": "smith"})
-    yield Row("islands-ema", {"bf16": True}, {**late, "delay_correction": "ema"})
+    yield Row("islands", {}, _AT_ONCE)
+    yield Row("islands-late", {}, _LATE_LOST)
+    yield Row("islands-late-bf16", {"bf16": True}, {**_LATE_LOST, "sync_dtype": "bf16"})
+    yield Row("islands-smith", {}, {**_LATE_LOST, "sync_fraction": 0.5, "delay_correction": "smith"})
+    yield Row("islands-ema", {"bf16": True}, {**_LATE, "delay_correction": "ema"})
     yield Row("islands-diloco", {}, {"islands": 2, "sync_interval": 2, "sync_method": "diloco", "p_sync": 0.3})
-    yield Row("islands-inside", {}, {**late, **lost, "p_grad": 0.3, "p_param": 0.3}, ranks=4)
-    yield Row("islands-udp", {}, {**late, **lost, "p_sync": 0.2, "transport": "udp", "udp_interface": "lo"})
+    yield Row("islands-inside", {}, {**_LATE_LOST, "p_grad": 0.3, "p_param": 0.3}, ranks=4)
+    yield Row("islands-udp", {}, {**_LATE_LOST, "p_sync": 0.2, "transport": "udp", "udp_interface": "lo"})
 
 
 def _virtual() -> Iterator[Row]:
@@ -183,11 +183,9 @@ def _virtual() -> Iterator[Row]:
     codes = dict(grad_wire="int8", param_wire="int8", transport="pieces", param_send="compensated")
     yield row("codes", {**_LOST, **codes})
     yield row("priority", {**_LOST, "grad_recovery": "zero", "grad_priority": "element-quantile:0.3"})
-    act = dict(p_act=0.3, p_act_grad=0.3, act_retransmit="off", act_packet_bytes=256)
-    yield row("boundaries", {**act, "virtual_boundaries": (1,)})
+    yield row("boundaries", {**_ACT, "virtual_boundaries": (1,)})
     yield row("asynchronous", {**_LOST, "async_pipeline": True, "virtual_stages": 2})
-    late = dict(islands=2, sync_method="parameters", sync_fraction=0.25, sync_delay=3)
-    yield row("islands", {**late, **_PACKETS, "p_sync": 0.3})
+    yield row("islands", _LATE_LOST)
 
 
 def _instances() -> Iterator[Row]:
