@@ -7,9 +7,10 @@ import pytest
 from megatron_lossy import device, doctor
 from megatron_lossy.doctor.calibration.budget import Cost
 from megatron_lossy.doctor.calibration.job import write_data
-from megatron_lossy.doctor.calibration.real import _reason, compared
+from megatron_lossy.doctor.calibration.real import compared
 from megatron_lossy.doctor.calibration.rows import FEW, STEPS, VIRTUAL, rows
 from megatron_lossy.doctor.calibration.trace import Measured, counted
+from megatron_lossy.doctor.step import error_of_a_rank
 from megatron_lossy.errors import UsageError
 
 pytestmark = pytest.mark.shows("the doctor's calibration: counts of a trace beside the budget", device=False)
@@ -58,10 +59,10 @@ def test_it_needs_a_cuda_device():
 
 def test_the_reason_of_a_failure_is_that_of_a_rank():
     text = "noise\ntorch.distributed.ChildFailedError: both\n[rank1]: Traceback\n[rank1]: torch.OutOfMemoryError: no room\n"
-    assert _reason(text) == "torch.OutOfMemoryError: no room"
-    assert _reason("torch.distributed.ChildFailedError: both") == "no reason given"
+    assert error_of_a_rank(text) == "torch.OutOfMemoryError: no room"
+    assert error_of_a_rank("torch.distributed.ChildFailedError: both") is None
     text = "[rank0]: DistBackendError: NCCL error in: a.cpp\n[rank0]: Last error:\n[rank0]: Failed to CUDA calloc 608 bytes\n"
-    assert _reason(text) == "DistBackendError: NCCL error in: a.cpp; Failed to CUDA calloc 608 bytes"
+    assert error_of_a_rank(text) == "DistBackendError: NCCL error in: a.cpp; Failed to CUDA calloc 608 bytes"
 
 
 def test_the_few_rows_are_rows():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -77,5 +79,16 @@ def _reason(output: str) -> str:
     """The most telling line of a failed launch: ours, else an exception's, else the first."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line for line in lines if "megatron_lossy.train: error: " in line]
-    errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-    return (ours or errors or lines or ["no output"])[0][:300]
+    return ours[0][:300] if ours else error_of_a_rank(output) or (lines or ["no output"])[0][:300]
+
+
+def error_of_a_rank(output: str) -> str | None:
+    """The first exception in what ranks and torchrun printed, but torchrun's own, which says only that one failed."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in output.splitlines()]
+    errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "Refused"))]
+    first = next((line for line in errors if "ChildFailedError" not in line), None)
+    if first is None:
+        return None
+    # NCCL says last what a device has failed at.
+    last = [after for line, after in itertools.pairwise(lines) if line == "Last error:" and "NCCL" in first]
+    return "; ".join([first[:300], *last[:1]])

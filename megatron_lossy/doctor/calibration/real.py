@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -14,6 +12,7 @@ from pathlib import Path
 from ...device.environment import without_ranks
 from ...errors import refuse
 from ..found import Finding, devices
+from ..step import error_of_a_rank
 from .budget import ASIDE, Cost, read
 from .rows import FEW, VIRTUAL, Row, rows
 from .trace import Measured
@@ -65,20 +64,6 @@ def compared(name: str, loss: float, here: Measured, expected: float, allowed: C
     return Finding("calibration", name, "warning" if more else "ok", text)
 
 
-def _reason(text: str) -> str:
-    """The first error of a rank in what a run printed."""
-    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]
-    errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "Refused"))]
-    first = next((line for line in errors if "ChildFailedError" not in line), "no reason given")
-    # NCCL says last what a device has failed at.
-    of_nccl = (
-        [after for line, after in itertools.pairwise(lines) if line.startswith("Last error:")]
-        if "NCCL" in first
-        else []
-    )
-    return "; ".join([first[:300], *of_nccl[:1]])
-
-
 def _measure(name: str, row: Row) -> tuple[float, Measured]:
     """The loss and the counts of a run. Raises ``RuntimeError`` with its first error if it fails."""
     from .job import write_data
@@ -95,6 +80,6 @@ def _measure(name: str, row: Row) -> tuple[float, Measured]:
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"no end after {_SECONDS} s") from None
         if done.returncode:
-            raise RuntimeError(_reason(done.stderr))
+            raise RuntimeError(error_of_a_rank(done.stderr) or "no reason given")
         result = json.loads(Path(folder, "result.json").read_text())
     return result["loss"], Measured(**result["measured"])
