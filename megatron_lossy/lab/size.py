@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -219,13 +220,11 @@ def _scalar(values: dict[int, float]) -> ScalarEntry:
 
 def plot_cost(sizes: Sequence[Size], path: Path) -> list[Path]:
     """Draw the costs over the number of parameters with 95 % intervals, a panel for each rate, the paper's points beside."""
-    lines = lines_of(sizes)
-    panels = list(dict.fromkeys(_rate(level) for _, level in lines))
+    panels = _panels(sizes)
     figure = new_figure(6 * len(panels) + 1, 6)
     all_axes = figure.subplots(1, 2 * len(panels), sharey=True, squeeze=False, width_ratios=[6, 1] * len(panels))[0]
-    for number, panel in enumerate(panels):
+    for number, (panel, own) in enumerate(panels.items()):
         axes, beside = all_axes[2 * number : 2 * number + 2]
-        own = [line for line in lines if _rate(line[1]) == panel]
         for k, line in enumerate(own):
             costs = [Difference.of(size.cost(line)) for size in sizes]
             shift = 1 + 0.05 * (k - (len(own) - 1) / 2)
@@ -237,13 +236,13 @@ def plot_cost(sizes: Sequence[Size], path: Path) -> list[Path]:
                 linewidth=1.5,
                 markersize=8,
                 capsize=4,
-                label=line[0] if line[1] == panel else f"{line[0]}, {line[1]}",
+                label=_within(panel, line),
             )
         axes.set_xscale("log")
         axes.set_xticks([size.parameters for size in sizes], [size.name for size in sizes])
         axes.set_xticks([], minor=True)
         axes.set_xlabel("parameters", fontsize=14)
-        axes.set_title(f"{panel} lost" if panel.endswith("%") else panel, fontsize=15)
+        axes.set_title(_title(panel), fontsize=15)
         axes.legend(fontsize=12)
         paper = _paper(panel)
         if paper.runs:
@@ -260,37 +259,62 @@ def plot_cost(sizes: Sequence[Size], path: Path) -> list[Path]:
 def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
     """Draw the costs over ``lr x sharpness`` without loss relative to the largest that loss leaves stable.
 
-    A colour for each line, and a marker for each size.
+    A panel for each rate, with the colours of :func:`plot_cost`, and a marker for each size.
     """
-    figure = new_figure(11.5, 6)
-    axes = figure.add_subplot()
-    lines, metric = lines_of(sizes), sizes[0].metric
-    sizes = [size for size in sizes if any(size.crossing(line) for line in lines)]
+    panels, metric = _panels(sizes), sizes[0].metric
+    sizes = [size for size in sizes if any(any(map(size.crossing, own)) for own in panels.values())]
     markers = [line_style(number)["marker"] for number in range(len(sizes))]
-    shown = []
-    for k, line in enumerate(lines):
-        colour = line_style(k)["color"]
-        points = [(_scalar(size.crossing(line)).mean, Difference.of(size.cost(line))) for size in sizes]
-        if not any(math.isfinite(place) for place, _ in points):
-            continue
-        for (place, cost), marker in zip(points, markers, strict=True):
-            bars = axes.errorbar(
-                place, cost.mean, cost.half_width or 0.0, color=colour, marker=marker, markersize=9, capsize=3
-            )
-            for part in (*bars.lines[1], *bars.lines[2]):
-                part.set_alpha(0.4)
-        shown.append(Patch(color=colour, label=_label(line)))
-    shown.append(axes.axvline(1, color="0.5", linewidth=1, linestyle="--", label="the limit"))
-    axes.axhline(0, color="0.5", linewidth=1)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("learning rate x sharpness without loss, over the largest that is stable with loss", fontsize=13)
-    axes.set_ylabel(f"change of {metric}, %\n95 % interval", fontsize=14)
-    axes.grid(True, alpha=0.35)
-    axes.tick_params(labelsize=12)
+    figure = new_figure(6 * len(panels) + 1, 6)
+    for axes, (panel, own) in zip(
+        figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0], panels.items(), strict=True
+    ):
+        shown: list[Artist] = []
+        for k, line in enumerate(own):
+            colour = line_style(k)["color"]
+            points = [(_scalar(size.crossing(line)).mean, Difference.of(size.cost(line))) for size in sizes]
+            if not any(math.isfinite(place) for place, _ in points):
+                continue
+            for (place, cost), marker in zip(points, markers, strict=True):
+                bars = axes.errorbar(
+                    place, cost.mean, cost.half_width or 0.0, color=colour, marker=marker, markersize=9, capsize=3
+                )
+                for part in (*bars.lines[1], *bars.lines[2]):
+                    part.set_alpha(0.4)
+            shown.append(Patch(color=colour, label=_within(panel, line)))
+        shown.append(axes.axvline(1, color="0.5", linewidth=1, linestyle="--", label="the limit"))
+        axes.axhline(0, color="0.5", linewidth=1)
+        axes.set_title(_title(panel), fontsize=15)
+        axes.grid(True, alpha=0.35)
+        axes.tick_params(labelsize=12)
+        axes.legend(handles=shown, fontsize=12)
+    figure.axes[0].set_xlim(left=0)  # of all, once all have drawn: what is drawn later would not widen it
+    figure.supxlabel("learning rate x sharpness without loss, over the largest that is stable with loss", fontsize=13)
+    figure.axes[0].set_ylabel(f"change of {metric}, %\n95 % interval", fontsize=14)
     grey = {"color": "0.3", "linestyle": "", "markersize": 9}
-    shown += [Line2D([], [], **grey, marker=one, label=size.name) for one, size in zip(markers, sizes, strict=True)]
-    axes.legend(handles=shown, fontsize=12, loc="upper left", bbox_to_anchor=(1.01, 1))
+    figure.legend(
+        handles=[Line2D([], [], **grey, marker=one, label=size.name) for one, size in zip(markers, sizes, strict=True)],
+        title="parameters",
+        fontsize=12,
+        loc="outside right upper",
+    )
     return save_figure(figure, path)
+
+
+def _panels(sizes: Sequence[Size]) -> dict[str, list[Line]]:
+    """The lines by the rate in the names of their levels. A line has the colour of its place in its panel, in all figures."""
+    lines = lines_of(sizes)
+    rates = dict.fromkeys(_rate(level) for _, level in lines)
+    return {rate: [line for line in lines if _rate(line[1]) == rate] for rate in rates}
+
+
+def _within(panel: str, line: Line) -> str:
+    """What ``line`` is called in its panel."""
+    variant, level = line
+    return variant if level == panel else f"{variant}, {level}"
+
+
+def _title(panel: str) -> str:
+    return f"{panel} lost" if panel.endswith("%") else panel
 
 
 def _rate(level: str) -> str:
