@@ -308,7 +308,7 @@ def _panels(sizes: Sequence[Size]) -> dict[str, list[Line]]:
 
 
 def _within(panel: str, line: Line) -> str:
-    """What ``line`` is called in its panel."""
+    """The name of ``line`` in its panel, which names the rate."""
     variant, level = line
     return variant if level == panel else f"{variant}, {level}"
 
