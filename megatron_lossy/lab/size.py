@@ -261,25 +261,23 @@ def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
 
     A panel for each rate, with the colours of :func:`plot_cost`, and a marker for each size.
     """
-    panels, metric = _panels(sizes), sizes[0].metric
-    sizes = [size for size in sizes if any(any(map(size.crossing, own)) for own in panels.values())]
+    panels, lines, metric = _panels(sizes), lines_of(sizes), sizes[0].metric
+    sizes = [size for size in sizes if any(map(size.crossing, lines))]
     markers = [line_style(number)["marker"] for number in range(len(sizes))]
     figure = new_figure(6 * len(panels) + 1, 6)
-    for axes, (panel, own) in zip(
-        figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0], panels.items(), strict=True
-    ):
+    all_axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (panel, own) in zip(all_axes, panels.items(), strict=True):
         shown: list[Artist] = []
         for k, line in enumerate(own):
             colour = line_style(k)["color"]
-            points = [(_scalar(size.crossing(line)).mean, Difference.of(size.cost(line))) for size in sizes]
-            if not any(math.isfinite(place) for place, _ in points):
+            places = [mean_and_error(size.crossing(line))[0] for size in sizes]
+            if not any(map(math.isfinite, places)):
                 continue
-            for (place, cost), marker in zip(points, markers, strict=True):
-                bars = axes.errorbar(
-                    place, cost.mean, cost.half_width or 0.0, color=colour, marker=marker, markersize=9, capsize=3
-                )
-                for part in (*bars.lines[1], *bars.lines[2]):
-                    part.set_alpha(0.4)
+            costs = [Difference.of(size.cost(line)) for size in sizes]
+            means, widths = [cost.mean for cost in costs], [cost.half_width or 0.0 for cost in costs]
+            axes.errorbar(places, means, widths, fmt="none", ecolor=colour, alpha=0.4, capsize=3)
+            for place, mean, marker in zip(places, means, markers, strict=True):
+                axes.plot(place, mean, color=colour, marker=marker, markersize=9)
             shown.append(Patch(color=colour, label=_within(panel, line)))
         shown.append(axes.axvline(1, color="0.5", linewidth=1, linestyle="--", label="the limit"))
         axes.axhline(0, color="0.5", linewidth=1)
@@ -287,9 +285,9 @@ def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
         axes.grid(True, alpha=0.35)
         axes.tick_params(labelsize=12)
         axes.legend(handles=shown, fontsize=12)
-    figure.axes[0].set_xlim(left=0)  # of all, once all have drawn: what is drawn later would not widen it
+    all_axes[0].set_xlim(left=0)  # of all, once all have drawn: what is drawn later would not widen it
     figure.supxlabel("learning rate x sharpness without loss, over the largest that is stable with loss", fontsize=13)
-    figure.axes[0].set_ylabel(f"change of {metric}, %\n95 % interval", fontsize=14)
+    all_axes[0].set_ylabel(f"change of {metric}, %\n95 % interval", fontsize=14)
     grey = {"color": "0.3", "linestyle": "", "markersize": 9}
     figure.legend(
         handles=[Line2D([], [], **grey, marker=one, label=size.name) for one, size in zip(markers, sizes, strict=True)],
