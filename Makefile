@@ -1,5 +1,6 @@
-# make run: set up and run the main job. make check: lint, and the tests that start no process. make test: those that start
-# ranks as well. make test-all: all. make test ROOM=recovery: those of one room of megatron_lossy (tests/rooms.py).
+# make run: set up and run the main job. make check: lint, and tests that start no process. make test: those that start ranks as
+# well. make test-all: programs and long chains, too; a change must pass them. make test-nightly: long combinations, before a
+# release. make test ROOM=recovery: tests of one room of megatron_lossy (tests/rooms.py).
 PYTHON ?= python3
 BIN := .venv/bin
 RUN_DIR ?= runs/tiny
@@ -8,7 +9,7 @@ export OMP_NUM_THREADS := 1
 # Each rank imports the file of its test: without bytecode on disk it compiles it, too.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run run-wan run-churn check test lint test-all test-slurm two-1 two-2 bench mutants docs compat compat-ci
+.PHONY: run run-wan run-churn check test test-long test-all test-nightly test-slurm lint bench mutants docs compat compat-ci
 
 run: .venv/installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.lab sweep \
@@ -22,25 +23,27 @@ run-wan: .venv/installed
 run-churn: .venv/installed
 	$(BIN)/python -m benchmarks.churn $(CHURN)
 
-PYTEST = $(BIN)/python -m pytest -q $(ROOM:%=--room=%)
-# Two runs of pytest at a time, each of which takes the next file of tests that the other has not taken.
-TWO = @folder=$$(mktemp -d); $(MAKE) --no-print-directory -j2 two-1 two-2 SHARE=$$folder TESTS="$(TESTS)"; \
-	status=$$?; rm -r $$folder; exit $$status
+# TIMES: a folder for the times of all tests (.ci/run).
+PYTEST = $(BIN)/python -m pytest -q $(ROOM:%=--room=%) $(if $(TIMES),--junitxml=$$(mktemp $(TIMES)/XXXX.xml))
+# Each file of tests goes to one of as many workers as there are cores.
+SPREAD = -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-check: TESTS = not ranks and not programs and not slow and not slurm
 check: lint
-	$(TWO)
+	$(PYTEST) $(SPREAD) -m "not ranks and not programs and not slow and not nightly and not slurm"
 
-test: TESTS = not programs and not slow and not slurm
 test: .venv/installed
-	$(TWO)
+	$(PYTEST) $(SPREAD) -m "not programs and not slow and not nightly and not slurm"
 
-two-1 two-2:
-	@$(PYTEST) --share=$(SHARE) -m "$(TESTS)"
+# Tests that take the whole machine come last, one at a time.
+test-long: .venv/installed
+	$(PYTEST) $(SPREAD) -m "(programs or slow) and not alone and not nightly and not slurm"
+	$(PYTEST) -m "alone and not nightly and not slurm"
 
-# Programs and long chains as well, some of which take the whole machine: one run of pytest.
-test-all: .venv/installed
-	$(PYTEST) -m "not slurm"
+test-all: test test-long
+
+test-nightly: .venv/installed
+	$(PYTEST) $(SPREAD) -m "nightly and not alone"
+	$(PYTEST) -m "nightly and alone"
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -50,7 +53,7 @@ lint: .venv/installed
 # In a real Slurm, which it starts on this machine and ends again.
 test-slurm: .venv/installed
 	@$(BIN)/python -m tests.slurm_cluster
-	$(BIN)/python -m pytest -q -m slurm tests/test_launch_slurm.py
+	$(PYTEST) -m slurm tests/test_launch_slurm.py
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.step_overhead

@@ -8,9 +8,9 @@ from megatron_lossy import device
 from tests.features import Record
 from tests.lighthouse import serve  # noqa: F401
 from tests.ranks import Pool
-from tests.rooms import Shared, check_room, room_of
+from tests.rooms import check_room, room_of
 from tests.rows import Rows
-from tests.tiers import Guard, markers_of
+from tests.tiers import Guard, long_files_first, markers_of
 
 device.prepare_import()
 
@@ -24,9 +24,6 @@ def pytest_addoption(parser):
         "--idle", action="store_true", help="list tests that are marked to start processes, and start none"
     )
     parser.addoption(
-        "--share", metavar="FOLDER", help="leave files to runs beside this one, which have the same FOLDER"
-    )
-    parser.addoption(
         "--record", metavar="MACHINE", help="add what passed on the accelerator of this MACHINE to tests/machines.yaml"
     )
 
@@ -35,8 +32,6 @@ def pytest_configure(config):
     config.pluginmanager.register(Guard(config.getoption("--idle")), "guard")
     if config.getoption("--room"):
         check_room(config.getoption("--room"))
-    if config.getoption("--share"):
-        config.pluginmanager.register(Shared(config.getoption("--share")), "shared")
     if config.getoption("--record"):
         config.pluginmanager.register(Record(config.getoption("--record")), "record")
 
@@ -63,8 +58,11 @@ def pytest_itemcollected(item):
         item.add_marker(name)
 
 
-def pytest_collection_modifyitems(items):
-    """Skip what needs an accelerator that is not there."""
+@pytest.hookimpl(trylast=True)  # once it is settled which tests will run
+def pytest_collection_modifyitems(config, items):
+    """Skip tests that need an absent accelerator. A run on several workers (``-n``) begins with the longest files."""
+    if hasattr(config, "workerinput"):
+        long_files_first(items)
     for kind in ("cuda", "hpu"):
         if device.device_type() != kind:
             for item in items:

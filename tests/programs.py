@@ -2,7 +2,8 @@
 
 It is a process of its own: command line, folder, environment, streams, signals and exit status are those of a program
 that was started afresh. Only the imports of torch and megatron-core, five seconds of a core, are the server's. What
-they print is therefore not in its output. Every program has a test that starts it afresh, too.
+they print is therefore not in its output. torchrun, too, forks its ranks: agent, store, restarts and error files are its
+own. Every program has a test that starts it afresh, too.
 """
 
 from __future__ import annotations
@@ -21,21 +22,28 @@ import traceback
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from tests.ranks import context
 
 ROOT = Path(__file__).parents[1]
+#: Programs that start ranks: torchrun, and the launcher's agent in its place.
+TORCHRUN, AGENT = "torch.distributed.run", "megatron_lossy.launch.agent"
 
 
-def _become(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run ``python -m module arguments`` in this process, which ends with it."""
+def _become(program: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run ``python -m program arguments``, or ``python program arguments`` of a file, in this process, which ends with it."""
     os.environ.clear()
     os.environ.update(environment)
-    sys.path.insert(0, os.getcwd())
-    sys.argv = [module, *arguments]
+    script = program.endswith(".py")
+    sys.path.insert(0, os.path.dirname(program) if script else os.getcwd())
+    sys.argv = [program, *arguments]
     status = 1
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if script:
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -57,12 +65,13 @@ def _write_to(stdout: int, stderr: int) -> None:
     os.dup2(stderr, 2)
 
 
-def _program(module, arguments, folder, environment, stdout, stderr):
-    descriptors = [os.open(path, os.O_WRONLY | os.O_APPEND) for path in (stdout, stderr)]
-    _write_to(*descriptors)
+def _program(module, arguments, folder, environment, *streams):
+    _write_to(*(os.open(path, os.O_WRONLY | os.O_APPEND) for path in streams))
     os.chdir(folder)
     if module == "megatron_lossy.lab":
         _fork_cells()
+    elif module in (TORCHRUN, AGENT):
+        _fork_ranks()
     _become(module, arguments, environment)
 
 
@@ -70,16 +79,34 @@ def _fork_cells() -> None:
     """Let a study fork its trainers, where it would start them with the same command line."""
     from megatron_lossy.lab import runner
 
-    runner.subprocess = types.SimpleNamespace(Popen=_Forked, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
+    def start(command, *, stdout, stderr, stdin, env, start_new_session):
+        assert (stderr, stdin) == (subprocess.STDOUT, subprocess.DEVNULL) and start_new_session
+        return _Forked(command, env, stdout, stdout)
+
+    runner.subprocess = types.SimpleNamespace(Popen=start, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
+
+
+def _fork_ranks() -> None:
+    """Let torchrun's agent, which this process becomes, fork its ranks."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    SubprocessHandler._popen = lambda handler, command, environment: _Forked(
+        command, environment, handler._stdout or sys.stdout, handler._stderr or sys.stderr
+    )
 
 
 class _Forked:
-    """What a study uses of :class:`subprocess.Popen`."""
+    """The part of :class:`subprocess.Popen` that a study and torchrun's agent use, for a command of Python.
 
-    def __init__(self, command, *, stdout, stderr, stdin, env, start_new_session):
-        python, option, module, *arguments = command
-        assert (python, option, stderr, stdin) == (sys.executable, "-m", subprocess.STDOUT, subprocess.DEVNULL)
-        assert start_new_session
+    The new process leads a session of its own.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], stdout: IO, stderr: IO) -> None:
+        python, *words = command
+        assert python == sys.executable
+        while words[0] in ("-u", "-m"):
+            del words[0]
+        program, *arguments = words
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -88,14 +115,24 @@ class _Forked:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.setsid()
-            _write_to(stdout.fileno(), stdout.fileno())
-            _become(module, arguments, env)
+            _write_to(stdout.fileno(), stderr.fileno())
+            _become(program, arguments, environment)
+        while os.getsid(self.pid) != self.pid:  # the caller may end the session at once
+            time.sleep(0.001)
 
     def poll(self) -> int | None:
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.01)
         return self.returncode
 
     def terminate(self) -> None:

@@ -55,9 +55,8 @@ def in_iteration(number: int, act) -> None:
 
 
 def stand_still(rank: int, folder: str, run: tuple[dict, dict], told: bool) -> int:
-    """Rank 1 stops itself in its fifth iteration. Rank 0 wakes it after 30 more of its own; or somebody does after a minute.
-
-    Returns how many iterations rank 0 made meanwhile, in the tenth of which it is ``told`` to end, or not.
+    """Rank 1 stops itself in its fifth iteration. Rank 0 wakes it after 30 more of its own, in the tenth of which it may be
+    ``told`` to end. Returns how many iterations rank 0 made meanwhile.
     """
     sleeper = Path(folder, "sleeper")
     if rank == 1:
@@ -72,25 +71,15 @@ def stand_still(rank: int, folder: str, run: tuple[dict, dict], told: bool) -> i
         train_runs(rank, run)
         return 0
     slept: list[int] = []
-    woken = threading.Event()
-
-    def wake() -> None:
-        os.kill(int(sleeper.read_text()), signal.SIGCONT)
-        woken.set()
-
-    def give_up() -> None:
-        if not woken.wait(60):
-            wake()
 
     def count(made: int) -> None:
-        if sleeper.exists() and not woken.is_set():
+        if sleeper.exists() and len(slept) < 30:
             slept.append(made)
             if told and len(slept) == 10:
                 os.kill(os.getpid(), signal.SIGTERM)
             if len(slept) == 30:
-                wake()
+                os.kill(int(sleeper.read_text()), signal.SIGCONT)
 
-    threading.Thread(target=give_up, daemon=True).start()
     in_iteration(1, count)
     train_runs(rank, run)
     return len(slept)

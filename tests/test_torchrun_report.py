@@ -1,4 +1,7 @@
-"""What a user of torchrun sees when a run ends: real torchruns, and the launcher's agent in their place."""
+"""The report that a user of torchrun sees when a run ends: of torchrun, and of the launcher's agent in its place.
+
+One test of each kind starts all of it afresh; in the others the fork server starts the ranks (tests/programs.py).
+"""
 
 import os
 import re
@@ -9,11 +12,11 @@ import time
 
 import pytest
 
+from tests.programs import AGENT, TORCHRUN, Program
 from tests.trainer import ROOT
 
 pytestmark = pytest.mark.shows("what torchrun reports when ranks fail or are killed", device=False)
 
-TORCHRUN, AGENT = "torch.distributed.run", "megatron_lossy.launch.agent"
 BEGIN = """
 import os, pathlib, signal, time
 from megatron_lossy.errors import UsageError, usage_errors
@@ -26,9 +29,12 @@ def at(): (here / str(rank)).touch()
 """
 
 
-def start(module, *arguments, ranks=3):
+def start(module, *arguments, ranks=3, afresh=False):
+    words = ["--standalone", "--nproc-per-node", str(ranks), *map(str, arguments)]
+    if not afresh:
+        return Program(module, *words)
     return subprocess.Popen(
-        [sys.executable, "-m", module, "--standalone", "--nproc-per-node", str(ranks), *map(str, arguments)],
+        [sys.executable, "-m", module, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -37,10 +43,10 @@ def start(module, *arguments, ranks=3):
     )
 
 
-def run_script(folder, script, module=TORCHRUN):
+def run_script(folder, script, afresh=False):
     """The end of three ranks of ``script``: what was said outside and inside of torchrun's report, and the status."""
     (folder / "script.py").write_text(BEGIN + script)
-    process = start(module, folder / "script.py")
+    process = start(TORCHRUN, folder / "script.py", afresh=afresh)
     _, said = process.communicate(timeout=120)
     before, _, report = said.partition("script.py FAILED")
     return before, report, process.returncode
@@ -100,6 +106,7 @@ def test_a_rank_that_is_killed_is_the_root_cause(tmp_path):
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    at()\n"
         "    raise PeerLost('rank 1: gone')\n",
+        afresh=True,
     )
     assert "rank      : 1 " in report.partition("Root Cause")[2] and "SIGKILL" in report and status == 1
     assert len(re.findall("rank . stops", before)) <= 1
@@ -128,7 +135,7 @@ def test_a_rank_that_somebody_else_told_to_end_and_that_fails_is_started_again(t
         + "        raise PeerLost('rank 1: gone')\n"
         + "    (here / 'again').touch()\n"
     )
-    process = start(AGENT, "--max-restarts", 1, tmp_path / "script.py", ranks=1)
+    process = start(AGENT, "--max-restarts", 1, tmp_path / "script.py", ranks=1, afresh=True)
     process.communicate(timeout=120)
     assert process.returncode == 0 and (tmp_path / "again").exists()
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -136,7 +135,7 @@ def test_sockets_take_the_interfaces_in_turns(monkeypatch):
 @needs_lab
 @pytest.mark.parametrize("cipher", ["aes-128-gcm", "none"])
 def test_a_cable_is_pulled_and_put_back(cipher):
-    """Every exchange ends, few lose anything, and the cable is in use again."""
+    """Every exchange ends, few lose anything, and both cables are in use again: before that the ranks do not end."""
     with Lab(None) as lab:
         first, second = lab.nodes
         first.ip(f"link add lab1 type veth peer name lab1 netns {second.do(threading.get_native_id)}")
@@ -151,22 +150,28 @@ def test_a_cable_is_pulled_and_put_back(cipher):
                 [sys.executable, "-m", "tests.udp_two_cables", cipher],
                 cwd=ROOT,
                 env=environment | {"RANK": str(node.number)},
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
             for node in lab.nodes
         ]
-        assert ranks[0].stdout.readline() == "begun\n"
+
+        def wait_for(exchanges):
+            for _ in range(exchanges):
+                assert ranks[0].stdout.readline()
+
+        wait_for(5)
         for cable in ("lab1", "lab0"):
-            time.sleep(1)
+            wait_for(30)
             second.ip(f"link set {cable} down")
-            time.sleep(3)
+            wait_for(80)
             second.ip(f"link set {cable} up")
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+        ranks[0].stdin.write("both are up\n")
+        outputs = [rank.communicate()[0] for rank in ranks]
     assert not any(rank.returncode for rank in ranks), outputs
     found = [json.loads(output.splitlines()[-1]) for output in outputs]
     for one in found:
-        assert one["exchanges"] > 100 and one["incomplete"] <= 0.1 * one["exchanges"]
+        assert one["incomplete"] <= 0.1 * one["exchanges"]
         assert one["last"] == 0
     assert sum(one["switched"] for one in found) >= 2  # once a cable; the other end may follow before it is silent
-    assert all(share > 0.2 for one in found for share in one["shares"])  # of the last second, by cable

@@ -1,9 +1,9 @@
 """The tier of a test, read from its code: what starts ranks or programs is marked so, and nobody has to remember it.
 
-``make check`` runs what starts no process, ``make test`` what starts ranks as well, ``make test-all`` programs too. A test
-gets its marker here if it, one of its fixtures or a helper of theirs in ``tests`` names a function of :data:`STARTERS`.
-Where the package itself starts processes, the test says so: ``@pytest.mark.programs``. A guard holds tests to their
-markers.
+``make check`` runs what starts no process, ``make test`` what starts ranks as well, ``make test-all`` programs too, and
+``make test-nightly`` long combinations. A test gets its marker here if it, one of its fixtures or a helper of theirs in
+``tests`` names a function of :data:`STARTERS`. Where the package itself starts processes, the test says so:
+``@pytest.mark.programs``. A guard holds tests to their markers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import multiprocessing.process
 import subprocess
 import sys
 import types
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,20 +26,32 @@ import pytest
 from megatron_lossy.transport.udp.build import compiler
 from tests.impostor.build import compilers
 
-#: Functions that start processes, by module and name, and the marker of tests that call them.
+#: Functions that start processes, by module and name, and the markers of tests that call them. A lab emulates links in real
+#: time, and so wants the machine for itself.
 STARTERS = {
-    ("tests.ranks", "run_ranks"): "ranks",
-    ("tests.ranks", "Pool"): "ranks",  # for the tests of a file
-    ("tests.rows", "Rows"): "ranks",  # one for all tests
-    ("tests.impostor.build", "library"): "ranks",  # it compiles once per machine
-    ("tests.programs", "Program"): "programs",
-    ("tests.in_lab", "run_in_lab"): "programs",
-    ("benchmarks.lab", "Lab"): "programs",
-    ("benchmarks.lab.__main__", "main"): "programs",
+    ("tests.ranks", "run_ranks"): {"ranks"},
+    ("tests.ranks", "Pool"): {"ranks"},  # for the tests of a file
+    ("tests.rows", "Rows"): {"ranks"},  # one for all tests
+    ("tests.impostor.build", "library"): {"ranks"},  # it compiles once per machine
+    ("tests.programs", "Program"): {"programs"},
+    ("tests.in_lab", "run_in_lab"): {"programs", "alone"},
+    ("benchmarks.lab", "Lab"): {"programs", "alone"},
+    ("benchmarks.lab.__main__", "main"): {"programs", "alone"},
 }
 #: Modules whose use in a test means a process.
 MODULES = {subprocess: "programs"}
 MARKERS = ("ranks", "programs")
+
+#: About how long a test with a marker takes, where one with none takes 1.
+LENGTHS = {"ranks": 5, "programs": 20, "slow": 50, "nightly": 100}
+
+
+def long_files_first(items: list[pytest.Item]) -> None:
+    """Sort tests by the length of their files, longest first: while the last file runs, other workers have nothing left."""
+    lengths: Counter[Path] = Counter()
+    for item in items:
+        lengths[item.path] += max((LENGTHS.get(marker.name, 1) for marker in item.iter_markers()), default=1)
+    items.sort(key=lambda item: -lengths[item.path])
 
 
 def few_at_once(few: Collection[str], names: Iterable[str]) -> list[Any]:
@@ -96,9 +110,9 @@ def markers(thing: Any) -> frozenset[str]:
         if hasattr(one, "hypothesis"):
             waiting.append(one.hypothesis.inner_test)
         one = inspect.unwrap(one) if callable(one) else one
-        marker = STARTERS.get((getattr(one, "__module__", ""), getattr(one, "__qualname__", "")))
-        if marker is not None:
-            found.add(marker)
+        starts = STARTERS.get((getattr(one, "__module__", ""), getattr(one, "__qualname__", "")))
+        if starts is not None:
+            found |= starts
         elif not str(getattr(one, "__module__", "")).startswith("tests."):
             continue
         elif isinstance(one, types.FunctionType):

@@ -1,11 +1,11 @@
-"""One rank of two hosts that two cables join: it exchanges for a while, and prints JSON of what became of it."""
+"""One rank of two hosts that two cables join: it exchanges, and at the end prints counts as JSON."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import time
+import threading
 
 import psutil
 import torch
@@ -18,40 +18,43 @@ from megatron_lossy.transport.udp.process import engine_counters
 
 SHARD = 200_000
 CABLES = ("lab0", "lab1")
-#: Seconds: in the first of them cables are pulled, and then the first address is asked for at most so long.
-TROUBLE, AFTER = 9.0, 13.0
+#: Exchanges over which a rank looks what share of its bytes each cable carries.
+WINDOW = 20
 
 
-def sent(cable: str) -> int:
-    return psutil.net_io_counters(pernic=True)[cable].bytes_sent
+def sent() -> list[int]:
+    counters = psutil.net_io_counters(pernic=True)
+    return [counters[cable].bytes_sent for cable in CABLES]
 
 
 def main() -> None:
+    """Rank 0 prints the number of each exchange. Once it reads a line, it goes on until both cables carry data of both ranks."""
     config = LossyConfig(transport="udp", udp_interface=",".join(CABLES), udp_cipher=sys.argv[1], udp_rate="300mbit")
     device.init_process_group()
     group = LossyGroup.create(config, [BucketSpec(SHARD)])
     rank, size = dist.get_rank(), dist.get_world_size()
     replica = torch.zeros(size * SHARD)
-    counts = {"exchanges": 0, "incomplete": 0, "last": 0, "slowest": 0.0}
-    begun, settled, end = time.monotonic(), None, 0
+    counts = {"exchanges": 0, "incomplete": 0, "last": 0}
+    repaired = threading.Event()
+    if rank == 0:
+        threading.Thread(target=lambda: sys.stdin.readline() and repaired.set(), daemon=True).start()
+    before, balanced, end = sent(), False, 0
     while not end or counts["exchanges"] < end:
-        if counts["exchanges"] == 5 and rank == 0:
-            print("begun", flush=True)
-        # The first rank sends, for a while, which exchange is the last one; torch's connections have only one cable.
-        if not end and rank == 0 and time.monotonic() - begun > TROUBLE + AFTER:
-            end = counts["exchanges"] + 20
-        own = torch.full((SHARD,), float(end))
-        at = time.monotonic()
+        # torch's own connections have only one cable: rank 0 sends the number of the last exchange, the other whether it is balanced.
+        own = torch.full((SHARD,), float(end if rank == 0 else balanced))
         delivery = group.all_gather(0, replica, own, counts["exchanges"], lambda: None).wait()
-        counts["slowest"] = max(counts["slowest"], time.monotonic() - at)
         counts["exchanges"] += 1
         counts["last"] = int(not delivery.arrived.all())
         counts["incomplete"] += counts["last"]
-        if settled is None and time.monotonic() - begun > TROUBLE + AFTER - 2:
-            settled = [sent(cable) for cable in CABLES]
-        end = int(replica[:SHARD].max())
-    shares = [sent(cable) - before for cable, before in zip(CABLES, settled, strict=True)]
-    counts["shares"] = [share / sum(shares) for share in shares]
+        if rank == 0:
+            print(counts["exchanges"], flush=True)
+        if counts["exchanges"] % WINDOW == 0:
+            bytes_sent = [now - then for now, then in zip(sent(), before, strict=True)]
+            before, balanced = sent(), min(bytes_sent) > 0.2 * sum(bytes_sent)
+            if rank == 0 and not end and repaired.is_set() and balanced and replica[SHARD:].min():
+                end = counts["exchanges"] + WINDOW
+        if rank:
+            end = int(replica[:SHARD].max())
     print(json.dumps(counts | {"switched": engine_counters()["switched"]}), flush=True)
     dist.barrier()
     group.close()

@@ -22,6 +22,7 @@ from ..errors import refuse
 from ..ledger import Ledger
 from .attempt import with_attempt_store
 
+IMPORT = Ledger("imports of megatron.core on CPU")
 CORE = Ledger("megatron.core on CPU")
 TRAINING = Ledger("megatron.training on CPU")
 
@@ -101,11 +102,16 @@ def init_process_group(name: str | None = None, **options: Any) -> None:
 
 
 def prepare_import() -> None:
-    """Make HabanaAI's Megatron importable without Intel's Transformer Engine; call it before the first import.
+    """Prepare the first import of Megatron; call it before that. It may be called again.
 
-    Its core imports a function for fp8 parameters, and its ``megatron.training`` a norm, that only this package has.
-    Without it stand-ins take their place, and raise an error when they are called. Nothing else imports them.
+    On CPU functions that Megatron decorates with ``torch.compile`` stay as they are. HabanaAI's Megatron becomes importable
+    without Intel's Transformer Engine: its core imports a function for fp8 parameters, and its ``megatron.training`` a norm,
+    that only this package has. Stand-ins take their place, and raise an error when they are called. Nothing else imports them.
     """
+    if device_type() == "cpu" and not IMPORT.installed:
+        from .cpu import import_patches
+
+        IMPORT.install(import_patches())
     if importlib.util.find_spec("intel_transformer_engine") is not None:
         return
     for module, name in (

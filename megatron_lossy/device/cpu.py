@@ -188,6 +188,11 @@ def _quantize(original: Callable, model_params: Any, *args: Any, **kwargs: Any) 
         original(model_params, *args, **kwargs)
 
 
+def _as_it_is(model: Any = None, **_: Any) -> Any:
+    """``torch.compile``, as a call and as a decorator with options."""
+    return (lambda function: function) if model is None else model
+
+
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
     """A patch whose new value is ``replacement``."""
     if isinstance(replacement, types.FunctionType):
@@ -200,6 +205,12 @@ def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
             replacement.__closure__,
         )
     return Patch(target=target, value=lambda: replacement, why=why, versions=_VERSIONS, until=_UNTIL, **options)
+
+
+def import_patches() -> list[Patch]:
+    """The attributes that are replaced before megatron.core is imported on a machine without an accelerator."""
+    why = "functions run eagerly on CPU (see torch._dynamo.config:disable); their decorators would import torch._inductor, 1.5 s"
+    return [_patch("torch:compile", _as_it_is, why)]
 
 
 def patches() -> list[Patch]:

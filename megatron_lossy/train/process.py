@@ -39,7 +39,10 @@ def quiet_imports() -> None:
 
 
 def require_megatron() -> None:
-    """Raise :class:`UsageError` if megatron-core is missing, or this program cannot train with its version."""
+    """Import megatron-core. Raises :class:`UsageError` if it is missing, or this program cannot train with its version."""
+    from .. import device
+
+    device.prepare_import()
     try:
         import megatron.core
     except ImportError as error:
