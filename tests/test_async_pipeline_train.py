@@ -147,7 +147,7 @@ def test_refusals_of_the_program(data, tmp_path):
         run_ranks(refused, 1, (base | settings, loss), line)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_looking_ahead_wins_back_what_staleness_costs(tmp_path):
     """Validation losses of 4 stages after 300 iterations, paired over three seeds, which are fixed."""
     size = {"num_layers": 4, "hidden_size": 48, "ffn_hidden_size": 192, "num_attention_heads": 4, "seq_length": 32}

@@ -261,7 +261,7 @@ def test_a_stopwatch_counts_by_iteration_and_once():
 @over_a_wide_area
 @needs_lab
 @pytest.mark.programs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_over_a_wide_area_link(tmp_path, capsys):
     flags = ["--rtt", "4", "--loss", "0.001", "--iterations", "6", "--reno-iterations", "4", "--eval-interval", "3"]
     assert run_wan.main([*flags, "--out", str(tmp_path)]) == 0
@@ -271,7 +271,7 @@ def test_a_training_over_a_wide_area_link(tmp_path, capsys):
 
 @over_a_wide_area
 @needs_lab
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_of_the_documentation(tmp_path):
     """docs/wan.md: the commands that train in two network namespaces run as written."""
     blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs/wan.md").read_text(), re.DOTALL | re.MULTILINE)

@@ -88,8 +88,12 @@ UDP = LOSS | {"transport": "udp", "p_grad": 0.1, "p_param": 0.1}
 
 @pytest.mark.parametrize(
     ("ranks", "loss"),
-    [(1, WHOLE), (1, LOSS), (2, LOSS | WHOLE), (2, UDP)],
-    ids=["1 rank", "loss", "2 ranks", "datagrams"],
+    [
+        pytest.param(1, WHOLE, id="1 rank"),
+        pytest.param(1, LOSS, id="loss"),
+        pytest.param(2, LOSS | WHOLE, id="2 ranks", marks=pytest.mark.nightly),
+        pytest.param(2, UDP, id="datagrams"),
+    ],
 )
 def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve, ranks, loss):
     _, url = serve()
@@ -112,7 +116,11 @@ def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve,
 
 @pytest.mark.parametrize(
     ("rejoin", "transport", "dtype"),
-    [("copy", "pieces", "fp32"), ("listen", "pieces", "int8"), ("copy", "udp", "int8")],
+    [
+        pytest.param("copy", "pieces", "fp32", marks=pytest.mark.nightly),
+        pytest.param("listen", "pieces", "int8", marks=pytest.mark.nightly),
+        ("copy", "udp", "int8"),
+    ],
 )
 def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin, transport, dtype):
     """The others go on; it takes the iteration of the run, listens or copies another one, and then sends."""
@@ -196,6 +204,7 @@ def test_an_island_with_other_flags_or_data_is_refused(data, serve, other, why):
     assert run.ends()[0][0] == [0]
 
 
+@pytest.mark.nightly
 def test_who_is_alone_evaluates_its_own_mean_and_who_misses_one_does_not_stop_the_others(data, tmp_path, serve):
     """An island is killed, and the others evaluate with what they still have in common, and save it."""
     _, url = serve()
@@ -239,6 +248,7 @@ def test_without_a_lighthouse_it_says_so_and_waits(data, serve):
     run.kill(0)
 
 
+@pytest.mark.nightly
 def test_tensor_parallel_ranks_keep_their_copies_equal_through_deaths(data, tmp_path, serve):
     """Whatever a death breaks on one of them: tests.copies_compared says at the end whether they are."""
     _, url = serve()

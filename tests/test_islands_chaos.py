@@ -16,7 +16,7 @@ from tests.trainer import read_records
 pytestmark = [
     pytest.mark.shows("islands that are launches of their own: killed, frozen, cut off, new"),
     pytest.mark.programs,
-    pytest.mark.slow,
+    pytest.mark.nightly,
 ]
 
 PATIENCE = 4.0

@@ -123,7 +123,7 @@ def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
     assert len(set(different.values())) == len(cases)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_islands_of_two_ranks_are_virtual_ones(data, tmp_path):
     overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}
     cases = {

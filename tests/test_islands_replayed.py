@@ -14,6 +14,7 @@ from tests.trainer import as_flags
 pytestmark = [
     pytest.mark.shows("islands that are launches of their own: made again from their logs"),
     pytest.mark.programs,
+    pytest.mark.nightly,
 ]
 
 __all__ = ["data"]

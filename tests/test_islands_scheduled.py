@@ -73,6 +73,7 @@ def check_all(data, folder, ranks, cases, events=EVENTS) -> None:
     assert len(set(ends.values())) == len(cases)
 
 
+@pytest.mark.slow
 def test_islands_of_a_rank_are_virtual_ones(data, tmp_path):
     cases = {
         "copy, at once": ({}, THREE),
@@ -89,7 +90,7 @@ def test_who_listens_sends_once_means_have_set_its_weights(data, tmp_path):
     check_all(data, tmp_path, 3, cases, [(1, 1, "stop"), (3, 1, "return")])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_islands_of_a_rank_are_virtual_ones(data, tmp_path):
     bernoulli = {"sync_subset": "bernoulli", "sync_block": 5, "sync_interval": 2, "sync_delay": 1}
     cases = {
@@ -107,7 +108,7 @@ def test_more_islands_of_a_rank_are_virtual_ones(data, tmp_path):
     check_all(data, tmp_path, 3, cases)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_islands_of_two_ranks_are_virtual_ones(data, tmp_path):
     overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}
     loss = THREE | LOST | INSIDE | {"sync_delay": 1}

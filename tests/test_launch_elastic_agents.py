@@ -122,7 +122,7 @@ def test_a_killed_agent_that_is_started_again_continues_the_run(agents, tmp_path
     assert "loaded checkpoint of iteration" in "".join([log.read_text(), *again])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_rank_is_started_again_with_datagrams(agents, tmp_path):
     """The new ranks do not take those before them, whose addresses are in torchrun's store, for each other."""
     flags = [*small_run(tmp_path), "--transport=udp", "--loss-unit=packet"]
@@ -148,13 +148,20 @@ ISLANDS = ["--islands=2", "--sync-method=parameters", "--sync-fraction=0.25", "-
 DATAGRAMS = "--transport udp --udp-port 41000"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("rendezvous", ["as written", "static"])
 @pytest.mark.parametrize(
-    ("transport", "more"),
-    [(DATAGRAMS, ["--loss-unit=packet"]), ("", ISLANDS), (DATAGRAMS, [*ISLANDS, "--loss-unit=packet"])],
-    ids=["gradients over udp", "islands over torch", "islands over udp"],
+    ("rendezvous", "transport", "more"),
+    [
+        pytest.param("as written", DATAGRAMS, ["--loss-unit=packet"], marks=pytest.mark.slow, id="gradients over udp"),
+        pytest.param("static", "", ISLANDS, marks=pytest.mark.nightly, id="islands over torch, static"),
+        pytest.param(
+            "static",
+            DATAGRAMS,
+            [*ISLANDS, "--loss-unit=packet"],
+            marks=pytest.mark.nightly,
+            id="islands over udp, static",
+        ),
+    ],
 )
 def test_the_command_for_two_sites_survives_a_dead_rank(agents, tmp_path, rendezvous, transport, more):
     """Both sites on this machine, with a rank each, of which the second is killed after the first checkpoint."""

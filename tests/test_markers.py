@@ -1,4 +1,4 @@
-"""Tests get the markers of what they start and say what they show; files have rooms, and two runs share them."""
+"""Tests get the markers of the processes that they start, and say what they show; files have rooms."""
 
 import functools
 import importlib
@@ -18,8 +18,9 @@ from scripts.verified import LONGEST, feature_table, machine_table
 from tests import programs, test_hooks
 from tests.features import DEVICES, Feature, Record, cases, cases_of, features, machines
 from tests.ranks import RankFailed, run_ranks
-from tests.rooms import ROOMS, TESTS, Shared, check_room, room_of
-from tests.tiers import markers
+from tests.rooms import ROOMS, TESTS, check_room, room_of
+from tests.slowest import slowest
+from tests.tiers import long_files_first, markers
 
 pytestmark = pytest.mark.shows(
     "tests have the markers of what they start",
@@ -131,36 +132,36 @@ def test_files_belong_to_rooms():
         check_room("recover")
 
 
-class Item:
-    def __init__(self, name, *markers):
-        self.nodeid, self.markers = name, markers
-
-    def get_closest_marker(self, name):
-        return name if name in self.markers else None
-
-
-def test_files_that_take_long_come_first(tmp_path):
-    """A test that starts ranks takes as long as ten others."""
-    tests = {"tests/a.py": [()] * 9, "tests/b.py": [("ranks",), ()], "tests/c.py": [()] * 10, "tests/d.py": [()] * 9}
-    items = [Item(f"{file}::{k}", *markers) for file, own in tests.items() for k, markers in enumerate(own)]
-    before = [item.nodeid for item in items]
-    Shared(str(tmp_path)).pytest_collection_modifyitems(items)
-    after = [item.nodeid for item in items]
-    assert sorted(after) == sorted(before)
-    assert list(dict.fromkeys(name[:10] for name in after)) == ["tests/b.py", "tests/c.py", "tests/a.py", "tests/d.py"]
+def test_files_that_take_long_come_first():
+    """Each by the marker that takes longest; tests of a file stay in order."""
+    tests = {
+        "a": [()] * 9,
+        "b": [("ranks",), ()],
+        "c": [("ranks", "slow")],
+        "d": [()] * 3,
+        "e": [("shows", "programs")],
+    }
+    items = [
+        SimpleNamespace(
+            path=Path(file), number=k, iter_markers=lambda own=own: [SimpleNamespace(name=one) for one in own]
+        )
+        for file, all_own in tests.items()
+        for k, own in enumerate(all_own)
+    ]
+    long_files_first(items)
+    assert list(dict.fromkeys(str(item.path) for item in items)) == ["c", "e", "a", "b", "d"]
     for file in tests:
-        assert [name for name in after if file in name] == [name for name in before if file in name]
+        numbers = [item.number for item in items if str(item.path) == file]
+        assert numbers == sorted(numbers)
 
 
-def test_each_file_is_run_by_one_of_two(tmp_path):
-    """Whoever comes first has the whole file."""
-
-    first, second = Shared(str(tmp_path)), Shared(str(tmp_path))
-    turns = [(first, "tests/a.py::x"), (second, "tests/a.py::x"), (second, "tests/b.py::x"), (first, "tests/b.py::x")]
-    turns += [(second, "tests/a.py::y"), (first, "tests/a.py::y")]
-    left = [run.pytest_runtest_protocol(Item(name)) for run, name in turns]
-    assert left == [None, True, None, True, True, None]
-    assert {file.name for file in Path(tmp_path).iterdir()} == {"tests.a.py", "tests.b.py"}
+def test_the_slowest_files_are_named(tmp_path):
+    cases = '<testcase classname="tests.test_a" time="{}"/><testcase classname="tests.test_b" time="2.5"/>'
+    for k in range(2):
+        (tmp_path / f"{k}.xml").write_text(f"<testsuites><testsuite>{cases.format(k)}</testsuite></testsuites>")
+    (tmp_path / "killed.xml").touch()
+    assert slowest(tmp_path) == ["5 s  tests/test_b.py, 2 tests", "1 s  tests/test_a.py, 2 tests"]
+    assert slowest(tmp_path, 1) == ["5 s  tests/test_b.py, 2 tests"]
 
 
 # --- what tests show -------------------------------------------------------------------------------------------------

@@ -128,7 +128,8 @@ def virtual_runs(rank, chosen, size):
 OTHER_RULES = (", previous", ", feedback")
 
 
-@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "other rules"])
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [False, True], ids=["", "other rules"])
 def test_two_workers_are_two_ranks_bit_for_bit(tmp_path, others):
     """Losses, gradient norms, both replicas and the owners' weights after every step, in every case."""
     # Quick, of other rules: those that keep what they kept where a step is skipped, or where a bucket is not the only one.

@@ -61,8 +61,9 @@ def test_few_rows(runs, name):
     "errors are repaired to the clean run's bits: TP, PP, experts",
     "lost all-reduces; errors of owners with the distributed optimizer",
 )
-@pytest.mark.slow
-@pytest.mark.parametrize("name", rows())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in FEW else pytest.mark.nightly) for name in rows()]
+)
 def test_all_rows(runs, name):
     judged(runs, name, values=True)
 
