@@ -245,6 +245,7 @@ def test_a_phase_of_a_mechanism_takes_its_own_channel_and_schedule(tmp_path):
     assert done.stdout == "8.0 None 10 %\n(0.3,) 0:0.2\n", done.stderr
 
 
+@pytest.mark.nightly  # it makes every page
 def test_our_pages_have_nothing_of_other_packages(installed):
     done = run(installed, "-m", "scripts.update_docs", "--check")
     assert done.returncode == 0, done.stdout + done.stderr
