@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import os
 import re
+import subprocess
 import sys
 import time
 import types
@@ -76,6 +77,18 @@ def test_patches_come_only_with_prepare_and_go_without_a_trace():
     assert result["same"] in ([], ["megatron.core.transformer.moe.moe_utils:te_general_gemm"])  # None for none
     assert not result["unrestored"]
     assert not result["unexplained"]
+
+
+@pytest.mark.programs
+def test_megatron_is_imported_without_the_compiler():
+    """Functions that torch.compile would decorate stay as they are, and 1.5 s of imports are not made."""
+    code = "from megatron_lossy import device; device.prepare_import(); import sys, torch, megatron.core.models.gpt as gpt; "
+    code += "from megatron.core.fusions import fused_bias_swiglu as fused; "
+    code += (
+        "print('torch._inductor' in sys.modules, type(fused.swiglu).__name__, torch.compile(dynamic=True)(gpt) is gpt)"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "False function True\n", done.stderr
 
 
 def _without_megatron_training(rank):

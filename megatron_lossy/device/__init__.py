@@ -44,8 +44,12 @@ def device_type() -> str:
     """
     global _device_type
     if _device_type is None:
-        _device_type = "hpu" if _has_hpu() else "cuda" if torch.cuda.is_available() else "cpu"
+        _device_type = _found_device()
     return _device_type
+
+
+def _found_device() -> str:
+    return "hpu" if _has_hpu() else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def backend() -> str:
@@ -108,7 +112,7 @@ def prepare_import() -> None:
     without Intel's Transformer Engine: its core imports a function for fp8 parameters, and its ``megatron.training`` a norm,
     that only this package has. Stand-ins take their place, and raise an error when they are called. Nothing else imports them.
     """
-    if device_type() == "cpu" and not IMPORT.installed:
+    if not IMPORT.installed and (_device_type or _found_device()) == "cpu":
         from .cpu import import_patches
 
         IMPORT.install(import_patches())
