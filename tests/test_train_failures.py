@@ -213,7 +213,7 @@ class Killer:
             if rank.poll() is None:
                 rank.send_signal(signal.SIGKILL)
         for rank in ranks:
-            rank.communicate(timeout=60)
+            rank.communicate(timeout=240)
         return happened
 
     def at_any_moment(self, over) -> None:
@@ -275,15 +275,18 @@ def test_killed_ranks_continue_bit_for_bit(base, tmp_path):
 
 
 @killed
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        (2, PACKETS | {"bf16": True, "grad_recovery": "error-feedback"}),
+        pytest.param(2, PACKETS | {"bf16": True, "grad_recovery": "error-feedback"}, marks=pytest.mark.nightly),
         (2, OVERLAP | PACKETS | {"grad_recovery": "previous", "loss_model": "gilbert-elliott:3"}),
-        (4, OVERLAP | PACKETS | {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}),
+        pytest.param(
+            4,
+            OVERLAP | PACKETS | {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64},
+            marks=pytest.mark.nightly,
+        ),
         (4, PACKETS | {"num_distributed_optimizer_instances": 2, "loss_unit": "bucket", "packet_bytes": 1024}),
     ],
     ids=["bf16, feedback", "bursts, previous", "tensor parallel", "two instances"],

@@ -261,7 +261,7 @@ def test_a_run_is_one_with_the_number(run, tmp_path):
         assert done.returncode and text in done.stderr, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # it waits for a minute
 def test_who_has_a_number_where_others_have_auto_is_told_so():
     ranks = [
         Program("megatron_lossy", "doctor", "--transport", "udp", "--packet-bytes", size, **environment)
