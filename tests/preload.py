@@ -7,6 +7,7 @@ import warnings
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
 import torch
+import torch._dynamo  # each optimizer of torch does
 import torch.distributed
 
 from megatron_lossy import device
@@ -25,6 +26,8 @@ with warnings.catch_warnings():
     import megatron_lossy.device.cpu
     import megatron_lossy.device.cpu_training
     import megatron_lossy.hooks
+    import megatron_lossy.mechanisms.replicas.full_replicas
+    import megatron_lossy.mechanisms.replicas.ranks
     import megatron_lossy.report
     import megatron_lossy.transport.udp
     import megatron_lossy.virtual
