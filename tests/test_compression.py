@@ -167,7 +167,8 @@ def megatron_cases():
         yield name, model | {"clip_grad": 0.0}, dataclasses.replace(base, **flags)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_megatron_on_ranks_is_megatron_on_virtual_workers(size):
     """Without clipping: torch adds up the gradient norm of the ranks in an order of its own."""
     chosen = list(megatron_cases())

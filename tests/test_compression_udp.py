@@ -94,6 +94,7 @@ def by_way_of_page_locked_memory(rank, chosen):
     return real_runs(rank, chosen)
 
 
+@pytest.mark.slow
 def test_by_way_of_a_copy_as_from_a_device_it_is_the_same(pool):
     """The way of tensors on a device, but for the device; in windows."""
     chosen = list(cases(udp_memory=2**16, udp_eager_bytes=2**14))

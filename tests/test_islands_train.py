@@ -200,6 +200,7 @@ def test_faster_islands_make_more_iterations(data, tmp_path):
     assert all(one["optimizers"][0]["param_groups"][0]["lr"] == pytest.approx(0.0, abs=1e-12) for one in islands)
 
 
+@pytest.mark.slow
 def test_losses_between_islands_are_recorded_and_replayed(data, tmp_path):
     pytest.importorskip("pyarrow")
     from megatron_lossy.delivery_log.reader import DeliveryLogFolder

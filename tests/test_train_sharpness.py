@@ -166,6 +166,7 @@ def against_dense(rank, lag):
         return found, mean, float(torch.linalg.eigvalsh((matrix + matrix.T) / 2)[-1]), rate, before, len(columns)
 
 
+@pytest.mark.slow
 def test_a_model_against_its_dense_hessian():
     lag = Lag.of(0.4)
     ((found, mean, dense, rate, before, size),) = run_ranks(against_dense, 1, (lag.share, lag.mean))

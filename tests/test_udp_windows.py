@@ -127,6 +127,7 @@ def test_the_trainer(tmp_path):
     assert recorded_losses(tmp_path / "cut") == recorded_losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_ranks_of_a_node_exchange_beside_the_windows(pool):
     """Their pieces land beside the gradients, which others' pieces overwrite."""
     tiny = {"dtype": "bf16", **OVERLAPS["both"]}
