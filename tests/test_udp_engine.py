@@ -176,7 +176,7 @@ class Ranks:
         (2, {"socket_buffer": 65536}),
         (5, {"socket_buffer": 65536}),
         (2, {"eager_bytes": 0}),
-        (2, {"key": b"of a file"}),
+        (2, {"key": b"of a file that all have"}),
         (3, {"packet_bytes": 8192}),
         (5, {}),
         pytest.param(3, {"address": "::1"}, marks=pytest.mark.skipif(not has_ipv6, reason="no IPv6")),
@@ -425,8 +425,14 @@ def test_foreign_and_forged_datagrams_change_nothing():
         assert ranks.dense[0].counters()[1]["bad_tag"] == 0
 
 
+@pytest.mark.parametrize("key", [b"", b"k" * 15])
+def test_a_key_that_is_too_short_is_refused(key):
+    with pytest.raises(ValueError, match=f"a key of {len(key)} bytes: must have at least 16"):
+        UdpSettings(key=key)
+
+
 def test_another_key_file_is_refused_on_all_ranks():
-    keys = [{"key": b"one"}, {"key": b"two"}, {"key": b"one"}]
+    keys = [{"key": text * 16} for text in (b"1", b"2", b"1")]
     store = Store()
 
     def run(rank):
@@ -443,7 +449,7 @@ def test_another_key_file_is_refused_on_all_ranks():
     [
         ({"cipher": "none"}, "--udp-cipher: cipher of dense is aes-128-gcm on rank 0 and none on rank 1"),
         ({"packet_bytes": 1472}, "--packet-bytes: bytes of a unit of dense is 1408 on rank 0 and 1472 on rank 1"),
-        ({"key": b"k"}, "--udp-key-file"),
+        ({"key": b"k" * 16}, "--udp-key-file"),
     ],
     ids=str,
 )

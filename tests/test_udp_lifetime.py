@@ -33,9 +33,11 @@ NEEDS_RAW = pytest.mark.skipif(
 )
 
 
-def run_program(text):
+def run_program(text, **environment):
     """A program of its own: what it touches after the end of memory kills it, not the tests."""
-    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, env=os.environ | environment
+    )
 
 
 class Instead:
@@ -370,14 +372,144 @@ int main(void)
 """
 
 
-def test_deadlines_pass_while_the_socket_is_never_empty(tmp_path):
+def run_c(folder, text):
+    """The exit status of a C program that includes the engine as ``{source}``."""
     compiler = build.compiler()
     if compiler is None:
         pytest.skip("no C compiler")
-    source, program = tmp_path / "flooded.c", tmp_path / "flooded"
-    source.write_text(FLOODED.format(source=Path(build.SOURCE)))
+    source, program = folder / "program.c", folder / "program"
+    source.write_text(text.format(source=Path(build.SOURCE)))
     subprocess.run([compiler, "-std=gnu11", "-O1", "-pthread", "-o", program, source, "-ldl", "-lm"], check=True)
-    assert subprocess.run([program], timeout=60).returncode == 0
+    return subprocess.run([program], timeout=60).returncode
+
+
+def test_deadlines_pass_while_the_socket_is_never_empty(tmp_path):
+    assert run_c(tmp_path, FLOODED) == 0
+
+
+BOUNDS = """
+#include "{source}"
+#include <assert.h>
+enum {{ UNIT = 1408, UNITS = 2000 }};
+static struct engine *engine(void)
+{{
+    struct settings set = {{.rate = 1e9, .path_rate = 1e9, .reorder = -1, .peer_timeout = 30 * SECOND, .eager = 1 << 20,
+                           .memory = 16 << 20, .packet = UNIT, .rule = FIXED}};
+    int64_t result[3];
+    return ml_create(&set, NULL, 0, 0, 0, result);
+}}
+static struct channel *channel(struct engine *e, uint32_t id, struct sockaddr_in *other, ns now)
+{{
+    static uint8_t key[16];
+    struct channel *c = ml_channel(e, id, 0, 2, 1, 0, UNIT);
+    ml_bucket(c, 0, 0, UNITS * UNIT, UNIT);
+    assert(!ml_reported(c, 0, 0));
+    *other = (struct sockaddr_in){{.sin_family = AF_INET, .sin_port = htons((uint16_t)(1000 + id))}};
+    assert(!ml_member(c, 1, (void *)other, sizeof *other, id, 1000, 1000, 1 << 20, key, key, NULL, now));
+    ml_open(c);
+    return c;
+}}
+int main(void)
+{{
+    struct engine *e = engine();
+    struct sockaddr_in other;
+    ns now = SECOND;
+    for (uint32_t id = 1; id <= 200; id++) {{ /* processes that come and go */
+        ml_close(channel(e, id, &other, now), now);
+        now += 3 * SECOND;
+        ml_timers(e, now);
+    }}
+    int flows = 0;
+    for (struct flow *f = e->flows; f; f = f->next)
+        flows++;
+    if (flows > 25)
+        return 1;
+    ml_free(e);
+
+    e = engine(); /* an exchange that is posted, and more parity than it could have any use for */
+    struct channel *c = channel(e, 7, &other, now);
+    static uint8_t memory[UNITS * UNIT], arrived[2 * UNITS], datagram[HEADER + UNIT], *to[2] = {{NULL, memory}};
+    struct exchange *x;
+    if (ml_post(c, 0, 1, 0, 0, to, arrived, 0, 0, NULL, 0, now, &x))
+        return 2;
+    int dropped = 0;
+    for (uint32_t i = 0; i < 50000; i++) {{
+        struct header h = {{.type = PARITY, .source = 1, .channel = 7, .step = 1, .index = i, .number = i + 1, .pieces = 1}};
+        header_write(&h, datagram);
+        dropped += ml_handle(e, (void *)&other, datagram, sizeof datagram, now) == EARLY_DROPPED;
+    }}
+    if (!dropped || e->early > e->set.memory)
+        return 3;
+    ml_release(x);
+    ml_close(c, now);
+    ml_free(e);
+    return 0;
+}}
+"""
+
+
+def test_peers_that_come_and_go_and_parity_that_is_of_no_use_take_bounded_memory(tmp_path):
+    assert run_c(tmp_path, BOUNDS) == 0
+
+
+OLD_KERNEL = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <string.h>
+#include <sys/socket.h>
+enum { SEGMENT = 103 };
+int setsockopt(int fd, int level, int name, const void *value, socklen_t size)
+{
+    if (level == IPPROTO_UDP && name == SEGMENT) {
+        errno = ENOPROTOOPT;
+        return -1;
+    }
+    return ((int (*)(int, int, int, const void *, socklen_t))dlsym(RTLD_NEXT, "setsockopt"))(fd, level, name, value, size);
+}
+ssize_t sendmsg(int fd, const struct msghdr *message, int flags) /* a control message of a level that UDP does not read */
+{
+    struct msghdr read = *message;
+    const struct cmsghdr *h = CMSG_FIRSTHDR(message);
+    if (h && h->cmsg_level == IPPROTO_UDP)
+        read.msg_control = NULL, read.msg_controllen = 0;
+    return ((ssize_t(*)(int, const struct msghdr *, int))dlsym(RTLD_NEXT, "sendmsg"))(fd, &read, flags);
+}
+"""
+EXCHANGE = """
+import numpy as np
+from megatron_lossy.transport.udp import Engine, UdpSettings
+from tests.test_udp_engine import Store, in_threads
+store, engines = Store(), [Engine(UdpSettings(), "127.0.0.1") for _ in range(2)]
+channels = in_threads(2, lambda r: engines[r].open("x", r, 2, store, "p", {"grad": [(1408 * 200, 1408)]}))
+sent, came = np.ones(1408 * 200, np.uint8), np.zeros(1408 * 200, np.uint8)
+transfer = channels[0].post("grad", 0, 0, [None, came.ctypes.data])
+channels[1].send("grad", 0, 0, [sent.ctypes.data, None])
+transfer.wait(60)
+print(int(came.sum()), engines[1].counters()["segmented"])
+in_threads(2, lambda r: engines[r].close())
+"""
+
+
+@pytest.mark.programs
+def test_a_kernel_that_does_not_cut_datagrams_is_noticed(tmp_path):
+    """Before Linux 4.18 it takes the request for one of another protocol, and sends one datagram that is too long."""
+    library = tmp_path / "old.so"
+    (tmp_path / "old.c").write_text(OLD_KERNEL)
+    command = [
+        build.compiler() or pytest.skip("no C compiler"),
+        "-shared",
+        "-fPIC",
+        "-o",
+        library,
+        tmp_path / "old.c",
+        "-ldl",
+    ]
+    subprocess.run(command, check=True)
+    done = run_program(EXCHANGE, LD_PRELOAD=str(library))
+    assert done.stdout.split() == ["281600", "0"], done.stderr[-2000:]
+    assert int(run_program(EXCHANGE).stdout.split()[1]) > 0
 
 
 # ---- Receive windows ----

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
 
+import numpy as np
 import pytest
 
 from megatron_lossy.transport.udp.engine import SECOND, Engine, load
 from megatron_lossy.transport.udp.paths import Paths, job_name
 from megatron_lossy.transport.udp.settings import UdpSettings
-from tests.udp_world import Node
+from tests.udp_world import Node, World
 
 pytestmark = pytest.mark.shows("rates beside other flows: processes of one host are one sender", device=False)
 
@@ -88,13 +91,55 @@ def test_what_is_left_of_an_earlier_run_is_not_believed():
 
     made = looked_at(SECOND)
     ctypes.memset(place + len(memory) - 1, 7, 1)  # something that its users wrote
-    assert looked_at(10 * SECOND)[-1] == 7
-    assert looked_at(12 * SECOND)[-1] == 0  # nobody has sent for ten seconds
-    ctypes.memset(place + len(memory) - 1, 7, 1)
+    assert looked_at(12 * SECOND)[-1] == 7  # they may still have it: only the rate begins again
     ctypes.memset(place, 1, 1)  # of another version
     assert looked_at(13 * SECOND)[-1] == 0
     assert made[-1] == 0
     with_node.close()
+
+
+def test_a_process_that_opens_a_path_after_a_rest_does_not_hold_up_the_others():
+    """Ranks 1 and 2 are on one host. Rank 1 has sent, all rest, and the process of rank 2 opens the path anew."""
+    unit, lib = 1408, load()
+    memory = ctypes.create_string_buffer(lib.ml_path_bytes())
+    buckets = {"grad": [(300 * unit, unit)], "param": []}
+    nodes = [Node(rank, 3, buckets, packet=unit, rule="shared", path=memory, rate=1e8) for rank in range(3)]
+    data = np.ones((3, 300 * unit), np.uint8)
+    with World(3, buckets, nodes=nodes) as world:
+        for step in range(1, 5):
+            exchange = nodes[0].post(world.now, "grad", step, 0, sources=[1])
+            nodes[1].send("grad", step, 0, data)
+            world.run(lambda exchange=exchange: exchange.over_at is not None)
+            assert exchange.arrived[1].all()
+            world.run_for(11 * SECOND)
+            assert lib.ml_path(ctypes.addressof(memory), nodes[2].engine, world.now) == 0
+
+
+def test_a_file_system_that_is_full_is_said_and_does_without(tmp_path, monkeypatch):
+    """A page that is touched when there is no room for it would kill the process."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    said = []
+    assert paths(tmp_path, said=said).to("10.0.0.2", lambda _: None)
+    assert "No space left on device; each process of this host sends as a sender of its own" in said[0]
+
+
+def test_a_lock_that_another_process_keeps_is_said_and_does_without(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_lossy.transport.udp.paths._LOCKED", 0.1)
+    here = paths(tmp_path)
+    here.to("10.0.0.2", lambda _: None)
+    (file,) = tmp_path.iterdir()
+    said = []
+    with file.open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert paths(tmp_path, said=said).to("10.0.0.2", lambda _: None)
+    assert "another process has locked it for 0.1 s" in said[0]
+    stuck = paths(tmp_path, said=said).to("10.0.0.2", lambda _: errno.ETIMEDOUT if len(said) == 1 else 0)
+    assert stuck and os.strerror(errno.ETIMEDOUT) in said[1]
+    here.close()
 
 
 def test_engines_remove_their_files(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.transport.udp import packet
-from megatron_lossy.transport.udp.engine import RULES, SECOND, Channel, load
+from megatron_lossy.transport.udp import build, packet
+from megatron_lossy.transport.udp.engine import RULES, SECOND, Channel, _declare, load
 from megatron_lossy.transport.udp.packet import (
     ALIVE,
     ANSWER,
@@ -30,6 +30,7 @@ from megatron_lossy.transport.udp.packet import (
     REPORT,
     encode,
 )
+from tests import udp_world
 from tests.udp_models import Rate, Source
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of
 
@@ -225,6 +226,45 @@ def test_another_key_opens_nothing():
         sent = pieces(0, 2, BUCKETS["grad"][0][0])
         nodes[0].send("grad", 0, 0, sent)
         assert {nodes[1].handle(world.now, 0, d) for _, d in nodes[0].produce_all(world.now)} == {"bad tag"}
+
+
+@pytest.fixture(scope="module")
+def short_epochs(tmp_path_factory):
+    """An engine whose keys change with each 32 datagrams."""
+    compiler = build.compiler()
+    if compiler is None:
+        pytest.skip("no C compiler")
+    path = tmp_path_factory.mktemp("engine") / "short.so"
+    build.compile_library(compiler, path, ["-DEPOCH_BITS=5"])
+    return _declare(ctypes.CDLL(str(path)))
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_keys_change_with_each_epoch_of_numbers(both, short_epochs, monkeypatch):
+    """Datagrams of neighbouring epochs come in any order. An engine that keeps the first key opens none of a later epoch."""
+    nodes = [Node(0, 2, BUCKETS, cipher=True)]
+    with monkeypatch.context() as patch:
+        patch.setattr(udp_world, "load", lambda: short_epochs)
+        nodes.append(Node(1, 2, BUCKETS, cipher=True))
+        if both:
+            nodes[0].close()
+            nodes[0] = Node(0, 2, BUCKETS, cipher=True)
+    random_ = random.Random(1)
+
+    def link(source, destination, datagram, now):
+        return [now + random_.randrange(1, 5) * MS // 4]
+
+    with World(2, BUCKETS, nodes=nodes, link=link) as world:
+        for step in range(8):
+            for node in nodes:
+                node.post(world.now, "grad", step, 0, deadline=100 * MS)
+                node.send("grad", step, 0, pieces(node.rank, 2, BUCKETS["grad"][0][0]))
+            exchanges = [node.exchanges["grad", step, 0] for node in nodes]
+            world.run(lambda: all(one.over_at is not None for one in exchanges))  # noqa: B023
+            if both:
+                assert all(one.arrived[1 - node.rank].all() for node, one in zip(nodes, exchanges))
+        wrong = [node.counters(1 - node.rank)["bad_tag"] for node in nodes]
+        assert wrong == [0, 0] if both else min(wrong) > 10
 
 
 # ---- Completion ----

@@ -18,6 +18,7 @@ SECOND = 1000 * MS
 TICK, SETTLE, DIP, DIPPED = 2 * SECOND, 15 * MS, 50 * MS, 0.4
 #: Of sending, from which a decision is made; between steps that double; of a round trip that says that something waits.
 LEAST_WINDOW, ROUND, WAITS = 6 * MS, 25 * MS, MS
+LEAST_BURST = 8  # datagrams
 LEAST_RATE, USUAL, BOUND = 30e3, 7.5e6, 3e6
 #: Growth relative to TCP's: alone, and beside others; what is left of the rate after a loss: on a clean path, and on one that loses.
 GROWTH, BESIDE, KEPT, KEPT_LOSSY = 0.8, 1.2, 0.78, 0.92
@@ -85,6 +86,7 @@ class Shared:
         self._slots: list[float] = [float("inf"), float("inf")]
         self._slot_at = 0
         self._base: Look | None = None
+        self._from: Look | None = None
         self._last: Look | None = None
         self._mark: float = 0
         self._least: float = float("inf")
@@ -159,7 +161,7 @@ class Shared:
 
     def _later(self, mark: float) -> None:
         """A window of what is sent from then on."""
-        self._mark, self._base, self._least = mark, None, float("inf")
+        self._mark, self._base, self._from, self._least = mark, None, None, float("inf")
 
     def _next(self) -> None:
         self._base, self._least, self._gap = self._last, float("inf"), 0
@@ -191,6 +193,8 @@ class Shared:
                 self._chain.sent += sent
                 self._chain.lost += max(sent - (datagrams - last.datagrams), 0)
         self._last = Look(datagrams, top, sent_at, came)
+        if self._from is None and sent_at >= self._mark:
+            self._from = self._last
         if self_base is None:
             if sent_at >= self._mark:
                 self._next()
@@ -226,10 +230,19 @@ class Shared:
             self._later(now)
 
     def resume(self, now: int) -> None:
-        """Something is sent after a pause."""
+        """Something is sent after a pause, which ends a window."""
         self._queued_at = 0
-        if self.phase != "dips":
-            self._later(now)
+        if self.phase == "dips":
+            return
+        since = self._from
+        if since is not None:
+            sent = self._last.top - since.top
+            lost = max(sent - (self._last.datagrams - since.datagrams), 0)
+            if sent >= LEAST_BURST and self._excess(sent, lost):
+                self._fall(now, sent, lost, 0)
+                return
+        self._later(now)
+        self._from = since
 
     # --- decisions ---
 
@@ -306,6 +319,7 @@ class Shared:
         self._later(float("inf"))
 
     def _window_over(self, now: int, passed: int, sent: float, lost: float, took: int) -> None:
+        self._from = self._last
         delivered = (sent - lost) * self.packet * 1e9 / took if took > 0 else self.rate
         queued = self._queue > max(4 * MS, self._rtt // 8)
         if self.phase == "starts":

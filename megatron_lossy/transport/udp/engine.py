@@ -90,7 +90,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u64, text, text, pointer, i64),
         ("way", None, pointer, u32, pointer),
         ("path_bytes", size),
-        ("path", None, pointer, pointer, i64),
+        ("path", i, pointer, pointer, i64),
         ("open", None, pointer),
         ("probe", None, pointer, i64),
         ("probed", i, pointer, u32),

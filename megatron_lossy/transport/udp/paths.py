@@ -8,11 +8,14 @@ import hashlib
 import mmap
 import os
 import stat
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 #: Memory that processes of one host share, as files.
 SHARED_MEMORY = Path("/dev/shm")
+#: Seconds to wait for another process that makes the same path.
+_LOCKED = 5.0
 #: What the processes of one job on one host have in common, and those of another job do not.
 _JOB = (
     "MASTER_ADDR",
@@ -50,18 +53,18 @@ class Paths:
         self._memory: dict[str, ctypes.Array[ctypes.c_char]] = {}
         self._files: list[Path] = []
 
-    def to(self, other: str, make: Callable[[int], None]) -> int:
-        """The memory of the path to ``other``. ``make`` gets it, to make a path unless there is one in use."""
+    def to(self, other: str, make: Callable[[int], int]) -> int:
+        """Return the address of the path to ``other``. ``make(address)`` makes a path unless there is one; returns 0, or an errno."""
         if other not in self._memory:
             self._memory[other] = self._shared(other, make) or self._alone(make)
         return ctypes.addressof(self._memory[other])
 
-    def _alone(self, make: Callable[[int], None]) -> ctypes.Array[ctypes.c_char]:
+    def _alone(self, make: Callable[[int], int]) -> ctypes.Array[ctypes.c_char]:
         memory = ctypes.create_string_buffer(self._size)
         make(ctypes.addressof(memory))
         return memory
 
-    def _shared(self, other: str, make: Callable[[int], None]) -> ctypes.Array[ctypes.c_char] | None:
+    def _shared(self, other: str, make: Callable[[int], int]) -> ctypes.Array[ctypes.c_char] | None:
         if self._job is None:
             return None
         digest = hashlib.sha256(repr((self._job, self._own, other)).encode()).hexdigest()[:24]
@@ -69,14 +72,16 @@ class Paths:
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX)
                 there = os.fstat(file)
                 if not stat.S_ISREG(there.st_mode) or there.st_uid != os.getuid():
-                    raise PermissionError("it is somebody else's")
-                if there.st_size < self._size:
-                    os.ftruncate(file, self._size)
+                    raise PermissionError("it is another user's")
+                _lock(file)
+                os.posix_fallocate(
+                    file, 0, self._size
+                )  # of a full file system a page that is touched later kills the process
                 memory = (ctypes.c_char * self._size).from_buffer(mmap.mmap(file, self._size))
-                make(ctypes.addressof(memory))
+                if error := make(ctypes.addressof(memory)):
+                    raise OSError(error, os.strerror(error))
             finally:
                 fcntl.flock(file, fcntl.LOCK_UN)  # the mapping has a copy of the descriptor
                 os.close(file)
@@ -92,3 +97,15 @@ class Paths:
             path.unlink(missing_ok=True)
         self._files.clear()
         self._memory.clear()
+
+
+def _lock(file: int) -> None:
+    """Lock ``file``. Raises ``TimeoutError`` if another process, as one that was stopped, has held the lock for too long."""
+    until = time.monotonic() + _LOCKED
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise TimeoutError(f"another process has locked it for {_LOCKED:g} s") from None
+            time.sleep(0.01)

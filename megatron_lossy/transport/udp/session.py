@@ -13,7 +13,7 @@ from ...errors import UsageError
 from .packet import PHASES
 
 #: The version of the datagrams and of the entries in the store.
-PROTOCOL = 8
+PROTOCOL = 9
 #: For each phase and each bucket: bytes of a shard, and of a unit.
 Buckets = Mapping[str, Sequence[tuple[int, int]]]
 

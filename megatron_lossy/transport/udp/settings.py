@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..key_file import LEAST_BYTES
+
 MIB = 1 << 20
 
 
@@ -35,3 +37,7 @@ class UdpSettings:
     packet_bytes: int = 1408
     #: Bytes to ask for as the socket's buffers. The sysctl limits them, except for a privileged process.
     socket_buffer: int = 16 * MIB
+
+    def __post_init__(self) -> None:
+        if self.key is not None and len(self.key) < LEAST_BYTES:
+            raise ValueError(f"a key of {len(self.key)} bytes: must have at least {LEAST_BYTES}, or be None")

@@ -334,7 +334,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         return refuse(e, elsewhere, &m->count.malformed, MALFORMED);
     const uint8_t *payload = p + HEADER;
     if (tag) {
-        if (!cipher_open(m->open, p, payload, (int)size, e->scratch))
+        if (!cipher_open(key_of(&m->open, number, 0), p, payload, (int)size, e->scratch))
             return refuse(e, elsewhere, &m->count.bad_tag, BAD_TAG);
         payload = e->scratch;
         if ((verdict = replayed(f, number)) != TAKEN) {

@@ -229,17 +229,33 @@ API ns ml_due(const struct engine *e) { return least(e->timers_at, e->blocked_un
 /* Memory for a path, which processes may share. */
 API size_t ml_path_bytes(void) { return sizeof(struct path); }
 
-/* Make a path, unless somebody uses one of this kind there. Nobody else may call it for the same memory meanwhile. */
-API void ml_path(struct path *p, const struct engine *e, ns now)
+/* Make a path, unless there is one of this kind. Others may have it mapped, and wait for their turn: of one that nobody has used
+ * for a while only the rate begins again. Nobody else may call it for the same memory meanwhile. Returns 0, or an errno. */
+API int ml_path(struct path *p, const struct engine *e, ns now)
 {
     double packet = full_datagram(e);
     uint64_t kind = (uint64_t)sizeof *p << 32 ^ (uint64_t)packet ^ (uint64_t)e->set.path_rate << 12 ^ (uint64_t)e->set.flows << 48 ^ 1;
     now = at(now);
-    if (p->kind == kind && now >= p->used_at && now - p->used_at < 10 * SECOND)
-        return;
-    path_init(p, e->set.path_rate, packet, fair_flows(e));
-    p->kind = kind;
-    p->used_at = now;
+    if (p->kind != kind) {
+        path_init(p, e->set.path_rate, packet, fair_flows(e));
+        p->kind = kind;
+        p->used_at = now;
+        return 0;
+    }
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += 2;
+    int error = pthread_mutex_timedlock(&p->lock, &until); /* a process that was stopped in there holds it for as long */
+    if (error == EOWNERDEAD)
+        pthread_mutex_consistent(&p->lock);
+    else if (error)
+        return error;
+    if (now < p->used_at || now - p->used_at >= 10 * SECOND) {
+        shared_init(&p->shared, e->set.path_rate, packet, fair_flows(e));
+        p->used_at = now;
+    }
+    path_unlock(p);
+    return 0;
 }
 
 API struct rate *ml_rate_new(double floor, double ceiling, int rule, double packet, double flows, struct rate *with)

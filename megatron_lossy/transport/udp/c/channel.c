@@ -99,6 +99,29 @@ static uint64_t replay_words(const struct engine *e)
     return words;
 }
 
+static void flow_free(struct flow *f)
+{
+    free(f->out.sent);
+    free(f->in.seen);
+    free(f);
+}
+
+#define FORGOTTEN (60 * SECOND) /* a flow that no channel has, and that was silent for so long, is freed */
+
+/* Of processes that came and went there may be many. */
+static void flows_forget(struct engine *e, ns now)
+{
+    for (struct flow **link = &e->flows; *link;) {
+        struct flow *f = *link;
+        if (f->members || now - f->heard < FORGOTTEN) {
+            link = &f->next;
+            continue;
+        }
+        *link = f->next;
+        flow_free(f);
+    }
+}
+
 static struct flow *flow_find(struct engine *e, const struct sockaddr *to, socklen_t to_size, uint64_t instance, struct path *path)
 {
     for (struct flow *f = e->flows; f; f = f->next)
@@ -129,6 +152,7 @@ API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, u
     struct member *m = &c->members[rank];
     int result = -1;
     acquire(e);
+    flows_forget(e, at(now));
     struct flow *f = flow_find(e, to, (socklen_t)to_size, instance, path);
     if (!f)
         goto out;
@@ -139,9 +163,7 @@ API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, u
         f->out.sent = calloc(f->out.mask + 1, sizeof *f->out.sent);
         f->in.seen = calloc(f->in.seen_words, sizeof *f->in.seen);
         if (!f->out.sent || !f->in.seen) {
-            free(f->out.sent);
-            free(f->in.seen);
-            free(f);
+            flow_free(f);
             goto out;
         }
         f->next = e->flows;
@@ -150,7 +172,7 @@ API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, u
     f->out.window = window < f->out.window ? window : f->out.window;
     f->out.limit = limit < f->out.limit ? limit : f->out.limit;
     f->heard = at(now);
-    if (e->set.cipher && (!(m->seal = cipher_new(key_out, 1)) || !(m->open = cipher_new(key_in, 0))))
+    if (e->set.cipher && (!key_new(&m->seal, key_out, 1) || !key_new(&m->open, key_in, 0)))
         goto out;
     m->eager_limit = eager;
     m->flow = f;
@@ -236,10 +258,8 @@ static void channel_free(struct channel *c)
     e->control.last = kept;
     for (uint32_t i = 0; i < c->size; i++) {
         struct member *m = &c->members[i];
-        if (m->seal)
-            ssl.cipher_free(m->seal);
-        if (m->open)
-            ssl.cipher_free(m->open);
+        key_free(&m->seal);
+        key_free(&m->open);
         free(m->assembly.of);
         free(m->assembly.bytes);
         if (!m->flow)

@@ -1,4 +1,8 @@
-/* Cipher: AES-128-GCM of libcrypto, loaded when a cipher is asked for. */
+/* Cipher: AES-128-GCM of libcrypto, loaded when a cipher is asked for.
+ *
+ * A key may seal at most 2^28 packets of this length (RFC 9001, appendix B.1). So the key changes with each 2^26 numbers: that of
+ * an epoch is derived from that of the channel, by HMAC-SHA256 over the number of the epoch, and the first 16 bytes of it.
+ */
 
 static struct {
     void *(*cipher_new)(void);
@@ -11,6 +15,8 @@ static struct {
     int (*open_init)(void *, const void *, void *, const uint8_t *, const uint8_t *);
     int (*open_update)(void *, uint8_t *, int *, const uint8_t *, int);
     int (*open_final)(void *, uint8_t *, int *);
+    const void *(*sha256)(void);
+    uint8_t *(*hmac)(const void *, const void *, int, const uint8_t *, size_t, uint8_t *, unsigned *);
 } ssl;
 
 API int ml_load_cipher(void)
@@ -26,6 +32,7 @@ API int ml_load_cipher(void)
         {&ssl.seal_init, "EVP_EncryptInit_ex"},       {&ssl.seal_update, "EVP_EncryptUpdate"},
         {&ssl.seal_final, "EVP_EncryptFinal_ex"},     {&ssl.open_init, "EVP_DecryptInit_ex"},
         {&ssl.open_update, "EVP_DecryptUpdate"},      {&ssl.open_final, "EVP_DecryptFinal_ex"},
+        {&ssl.sha256, "EVP_sha256"},                  {&ssl.hmac, "HMAC"},
     };
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
         void *found = dlsym(library, wanted[i].name);
@@ -36,15 +43,51 @@ API int ml_load_cipher(void)
     return 0;
 }
 
-static void *cipher_new(const uint8_t *key, int sealing)
+enum { KEY = 16 };
+#ifndef EPOCH_BITS /* tests have shorter ones */
+#define EPOCH_BITS 26
+#endif
+
+/* Of one direction. `cipher`: with the key of the last epoch that was asked for; NULL: libcrypto has no memory. */
+struct key { uint8_t base[KEY]; void *cipher; uint64_t epoch; };
+
+static int key_set(struct key *k, uint64_t epoch, int sealing)
 {
-    void *cipher = ssl.cipher_new();
     int (*init)(void *, const void *, void *, const uint8_t *, const uint8_t *) = sealing ? ssl.seal_init : ssl.open_init;
-    if (cipher && init(cipher, ssl.aes_128_gcm(), NULL, key, NULL) == 1)
-        return cipher;
-    if (cipher)
-        ssl.cipher_free(cipher);
-    return NULL;
+    uint8_t derived[32], number[8];
+    for (int i = 0; i < 8; i++)
+        number[i] = (uint8_t)(epoch >> 8 * i);
+    if (!epoch)
+        memcpy(derived, k->base, KEY);
+    else if (!ssl.hmac(ssl.sha256(), k->base, KEY, number, sizeof number, derived, NULL))
+        return 0;
+    k->epoch = epoch;
+    return init(k->cipher, ssl.aes_128_gcm(), NULL, derived, NULL) == 1;
+}
+
+static void key_free(struct key *k)
+{
+    if (k->cipher)
+        ssl.cipher_free(k->cipher);
+    k->cipher = NULL;
+}
+
+static int key_new(struct key *k, const uint8_t *base, int sealing)
+{
+    memcpy(k->base, base, KEY);
+    if ((k->cipher = ssl.cipher_new()) && key_set(k, 0, sealing))
+        return 1;
+    key_free(k);
+    return 0;
+}
+
+/* The cipher for the datagram of this number. */
+static void *key_of(struct key *k, uint64_t number, int sealing)
+{
+    uint64_t epoch = number >> EPOCH_BITS;
+    if (epoch != k->epoch && !key_set(k, epoch, sealing))
+        k->epoch = UINT64_MAX; /* what it has is of no use: the tag will not fit, and the next call tries again */
+    return k->cipher;
 }
 
 /* The nonce: 4 zero bytes and the number, as it stands in the header. */

@@ -5,8 +5,6 @@
  */
 #include <linux/rtnetlink.h>
 
-enum { ECT = 2, CONGESTION = 3 }; /* the last bits of a packet's class: it may be marked, it was marked */
-
 static int granted(int fd, int option, int force, int wanted)
 {
     int value = 0;
@@ -20,20 +18,14 @@ static int granted(int fd, int option, int force, int wanted)
 static void socket_options(struct engine *e, int fd)
 {
     int on = 1, probe = IP_PMTUDISC_PROBE;
-    /* What `shared` sends may be marked instead of lost, and is answered as it should be; other rules answer to no mark. */
-    int capable = e->set.rule == SHARED ? ECT : 0;
     setsockopt(fd, SOL_UDP, UDP_GRO, &on, sizeof on);
     setsockopt(fd, SOL_SOCKET, SO_RXQ_OVFL, &on, sizeof on);
     if (e->net.local.ss_family == AF_INET6) {
         setsockopt(fd, IPPROTO_IPV6, IPV6_MTU_DISCOVER, &probe, sizeof probe);
         setsockopt(fd, IPPROTO_IPV6, IPV6_RECVERR, &on, sizeof on);
-        setsockopt(fd, IPPROTO_IPV6, IPV6_TCLASS, &capable, sizeof capable);
-        setsockopt(fd, IPPROTO_IPV6, IPV6_RECVTCLASS, &on, sizeof on);
     } else {
         setsockopt(fd, IPPROTO_IP, IP_MTU_DISCOVER, &probe, sizeof probe);
         setsockopt(fd, IPPROTO_IP, IP_RECVERR, &on, sizeof on);
-        setsockopt(fd, IPPROTO_IP, IP_TOS, &capable, sizeof capable);
-        setsockopt(fd, IPPROTO_IP, IP_RECVTOS, &on, sizeof on);
     }
     if (e->set.rate < 4e9) {
         uint32_t most = (uint32_t)e->set.rate; /* has an effect where the qdisc is fq */

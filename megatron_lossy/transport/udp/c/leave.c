@@ -17,7 +17,7 @@ static uint32_t build_piece(struct engine *e, struct member *m, int type, int ta
     f->out.number++;
     m->count.sent++;
     if (e->set.cipher) {
-        if (!cipher_seal(m->seal, out, payload, (int)size, out + HEADER))
+        if (!cipher_seal(key_of(&m->seal, h.number, 1), out, payload, (int)size, out + HEADER))
             memset(out + HEADER, 0, size + TAG); /* libcrypto has no memory left: the other side will refuse it */
     } else {
         memcpy(out + HEADER, payload, size);

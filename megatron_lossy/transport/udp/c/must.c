@@ -173,7 +173,7 @@ static int take_parity(struct channel *c, struct member *m, int phase, uint32_t 
     size_t known = s->must.parities_room / 8, wanted = known;
     if (index >= s->must.parities_room) /* with copies there are more of them than units */
         wanted = ((size_t)(index > x->bucket->units ? index : x->bucket->units) + 8) / 8;
-    size_t charge = x->posted ? 0 : sizeof(struct early) + size + wanted - known;
+    size_t charge = sizeof(struct early) + size + wanted - known;
     struct early *chunk = early_room(c, charge) ? malloc(sizeof *chunk + size) : NULL;
     uint8_t *bits = chunk && wanted > known ? realloc(s->must.parities, wanted) : s->must.parities;
     if (!chunk || !bits) {

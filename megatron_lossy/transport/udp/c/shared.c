@@ -23,6 +23,7 @@
 #define DIP (50 * MS)          /* after that, or half a round trip */
 #define DIPPED 0.4             /* of the rate */
 #define LEAST_WINDOW (6 * MS)  /* of sending, from which a decision is made */
+#define LEAST_BURST 8          /* datagrams before a pause, from which a loss of theirs counts */
 #define ROUND (25 * MS)        /* between steps that double */
 #define WAITS (1 * MS)         /* of a round trip: something waits in a queue */
 #define HOLDS (20 * MS)        /* that something must wait, to be drained */
@@ -54,9 +55,9 @@ struct shared {
     int phase, competes, drains, full; /* full: a mark came in the start */
     ns rtt, srtt; /* least and smoothed round trip */
     struct { ns least[2], at; } slot;
-    struct look base, last; /* where the window begins; the last report */
+    struct look base, from, last; /* where the window begins; since when losses count; the last report */
     ns mark;                /* the window begins with what is sent from then on: before it was sent at another rate */
-    int begun, based;
+    int begun, based, counts; /* counts: `from` is known */
     ns least, gap; /* of the window: least round trip, longest pause between what came last in reports */
     ns calm_at, queued_at, moved_at;
     double before;     /* what was proven when the queue began to grow */
@@ -146,7 +147,7 @@ static void shared_sample(struct shared *s, ns now, ns rtt)
 static void window_later(struct shared *s, ns mark)
 {
     s->mark = mark;
-    s->based = 0;
+    s->based = s->counts = 0;
     s->least = NEVER;
 }
 
@@ -348,6 +349,7 @@ static void drain(struct shared *s, ns now, double n, double l, ns took, double 
 /* A window without more loss than is allowed. */
 static void window_over(struct shared *s, ns now, ns passed, double n, double l, ns took)
 {
+    s->from = s->last;
     double delivered = took > 0 ? (n - l) * s->packet * 1e9 / (double)took : s->rate;
     int queued = queue(s) > greatest(4 * MS, s->rtt / 8);
     if (s->phase == STARTS) {
@@ -409,6 +411,10 @@ static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t
     }
     s->begun = 1;
     s->last = (struct look){datagrams, top, sent_at, came};
+    if (!s->counts && sent_at >= s->mark) {
+        s->counts = 1;
+        s->from = s->last;
+    }
     if (!s->based) {
         if (sent_at >= s->mark)
             window_next(s);
@@ -449,10 +455,21 @@ static void shared_marked(struct shared *s, ns now)
     window_later(s, now);
 }
 
-/* Something is to be sent after a pause: what comes next says nothing of what was before. */
+/* Something is to be sent after a pause, which ends a window. Bursts may be shorter than any window: what they lost since the last
+ * decision counts here, or a sender of short bursts would never leave its start. */
 static void shared_resume(struct shared *s, ns now)
 {
     s->queued_at = 0;
-    if (s->phase != DIPS)
-        window_later(s, now);
+    if (s->phase == DIPS)
+        return;
+    int counts = s->counts;
+    struct look from = s->from;
+    double n = (double)(s->last.top - from.top), got = (double)(s->last.datagrams - from.datagrams), l = n > got ? n - got : 0;
+    if (counts && n >= LEAST_BURST && excess(s, n, l)) {
+        shared_lost(s, now, n, l, 0);
+        return;
+    }
+    window_later(s, now);
+    s->counts = counts;
+    s->from = from;
 }

@@ -189,7 +189,7 @@ struct member {
     struct member *next; /* of the flow */
     struct channel *channel;
     uint32_t rank;
-    void *seal, *open;
+    struct key seal, open;
     struct dest *queue[PHASES], *last[PHASES];
     uint64_t eager, eager_limit; /* bytes sent without READY */
     uint32_t posted[PHASES];     /* the latest step that it is known to have posted, or the first that it was sent */

@@ -100,18 +100,11 @@ static int receive(struct engine *e)
     ns now = clock_now();
     for (int i = 0; i < n; i++) {
         uint32_t size = messages[i].msg_len, segment = size;
-        e->net.marked = 0;
         for (struct cmsghdr *h = CMSG_FIRSTHDR(&messages[i].msg_hdr); h; h = CMSG_NXTHDR(&messages[i].msg_hdr, h)) {
             if (h->cmsg_level == SOL_UDP && h->cmsg_type == UDP_GRO) {
                 int length;
                 memcpy(&length, CMSG_DATA(h), sizeof length);
                 segment = length > 0 && (uint32_t)length < size ? (uint32_t)length : size;
-            } else if (h->cmsg_level == IPPROTO_IP && h->cmsg_type == IP_TOS) {
-                e->net.marked = (*CMSG_DATA(h) & CONGESTION) == CONGESTION;
-            } else if (h->cmsg_level == IPPROTO_IPV6 && h->cmsg_type == IPV6_TCLASS) {
-                int class;
-                memcpy(&class, CMSG_DATA(h), sizeof class);
-                e->net.marked = (class & CONGESTION) == CONGESTION;
             } else if (h->cmsg_level == SOL_SOCKET && h->cmsg_type == SO_RXQ_OVFL) {
                 uint32_t dropped;
                 memcpy(&dropped, CMSG_DATA(h), sizeof dropped);
@@ -251,6 +244,8 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
     e->net.socket = socket(address->sa_family, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, IPPROTO_UDP);
     if (!e->net.receive || e->net.wake < 0 || e->net.socket < 0 || bind(e->net.socket, address, address_size) < 0)
         goto failed;
+    int none = 0; /* a kernel without it takes the control message, and sends one datagram that is too long */
+    e->net.gso = setsockopt(e->net.socket, SOL_UDP, UDP_SEGMENT, &none, sizeof none) == 0;
     e->net.buffer = buffer;
     e->net.force = force;
     memcpy(&e->net.local, address, address_size);
@@ -306,9 +301,7 @@ API void ml_free(struct engine *e)
         channel_free(e->channels);
     for (struct flow *f = e->flows, *next; f; f = next) {
         next = f->next;
-        free(f->out.sent);
-        free(f->in.seen);
-        free(f);
+        flow_free(f);
     }
     close_sockets(e);
     pthread_cond_destroy(&e->told);
