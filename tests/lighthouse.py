@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -12,10 +13,10 @@ TIMEOUT = 1.5
 
 
 @pytest.fixture
-def serve():
+def serve(tmp_path):
     """Starts a lighthouse, at ``port`` if that is given; the process and its URL. All end with the test.
 
-    ``join``: seconds for which others are waited for that have not asked.
+    Errors are in ``lighthouse_0.txt``, … of ``tmp_path``. ``join``: seconds for which others are waited for that have not asked.
     """
     pytest.importorskip("torchft")
     started = []
@@ -23,7 +24,11 @@ def serve():
     def serve(port=0, join=0.3):
         command = [sys.executable, "-m", "megatron_lossy", "lighthouse", "--bind", f"127.0.0.1:{port}"]
         options = ["--timeout", str(TIMEOUT), "--join", str(join)]
-        process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        errors = open(tmp_path / f"lighthouse_{len(started)}.txt", "w")
+        environment = {name: value for name, value in os.environ.items() if name != "RUST_LOG"}
+        process = subprocess.Popen(
+            [*command, *options], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        )
         started.append(process)
         line = process.stdout.readline()
         assert line.startswith("lighthouse: http://"), line

@@ -182,13 +182,15 @@ def test_updates_pauses_and_who_was_there(results):
     assert frozen.possible(results.happened, 100) == 90
     assert killed.possible(results.happened, 100) == 80
     assert results.goodput == pytest.approx((69 + 19 + 80) / 170)
-    assert frozen.lost == 2
+    assert frozen.lost == 2 and (frozen.begun(1), frozen.begun(20)) == (88, 4)
+    assert results.arrived == pytest.approx(1 - 2 / 168)
     assert frozen.spans == [(0, 40, SENDS), (40, 65, ALONE), (65, 69, SENDS), (81, 100, SENDS)]
     assert killed.spans == [(0, 40, SENDS), (60, 65, SENDS), (65, 100, LISTENS)]
     assert [results.longest_pause(number) for number in range(4)] == [0.1, 0.1, 0.3, 0.3]
+    assert results.headline() == "98.8 % of the possible updates made; of 98.8 % of the exchanges something arrived"
     rows = results.table()
-    assert rows[1][:5] == ["island 0", "1", "88", "97.8 %", "2"]
-    assert rows[2][:5] == ["island 1", "2", "80", "100.0 %", "0"]
+    assert rows[1][:5] == ["island 0", "1", "88", "97.8 %", "97.7 %"]
+    assert rows[2][:5] == ["island 1", "2", "80", "100.0 %", "100.0 %"]
     assert markdown(results.events())[2] == "| 40 | island 1 kill -9 | 0.10 |"
     results.happened[0] = Happened(60, 1, "stop", 60.5)  # and started again at once, before an iteration ends
     assert results.longest_pause(0) is None

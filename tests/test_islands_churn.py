@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -84,8 +85,15 @@ def test_all_who_get_the_same_answer_compute_the_same_epoch(answer, random, wait
     assert epoch.slots == sorted({one.member.slot for one in answer})
     assert epoch.senders and set(epoch.senders) <= set(epoch.slots)
     for one in epoch.members:
-        assert one.incarnation == max(other.member.incarnation for other in answer if other.member.slot == one.slot)
+        starts = [other.member.incarnation for other in answer if other.member.slot == one.slot]
+        assert one.incarnation == (min(starts) if waits else max(starts))
     assert next_epoch(answer, epoch, None, 5.0) == epoch
+
+
+def test_of_two_starts_one_that_runs_counts_before_one_that_waits():
+    them = [heard(1, begun=5)._replace(waits=True), heard(1, begun=3), heard(1, begun=4), heard(1, begun=1)]
+    for order in itertools.permutations(them):
+        assert [one.member.incarnation.begun for one in counting(order, None)[0]] == [4]
 
 
 def test_an_id_is_that_of_members_alone():

@@ -32,7 +32,7 @@ def test_the_one_that_comes_late_is_waited_for(place):
 
     def come(own, after):
         time.sleep(after)
-        meet(place, "epoch", own, iter("012"), 30.0, 5.0, lambda: False)
+        meet(place, "epoch", own, "012", 30.0, 5.0, lambda: False)
         came.append((own, time.monotonic()))
 
     began = time.monotonic()
@@ -46,11 +46,11 @@ def test_the_one_that_comes_late_is_waited_for(place):
 
 
 @pytest.mark.parametrize(
-    ("coming", "given_up", "why"), [(0.3, False, "did not come within 0.3 s"), (30.0, True, "given up")]
+    ("coming", "given_up", "why"), [(0.3, False, "^1, 2 did not come within 0.3 s"), (30.0, True, "given up")]
 )
-def test_one_that_does_not_come_is_not_met(place, coming, given_up, why):
+def test_those_that_do_not_come_are_named(place, coming, given_up, why):
     with pytest.raises(NotMet, match=why):
-        meet(place, "epoch", "0", iter("01"), coming, 5.0, lambda: given_up)
+        meet(place, "epoch", "0", "012", coming, 5.0, lambda: given_up)
 
 
 def test_an_epoch_that_nobody_can_open_has_failed():

@@ -12,6 +12,7 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.mechanisms.islands.elastic import membership as module
 from megatron_lossy.mechanisms.islands.elastic.membership import Membership
 from megatron_lossy.mechanisms.islands.elastic.pace import Pace
+from megatron_lossy.mechanisms.islands.elastic.standing import Standing
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation
 
 pytestmark = pytest.mark.shows("islands that are launches of their own agree on who is there", device=False)
@@ -219,16 +220,131 @@ def test_another_flag_is_refused_by_name(lighthouse):
         other.note(0, "send", 0)
 
 
-def test_of_two_launches_of_a_slot_the_earlier_ends(lighthouse):
+def test_a_flag_is_that_of_most_islands_while_all_wait(lighthouse):
+    wrong = lighthouse.start(0, what={"--lr": "0.1"}, digest="a")
+    for slot in (1, 2):
+        lighthouse.start(slot, what={"--lr": "0.2"}, digest="b")
+    lighthouse.answer()
+    with pytest.raises(UsageError, match=r"--lr 0.1: island 1 \(host1\) has 0.2; all must be alike"):
+        wrong.note(0, "send", 0)
+    for slot in (1, 2):
+        lighthouse.running[slot].note(0, "send", 0)
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_an_island_with_other_flags_ends_no_other(lighthouse, began):
+    """Neither one that starts for a slot that is alive, nor one that began elsewhere."""
+    all_begin(lighthouse)
+    own = dict(lighthouse.running)
+    wrong = lighthouse.start(0, what={"--lr": "0.1"}, digest="a")
+    if began:
+        lighthouse.clock.now += JOIN
+        wrong.hear([wrong.tell()[1]])  # at another lighthouse
+        assert wrong.latest == 0
+    said = [one.tell()[1] for one in (wrong, *own.values())]
+    for one in (wrong, *own.values()):
+        one.hear(said)
+    for step, one in enumerate(own.values()):
+        one.note(step, "send", 0)
+        assert one.placed(one.latest).epoch.slots == [0, 1, 2] and one.latest == 0
+    if not began:
+        with pytest.raises(UsageError, match="--lr 0.1: island 0"):
+            wrong.note(0, "send", 0)
+
+
+def test_a_slot_that_is_alive_is_not_taken_over(lighthouse):
+    """The later start waits for as long as a dead one could be in answers, and is refused; no other epoch begins."""
+    all_begin(lighthouse)
+    old = lighthouse.running[1]
+    new = lighthouse.start(1)
+    for _ in range(int(TIMEOUT) + 2):
+        new.note(0, "send", 0)
+        lighthouse.clock.now += 1.0
+        said = [one.tell()[1] for one in (*lighthouse.running.values(), old)]
+        for one in (*lighthouse.running.values(), old):
+            one.hear(said)
+    with pytest.raises(UsageError, match="--island 1: host1 has it, and is alive"):
+        new.note(0, "send", 0)
+    for one in (old, lighthouse.running[0], lighthouse.running[2]):
+        one.note(1, "send", 0)
+        assert one.latest == 0
+
+
+def test_of_two_starts_of_a_slot_that_wait_the_earlier_counts(lighthouse):
+    islands = [lighthouse.start(slot) for slot in (0, 1, 2)]
+    again = lighthouse.start(1)
+    said = [one.tell()[1] for one in (*islands, again)]
+    for one in (*islands, again):
+        one.hear(said)
+    assert all(one.latest == 0 for one in islands) and again.latest < 0
+    assert {one.placed(0).epoch.members[1].incarnation for one in islands} == {islands[1]._begun}
+
+
+def test_a_start_that_died_is_in_one_more_answer(lighthouse):
+    all_begin(lighthouse)
+    dead = lighthouse.running[1].tell()[1]
+    new = lighthouse.start(1)
+    said = [one.tell()[1] for one in lighthouse.running.values()]
+    for one in lighthouse.running.values():
+        one.hear([*said, dead])
+    assert new.latest < 0
+    for _ in range(20):
+        lighthouse.turn()
+    assert lighthouse.agree(0, 1, 2) and new.latest == 0
+
+
+def test_an_island_that_was_away_ends_if_a_later_start_has_its_slot(lighthouse):
     all_begin(lighthouse)
     old = lighthouse.running.pop(1)
+    for _ in range(12):
+        lighthouse.turn()
     new = lighthouse.start(1)
-    said = [one.tell()[1] for one in (*lighthouse.running.values(), old)]
-    for one in (old, new):
-        one.hear(said)
+    for _ in range(12):
+        lighthouse.turn()
+    old.hear([one.tell()[1] for one in (*lighthouse.running.values(), old)])
     with pytest.raises(UsageError, match="--island 1: host1 has it, since later than this one"):
         old.note(0, "send", 0)
-    new.note(0, "send", 0)
+    new.note(lighthouse.steps[1], "send", 0)
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_messages_that_cannot_be_read_end_no_island(data):
+    """A message with some of its items replaced, or lacking; or something else."""
+    with pytest.MonkeyPatch.context() as patch:
+        lighthouse = Lighthouse(Clock(patch), 3)
+        for slot in range(3):
+            lighthouse.start(slot)
+        for _ in range(2):
+            wrong = dict(lighthouse.running[0].tell()[1])
+            for name in data.draw(st.lists(st.sampled_from(sorted(wrong)), min_size=1, max_size=4)):
+                if data.draw(st.booleans()):
+                    wrong.pop(name, None)
+                else:
+                    wrong[name] = data.draw(JUNK)
+            junk = [wrong, {"protocol": module.PROTOCOL}, data.draw(JUNK)]
+            said = [one.tell()[1] for one in lighthouse.running.values()]
+            for one in lighthouse.running.values():
+                one.hear([*junk, *said])
+                one.hear(said)
+        for one in lighthouse.running.values():
+            one.note(0, "send", 0)
+            assert one.placed(one.latest).epoch.slots == [0, 1, 2]
+
+
+def test_messages_that_are_skipped_are_counted_once(lighthouse, caplog):
+    all_begin(lighthouse)
+    said = [one.tell()[1] for one in lighthouse.running.values()]
+    for _ in range(3):
+        lighthouse.running[0].hear([*said, {"protocol": 5}, {"of": "another program"}])
+    assert len(caplog.messages) == 1 and "skipped message 1 " in caplog.messages[0]
 
 
 def test_two_lighthouses_are_two_meshes_and_one_again_once_all_reach_one(lighthouse):
@@ -321,7 +437,45 @@ def test_who_is_alone_follows_the_run_and_not_the_other_way_round(monkeypatch):
     for one in (first, second):
         one.note(3, "send", 0)
     lighthouse.answer()
-    assert first.furthest == 40 and alone.ahead(7) == 8.0  # nobody exchanges
+    assert first.furthest == 3 and alone.ahead(7) == 8.0  # nobody exchanges
+
+
+def test_islands_that_train_together_do_not_follow_one_that_is_alone(monkeypatch):
+    """Not while their own exchanges fail, nor if an answer lacks one of them; one that was frozen follows the others."""
+    clock = Clock(monkeypatch)
+    lighthouse = Lighthouse(clock, 3)
+    first, second, alone = islands = [lighthouse.start(slot) for slot in range(3)]
+    lighthouse.answer()
+    together = Epoch(first.placed(0).epoch.members[:2], 10)
+    for one in (first, second):
+        one.note(543, "send", 0, together)
+    alone.note(623, "send", 0)
+    lighthouse.answer()
+    for one in (first, second):
+        one.note(544, "send", 0)
+    lighthouse.answer()
+    assert (first.furthest, second.furthest, alone.furthest) == (544, 544, 544)
+    clock.now += 2.0
+    first.hear([one.tell()[1] for one in (first, alone)])
+    assert first.furthest == 544
+    clock.now += TIMEOUT + 3.0  # for good
+    first.hear([one.tell()[1] for one in (first, alone)])
+    assert first.furthest == 623
+    second.note(600, "send", 0, Epoch(islands[1].placed(0).epoch.members[1:], 550))
+    alone.note(640, "send", 0, Epoch(islands[1].placed(0).epoch.members[1:], 550))
+    lighthouse.answer()
+    assert first.furthest == 640
+
+
+def test_an_island_that_has_trained_all_the_time_keeps_its_weights():
+    for still in (False, True):
+        standing = Standing(0, 0)
+        standing.slot.sent, standing.slot.made = 530, 12
+        for now in (0.0, 0.4, 5.0, 5.4, 40.0 if still else 9.0):
+            standing.begins(now, patience=5.0)
+        assert standing.behind(622, 6) is still
+        standing.sent(622)
+        assert not standing.stood_still
 
 
 def test_a_few_that_are_left_behind_in_an_epoch_and_are_ahead_are_not_followed(monkeypatch):

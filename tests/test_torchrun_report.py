@@ -140,6 +140,21 @@ def test_a_rank_that_somebody_else_told_to_end_and_that_fails_is_started_again(t
     assert process.returncode == 0 and (tmp_path / "again").exists()
 
 
+@pytest.mark.parametrize("well", [True, False])
+def test_after_sigterm_the_agent_ends_well_if_all_ranks_did(tmp_path, well):
+    (tmp_path / "script.py").write_text(
+        BEGIN + f"signal.signal(signal.SIGTERM, lambda *_: os._exit({int(not well)} * rank))\nat(); time.sleep(600)\n"
+    )
+    process = start(AGENT, tmp_path / "script.py")
+    while not all((tmp_path / str(rank)).exists() for rank in range(3)):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == (0 if well else -signal.SIGTERM)
+    assert said.splitlines()[-1].startswith("megatron_lossy.launch: ") and ("all ranks ended well" in said) == well
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_agent_ends_by_the_signal_that_it_got(tmp_path, number):
     (tmp_path / "script.py").write_text(

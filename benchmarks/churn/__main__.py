@@ -53,9 +53,9 @@ _RTT = 2.0
 #: The share of a run after which nobody is killed any more: all are there at its end.
 _KILLS_UNTIL = 0.97
 _EXPLANATION = (
-    "Updates possible: iterations of the run while the process was there, had entered the run, and was not frozen. An exchange is lost "
-    "whole if nothing of it arrived at that island. Who dies or freezes is waited for once, {patience} s at most; a death is noticed "
-    "at once by whoever waits for it."
+    "Updates possible: iterations of the run while the process was there, had entered the run, and was not frozen. An exchange "
+    "arrived if something of it arrived at that island. An island that dies or freezes is waited for once, {patience} s at most; a "
+    "death is noticed at once by the islands that wait for it."
 )
 
 
@@ -207,7 +207,8 @@ class Runs:
         notes = [f"It took {time.monotonic() - began:.0f} s"]
         failed = [one for one in islands.lives if one.process.returncode not in (0, -signal.SIGKILL)]
         notes += [f"island {one.slot} ended with status {one.process.returncode}" for one in failed]
-        return Results(found, events.happened, iterations, notes)
+        interval = int(flags[len(flags) - flags[::-1].index("--sync-interval")])  # the last one counts
+        return Results(found, events.happened, iterations, notes, interval)
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
@@ -250,13 +251,11 @@ def _report(results: Results) -> list[str]:
     """Lines about a run."""
     lines = [*(f"- {note}" for note in results.notes), f"- An iteration took {results.usual():.2f} s (median)", ""]
     lines += [*markdown(results.events()), "", *markdown(results.table()), ""]
-    return [*lines, f"Updates made of those possible: {100 * results.goodput:.1f} %. {results.whole()}", ""]
+    return [*lines, f"{results.headline()}. {results.whole()}", ""]
 
 
 def _draw(results: Results, path: Path) -> None:
-    title = (
-        f"{len(results.islands)} islands that come and go: {100 * results.goodput:.1f} % of the possible updates made"
-    )
+    title = f"{len(results.islands)} islands that come and go: {results.headline()}"
     replace_file(path, lambda aside: picture(results, title, aside))
 
 

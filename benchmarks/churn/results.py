@@ -67,6 +67,10 @@ class Island:
         """Exchanges that it has begun, and of which nothing arrived."""
         return sum(len(line["lost"]) for line in self.epochs)
 
+    def begun(self, interval: int) -> int:
+        """Return the number of exchanges that it has begun: one after every ``interval`` iterations of the run."""
+        return sum(iteration % interval == 0 for iteration in self.made)
+
     @property
     def spans(self) -> list[Span]:
         """What it was, in the order of the run: from its iterations, and from the epochs that it says it was in."""
@@ -139,12 +143,13 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Results:
-    """``happened``: in its order. ``end``: iterations of the run. ``notes``: what else is to be said."""
+    """``happened``: in its order. ``end``: iterations of the run. ``notes``: what else is to be said. ``interval``: see :meth:`Island.begun`."""
 
     islands: Sequence[Island]
     happened: Sequence[Happened]
     end: int
     notes: Sequence[str] = ()
+    interval: int = 1
 
     @property
     def updates(self) -> int:
@@ -161,6 +166,16 @@ class Results:
     def valid(self) -> float:
         """Mean over the islands of the validation loss of their own weights at the end of the run."""
         return fmean(one.valid[self.end] for one in self.islands if self.end in one.valid)
+
+    @property
+    def arrived(self) -> float:
+        """Share of the exchanges of all islands of which something arrived."""
+        begun = sum(one.begun(self.interval) for one in self.islands)
+        return 1 - sum(one.lost for one in self.islands) / max(begun, 1)
+
+    def headline(self) -> str:
+        """Return both shares in words: of updates that were made, and of exchanges that arrived."""
+        return f"{100 * self.goodput:.1f} % of the possible updates made; of {100 * self.arrived:.1f} % of the exchanges something arrived"
 
     def whole(self) -> str:
         """Which samples were left out, or read twice, in words."""
@@ -208,7 +223,7 @@ class Results:
 
     def table(self) -> list[list[str]]:
         """Rows of cells, the first of them the head."""
-        head = ["", "starts", "updates made", "of those possible", "exchanges lost whole"]
+        head = ["", "starts", "updates made", "of those possible", "exchanges that arrived"]
         rows = [[*head, "training loss, last 20", "validation loss"]]
         for one in self.islands:
             made, possible = len(set(one.made)), one.possible(self.happened, self.end)
@@ -219,7 +234,7 @@ class Results:
                     str(len(one.lives)),
                     str(made),
                     f"{100 * made / max(possible, 1):.1f} %",
-                    str(one.lost),
+                    f"{100 * (1 - one.lost / max(one.begun(self.interval), 1)):.1f} %",
                     f"{sum(losses) / max(len(losses), 1):.3f}",
                     f"{valid[max(valid)]:.3f}" if valid else "",
                 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ PORT = 29510
 
 def torchft() -> Any:
     """torchft's clients and servers. Raises :class:`UsageError` without torchft."""
+    os.environ.setdefault("RUST_LOG", "warn")  # otherwise each connection and each answer is logged
     try:
         return importlib.import_module("torchft.coordination")
     except ImportError as error:
@@ -72,7 +74,6 @@ class Lighthouse(Rendezvous):
     def __init__(self, addresses: Sequence[str], name: str, timeout: float = TIMEOUT) -> None:
         self.timeout = timeout
         self._name = name
-        os.environ.setdefault("RUST_LOG", "warn")  # else the client says each time that it connects
         self._library = torchft()
         self._doors = [_Door(address) for address in addresses]
         self._end = threading.Event()
@@ -147,7 +148,7 @@ class Lighthouse(Rendezvous):
 
 
 def _line(error: Exception) -> str:
-    return first_line(error)[:_LINE]
+    return textwrap.shorten(first_line(error), _LINE, placeholder=" …")
 
 
 class _Question(threading.Thread):

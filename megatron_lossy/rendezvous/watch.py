@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from .base import Data, Rendezvous, Unreachable
@@ -29,9 +30,17 @@ class Watch:
         self._rendezvous, self._poll, self._tell, self._hear, self._log = rendezvous, poll, tell, hear, log
         self._end = threading.Event()
         self._failed: BaseException | None = None
-        self._alone = False
+        self._alone = self._answered = False
+        self._began = time.monotonic()
+        #: The reason why no lighthouse answered last.
+        self.why = ""
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._thread.start()
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds without any answer since the start; 0 once there was one."""
+        return 0.0 if self._answered else time.monotonic() - self._began
 
     def check(self) -> None:
         """Raise what ``tell`` or ``hear`` raised: nobody is asked any more."""
@@ -57,10 +66,12 @@ class Watch:
         try:
             answer = self._rendezvous.ask(*self._tell())
         except Unreachable as error:
+            self.why = str(error)
             if not self._alone and not self._end.is_set():
-                self._log(f"--rendezvous: {error}; going on as before")
+                self._log(f"--rendezvous: {error}; {'going on as before' if self._answered else 'asking again'}")
             self._alone = True
             return
+        self._answered = True
         if self._end.is_set():
             return
         if self._alone:

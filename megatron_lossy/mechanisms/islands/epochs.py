@@ -19,6 +19,8 @@ ROLES = ("send", "listen")
 _ID_BYTES = 8
 #: Seconds beside the time until a death is noticed that all need to get an answer.
 ANSWERED = 2.0
+#: Seconds from one exchange to the next, at least.
+_LEAST = 1e-6
 #: Seconds from one exchange to the next, before any island has made two.
 UNKNOWN = 1.0
 
@@ -95,16 +97,24 @@ class Heard(NamedTuple):
     waits: bool = False
 
 
+def _precedes(one: Heard, other: Heard) -> bool:
+    if one.waits != other.waits:
+        return other.waits
+    later = one.member.incarnation > other.member.incarnation
+    return later != one.waits
+
+
 def counting(heard: Iterable[Heard], digest: str | None) -> tuple[list[Heard], list[Heard]]:
     """Those of ``heard`` who count, rising by slot, and those who are refused.
 
-    Of two incarnations of a slot the later counts. Refused is who has another digest than ``digest``; without one, than the
+    Of two starts of a slot one that runs counts before one that waits, of those that run the later, of those that wait the earlier.
+    Refused is who has another digest than ``digest``; without one, than the
     lowest slot.
     """
     latest: dict[int, Heard] = {}
     for one in heard:
         known = latest.get(one.member.slot)
-        if known is None or known.member.incarnation < one.member.incarnation:
+        if known is None or _precedes(one, known):
             latest[one.member.slot] = one
     found = [latest[slot] for slot in sorted(latest)]
     if found and digest is None:
@@ -145,7 +155,7 @@ def next_epoch(
         count = [_as("listen", one)._replace(lag=step - one.step) if step - one.step > keep else one for one in count]
     else:
         seconds = min((one.seconds for one in count if one.seconds is not None), default=UNKNOWN)
-        later = math.ceil((timeout + ANSWERED) / seconds)
+        later = math.ceil((timeout + ANSWERED) / max(seconds, _LEAST))
     if all(one.member.role != "send" for one in count):
         sender = count[least_lag([one.lag for one in count])]
         count = [_as("send", one) if one is sender else one for one in count]

@@ -155,7 +155,7 @@ class IslandFlags(Flags):
     )
     island_join: float = flag(
         60.0,
-        "with --rendezvous: seconds that a run which begins waits for islands that are not there yet",
+        "with --rendezvous: seconds that a start waits for a lighthouse, and a run which begins for other islands",
         metavar="S",
         incidental=True,
     )

@@ -31,27 +31,31 @@ def meet(
     patience: float,
     given_up: Callable[[], bool],
 ) -> Any:
-    """The store at ``place``, host and port, below ``prefix``, once ``all_of_them`` are there, of which this one is ``own``.
+    """Return the store at ``place``, host and port, below ``prefix``, once ``all_of_them`` are there, of which this one is ``own``.
 
     ``coming``: seconds to wait for the others. ``patience``: for each key later. ``given_up``: whether to stop waiting. Raises
-    :class:`NotMet`, and errors of torch if the store is lost.
+    :class:`NotMet`, which names those that did not come, and errors of torch if the store is lost.
     """
-    until, keys = time.monotonic() + coming, [f"here/{one}" for one in all_of_them]
+    until, keys = time.monotonic() + coming, {f"here/{one}": one for one in all_of_them}
 
-    def wait(there: Callable[[], bool], whom: str) -> None:
+    def wait(there: Callable[[], bool], why: Callable[[], str]) -> None:
         while not there():
             if given_up():
                 raise NotMet("given up")
             if time.monotonic() > until:
-                raise NotMet(f"{whom} did not come within {coming:g} s")
+                raise NotMet(f"{why()} within {coming:g} s")
             time.sleep(_LOOK)
 
-    wait(lambda: _answers(place), f"the store at {place[0]}:{place[1]}")
+    def absent() -> str:
+        missing = [one for key, one in keys.items() if not store.check([key])]
+        return f"{', '.join(missing)} did not come"
+
+    wait(lambda: _answers(place), lambda: f"no answer from the store at {place[0]}:{place[1]}")
     server = torch.distributed.TCPStore(place[0], place[1], None, False, timedelta(seconds=patience))
     store = torch.distributed.PrefixStore(prefix, server)
     store.set(f"here/{own}", "")
     try:
-        wait(lambda: store.check(keys), "all others")
+        wait(lambda: store.check(list(keys)), absent)
     except NotMet:
         store.delete_key(f"here/{own}")  # else who comes later would wait for this one
         raise

@@ -5,24 +5,29 @@ It is asked on the thread that trains, and hears answers on the one that asks.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
-from statistics import fmean, median
+from statistics import fmean, median, median_high
 from typing import Any
 
 from ....errors import UsageError, refuse
 from ....rendezvous import Data
 from ..copying import Request
-from ..epochs import ANSWERED, UNKNOWN, Epoch, Heard, Incarnation, Member, next_epoch
+from ..epochs import ANSWERED, ROLES, UNKNOWN, Epoch, Heard, Incarnation, Member, next_epoch
+
+logger = logging.getLogger(__name__)
 
 #: The version of what islands tell.
-PROTOCOL = 5
+PROTOCOL = 6
 #: Exchanges that the time from one to the next is taken from.
 _RECENT = 20
+#: Messages that are remembered as skipped.
+_MOST_UNREADABLE = 100
 #: How much shorter it may become, on average over the seconds until all have an answer.
 _FASTER = 1.5
 
@@ -72,6 +77,8 @@ class Membership:
         # the run's iteration): the latest exchange, and the usual seconds from one to the next; when that was so.
         self._exchanging: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
         self._training: list[tuple[int, float]] = []
+        # Of others that train, by slot and start: the latest exchange, and when that was in an answer.
+        self._steps: dict[tuple[int, Incarnation], tuple[int, float]] = {}
         self._heard_at = self._told_at = 0.0
         self._pace: float | None = None  # of others that train, the slowest that they have with those they wait for
         self._deadline: float | None = None  # until when others are waited for before the first epoch
@@ -82,6 +89,9 @@ class Membership:
         self._took: deque[float] = deque(maxlen=_RECENT)
         self._broken = self._joins = False
         self._without_since: float | None = None  # a member of the epoch is done without
+        self._met: Epoch | None = None  # the latest epoch in which this island exchanged with others
+        self._holders: dict[Incarnation, float] = {}  # other starts of this slot, and when each was first in an answer
+        self._unreadable: set[str] = set()  # messages that were skipped
         self._question: tuple[Member, int] | None = None
         self._requests: list[Request] = []  # of others, for a copy of this island
         self._at: float | None = None
@@ -141,27 +151,25 @@ class Membership:
             self._changed.notify_all()
 
     def _take(self, answer: Sequence[Data]) -> None:
-        known = [one for one in answer if _is_ours(one)]
-        mine = [one for one in known if one["slot"] == self._slot and tuple(one["incarnation"]) != tuple(self._begun)]
-        later = [one for one in mine if Incarnation(*one["incarnation"]) > self._begun]
-        if later:
-            raise refuse("--island", self._slot, f"{later[0]['host']} has it, since later than this one")
+        readable = self._readable(answer)
+        digest = self._common(readable)
+        if digest != self._digest:
+            raise _difference(self._what, next(one for one in readable if one["digest"] == digest))
+        known = [one for one in readable if one["digest"] == digest]
+        if self._slot_is_held(known):
+            return
         if self._deadline is not None:
             self._check_addresses(known)
-        heard = [_heard(one) for one in known]
+        self._heard = heard = [_heard(one) for one in known]
         stores = {(one["slot"], Incarnation(*one["incarnation"])): (one["store"][0], one["store"][1]) for one in known}
         self._note_requests(known)
-        digest = self._common(known)
-        if digest != self._digest:
-            other = next(one for one in known if one["digest"] == digest)
-            raise _difference(self._what, other)
-        self._heard = [one for one in heard if one.digest == self._digest]
-        others = [one for one in known if one["slot"] != self._slot and one["digest"] == digest]
+        others = [one for one in known if one["slot"] != self._slot]
         self._exchanging, self._training = {}, []
         for one in others:
             at = one["step"], one["usual"] or self.seconds
             if one["trains"]:
                 self._training.append(at)
+                self._steps[one["slot"], Incarnation(*one["incarnation"])] = one["step"], time.monotonic()
             if one["exchanges"] is not None:
                 self._exchanging.setdefault(tuple(one["exchanges"]), []).append(at)
         paces = [one["pace"] for one in others if one["trains"] and one["pace"] is not None]
@@ -179,6 +187,44 @@ class Membership:
         places = {slot: stores[life] for slot, life in lives.items() if life in stores}
         usual = max((one["usual"] for one in known if one["usual"] is not None), default=UNKNOWN)
         self._placed.append(Placed(len(self._placed), epoch, places, usual, self._heard_within))
+
+    def _readable(self, answer: Sequence[Data]) -> list[Data]:
+        """Return the messages of islands of this version. Others are skipped; those that claim to be of islands are logged once."""
+        found = [one for one in answer if _is_readable(one, self._islands)]
+        for one in answer:
+            if isinstance(one, Mapping) and "protocol" in one and not any(one is other for other in found):
+                text = str(one)[:100]
+                if text not in self._unreadable and len(self._unreadable) < _MOST_UNREADABLE:
+                    self._unreadable.add(text)
+                    logger.warning(
+                        "--rendezvous: skipped message %d that is not of an island of this version: %s",
+                        len(self._unreadable),
+                        text,
+                    )
+        return found
+
+    def _slot_is_held(self, known: Sequence[Data]) -> bool:
+        """Return whether this island must not begin yet, because another start of its slot may be alive.
+
+        A start that died can be in one more answer. Raises :class:`UsageError` if the other one is alive. An island that has begun
+        goes on, unless it was away and a later start has begun meanwhile.
+        """
+        starts = {Incarnation(*one["incarnation"]): one for one in known if one["slot"] == self._slot}
+        starts.pop(self._begun, None)
+        if self._epoch is not None:
+            for begun, one in starts.items():
+                if begun > self._begun and not one["waits"]:
+                    raise refuse("--island", self._slot, f"{one['host']} has it, since later than this one")
+            return False
+        now = time.monotonic()
+        holders = [begun for begun, one in starts.items() if begun < self._begun or not one["waits"]]
+        self._holders = {begun: self._holders.get(begun, now) for begun in holders}
+        for begun, since in self._holders.items():
+            if now - since > self._timeout:
+                host = starts[begun]["host"]
+                why = f"{host} has it, and is alive; end that one first, or start this island with another number"
+                raise refuse("--island", self._slot, why)
+        return bool(holders)
 
     def _check_addresses(self, known: Sequence[Data]) -> None:
         """Refuse addresses that only their own host knows, while this island has not begun."""
@@ -201,9 +247,17 @@ class Membership:
                     self._requests.append(request)
 
     def _common(self, known: Sequence[Data]) -> str:
-        """The digest that holds: that of those who run, and of the lowest slot while all wait."""
-        running = [one for one in known if not one["waits"]] or list(known)
-        return min(running, key=lambda one: one["slot"])["digest"]
+        """Return the digest that holds: of this island's epoch; before its first one, of most islands that run, or else that wait.
+
+        Of two with as many islands that of the lowest slot holds.
+        """
+        if self._epoch is not None:
+            return self._digest
+        islands = [one for one in known if not one["waits"]] or list(known)
+        count = Counter(one["digest"] for one in islands)
+        return max(islands, key=lambda one: (count[one["digest"]], -one["slot"]), default={"digest": self._digest})[
+            "digest"
+        ]
 
     def _counted_on(self, known: Sequence[Data]) -> Epoch | None:
         """The latest epoch of others that has this island, as it is now."""
@@ -272,6 +326,7 @@ class Membership:
             if step != self._step:
                 self._at = now
             self._step, self._role, self._lag, self._exchanges, self._own_pace = step, role, lag, met, pace
+            self._met = met or self._met
             self._check()
 
     def breaks(self, epoch: Epoch) -> None:
@@ -336,15 +391,21 @@ class Membership:
 
     @property
     def furthest(self) -> int:
-        """The latest exchange of any other island of the run, which is where most exchange with each other; -1: this one is the run.
+        """Return the latest exchange of other islands of the run; -1: this one is the run.
 
-        Who is alone may be ahead of the run, and so may be a few that are left behind in an epoch: nobody follows them. While nobody
-        exchanges with another one, the run is where any island is.
+        The run is where most islands exchange with each other. An island that is alone may be ahead of it, and so may be a few that
+        are left behind in an epoch: no other island follows them. While no exchange succeeds, the run is where the median island
+        is, of the members of the last epoch in which this island exchanged, or of all. One that an answer lacks counts for a while.
         """
         with self._changed:
             if self._exchanging:
                 return max((step for step, _ in self._most()), default=-1)
-            return max((one.step for one in self._heard if one.member.slot != self._slot), default=-1)
+            since = time.monotonic() - self._heard_within
+            steps = {life: step for life, (step, at) in self._steps.items() if at >= since}
+            if not steps:
+                return max((one.step for one in self._heard if one.member.slot != self._slot), default=-1)
+            lives = steps.keys() if self._met is None else steps.keys() & self._met.lives
+            return median_high([self._step, *(steps[life] for life in lives or steps)])
 
     def ahead(self, step: int) -> float | None:
         """Seconds by which who begins exchange ``step`` is ahead of those that exchange with each other, or else of the slowest that trains.
@@ -363,7 +424,7 @@ class Membership:
         return time.monotonic() - self._heard_at
 
     def _most(self) -> list[tuple[int, float]]:
-        """Those others that exchange where most do. If this island exchanges with as many, those that it exchanges with."""
+        """Return the other members of the largest group that exchanges; on a tie, of this island's."""
         where = max(self._exchanging.values(), key=len, default=[])
         if self._exchanges is None:
             return where
@@ -389,9 +450,59 @@ def _asked(question: tuple[Member, int] | None) -> list[int] | None:
     return [member.slot, *member.incarnation, number]
 
 
-def _is_ours(one: Data) -> bool:
-    """Whether it is an island of this version: others, or programs, may be at the same lighthouse."""
-    return one.get("protocol") == PROTOCOL
+def _whole(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 2**63
+
+
+def _life(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_whole, value))
+
+
+def _seconds(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value < 1e9)
+
+
+def _key(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _whole(value[1])
+    )
+
+
+def _member(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and _whole(value[0]) and _life(value[1]) and value[2] in ROLES
+
+
+#: What each item of a message must be, by its name.
+_ITEMS: dict[str, Callable[[Any], bool]] = {
+    "slot": _whole,
+    "incarnation": _life,
+    "role": lambda value: value in ROLES,
+    "lag": _whole,
+    "digest": lambda value: isinstance(value, str),
+    "what": lambda value: isinstance(value, Mapping) and all(isinstance(flag, str) for flag in value),
+    "step": lambda value: _whole(value, -1),
+    "exchanges": _key,
+    "trains": lambda value: isinstance(value, bool),
+    "seconds": _seconds,
+    "usual": _seconds,
+    "pace": _seconds,
+    "epoch": _key,
+    "members": lambda value: isinstance(value, list) and all(map(_member, value)),
+    "broken": lambda value: isinstance(value, bool),
+    "waits": lambda value: isinstance(value, bool),
+    "host": lambda value: isinstance(value, str),
+    "store": lambda value: (
+        isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _whole(value[1])
+    ),
+    "asks": lambda value: value is None or (isinstance(value, list) and len(value) == 4 and all(map(_whole, value))),
+}
+
+
+def _is_readable(one: Any, islands: int) -> bool:
+    """Return whether ``one`` is a message of an island of this version. Other programs may use the same lighthouse."""
+    if not isinstance(one, Mapping) or one.get("protocol") != PROTOCOL:
+        return False
+    return all(name in one and fits(one[name]) for name, fits in _ITEMS.items()) and one["slot"] < islands
 
 
 def _heard(one: Data) -> Heard:

@@ -111,7 +111,8 @@ class Opener:
         patience = config.island_patience + config.rounds_under_way * placed.usual
         prefix = f"{epoch.id}/{epoch.first}/sync/{self._rank}"
         coming = patience + placed.heard_within
-        store = meet(placed.stores[slots[0]], prefix, str(self._slot), map(str, slots), coming, patience, given_up)
+        own, names = f"island {self._slot}", [f"island {slot}" for slot in slots]
+        store = meet(placed.stores[slots[0]], prefix, own, names, coming, patience, given_up)
         total: Total | None = None
         if config.meets_whole and self._slot in epoch.senders:
             total = _same

@@ -113,6 +113,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         if not self._entered:
             why = "needs a training loop that can go on at a later iteration: python -m megatron_lossy.train, or megatron.training"
             raise refuse("--rendezvous", self.config.rendezvous, why)
+        self._standing.begins(time.monotonic(), self.config.island_patience)
         super().begin_iteration()
 
     def _is_at(self, now: int) -> None:
@@ -175,8 +176,11 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         if self._membership is None:
             self._begin_to_ask(iteration)
         assert self._membership is not None and self._watch is not None
-        placed = self._membership.first(self._watch.check, _ROUND)
+        placed = self._membership.first(self._watch.check, min(_ROUND, max(self.config.island_join, 1.0)))
         if placed is None:
+            if self._watch.silent_for >= self.config.island_join:
+                why = f"no answer within the {self.config.island_join:g} s of --island-join: {self._watch.why}"
+                raise refuse("--rendezvous", self.config.rendezvous, why)
             return None
         return placed, max(self._membership.furthest, self._exchange_of(iteration))
 
@@ -310,6 +314,9 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         for shard in self._built():
             shard.rounds.give_up()
         was = self._standing.slot.listens
+        still = [self._standing.stood_still]
+        dist.broadcast_object_list(still)  # of the first rank: clocks of ranks differ
+        self._standing.stood_still = still[0]
         if self._standing.behind(now, self.config.keep):
             self._begin_to_listen(keep=was)
 

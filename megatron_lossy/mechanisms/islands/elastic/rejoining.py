@@ -114,7 +114,8 @@ class Rejoining:
         begun = "/".join(map(str, request.incarnation))
         prefix = f"copy/{request.slot}/{begun}/{request.number}/{self._rank}"
         patience = self._patience
-        store = meet(placed.stores[source], prefix, str(place), ("0", "1"), patience, patience, lambda: self._ended)
+        ends = (f"island {source}", f"island {request.slot}")
+        store = meet(placed.stores[source], prefix, ends[place], ends, patience, patience, lambda: self._ended)
         return GlooPair(store, place, timedelta(seconds=self._patience))
 
     def end(self) -> None:
