@@ -178,7 +178,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         assert self._membership is not None and self._watch is not None
         placed = self._membership.first(self._watch.check, min(_ROUND, max(self.config.island_join, 1.0)))
         if placed is None:
-            if self._watch.silent_for >= self.config.island_join:
+            if self._watch.why and self._watch.silent_for >= self.config.island_join:
                 why = f"no answer within the {self.config.island_join:g} s of --island-join: {self._watch.why}"
                 raise refuse("--rendezvous", self.config.rendezvous, why)
             return None
