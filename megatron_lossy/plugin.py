@@ -24,6 +24,7 @@ from .errors import ArgumentParser, UsageError, tell_torchrun, usage_errors
 from .flags import add_flags, from_namespace
 from .loss_flags import add_preset_and_help, with_preset
 from .registry import MECHANISMS
+from .settings import note_origins_of
 
 if TYPE_CHECKING:
     from .hooks import Lossy
@@ -47,7 +48,9 @@ def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def parse_loss_flags(arguments: list[str]) -> LossyConfig:
     """Read the loss flags among Megatron's arguments. Checks everything that needs no import."""
-    return from_namespace(LossyConfig, _split(with_preset(arguments))[0])
+    words = with_preset(arguments)
+    note_origins_of(words, LossyConfig)
+    return from_namespace(LossyConfig, _split(words)[0])
 
 
 def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
@@ -188,6 +191,7 @@ def _command_line_patches() -> list[Patch]:
 
 def _pretrain(original: Callable, *args: Any, **kwargs: Any) -> Any:
     with running():
+        note_origins_of(sys.argv[1:], LossyConfig)
         return original(*args, **kwargs)
 
 

@@ -76,7 +76,24 @@ TRAIN = [
         ranks=2,
     ),
     Case("--param-priority change:2", "--param-priority change:2: must be one of none, change[:K], with K in [0, 1]"),
-    Case("--islands 3 --virtual-workers 4", "--islands 3: must divide the 4 virtual workers"),
+    Case("--islands 3 --sync-method gradients --virtual-workers 4", "--islands 3: must divide the 4 virtual workers"),
+    Case("--islands 2 --virtual-workers 4", "--islands 2: needs --sync-method: parameters, diloco, eager-diloco, no"),
+    Case("--config own.yaml", "--adam-beta1 2.0 (from own.yaml): must be in [0, 1)"),
+    Case("--config own.yaml --p-grad 2", "--p-grad 2.0: must be in [0, 1)"),
+    Case("--config own.yaml --adam-beta2 3", "--adam-beta2 3.0: must be in [0, 1)"),
+    Case("--config twice.yaml", "--config twice.yaml: has p_grad twice in a mapping, in lines 1 and 3"),
+    Case(
+        "--loss-preset smart --loss-unit shard",
+        "--grad-priority packet-mean:0.01 (of the preset smart): needs --loss-unit packet, or --grad-priority none",
+    ),
+    Case(
+        "--loss-preset smart --loss-unit shard --param-priority change",
+        "--param-priority change: needs --loss-unit packet",
+    ),
+    Case(
+        "--grad-recovery error-feedback --loss-unit shard",
+        "--grad-priority packet-mean (default): needs --loss-unit packet, or --grad-priority none",
+    ),
     Case(
         "--islands 2 --sync-method parameters",
         "--islands 2: must divide the 1 data-parallel rank; start more with torchrun",
@@ -166,6 +183,11 @@ STUDIES = [
     Case(
         "table1", "Training under packet loss, 0 %: --config: needs a file, for example configs/tiny/llama_1m.yaml, or"
     ),
+    Case(
+        "study.yaml --virtual-workers 3",
+        "Mine, 0 %: --global-batch-size 2 (from the study, settings): must be divisible by --micro-batch-size 1 x 3",
+    ),
+    Case("twice.yaml", "STUDY twice.yaml: has p_grad twice in a mapping, in lines 1 and 3"),
     Case("table1 --p-grad 0.1 FLAGS", "--p-grad: cannot be given to a sweep over --rates"),
 ]
 SWEEP = [
@@ -176,7 +198,10 @@ SWEEP = [
     Case("--rates 0.1 0.1 --out new FLAGS", "--rates 0.1 0.1: must differ from each other"),
     Case("--rates 0 0.1 --out new FLAGS", "--rates 0.1: data-parallel size 1: one rank exchanges nothing"),
     Case("--rates 0 --out new --save new FLAGS", "--save new: cannot be given to a sweep"),
-    Case("--rates 0 --out text.txt FLAGS", "--save text.txt/p_0.00: must be a folder that can be written to; /"),
+    Case(
+        "--rates 0 --out text.txt FLAGS",
+        "--save text.txt/p_0.00 (of --out): must be a folder that can be written to; /",
+    ),
     Case("--rates 0.1 --out runs FLAGS", "--out runs/p_0.10: holds a run of 2 ranks, not 4", ranks=4),
 ]
 REPORT = [
@@ -219,11 +244,19 @@ LAUNCH = [
         "--data-path broken/nothing: broken/nothing.bin holds no token",
     ),
     Case(f"{SEVEN_B} --data stdlib --dry-run --program none.py", "--data stdlib: needs --program train"),
+    Case(
+        f"{SEVEN_B} --dry-run --data stdlib --train-iters 10",
+        "--lr-warmup-iters 500 (from *llama2_7b/llama2_7b.yaml): must be below the 10 iterations of the decay",
+    ),
+    Case(f"{SEVEN_B} --dry-run --data stdlib --rate 2", "--p-grad 2.0 (of --rate): must be in [0, 1)"),
     Case(f"{SEVEN_B} --dry-run --data stdlib --out text.txt", "--out text.txt/p_0.10: must be a folder that can be"),
 ]
 LAUNCHER = [
     Case("none.py", "SCRIPT none.py: must be a Python file, for example Megatron-LM's pretrain_gpt.py"),
     Case("text.txt --p-grad 2", "--p-grad 2.0: must be in [0, 1)"),
+    Case(
+        "text.txt --loss-preset smart --loss-unit shard", "--grad-priority packet-mean:0.01 (of the preset smart): ne"
+    ),
     Case("text.txt --loss-model trace --trace none", "--trace none: must be a folder that", ranks=2),
     Case("copy text.txt", "FOLDER text.txt: cannot be written: Not a directory"),
     Case("copy /proc/none", "FOLDER /proc/none: cannot be written: No such file or directory"),
@@ -258,6 +291,8 @@ def world(tmp_path_factory) -> Path:
         (folder / name).mkdir(parents=True)
     (folder / "text.txt").write_text("A text of a line.\n" * 200)
     (folder / "study.yaml").write_text(STUDY)
+    (folder / "own.yaml").write_text("adam-beta1: 2\n")
+    (folder / "twice.yaml").write_text("p-grad: 0.1\nlossy-self: true\np_grad: 0.2\n")
     (folder / "other/study.json").write_text('{"title": "Theirs", "runs": []}')
     (folder / "old/loss_table.md").write_text("old")
     (folder / "broken/metrics/metrics.jsonl").write_text("{\n")

@@ -14,7 +14,7 @@ from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..data import check_files, epochs
 from ..data.manifest import check_manifest
-from ..errors import UsageError, refuse
+from ..errors import Collector, UsageError, refuse
 from ..files import check_folder
 from ..registry import MECHANISMS
 from ..train.saved import check_folders, in_folders_of_job
@@ -22,7 +22,6 @@ from .command import check_shape, ranks_of_node
 from .datagrams import check_host_memory
 from .devices import GIB, Device, check_devices, check_tokenizer
 from .memory import StageMemory, estimate, tokens
-from .options import Collector
 from .plan import Plan
 
 
