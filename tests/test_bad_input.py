@@ -78,6 +78,7 @@ TRAIN = [
     Case("--param-priority change:2", "--param-priority change:2: must be one of none, change[:K], with K in [0, 1]"),
     Case("--islands 3 --sync-method gradients --virtual-workers 4", "--islands 3: must divide the 4 virtual workers"),
     Case("--islands 2 --virtual-workers 4", "--islands 2: needs --sync-method: parameters, diloco, eager-diloco, no"),
+    Case("--wandb-mode offline", "--wandb-mode offline: needs --wandb-project"),
     Case("--config own.yaml", "--adam-beta1 2.0 (from own.yaml): must be in [0, 1)"),
     Case("--config own.yaml --p-grad 2", "--p-grad 2.0: must be in [0, 1)"),
     Case("--config own.yaml --adam-beta2 3", "--adam-beta2 3.0: must be in [0, 1)"),

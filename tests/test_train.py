@@ -379,7 +379,7 @@ def test_shipped_configurations(file):
 
 def test_command_line_wins_over_yaml(tmp_path):
     file = tmp_path / "run.yaml"
-    shape = {key: value for key, value in TINY.items() if key != "lr"}
+    shape = {key: value for key, value in TINY.items() if key not in ("lr", "eval_iters")}
     lines = [f"{key.replace('_', '-')}: {value}" for key, value in shape.items()]
     file.write_text(
         "\n".join([*lines, "lr: 3e-3", "bf16: true", "data_path: [0.3, x, 0.7, y]", "eval-iters: 0", "p-grad: 0.1"])

@@ -181,7 +181,11 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     def idle(self) -> dict[str, tuple[bool, set[str]]]:
         about: dict[str, tuple[bool, set[str]]] = {
-            "no losses are drawn": (self._draws_exchanges, {"loss_correlation"}),
+            "no losses are drawn": (self._draws_exchanges, {"loss_correlation", "loss_model"}),
+            "nothing that crosses a link can be lost": (
+                self.loses_between_stages() or any(map(self.loses, self.exchanges())),
+                {"lossy_links"},
+            ),
             f"the unit of loss is a {self.loss_unit}": (self.loss_unit == "packet", {"packet_bytes"}),
         }
         for answer in all_of(SECTIONS, "idle", of=self):

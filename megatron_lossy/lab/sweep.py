@@ -87,7 +87,7 @@ def _rate(base: TrainConfig, lossy: LossyConfig, rate: float, out: str) -> Rate:
         load=folder,
         save_interval=base.save_interval or max(1, base.train_iters // 4),
         tensorboard_dir=base.tensorboard_dir and os.path.join(base.tensorboard_dir, name),
-        wandb_exp_name=name,
+        wandb_exp_name=name if base.wandb_project else None,
     )
     try:
         # With saved replicas, an interrupted run ends as it would have without the interruption.

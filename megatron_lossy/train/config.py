@@ -260,6 +260,9 @@ class TrainConfig:
             yield from self._need(
                 "sharpness_interval", self.use_distributed_optimizer, "needs one optimizer: --use-distributed-optimizer"
             )
+        for name in ("wandb_exp_name", "wandb_mode") if self.wandb_project is None else ():
+            if getattr(self, name) != TrainConfig.__dataclass_fields__[name].default:
+                yield refuse(flag_name(TrainConfig, name), getattr(self, name), "needs --wandb-project")
         if self.data and (self.data_path or self.valid_data_path):
             yield refuse("--data", self.data, "cannot be combined with --data-path or --valid-data-path")
         if self.optimizer != "sgd":
