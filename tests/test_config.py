@@ -143,8 +143,10 @@ def test_both_halves_of_an_all_reduce_have_the_schedule_of_gradients():
         ({"loss_correlation": "source"}, "--loss-correlation source does nothing, since no losses are drawn"),
         (
             {"loss_model": ("gilbert-elliott",), "lossy_links": "inter-node:2"},
-            "--loss-model gilbert-elliott does nothing, since no losses are drawn; --lossy-links inter-node:2 does "
-            "nothing, since nothing that crosses a link can be lost",
+            (
+                "--loss-model gilbert-elliott does nothing, since no losses are drawn; --lossy-links inter-node:2 does "
+                "nothing, since nothing that crosses a link can be lost"
+            ),
         ),
     ],
 )

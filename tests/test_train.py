@@ -95,6 +95,31 @@ def test_overlap_evaluation_and_saving_change_nothing(data, tmp_path):
         assert plain == overlapped == disturbed
 
 
+def test_sums_in_fp32_lose_the_same_and_leave_megatron_as_it_was(data, tmp_path):
+    """Megatron binds its reduce-scatter anew. Two ranks add up to the same bits either way."""
+    base = TINY | data | {"log_interval": 1}
+    loss = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 256}
+    names = ("plain", "fp32", "fp32 overlapped")
+    changes = ({}, {"reduce_scatter_with_fp32_accumulation": True}, {"overlap_grad_reduce": True})
+    runs = [
+        (base | changes[min(k, 1)] | changes[2 * (k == 2)] | {"save": str(tmp_path / name)}, loss)
+        for k, name in enumerate(names)
+    ]
+    found = run_ranks(_train_and_look, 2, *runs)
+    assert [(len(summaries), left) for summaries, left in found] == [(3, "megatron.core.distributed")] * 2
+    plain, fp32, overlapped = (recorded_losses(tmp_path / name) for name in names)
+    assert plain == fp32 == overlapped
+
+
+def _train_and_look(rank, *runs):
+    """Summaries, and the package of Megatron's reduce-scatter after the runs, if that is not a wrapper."""
+    import megatron.core.distributed.param_and_grad_buffer as buffer
+
+    summaries, _ = train_runs(rank, *runs)
+    left = buffer.dist_reduce_scatter_func
+    return summaries, None if hasattr(left, "__wrapped__") else left.__module__.rpartition(".")[0]
+
+
 def test_metrics_and_lines(data, tmp_path):
     base = TINY | data | {"train_iters": 30, "eval_interval": 20, "log_interval": 10, "save": str(tmp_path / "run")}
     base["tensorboard_dir"] = str(tmp_path / "tensorboard")

@@ -138,6 +138,7 @@ _SAME = (
     "overlap_param_gather",
     "ddp_bucket_size",
     "ddp_average_in_collective",
+    "reduce_scatter_with_fp32_accumulation",
     "distributed_timeout_minutes",
     "data_cache_path",
     "eval_interval",

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..data import check_blend, is_weight
 from ..errors import Collector, UsageError, refuse
-from ..flags import flag, flag_name, refuse_unused
+from ..flags import flag, flag_name, refuse_unused, shown
 
 # The flags that fix the shapes of the saved weights.
 SHAPE = (
@@ -118,6 +118,9 @@ class TrainConfig:
         None, "parameters per bucket with --overlap-grad-reduce; default megatron-core's", type=int, metavar="N"
     )
     ddp_average_in_collective: bool = flag(False, "average in the reduce-scatter instead of scaling before it")
+    reduce_scatter_with_fp32_accumulation: bool = flag(
+        False, "reduce-scatter gradients by an all-to-all and sums in fp32 at each owner; from megatron-core 0.16 on"
+    )
     num_distributed_optimizer_instances: int = flag(
         1, "copies of the sharded optimizer over the data-parallel ranks", metavar="N"
     )
@@ -252,6 +255,13 @@ class TrainConfig:
             )
         if self.ddp_average_in_collective and self.calculate_per_token_loss:
             yield refuse("--ddp-average-in-collective", "on", "cannot be combined with --calculate-per-token-loss")
+        if self.reduce_scatter_with_fp32_accumulation:
+            name = "reduce_scatter_with_fp32_accumulation"
+            yield from self._need(name, self.use_distributed_optimizer, "needs --use-distributed-optimizer")
+            yield from self._need(name, not self.ddp_average_in_collective, "adds up: no --ddp-average-in-collective")
+            yield from self._need(name, not self.virtual_workers, "needs real ranks, without --virtual-workers")
+            one = self.num_distributed_optimizer_instances == 1
+            yield from self._need(name, one, "needs --num-distributed-optimizer-instances 1")
         if self.sharpness_interval:
             yield from self._need(
                 "sharpness_interval", bool(self.virtual_workers), "needs all workers in one process: --virtual-workers"
@@ -284,7 +294,7 @@ class TrainConfig:
     def _need(self, name: str, fine: bool, allowed: str) -> Iterator[UsageError]:
         """The error of the flag ``name`` unless it is ``fine``."""
         if not fine:
-            yield refuse(flag_name(TrainConfig, name), getattr(self, name), allowed)
+            yield refuse(flag_name(TrainConfig, name), shown(getattr(self, name)), allowed)
 
     def _check(self, name: str, fine: bool, allowed: str) -> None:
         for error in self._need(name, fine, allowed):

@@ -36,7 +36,7 @@ from .evaluate import begin_mean_loss, evaluate
 from .facts import check_flags
 from .log import Console, Silent
 from .metrics import check_wandb, perplexity
-from .model import transformer_impl
+from .model import check_fp32_sums, transformer_impl
 from .optimizer import lr_scale
 from .process import launched_ranks
 from .records import Progress, header, open_writers
@@ -71,6 +71,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     if launched is not None:
         config = in_folders_of_job(config, lossy_config.jobs(), launched.job[0])
     transformer_impl(config)
+    check_fp32_sums(config)
     if config.wandb_project:
         check_wandb(config.wandb_project)
     if config.data is None:
