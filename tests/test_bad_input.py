@@ -244,7 +244,6 @@ LAUNCH = [
         f"{SEVEN_B} --dry-run --data-path broken/nothing --valid-data-path data/train",
         "--data-path broken/nothing: broken/nothing.bin holds no token",
     ),
-    Case(f"{SEVEN_B} --data stdlib --dry-run --program none.py", "--data stdlib: needs --program train"),
     Case(
         f"{SEVEN_B} --dry-run --data stdlib --train-iters 10",
         "--lr-warmup-iters 500 (from *llama2_7b/llama2_7b.yaml): must be below the 10 iterations of the decay",

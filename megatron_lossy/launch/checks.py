@@ -36,7 +36,7 @@ def check(plan: Plan, starting: bool) -> None:
             raise refuse("--run", "on", "needs --rendezvous, and no --island")
         check_shape(plan)
         plan.train.check_world(plan.ranks)
-        _check_training(plan)
+        check_training(plan)
         memory = check_memory(plan)
         if starting:
             check_host_memory(plan, memory)
@@ -51,11 +51,9 @@ def check(plan: Plan, starting: bool) -> None:
         for folder in plan.job_folders:
             latest_iteration(folder)
     with problems.noting():
+        plan.launch.check_program()
         if plan.launch.trainer:
             check_trainer(plan.device)
-        elif not Path(plan.launch.program).is_file():
-            allowed = "must be train or a file, for example Megatron-LM's pretrain_gpt.py"
-            raise refuse("--program", plan.launch.program, allowed)
     with problems.noting():
         check_tokenizer(plan.train.tokenizer)
     with problems.noting():
@@ -65,7 +63,8 @@ def check(plan: Plan, starting: bool) -> None:
         check_megatron(plan)
 
 
-def _check_training(plan: Plan) -> None:
+def check_training(plan: Plan) -> None:
+    """Raise :class:`UsageError` for flags of the training that cannot run on the ranks of ``plan``."""
     train, lossy = plan.train, plan.lossy
     if plan.launch.trainer:
         from ..train.facts import check_flags  # it imports torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 from ..errors import Collector, UsageError, refuse
@@ -134,6 +135,13 @@ class LaunchConfig:
             value = getattr(self, name)
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
             raise refuse(flag_name(LaunchConfig, name), shown, allowed)
+
+    def check_program(self) -> None:
+        """Raise :class:`UsageError` unless the program is there."""
+        if not self.trainer and not os.path.isfile(self.program or ""):
+            raise refuse(
+                "--program", self.program, "must be train or a file, for example Megatron-LM's pretrain_gpt.py"
+            )
 
     @property
     def chosen_rate(self) -> float | None:

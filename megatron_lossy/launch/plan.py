@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -142,7 +142,8 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
     elif tasks is not None and tasks != launch.accelerators and not launch.dry_run:
         raise refuse("--accelerators", launch.accelerators, f"must be the {tasks} tasks of the Slurm job")
     _note_missing_of_training(missing, recipe, first.config, rest)
-    missing.finish()
+    with _and_of_program(launch):
+        missing.finish()
     folder = Path(launch.out) / (_rate_name(launch.chosen_rate) or Path(first.config).stem)
     note_origins_of(
         [
@@ -157,10 +158,23 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
         TrainConfig,
         LossyConfig,
     )
-    train, lossy, module, only_megatron, island = _program(launch, recipe, first.config, rest, folder)
+    with _and_of_program(launch):
+        train, lossy, module, only_megatron, island = _program(launch, recipe, first.config, rest, folder)
     given = dict(pair.split("=", 1) for pair in launch.environment or ())
     environment = ENVIRONMENT.get(DEVICES[launch.device].kind, {}) | given
     return Plan(launch, train, lossy, module, only_megatron, environment, folder, island)
+
+
+@contextlib.contextmanager
+def _and_of_program(launch: LaunchConfig) -> Iterator[None]:
+    """A context whose errors come together with that of a program that is not there."""
+    problems = Collector()
+    with problems.noting():
+        yield
+    if problems.found and (launch.container_image is None or launch.dry_run):
+        with problems.noting():
+            launch.check_program()
+    problems.finish()
 
 
 def _launch_config(
