@@ -110,6 +110,12 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
     world: World | None = MECHANISMS.first("world", config, 0)  # Megatron's arguments have the seed
     if world is not None:
         world.tell_environment()  # of which Megatron makes its arguments
+    if os.environ.get("RANK", "0") == "0":
+        from .hooks.dataset_helper import build_helper
+
+        build_helper()
+        if config.inert:
+            print(_nothing_lost(config, sys.argv[1:]), flush=True)
     lossy = hooks.install(config, steps, world=world)
     _install_once("flags", megatron_training.flag_patches)
     if not config.inert:
@@ -117,6 +123,12 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
     _lossy = lossy
     atexit.register(_close)  # of programs with a training loop of their own, around which nothing is running()
     return lossy
+
+
+def _nothing_lost(config: LossyConfig, arguments: list[str]) -> str:
+    """The line of a run in which nothing is done, which says whether it was asked for."""
+    given = len(_split(arguments)[1]) < len(arguments)
+    return f"loss: {config.describe()}{'' if given else '; no loss flag was given'}"
 
 
 def enable() -> None:

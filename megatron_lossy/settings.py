@@ -59,7 +59,7 @@ def arguments_of(settings: Mapping[str, Any], classes: Sequence[type]) -> list[s
     Raises :class:`UsageError`.
     """
     flags = {
-        field.name: (flag_name(cls, field.name), isinstance(field.default, bool))
+        field.name: (flag_name(cls, field.name), isinstance(field.default, bool), _takes_several(field))
         for cls in classes
         for field in dataclasses.fields(cls)
     }
@@ -109,7 +109,11 @@ def off(switch: str) -> str:
     return switch.replace("--", "--no-", 1)
 
 
-def _one_setting(key: str, flag: str, switch: bool, value: Any) -> list[str]:
+def _takes_several(field: dataclasses.Field[Any]) -> bool:
+    return "nargs" in field.metadata.get("flag", {})
+
+
+def _one_setting(key: str, flag: str, switch: bool, several: bool, value: Any) -> list[str]:
     if value is None:
         return []
     if switch != isinstance(value, bool):
@@ -118,6 +122,8 @@ def _one_setting(key: str, flag: str, switch: bool, value: Any) -> list[str]:
         )
     if switch:
         return [flag if value else off(flag)]
+    if isinstance(value, list) and not several:
+        raise UsageError(f"{key} {value}: must be one value, not a list")
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
         return [flag, *map(str, value)]
     if isinstance(value, str | int | float):

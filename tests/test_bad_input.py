@@ -127,7 +127,23 @@ TRAIN = [
     Case("--load none", "--load none: is no folder; to start a run, leave it out"),
     Case("--load empty --save new", "--load empty: has no latest_checkpointed_iteration.txt, which names"),
     Case("--load broken/gone", "--load broken/gone: latest_checkpointed_iteration.txt there names '7'"),
-    Case("--load broken/checkpoint", "--load broken/checkpoint/iter_0000002: cannot be read ("),
+    Case("--load broken/checkpoint", "--load broken/checkpoint/iter_0000002: cannot be read (*)\n"),
+    Case("--keep-checkpoints 2", "--keep-checkpoints 2: needs --save"),
+    Case("--save new --keep-checkpoints 0", "--keep-checkpoints 0: must be at least 1"),
+    Case(
+        "--save new --save-replicas --keep-checkpoints 1 --islands 2 --sync-method parameters",
+        "--keep-checkpoints 1: must be at least 2 with --islands: after a kill between their saves",
+        ranks=2,
+    ),
+    Case(
+        "--reduce-scatter-with-fp32-accumulation --virtual-workers 2",
+        "--reduce-scatter-with-fp32-accumulation on: needs real ranks, without --virtual-workers",
+    ),
+    Case("--config list.yaml", "--config list.yaml: p-grad [0.1, 0.2]: must be one value, not a list"),
+    Case(
+        "--islands 3 --sync-method parameters --rendezvous one.example:29511",
+        "--island: needs a value: --islands 3 has slots 0 to 2",
+    ),
     Case("--load broken/settings", "--load broken/settings: settings.json there is not of this program"),
     Case("--load runs/p_0.10 --num-layers 4", "--load runs/p_0.10: --num-layers was 2 there and is 4 here"),
     Case("--save runs/p_0.10 --load runs/p_0.10 --lr 1", "--save runs/p_0.10: holds another run (--lr was 0.01"),
@@ -157,6 +173,9 @@ DATA = [
     Case("--input text.txt --output-prefix text.txt/new", "--output-prefix text.txt: must be a folder that can"),
     Case("--input text.txt --output-prefix new --format jsonl", "--input *text.txt: line 1 is not JSON"),
     Case("--input text.txt --output-prefix new --split 1 0", "--split 1 0: must be two positive numbers"),
+    Case(
+        "--input text.txt --output-prefix new --split 0.5 0.6", "--split 0.5 0.6: must be two positive numbers that a"
+    ),
     Case("--input /proc/self/mem --output-prefix new", "/proc/self/mem: Input/output error", status=1),
     full("--input text.txt --output-prefix new", "new: File too large"),
     full("--input text.txt --output-prefix data/train --overwrite", "data/train: File too large", limit=1000),
@@ -253,6 +272,7 @@ LAUNCH = [
 ]
 LAUNCHER = [
     Case("none.py", "SCRIPT none.py: must be a Python file, for example Megatron-LM's pretrain_gpt.py"),
+    Case("docter", "SCRIPT docter: must be a Python file, *copy, lighthouse, did you mean doctor\n"),
     Case("text.txt --p-grad 2", "--p-grad 2.0: must be in [0, 1)"),
     Case(
         "text.txt --loss-preset smart --loss-unit shard", "--grad-priority packet-mean:0.01 (of the preset smart): ne"
@@ -292,6 +312,7 @@ def world(tmp_path_factory) -> Path:
     (folder / "text.txt").write_text("A text of a line.\n" * 200)
     (folder / "study.yaml").write_text(STUDY)
     (folder / "own.yaml").write_text("adam-beta1: 2\n")
+    (folder / "list.yaml").write_text("p-grad: [0.1, 0.2]\n")
     (folder / "twice.yaml").write_text("p-grad: 0.1\nlossy-self: true\np_grad: 0.2\n")
     (folder / "other/study.json").write_text('{"title": "Theirs", "runs": []}')
     (folder / "old/loss_table.md").write_text("old")

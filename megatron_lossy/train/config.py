@@ -170,6 +170,13 @@ class TrainConfig:
     save_interval: int | None = flag(
         None, "iterations between checkpoints; default only the last", type=int, metavar="N", incidental=True
     )
+    keep_checkpoints: int | None = flag(
+        None,
+        "checkpoints to keep in --save; older ones are deleted once a newer one is whole; default all",
+        type=int,
+        metavar="N",
+        incidental=True,
+    )
     exit_interval: int | None = flag(
         None, "save and exit at the first iteration divisible by this", type=int, metavar="N", incidental=True
     )
@@ -255,6 +262,8 @@ class TrainConfig:
             )
         if self.ddp_average_in_collective and self.calculate_per_token_loss:
             yield refuse("--ddp-average-in-collective", "on", "cannot be combined with --calculate-per-token-loss")
+        if self.keep_checkpoints is not None:
+            yield from self._need("keep_checkpoints", self.save is not None, "needs --save")
         if self.reduce_scatter_with_fp32_accumulation:
             name = "reduce_scatter_with_fp32_accumulation"
             yield from self._need(name, self.use_distributed_optimizer, "needs --use-distributed-optimizer")
@@ -404,6 +413,7 @@ _POSITIVE = (
     "distributed_timeout_minutes",
     "eval_interval",
     "save_interval",
+    "keep_checkpoints",
     "exit_interval",
     "log_interval",
 )

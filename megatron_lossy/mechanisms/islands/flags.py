@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...errors import refuse
+from ...errors import UsageError, refuse
 from ...flags import as_text, flag, flag_name, in_unit_interval, number, refuse_unused
 from ...jobs import Jobs
 from ...rendezvous.lighthouse import addresses_of
@@ -363,7 +363,9 @@ class IslandFlags(Flags):
             return
         addresses_of(self.rendezvous)
         slots = f"--islands {self.islands} has slots 0 to {self.islands - 1}"
-        self._need("island", self.island is not None and 0 <= self.island < self.islands, slots)
+        if self.island is None:
+            raise UsageError(f"--island: needs a value: {slots}")
+        self._need("island", 0 <= self.island < self.islands, slots)
         for name in ("island_patience", "island_poll"):
             self._need(name, 0 < getattr(self, name) < math.inf, "must be seconds above 0")
         self._need("island_join", 0 <= self.island_join < math.inf, "must be seconds of at least 0")
