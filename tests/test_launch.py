@@ -389,8 +389,9 @@ def test_status_2_and_nothing_started(data, tmp_path):
     command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", data, tmp_path / "out", "--rdzv-endpoint=n:1")
     done = subprocess.run([sys.executable, "-m", "megatron_lossy.launch", *command], capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout and not (tmp_path / "out").exists()
+    file = ROOT / "configs/llama2_7b/cuda_dp64.yaml"
     assert done.stderr.strip() == (
-        "megatron_lossy.launch: error: --device (cuda): 8 accelerators are asked for on this node, 0 are there"
+        f"megatron_lossy.launch: error: --device (cuda) (from {file}): 8 accelerators are asked for on this node, 0 are there"
     )
 
 
