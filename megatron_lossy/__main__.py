@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from .errors import ArgumentParser, UsageError, refuse
+from .flags import did_you_mean
 from .loss_flags import with_preset
 from .plugin import check_command_line, install, parse_loss_flags, running
 from .shipped import copy_shipped
@@ -29,6 +30,8 @@ USAGE = (
     "python -m megatron_lossy copy FOLDER puts configurations and the launchers' scripts there; "
     "python -m megatron_lossy lighthouse [--help] serves where islands find each other"
 )
+
+_COMMANDS = ("doctor", "refusals", "copy", "lighthouse")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -61,7 +64,10 @@ def main(arguments: list[str] | None = None) -> None:
             _copy(rest)
             return
         if not Path(script).is_file():
-            raise refuse("SCRIPT", script, "must be a Python file, for example Megatron-LM's pretrain_gpt.py")
+            allowed = (
+                f"must be a Python file, for example Megatron-LM's pretrain_gpt.py, or one of {', '.join(_COMMANDS)}"
+            )
+            raise refuse("SCRIPT", script, allowed + did_you_mean([script], _COMMANDS))
         rest = with_preset(rest)
         config = parse_loss_flags(rest)
         steps = check_command_line(config, rest)

@@ -16,6 +16,12 @@ def iteration_folder(folder: str | os.PathLike[str], iteration: int) -> Path:
     return Path(folder) / f"iter_{iteration:07d}"
 
 
+def iterations_in(folder: str | os.PathLike[str]) -> list[int]:
+    """The iterations of all finished checkpoints in ``folder``, the earliest first."""
+    names = (path.name.removeprefix("iter_") for path in Path(folder).glob("iter_*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
 def names_checkpoint(folder: str | os.PathLike[str]) -> bool:
     """Whether ``folder`` names a latest checkpoint."""
     return os.path.isfile(os.path.join(folder, TRACKER))

@@ -10,6 +10,9 @@
 
 Anything else is a defect of ours, and shows its traceback. Programs wrap their main function in :func:`usage_errors`.
 
+A value may come from a file, a preset or a default, and not from the user. The program that reads it notes that
+(:func:`note_origins`). Then the line says where the value came from, and errors about typed values come first.
+
 torchrun ends the ranks of a node when one has failed, and prints a report. The rank that failed first tells it why
 (:func:`tell_torchrun`). The others end without a word, and torchrun does not report them.
 """
@@ -22,11 +25,12 @@ import errno
 import importlib.util
 import json
 import os
+import re
 import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NoReturn, TextIO
 
 #: Errors that hit a right command: no space, broken disks and mounts, no files or memory left.
@@ -44,6 +48,10 @@ MACHINE_ERRORS = frozenset(
 )
 #: Seconds that all but the first rank of a node wait before they print their error.
 _GRACE = 5.0
+#: The flag and the value that an error begins with.
+_FLAG_AND_VALUE = re.compile(r"(--[\w-]+) .*?(?=: )")
+#: The origins of values, by flag, while a program runs. Flags that are not among them were typed.
+_origins: dict[str, str] | None = None
 
 
 class UsageError(ValueError):
@@ -68,6 +76,66 @@ def raise_postponed() -> None:
 def refuse(flag: str, value: object, allowed: str) -> UsageError:
     """The :class:`UsageError` for a ``flag`` that may not be ``value``. ``allowed``: the allowed values."""
     return UsageError(f"{flag} {value}: {allowed}")
+
+
+class Problems(UsageError):
+    """Several wrong inputs. A reader that does not look at ``found`` sees the first."""
+
+    def __init__(self, found: list[UsageError]) -> None:
+        super().__init__(str(found[0]))
+        self.found = found
+
+
+class Collector:
+    """Gathers errors of checks that do not depend on each other."""
+
+    def __init__(self) -> None:
+        self.found: list[UsageError] = []
+
+    def note(self, error: UsageError) -> None:
+        """Add ``error``, or all errors that it contains."""
+        known = {str(one) for one in self.found}
+        more = error.found if isinstance(error, Problems) else [error]
+        self.found += [one for one in more if str(one) not in known]
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note a :class:`UsageError` from inside the context, and go on after it."""
+        try:
+            yield
+        except UsageError as error:
+            self.note(error)
+
+    def finish(self) -> None:
+        """Raise the errors, if there are any: first those about typed values."""
+        self.found.sort(key=lambda error: origin_of(error) is not None)
+        if len(self.found) > 1:
+            raise Problems(self.found) from None
+        if self.found:
+            raise self.found[0] from None
+
+
+def note_origins(origins: Mapping[str, str]) -> None:
+    """Note where values came from, by flag and in words ("from run.yaml"), for the errors of the program that runs.
+
+    It replaces earlier notes. Flags that were typed are not in ``origins``. Outside of a program nothing is noted.
+    """
+    global _origins
+    if _origins is not None:
+        _origins = dict(origins)
+
+
+def origin_of(error: UsageError) -> str | None:
+    """The origin of the value that ``error`` is about; ``None`` if it was typed, or is not known."""
+    found = _FLAG_AND_VALUE.match(str(error))
+    return (_origins or {}).get(found[1]) if found else None
+
+
+def with_origin(error: UsageError) -> str:
+    """The text of ``error``, with the origin of the value in brackets unless it was typed."""
+    text, origin = str(error), origin_of(error)
+    found = _FLAG_AND_VALUE.match(text)
+    return text if origin is None or found is None else f"{found[0]} ({origin}){text[found.end() :]}"
 
 
 def check_package(package: str, flag: str, value: object, install: str) -> None:
@@ -128,11 +196,13 @@ def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
     it too. The exit skips the clean-up of process groups, which would wait for other ranks. Errors that imports found
     (:func:`postpone`) come first.
     """
+    global _origins
+    outer, _origins = _origins, _origins or {}
     try:
         raise_postponed()
         yield
     except UsageError as error:
-        _end(f"{program}: error: {error}", 2)
+        _end(f"{program}: error: {with_origin(error)}", 2)
     except OSError as error:
         if is_unread(error):
             _end_by(signal.SIGPIPE)
@@ -145,6 +215,8 @@ def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
         if _first_of_node():
             print(f"{program}: interrupted", file=sys.stderr, flush=True)
         _end_by(signal.SIGINT)
+    finally:
+        _origins = outer
 
 
 def under_torchrun() -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import Any, TypeVar
 
@@ -56,19 +56,24 @@ def identity(config: Any) -> dict[str, Any]:
 
 
 def difference(cls: type, saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """The first flag of ``cls`` that differs between the identities ``saved`` and ``here``, in words; or ``None``.
+    """The first of :func:`differences`; or ``None``."""
+    return next(differences(cls, saved, here), None)
+
+
+def differences(cls: type, saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    """The flags of ``cls`` that differ between the identities ``saved`` and ``here``, in words.
 
     ``saved`` may come from an earlier version, and from JSON: a flag that came later had its default.
     """
     try:
         known = identity(of_flags(cls, saved))
     except UsageError as error:
-        return f"with flags that are refused here: {error}"
+        yield f"with flags that are refused here: {error}"
+        return
     for name, now in here.items():
         there = _plain(known[name])
         if there != _plain(now):
-            return f"{flag_name(cls, name)} was {there} there and is {_plain(now)} here"
-    return None
+            yield f"{flag_name(cls, name)} was {there} there and is {_plain(now)} here"
 
 
 def _plain(value: Any) -> Any:

@@ -181,16 +181,23 @@ class Ledger:
             raise
 
     def uninstall(self) -> None:
-        """Put every original back. Raises ``RuntimeError``, changing nothing, if a target was patched again since."""
-        for patch, owner, attribute, _, new in self._installed:
-            if _get(owner, attribute) is not new:
+        """Put every original back. Raises ``RuntimeError``, changing nothing, if a target was patched again since.
+
+        Megatron may have bound a target anew to another of our replacements. Then the original of that one is put back.
+        """
+        ours = [new for *_, new in self._installed]
+        for patch, owner, attribute, *_ in self._installed:
+            if not any(_get(owner, attribute) is one for one in ours):
                 raise RuntimeError(
                     f"cannot remove the patch of {patch.target}: something else replaced it after us; remove that first"
                 )
         self._restore()
 
     def _restore(self) -> None:
-        for _, owner, attribute, original, _ in reversed(self._installed):
+        replaced = {id(new): original for *_, original, new in self._installed}
+        for _, owner, attribute, original, new in reversed(self._installed):
+            now = _get(owner, attribute)
+            original = original if now is new else replaced.get(id(now), original)
             if original is _MISSING:
                 delattr(owner, attribute)
             else:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from .config import LossyConfig
 from .errors import ArgumentParser, UsageError, refuse
 from .flags import add_flags, did_you_mean, flag_groups, flag_help
-from .settings import arguments_of, read_yaml
+from .settings import arguments_of, from_origin, read_yaml
 from .shipped import find_config, shipped_folder
 
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
@@ -115,7 +115,8 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(PRESET, dest="preset")
     found, others = parser.parse_known_args(arguments)
-    return _read(found.preset), others
+    origin = f"of the preset {found.preset}" if found.preset in presets() else f"from {found.preset}"
+    return from_origin(_read(found.preset), origin), others
 
 
 def _read(preset: str) -> list[str]:

@@ -24,6 +24,7 @@ from .errors import ArgumentParser, UsageError, tell_torchrun, usage_errors
 from .flags import add_flags, from_namespace
 from .loss_flags import add_preset_and_help, with_preset
 from .registry import MECHANISMS
+from .settings import note_origins_of
 
 if TYPE_CHECKING:
     from .hooks import Lossy
@@ -47,7 +48,9 @@ def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def parse_loss_flags(arguments: list[str]) -> LossyConfig:
     """Read the loss flags among Megatron's arguments. Checks everything that needs no import."""
-    return from_namespace(LossyConfig, _split(with_preset(arguments))[0])
+    words = with_preset(arguments)
+    note_origins_of(words, LossyConfig)
+    return from_namespace(LossyConfig, _split(words)[0])
 
 
 def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
@@ -107,6 +110,12 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
     world: World | None = MECHANISMS.first("world", config, 0)  # Megatron's arguments have the seed
     if world is not None:
         world.tell_environment()  # of which Megatron makes its arguments
+    if os.environ.get("RANK", "0") == "0":
+        from .hooks.dataset_helper import build_helper
+
+        build_helper()
+        if config.inert:
+            print(_nothing_lost(config, sys.argv[1:]), flush=True)
     lossy = hooks.install(config, steps, world=world)
     _install_once("flags", megatron_training.flag_patches)
     if not config.inert:
@@ -114,6 +123,12 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
     _lossy = lossy
     atexit.register(_close)  # of programs with a training loop of their own, around which nothing is running()
     return lossy
+
+
+def _nothing_lost(config: LossyConfig, arguments: list[str]) -> str:
+    """The line of a run in which nothing is done, which says whether it was asked for."""
+    given = len(_split(arguments)[1]) < len(arguments)
+    return f"loss: {config.describe()}{'' if given else '; no loss flag was given'}"
 
 
 def enable() -> None:
@@ -188,6 +203,7 @@ def _command_line_patches() -> list[Patch]:
 
 def _pretrain(original: Callable, *args: Any, **kwargs: Any) -> Any:
     with running():
+        note_origins_of(sys.argv[1:], LossyConfig)
         return original(*args, **kwargs)
 
 

@@ -225,13 +225,12 @@ def block_payload(unit, bits, block, u=None):
 
 
 def block_values(payload, elements, bits, block):
-    """float32[elements] of the bytes of one unit."""
+    """float32[elements] of the bytes of one unit. What is above the largest float32 becomes that."""
     count = -(-elements // block)
     scales = np.frombuffer(payload[: 2 * count], "<u2").astype(np.uint32) << 16
     rest, codes = payload[2 * count :], []
     for k in range(elements):
         code = rest[k] if bits == 8 else rest[k // 2] >> 4 * (k % 2) & 15
         codes.append(code - 2**bits if code >= 2 ** (bits - 1) else code)
-    return np.array(
-        [np.float32(code) * scales.view(np.float32)[k // block] for k, code in enumerate(codes)], np.float32
-    )
+    values = [np.float32(code) * scales.view(np.float32)[k // block] for k, code in enumerate(codes)]
+    return np.clip(np.array(values, np.float32), *np.array([-1, 1], np.float32) * np.finfo(np.float32).max)

@@ -66,12 +66,18 @@ def test_every_element_has_its_turn_once_in_n_rounds(kind, fraction, block, size
         assert parts == [None]
         return
     assert sorted(itertools.chain(*(part.tolist() for part in parts))) == list(range(size))
+    assert max(map(len, parts)) <= subset.most <= size
     assert all((np.diff(part) > 0).all() for part in parts)
     fixed = [chosen(subset, part).tolist() for part in range(config.parts)]
     if kind == "cyclic":
         assert fixed == [part.tolist() for part in parts]
     elif cycle and config.parts > 1 and size // block > 20:
         assert fixed != [part.tolist() for part in parts]
+
+
+def test_a_round_of_nearly_all_elements_has_no_more_than_there_are():
+    config = flags(islands=2, sync_fraction=1 - 1e-10, sync_block=4)
+    assert config.parts == 1 and Subset(config, 10, 1, STREAM).most == 10
 
 
 def test_a_subset_depends_on_seed_stream_and_round_alone():

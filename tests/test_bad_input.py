@@ -76,7 +76,25 @@ TRAIN = [
         ranks=2,
     ),
     Case("--param-priority change:2", "--param-priority change:2: must be one of none, change[:K], with K in [0, 1]"),
-    Case("--islands 3 --virtual-workers 4", "--islands 3: must divide the 4 virtual workers"),
+    Case("--islands 3 --sync-method gradients --virtual-workers 4", "--islands 3: must divide the 4 virtual workers"),
+    Case("--islands 2 --virtual-workers 4", "--islands 2: needs --sync-method: parameters, diloco, eager-diloco, no"),
+    Case("--wandb-mode offline", "--wandb-mode offline: needs --wandb-project"),
+    Case("--config own.yaml", "--adam-beta1 2.0 (from own.yaml): must be in [0, 1)"),
+    Case("--config own.yaml --p-grad 2", "--p-grad 2.0: must be in [0, 1)"),
+    Case("--config own.yaml --adam-beta2 3", "--adam-beta2 3.0: must be in [0, 1)"),
+    Case("--config twice.yaml", "--config twice.yaml: has p_grad twice in a mapping, in lines 1 and 3"),
+    Case(
+        "--loss-preset smart --loss-unit shard",
+        "--grad-priority packet-mean:0.01 (of the preset smart): needs --loss-unit packet, or --grad-priority none",
+    ),
+    Case(
+        "--loss-preset smart --loss-unit shard --param-priority change",
+        "--param-priority change: needs --loss-unit packet",
+    ),
+    Case(
+        "--grad-recovery error-feedback --loss-unit shard",
+        "--grad-priority packet-mean (default): needs --loss-unit packet, or --grad-priority none",
+    ),
     Case(
         "--islands 2 --sync-method parameters",
         "--islands 2: must divide the 1 data-parallel rank; start more with torchrun",
@@ -109,7 +127,23 @@ TRAIN = [
     Case("--load none", "--load none: is no folder; to start a run, leave it out"),
     Case("--load empty --save new", "--load empty: has no latest_checkpointed_iteration.txt, which names"),
     Case("--load broken/gone", "--load broken/gone: latest_checkpointed_iteration.txt there names '7'"),
-    Case("--load broken/checkpoint", "--load broken/checkpoint/iter_0000002: cannot be read ("),
+    Case("--load broken/checkpoint", "--load broken/checkpoint/iter_0000002: cannot be read (*)\n"),
+    Case("--keep-checkpoints 2", "--keep-checkpoints 2: needs --save"),
+    Case("--save new --keep-checkpoints 0", "--keep-checkpoints 0: must be at least 1"),
+    Case(
+        "--save new --save-replicas --keep-checkpoints 1 --islands 2 --sync-method parameters",
+        "--keep-checkpoints 1: must be at least 2 with --islands: after a kill between their saves",
+        ranks=2,
+    ),
+    Case(
+        "--reduce-scatter-with-fp32-accumulation --virtual-workers 2",
+        "--reduce-scatter-with-fp32-accumulation on: needs real ranks, without --virtual-workers",
+    ),
+    Case("--config list.yaml", "--config list.yaml: p-grad [0.1, 0.2]: must be one value, not a list"),
+    Case(
+        "--islands 3 --sync-method parameters --rendezvous one.example:29511",
+        "--island: needs a value: --islands 3 has slots 0 to 2",
+    ),
     Case("--load broken/settings", "--load broken/settings: settings.json there is not of this program"),
     Case("--load runs/p_0.10 --num-layers 4", "--load runs/p_0.10: --num-layers was 2 there and is 4 here"),
     Case("--save runs/p_0.10 --load runs/p_0.10 --lr 1", "--save runs/p_0.10: holds another run (--lr was 0.01"),
@@ -139,6 +173,9 @@ DATA = [
     Case("--input text.txt --output-prefix text.txt/new", "--output-prefix text.txt: must be a folder that can"),
     Case("--input text.txt --output-prefix new --format jsonl", "--input *text.txt: line 1 is not JSON"),
     Case("--input text.txt --output-prefix new --split 1 0", "--split 1 0: must be two positive numbers"),
+    Case(
+        "--input text.txt --output-prefix new --split 0.5 0.6", "--split 0.5 0.6: must be two positive numbers that a"
+    ),
     Case("--input /proc/self/mem --output-prefix new", "/proc/self/mem: Input/output error", status=1),
     full("--input text.txt --output-prefix new", "new: File too large"),
     full("--input text.txt --output-prefix data/train --overwrite", "data/train: File too large", limit=1000),
@@ -166,6 +203,11 @@ STUDIES = [
     Case(
         "table1", "Training under packet loss, 0 %: --config: needs a file, for example configs/tiny/llama_1m.yaml, or"
     ),
+    Case(
+        "study.yaml --virtual-workers 3",
+        "Mine, 0 %: --global-batch-size 2 (from the study, settings): must be divisible by --micro-batch-size 1 x 3",
+    ),
+    Case("twice.yaml", "STUDY twice.yaml: has p_grad twice in a mapping, in lines 1 and 3"),
     Case("table1 --p-grad 0.1 FLAGS", "--p-grad: cannot be given to a sweep over --rates"),
 ]
 SWEEP = [
@@ -176,7 +218,10 @@ SWEEP = [
     Case("--rates 0.1 0.1 --out new FLAGS", "--rates 0.1 0.1: must differ from each other"),
     Case("--rates 0 0.1 --out new FLAGS", "--rates 0.1: data-parallel size 1: one rank exchanges nothing"),
     Case("--rates 0 --out new --save new FLAGS", "--save new: cannot be given to a sweep"),
-    Case("--rates 0 --out text.txt FLAGS", "--save text.txt/p_0.00: must be a folder that can be written to; /"),
+    Case(
+        "--rates 0 --out text.txt FLAGS",
+        "--save text.txt/p_0.00 (of --out): must be a folder that can be written to; /",
+    ),
     Case("--rates 0.1 --out runs FLAGS", "--out runs/p_0.10: holds a run of 2 ranks, not 4", ranks=4),
 ]
 REPORT = [
@@ -218,12 +263,20 @@ LAUNCH = [
         f"{SEVEN_B} --dry-run --data-path broken/nothing --valid-data-path data/train",
         "--data-path broken/nothing: broken/nothing.bin holds no token",
     ),
-    Case(f"{SEVEN_B} --data stdlib --dry-run --program none.py", "--data stdlib: needs --program train"),
+    Case(
+        f"{SEVEN_B} --dry-run --data stdlib --train-iters 10",
+        "--lr-warmup-iters 500 (from *llama2_7b/llama2_7b.yaml): must be below the 10 iterations of the decay",
+    ),
+    Case(f"{SEVEN_B} --dry-run --data stdlib --rate 2", "--p-grad 2.0 (of --rate): must be in [0, 1)"),
     Case(f"{SEVEN_B} --dry-run --data stdlib --out text.txt", "--out text.txt/p_0.10: must be a folder that can be"),
 ]
 LAUNCHER = [
     Case("none.py", "SCRIPT none.py: must be a Python file, for example Megatron-LM's pretrain_gpt.py"),
+    Case("docter", "SCRIPT docter: must be a Python file, *copy, lighthouse, did you mean doctor\n"),
     Case("text.txt --p-grad 2", "--p-grad 2.0: must be in [0, 1)"),
+    Case(
+        "text.txt --loss-preset smart --loss-unit shard", "--grad-priority packet-mean:0.01 (of the preset smart): ne"
+    ),
     Case("text.txt --loss-model trace --trace none", "--trace none: must be a folder that", ranks=2),
     Case("copy text.txt", "FOLDER text.txt: cannot be written: Not a directory"),
     Case("copy /proc/none", "FOLDER /proc/none: cannot be written: No such file or directory"),
@@ -258,6 +311,9 @@ def world(tmp_path_factory) -> Path:
         (folder / name).mkdir(parents=True)
     (folder / "text.txt").write_text("A text of a line.\n" * 200)
     (folder / "study.yaml").write_text(STUDY)
+    (folder / "own.yaml").write_text("adam-beta1: 2\n")
+    (folder / "list.yaml").write_text("p-grad: [0.1, 0.2]\n")
+    (folder / "twice.yaml").write_text("p-grad: 0.1\nlossy-self: true\np_grad: 0.2\n")
     (folder / "other/study.json").write_text('{"title": "Theirs", "runs": []}')
     (folder / "old/loss_table.md").write_text("old")
     (folder / "broken/metrics/metrics.jsonl").write_text("{\n")

@@ -97,8 +97,37 @@ def test_bytes_and_values_are_those_of_the_reference(
     assert [row.numpy().tobytes() for row in got] == expected
     np.testing.assert_array_equal(out.view(torch.int32), np.array(decoded).view(np.int32))
     np.testing.assert_array_equal(rounded.view(torch.int32), out.view(torch.int32))
-    assert torch.equal(half.float().nan_to_num(), out.to(dtype).float().nan_to_num())
+    largest = torch.finfo(dtype).max
+    assert torch.equal(half.float().nan_to_num(), out.clamp(-largest, largest).to(dtype).float().nan_to_num())
     assert torch.equal(apart.nan_to_num(), half.nan_to_num())
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    code=st.sampled_from(CODES),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    shares=st.lists(st.floats(-1, 1), min_size=1, max_size=40),
+    top=st.floats(0.85, 1),
+    stochastic=st.booleans(),
+    seed=st.integers(0, 2**31),
+    by_torch=st.booleans(),
+)
+def test_what_is_finite_stays_finite(code, dtype, shares, top, stochastic, seed, by_torch):
+    """Up to the largest number of the type. All that does not end above it is the code times the scale, as ever."""
+    largest = torch.finfo(dtype).max
+    values = (torch.tensor([[*shares, top, -top]], dtype=torch.float64) * largest).to(dtype)
+    assert values.isfinite().all()
+    units = units_of(code, values.shape[1], 0)
+    keys = keys_of(seed - 2**30, 7) if stochastic else None
+    with mock.patch.object(compiled, "serves", (lambda *_: False) if by_torch else compiled.serves):
+        payload = code.encode(values, units, keys)
+        decoded = code.decode(payload, units, torch.empty_like(values))
+        rounded = code.round_(values.clone(), units, keys)
+    [codes] = code._unpacked(payload[:, None, 2:], values.shape[1]).double()
+    exact = codes * float(block_scale(values.float().numpy(), code.most))
+    expected = exact.clamp(-largest, largest).to(torch.float32).to(dtype)
+    assert decoded.isfinite().all()
+    assert torch.equal(decoded, expected) and torch.equal(rounded, expected)
 
 
 @settings(deadline=None, max_examples=60)

@@ -60,6 +60,8 @@ def test_no_flags_give_the_defaults_and_no_loss():
         (["--p-param", "inf"], "--p-param inf"),
         (["--packet-bytes", "0"], "--packet-bytes 0"),
         (["--loss-seed", "-1"], "--loss-seed -1"),
+        (["--delivery-log-chunk", "5"], "--delivery-log-chunk 5: needs --delivery-log FOLDER"),
+        (["--islands", "2"], "--islands 2: needs --sync-method"),
         (["--lossy-links", "inter-node:-4"], "--lossy-links inter-node:-4"),
         (["--loss-model", "per-link"], "per-link:FILE"),
         (["--loss-model", "trace"], "--trace PATH"),
@@ -139,6 +141,13 @@ def test_both_halves_of_an_all_reduce_have_the_schedule_of_gradients():
             "--act-fec-low 8 1 0.02 and --virtual-boundaries 2 4 do nothing, since nothing between stages is lost",
         ),
         ({"loss_correlation": "source"}, "--loss-correlation source does nothing, since no losses are drawn"),
+        (
+            {"loss_model": ("gilbert-elliott",), "lossy_links": "inter-node:2"},
+            (
+                "--loss-model gilbert-elliott does nothing, since no losses are drawn; --lossy-links inter-node:2 does "
+                "nothing, since nothing that crosses a link can be lost"
+            ),
+        ),
     ],
 )
 def test_what_does_nothing_since_nothing_is_lost_is_said(flags, said):

@@ -8,8 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.config.facts import Facts
+from megatron_lossy.config.refusal import Refused, check_refusals
+from megatron_lossy.errors import ArgumentParser
+from megatron_lossy.flags import add_flags, from_namespace
 from megatron_lossy.lab.folder import RECORD
+from megatron_lossy.loss_flags import with_preset
+from megatron_lossy.train.arguments import configurations, make_parser, read_arguments
+from megatron_lossy.train.facts import of_trainer
 from scripts.update_docs import PAGES, RESULTS, ROOT, current, links
+from tests.pages import PAGES as SHOWN
+from tests.pages import combinations, commands
+from tests.trainer import TINY, as_flags
 
 pytestmark = pytest.mark.shows("pages are current, their links and headings exist", device=False)
 
@@ -31,6 +42,42 @@ def test_what_is_made_elsewhere_is_current(page):
     assert text.count("<!-- end -->") == sum(
         text.count(f"<!-- {kind}: ") for kind in ("flags", "table", "list", "made", "refusals")
     )
+
+
+def _taken(words, *more):
+    """The loss flags among ``words``, which the flags by themselves do not refuse."""
+    parser = add_flags(ArgumentParser(allow_abbrev=False), LossyConfig, "loss")
+    return from_namespace(LossyConfig, parser.parse_known_args([*more, *with_preset(words)])[0])
+
+
+@pytest.mark.parametrize("page", [page for page in SHOWN if any(commands(page))], ids=lambda page: page.stem)
+def test_commands_of_pages_are_not_refused(page):
+    for module, ranks, words in commands(page):
+        if module == "megatron_lossy":
+            loss = _taken(words)
+            facts = Facts(workers=ranks * loss.jobs().launches, virtual=False, flushes=True, distributed_optimizer=True)
+            check_refusals(loss, facts if ranks > 1 else Facts(flushes=True))
+            continue
+        needed = as_flags(TINY | {"data": "stdlib"}) if "--config" not in words else []
+        train, loss = configurations(read_arguments(make_parser("page", ""), [*needed, *words]))
+        ranks *= loss.jobs().launches
+        if needed:  # the page shows a part of the command
+            check_refusals(loss, Facts(virtual=train.virtual_workers is not None, workers=ranks if ranks > 1 else None))
+        else:
+            train.check_world(ranks)
+            check_refusals(loss, of_trainer(train, ranks))
+
+
+@pytest.mark.parametrize("page", [page for page in SHOWN if any(combinations(page))], ids=lambda page: page.stem)
+def test_combinations_of_flags_of_pages_are_not_refused(page):
+    """README's on real ranks; others may be of virtual workers."""
+    for words in combinations(page):
+        try:
+            check_refusals(_taken(words), Facts(workers=8, virtual=False, train_iters=10**4))
+        except Refused:
+            if page.name == "README.md":
+                raise
+            check_refusals(_taken(words), Facts(virtual=True, train_iters=10**4))
 
 
 def test_links_in_the_documentation_exist():

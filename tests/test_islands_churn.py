@@ -123,6 +123,13 @@ def test_an_epoch_begins_when_all_can_know():
     assert next_epoch(them, None, None, 5.0).first == 15 + math.ceil(7 / 0.5)
 
 
+def test_who_begins_too_far_behind_listens():
+    """If all wait, they begin at once: ``keep`` exchanges behind is near enough, and one more is not."""
+    them = [heard(slot, step=step)._replace(waits=True) for slot, step in ((0, 10), (1, 7), (2, 6))]
+    epoch = next_epoch(them, None, None, 5.0, keep=3)
+    assert (epoch.senders, epoch.slots, epoch.first) == ([0, 1], [0, 1, 2], 11)
+
+
 # --- who is there ----------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from megatron_lossy.checkpoints import latest_iteration
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
+from megatron_lossy.mechanisms.islands.rewind import rewind
 from megatron_lossy.train.config import TrainConfig
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs, write_data
@@ -377,3 +379,13 @@ def test_all_islands_start_from_a_checkpoint_of_none(data, tmp_path):
     run_ranks(train_runs, 2, (then, TWO), grouped=False)
     for island in ("island_0", "island_1"):
         assert [record["iteration"] for record in read_records(tmp_path / "islands" / island, "train")] == [9, 10]
+
+
+def test_an_island_without_a_checkpoint_makes_no_other_begin_again(tmp_path):
+    """Iteration 0 is none: it stands for no checkpoint, whatever folders are there."""
+    (tmp_path / "iter_0000000").mkdir()
+    (tmp_path / "iter_0000020").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    answers = iter([torch.tensor([20, 0]), torch.tensor([1, 1])])
+    assert rewind(str(tmp_path), SimpleNamespace(islands=2, island=0), lambda mine: next(answers)) is None
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "20"

@@ -76,9 +76,9 @@ def test_what_islands_reduce_to(data, tmp_path):
         tmp_path,
         {
             "no islands": ({}, {"eval_weights": "consensus"}),
-            "gradients": ({}, {"islands": 4, "eval_weights": "consensus"}),
+            "gradients": ({}, {"islands": 4, "sync_method": "gradients", "eval_weights": "consensus"}),
             "lossy": ({}, {**LOSS}),
-            "lossy gradients": ({}, {**LOSS, "islands": 2}),
+            "lossy gradients": ({}, {**LOSS, "islands": 2, "sync_method": "gradients"}),
             "sgd": (plain_sgd, {"eval_weights": "consensus"}),
             "sgd averaged": (plain_sgd, ISLANDS),
             "adam averaged": ({}, ISLANDS),

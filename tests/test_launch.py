@@ -17,7 +17,7 @@ from megatron_lossy.data.manifest import BLOCK, check_manifest, write_manifest
 from megatron_lossy.errors import UsageError
 from megatron_lossy.launch.__main__ import estimates
 from megatron_lossy.launch.__main__ import main as launch
-from megatron_lossy.launch.checks import check, check_megatron, check_memory
+from megatron_lossy.launch.checks import check, check_megatron, check_memory, check_training
 from megatron_lossy.launch.command import check_shape, launch_command, shell
 from megatron_lossy.launch.datagrams import check_host_memory, describe_share, node_share
 from megatron_lossy.launch.devices import DEVICES
@@ -147,7 +147,7 @@ def test_what_islands_and_stages_add():
 
 def llama2_7b():
     settings = yaml.safe_load((ROOT / "configs/llama2_7b/llama2_7b.yaml").read_text())
-    names = {key.replace("-", "_"): value for key, value in settings.items() if key != "drift-interval"}
+    names = {key.replace("-", "_"): value for key, value in settings.items()}
     return TrainConfig(**names, data="stdlib")
 
 
@@ -389,8 +389,9 @@ def test_status_2_and_nothing_started(data, tmp_path):
     command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", data, tmp_path / "out", "--rdzv-endpoint=n:1")
     done = subprocess.run([sys.executable, "-m", "megatron_lossy.launch", *command], capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout and not (tmp_path / "out").exists()
+    file = ROOT / "configs/llama2_7b/cuda_dp64.yaml"
     assert done.stderr.strip() == (
-        "megatron_lossy.launch: error: --device (cuda): 8 accelerators are asked for on this node, 0 are there"
+        f"megatron_lossy.launch: error: --device (cuda) (from {file}): 8 accelerators are asked for on this node, 0 are there"
     )
 
 
@@ -624,6 +625,15 @@ def test_islands(data, tmp_path, capsys):
             check(make_plan([*command, *flags]), starting=False)
 
 
+@pytest.mark.parametrize("file", ["llama2_7b/cuda_dp64", "llama2_7b/gaudi3_dp64", "llama_2b_public/cuda_dp64"])
+def test_shipped_configurations_go_with_islands(file, tmp_path):
+    given = ["--program=train", f"--out={tmp_path}", "--tokenizer=byte", "--data=stdlib", "--island-join=3"]
+    apart = ["--islands=2", "--sync-method=parameters", "--save-replicas", "--rendezvous=one.example:29511"]
+    plan = make_plan([f"--config={ROOT}/configs/{file}.yaml", *given, *apart])
+    check_training(plan)
+    assert plan.ranks == 128
+
+
 APART = [*ISLANDS, "--save-replicas", "--rendezvous=lighthouse.example:29511"]
 
 
@@ -631,8 +641,9 @@ def test_islands_that_are_launches_of_their_own(data, tmp_path, capsys):
     """A command for each of them and for the lighthouse; --accelerators are those of one."""
     command = arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=2", "--max-epochs=60", *APART)
     with pytest.raises(SystemExit, match="0"):
-        launch(command)
+        launch([*command, "--dry-run"])
     printed = capsys.readouterr().out
+    assert "--dry-run" not in printed
     assert "ranks    4 on 1 node for each island: data 4 x" in printed
     assert "islands  2, each a launch of its own, of 2 ranks, data 2, in island_0 and so on\n" in printed
     assert "lighthouse \\\n    --bind lighthouse.example:29511\n" in printed
@@ -707,6 +718,8 @@ def test_all_that_is_wrong_is_told_at_once(rows, tmp_path):
     starts = ["--device a100-40gb: has", "--program none.py: must", "--tokenizer sentencepiece:none: there is no such"]
     starts += ["--data-path none: there is no", "--valid-data-path no: there is no"]
     assert len(said) == len(starts) and all(line.startswith(start) for line, start in zip(said, starts)), said
+    stdlib, program = _errors(rows, "--config=configs/llama2_7b/cuda_dp64.yaml", *wrong[:2], "--data=stdlib", "--out=x")
+    assert stdlib.startswith("--data stdlib: needs --program train") and program.startswith("--program none.py: must")
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*/gaudi3_*.yaml")), ids=lambda path: path.stem)

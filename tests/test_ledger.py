@@ -190,6 +190,18 @@ def test_installing_is_all_or_nothing():
     assert Target.kept == 1 and not hasattr(Target, "new")
 
 
+bound = also = taken
+
+
+def test_a_target_that_is_bound_to_another_replacement_of_ours_gets_its_original():
+    """As Megatron's reduce-scatter is, when DDP is built."""
+    ledger = Ledger("test")
+    ledger.install([patch(f"{__name__}:bound", "one"), patch(f"{__name__}:taken", "two")])
+    globals()["bound"] = taken
+    ledger.uninstall()
+    assert bound is taken is also and not ledger.installed
+
+
 def test_a_later_patch_is_not_clobbered():
     ledger = Ledger("test")
     original = Target.__dict__["method"]

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
-from megatron_lossy.plugin import check_command_line
+from megatron_lossy.plugin import _nothing_lost, check_command_line
 
 pytestmark = pytest.mark.shows("`python -m megatron_lossy SCRIPT`: one line for what is wrong", device=False)
 
@@ -37,6 +37,14 @@ def another_rank():
     yield process
     process.kill()
     process.communicate()
+
+
+def test_a_run_that_loses_nothing_says_whether_it_was_asked():
+    """Rates of 0 are no slip; flags that a script never got are one."""
+    said = "loss: none, the exchanges are Megatron's own"
+    asked = ["--train-iters", "5", "--p-grad", "0", "--p-param", "0"]
+    assert _nothing_lost(LossyConfig(), asked) == said
+    assert _nothing_lost(LossyConfig(), asked[:2]) == f"{said}; no loss flag was given"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream, units_of
+from megatron_lossy.mechanism import Part
 from megatron_lossy.pytorch import make_lossy
 from megatron_lossy.transport import Network
 from tests import fsdp
@@ -262,6 +263,45 @@ def test_replicas_are_saved_as_they_are(rule, pool):
             np.testing.assert_array_equal(weights[name], value)
         assert np.isfinite(losses).all()
     assert apart([(weights,) for weights, *_ in results]) > 0
+
+
+class _Counts(Part):
+    """A part that counts the reductions that it sees."""
+
+    before = after = 0
+
+    def before_reduction(self, number, gradient):
+        self.before += 1
+
+    def after_reduction(self, number, gradient):
+        self.after += 1
+
+
+def past_the_exchanges(rank):
+    run, counts = Training(LOSSY), _Counts()
+    for step in range(4):
+        run.step(step)
+    with pytest.raises(
+        RuntimeError, match=r"DDP's bucket \d+ has 3 elements, and had None when the buckets were final"
+    ):
+        run.lossy._begin(len(run.lossy.buckets), torch.ones(3))
+    next(run.model.parameters()).grad = torch.zeros_like(next(run.model.parameters()))  # one of many
+    with pytest.raises(RuntimeError, match="the optimizer has gradients, but none was exchanged since its last step"):
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.lossy.parts.append(counts)
+    run.step(4)
+    seen = counts.before, counts.after
+    run.lossy.parts.remove(counts)
+    run.lossy.close()
+    run.lossy.parts.append(counts)
+    run.step(5)
+    return len(run.lossy.buckets), seen, (counts.before, counts.after)
+
+
+def test_what_goes_past_the_exchanges_is_an_error_and_a_closed_run_sees_nothing(pool):
+    for buckets, seen, later in pool.run(past_the_exchanges, 2):
+        assert seen == later == (buckets, buckets)
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------

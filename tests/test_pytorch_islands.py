@@ -53,6 +53,18 @@ def trained(rank, config, steps):
     return losses, history, consensus, replicas, measured
 
 
+def members(rank):
+    run = Island(LOSSY)
+    found = [list(group.wire.members) for group in run.lossy.groups]
+    run.lossy.close()
+    return found
+
+
+def test_no_two_islands_lose_the_same(pool):
+    """Ranks of different islands are different ranks of the full group, by which losses are drawn."""
+    assert pool.run(members, 4) == [[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]]]
+
+
 def test_every_interval_all_weights_are_the_mean(pool):
     results = pool.run(trained, 4, ISLANDS, 6)
     alone = pool.run(trained, 4, dataclasses.replace(ISLANDS, sync_method="none", sync_interval=1), 6)

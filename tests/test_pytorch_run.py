@@ -289,16 +289,37 @@ def test_each_gather_of_an_update_draws_anew_if_asked(pool):
     assert once != twice != lossless
 
 
+def used(rank):
+    """Of each parameter group: elements in use, in all parameters, and in all shards."""
+    run = Training(Tiny(), BOTH)
+    run.step(0)
+    found = []
+    for one in run.lossy._sharded:
+        ranges = one.group.used()
+        assert (ranges[1:, 0] >= ranges[:-1, 1]).all() and ranges.min() >= 0
+        found.append((int(np.diff(ranges).sum()), sum(p.numel() for p in one.group.parameters), len(one.replica)))
+    run.lossy.close()
+    return found
+
+
+def test_padding_is_no_part_of_what_is_used(pool):
+    """Rows that three ranks cannot share out evenly are filled up."""
+    found = pool.run(used, 3)[0]
+    assert all(elements == parameters for elements, parameters, _ in found)
+    assert any(elements < whole for elements, _, whole in found)
+
+
 # --- a scaler, several optimizers ----------------------------------------------------------------------------------
 
 
-def scaled(rank, config, steps, overflows, scale):
+def scaled(rank, config, steps, overflows, scale, tiny):
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
-    run = Training(Tiny(), config, scaler=scaler)
+    run = Training(tiny, config, scaler=scaler)
     updates = []
     for step in range(steps):
-        loss = run.loss(step)
-        scaler.scale(loss * (torch.inf if step in overflows and rank == 0 else 1)).backward()
+        for part in range(tiny.accumulation):
+            loss = run.loss(step * tiny.accumulation + part)
+            scaler.scale(loss * (torch.inf if step in overflows and rank == 0 else 1)).backward()
         scaler.step(run.optimizer)
         scaler.update()
         run.optimizer.zero_grad()
@@ -312,12 +333,22 @@ def scaled(rank, config, steps, overflows, scale):
 def test_a_loss_scale_changes_nothing_but_the_steps_it_rejects(rule, pool):
     config = dataclasses.replace(BOTH, grad_recovery=rule)
     plain = pool.run(fsdp.plain, 2, Tiny(), config, 6)
-    for (weights, _), (expected, _) in zip(pool.run(scaled, 2, config, 6, (), 4.0), plain, strict=True):
+    for (weights, _), (expected, _) in zip(pool.run(scaled, 2, config, 6, (), 4.0, Tiny()), plain, strict=True):
         for name, value in expected.items():
             np.testing.assert_array_equal(weights[name], value, err_msg=name)
-    for weights, updates in pool.run(scaled, 2, config, 6, (2, 3), 4.0):
+    for weights, updates in pool.run(scaled, 2, config, 6, (2, 3), 4.0, Tiny()):
         assert updates == [0, 1, 1, 1, 4, 5]
         assert all(np.isfinite(value).all() for value in weights.values())
+
+
+@pytest.mark.parametrize("rule", ["previous", "error-feedback"])
+def test_a_loss_scale_changes_nothing_of_micro_batches_that_are_reduced_one_by_one(rule, pool):
+    """Each is a round of its own. Its gradients are used if the scale has not shrunk since."""
+    config, tiny = dataclasses.replace(BOTH, grad_recovery=rule), Tiny(accumulation=2, synchronises=True)
+    plain = pool.run(fsdp.plain, 2, tiny, config, 5)
+    for (weights, _), (expected, _) in zip(pool.run(scaled, 2, config, 5, (), 4.0, tiny), plain, strict=True):
+        for name, value in expected.items():
+            np.testing.assert_array_equal(weights[name], value, err_msg=name)
 
 
 def two_optimizers(rank, config, steps):

@@ -129,8 +129,11 @@ UNITS = 60_000
 FOLLOWING = Exchange("grad", Stream(), 1)
 
 
-def means(size, p, rule, lossy_self=False):
-    """Mean and standard error over units of the weight that each rank's gradient gets at owner 0."""
+def means(size, p, rule, lossy_self=False, averaged=False):
+    """Mean and standard error over units of the weight that each rank's gradient gets at owner 0.
+
+    ``averaged``: the collective divides by the number of ranks, and not the program.
+    """
     config = LossyConfig(p_grad=p, lossy_self=lossy_self, loss_unit="packet", packet_bytes=4)
     network = Network(config, "grad", size)
     [units], _ = cut([UNITS], [4], "packet", 4)
@@ -141,15 +144,15 @@ def means(size, p, rule, lossy_self=False):
         for rank in range(size):
             end = ends[rank]
             delivery = end.foresee(Exchange("grad", Stream(), 0))
-            x = gradients(coming=lambda end=end: end.foresee(FOLLOWING).lost_there(units))
+            x = gradients(coming=lambda end=end: end.foresee(FOLLOWING).lost_there(units), averaged=averaged)
             buffer = torch.full((size * UNITS,), float(rank == source))
             recovery = GRAD_RECOVERIES.load(rule)(units, rank)
             sent.append((recovery, delivery, send(recovery, buffer, delivery, x), x))
             buffers.append(buffer)
-        shard = torch.stack([buffer[:UNITS] for buffer in buffers]).sum(dim=0)
+        shard = torch.stack([buffer[:UNITS] for buffer in buffers]).sum(dim=0) / (size if averaged else 1)
         recovery, delivery, kept, x = sent[0]
         recovery.after(shard, delivery, kept, x)
-        weights.append(shard.numpy() / size)
+        weights.append(shard.numpy() / (1 if averaged else size))
     weights = np.array(weights, dtype=np.float64)
     return weights.mean(axis=1), weights.std(axis=1) / np.sqrt(UNITS), weights
 
@@ -181,10 +184,11 @@ def test_renormalize_with_lossy_self_is_the_plain_mean(size, p):
     assert abs(nobody.mean() - p**size) <= 6 * np.sqrt(p**size * (1 - p**size) / UNITS)
 
 
+@pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize(("size", "p"), [(2, 0.2), (4, 0.1), (4, 0.4)])
-def test_renormalize_remote_weighs_all_alike(size, p):
+def test_renormalize_remote_weighs_all_alike(size, p, averaged):
     """Own weight 1/N if a remote survivor exists, else 1; so others get (1 - p^(N-1)) / N."""
-    mean, error, weights = means(size, p, "renormalize-remote")
+    mean, error, weights = means(size, p, "renormalize-remote", averaged=averaged)
     some = 1 - p ** (size - 1)
     close(mean[0], error[0], some / size + (1 - some))
     for other in range(1, size):

@@ -95,6 +95,31 @@ def test_overlap_evaluation_and_saving_change_nothing(data, tmp_path):
         assert plain == overlapped == disturbed
 
 
+def test_sums_in_fp32_lose_the_same_and_leave_megatron_as_it_was(data, tmp_path):
+    """Megatron binds its reduce-scatter anew. Two ranks add up to the same bits either way."""
+    base = TINY | data | {"log_interval": 1}
+    loss = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 256}
+    names = ("plain", "fp32", "fp32 overlapped")
+    changes = ({}, {"reduce_scatter_with_fp32_accumulation": True}, {"overlap_grad_reduce": True})
+    runs = [
+        (base | changes[min(k, 1)] | changes[2 * (k == 2)] | {"save": str(tmp_path / name)}, loss)
+        for k, name in enumerate(names)
+    ]
+    found = run_ranks(_train_and_look, 2, *runs)
+    assert [(len(summaries), left) for summaries, left in found] == [(3, "megatron.core.distributed")] * 2
+    plain, fp32, overlapped = (recorded_losses(tmp_path / name) for name in names)
+    assert plain == fp32 == overlapped
+
+
+def _train_and_look(rank, *runs):
+    """Summaries, and the package of Megatron's reduce-scatter after the runs, if that is not a wrapper."""
+    import megatron.core.distributed.param_and_grad_buffer as buffer
+
+    summaries, _ = train_runs(rank, *runs)
+    left = buffer.dist_reduce_scatter_func
+    return summaries, None if hasattr(left, "__wrapped__") else left.__module__.rpartition(".")[0]
+
+
 def test_metrics_and_lines(data, tmp_path):
     base = TINY | data | {"train_iters": 30, "eval_interval": 20, "log_interval": 10, "save": str(tmp_path / "run")}
     base["tensorboard_dir"] = str(tmp_path / "tensorboard")
@@ -227,14 +252,14 @@ def test_the_first_line_says_what_is_lost(data):
 
 @pytest.mark.programs
 def test_what_a_fresh_checkout_lacks_is_built(tmp_path, monkeypatch):
-    from megatron_lossy.train import data as train_data
+    from megatron_lossy.hooks import dataset_helper
 
-    monkeypatch.setattr(train_data.megatron.core.datasets, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(dataset_helper.megatron.core.datasets, "__path__", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "megatron.core.datasets.helpers_cpp", raising=False)  # another test may have it
     with pytest.raises(UsageError, match=f"{tmp_path} has no dataset helper, and it cannot be built .*pybind11"):
-        train_data.build_helper()
+        dataset_helper.build_helper()
     (tmp_path / "Makefile").write_text("LIBEXT = wrong\nhelpers_cpp$(LIBEXT):\n\ttouch $@\n")
-    train_data.build_helper()
+    dataset_helper.build_helper()
     [built] = tmp_path.glob("helpers_cpp*")
     assert built.name.removeprefix("helpers_cpp") in importlib.machinery.EXTENSION_SUFFIXES
 
@@ -270,6 +295,70 @@ def test_killed_save_leaves_the_last_checkpoint_whole(data, tmp_path, when):
     whole = tmp_path / "whole"
     run_ranks(train_runs, 1, (config | {"save": str(whole), "load": None}, {}))
     assert checkpoint_bytes(run, 8) == checkpoint_bytes(whole, 8)
+
+
+def _disk_full_at(rank: int, iteration: int, *runs: tuple[dict, dict]):
+    """:func:`train_runs`, in which no file may become longer than 60,000 bytes while ``iteration`` is saved."""
+    import resource
+
+    from megatron_lossy.train.checkpoint import Checkpoints
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that the write fails, and not the process
+    save, before = Checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def crippled(self, folder, now, common):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60000 if now == iteration else before[0], before[1]))
+        try:
+            return save(self, folder, now, common)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    Checkpoints.save = crippled
+    return train_runs(rank, *runs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_failed_save_ends_no_run_that_has_a_checkpoint(data, tmp_path, ranks):
+    config = TINY | data | {"save_interval": 2, "eval_iters": 0, "log_interval": 1}
+    loss = {"p_grad": 0.3, "p_param": 0.3} if ranks == 2 else {}
+    failing, whole = ({"save": str(tmp_path / name), "keep_checkpoints": 2} for name in ("failing", "whole"))
+    found = run_ranks(_disk_full_at, ranks, 4, (config | failing, loss), (config | whole | {"save_interval": 8}, loss))
+    summaries, output = found[0]
+    assert [summary["iteration"] for summary in summaries] == [8, 8]
+    why = "File too large: the checkpoint of iteration 4 was not saved; that of iteration 2 is whole; the run goes on\n"
+    assert output.count("was not saved") == 1 and f"  {tmp_path / 'failing'}: {why}" in output
+    there = {name: sorted(path.name for path in (tmp_path / name).glob("iter_*")) for name in ("failing", "whole")}
+    assert there == {"failing": ["iter_0000006", "iter_0000008"], "whole": ["iter_0000008"]}
+    assert checkpoint_bytes(tmp_path / "failing", 8) == checkpoint_bytes(tmp_path / "whole", 8)
+
+
+def test_older_checkpoints_are_removed_and_nothing_else(tmp_path):
+    """Not the one just saved, nor later ones, which a run that began again at an earlier one has there."""
+    from megatron_lossy.train.checkpoint import _remove_older
+
+    for name in ("iter_0000002", "iter_0000004", "iter_0000006", "iter_0000040", "iter_0000008.tmp", "consensus"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    left = lambda: sorted(path.name for path in tmp_path.iterdir())
+    _remove_older(tmp_path, 6, 4)
+    assert len(left()) == 6
+    _remove_older(tmp_path, 6, 2)
+    assert left() == ["consensus", "iter_0000004", "iter_0000006", "iter_0000008.tmp", "iter_0000040"]
+    _remove_older(tmp_path, 6, 1)
+    assert left() == ["consensus", "iter_0000006", "iter_0000008.tmp", "iter_0000040"]
+
+
+def test_what_changes_with_a_checkpoint_of_another_run_is_said(data, tmp_path):
+    config = TINY | data | {"train_iters": 2, "lr_warmup_iters": 0, "eval_iters": 0, "save": str(tmp_path / "first")}
+    other = config | {"save": str(tmp_path / "second"), "load": str(tmp_path / "first"), "train_iters": 3, "lr": 0.02}
+    other |= {"data_path": data["valid_data_path"]}
+    again = config | {"load": str(tmp_path / "first")}
+    (summaries, output), *_ = run_ranks(train_runs, 2, (config, {}), (other, {"p_grad": 0.1}), (again, {}))
+    assert [summary["iteration"] for summary in summaries] == [2, 3, 2]
+    said = "--train-iters was 2 there and is 3 here; --lr was 0.01 there and is 0.02 here; --p-grad was 0.0 there and "
+    assert f"--load {tmp_path / 'first'}: goes on with other settings: {said}" in output
+    assert output.count("other settings") == 1 and "; the data had other contents\n" in output
+    assert output.count("nothing is left to do: iteration 2 of --train-iters is made\n") == 1
 
 
 def _diverge(rank: int, config: dict):
@@ -379,7 +468,7 @@ def test_shipped_configurations(file):
 
 def test_command_line_wins_over_yaml(tmp_path):
     file = tmp_path / "run.yaml"
-    shape = {key: value for key, value in TINY.items() if key != "lr"}
+    shape = {key: value for key, value in TINY.items() if key not in ("lr", "eval_iters")}
     lines = [f"{key.replace('_', '-')}: {value}" for key, value in shape.items()]
     file.write_text(
         "\n".join([*lines, "lr: 3e-3", "bf16: true", "data_path: [0.3, x, 0.7, y]", "eval-iters: 0", "p-grad: 0.1"])

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 
+import numpy as np
 import pytest
 
 from megatron_lossy import hooks
@@ -123,6 +124,32 @@ def test_lines_of_islands_have_the_rank_that_was_launched(capsys):
         "udp, rank 0, all",
         "udp, rank 2, all",
     ]
+
+
+class _Delivery:
+    """All units of ``units`` cross, and the first ``lost`` do not arrive."""
+
+    def __init__(self, lost, units=10):
+        self.arrived, self.crossing = np.arange(units) >= lost, np.ones(units, dtype=bool)
+
+
+def test_much_loss_is_said_if_it_lasts_without_a_break(caplog):
+    """Iterations in a row count, and not all of them together."""
+    monitor = DatagramMonitor(list, rank=0)
+    monitor._now = collections.Counter
+
+    def iterate(numbers, lost):
+        for number in numbers:
+            monitor.observe(_Delivery(lost))
+            monitor.finish_iteration(number, True, None)
+        return [record.getMessage() for record in caplog.records]
+
+    assert not iterate(range(1, 100), lost=3)  # 99 of them
+    assert not iterate([100], lost=2)  # 20 % is not more than that
+    assert not iterate(range(101, 200), lost=3)
+    [said] = iterate([200], lost=3)
+    assert "more than 20 % of units were lost in each of 100 iterations" in said
+    assert len(iterate(range(201, 320), lost=10)) == 1  # it is said once
 
 
 def test_loss_of_a_deadline_is_counted():

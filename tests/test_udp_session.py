@@ -5,6 +5,7 @@ import hashlib
 import hmac
 import json
 import logging
+import subprocess
 
 import pytest
 
@@ -160,8 +161,12 @@ def test_a_file_that_is_too_short_for_a_secret_is_refused(tmp_path, size):
     path = tmp_path / "key"
     path.write_bytes(bytes(size))
     config = LossyConfig(transport="udp", udp_key_file=str(path))
-    with pytest.raises(UsageError, match=rf"--udp-key-file {path}: has {size} bytes, .*16 at least: head -c 32"):
+    with pytest.raises(UsageError, match=f"--udp-key-file {path}: has {size} bytes, .*16 at least; ") as error:
         settings_of(config)
+    remedy = str(error.value).partition("give another file: ")[2]
+    for name in ("key", "new.key"):  # of which the second is made
+        subprocess.run(["bash", "-c", remedy.replace("new.key", name)], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    assert path.read_bytes() == bytes(size) and len((tmp_path / "new.key").read_bytes()) == 32
 
 
 def test_a_file_that_others_can_read_is_said_once(tmp_path, caplog):

@@ -6,6 +6,8 @@ A unit is cut into blocks of B elements; its last may be shorter. With a = max |
 
 Rounded to nearest, a scale would clip the largest element. With u uniform on [0, 1), the expectation of c s is x. A block
 with a value that is not finite has the scale NaN, and all of it decodes to NaN: whoever looks for overflows must find it.
+Since s is rounded up, L s may be above the largest number of the dtype. Such a value decodes to that number: what is finite
+stays finite.
 
 The payload of a unit is its scales, bfloat16 in little-endian order, and then its codes: bytes, or for 4 bits nibbles in
 two's complement, the even element low; an odd last one is filled up with 0. So every unit decodes by itself.
@@ -106,15 +108,16 @@ class BlockCode:
 
         if compiled.serves(payloads, values):
             decoded = values if values.dtype == torch.float32 else torch.empty(values.shape)
-            compiled.decode(payloads, decoded, units.elements, self.bits, self.block)
+            compiled.decode(payloads, decoded, units.elements, self.bits, self.block, _largest(values.dtype))
             return values if decoded is values else values.copy_(decoded)
+        largest = _largest(values.dtype)
         for x, _, payload in self._parts(values, units, payloads):
             rows, count, elements = x.shape
             blocks = -(-elements // self.block)
             low, high = (payload[:, :, byte : blocks * _SCALE : _SCALE].to(torch.int32) for byte in range(_SCALE))
             scales = (low << 16 | high << 24).view(torch.float32).view(rows, count * blocks, 1)
             codes = self._unpacked(payload[:, :, blocks * _SCALE :], elements)
-            decoded = self._in_blocks(codes.float()) * scales
+            decoded = (self._in_blocks(codes.float()) * scales).clamp_(-largest, largest)
             x.copy_(decoded.view(rows, count, -1)[:, :, :elements])
         return values
 
@@ -124,12 +127,13 @@ class BlockCode:
         """Replace ``values`` [R, shard] by what :meth:`decode` makes of :meth:`encode`, without the bytes."""
         if compiled.serves(values):
             rounded = values.float()  # itself, if it is float32
-            compiled.encode(rounded, None, units.elements, self.bits, self.block, keys, first)
+            compiled.encode(rounded, None, units.elements, self.bits, self.block, keys, first, _largest(values.dtype))
             return values if rounded is values else values.copy_(rounded)
+        largest = _largest(values.dtype)
         for x, place, _ in self._parts(values, units, None):
             scales, codes = self._coded(x, keys, first + place)
             rows, count, elements = x.shape
-            x.copy_(codes.mul_(scales).view(rows, count, -1)[:, :, :elements])
+            x.copy_(codes.mul_(scales).clamp_(-largest, largest).view(rows, count, -1)[:, :, :elements])
         return values
 
     def _parts(
@@ -187,6 +191,13 @@ class BlockCode:
             return payload.view(torch.int8)
         nibbles = torch.stack((payload << 4, payload), dim=3).flatten(2).view(torch.int8)
         return (nibbles >> 4)[:, :, :elements]
+
+
+def _largest(dtype: torch.dtype) -> float:
+    """The largest number of ``dtype`` that float32 has too."""
+    import torch
+
+    return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
 def _split(rows: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:

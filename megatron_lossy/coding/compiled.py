@@ -34,9 +34,9 @@ def library() -> Any:
     if found is None:
         logger.warning("%s: no C compiler; torch makes codes, more slowly: install gcc, or set CC", _FLAG)
         return None
-    pointer, whole, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    found.mb_encode.argtypes = [pointer, pointer, *[whole] * 4, number, whole, pointer, ctypes.c_uint64]
-    found.mb_decode.argtypes = [pointer, pointer, *[whole] * 5, number, whole]
+    pointer, whole, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+    found.mb_encode.argtypes = [pointer, pointer, *[whole] * 4, number, whole, pointer, ctypes.c_uint64, real]
+    found.mb_decode.argtypes = [pointer, pointer, *[whole] * 5, number, whole, real]
     found.mb_encode.restype = found.mb_decode.restype = None
     return found
 
@@ -59,21 +59,22 @@ def encode(
     block: int,
     keys: torch.Tensor | None,
     first: int,
+    largest: float = 0.0,
 ) -> None:
     """Put the payloads of ``values`` float32[R, shard], units of ``unit`` elements, into contiguous ``payloads`` uint8[R, n].
 
-    ``None``: put the values of the payloads in the place of ``values``.
+    ``None``: put the values of the payloads, of at most ``largest``, in the place of ``values``.
     """
     keys = None if keys is None else keys.contiguous()
     library().mb_encode(
         values.data_ptr(), None if payloads is None else payloads.data_ptr(), len(values), values.stride(0),
-        values.shape[1], unit, bits, block, None if keys is None else keys.data_ptr(), first,
+        values.shape[1], unit, bits, block, None if keys is None else keys.data_ptr(), first, largest,
     )  # fmt: skip
 
 
-def decode(payloads: torch.Tensor, values: torch.Tensor, unit: int, bits: int, block: int) -> None:
-    """Put the values of ``payloads`` uint8[R, n] into ``values`` float32[R, shard]."""
+def decode(payloads: torch.Tensor, values: torch.Tensor, unit: int, bits: int, block: int, largest: float) -> None:
+    """Put the values of ``payloads`` uint8[R, n], of at most ``largest``, into ``values`` float32[R, shard]."""
     library().mb_decode(
         payloads.data_ptr(), values.data_ptr(), len(values), payloads.stride(0), values.stride(0), values.shape[1],
-        unit, bits, block,
+        unit, bits, block, largest,
     )  # fmt: skip

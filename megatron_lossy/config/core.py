@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import refuse
-from ..flags import check_choice, flag, flag_name, in_unit_interval, number_or_auto
+from ..flags import check_choice, flag, flag_name, in_unit_interval, number_or_auto, refuse_unused
 from ..registry import CHANNELS
 from ..section import Flags
 from .phases import PHASES, split_model
@@ -132,8 +132,8 @@ class CoreFlags(Flags):
         _ = self.ranks_of_node
         if self.packet_bytes != "auto" and not (isinstance(self.packet_bytes, int) and self.packet_bytes >= 1):
             raise refuse("--packet-bytes", self.packet_bytes, "must be auto or at least 1")
-        if self.delivery_log_bitmaps and self.delivery_log is None:
-            raise refuse("--delivery-log-bitmaps", "on", "needs --delivery-log FOLDER")
+        for name in ("delivery_log_bitmaps", "delivery_log_chunk") if self.delivery_log is None else ():
+            refuse_unused(self, name, "needs --delivery-log FOLDER")
         if self.delivery_log_chunk < 1:
             raise refuse("--delivery-log-chunk", self.delivery_log_chunk, "must be at least 1")
         if self.drift_interval < 0:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import UsageError, raise_postponed, refuse
+from ..errors import Collector, UsageError, raise_postponed, refuse
 from ..flags import as_flag, flag_name, full_name
 from ..jobs import Jobs
 from ..registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
@@ -88,9 +88,13 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     def __post_init__(self) -> None:
         raise_postponed()
         self.resolve()
+        problems = Collector()
         for name in ("loss_model", "loss_schedule"):
-            self._check_number(name)
-        self.check()
+            with problems.noting():
+                self._check_number(name)
+        with problems.noting():
+            self.check()
+        problems.finish()
         GRAD_RECOVERIES.load(self.grad_recovery).check(self)
         for phase in RATES:
             self.phase(phase)
@@ -110,7 +114,11 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         all_of(SECTIONS, "resolve", of=self)
 
     def check(self) -> None:
-        all_of(SECTIONS, "check", of=self)
+        problems = Collector()
+        for section in SECTIONS:
+            with problems.noting():
+                section.check(self)
+        problems.finish()
 
     def exchanges(self) -> tuple[str, ...]:
         return tuple(phase for phases in all_of(SECTIONS, "exchanges", of=self) for phase in phases)
@@ -173,7 +181,11 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     def idle(self) -> dict[str, tuple[bool, set[str]]]:
         about: dict[str, tuple[bool, set[str]]] = {
-            "no losses are drawn": (self._draws_exchanges, {"loss_correlation"}),
+            "no losses are drawn": (self._draws_exchanges, {"loss_correlation", "loss_model"}),
+            "nothing that crosses a link can be lost": (
+                self.loses_between_stages() or any(map(self.loses, self.exchanges())),
+                {"lossy_links"},
+            ),
             f"the unit of loss is a {self.loss_unit}": (self.loss_unit == "packet", {"packet_bytes"}),
         }
         for answer in all_of(SECTIONS, "idle", of=self):

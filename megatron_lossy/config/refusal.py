@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ..errors import UsageError
+from ..errors import UsageError, origin_of
 from ..flags import shown
 from ..registry import MECHANISMS, REFUSALS
 from .facts import Facts
@@ -93,11 +93,15 @@ def sections(ours: bool = False) -> Iterator[Section]:
 
 
 def check_refusals(config: Any, facts: Facts = _NOTHING_KNOWN) -> None:
-    """Raise the :class:`Refused` of the first row that applies to the loss flags ``config`` in a run with ``facts``."""
-    for section in sections():
-        for row in section.rows:
-            if row.applies(config, facts):
-                raise row.error(config, facts)
+    """Raise the :class:`Refused` of the first row that applies to the loss flags ``config`` in a run with ``facts``.
+
+    Rows about typed values come before those about values of files, presets and defaults.
+    """
+    rows = (row for section in sections() for row in section.rows)
+    refused = (row.error(config, facts) for row in rows if row.applies(config, facts))
+    first = next(refused, None)
+    if first is not None:
+        raise first if origin_of(first) is None else next((error for error in refused if not origin_of(error)), first)
 
 
 def _name(flag: str) -> str:

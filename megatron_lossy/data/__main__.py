@@ -60,8 +60,11 @@ class DataConfig:
         if self.format == "jsonl" and self.split_documents != "file":
             allowed = "needs --format text: jsonl has a document per line"
             raise refuse("--split-documents", self.split_documents, allowed)
-        if self.split is not None and not all(math.isfinite(share) and share > 0 for share in self.split):
-            raise refuse("--split", "{:g} {:g}".format(*self.split), "must be two positive numbers")
+        if self.split is not None:
+            positive = all(math.isfinite(share) and share > 0 for share in self.split)
+            if not positive or not any(math.isclose(sum(self.split), whole) for whole in (1, 100)):
+                why = "must be two positive numbers that add up to 1, or to 100"
+                raise refuse("--split", "{:g} {:g}".format(*self.split), why)
 
     @property
     def prefixes(self) -> list[str]:

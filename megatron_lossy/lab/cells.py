@@ -59,6 +59,8 @@ class Cell:
         # Nor can a run that sent slower, or with less parity, replace one that lost more.
         incidental = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas"}
         incidental -= {"drift_interval", "sharpness_interval", *NETWORK}
+        # This value was a default when the first folders were named, and is none with islands.
+        incidental |= {"sync_method"} if self.loss.sync_method == "gradients" else set()
         return {name: value for name, value in self.all_settings().items() if name.replace("-", "_") not in incidental}
 
     def all_settings(self) -> dict[str, Any]:

@@ -42,13 +42,13 @@ from typing import Any
 
 from ..config import LossyConfig, given
 from ..config.refusal import check_refusals
-from ..errors import UsageError, refuse
+from ..errors import UsageError, refuse, with_origin
 from ..flags import as_flag, incidental_fields
 from ..mechanisms.async_pipeline.flags import AsyncPipelineFlags
 from ..mechanisms.islands import Islands
 from ..mechanisms.islands.flags import IslandFlags
 from ..report.scalars import AXES, check_names, needs_drift, needs_sharpness
-from ..settings import read_yaml
+from ..settings import from_origin, read_yaml
 from ..shipped import find_config
 from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
 from ..train.facts import check_flags, of_trainer
@@ -177,7 +177,7 @@ class Design:
                     raise refuse("metrics:", repr(name), "is recorded with drift-interval only, which is 0")
                 check_flags(train, loss, self.processes)
         except UsageError as error:
-            raise UsageError(f"{self.title}, {where}: {error}") from None
+            raise UsageError(f"{self.title}, {where}: {with_origin(error)}") from None
         trials = []
         for seed in self.seeds:
             seeded = dataclasses.replace(train, seed=seed)
@@ -323,6 +323,6 @@ def _arguments(where: str, settings: Mapping[str, Any]) -> list[str]:
         rate = settings.pop("p")
         settings = {"p-grad": rate, "p-param": rate, **settings}
     try:
-        return setting_arguments(settings)
+        return from_origin(setting_arguments(settings), f"from the study, {where}")
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None

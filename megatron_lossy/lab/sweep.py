@@ -18,7 +18,8 @@ from typing import Any
 
 from ..checkpoints import latest_iteration
 from ..config import LossyConfig
-from ..errors import UsageError, check_package, refuse, usage_errors
+from ..errors import UsageError, check_package, refuse, usage_errors, with_origin
+from ..settings import from_origin
 from ..train.arguments import configurations, make_parser, read_arguments
 from ..train.config import TrainConfig
 from ..train.facts import check_flags
@@ -31,6 +32,8 @@ PROGRAM = "megatron_lossy.lab.sweep"
 
 # Flags that the sweep sets itself, or that would end a run early.
 _NOT_HERE = ("save", "load", "metrics_dir", "exit_interval", "p_grad", "p_param")
+# Flags of each run that follow from the sweep's own.
+_DERIVED = [*from_origin(["--save", "--load"], "of --out"), *from_origin(["--p-grad", "--p-param"], "of --rates")]
 _SECONDS_BETWEEN_LINES = 10
 
 
@@ -84,7 +87,7 @@ def _rate(base: TrainConfig, lossy: LossyConfig, rate: float, out: str) -> Rate:
         load=folder,
         save_interval=base.save_interval or max(1, base.train_iters // 4),
         tensorboard_dir=base.tensorboard_dir and os.path.join(base.tensorboard_dir, name),
-        wandb_exp_name=name,
+        wandb_exp_name=name if base.wandb_project else None,
     )
     try:
         # With saved replicas, an interrupted run ends as it would have without the interruption.
@@ -95,7 +98,7 @@ def _rate(base: TrainConfig, lossy: LossyConfig, rate: float, out: str) -> Rate:
             dataclasses.replace(lossy, p_grad=rate, p_param=rate, save_replicas=True, delivery_log=log),
         )
     except UsageError as error:
-        raise UsageError(f"--rates {rate}: {error}") from None
+        raise UsageError(f"--rates {rate}: {with_origin(error)}") from None
 
 
 def _check(rate: Rate) -> None:
@@ -103,7 +106,7 @@ def _check(rate: Rate) -> None:
     try:
         check_flags(rate.config, rate.lossy_config, launched_ranks())
     except UsageError as error:
-        raise UsageError(f"--rates {rate.rate:g}: {error}") from None
+        raise UsageError(f"--rates {rate.rate:g}: {with_origin(error)}") from None
 
 
 def _check_ranks(rate: Rate) -> None:
@@ -205,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "--rates", type=float, nargs="+", metavar="P", help="loss rates of gradients and parameters"
         )
         parser.add_argument("--out", metavar="FOLDER", help="a folder per rate, and the report")
-        rates = plan(read_arguments(parser, sys.argv[1:] if arguments is None else arguments))
+        rates = plan(read_arguments(parser, sys.argv[1:] if arguments is None else arguments, _DERIVED))
         with rank_errors(PROGRAM):
             complete = sweep(rates)
             if os.environ.get("RANK", "0") != "0":

@@ -8,13 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-from ..errors import UsageError, usage_errors
+from ..errors import Collector, Problems, UsageError, usage_errors, with_origin
 from .checks import check, check_memory, epochs_of
 from .command import TORCHRUN_ENVIRONMENT, container, launch_command, shell
 from .datagrams import describe_share
 from .devices import GIB
 from .memory import checkpoint_bytes, parameters, seconds, tokens
-from .options import Collector, Problems
 from .plan import PROGRAM, Plan, make_plan
 from .several import several
 from .slurm import check_job, done_iterations, run_in_job
@@ -59,7 +58,7 @@ def _all_problems() -> Iterator[None]:
         yield
     except Problems as several:
         for error in several.found[:-1]:
-            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+            print(f"{PROGRAM}: error: {with_origin(error)}", file=sys.stderr)
         raise several.found[-1] from None
 
 

@@ -14,7 +14,7 @@ from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..data import check_files, epochs
 from ..data.manifest import check_manifest
-from ..errors import UsageError, refuse
+from ..errors import Collector, UsageError, refuse
 from ..files import check_folder
 from ..registry import MECHANISMS
 from ..train.saved import check_folders, in_folders_of_job
@@ -22,7 +22,6 @@ from .command import check_shape, ranks_of_node
 from .datagrams import check_host_memory
 from .devices import GIB, Device, check_devices, check_tokenizer
 from .memory import StageMemory, estimate, tokens
-from .options import Collector
 from .plan import Plan
 
 
@@ -37,7 +36,7 @@ def check(plan: Plan, starting: bool) -> None:
             raise refuse("--run", "on", "needs --rendezvous, and no --island")
         check_shape(plan)
         plan.train.check_world(plan.ranks)
-        _check_training(plan)
+        check_training(plan)
         memory = check_memory(plan)
         if starting:
             check_host_memory(plan, memory)
@@ -52,11 +51,9 @@ def check(plan: Plan, starting: bool) -> None:
         for folder in plan.job_folders:
             latest_iteration(folder)
     with problems.noting():
+        plan.launch.check_program()
         if plan.launch.trainer:
             check_trainer(plan.device)
-        elif not Path(plan.launch.program).is_file():
-            allowed = "must be train or a file, for example Megatron-LM's pretrain_gpt.py"
-            raise refuse("--program", plan.launch.program, allowed)
     with problems.noting():
         check_tokenizer(plan.train.tokenizer)
     with problems.noting():
@@ -66,7 +63,8 @@ def check(plan: Plan, starting: bool) -> None:
         check_megatron(plan)
 
 
-def _check_training(plan: Plan) -> None:
+def check_training(plan: Plan) -> None:
+    """Raise :class:`UsageError` for flags of the training that cannot run on the ranks of ``plan``."""
     train, lossy = plan.train, plan.lossy
     if plan.launch.trainer:
         from ..train.facts import check_flags  # it imports torch

@@ -1,57 +1,14 @@
-"""The launcher's own flags, in one frozen dataclass, and all problems of a run, reported at once: a line each."""
+"""The launcher's own flags, in one frozen dataclass."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
+import os
 from dataclasses import dataclass
 
-from ..errors import UsageError, refuse
+from ..errors import Collector, UsageError, refuse
 from ..flags import flag, flag_name
 from .devices import DEVICES
-
-# --- problems --------------------------------------------------------------------------------------------------------
-
-
-class Problems(UsageError):
-    """Several wrong inputs. A reader that does not look at ``found`` sees the first."""
-
-    def __init__(self, found: list[UsageError]) -> None:
-        super().__init__(str(found[0]))
-        self.found = found
-
-
-class Collector:
-    """Gathers errors of checks that do not depend on each other."""
-
-    def __init__(self) -> None:
-        self.found: list[UsageError] = []
-
-    def note(self, error: UsageError) -> None:
-        """Add ``error``, or all errors that it contains."""
-        known = {str(one) for one in self.found}
-        more = error.found if isinstance(error, Problems) else [error]
-        self.found += [one for one in more if str(one) not in known]
-
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note a :class:`UsageError` from inside the context, and go on after it."""
-        try:
-            yield
-        except UsageError as error:
-            self.note(error)
-
-    def finish(self) -> None:
-        """Raise the errors, if there are any."""
-        if len(self.found) > 1:
-            raise Problems(self.found) from None
-        if self.found:
-            raise self.found[0] from None
-
-
-# --- flags -----------------------------------------------------------------------------------------------------------
-
 
 LAUNCHERS = ("torchrun", "srun", "mpirun")
 
@@ -178,6 +135,13 @@ class LaunchConfig:
             value = getattr(self, name)
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
             raise refuse(flag_name(LaunchConfig, name), shown, allowed)
+
+    def check_program(self) -> None:
+        """Raise :class:`UsageError` unless the program is there."""
+        if not self.trainer and not os.path.isfile(self.program or ""):
+            raise refuse(
+                "--program", self.program, "must be train or a file, for example Megatron-LM's pretrain_gpt.py"
+            )
 
     @property
     def chosen_rate(self) -> float | None:

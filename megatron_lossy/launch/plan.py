@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import LossyConfig, given
-from ..errors import ArgumentParser, UsageError, refuse
+from ..errors import ArgumentParser, Collector, UsageError, refuse
 from ..flags import add_flags, did_you_mean, flag_name, from_namespace
 from ..jobs import Jobs
 from ..loss_flags import preset_arguments
+from ..settings import from_origin, note_origins_of
 from ..train.arguments import configurations, make_parser, setting_arguments
 from ..train.config import TrainConfig
 from .devices import DEVICES, ENVIRONMENT, Device, check_tokenizer
 from .memory import Layout
-from .options import Collector, LaunchConfig
+from .options import LaunchConfig
 from .recipe import Recipe, flag_arguments, loss_arguments, megatron_arguments, read_recipe
 
 PROGRAM = "megatron_lossy.launch"
@@ -126,6 +127,7 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
         raise UsageError("--config: needs a value, for example configs/llama2_7b/cuda_dp64.yaml")
     recipe = read_recipe(first.config)
     missing = Collector()
+    note_origins_of([*_launch_words(recipe, first.config), *arguments], LaunchConfig)
     with missing.noting():
         launch, rest = _launch_config(parser, recipe, first.config, arguments)
     if missing.found:
@@ -140,26 +142,62 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
     elif tasks is not None and tasks != launch.accelerators and not launch.dry_run:
         raise refuse("--accelerators", launch.accelerators, f"must be the {tasks} tasks of the Slurm job")
     _note_missing_of_training(missing, recipe, first.config, rest)
-    missing.finish()
+    with _and_of_program(launch):
+        missing.finish()
     folder = Path(launch.out) / (_rate_name(launch.chosen_rate) or Path(first.config).stem)
-    train, lossy, module, only_megatron, island = _program(launch, recipe, first.config, rest, folder)
+    note_origins_of(
+        [
+            *_launch_words(recipe, first.config),
+            *_settings(recipe, first.config, rest),
+            *recipe.with_origins(flag_arguments(recipe.megatron, "megatron")),
+            *from_origin([flag_name(TrainConfig, name) for name in _FROM_OUT], "of --out"),
+            *from_origin(["--p-grad", "--p-param"] if launch.chosen_rate is not None else [], "of --rate"),
+            *arguments,
+        ],
+        LaunchConfig,
+        TrainConfig,
+        LossyConfig,
+    )
+    with _and_of_program(launch):
+        train, lossy, module, only_megatron, island = _program(launch, recipe, first.config, rest, folder)
     given = dict(pair.split("=", 1) for pair in launch.environment or ())
     environment = ENVIRONMENT.get(DEVICES[launch.device].kind, {}) | given
     return Plan(launch, train, lossy, module, only_megatron, environment, folder, island)
+
+
+@contextlib.contextmanager
+def _and_of_program(launch: LaunchConfig) -> Iterator[None]:
+    """A context whose errors come together with that of a program that is not there."""
+    problems = Collector()
+    with problems.noting():
+        yield
+    if problems.found and (launch.container_image is None or launch.dry_run):
+        with problems.noting():
+            launch.check_program()
+    problems.finish()
 
 
 def _launch_config(
     parser: argparse.ArgumentParser, recipe: Recipe, file: str, arguments: Sequence[str]
 ) -> tuple[LaunchConfig, list[str]]:
     """The launcher's flags, and all others."""
+    words = _launch_words(recipe, file)
     try:
-        namespace, unknown = parser.parse_known_args(flag_arguments(recipe.launch, "launch"))
+        namespace, unknown = parser.parse_known_args(words)
         if unknown:
             raise refuse("launch", unknown[0], f"must be a flag of python -m {PROGRAM}")
     except UsageError as error:
         raise UsageError(f"--config {file}: {error}") from None
     namespace, rest = parser.parse_known_args(arguments, namespace)
     return from_namespace(LaunchConfig, namespace), rest
+
+
+def _launch_words(recipe: Recipe, file: str) -> list[str]:
+    """The launcher's flags in the file."""
+    try:
+        return recipe.with_origins(flag_arguments(recipe.launch, "launch"))
+    except UsageError as error:
+        raise UsageError(f"--config {file}: {error}") from None
 
 
 def _note_missing_of_training(missing: Collector, recipe: Recipe, file: str, rest: list[str]) -> None:
@@ -182,7 +220,7 @@ def _settings(recipe: Recipe, file: str, rest: Sequence[str]) -> list[str]:
         settings = setting_arguments(recipe.settings)
     except UsageError as error:
         raise UsageError(f"--config {file}: {error}") from None
-    return [*preset_arguments(rest), *settings]
+    return [*preset_arguments(rest), *recipe.with_origins(settings)]
 
 
 def _program(

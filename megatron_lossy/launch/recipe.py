@@ -14,14 +14,14 @@ the distributed optimizer) become flags of Megatron-LM, and so do defaults that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..config import LossyConfig, given
 from ..errors import refuse
-from ..settings import read_yaml
+from ..settings import from_origin, read_yaml
 from ..shipped import find_config
 from ..train.config import TrainConfig
 
@@ -30,15 +30,29 @@ _OWN = ("launch", "megatron")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The content of a file and its bases: trainer flags, launcher flags, Megatron flags, by name with dashes."""
+    """The content of a file and its bases: trainer flags, launcher flags, Megatron flags, by name with dashes.
+
+    ``files``: the file that each comes from.
+    """
 
     settings: dict[str, Any] = field(default_factory=dict)
     launch: dict[str, Any] = field(default_factory=dict)
     megatron: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, Path] = field(default_factory=dict)
 
     def over(self, base: Recipe) -> Recipe:
         """These settings if they are given, else those of ``base``."""
-        return Recipe(base.settings | self.settings, base.launch | self.launch, base.megatron | self.megatron)
+        ours, below = vars(self), vars(base)
+        return Recipe(**{part: below[part] | ours[part] for part in ours})
+
+    def with_origins(self, words: Sequence[str]) -> list[str]:
+        """``words`` of a command line, made of the content, with the file that each flag comes from."""
+        result: list[str] = []
+        for word in words:
+            name = word.partition("=")[0].removeprefix("--")
+            file = self.files.get(name) or self.files.get(name.removeprefix("no-"))
+            result += from_origin([word], f"from {file}")
+        return result
 
 
 def read_recipe(file: str | Path, above: tuple[Path, ...] = ()) -> Recipe:
@@ -47,7 +61,7 @@ def read_recipe(file: str | Path, above: tuple[Path, ...] = ()) -> Recipe:
     content = {str(key).replace("_", "-"): value for key, value in read_yaml("--config", path).items()}
     base = content.pop("base", None)
     own = {name: _section(path, name, content.pop(name, None)) for name in _OWN}
-    recipe = Recipe(content, **own)
+    recipe = Recipe(content, **own, files={name: path for part in (content, *own.values()) for name in part})
     if base is None:
         return recipe
     below = path.parent / str(base)
@@ -124,6 +138,7 @@ _SAME = (
     "overlap_param_gather",
     "ddp_bucket_size",
     "ddp_average_in_collective",
+    "reduce_scatter_with_fp32_accumulation",
     "distributed_timeout_minutes",
     "data_cache_path",
     "eval_interval",

@@ -22,7 +22,7 @@ def several(plan: Plan, arguments: Sequence[str], about: Sequence[str]) -> int:
 
     ``arguments``: the command line. ``about``: lines about the run. Raises :class:`UsageError`.
     """
-    own = [one for one in arguments if one != "--run"]
+    own = [one for one in arguments if one not in ("--run", "--dry-run")]
     jobs = [[sys.executable, "-m", PROGRAM, *own, "--island", str(job)] for job in range(plan.jobs.number)]
     lighthouses = [_lighthouse(url) for url in addresses_of(plan.lossy.rendezvous or "")]
     if not plan.launch.run or plan.launch.dry_run:

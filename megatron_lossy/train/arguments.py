@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config import LossyConfig
-from ..errors import ArgumentParser, UsageError
+from ..errors import ArgumentParser, Collector, UsageError
 from ..flags import add_flags, flag_name, from_namespace
 from ..loss_flags import add_loss_flags, preset_arguments
-from ..settings import arguments_of, off, read_yaml
+from ..settings import arguments_of, from_origin, note_origins_of, off, read_yaml
 from ..shipped import find_config
 from .config import REQUIRED, TrainConfig
 
@@ -45,24 +45,30 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+def read_arguments(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], derived: Sequence[str] = ()
+) -> argparse.Namespace:
     """``arguments`` over the ``--config`` file they name, over their preset, over the defaults.
 
-    Raises :class:`UsageError`.
+    ``derived``: flags that the program will set, with origins. Raises :class:`UsageError`.
     """
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     file = first.parse_known_args(arguments)[0].config
-    namespace = parser.parse_args(preset_arguments(arguments))
+    below = preset_arguments(arguments)
+    namespace = parser.parse_args(below)
     if file is not None:
         settings = read_yaml("--config", find_config(file))
         try:
-            namespace = parser.parse_args(setting_arguments(settings), namespace)
+            words = setting_arguments(settings)
+            namespace = parser.parse_args(words, namespace)
         except UsageError as error:
             raise UsageError(f"--config {file}: {error}") from None
+        below += from_origin(words, f"from {file}")
         given = parser.parse_args(arguments)
         if given.data_path and not given.data:
             namespace.data = None  # the command line's data replaces the file's
+    note_origins_of([*below, *derived, *arguments], TrainConfig, LossyConfig)
     return parser.parse_args(arguments, namespace)
 
 
@@ -72,7 +78,12 @@ def configurations(namespace: argparse.Namespace) -> tuple[TrainConfig, LossyCon
     if missing and namespace.config is None:
         why = "needs a file, for example configs/tiny/llama_1m.yaml, or all of what is missing:"
         raise UsageError(f"--config: {why} {' '.join(missing)}")
-    return from_namespace(TrainConfig, namespace), from_namespace(LossyConfig, namespace)
+    problems, made = Collector(), []
+    for cls in (TrainConfig, LossyConfig):
+        with problems.noting():
+            made.append(from_namespace(cls, namespace))
+    problems.finish()
+    return made[0], made[1]
 
 
 def setting_arguments(settings: Mapping[str, Any]) -> list[str]:

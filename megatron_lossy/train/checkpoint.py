@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from ..checkpoints import TRACKER, iteration_folder, latest_iteration
+from ..checkpoints import TRACKER, iteration_folder, iterations_in, latest_iteration
 from ..errors import MACHINE_ERRORS, UsageError, cannot, machine_error, refuse
 from ..files import publish, write_text, writing
 from ..hooks.rng import rng_state, set_rng_state
@@ -45,10 +45,18 @@ _DAMAGE = (CheckpointingException, EOFError, KeyError, OSError, ValueError, pick
 _CUT_SHORT = re.compile("PytorchStreamReader|unexpected EOF|corrupt")
 
 
-class Checkpoints:
-    """Saves and loads one run's model, optimizer, scheduler and random states. All methods are collective."""
+class NotSaved(OSError):
+    """The machine failed while a checkpoint was written. All ranks raise it, and an earlier checkpoint is whole."""
 
-    def __init__(self, model_chunks: list, optimizer: Any, scheduler: Any, lossy: Run) -> None:
+
+class Checkpoints:
+    """Saves and loads one run's model, optimizer, scheduler and random states. All methods are collective.
+
+    ``keep``: checkpoints that stay in a folder after a save, the newest; ``None``: all.
+    """
+
+    def __init__(self, model_chunks: list, optimizer: Any, scheduler: Any, lossy: Run, keep: int | None = None) -> None:
+        self._keep = keep
         self._chunks = model_chunks
         self._model = unwrap_model(model_chunks[0])
         self._optimizer = optimizer
@@ -58,8 +66,8 @@ class Checkpoints:
     def save(self, folder: str, iteration: int, common: dict[str, Any]) -> None:
         """Write the checkpoint of ``iteration`` into ``folder``, with ``common`` values, equal on all ranks.
 
-        Raises the errors of :func:`megatron_lossy.files.writing`. Then the checkpoint is not there, and earlier ones
-        are unchanged.
+        Raises :class:`NotSaved`, or the errors of :func:`megatron_lossy.files.writing`. Then the checkpoint is not
+        there, and earlier ones are unchanged.
         """
 
         def fill(aside: Path) -> None:
@@ -108,7 +116,8 @@ class Checkpoints:
                 raise
             kept = "" if latest is None else f"; that of iteration {latest} is whole"
             what = f"{failed.strerror}: the checkpoint of iteration {iteration} was not saved{kept}"
-            raise OSError(failed.errno, what, folder) from None
+            kind = NotSaved if latest is not None and (everywhere or _ranks() == 1) else OSError
+            raise kind(failed.errno, what, folder) from None
 
     def _write(self, aside: Path, final: Path, iteration: int, fill: Callable[[Path], None]) -> None:
         first = torch.distributed.get_rank() == 0
@@ -125,6 +134,8 @@ class Checkpoints:
             shutil.rmtree(final, ignore_errors=True)
             publish(aside, final)
             write_text(final.parent / TRACKER, str(iteration))
+            if self._keep is not None:
+                _remove_older(final.parent, iteration, self._keep)
         torch.distributed.barrier()
 
     def _store(self, state: dict[str, Any], folder: Path) -> None:
@@ -179,6 +190,17 @@ class Checkpoints:
     @staticmethod
     def _data_parallel_group() -> torch.distributed.ProcessGroup:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _remove_older(folder: Path, iteration: int, keep: int) -> None:
+    """Remove all checkpoints before ``iteration``, which is whole, but the last ``keep`` - 1. Later ones stay."""
+    older = [one for one in iterations_in(folder) if one < iteration]
+    for one in older[: max(0, len(older) - (keep - 1))]:
+        path = iteration_folder(folder, one)
+        aside = path.with_name(path.name + _ASIDE)
+        with contextlib.suppress(OSError):  # whoever reads it, or may not delete it, has it for longer
+            os.replace(path, aside)  # a kill must not leave half of it under its name
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -262,8 +284,11 @@ def _reading(path: str, damage: tuple[type[Exception], ...] = _DAMAGE) -> Iterat
                 raise
             raise cause from error
         reason = " ".join(f"{type(cause).__name__}: {cause}".partition(". ")[0].split()).rstrip(": ")[:200]
-        allowed = f"cannot be read ({reason}); to go on from an older one, write its number into {TRACKER}"
-        raise refuse("--load", path, allowed) from None
+        older = [
+            one for one in iterations_in(Path(path).parent) if iteration_folder(Path(path).parent, one) < Path(path)
+        ]
+        remedy = f"; to go on from iteration {older[-1]}, write that number into {TRACKER}" if older else ""
+        raise refuse("--load", path, f"cannot be read ({reason}){remedy}") from None
 
 
 def _ranks() -> int:

@@ -7,13 +7,13 @@ Names and meanings are Megatron-LM's (``megatron/training/arguments.py``) if it 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..data import check_blend, is_weight
-from ..errors import UsageError, refuse
-from ..flags import flag, flag_name, refuse_unused
+from ..errors import Collector, UsageError, refuse
+from ..flags import flag, flag_name, refuse_unused, shown
 
 # The flags that fix the shapes of the saved weights.
 SHAPE = (
@@ -118,6 +118,9 @@ class TrainConfig:
         None, "parameters per bucket with --overlap-grad-reduce; default megatron-core's", type=int, metavar="N"
     )
     ddp_average_in_collective: bool = flag(False, "average in the reduce-scatter instead of scaling before it")
+    reduce_scatter_with_fp32_accumulation: bool = flag(
+        False, "reduce-scatter gradients by an all-to-all and sums in fp32 at each owner; from megatron-core 0.16 on"
+    )
     num_distributed_optimizer_instances: int = flag(
         1, "copies of the sharded optimizer over the data-parallel ranks", metavar="N"
     )
@@ -167,6 +170,13 @@ class TrainConfig:
     save_interval: int | None = flag(
         None, "iterations between checkpoints; default only the last", type=int, metavar="N", incidental=True
     )
+    keep_checkpoints: int | None = flag(
+        None,
+        "checkpoints to keep in --save; older ones are deleted once a newer one is whole; default all",
+        type=int,
+        metavar="N",
+        incidental=True,
+    )
     exit_interval: int | None = flag(
         None, "save and exit at the first iteration divisible by this", type=int, metavar="N", incidental=True
     )
@@ -192,68 +202,90 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        if missing := self.missing(vars(self)):
-            raise missing[0]
+        for found in (self.missing(vars(self)), self._wrong_numbers(), self._wrong()):
+            problems = Collector()
+            with problems.noting():
+                for error in found:
+                    problems.note(error)
+            problems.finish()
+
+    def _wrong_numbers(self) -> Iterator[UsageError]:
+        """The errors of numbers that others are divided by."""
         for name in _POSITIVE:
             value = getattr(self, name)
-            self._check(name, value is None or value >= 1, "must be at least 1")
-        self._check("lr", self.lr is not None and 0 < self.lr < math.inf, "must be a positive number")
-        self._check("min_lr", 0 <= self.min_lr <= self.lr, f"must be from 0 to --lr {self.lr:g}")
+            yield from self._need(name, value is None or value >= 1, "must be at least 1")
+
+    def _wrong(self) -> Iterator[UsageError]:
+        """The errors of all else. The last checks raise theirs."""
+        yield from self._need("lr", self.lr is not None and 0 < self.lr < math.inf, "must be a positive number")
+        yield from self._need("min_lr", 0 <= self.min_lr <= self.lr, f"must be from 0 to --lr {self.lr:g}")
         for name in ("weight_decay", "clip_grad", "init_method_std", "nadam_momentum_decay"):
             value = getattr(self, name)
-            self._check(name, value is None or 0 <= value < math.inf, "must be at least 0")
-        if self.optimizer != "sgd":
-            refuse_unused(self, "sgd_momentum", f"needs --optimizer sgd, not {self.optimizer}")
+            yield from self._need(name, value is None or 0 <= value < math.inf, "must be at least 0")
         if self.nadam_momentum_decay is not None and self.optimizer != "nadam":
-            raise refuse("--nadam-momentum-decay", self.nadam_momentum_decay, "needs --optimizer nadam")
+            yield refuse("--nadam-momentum-decay", self.nadam_momentum_decay, "needs --optimizer nadam")
         for name in ("adam_eps", "norm_epsilon", "rotary_base"):
-            self._check(name, 0 < getattr(self, name) < math.inf, "must be above 0")
+            yield from self._need(name, 0 < getattr(self, name) < math.inf, "must be above 0")
         for name in ("sgd_momentum", "adam_beta1", "adam_beta2", "hidden_dropout", "attention_dropout"):
-            self._check(name, 0 <= getattr(self, name) < 1, "must be in [0, 1)")
+            yield from self._need(name, 0 <= getattr(self, name) < 1, "must be in [0, 1)")
         for name in ("eval_iters", "lr_warmup_iters", "sharpness_interval"):
-            self._check(name, getattr(self, name) >= 0, "must be at least 0")
-        self._check("seed", 0 < self.seed < 2**31, "must be in [1, 2^31 - 1]")
+            yield from self._need(name, getattr(self, name) >= 0, "must be at least 0")
+        yield from self._need("seed", 0 < self.seed < 2**31, "must be in [1, 2^31 - 1]")
         decay = self.lr_decay_iters or self.train_iters
-        self._check(
+        yield from self._need(
             "lr_warmup_iters", self.lr_warmup_iters < decay, f"must be below the {decay} iterations of the decay"
         )
-        self._check(
+        yield from self._need(
             "hidden_size",
             self.hidden_size % self.num_attention_heads == 0,
             f"must be divisible by --num-attention-heads {self.num_attention_heads}",
         )
-        self._check(
+        yield from self._need(
             "hidden_size",
             self.hidden_size // self.num_attention_heads % 2 == 0,
             f"a head of {self.hidden_size // self.num_attention_heads} values cannot be rotated: must be even",
         )
-        self._check(
+        yield from self._need(
             "num_query_groups",
             self.num_attention_heads % (self.num_query_groups or 1) == 0,
             f"must divide --num-attention-heads {self.num_attention_heads}",
         )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
-            raise refuse("--overlap-param-gather", "on", "needs --overlap-grad-reduce")
+            yield refuse("--overlap-param-gather", "on", "needs --overlap-grad-reduce")
         if not self.use_distributed_optimizer:
             if self.overlap_param_gather:
-                raise refuse("--overlap-param-gather", "on", "nothing is gathered without --use-distributed-optimizer")
-            self._check(
+                yield refuse("--overlap-param-gather", "on", "nothing is gathered without --use-distributed-optimizer")
+            yield from self._need(
                 "num_distributed_optimizer_instances",
                 self.num_distributed_optimizer_instances == 1,
                 "must be 1 without --use-distributed-optimizer",
             )
         if self.ddp_average_in_collective and self.calculate_per_token_loss:
-            raise refuse("--ddp-average-in-collective", "on", "cannot be combined with --calculate-per-token-loss")
+            yield refuse("--ddp-average-in-collective", "on", "cannot be combined with --calculate-per-token-loss")
+        if self.keep_checkpoints is not None:
+            yield from self._need("keep_checkpoints", self.save is not None, "needs --save")
+        if self.reduce_scatter_with_fp32_accumulation:
+            name = "reduce_scatter_with_fp32_accumulation"
+            yield from self._need(name, self.use_distributed_optimizer, "needs --use-distributed-optimizer")
+            yield from self._need(name, not self.ddp_average_in_collective, "adds up: no --ddp-average-in-collective")
+            yield from self._need(name, not self.virtual_workers, "needs real ranks, without --virtual-workers")
+            one = self.num_distributed_optimizer_instances == 1
+            yield from self._need(name, one, "needs --num-distributed-optimizer-instances 1")
         if self.sharpness_interval:
-            self._check(
+            yield from self._need(
                 "sharpness_interval", bool(self.virtual_workers), "needs all workers in one process: --virtual-workers"
             )
-            self._check("sharpness_interval", not self.bf16, "needs weights in float32, without --bf16")
-            self._check(
+            yield from self._need("sharpness_interval", not self.bf16, "needs weights in float32, without --bf16")
+            yield from self._need(
                 "sharpness_interval", self.use_distributed_optimizer, "needs one optimizer: --use-distributed-optimizer"
             )
+        for name in ("wandb_exp_name", "wandb_mode") if self.wandb_project is None else ():
+            if getattr(self, name) != TrainConfig.__dataclass_fields__[name].default:
+                yield refuse(flag_name(TrainConfig, name), getattr(self, name), "needs --wandb-project")
         if self.data and (self.data_path or self.valid_data_path):
-            raise refuse("--data", self.data, "cannot be combined with --data-path or --valid-data-path")
+            yield refuse("--data", self.data, "cannot be combined with --data-path or --valid-data-path")
+        if self.optimizer != "sgd":
+            refuse_unused(self, "sgd_momentum", f"needs --optimizer sgd, not {self.optimizer}")
         check_blend("--data-path", self.data_path or ())
         check_blend("--valid-data-path", self.valid_data_path or ())
 
@@ -268,9 +300,14 @@ class TrainConfig:
             found.append(refuse("--eval-iters", values["eval_iters"], "needs --valid-data-path, or --eval-iters 0"))
         return found
 
-    def _check(self, name: str, fine: bool, allowed: str) -> None:
+    def _need(self, name: str, fine: bool, allowed: str) -> Iterator[UsageError]:
+        """The error of the flag ``name`` unless it is ``fine``."""
         if not fine:
-            raise refuse(flag_name(TrainConfig, name), getattr(self, name), allowed)
+            yield refuse(flag_name(TrainConfig, name), shown(getattr(self, name)), allowed)
+
+    def _check(self, name: str, fine: bool, allowed: str) -> None:
+        for error in self._need(name, fine, allowed):
+            raise error
 
     def check_world(self, world_size: int) -> None:
         """Raise :class:`UsageError` unless ``world_size`` ranks can run this."""
@@ -376,6 +413,7 @@ _POSITIVE = (
     "distributed_timeout_minutes",
     "eval_interval",
     "save_interval",
+    "keep_checkpoints",
     "exit_interval",
     "log_interval",
 )

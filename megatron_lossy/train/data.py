@@ -12,23 +12,20 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
-import sysconfig
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import megatron.core.datasets
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list
 
 from .. import device
-from ..errors import UsageError, machine_error
+from ..errors import machine_error
 from ..files import naming, publish, writing
+from ..hooks.dataset_helper import build_helper
 from .config import TrainConfig
 from .text import prefixes
 
@@ -98,29 +95,6 @@ def _naming_cache(cache: Path) -> Iterator[None]:
             raise
         with naming(cache):
             raise
-
-
-def build_helper() -> None:
-    """Build megatron-core's dataset helper if it is missing: a wheel has it, a fresh checkout does not.
-
-    Megatron-LM does the same at its start; here it is built for this Python. Raises :class:`UsageError` if that fails.
-    """
-    folder = Path(megatron.core.datasets.__path__[0])
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-        return
-    command = ["make", "-C", str(folder), f"LIBEXT={suffix}"]
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-    try:
-        built = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PATH": path})
-        errors = [] if not built.returncode else built.stderr.strip().splitlines() or [f"status {built.returncode}"]
-    except OSError as error:
-        errors = [str(error)]
-    if errors:
-        raise UsageError(
-            f"megatron-core: {folder} has no dataset helper, and it cannot be built ({errors[0].strip()}); that needs "
-            "make, a C++ compiler and the package pybind11"
-        )
 
 
 def _building_folder(cache: Path) -> Path:

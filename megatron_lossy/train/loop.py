@@ -29,18 +29,18 @@ from ..run import Run
 from ..transport import settled
 from . import parallel
 from .build import build_run, build_workers
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, NotSaved
 from .config import TrainConfig
 from .data import RankBatches, build_datasets
 from .evaluate import begin_mean_loss, evaluate
 from .facts import check_flags
 from .log import Console, Silent
 from .metrics import check_wandb, perplexity
-from .model import transformer_impl
+from .model import check_fp32_sums, transformer_impl
 from .optimizer import lr_scale
 from .process import launched_ranks
 from .records import Progress, header, open_writers
-from .saved import check_folders, in_folders_of_job, same_folder, shared_settings, write_settings
+from .saved import changed_settings, check_folders, in_folders_of_job, same_folder, shared_settings, write_settings
 from .sharpness import Sharpness
 from .stop import Stop
 from .text import check_data, fingerprint, prepare_text, same_everywhere, with_data_paths
@@ -71,6 +71,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     if launched is not None:
         config = in_folders_of_job(config, lossy_config.jobs(), launched.job[0])
     transformer_impl(config)
+    check_fp32_sums(config)
     if config.wandb_project:
         check_wandb(config.wandb_project)
     if config.data is None:
@@ -91,6 +92,8 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
                 first = torch.distributed.get_rank() == 0
                 speaks = first and lossy.speaks
                 run = _Run(config, lossy, paths, (console or Console()) if speaks else Silent())
+                if config.load and (changed := changed_settings(config, lossy_config, data)):
+                    run.console.note(f"--load {config.load}: goes on with other settings: {changed}")
                 if first:
                     write_settings(config, lossy_config, data)
                 return run.run()
@@ -112,7 +115,9 @@ class _Run:
         self.model, self.workers = build_workers(config, tokenizer.vocab_size, lossy)
         self.optimizer = self.workers.optimizer
         self.sharpness = Sharpness(config, self.model, self.optimizer, lossy, self.train_data)
-        self.checkpoints = Checkpoints(self.model, self.optimizer, self.workers.scheduler, lossy)
+        self.checkpoints = Checkpoints(
+            self.model, self.optimizer, self.workers.scheduler, lossy, config.keep_checkpoints
+        )
         self.progress = Progress()
         self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
         self.stop = Stop(lossy, saves=config.save is not None)
@@ -189,7 +194,7 @@ class _Run:
                 self._evaluate(trains)
             leave = leave or bool(stop)
             if config.save and (leave or save):
-                self._save()
+                self._save(goes_on=not (leave or last))
             if leave and not last:
                 why = f"on {signal.Signals(stop).name}" if stop else "by --exit-interval"
                 self.console.note(f"exiting {why} at iteration {progress.iteration}")
@@ -305,18 +310,30 @@ class _Run:
             self.writers.write(record)
         self.summary["valid"] = losses
 
-    def _save(self) -> None:
+    def _save(self, goes_on: bool) -> None:
+        """Save. If the machine fails, a run that ``goes_on`` keeps its earlier checkpoint, and says so."""
         if self.hooked:
             self._gather_in_forward(False)
-        iteration = self.progress.iteration
+        folder, iteration = self.config.save, self.progress.iteration
         progress = [dataclasses.asdict(self.progress)]
         torch.distributed.broadcast_object_list(progress)  # the seconds differ, and rank 0's are saved
-        self.checkpoints.save(self.config.save, iteration, {"progress": progress[0]})
-        beside = self.lossy.saved_beside(self.config.save)
-        if beside is not None:
+        said = f"saved checkpoint of iteration {iteration:7d} to {folder}"
+        try:
+            self.checkpoints.save(folder, iteration, {"progress": progress[0]})
+        except NotSaved as error:
+            if not goes_on:
+                raise
+            said = f"{folder}: {error.strerror}; the run goes on"
+        beside = self.lossy.saved_beside(folder)
+        if beside is not None:  # of which all jobs are a part
             folder, writes = beside
-            self.checkpoints.save_consensus(folder, iteration, writes)
-        self.console.note(f"  saved checkpoint of iteration {iteration:7d} to {self.config.save}")
+            try:
+                self.checkpoints.save_consensus(folder, iteration, writes)
+            except NotSaved as error:
+                if not goes_on:
+                    raise
+                said += f"; {folder}: {error.strerror}"
+        self.console.note(f"  {said}")
 
     def _load(self) -> bool:
         """Load the checkpoint of ``--load`` if there is one; returns whether there was."""
@@ -334,6 +351,8 @@ class _Run:
         self.progress = Progress(**loaded["progress"])
         self.console.note(f"  loaded checkpoint of iteration {self.progress.iteration:7d} from {folder}")
         ranks = torch.distributed.get_world_size()
+        if self.progress.iteration >= self.iterations:
+            self.console.note(f"nothing is left to do: iteration {self.iterations} of --train-iters is made")
         if loaded["ranks"] != ranks:
             self.console.note(f"  it was saved by {loaded['ranks']} ranks, now {ranks}: random states start anew")
         return True

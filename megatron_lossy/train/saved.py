@@ -16,7 +16,7 @@ from ..checkpoints import TRACKER, latest_iteration
 from ..config import SECTIONS, LossyConfig
 from ..errors import cannot, refuse
 from ..files import check_folder, write_text, writing
-from ..flags import difference, flag_name, identity, of_flags, texts_by_flag
+from ..flags import difference, differences, flag_name, identity, of_flags, texts_by_flag
 from ..jobs import Jobs
 from .config import SHAPE, TrainConfig
 from .metrics import METRICS_FILE
@@ -24,6 +24,8 @@ from .metrics import METRICS_FILE
 SETTINGS = "settings.json"
 # The flags that fix the order of the samples.
 _SAMPLES = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "seed")
+# The flags that name data, whose contents count.
+_PATHS = ("data_path", "valid_data_path")
 # Beside paths and what is incidental, the flags that each of several jobs may have as it likes.
 _OWN = (
     "data",
@@ -85,6 +87,20 @@ def check_folders(config: TrainConfig, lossy: LossyConfig, data: list[Any] | Non
     elif config.load and not resuming:
         what = f"has no {TRACKER}, which names a checkpoint" if os.path.isdir(config.load) else "is no folder"
         raise refuse("--load", config.load, f"{what}; to start a run, leave it out or give the folder of --save")
+
+
+def changed_settings(config: TrainConfig, lossy: LossyConfig, data: list[Any]) -> str | None:
+    """The settings that differ from those of the run that ``--load`` names, in words; ``None`` if none does."""
+    settings = _read_settings("--load", config.load)
+    if settings is None:
+        return None
+    here = settings_of(config, lossy, data)
+    of_train = {name: value for name, value in here["train"].items() if name not in ("data", *_PATHS)}
+    changed = [*differences(TrainConfig, settings["train"], of_train)]
+    changed += differences(LossyConfig, settings["loss"], here["loss"])
+    if settings["data"] is not None and settings["data"] != here["data"]:
+        changed.append("the data had other contents")
+    return "; ".join(changed) or None
 
 
 def write_settings(config: TrainConfig, lossy: LossyConfig, data: list[Any]) -> None:

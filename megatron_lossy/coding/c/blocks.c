@@ -107,13 +107,23 @@ static inline void unpack(const uint8_t *in, int32_t *c, int64_t n, int bits)
         c[n - 1] = (int32_t)((uint32_t)in[n / 2] << 28) >> 28;
 }
 
+/* The values of n codes with the scale s, of at most `largest`; NaN stays NaN. */
+static inline void values_of(const int32_t *c, float *x, int64_t n, float s, float largest)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float v = (float)c[i] * s;
+        v = largest < v ? largest : v;
+        x[i] = -largest > v ? -largest : v;
+    }
+}
+
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* `rows` rows of `shard` values, `stride` apart, in units of `unit` values and blocks of `block`. `keys`: two words for each row, or
  * NULL: to nearest. `first`: the number of the first value of a row, an even one. The payloads go to `out`, rows one after another;
- * or, if that is NULL, their values in the place of those of `x`. */
+ * or, if that is NULL, their values, of at most `largest`, in the place of those of `x`. */
 API CLONES void mb_encode(float *x, uint8_t *out, int64_t rows, int64_t stride, int64_t shard, int64_t unit, int bits, int64_t block,
-                          const uint32_t *keys, uint64_t first)
+                          const uint32_t *keys, uint64_t first, float largest)
 {
     int most = (1 << (bits - 1)) - 1;
     float u[MOST_BLOCK];
@@ -130,9 +140,7 @@ API CLONES void mb_encode(float *x, uint8_t *out, int64_t rows, int64_t stride, 
                     uniforms(u, n, (uint32_t)((first + (uint64_t)(start + place)) / 2), keys + 2 * row);
                 codes_of(values, c, n, scale, keys ? u : NULL);
                 if (!out) {
-                    float s = float_of(scale);
-                    for (int64_t i = 0; i < n; i++)
-                        values[i] = (float)c[i] * s;
+                    values_of(c, values, n, float_of(scale), largest);
                     continue;
                 }
                 out[SCALE * k] = (uint8_t)(scale >> 16);
@@ -144,9 +152,9 @@ API CLONES void mb_encode(float *x, uint8_t *out, int64_t rows, int64_t stride, 
         }
 }
 
-/* The values of payloads, rows `size` bytes apart, into `rows` rows of `x` that are `stride` apart. */
+/* The values of payloads, rows `size` bytes apart, of at most `largest`, into `rows` rows of `x` that are `stride` apart. */
 API CLONES void mb_decode(const uint8_t *in, float *x, int64_t rows, int64_t size, int64_t stride, int64_t shard, int64_t unit, int bits,
-                          int64_t block)
+                          int64_t block, float largest)
 {
     int32_t c[MOST_BLOCK];
     for (int64_t row = 0; row < rows; row++) {
@@ -159,8 +167,7 @@ API CLONES void mb_decode(const uint8_t *in, float *x, int64_t rows, int64_t siz
                 float *values = x + row * stride + start + place;
                 float s = float_of((uint32_t)payload[SCALE * k] << 16 | (uint32_t)payload[SCALE * k + 1] << 24);
                 unpack(codes + place * bits / 8, c, n, bits);
-                for (int64_t i = 0; i < n; i++)
-                    values[i] = (float)c[i] * s;
+                values_of(c, values, n, s, largest);
             }
             payload = codes + (elements * bits + 7) / 8;
         }

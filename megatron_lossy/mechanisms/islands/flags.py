@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...errors import refuse
+from ...errors import UsageError, refuse
 from ...flags import as_text, flag, flag_name, in_unit_interval, number, refuse_unused
 from ...jobs import Jobs
 from ...rendezvous.lighthouse import addresses_of
@@ -42,9 +42,9 @@ class IslandFlags(Flags):
         basic=True,
     )
     sync_method: str = flag(
-        "gradients",
-        "what islands exchange: gradients, so that they are one data-parallel group; parameters, averaged; the same through "
-        "an outer optimizer; that with a mean that is one round late; or none",
+        None,
+        "what islands exchange, needed with --islands: gradients, so that they are one data-parallel group; parameters, "
+        "averaged; the same through an outer optimizer; that with a mean that is one round late; or none",
         choices=("gradients", "parameters", *_DILOCO, "none"),
         basic=True,
     )
@@ -271,6 +271,8 @@ class IslandFlags(Flags):
         return _ITEMSIZE[self.sync_dtype] if self.averages else 0
 
     def resolve(self) -> None:
+        if self.sync_method is None and self.islands == 1:
+            object.__setattr__(self, "sync_method", "gradients")
         if self.eval_weights is None:
             object.__setattr__(self, "eval_weights", self._evaluated)
 
@@ -324,6 +326,11 @@ class IslandFlags(Flags):
         cls = type(self)
         if self.islands < 1:
             raise refuse("--islands", self.islands, "must be at least 1")
+        if self.sync_method is None:
+            why = (
+                "needs --sync-method: parameters, diloco, eager-diloco, none, or gradients for one data-parallel group"
+            )
+            raise refuse("--islands", self.islands, why)
         for name in ("sync_method", "sync_subset", "sync_dtype", "delay_correction"):
             choices: tuple[str, ...] = cls.__dataclass_fields__[name].metadata["flag"]["choices"]
             self._need(name, getattr(self, name) in choices, "must be one of " + ", ".join(choices))
@@ -356,7 +363,9 @@ class IslandFlags(Flags):
             return
         addresses_of(self.rendezvous)
         slots = f"--islands {self.islands} has slots 0 to {self.islands - 1}"
-        self._need("island", self.island is not None and 0 <= self.island < self.islands, slots)
+        if self.island is None:
+            raise UsageError(f"--island: needs a value: {slots}")
+        self._need("island", 0 <= self.island < self.islands, slots)
         for name in ("island_patience", "island_poll"):
             self._need(name, 0 < getattr(self, name) < math.inf, "must be seconds above 0")
         self._need("island_join", 0 <= self.island_join < math.inf, "must be seconds of at least 0")
@@ -370,7 +379,7 @@ class IslandFlags(Flags):
         method, corrected = self.sync_method, self.sync_method == "parameters"
         # In the order in which they are asked for: what a flag needs comes before it.
         uses = {
-            "sync_method": (self.islands > 1, "--islands of at least 2"),
+            "sync_method": (self.islands > 1 or method == "gradients", "--islands of at least 2"),
             **dict.fromkeys(
                 ("island_speeds", "save_consensus"),
                 (self.averages, "--islands and a --sync-method other than gradients"),
