@@ -52,9 +52,10 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def _innermost(optimizer: Any) -> Any:
-    """The optimizer that a wrapper such as accelerate's has inside."""
+    """The optimizer that a wrapper such as accelerate's has inside, unless the wrapper has hooks of its own."""
     inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    wraps = isinstance(inner, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" not in vars(optimizer)
+    return _innermost(inner) if wraps else optimizer
 
 
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, torch.nn.Parameter]:

@@ -17,6 +17,7 @@ from ..device import all_gather_single, reduce_scatter_single
 from ..errors import refuse
 from ..transport import LossyGroup, Transfer
 from .layout import ParameterGroup
+from .steps import within_step
 
 
 class Clock(Protocol):
@@ -26,6 +27,7 @@ class Clock(Protocol):
     update: int | None
     restarts: int
     gapless: bool
+    optimizers: Sequence[torch.optim.Optimizer]
     #: Whether the replicas hold other weights than the run's for a while.
     holds: bool
 
@@ -83,7 +85,7 @@ class Gather:
         self.replica: torch.Tensor | None = None
         self._restarts: int | None = None  # the run's count of restarts, when the replica was gathered
         self._update: int | None = None  # the update that was gathered
-        self._version = 0  # of this rank's shard, then
+        self._version = 0  # of this rank's shard, when optimizers and mechanisms had last written it
         self._written: torch.Event | None = None  # the end of the last gather, where others follow it
         #: Bytes that this rank has sent to others, and gathers that were answered from the replica.
         self.sent_bytes = self.answered = 0
@@ -133,25 +135,41 @@ class Gather:
             self.sent_bytes += (self._lossy.size - 1) * input_tensor.nbytes
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
+        first = self._restarts != self._clock.restarts
+        if first:
+            self.note_weights()
+        else:
+            self._check_optimizer()
+            self.check_weights()
         if self.fresh:
-            self._check_weights()
             if self._again is not None and not self._clock.holds:
                 return self._exchange(self._again, output_tensor, input_tensor, collective, async_op)
             self.answered += 1
             return Done() if async_op else None
-        first = self._restarts != self._clock.restarts
         self._restarts, self._update = self._clock.restarts, self._clock.update
-        self._version = self._group.version
         if first:
             return self._handle(Transfer(collective(), lambda: None), async_op)
         return self._exchange(self._lossy, output_tensor, input_tensor, collective, async_op)
 
-    def _check_weights(self) -> None:
-        if self._group.version != self._version:
+    def note_weights(self) -> None:
+        """This rank's shard is as optimizers and mechanisms left it."""
+        self._version = self._group.version
+
+    def check_weights(self) -> None:
+        """Raise an error if somebody else has written this rank's shard, unless the next gather is reliable anyway."""
+        if self._group.version != self._version and self._restarts == self._clock.restarts:
             raise RuntimeError(
-                f"the weights of {self._group.name} were written since they were gathered, and not by the optimizer: call "
-                "weights_changed() of what make_lossy returned, on all ranks, after writing them"
+                f"the weights of {self._group.name} were written, and not by the optimizer: call weights_changed() of what "
+                "make_lossy returned, on all ranks, after writing them"
             )
+
+    def _check_optimizer(self) -> None:
+        if self._group.version == self._version:
+            return
+        optimizer = within_step(self._clock.optimizers)
+        if optimizer is not None:
+            why = "evaluates other weights within a step, which no exchange would send; choose another"
+            raise refuse("optimizer", type(optimizer).__name__, why)
 
     def _exchange(
         self, lossy: LossyGroup, output: torch.Tensor, sent: torch.Tensor, collective: Callable[[], Any], async_op: bool

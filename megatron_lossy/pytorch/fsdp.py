@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -72,6 +73,7 @@ class LossyFSDP(LossyRun):
         super().__init__(config, optimizers, steps, gapless, scaler)
         #: Times that weights were loaded.
         self.restarts = 0
+        self._loading: list[Any] = []  # hooks
         self._islands = islands
         self._event: torch.Event | None = None
         self._sharded: list[_Sharded] = []
@@ -139,6 +141,14 @@ class LossyFSDP(LossyRun):
         if self.device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
+
+    def note_weights(self) -> None:
+        for one in self._sharded:
+            one.gather.note_weights()
+
+    def check_weights(self) -> None:
+        for one in self._sharded:
+            one.gather.check_weights()
 
     def updated(self) -> None:
         """Let the current stream wait for the last update: before it, what was gathered was copied out of the replica."""
@@ -236,6 +246,12 @@ class LossyFSDP(LossyRun):
         """Somebody else than the optimizer wrote weights: the next gather is reliable. Call it on all ranks."""
         self.restarts += 1
 
+    def follow_loading(self, model: torch.nn.Module) -> None:
+        """Let the next gather be reliable after weights of ``model``, or of a part of it, are loaded."""
+        me = weakref.ref(self)  # the model may outlive the run
+        loaded = partial(_loaded, me)
+        self._loading = [module.register_load_state_dict_post_hook(loaded) for module in model.modules()]
+
     def set_iteration(self, iteration: int) -> None:
         self.weights_changed()
         super().set_iteration(iteration)
@@ -262,6 +278,8 @@ class LossyFSDP(LossyRun):
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def restore_exchanges(self) -> None:
+        for hook in self._loading:
+            hook.remove()
         for one in self._sharded:
             if one.group.exchanges == (one.gather, one.reduce):
                 one.group.exchange_by(*one.before)
@@ -273,6 +291,12 @@ class LossyFSDP(LossyRun):
             "param": sum(one.gather.sent_bytes for one in self._sharded),
             "grad": sum(one.reduce.sent_bytes for one in self._sharded),
         }
+
+
+def _loaded(me: weakref.ref[LossyFSDP], module: torch.nn.Module, incompatible: Any) -> None:
+    run = me()
+    if run is not None:
+        run.weights_changed()
 
 
 def _used(groups: Sequence[ParameterGroup]) -> list[np.ndarray]:

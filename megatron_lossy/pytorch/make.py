@@ -127,7 +127,7 @@ def _sharded(
         ),
     )
     run = LossyFSDP(config, optimizers, groups, steps, gapless, scaler, regather, islands)
-    model.register_load_state_dict_post_hook(_Loaded(run))
+    run.follow_loading(model)
     return run
 
 
@@ -183,18 +183,6 @@ def _in_ddp(
         ),
     )
     return LossyDDP(config, model, optimizers, steps, gapless, scaler)
-
-
-class _Loaded:
-    """Tells a run that weights were loaded."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = weakref.ref(run)
-
-    def __call__(self, module: torch.nn.Module, incompatible: Any) -> None:
-        run = self._run()
-        if run is not None:
-            run.weights_changed()
 
 
 def _not_wrapped(model: torch.nn.Module) -> str:
