@@ -110,6 +110,28 @@ def exchanges_of_somebody_else():
     make_lossy(model, adam(model), BOTH)
 
 
+def exchanges_in_other_memory():
+    model = fsdp.build(Tiny())
+    model[1].set_allocate_memory_from_process_group_for_comm(True)
+    make_lossy(model, adam(model), BOTH)
+
+
+def exchanges_in_symmetric_memory():
+    class SymmMemAllGather:  # that of torch is for CUDA alone
+        pass
+
+    model = fsdp.build(Tiny())
+    model[1]._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm = SymmMemAllGather()
+    make_lossy(model, adam(model), BOTH)
+
+
+def replicated():
+    replicates = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+    model = nn.Linear(4, 4)
+    replicates.replicate(model, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",)))
+    make_lossy(model, adam(model), BOTH)
+
+
 def frozen():
     model = fsdp.build(Tiny()).requires_grad_(False)
     make_lossy(model, adam(model), BOTH)
@@ -259,7 +281,10 @@ LINES = {
     optimizer_before_sharding: "optimizer AdamW: has 2 of 2 parameters that are not the model's: make it from",
     twice: "model FSDPSequential: is lossy already: call make_lossy once, for the whole model",
     a_part_again: "model root module: is lossy already: call make_lossy once, for the whole model",
-    exchanges_of_somebody_else: "model 1: has exchanges of its own (Other); omit them",
+    exchanges_of_somebody_else: "model 1: has exchanges of its own (Other): omit set_symm_mem_for_comm, ",
+    exchanges_in_other_memory: "model 1: has exchanges of its own (ProcessGroupAllocAllGather, ProcessGroupAllocReduce",
+    exchanges_in_symmetric_memory: "model 1: has exchanges of its own (SymmMemAllGather): omit set_symm_mem_for_comm, ",
+    replicated: "model root module: is of replicate(), which shards nothing, so that no parameters cross; use Distrib",
     frozen: "model FSDPSequential: has no parameter with a gradient",
     two_types: "model root module: gathers parameters of several types (torch.bfloat16, torch.float32) together",
     fewer_ranks_in_the_backward_pass: "reshard_after_forward 2: gathers from fewer ranks in the backward pass",

@@ -187,8 +187,6 @@ def with_state_made(rank, kind, when, steps):
 
     if when == "before":
         states()
-    if when is not None:
-        get_optimizer_state_dict(run.model, run.optimizer)
     run.lossy = make_lossy(run.model, run.optimizer, BOTH)
     if when == "after":
         states()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
+import os
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +19,14 @@ import torch.distributed as dist
 from ..channel.corruption import Errors, check_bits
 from ..config import LossyConfig
 from ..errors import refuse
+from ..exchange import Stream
 from ..run import Run
-from ..run.saved import check_identity, flags_of
+from ..run.saved import REPLICAS, check_identity, flags_of, read, write
 from .arguments import check_still_alike, parameters_of
 from .steps import Kind, Steps
+
+#: The folder of the delivery log, if there is one, of each run of this process that is not closed, by its number.
+_open: dict[int, str | None] = {}
 
 
 class LossyRun(Run):
@@ -28,6 +35,9 @@ class LossyRun(Run):
     An iteration is a round of gradient exchanges: a bucket that is reduced again begins the next one, so that
     micro-batches that are reduced one by one draw anew. A step of the optimizer ends the iteration too; whether it is an
     update, :mod:`.steps` decides. With several optimizers that is the step of the last one.
+
+    ``number``: of the model among those of this process, the smallest that is free; it is in the key of all draws, so that
+    two models lose different units. It is free again after :meth:`close`, the same on all ranks.
 
     ``scaler``: a ``GradScaler``, for rules that keep gradients over steps. Its factor shrinks where it rejects a step.
     """
@@ -42,6 +52,12 @@ class LossyRun(Run):
     ) -> None:
         super().__init__(config, steps, gapless)
         self._flags = {} if config.inert else flags_of(config)
+        if config.delivery_log is not None and config.delivery_log in _open.values():
+            raise refuse(
+                "--delivery-log", config.delivery_log, "has the log of another model; give each its own folder"
+            )
+        self.number = next(number for number in itertools.count() if number not in _open)
+        self.stream = Stream(stage=self.number)
         self.optimizers = list(optimizers)
         self._parameters = parameters_of(self.optimizers)
         self._stepped: dict[torch.optim.Optimizer, Kind] = {}  # optimizers that have taken part in the update
@@ -56,6 +72,10 @@ class LossyRun(Run):
         me = weakref.ref(self)  # a program may drop the run before its end
         self._at_exit = lambda: _call(me, "close_observers")
         atexit.register(self._at_exit)
+
+    def begin(self) -> None:
+        """Take the run's number, now that it is whole."""
+        _open[self.number] = self.config.delivery_log
 
     # --- which step it is ------------------------------------------------------------------------------------------
 
@@ -204,11 +224,30 @@ class LossyRun(Run):
         self.restart(state["iteration"])
         self._load_state(state)
 
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write :meth:`state_dict` of each rank into a file of its own in ``folder``. A collective call."""
+        write(Path(folder, REPLICAS, self.replica_file()), self.state_dict())
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Restore :meth:`save`, after model and optimizer were loaded. A collective call.
+
+        Raises :class:`UsageError` as :meth:`load_state_dict` does, and if ``folder`` has no such file.
+        """
+        path = Path(folder, REPLICAS, self.replica_file())
+        if not path.is_file():
+            raise refuse(
+                "checkpoint", folder, f"has no {path.relative_to(folder)}: it was saved without make_lossy's state"
+            )
+        self.load_state_dict(read(path, self.device, self._whole_identity(), folder))
+
     def restart(self, iteration: int = 0) -> None:
         """Begin again after ``iteration`` iterations, with replicas that are all equal: weights were loaded."""
         self._begin_round()
         self._exchanged = False
         self.set_iteration(iteration)
+
+    def _whole_identity(self) -> dict[str, Any]:
+        return ({"number of the model": self.number} if self.number else {}) | super()._whole_identity()
 
     def replica_file(self) -> str:
         return f"rank_{dist.get_rank():05d}.pt"
@@ -224,6 +263,7 @@ class LossyRun(Run):
         """End the run: complete its records, and give the model torch's own exchanges again. A collective call."""
         atexit.unregister(self._at_exit)
         self._steps.close()
+        _open.pop(self.number, None)
         self.restore_exchanges()
         self.uninstall()
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from ..config import PHASES, LossyConfig
 from ..device import all_gather_single, reduce_scatter_single
 from ..errors import refuse
-from ..exchange import Stream
 from ..registry import MECHANISMS
 from ..run.base import Observed
 from ..transport import LossyGroup, Network, find_nodes, wire_for
@@ -171,7 +170,7 @@ class LossyDDP(LossyRun):
         config = self.config.drawn_with("param")  # both halves lose as gradients do
         networks = {phase: Network(config, phase, size, self._nodes) for phase in PHASES}
         specs = specs_of(gradients, size)
-        wire = wire_for(config, specs, networks, range(size), self.ranks.rank(), Stream(), self.steps, self.ranks)
+        wire = wire_for(config, specs, networks, range(size), self.ranks.rank(), self.stream, self.steps, self.ranks)
         self._lossy = [LossyGroup(config, wire)]
         for group, saved in zip(self._lossy, self._saved):
             group.load_state_dict(saved, self.device)

@@ -46,14 +46,20 @@ class _Sharded:
 
 
 class _Again:
-    """The later gathers of an update, for observers: such a group exchanges no gradients."""
+    """The later gathers of an update, for observers: such a ``group`` exchanges no gradients.
+
+    They are in the passes of the next iteration. ``foresees``: these passes will come, after a checkpoint.
+    """
 
     def __init__(self, group: LossyGroup) -> None:
-        self._group = group
+        self.group = group
+        self.foresees = False
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
         """See :class:`megatron_lossy.run.base.Observed`."""
-        return None if phase == "grad" or self._group.not_made(phase, step) else self._group.delivery(phase, step)
+        if phase == "grad" or (self.group.not_made(phase, step) and not self.foresees):
+            return None
+        return self.group.delivery(phase, step)
 
 
 class LossyFSDP(LossyRun):
@@ -78,7 +84,7 @@ class LossyFSDP(LossyRun):
         self._event: torch.Event | None = None
         self._sharded: list[_Sharded] = []
         self._lossy: list[LossyGroup] = []
-        self._again: list[LossyGroup] = []
+        self._again: list[_Again] = []
         for part in MECHANISMS.parts("fsdp_part", config, islands):
             self.job, self.jobs = part.job if part.job != (0, 1) else (self.job, self.jobs)
             self.add_part(part)
@@ -92,18 +98,21 @@ class LossyFSDP(LossyRun):
 
     def _add(self, one: ShardedStream, regather: bool) -> None:
         lossy = self._group_of(one, one.stream.chunk)
-        again = self._group_of(one, one.stream.chunk + len(self._streams)) if regather else None
         self._lossy.append(lossy)
-        self._again += [] if again is None else [again]
+        later = [group for group in one.groups if regather and group.gathers_again]
+        again = self._group_of(replace(one, groups=later), one.stream.chunk + len(self._streams)) if later else None
+        if again is not None:
+            self._again.append(_Again(again))
         if self.config.errs and len(one.all_ranks) > 1:
             lossy.errors = self._errors_of(one, lossy)
         for number, group in enumerate(one.groups):
-            gather = Gather(self, group, lossy, number, again)
+            second = (again, later.index(group)) if again is not None and group in later else None
+            gather = Gather(self, group, lossy, number, second)
             made = _Sharded(group, lossy, number, gather, Reduce(self, group, lossy, number))
             self._sharded.append(made)
-            for each in (lossy, again):
-                rule = None if each is None else each.params[number]
-                if rule is not None and not rule.exact and group.spec.param_dtype != torch.float32:
+            for each, place in [(lossy, number)] + ([] if second is None else [second]):
+                rule = each.params[place]
+                if not rule.exact and group.spec.param_dtype != torch.float32:
                     rule.weights = group.weights  # type: ignore[attr-defined]  # 16 bits are sent, 32 are updated
 
     def _group_of(self, one: ShardedStream, chunk: int) -> LossyGroup:
@@ -115,7 +124,7 @@ class LossyFSDP(LossyRun):
         networks = {phase: Network(self.config, phase, self.jobs * len(ranks), nodes) for phase in PHASES}
         first = self.job * len(ranks)  # no two islands lose the same
         members = [first + ranks.index(rank) for rank in dist.get_process_group_ranks(one.ranks)]
-        stream = replace(one.stream, chunk=chunk)
+        stream = replace(self.stream, chunk=chunk)
         specs = [group.spec for group in one.groups]
         wire = wire_for(self.config, specs, networks, members, one.ranks.rank(), stream, self.steps, one.ranks)
         return LossyGroup(self.config, wire)
@@ -172,11 +181,15 @@ class LossyFSDP(LossyRun):
 
     @property
     def groups(self) -> list[LossyGroup]:
-        return [*self._lossy, *self._again]
+        return [*self._lossy, *(one.group for one in self._again)]
 
     @property
     def streams(self) -> Sequence[Observed]:
-        return [*self._lossy, *map(_Again, self._again)]
+        return [*self._lossy, *self._again]
+
+    @property
+    def known_later(self) -> bool:
+        return bool(self._again) or super().known_later
 
     def replicas(self) -> list[RankSampler]:
         return [
@@ -196,6 +209,7 @@ class LossyFSDP(LossyRun):
                 module.reshard()  # else torch takes what it has for gathered
                 module.unshard()
                 module.reshard()
+                one.gather.ahead = True
 
     def reshard(self) -> None:
         """Let torch take all weights from the replicas the next time."""
@@ -255,6 +269,15 @@ class LossyFSDP(LossyRun):
     def set_iteration(self, iteration: int) -> None:
         self.weights_changed()
         super().set_iteration(iteration)
+
+    def state_dict(self) -> dict[str, Any]:
+        for one in self._again:
+            one.foresees = not one.group.wire.observed
+        try:
+            return super().state_dict()
+        finally:
+            for one in self._again:
+                one.foresees = False
 
     def identity(self) -> dict[str, Any]:
         sizes = {

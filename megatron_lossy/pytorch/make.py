@@ -81,13 +81,13 @@ def make_lossy(
         )
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         run: LossyRun = _in_ddp(model, optimizers, flags, steps, gapless, scaler, regather)
-        _runs[model] = run
-        return run
-    check_torch()
-    groups = parameter_groups(model)
-    if not groups:
-        raise refuse("model", type(model).__name__, _not_wrapped(model))
-    run = _sharded(model, groups, optimizers, flags, steps, gapless, scaler, regather, replicate)
+    else:
+        check_torch()
+        groups = parameter_groups(model)
+        if not groups:
+            raise refuse("model", type(model).__name__, _not_wrapped(model))
+        run = _sharded(model, groups, optimizers, flags, steps, gapless, scaler, regather, replicate)
+    run.begin()
     _runs[model] = run
     return run
 
