@@ -1,4 +1,4 @@
-"""Training programs of others with loss: Trainer, Lightning, accelerate and torchtitan, each resumed bit for bit."""
+"""Training programs of others with loss: Trainer, Lightning and accelerate, each resumed bit for bit."""
 
 import json
 
@@ -10,7 +10,7 @@ from torch import nn
 from tests.ranks import run_ranks
 
 pytestmark = [
-    pytest.mark.shows("Trainer, Lightning, accelerate, torchtitan: log, save and resume bit for bit", device=False),
+    pytest.mark.shows("Trainer, Lightning, accelerate: log, save and resume bit for bit", device=False),
     pytest.mark.slow,
 ]
 
