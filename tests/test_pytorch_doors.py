@@ -1,12 +1,15 @@
 """Training programs of others with loss: Trainer, Lightning and accelerate, each resumed bit for bit."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from megatron_lossy.errors import UsageError
+from megatron_lossy.run import REPLICAS
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -43,7 +46,7 @@ class Data(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def with_trainer(rank, folder, steps, resumes, config):
+def with_trainer(rank, folder, steps, resumes, config, **how):
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     from megatron_lossy.pytorch.transformers import LossyCallback
@@ -67,7 +70,7 @@ def with_trainer(rank, folder, steps, resumes, config):
         disable_tqdm=True,
     )
     trainer = Trainer(model=model, args=args, train_dataset=Data())
-    callback = LossyCallback(trainer, config)
+    callback = LossyCallback(trainer, config, **how)
     trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=resumes)
     assert callback.lossy is None
@@ -92,8 +95,26 @@ def test_a_trainer_logs_saves_and_resumes(tmp_path):
     assert "train/loss rate grad" in written.Tags()["scalars"]
     state = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())
     assert any("loss rate grad" in one for one in state["log_history"])
-    lossless = run_ranks(with_trainer, 2, str(tmp_path / "lossless"), 8, None, {}, **how)
-    assert any(not np.array_equal(lossless[0][0][name], value) for name, value in whole[0][0].items())
+
+
+def refused_then_equal(rank, folder, flags):
+    """What is said of a checkpoint without files of ours; then training from it all the same."""
+    with pytest.raises(UsageError) as error:
+        with_trainer(rank, folder, 8, f"{folder}/checkpoint-4", flags)
+    weights, _ = with_trainer(rank, folder, 8, f"{folder}/checkpoint-4", flags, resume=False)
+    return str(error.value), weights
+
+
+def test_a_trainer_may_begin_to_lose_after_a_checkpoint(tmp_path):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    folder, how = str(tmp_path), {"grouped": False, "timeout": 280}
+    lossless = run_ranks(with_trainer, 2, folder, 8, None, {}, **how)
+    shutil.rmtree(tmp_path / "checkpoint-4" / REPLICAS)
+    for rank, (line, weights) in enumerate(run_ranks(refused_then_equal, 2, folder, DDP, **how)):
+        missing = f"{REPLICAS}/rank_{rank:05d}.pt"
+        assert line.startswith(f"checkpoint {folder}/checkpoint-4: has no {missing}: it was saved without make_lossy")
+        assert any(not np.array_equal(lossless[rank][0][name], value) for name, value in weights.items())
 
 
 # --- Lightning -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which steps of an optimizer are updates. This is decided here alone, before the weights change.
+"""Steps of optimizers, and the decision, made here alone and before the weights change, whether one is an update.
 
 An update is a call of the outermost ``step`` of an optimizer after which its parameters hold other values by its own
 doing. torch calls the hooks of a step also for a step within it (``super().step()``), for a step that a fused kernel

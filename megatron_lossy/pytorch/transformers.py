@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from transformers import Trainer, TrainerCallback
 
@@ -21,8 +21,8 @@ class LossyCallback(TrainerCallback):
     """Makes the exchanges of ``trainer`` lossy while it trains, and logs, saves and resumes with it.
 
     ``config``: as for :func:`.make_lossy`. ``resume``: the checkpoint that the trainer resumes from, if it is none of its
-    own output folder. Each rank saves a file of its own in each checkpoint; with it a run continues bit for bit.
-    ``how``: further arguments of :func:`.make_lossy`.
+    own output folder; ``False`` if it was saved without losses. Each rank saves a file of its own in each checkpoint; with
+    it a run continues bit for bit. ``how``: further arguments of :func:`.make_lossy`.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class LossyCallback(TrainerCallback):
         trainer: Trainer,
         config: LossyConfig | Mapping[str, Any] | str | os.PathLike[str],
         *,
-        resume: str | os.PathLike[str] | None = None,
+        resume: str | os.PathLike[str] | Literal[False] | None = None,
         **how: Any,
     ) -> None:
         self.trainer = trainer
@@ -45,7 +45,9 @@ class LossyCallback(TrainerCallback):
         trainer = self.trainer
         how = {"scaler": trainer.accelerator.scaler, **self.how}
         self.lossy = make_lossy(trainer.model_wrapped, trainer.optimizer, self.config, **how)
-        if state.global_step:
+        if state.global_step and self.resume is False:
+            self.lossy.restart(state.global_step)
+        elif state.global_step:
             self.lossy.load(self.resume or self._folder(state))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
