@@ -245,7 +245,7 @@ class LossyDDP(LossyRun):
         return {**super()._state(), "buckets": buckets if self._stay else []}
 
     def _load_state(self, state: Any) -> None:
-        if self._stay and not self._known and state["buckets"]:
+        if self._stay and not self._known and state.get("buckets"):
             every = ([self.parameters[number] for number in bucket] for bucket in state["buckets"])
             self._know([_bucket_of(parameters) for parameters in every])
         if not self._lossy:  # rules come with the final buckets
