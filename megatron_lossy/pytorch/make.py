@@ -53,8 +53,9 @@ def make_lossy(
         model: the whole model, with ``fully_shard`` on parts of it or on all, or in ``DistributedDataParallel``.
         optimizer: those that update its parameters; each step of all of them is an update.
         config: loss flags; or a mapping of them, the name of a preset, or a YAML file.
-        regather: FSDP2's traffic: each gather sends all parameters, and loses again, with draws of its own. Without it
-            an update is gathered once, and this rank's replica answers until the next.
+        regather: FSDP2's traffic: each gather of parameters that are resharded after the forward pass sends them, and
+            loses again, with draws of its own. Without it an update is gathered once, and this rank's replica answers
+            until the next.
         replicate: between groups of ranks that each shard a copy of the model, gradients are reduced as FSDP2 does it on a
             mesh of two dimensions (``all-reduce``); or ``islands``: each group trains by itself, sharded over the inner
             dimension of the mesh alone, and weights are averaged as ``--islands`` and ``--sync-method`` say.
