@@ -32,6 +32,8 @@ class Stream:
 
     At a boundary between pipeline stages, ``stage`` and ``chunk`` are those of the later stage, in both directions, and
     ``expert_rank`` is the data-parallel rank.
+
+    In models of FSDP2 and DDP ``stage`` is the number of the model in its process.
     """
 
     kind: str = "dense"

@@ -1,6 +1,8 @@
 """Codes in blocks against a plain-NumPy reference, to the byte; their mean and variance; whatever is lost."""
 
 import itertools
+import re
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -187,6 +189,13 @@ def test_a_datagram_of_1408_bytes(bits, elements, size):
     code = BlockCode(bits, 128)
     assert (code.elements(1408), code.size(elements)) == (elements, size)
     assert code.elements(code.block_bytes - 1) == 0
+
+
+def test_the_page_has_the_elements_of_a_packet():
+    rows = re.findall(r"\| int(\d), blocks of (\d+) \| ([\d,]+) elements", Path("docs/compression.md").read_text())
+    assert len(rows) == 3
+    for bits, block, elements in rows:
+        assert BlockCode(int(bits), int(block)).elements(1408) == int(elements.replace(",", ""))
 
 
 def test_a_value_that_is_not_finite_spoils_its_block_and_no_other():

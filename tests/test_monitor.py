@@ -59,7 +59,8 @@ def test_ages_are_saved_by_the_fields_of_their_stream_alone():
     from megatron_lossy.monitor.exchanges import ExchangeMonitor
 
     arrived, [units] = np.zeros((1, 2, 1), dtype=bool), cut([1], [4], "shard", 4)[0]
-    saved, loaded, stream = ExchangeMonitor(), ExchangeMonitor(), Stream(stage=1)
+    config = LossyConfig(p_param=0.5)
+    saved, loaded, stream = ExchangeMonitor(config), ExchangeMonitor(config), Stream(stage=1)
     assert stream.drawn == stream
     saved.observe(Delivery(Exchange("param", stream, 0), [0, 1], [0], arrived, [units]))
     [(names, _)] = saved.state_dict()["ages"]
@@ -134,7 +135,8 @@ def expected(config, streams, itemsize, skipped):
                             oldest = max(oldest, age.max())
                     if phase == "grad":
                         survivors.extend(arrived)
-        metrics = {f"loss rate {phase}": np.mean(lost) if lost else 0.0 for phase, lost in losses.items()}
+        metrics = {f"loss rate {phase}": np.mean(lost) for phase, lost in losses.items() if lost}
+        metrics |= {f"loss rate {phase}": 0.0 for phase in losses if not config.loses(phase)}
         if survivors:
             metrics["survivors mean"] = np.mean(survivors)
             metrics["survivors min"] = min(survivors)

@@ -1,8 +1,10 @@
 """``make_lossy`` refuses what it cannot do in one line that names the argument; and it needs no Megatron."""
 
 import contextlib
+import dataclasses
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -108,6 +110,28 @@ def exchanges_of_somebody_else():
     make_lossy(model, adam(model), BOTH)
 
 
+def exchanges_in_other_memory():
+    model = fsdp.build(Tiny())
+    model[1].set_allocate_memory_from_process_group_for_comm(True)
+    make_lossy(model, adam(model), BOTH)
+
+
+def exchanges_in_symmetric_memory():
+    class SymmMemAllGather:  # that of torch is for CUDA alone
+        pass
+
+    model = fsdp.build(Tiny())
+    model[1]._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm = SymmMemAllGather()
+    make_lossy(model, adam(model), BOTH)
+
+
+def replicated():
+    replicates = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+    model = nn.Linear(4, 4)
+    replicates.replicate(model, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",)))
+    make_lossy(model, adam(model), BOTH)
+
+
 def frozen():
     model = fsdp.build(Tiny()).requires_grad_(False)
     make_lossy(model, adam(model), BOTH)
@@ -154,6 +178,87 @@ def unused():
     run.step(0)
 
 
+class Perturbs(torch.optim.SGD):
+    """Evaluates its closure at other weights too, as sharpness-aware minimization does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for one in self.param_groups[0]["params"]:
+            one.add_(1.0)
+        with torch.enable_grad():
+            closure()
+        super().step()
+
+
+def evaluated_at_other_weights():
+    run = Training(Tiny(), None)
+    optimizer = Perturbs(run.model.parameters(), lr=0.1)
+    make_lossy(run.model, optimizer, BOTH)
+    run.loss(0)
+    optimizer.step(lambda: run.loss(1).backward())
+
+
+class Decays(torch.optim.SGD):
+    """Decays weights whatever the learning rate is."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for one in self.param_groups[0]["params"]:
+            one.mul_(0.9)
+
+
+def changed_at_a_learning_rate_of_0():
+    run = Training(Tiny(), None)
+    optimizer = Decays(run.model.parameters(), lr=0.0)
+    make_lossy(run.model, optimizer, BOTH)
+    run.loss(0).backward()
+    optimizer.step()
+
+
+def closure_not_called():
+    run = Training(Tiny(), None)
+    optimizer = Decays(run.model.parameters(), lr=0.1)
+    make_lossy(run.model, optimizer, BOTH)
+    run.loss(0).backward()
+    optimizer.step(lambda: None)
+
+
+class TakesScaler(torch.optim.SGD):
+    """Unscales gradients by itself, in the way that torch has deprecated."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, *, grad_scaler=None):
+        return None
+
+
+def scaler_within_the_optimizer():
+    run = Training(Tiny(), None)
+    optimizer, scaler = TakesScaler(run.model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    make_lossy(run.model, optimizer, BOTH, scaler=scaler)
+    scaler.scale(run.loss(0)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        scaler.step(optimizer)
+
+
+def scaler_unknown():
+    run = Training(Tiny(), None)
+    optimizer, scaler = torch.optim.AdamW(run.model.parameters(), fused=True), torch.amp.GradScaler("cpu")
+    make_lossy(run.model, optimizer, dataclasses.replace(BOTH, grad_recovery="previous"))
+    scaler.scale(run.loss(0)).backward()
+    scaler.step(optimizer)
+
+
+def step_in_the_backward_pass():
+    run = Training(Tiny(), None)
+    optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in run.model.parameters()}
+    for one, optimizer in optimizers.items():
+        one.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    make_lossy(run.model, list(optimizers.values()), BOTH)
+    run.loss(0).backward()
+
+
 def tensor_parallel_over_udp():
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -176,7 +281,10 @@ LINES = {
     optimizer_before_sharding: "optimizer AdamW: has 2 of 2 parameters that are not the model's: make it from",
     twice: "model FSDPSequential: is lossy already: call make_lossy once, for the whole model",
     a_part_again: "model root module: is lossy already: call make_lossy once, for the whole model",
-    exchanges_of_somebody_else: "model 1: has exchanges of its own (Other); omit them",
+    exchanges_of_somebody_else: "model 1: has exchanges of its own (Other): omit set_symm_mem_for_comm, ",
+    exchanges_in_other_memory: "model 1: has exchanges of its own (ProcessGroupAllocAllGather, ProcessGroupAllocReduce",
+    exchanges_in_symmetric_memory: "model 1: has exchanges of its own (SymmMemAllGather): omit set_symm_mem_for_comm, ",
+    replicated: "model root module: is of replicate(), which shards nothing, so that no parameters cross; use Distrib",
     frozen: "model FSDPSequential: has no parameter with a gradient",
     two_types: "model root module: gathers parameters of several types (torch.bfloat16, torch.float32) together",
     fewer_ranks_in_the_backward_pass: "reshard_after_forward 2: gathers from fewer ranks in the backward pass",
@@ -185,6 +293,12 @@ LINES = {
     parameters_added_later: "optimizer AdamW: has 17 parameters, and had 16 when make_lossy was called: add them before",
     frozen_later: "model 1: reduces ",
     unused: "model 1: reduces ",
+    evaluated_at_other_weights: "optimizer Perturbs: evaluates other weights within a step, which no exchange would send",
+    changed_at_a_learning_rate_of_0: "optimizer Decays: changes weights without gradients, or with a learning rate of 0",
+    closure_not_called: "optimizer Decays: did not call its closure; call step() without one",
+    scaler_within_the_optimizer: "optimizer TakesScaler: takes grad_scaler, and does not show which steps it skips",
+    scaler_unknown: "scaler None: a GradScaler is in use, and --grad-recovery previous keeps gradients over steps: give it",
+    step_in_the_backward_pass: "optimizer SGD: steps during the backward pass, where no update ends; step after it",
     tensor_parallel_over_udp: "--transport udp: loses other units of each copy of a parameter",
 }
 
@@ -236,7 +350,7 @@ def weights_written(rank):
     run.model[1].reshard()
     with torch.no_grad():
         run.model[1].up.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="the weights of 1 were written since they were gathered"):
+    with pytest.raises(RuntimeError, match="the weights of 1 were written, and not by the optimizer"):
         run.loss(1)
     run.lossy.weights_changed()
     run.model.reset_iter_state()

@@ -110,6 +110,7 @@ def record(rank, config, steps):
         run.step(step)
     cut = run.lossy._lossy[0].wire.cut
     sizes = [(one.shard, one.elements, one.first, units_of(cut["grad"])) for one in cut["grad"]]
+    run.lossy.close()
     return rounds, sizes
 
 
@@ -302,6 +303,50 @@ def past_the_exchanges(rank):
 def test_what_goes_past_the_exchanges_is_an_error_and_a_closed_run_sees_nothing(pool):
     for buckets, seen, later in pool.run(past_the_exchanges, 2):
         assert seen == later == (buckets, buckets)
+
+
+def resumed_elsewhere(rank, config, steps, how):
+    """As a program saves: weights and optimizer of the first rank, and the state of each."""
+    run = Training(config, **how)
+    for step in range(steps):
+        run.step(step)
+    saved = [run.model.state_dict(), run.optimizer.state_dict()]
+    mine = copy.deepcopy(run.lossy.state_dict())
+    dist.broadcast_object_list(saved, src=0)
+    run.lossy.close()
+    run = Training(config, **how)
+    run.model.load_state_dict(saved[0])
+    run.optimizer.load_state_dict(saved[1])
+    run.lossy.load_state_dict(mine)
+    losses = [run.step(step) for step in range(steps, 2 * steps)]
+    weights = run.weights()
+    run.lossy.close()
+    return weights, losses, {}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_whose_buckets_stay_continues_bit_for_bit(rule, pool):
+    how = {"find_unused_parameters": True}
+    config = dataclasses.replace(LOSSY, allow_divergence=False, param_sync_interval=3, grad_recovery=rule)
+    expected = pool.run(plain, 2, config, 10, how)
+    resumed = pool.run(resumed_elsewhere, 2, config, 5, how)
+    same(resumed, [(weights, losses[5:], {}) for weights, losses, _ in expected])
+
+
+def first_lossy(rank, how):
+    run = Training(LOSSY, **how)
+    for step in range(6):
+        run.step(step)
+        if run.lossy.metrics().get("loss rate grad"):
+            break
+    run.lossy.close()
+    return step
+
+
+def test_losses_begin_earlier_where_buckets_stay(pool):
+    assert pool.run(first_lossy, 2, {}) == [3, 3]
+    assert pool.run(first_lossy, 2, {"find_unused_parameters": True}) == [1, 1]
+    assert min(pool.run(first_lossy, 2, {"find_unused_parameters": True, "static_graph": True})) >= 3
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------

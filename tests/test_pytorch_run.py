@@ -13,6 +13,7 @@ from torch import nn
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify
+from megatron_lossy.errors import UsageError
 from megatron_lossy.pytorch import make_lossy
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
 from tests import contract, fsdp
@@ -183,13 +184,14 @@ def test_monitors_measure(pool):
 # --- state and weights ---------------------------------------------------------------------------------------------
 
 
-def interrupted(rank, config, steps, reshard):
-    run = Training(Tiny(reshard=reshard), config)
+def interrupted(rank, config, steps, reshard, how=None):
+    how = how or {}
+    run = Training(Tiny(reshard=reshard), config, **how)
     for step in range(steps):
         run.step(step)
     saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict(), run.lossy.state_dict()))
     run.lossy.close()
-    run = Training(Tiny(reshard=reshard, seed=1), config)
+    run = Training(Tiny(reshard=reshard, seed=1), config, **how)
     for step in range(2):
         run.step(50 + step)
     model, optimizer, lossy = saved
@@ -202,8 +204,9 @@ def interrupted(rank, config, steps, reshard):
     return weights, losses
 
 
-@pytest.mark.parametrize("setting", [*RULES, "error-feedback", "compensated", "udp", "codes"])
+@pytest.mark.parametrize("setting", [*RULES, "error-feedback", "compensated", "udp", "codes", "each gather"])
 def test_a_run_continues_bit_for_bit(setting, pool):
+    how = {"regather": True} if setting == "each gather" else {}
     if setting == "codes":
         config = CODED
     elif setting in ("compensated", "udp"):
@@ -211,9 +214,9 @@ def test_a_run_continues_bit_for_bit(setting, pool):
             BOTH, **({"param_send": setting} if setting == "compensated" else {"transport": "udp"})
         )
     else:
-        config = dataclasses.replace(BOTH, grad_recovery=setting)
-    expected = pool.run(fsdp.plain, 2, Tiny(), config, 8)
-    resumed = pool.run(interrupted, 2, config, 4, None)
+        config = dataclasses.replace(BOTH, grad_recovery="renormalize" if how else setting)
+    expected = pool.run(fsdp.plain, 2, Tiny(), config, 8, how)
+    resumed = pool.run(interrupted, 2, config, 4, None, how)
     same(resumed, [(weights, losses[4:]) for weights, losses in expected])
 
 
@@ -374,3 +377,101 @@ def test_several_optimizers_make_one_update(pool):
     for (losses, update), (_, theirs) in zip(pool.run(two_optimizers, 2, BOTH, 5), expected, strict=True):
         assert losses == theirs
         assert update == 4
+
+
+# --- two models ----------------------------------------------------------------------------------------------------
+
+
+def two_models(rank, folder):
+    """Two equal models in one process; then the second one again, by itself."""
+    configs = [dataclasses.replace(BOTH, delivery_log=f"{folder}/log{k}") for k in range(3)]
+    with pytest.raises(UsageError, match="has the log of another model; give each its own folder"):
+        first = Training(Tiny(), configs[0])
+        Training(Tiny(), configs[0])
+    second = Training(Tiny(), configs[1])
+    for step in range(4):
+        first.step(step)
+        second.step(step)
+    saved = second.lossy.state_dict()
+    first.lossy.close()
+    alone = Training(Tiny(), configs[2])
+    with pytest.raises(UsageError, match="number of the model was 1 there and is not there here"):
+        alone.lossy.load_state_dict(saved)
+    for step in range(4):
+        alone.step(step)
+    weights = first.weights(), second.weights(), alone.weights()
+    second.lossy.close()
+    alone.lossy.close()
+    return weights
+
+
+def test_two_models_of_a_process_lose_different_units(pool, tmp_path):
+    expected = pool.run(fsdp.plain, 2, Tiny(), BOTH, 4)
+    for (first, second, alone), (weights, _) in zip(pool.run(two_models, 2, str(tmp_path)), expected, strict=True):
+        assert any(not np.array_equal(first[name], second[name]) for name in weights)
+        for name, value in weights.items():  # one model has the draws that it always had
+            np.testing.assert_array_equal(first[name], value)
+            np.testing.assert_array_equal(alone[name], value)
+
+
+# --- gathers that are made again -----------------------------------------------------------------------------------
+
+
+def gathered_again(rank, config, steps, saves):
+    run = Training(Tiny(), config, regather=True)
+    losses = []
+    for step in range(steps):
+        losses.append(run.step(step))
+        if saves:
+            run.lossy.state_dict()
+    measured = run.lossy.metrics()
+    weights = run.weights()
+    run.lossy.close()
+    return weights, losses, measured
+
+
+@pytest.mark.parametrize("unit", ["shard", "bucket", "packet"])
+@pytest.mark.parametrize("saves", [False, True], ids=["", "saving"])
+def test_later_gathers_are_logged_measured_and_replayed(unit, saves, pool, tmp_path):
+    steps = 8
+    config = dataclasses.replace(BOTH, p_grad=0.0, loss_unit=unit, delivery_log=str(tmp_path / "log"))
+    expected = pool.run(gathered_again, 2, config, steps, saves)
+    folder = DeliveryLogFolder(tmp_path / "log")
+    verdict = verify(folder)
+    assert verdict.rows and not verdict.problems
+    rows = [
+        (stream, step)
+        for stream in ("dense-e0-s0-c0", "dense-e0-s0-c1")
+        for step in range(steps)
+        if folder.file(0, step).exchange(step, "param", stream) is not None
+    ]
+    # After the last update nothing was gathered again; a checkpoint would be followed by that.
+    assert rows == [(rows[0][0], step) for step in range(steps)] + [
+        ("dense-e0-s0-c1", step) for step in range(steps if saves else steps - 1)
+    ]
+    again = dataclasses.replace(
+        config, p_param=0.0, delivery_log=None, loss_model=("trace",), trace=str(tmp_path / "log")
+    )
+    replayed = pool.run(gathered_again, 2, again, steps, False)
+    same([one[:2] for one in replayed], [one[:2] for one in expected])
+    if not saves:  # the same exchanges are measured, and the same units are lost in them
+        assert replayed[0][2]["loss rate param"] == expected[0][2]["loss rate param"] > 0
+
+
+def test_metrics_have_no_rate_where_nothing_happened(pool):
+    first, second, lossless = pool.run(rates, 2)[0]
+    assert {"loss rate grad", "loss rate param"} <= first.keys()
+    assert not {"loss rate grad", "loss rate param"} & second.keys()
+    assert lossless["loss rate param"] == 0
+
+
+def rates(rank):
+    run = Training(Tiny(), BOTH)
+    run.step(0)
+    measured = [run.lossy.metrics(), run.lossy.metrics()]
+    run.lossy.close()
+    run = Training(Tiny(), dataclasses.replace(BOTH, p_param=0.0))
+    run.step(0)
+    measured.append(run.lossy.metrics())
+    run.lossy.close()
+    return measured

@@ -8,16 +8,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import PHASES
+from ..config import PHASES, LossyConfig
 from ..exchange import Delivery, Stream
 from .observer import Observer
 from .window import Window
 
 
 class ExchangeMonitor(Observer):
-    """Metrics of all exchanges since the last record, over all ranks and streams."""
+    """Metrics of all exchanges since the last record, over all ranks and streams.
 
-    def __init__(self) -> None:
+    A rate is absent where nothing was sent, but for phases in which nothing can be lost.
+    """
+
+    rates = True
+
+    def __init__(self, config: LossyConfig) -> None:
+        self._loses = {phase: config.loses(phase) for phase in PHASES}
         self._window = Window(
             [
                 "grad_lost",
@@ -75,8 +81,9 @@ class ExchangeMonitor(Observer):
     def metrics(self) -> dict[str, float]:
         total = self._window.close()
         result = {
-            "loss rate grad": total["grad_lost"] / max(total["grad_sent"], 1),
-            "loss rate param": total["param_lost"] / max(total["param_sent"], 1),
+            f"loss rate {phase}": total[f"{phase}_lost"] / max(total[f"{phase}_sent"], 1)
+            for phase in PHASES
+            if total[f"{phase}_sent"] or not self._loses[phase]
         }
         if total["reduced"]:
             result["survivors mean"] = total["survivors"] / total["reduced"]

@@ -43,6 +43,9 @@ Look = Callable[[], Sequence[Replicas]]
 class Observer:
     """Receives the events of a run. Exchanges without loss flags, or that Megatron all-reduced, are not reported."""
 
+    #: Whether its metrics have the loss rates of gradients and parameters.
+    rates = False
+
     def before_update(self, iteration: int, look: Look) -> None:
         """Called before the owners' shards are updated; ``look`` is not collective here."""
 
@@ -99,7 +102,7 @@ def load_states(observers: Sequence[Observer], states: dict[str, Any]) -> None:
 
 def metrics_of(observers: Sequence[Observer]) -> dict[str, float]:
     """The measurements since the last call; a run without any loses nothing. A collective call."""
-    result = {f"loss rate {phase}": 0.0 for phase in PHASES}
+    result = {} if any(one.rates for one in observers) else {f"loss rate {phase}": 0.0 for phase in PHASES}
     for one in observers:
         result |= one.metrics()
     return result

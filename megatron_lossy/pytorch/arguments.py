@@ -52,9 +52,10 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def _innermost(optimizer: Any) -> Any:
-    """The optimizer that a wrapper such as accelerate's has inside."""
+    """The optimizer that a wrapper such as accelerate's has inside, unless the wrapper has hooks of its own."""
     inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    wraps = isinstance(inner, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" not in vars(optimizer)
+    return _innermost(inner) if wraps else optimizer
 
 
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, torch.nn.Parameter]:
@@ -112,12 +113,16 @@ def check_torch() -> None:
 def check_groups(groups: Sequence[ParameterGroup], config: LossyConfig) -> None:
     """Raise :class:`UsageError` for a parameter group that cannot lose anything, or only wrongly."""
     for one in groups:
+        if not one.sharded:
+            why = "is of replicate(), which shards nothing, so that no parameters cross; use DistributedDataParallel"
+            raise refuse("model", one.name, why)
         own = [type(exchange) for exchange in one.exchanges]
         if any(kind.__module__.startswith(__package__) for kind in own):
             raise refuse("model", one.name, "is lossy already: call make_lossy once, for the whole model")
         foreign = [kind.__name__ for kind in own if kind.__name__ not in ("DefaultAllGather", "DefaultReduceScatter")]
         if foreign:
-            raise refuse("model", one.name, f"has exchanges of its own ({', '.join(foreign)}); omit them")
+            calls = "set_symm_mem_for_comm, set_allocate_memory_from_process_group_for_comm and set_custom_all_gather"
+            raise refuse("model", one.name, f"has exchanges of its own ({', '.join(foreign)}): omit {calls}")
         if one.gathers_elsewhere is not None:
             why = "gathers from fewer ranks in the backward pass; give True or False"
             raise refuse("reshard_after_forward", one.gathers_elsewhere, why)

@@ -1,12 +1,15 @@
-"""A run of PyTorch's own data parallelism: its clock is the optimizer's hooks, and the rounds of gradients."""
+"""A run of PyTorch's own data parallelism: its clock is the optimizer's steps, and the rounds of gradients."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
+import os
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,17 +18,26 @@ import torch.distributed as dist
 
 from ..channel.corruption import Errors, check_bits
 from ..config import LossyConfig
+from ..errors import refuse
+from ..exchange import Stream
 from ..run import Run
-from ..run.saved import check_identity, flags_of
+from ..run.saved import REPLICAS, check_identity, flags_of, read, write
 from .arguments import check_still_alike, parameters_of
+from .steps import Kind, Steps
+
+#: The folder of the delivery log, if there is one, of each run of this process that is not closed, by its number.
+_open: dict[int, str | None] = {}
 
 
 class LossyRun(Run):
     """The base of the runs of FSDP2 and of DDP; :func:`.make_lossy` makes them.
 
     An iteration is a round of gradient exchanges: a bucket that is reduced again begins the next one, so that
-    micro-batches that are reduced one by one draw anew. A step of the optimizer is an update, and ends the iteration too.
-    With several optimizers that is the step of the last one.
+    micro-batches that are reduced one by one draw anew. A step of the optimizer ends the iteration too; whether it is an
+    update, :mod:`.steps` decides. With several optimizers that is the step of the last one.
+
+    ``number``: of the model among those of this process, the smallest that is free; it is in the key of all draws, so that
+    two models lose different units. It is free again after :meth:`close`, the same on all ranks.
 
     ``scaler``: a ``GradScaler``, for rules that keep gradients over steps. Its factor shrinks where it rejects a step.
     """
@@ -40,71 +52,109 @@ class LossyRun(Run):
     ) -> None:
         super().__init__(config, steps, gapless)
         self._flags = {} if config.inert else flags_of(config)
+        if config.delivery_log is not None and config.delivery_log in _open.values():
+            raise refuse(
+                "--delivery-log", config.delivery_log, "has the log of another model; give each its own folder"
+            )
+        self.number = next(number for number in itertools.count() if number not in _open)
+        self.stream = Stream(stage=self.number)
         self.optimizers = list(optimizers)
         self._parameters = parameters_of(self.optimizers)
-        self._stepped: set[torch.optim.Optimizer] = set()
-        self._reduced: set[object] = set()
+        self._stepped: dict[torch.optim.Optimizer, Kind] = {}  # optimizers that have taken part in the update
+        self._reduced: set[object] = set()  # buckets of this round
+        self._exchanged = False  # whether any was reduced since the last step
+        self._begun = self._updates = False  # whether this iteration's gradients are in use, and its update
         self._scaler = scaler
         self._scale: float | None = None  # of this iteration
         self.holds = False  # whether the owners' weights are in the model
         self._closed = False
-        self._hooks: list[Any] = []
-        me = weakref.ref(self)  # an optimizer may outlive the run
-        for optimizer in self.optimizers:
-            self._hooks += [
-                optimizer.register_step_pre_hook(lambda one, *_: _call(me, "_before_step", one)),
-                optimizer.register_step_post_hook(lambda one, *_: _call(me, "_after_step", one)),
-            ]
+        self._steps = Steps(self.optimizers, self)
+        me = weakref.ref(self)  # a program may drop the run before its end
         self._at_exit = lambda: _call(me, "close_observers")
         atexit.register(self._at_exit)
 
+    def begin(self) -> None:
+        """Take the run's number, now that it is whole."""
+        _open[self.number] = self.config.delivery_log
+
     # --- which step it is ------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :class:`.Stepping`."""
         if optimizer in self._stepped:
-            self._end_update()
-        if self._stepped:
-            return
+            self._finish_round()
         if self.holds:
             raise RuntimeError(
                 "the model has its owners' weights: leave owner_weights() before a step of the optimizer"
             )
         check_still_alike(self.optimizers, self._parameters)
-        self.check_exchanges()
-        self.begin_iteration()
-        self.begin_update()
+        self.check_weights()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._stepped.add(optimizer)
-        self.note_update()
+    def check_scaler(self) -> None:
+        """See :class:`.Stepping`."""
+        if self._scaler is None and any(
+            rule.carries_over or rule.feeds_back for group in self.groups for rule in group.grads
+        ):
+            rule = f"--grad-recovery {self.config.grad_recovery}"
+            why = f"a GradScaler is in use, and {rule} keeps gradients over steps: give it as scaler= to make_lossy"
+            raise refuse("scaler", None, why)
+
+    def use_gradients(self, kind: Kind) -> None:
+        """See :class:`.Stepping`."""
+        if kind is Kind.REJECTED or (kind is Kind.IDLE and not self._reduced):
+            return
+        if kind is Kind.UPDATE:
+            self.check_exchanges()
+        if not self._begun:
+            self._begun = True
+            self.begin_iteration()
+        if kind is Kind.UPDATE and not self._updates:
+            self._updates = True
+            self.begin_update()
+
+    def end_step(self, optimizer: torch.optim.Optimizer, kind: Kind) -> None:
+        """See :class:`.Stepping`."""
+        self._stepped[optimizer] = kind
+        if kind is Kind.UPDATE:
+            self.note_update()
+        self.note_weights()
         if len(self._stepped) == len(self.optimizers):
-            self._end_update()
+            self._finish_round()
 
-    def _end_update(self) -> None:
-        reduced = bool(self._reduced)
+    def _finish_round(self) -> None:
+        """End the round of gradients that optimizers have used, or that a new one follows."""
+        kinds, reduced = set(self._stepped.values()), bool(self._reduced)
+        used = Kind.IDLE in kinds if kinds else self._scale is None or self._scaler.get_scale() >= self._scale
+        if kinds:
+            self._exchanged = False
         self._begin_round()
-        self.update = self.iteration
-        self.end_iteration()
-        self.finish_iteration(True, all_reduced=not reduced)
+        if Kind.UPDATE in kinds:
+            self.check_weights()
+            self.update = self.iteration
+            self.end_iteration()
+            self.finish_iteration(True, all_reduced=not reduced)
+            self.note_weights()
+        elif reduced:
+            self.finish_iteration(False, used=used)
 
     def _begin_round(self) -> None:
-        self._stepped, self._reduced, self._scale = set(), set(), None
+        self._stepped, self._reduced, self._scale = {}, set(), None
+        self._begun = self._updates = False
 
     def gathering(self) -> None:
         """Parameters are about to be gathered: no further optimizer takes part in the update."""
         if self._stepped:
-            self._end_update()
+            self._finish_round()
 
     def reducing(self, bucket: object) -> None:
         """The gradients of ``bucket`` are about to be reduced."""
         self.gathering()
         if bucket in self._reduced:
-            used = self._scale is None or self._scaler.get_scale() >= self._scale
-            self._begin_round()
-            self.finish_iteration(False, used=used)
+            self._finish_round()
         if not self._reduced and self._scaler is not None and self._scaler.is_enabled():
             self._scale = self._scaler.get_scale()
         self._reduced.add(bucket)
+        self._exchanged = True
 
     def loss_scale(self) -> float | None:
         return self._scale
@@ -121,10 +171,16 @@ class LossyRun(Run):
     def note_update(self) -> None:
         """An optimizer has changed the weights."""
 
+    def note_weights(self) -> None:
+        """The weights are as optimizers and mechanisms left them."""
+
+    def check_weights(self) -> None:
+        """Raise ``RuntimeError`` if somebody else has written weights since :meth:`note_weights`."""
+
     def check_exchanges(self) -> None:
         """Raise ``RuntimeError`` if gradients that the optimizer is about to use went past the exchanges."""
         held = (parameter.grad is not None for parameter in self._parameters.values())
-        if not self._reduced and any(held):
+        if not self._exchanged and any(held):
             raise RuntimeError(
                 "the optimizer has gradients, but none was exchanged since its last step through what make_lossy put into the "
                 "model, so that nothing of them could be lost"
@@ -148,6 +204,8 @@ class LossyRun(Run):
 
         Saved beside a checkpoint of model and optimizer, it lets a run continue bit for bit.
         """
+        if self._stepped or self._reduced:
+            self._finish_round()  # another run may follow, which knows nothing of it
         if self._untold is not None:
             self.settle()
             self.tell_observers()
@@ -166,10 +224,30 @@ class LossyRun(Run):
         self.restart(state["iteration"])
         self._load_state(state)
 
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write :meth:`state_dict` of each rank into a file of its own in ``folder``. A collective call."""
+        write(Path(folder, REPLICAS, self.replica_file()), self.state_dict())
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Restore :meth:`save`, after model and optimizer were loaded. A collective call.
+
+        Raises :class:`UsageError` as :meth:`load_state_dict` does, and if ``folder`` has no such file.
+        """
+        path = Path(folder, REPLICAS, self.replica_file())
+        if not path.is_file():
+            raise refuse(
+                "checkpoint", folder, f"has no {path.relative_to(folder)}: it was saved without make_lossy's state"
+            )
+        self.load_state_dict(read(path, self.device, self._whole_identity(), folder))
+
     def restart(self, iteration: int = 0) -> None:
         """Begin again after ``iteration`` iterations, with replicas that are all equal: weights were loaded."""
         self._begin_round()
+        self._exchanged = False
         self.set_iteration(iteration)
+
+    def _whole_identity(self) -> dict[str, Any]:
+        return ({"number of the model": self.number} if self.number else {}) | super()._whole_identity()
 
     def replica_file(self) -> str:
         return f"rank_{dist.get_rank():05d}.pt"
@@ -184,8 +262,8 @@ class LossyRun(Run):
     def close(self) -> None:
         """End the run: complete its records, and give the model torch's own exchanges again. A collective call."""
         atexit.unregister(self._at_exit)
-        for hook in self._hooks:
-            hook.remove()
+        self._steps.close()
+        _open.pop(self.number, None)
         self.restore_exchanges()
         self.uninstall()
 

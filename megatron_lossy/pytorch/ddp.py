@@ -2,7 +2,8 @@
 
 DDP orders its buckets anew after its first backward pass, or with ``static_graph`` after the second, and its communication
 hook shows them one by one. So rounds of gradients are reliable until the third at least, which has the buckets of the
-second. Losses begin with the next one.
+second. Losses begin with the next one. With ``find_unused_parameters`` DDP never orders them anew: losses begin with the
+second round, and a run that resumes has its buckets from its state, so that it goes on bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from ..config import PHASES, LossyConfig
 from ..device import all_gather_single, reduce_scatter_single
 from ..errors import refuse
-from ..exchange import Stream
+from ..exchange import Delivery
 from ..registry import MECHANISMS
 from ..run.base import Observed
 from ..transport import LossyGroup, Network, find_nodes, wire_for
@@ -50,6 +51,22 @@ class Bucket:
         return np.array([[0, self.elements]], dtype=np.int64)
 
 
+def _bucket_of(parameters: Sequence[torch.nn.Parameter]) -> Bucket:
+    elements = sum(one.numel() for one in parameters)
+    return Bucket(elements, parameters[0].dtype, tuple(parameters), tuple(map(id, parameters)))
+
+
+class _Made:
+    """The exchanges of ``group``, for observers: those of a round before the buckets were final lost nothing."""
+
+    def __init__(self, group: LossyGroup) -> None:
+        self._group = group
+
+    def delivery(self, phase: str, step: int) -> Delivery | None:
+        """See :class:`megatron_lossy.run.base.Observed`."""
+        return None if self._group.not_made(phase, step) else self._group.delivery(phase, step)
+
+
 class LossyDDP(LossyRun):
     """The run of ``model``, a ``DistributedDataParallel``."""
 
@@ -75,6 +92,7 @@ class LossyDDP(LossyRun):
         self._learned: list[Bucket] = []  # of this round
         self._before: list[Bucket] = []  # of the last one
         self._rounds = 0  # that are over
+        self._stay = model.find_unused_parameters and not model.static_graph  # whether the first buckets are final
         self._known = False  # whether all buckets are known, and are final
         self._pending: list[tuple[Callable[[], None], torch.futures.Future[Any], torch.Tensor]] = []
         self._saved: list[Any] = []  # states of rules, until there are rules
@@ -155,34 +173,36 @@ class LossyDDP(LossyRun):
             part.after_reduction(number, gradient)
 
     def _learn(self, bucket: dist.GradBucket) -> None:
-        gradient = bucket.buffer()
-        parameters = tuple(bucket.parameters())
-        self._learned.append(Bucket(gradient.numel(), gradient.dtype, parameters, tuple(map(id, parameters))))
+        self._learned.append(_bucket_of(bucket.parameters()))
 
     def _end_round(self) -> None:
         self._rounds += 1
         learned, self._learned = self._learned, []
         before, self._before = self._before, learned
-        if self._known or self._rounds < _ROUNDS or learned != before:
+        if self._known or not (self._stay or (self._rounds >= _ROUNDS and learned == before)):
             return
-        self.buckets, self._known = learned, True
+        self._know(learned)
+        if not self.config.untouched("grad") and dist.get_rank() == 0:
+            logger.warning(
+                "iteration %d: DDP's buckets are final; gradients of earlier iterations lost nothing",
+                self.iteration + 2,
+            )
+
+    def _know(self, buckets: list[Bucket]) -> None:
+        """The final buckets are known."""
+        self.buckets, self._known = buckets, True
         size = self.ranks.size()
-        gradients = [torch.empty(one.elements, dtype=one.dtype, device="meta") for one in learned]
+        gradients = [torch.empty(one.elements, dtype=one.dtype, device="meta") for one in buckets]
         config = self.config.drawn_with("param")  # both halves lose as gradients do
         networks = {phase: Network(config, phase, size, self._nodes) for phase in PHASES}
         specs = specs_of(gradients, size)
-        wire = wire_for(config, specs, networks, range(size), self.ranks.rank(), Stream(), self.steps, self.ranks)
+        wire = wire_for(config, specs, networks, range(size), self.ranks.rank(), self.stream, self.steps, self.ranks)
         self._lossy = [LossyGroup(config, wire)]
         for group, saved in zip(self._lossy, self._saved):
             group.load_state_dict(saved, self.device)
         self._saved = []
         for part in self.parts:
             part.know_buckets(self)
-        if not self.config.untouched("grad") and dist.get_rank() == 0:
-            logger.warning(
-                "iteration %d: DDP's buckets are final; gradients of earlier iterations lost nothing",
-                self.iteration + 2,
-            )
 
     # --- what every run answers ------------------------------------------------------------------------------------
 
@@ -196,7 +216,7 @@ class LossyDDP(LossyRun):
 
     @property
     def streams(self) -> Sequence[Observed]:
-        return self._lossy
+        return [_Made(one) for one in self._lossy]
 
     def replicas(self) -> list[Any]:
         return []  # none is sharded
@@ -219,7 +239,15 @@ class LossyDDP(LossyRun):
     def load_exchanged_state(self, state: None) -> None:
         """Do nothing."""
 
+    def _state(self) -> dict[str, Any]:
+        numbers = {id(one): number for number, one in enumerate(self.parameters)}
+        buckets = [[numbers[one] for one in bucket.names] for bucket in self.buckets]
+        return {**super()._state(), "buckets": buckets if self._stay else []}
+
     def _load_state(self, state: Any) -> None:
+        if self._stay and not self._known and state.get("buckets"):
+            every = ([self.parameters[number] for number in bucket] for bucket in state["buckets"])
+            self._know([_bucket_of(parameters) for parameters in every])
         if not self._lossy:  # rules come with the final buckets
             self._saved = list(state["recovery"])
             state = {**state, "recovery": []}

@@ -17,6 +17,7 @@ from ..device import all_gather_single, reduce_scatter_single
 from ..errors import refuse
 from ..transport import LossyGroup, Transfer
 from .layout import ParameterGroup
+from .steps import within_step
 
 
 class Clock(Protocol):
@@ -26,6 +27,7 @@ class Clock(Protocol):
     update: int | None
     restarts: int
     gapless: bool
+    optimizers: Sequence[torch.optim.Optimizer]
     #: Whether the replicas hold other weights than the run's for a while.
     holds: bool
 
@@ -68,11 +70,16 @@ class Gather:
 
     The first gather is reliable; so is one after weights were loaded. After an update, one gather sends something.
     Until the next update the replica answers, without a byte. ``again``: a group that makes the later gathers of an
-    update; its draws are its own.
+    update, and the number of the bucket in it; its draws are its own.
     """
 
     def __init__(
-        self, clock: Clock, group: ParameterGroup, lossy: LossyGroup, number: int, again: LossyGroup | None = None
+        self,
+        clock: Clock,
+        group: ParameterGroup,
+        lossy: LossyGroup,
+        number: int,
+        again: tuple[LossyGroup, int] | None = None,
     ) -> None:
         self._clock = clock
         self._group = group
@@ -83,8 +90,10 @@ class Gather:
         self.replica: torch.Tensor | None = None
         self._restarts: int | None = None  # the run's count of restarts, when the replica was gathered
         self._update: int | None = None  # the update that was gathered
-        self._version = 0  # of this rank's shard, then
+        self._version = 0  # of this rank's shard, when optimizers and mechanisms had last written it
         self._written: torch.Event | None = None  # the end of the last gather, where others follow it
+        #: Whether the run gathered before the model did, whose next gather the replica answers.
+        self.ahead = False
         #: Bytes that this rank has sent to others, and gathers that were answered from the replica.
         self.sent_bytes = self.answered = 0
 
@@ -133,34 +142,57 @@ class Gather:
             self.sent_bytes += (self._lossy.size - 1) * input_tensor.nbytes
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
+        first = self._restarts != self._clock.restarts
+        if first:
+            self.note_weights()
+        else:
+            self._check_optimizer()
+            self.check_weights()
         if self.fresh:
-            self._check_weights()
-            if self._again is not None and not self._clock.holds:
-                return self._exchange(self._again, output_tensor, input_tensor, collective, async_op)
+            ahead, self.ahead = self.ahead, self.ahead and self._clock.holds
+            if self._again is not None and not (ahead or self._clock.holds):
+                return self._exchange(*self._again, output_tensor, input_tensor, collective, async_op)
             self.answered += 1
             return Done() if async_op else None
-        first = self._restarts != self._clock.restarts
-        self._restarts, self._update = self._clock.restarts, self._clock.update
-        self._version = self._group.version
+        self._restarts, self._update, self.ahead = self._clock.restarts, self._clock.update, False
         if first:
             return self._handle(Transfer(collective(), lambda: None), async_op)
-        return self._exchange(self._lossy, output_tensor, input_tensor, collective, async_op)
+        return self._exchange(self._lossy, self._number, output_tensor, input_tensor, collective, async_op)
 
-    def _check_weights(self) -> None:
-        if self._group.version != self._version:
+    def note_weights(self) -> None:
+        """This rank's shard is as optimizers and mechanisms left it."""
+        self._version = self._group.version
+
+    def check_weights(self) -> None:
+        """Raise an error if somebody else has written this rank's shard, unless the next gather is reliable anyway."""
+        if self._group.version != self._version and self._restarts == self._clock.restarts:
             raise RuntimeError(
-                f"the weights of {self._group.name} were written since they were gathered, and not by the optimizer: call "
-                "weights_changed() of what make_lossy returned, on all ranks, after writing them"
+                f"the weights of {self._group.name} were written, and not by the optimizer: call weights_changed() of what "
+                "make_lossy returned, on all ranks, after writing them"
             )
 
+    def _check_optimizer(self) -> None:
+        if self._group.version == self._version:
+            return
+        optimizer = within_step(self._clock.optimizers)
+        if optimizer is not None:
+            why = "evaluates other weights within a step, which no exchange would send; choose another"
+            raise refuse("optimizer", type(optimizer).__name__, why)
+
     def _exchange(
-        self, lossy: LossyGroup, output: torch.Tensor, sent: torch.Tensor, collective: Callable[[], Any], async_op: bool
+        self,
+        lossy: LossyGroup,
+        number: int,
+        output: torch.Tensor,
+        sent: torch.Tensor,
+        collective: Callable[[], Any],
+        async_op: bool,
     ) -> dist.Work | None:
         if self._clock.update is None:
             return self._handle(Transfer(collective(), lambda: None), async_op)
         if not lossy.lossless("param") and (lossy.wire.observed or "param" in lossy.wire.coded):
-            self.sent_bytes += lossy.sent_bytes("param", self._number, sent)  # no collective carries it
-        return self._handle(lossy.all_gather(self._number, output, sent, self._clock.update, collective), async_op)
+            self.sent_bytes += lossy.sent_bytes("param", number, sent)  # no collective carries it
+        return self._handle(lossy.all_gather(number, output, sent, self._clock.update, collective), async_op)
 
     def _handle(self, transfer: Transfer, async_op: bool) -> dist.Work | None:
         """The handle of ``transfer`` for FSDP2, or ``None`` once it is over."""

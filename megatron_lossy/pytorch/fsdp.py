@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,14 +46,20 @@ class _Sharded:
 
 
 class _Again:
-    """The later gathers of an update, for observers: such a group exchanges no gradients."""
+    """The later gathers of an update, for observers: such a ``group`` exchanges no gradients.
+
+    They are in the passes of the next iteration. ``foresees``: these passes will come, after a checkpoint.
+    """
 
     def __init__(self, group: LossyGroup) -> None:
-        self._group = group
+        self.group = group
+        self.foresees = False
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
         """See :class:`megatron_lossy.run.base.Observed`."""
-        return None if phase == "grad" or self._group.not_made(phase, step) else self._group.delivery(phase, step)
+        if phase == "grad" or (self.group.not_made(phase, step) and not self.foresees):
+            return None
+        return self.group.delivery(phase, step)
 
 
 class LossyFSDP(LossyRun):
@@ -72,11 +79,12 @@ class LossyFSDP(LossyRun):
         super().__init__(config, optimizers, steps, gapless, scaler)
         #: Times that weights were loaded.
         self.restarts = 0
+        self._loading: list[Any] = []  # hooks
         self._islands = islands
         self._event: torch.Event | None = None
         self._sharded: list[_Sharded] = []
         self._lossy: list[LossyGroup] = []
-        self._again: list[LossyGroup] = []
+        self._again: list[_Again] = []
         for part in MECHANISMS.parts("fsdp_part", config, islands):
             self.job, self.jobs = part.job if part.job != (0, 1) else (self.job, self.jobs)
             self.add_part(part)
@@ -90,18 +98,21 @@ class LossyFSDP(LossyRun):
 
     def _add(self, one: ShardedStream, regather: bool) -> None:
         lossy = self._group_of(one, one.stream.chunk)
-        again = self._group_of(one, one.stream.chunk + len(self._streams)) if regather else None
         self._lossy.append(lossy)
-        self._again += [] if again is None else [again]
+        later = [group for group in one.groups if regather and group.gathers_again]
+        again = self._group_of(replace(one, groups=later), one.stream.chunk + len(self._streams)) if later else None
+        if again is not None:
+            self._again.append(_Again(again))
         if self.config.errs and len(one.all_ranks) > 1:
             lossy.errors = self._errors_of(one, lossy)
         for number, group in enumerate(one.groups):
-            gather = Gather(self, group, lossy, number, again)
+            second = (again, later.index(group)) if again is not None and group in later else None
+            gather = Gather(self, group, lossy, number, second)
             made = _Sharded(group, lossy, number, gather, Reduce(self, group, lossy, number))
             self._sharded.append(made)
-            for each in (lossy, again):
-                rule = None if each is None else each.params[number]
-                if rule is not None and not rule.exact and group.spec.param_dtype != torch.float32:
+            for each, place in [(lossy, number)] + ([] if second is None else [second]):
+                rule = each.params[place]
+                if not rule.exact and group.spec.param_dtype != torch.float32:
                     rule.weights = group.weights  # type: ignore[attr-defined]  # 16 bits are sent, 32 are updated
 
     def _group_of(self, one: ShardedStream, chunk: int) -> LossyGroup:
@@ -113,7 +124,7 @@ class LossyFSDP(LossyRun):
         networks = {phase: Network(self.config, phase, self.jobs * len(ranks), nodes) for phase in PHASES}
         first = self.job * len(ranks)  # no two islands lose the same
         members = [first + ranks.index(rank) for rank in dist.get_process_group_ranks(one.ranks)]
-        stream = replace(one.stream, chunk=chunk)
+        stream = replace(self.stream, chunk=chunk)
         specs = [group.spec for group in one.groups]
         wire = wire_for(self.config, specs, networks, members, one.ranks.rank(), stream, self.steps, one.ranks)
         return LossyGroup(self.config, wire)
@@ -140,6 +151,14 @@ class LossyFSDP(LossyRun):
             self._event = torch.cuda.Event()
             self._event.record()
 
+    def note_weights(self) -> None:
+        for one in self._sharded:
+            one.gather.note_weights()
+
+    def check_weights(self) -> None:
+        for one in self._sharded:
+            one.gather.check_weights()
+
     def updated(self) -> None:
         """Let the current stream wait for the last update: before it, what was gathered was copied out of the replica."""
         if self._event is not None:
@@ -162,11 +181,15 @@ class LossyFSDP(LossyRun):
 
     @property
     def groups(self) -> list[LossyGroup]:
-        return [*self._lossy, *self._again]
+        return [*self._lossy, *(one.group for one in self._again)]
 
     @property
     def streams(self) -> Sequence[Observed]:
-        return [*self._lossy, *map(_Again, self._again)]
+        return [*self._lossy, *self._again]
+
+    @property
+    def known_later(self) -> bool:
+        return bool(self._again) or super().known_later
 
     def replicas(self) -> list[RankSampler]:
         return [
@@ -186,6 +209,7 @@ class LossyFSDP(LossyRun):
                 module.reshard()  # else torch takes what it has for gathered
                 module.unshard()
                 module.reshard()
+                one.gather.ahead = True
 
     def reshard(self) -> None:
         """Let torch take all weights from the replicas the next time."""
@@ -236,9 +260,24 @@ class LossyFSDP(LossyRun):
         """Somebody else than the optimizer wrote weights: the next gather is reliable. Call it on all ranks."""
         self.restarts += 1
 
+    def follow_loading(self, model: torch.nn.Module) -> None:
+        """Let the next gather be reliable after weights of ``model``, or of a part of it, are loaded."""
+        me = weakref.ref(self)  # the model may outlive the run
+        loaded = partial(_loaded, me)
+        self._loading = [module.register_load_state_dict_post_hook(loaded) for module in model.modules()]
+
     def set_iteration(self, iteration: int) -> None:
         self.weights_changed()
         super().set_iteration(iteration)
+
+    def state_dict(self) -> dict[str, Any]:
+        for one in self._again:
+            one.foresees = not one.group.wire.observed
+        try:
+            return super().state_dict()
+        finally:
+            for one in self._again:
+                one.foresees = False
 
     def identity(self) -> dict[str, Any]:
         sizes = {
@@ -262,6 +301,8 @@ class LossyFSDP(LossyRun):
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def restore_exchanges(self) -> None:
+        for hook in self._loading:
+            hook.remove()
         for one in self._sharded:
             if one.group.exchanges == (one.gather, one.reduce):
                 one.group.exchange_by(*one.before)
@@ -273,6 +314,12 @@ class LossyFSDP(LossyRun):
             "param": sum(one.gather.sent_bytes for one in self._sharded),
             "grad": sum(one.reduce.sent_bytes for one in self._sharded),
         }
+
+
+def _loaded(me: weakref.ref[LossyFSDP], module: torch.nn.Module, incompatible: Any) -> None:
+    run = me()
+    if run is not None:
+        run.weights_changed()
 
 
 def _used(groups: Sequence[ParameterGroup]) -> list[np.ndarray]:

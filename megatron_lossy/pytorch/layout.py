@@ -22,10 +22,14 @@ from ..transport import BucketSpec
 
 
 class ParameterGroup:
-    """One parameter group. ``name``: of its module. ``modules``: those that share it, each an ``FSDPModule``."""
+    """One parameter group. ``name``: of its module. ``modules``: those that share it, each an ``FSDPModule``.
 
-    def __init__(self, name: str, modules: list[Any], group: Any) -> None:
+    ``root``: whether that module is within no other ``FSDPModule``.
+    """
+
+    def __init__(self, name: str, modules: list[Any], group: Any, root: bool) -> None:
         self.name = name
+        self.root = root
         self.modules = modules
         self._group = group
 
@@ -56,6 +60,11 @@ class ParameterGroup:
     def replicated(self) -> bool:
         """Whether several groups of ranks hold the same parameters (HSDP)."""
         return self._group.mesh_info.replicate_mesh_dim is not None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks share the parameters out among them; ``replicate()`` gives all of them to each."""
+        return self._group.mesh_info.shard_mesh_dim is not None
 
     @property
     def tensor_parallel(self) -> bool:
@@ -148,6 +157,13 @@ class ParameterGroup:
         return info.shard_mesh_size
 
     @property
+    def gathers_again(self) -> bool:
+        """Whether the backward pass gathers what the forward pass has gathered (``reshard_after_forward``)."""
+        state = self.modules[0]._get_fsdp_state()
+        kept = self.root and state._auto_reshard_after_forward  # torch finds out in the first pass
+        return self._group.post_forward_mesh_info is not None and not kept
+
+    @property
     def quantizes(self) -> bool:
         """Whether parameters are gathered in a form of their own, such as float8 with scales."""
         return any(hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in self._group.fsdp_params)
@@ -166,7 +182,10 @@ class ShardedStream:
 def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
     """All groups, in the order of ``model.modules()``. Raises :class:`UsageError` for several groups of one module."""
     found: dict[int, ParameterGroup] = {}
+    root: str | None = None
     for name, module, state in _states(model):
+        if root is None or (root and not name.startswith(f"{root}.")):
+            root = name  # modules within it come next
         groups = _groups_of(state)
         if len(groups) > 1:
             why = f"has {len(groups)} parameter groups (shard_placement_fn with several meshes), and torch has one place for "
@@ -177,7 +196,7 @@ def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
             if id(group) in found:
                 found[id(group)].modules.append(module)
             else:
-                found[id(group)] = ParameterGroup(name or "root module", [module], group)
+                found[id(group)] = ParameterGroup(name or "root module", [module], group, name == root)
     return list(found.values())
 
 

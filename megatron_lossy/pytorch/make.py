@@ -53,8 +53,9 @@ def make_lossy(
         model: the whole model, with ``fully_shard`` on parts of it or on all, or in ``DistributedDataParallel``.
         optimizer: those that update its parameters; each step of all of them is an update.
         config: loss flags; or a mapping of them, the name of a preset, or a YAML file.
-        regather: FSDP2's traffic: each gather sends all parameters, and loses again, with draws of its own. Without it
-            an update is gathered once, and this rank's replica answers until the next.
+        regather: FSDP2's traffic: each gather of parameters that are resharded after the forward pass sends them, and
+            loses again, with draws of its own. Without it an update is gathered once, and this rank's replica answers
+            until the next.
         replicate: between groups of ranks that each shard a copy of the model, gradients are reduced as FSDP2 does it on a
             mesh of two dimensions (``all-reduce``); or ``islands``: each group trains by itself, sharded over the inner
             dimension of the mesh alone, and weights are averaged as ``--islands`` and ``--sync-method`` say.
@@ -81,13 +82,13 @@ def make_lossy(
         )
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         run: LossyRun = _in_ddp(model, optimizers, flags, steps, gapless, scaler, regather)
-        _runs[model] = run
-        return run
-    check_torch()
-    groups = parameter_groups(model)
-    if not groups:
-        raise refuse("model", type(model).__name__, _not_wrapped(model))
-    run = _sharded(model, groups, optimizers, flags, steps, gapless, scaler, regather, replicate)
+    else:
+        check_torch()
+        groups = parameter_groups(model)
+        if not groups:
+            raise refuse("model", type(model).__name__, _not_wrapped(model))
+        run = _sharded(model, groups, optimizers, flags, steps, gapless, scaler, regather, replicate)
+    run.begin()
     _runs[model] = run
     return run
 
@@ -127,7 +128,7 @@ def _sharded(
         ),
     )
     run = LossyFSDP(config, optimizers, groups, steps, gapless, scaler, regather, islands)
-    model.register_load_state_dict_post_hook(_Loaded(run))
+    run.follow_loading(model)
     return run
 
 
@@ -183,18 +184,6 @@ def _in_ddp(
         ),
     )
     return LossyDDP(config, model, optimizers, steps, gapless, scaler)
-
-
-class _Loaded:
-    """Tells a run that weights were loaded."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = weakref.ref(run)
-
-    def __call__(self, module: torch.nn.Module, incompatible: Any) -> None:
-        run = self._run()
-        if run is not None:
-            run.weights_changed()
 
 
 def _not_wrapped(model: torch.nn.Module) -> str:

@@ -86,6 +86,11 @@ class Run(RunWeights):
     def streams(self) -> Sequence[Observed]:
         """Exchanges with deliveries of their own: the groups of a real rank, the streams of a virtual cluster."""
 
+    @property
+    def known_later(self) -> bool:
+        """Whether deliveries of an iteration are known only when the next one is under way."""
+        return any(group.wire.observed for group in self.groups)
+
     @abstractmethod
     def replicas(self) -> Sequence[Replicas]:
         """Each stream's replicas, as they are."""
@@ -173,7 +178,7 @@ class Run(RunWeights):
         for observer in self.observers if happened else ():
             observer.happened(self.iteration, happened)
         self._untold = (self.iteration, successful, all_reduced)
-        if not any(group.wire.observed for group in self.groups):
+        if not self.known_later:
             self.tell_observers(self._settled_replicas)
         self.iteration += 1
         for group in self.groups:

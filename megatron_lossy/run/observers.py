@@ -15,7 +15,7 @@ def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
     config = run.config
     if config.inert:
         return []
-    observers: list[Observer] = [] if config.lossless else [ExchangeMonitor()]
+    observers: list[Observer] = [] if config.lossless else [ExchangeMonitor(config)]
     if config.transport == "udp":
         from ..transport.udp.monitor import DatagramMonitor
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from ...config import LossyConfig
 from ...device import all_gather_single
 from ...errors import UsageError, refuse
-from ...exchange import Delivery, Stream
+from ...exchange import Delivery
 from ...mechanism import Part
 from ...monitor import Observer
 from .between_ranks import BetweenRanks, carriers_of
@@ -87,7 +88,9 @@ class FSDPIslands(Part):
     def _build(self) -> Shard[BetweenRanks]:
         config, run = self.config, self._run
         vector = self._vector()
-        subset = Subset(config, vector.size, config.loss_seed, Stream("islands", self.place))
+        subset = Subset(
+            config, vector.size, config.loss_seed, replace(run.stream, kind="islands", expert_rank=self.place)
+        )
         patience = _PATIENCE.total_seconds()
         carriers = carriers_of(config, subset.most, self.island, "", self._store, self._meet, patience)
         crossing = BetweenRanks(config, subset.stream, self.island, carriers, run.steps, self._tell)

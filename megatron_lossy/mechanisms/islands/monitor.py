@@ -72,9 +72,8 @@ class IslandMonitor(Observer):
     def metrics(self) -> dict[str, float]:
         self._read()
         total = self._window.close()
-        result = {
-            f"loss rate {phase}": total[f"{phase} lost"] / max(total[f"{phase} sent"], 1) for phase in SYNC_PHASES
-        }
+        sent = [phase for phase in SYNC_PHASES if total[f"{phase} sent"]]
+        result = {f"loss rate {phase}": total[f"{phase} lost"] / total[f"{phase} sent"] for phase in sent}
         if total["exchanges"]:
             result["sync bytes"] = total["bytes"] / total["exchanges"]
         if self._spread is not None:

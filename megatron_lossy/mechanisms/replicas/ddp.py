@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...channel.corruption import Errors
-from ...exchange import Stream
 from ...peers import Peers, RankPeers
 from .held import HeldReplicas
 from .optimizers import Main, Mains
@@ -36,7 +35,7 @@ class DDPReplica(HeldReplicas):
     # --- building --------------------------------------------------------------------------------------------------
 
     def add_model_chunk(self, ddp: LossyDDP) -> None:
-        self.add_streams([ReplicaStream(Stream(), ddp.ranks, [], list(ddp.parameters))])
+        self.add_streams([ReplicaStream(ddp.stream, ddp.ranks, [], list(ddp.parameters))])
         warn_of_one_replica(ddp.config, ddp.ranks.size())
 
     def know_buckets(self, ddp: LossyDDP) -> None:
