@@ -95,6 +95,7 @@ def every_patch():
     from megatron_lossy.device import cpu, cpu_training
     from megatron_lossy.hooks import megatron_core, megatron_training
     from megatron_lossy.hooks.runtime import Lossy
+    from megatron_lossy.launch import agent
     from megatron_lossy.mechanisms.islands import megatron_training as island_training
     from megatron_lossy.mechanisms.islands.elastic import megatron_training as elastic_training
     from megatron_lossy.mechanisms.replicas import lossy_all_reduce
@@ -110,7 +111,9 @@ def every_patch():
         *elastic_training.patches(print),
         *_command_line_patches(),
         *_program_patches(),
+        *cpu.import_patches(),
         *cpu.patches(),
+        agent._noting_ends([]),
         *cpu_training.patches(),
     ]
 

@@ -68,6 +68,9 @@ WALKED = {
     "mechanisms.async_pipeline.workers.UnderWay": "test_async_pipeline.py, saved and resumed",
     "mechanisms.async_pipeline.workers.StageWorkers": "test_async_pipeline.py, saved and resumed",
     "pytorch.base.LossyRun": "test_pytorch_run.py, test_pytorch_ddp.py, saved and resumed",
+    "pytorch.fsdp.LossyFSDP": "test_pytorch_run.py, saved and resumed",
+    "pytorch.lightning.LossyCallback": "test_pytorch_doors.py, saved and resumed",
+    "pytorch.torchtitan.LossyTrainer": "test_pytorch_doors.py, saved and resumed",
 }
 
 

@@ -91,10 +91,10 @@ def _settings(run: Run, differing: Set[str]) -> tuple[str, ...]:
 
 def _given_of_sections(run: Run) -> set[str]:
     """The given flags of the sections that name all of them."""
-    found = set()
+    found, defaults = set(), LossyConfig()  # what depends on other flags is worked out
     for cls in SECTIONS:
         if not cls.in_headings:
             continue
-        flags, defaults = of_flags(cls, run.config), cls()
+        flags = of_flags(cls, run.config)
         found |= {f.name for f in dataclasses.fields(cls) if getattr(flags, f.name) != getattr(defaults, f.name)}
     return found
