@@ -113,11 +113,12 @@ class _Forked:
         self.pid = os.fork()
         if not self.pid:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)
             os.setsid()
             _write_to(stdout.fileno(), stderr.fileno())
             _become(program, arguments, environment)
-        while os.getsid(self.pid) != self.pid:  # the caller may end the session at once
+        while self.poll() is None and os.getsid(self.pid) != self.pid:  # the caller may end the session at once
             time.sleep(0.001)
 
     def poll(self) -> int | None:

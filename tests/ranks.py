@@ -19,6 +19,8 @@ from typing import Any
 
 # Oversubscribed cores crawl, and sums must not depend on the number of threads.
 os.environ["OMP_NUM_THREADS"] = "1"
+# The fork server looks whether there is a GPU, and must not take hold of it.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.preload"])

@@ -28,7 +28,12 @@ try:
     MISSING = None
 except Missing as missing:
     MISSING = str(missing)
-needs_lab = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+def needs_lab(test):
+    """Mark a test that emulates links: where that cannot be it is skipped, and elsewhere it takes the whole machine."""
+    return pytest.mark.alone(pytest.mark.skipif(MISSING is not None, reason=str(MISSING))(test))
+
 
 #: Standard deviations that a measured share may lie off. The draws are those of fixed seeds: what passed passes again.
 SIGMAS = 4

@@ -383,32 +383,41 @@ def test_real_engines_lose_little_over_an_emulated_link(tmp_path):
     assert min(dedicated) > 2 * max(shared)
 
 
-def test_bursts_that_are_shorter_than_a_window_end_the_start():
-    """A sender grows while nothing is lost. Then it sends in bursts of less than a window, of which two fifths are lost."""
+@pytest.mark.parametrize("trip", [20, 100])
+def test_bursts_that_are_shorter_than_a_window_end_the_start(trip):
+    """A sender grows while nothing is lost. Then it sends bursts of less than a window every 50 ms; two fifths of each are lost.
+
+    ``trip``: ms until a burst is reported: before the next one, or after it.
+    """
     lib = load()
     rate = lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, 1, None)
-    now, sent, came = SECOND, [], 0
+    now, came, sent, reports = SECOND, 0, [], []
     out = (ctypes.c_double * 5)()
 
+    def reported(until):
+        while reports and reports[0][0] <= until:
+            at, arrived, top, before, last = reports.pop(0)
+            fresh = sum(one >= lib.ml_rate_mark(rate) for one in sent[before:top])
+            lib.ml_rate_sample(rate, at, trip * MS)
+            lib.ml_rate_report(rate, at, arrived, 1500 * arrived, top, last // 1000 % 2**32, last, 0.0, fresh)
+        lib.ml_rate_shared(rate, out)
+
     def burst(count, lost):
-        """``count`` datagrams at once; the last one arrives, and is reported 20 ms later."""
         nonlocal now, came
+        reported(now)
+        before = len(sent)
         for _ in range(count):
             now = max(now, lib.ml_rate_turn(rate, now, now, 1500.0))
             lib.ml_rate_spend(rate, 1500.0, now)
             sent.append(now)
         came += count - lost
-        at = now + 20 * MS
-        fresh = sum(one >= lib.ml_rate_mark(rate) for one in sent[-count:])
-        lib.ml_rate_sample(rate, at, 20 * MS)
-        lib.ml_rate_report(rate, at, came, 1500 * came, len(sent), now // 1000 % 2**32, now, 0.0, fresh)
-        lib.ml_rate_shared(rate, out)
+        reports.append((now + trip * MS, came, len(sent), before, now))
 
     while out[0] < 30e6:
         burst(max(8, int(out[0] * 0.008 / 1500)), 0)
     assert PHASES[int(out[3])] == "starts"
     grown = out[0]
-    for _ in range(40):
+    for _ in range(80):
         now += 50 * MS
         burst(50, 20)
     assert PHASES[int(out[3])] != "starts" and out[0] < grown / 2

@@ -27,7 +27,7 @@ from megatron_lossy.transport.udp.build import compiler
 from tests.impostor.build import compilers
 
 #: Functions that start processes, by module and name, and the markers of tests that call them. A lab emulates links in real
-#: time, and so wants the machine for itself.
+#: time, and so takes the whole machine (``needs_lab`` of tests/test_lab.py says so as well).
 STARTERS = {
     ("tests.ranks", "run_ranks"): {"ranks"},
     ("tests.ranks", "Pool"): {"ranks"},  # for the tests of a file

@@ -18,7 +18,7 @@ SECOND = 1000 * MS
 TICK, SETTLE, DIP, DIPPED = 2 * SECOND, 15 * MS, 50 * MS, 0.4
 #: Of sending, from which a decision is made; between steps that double; of a round trip that says that something waits.
 LEAST_WINDOW, ROUND, WAITS = 6 * MS, 25 * MS, MS
-LEAST_BURST = 8  # datagrams
+LEAST_BURST, MANY_BURSTS = 8, 2000  # datagrams
 LEAST_RATE, USUAL, BOUND = 30e3, 7.5e6, 3e6
 #: Growth relative to TCP's: alone, and beside others; what is left of the rate after a loss: on a clean path, and on one that loses.
 GROWTH, BESIDE, KEPT, KEPT_LOSSY = 0.8, 1.2, 0.78, 0.92
@@ -107,7 +107,8 @@ class Shared:
             return
         new = Shared(self.ceiling, self.packet)
         new.flows, new.credit, new.share = self.flows, self.credit, 0.0
-        new._tick, new._last, new._mark, new._moved_at = self._tick, self._last, now, now
+        new._tick, new._last, new._moved_at = self._tick, self._last, now
+        new._mark = new._resumed = now
         new._lost_any = self.credit > 0
         new._pool = self._pool
         new._set(max(self.rate / 2, new.rate))
@@ -129,6 +130,10 @@ class Shared:
     @property
     def _lossy(self) -> bool:
         return self.credit >= 0.005
+
+    @staticmethod
+    def _starts_excess(sent: float, lost: float) -> bool:
+        return lost > 0.05 * sent + 3 * sqrt(0.4 * sent)
 
     def _excess(self, sent: float, lost: float) -> bool:
         chance = 0.001 if self._queue > WAITS else between(0.001, 0.005 * sqrt(self.rate / 12.5e6), 0.01)
@@ -161,7 +166,8 @@ class Shared:
 
     def _later(self, mark: float) -> None:
         """A window of what is sent from then on."""
-        self._mark, self._base, self._from, self._least = mark, None, None, float("inf")
+        self._mark = self._resumed = mark
+        self._base, self._from, self._least = None, None, float("inf")
 
     def _next(self) -> None:
         self._base, self._least, self._gap = self._last, float("inf"), 0
@@ -196,7 +202,7 @@ class Shared:
         if self._from is None and sent_at >= self._mark:
             self._from = self._last
         if self_base is None:
-            if sent_at >= self._mark:
+            if sent_at >= self._resumed:
                 self._next()
             return
         sent = top - self_base.top
@@ -238,11 +244,11 @@ class Shared:
         if since is not None:
             sent = self._last.top - since.top
             lost = max(sent - (self._last.datagrams - since.datagrams), 0)
-            if sent >= LEAST_BURST and self._excess(sent, lost):
+            few = self.phase == "starts" and sent < MANY_BURSTS
+            if sent >= LEAST_BURST and (self._starts_excess(sent, lost) if few else self._excess(sent, lost)):
                 self._fall(now, sent, lost, 0)
                 return
-        self._later(now)
-        self._from = since
+        self._resumed, self._base, self._least = now, None, float("inf")
 
     # --- decisions ---
 
@@ -323,7 +329,7 @@ class Shared:
         delivered = (sent - lost) * self.packet * 1e9 / took if took > 0 else self.rate
         queued = self._queue > max(4 * MS, self._rtt // 8)
         if self.phase == "starts":
-            if lost <= 0.05 * sent + 3 * sqrt(0.4 * sent) and not queued and not self._full:
+            if not self._starts_excess(sent, lost) and not queued and not self._full:
                 self.proven = self.rate
                 self._set(2 * self.rate)
                 self._later(now)

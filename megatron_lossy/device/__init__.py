@@ -108,7 +108,7 @@ def init_process_group(name: str | None = None, **options: Any) -> None:
 def prepare_import() -> None:
     """Prepare the first import of Megatron; call it before that. It may be called again.
 
-    On CPU functions that Megatron decorates with ``torch.compile`` stay as they are. HabanaAI's Megatron becomes importable
+    On CPU functions of Megatron under ``torch.compile`` stay as they are. HabanaAI's Megatron becomes importable
     without Intel's Transformer Engine: its core imports a function for fp8 parameters, and its ``megatron.training`` a norm,
     that only this package has. Stand-ins take their place, and raise an error when they are called. Nothing else imports them.
     """

@@ -188,9 +188,11 @@ def _quantize(original: Callable, model_params: Any, *args: Any, **kwargs: Any) 
         original(model_params, *args, **kwargs)
 
 
-def _as_it_is(model: Any = None, **_: Any) -> Any:
-    """``torch.compile``, as a call and as a decorator with options."""
-    return (lambda function: function) if model is None else model
+def _compile(original: Callable, model: Any = None, **options: Any) -> Any:
+    """Wraps ``torch.compile``, as a call and as a decorator with options: functions of Megatron stay as they are."""
+    if model is None:
+        return lambda model: _compile(original, model, **options)
+    return model if str(getattr(model, "__module__", "")).startswith("megatron.") else original(model, **options)
 
 
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
@@ -209,8 +211,8 @@ def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
 
 def import_patches() -> list[Patch]:
     """The attributes that are replaced before megatron.core is imported on a machine without an accelerator."""
-    why = "functions run eagerly on CPU (see torch._dynamo.config:disable); their decorators would import torch._inductor, 1.5 s"
-    return [_patch("torch:compile", _as_it_is, why)]
+    why = "Megatron's functions run eagerly on CPU, and their decorators would import the compiler, for 1.5 s"
+    return [Patch(target="torch:compile", around=_compile, why=why, versions=_VERSIONS, until=_UNTIL)]
 
 
 def patches() -> list[Patch]:

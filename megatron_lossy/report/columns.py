@@ -91,10 +91,12 @@ def _settings(run: Run, differing: Set[str]) -> tuple[str, ...]:
 
 def _given_of_sections(run: Run) -> set[str]:
     """The given flags of the sections that name all of them."""
-    found, defaults = set(), LossyConfig()  # what depends on other flags is worked out
+    found, worked_out = set(), LossyConfig()
     for cls in SECTIONS:
         if not cls.in_headings:
             continue
-        flags = of_flags(cls, run.config)
-        found |= {f.name for f in dataclasses.fields(cls) if getattr(flags, f.name) != getattr(defaults, f.name)}
+        flags, defaults = of_flags(cls, run.config), cls()
+        for name in (f.name for f in dataclasses.fields(cls)):
+            if getattr(flags, name) not in (getattr(defaults, name), getattr(worked_out, name)):
+                found.add(name)
     return found

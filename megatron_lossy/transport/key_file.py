@@ -25,7 +25,7 @@ def read_key_file(path: str | None) -> bytes | None:
     except OSError as error:
         raise cannot("--udp-key-file", path, "read", error) from None
     if len(key) < LEAST_BYTES:
-        new = "(set -C; head -c 32 /dev/urandom > new.key)"  # -C: no file that is there is overwritten
+        new = "(set -C; umask 077; head -c 32 /dev/urandom > new.key)"  # -C: no file that is there is overwritten
         allowed = f"has {len(key)} bytes, and a secret needs {LEAST_BYTES} at least; give another file: {new}"
         raise refuse("--udp-key-file", path, allowed)
     if mode & 0o077 and os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a host says so

@@ -76,6 +76,7 @@ class Paths:
                 if not stat.S_ISREG(there.st_mode) or there.st_uid != os.getuid():
                     raise PermissionError("it is another user's")
                 _lock(file)
+                self._files.append(path)
                 os.posix_fallocate(
                     file, 0, self._size
                 )  # of a full file system a page that is touched later kills the process
@@ -88,7 +89,6 @@ class Paths:
         except OSError as error:
             self._log(f"udp: {path}: {error.strerror or error}; each process of this host sends as a sender of its own")
             return None
-        self._files.append(path)
         return memory
 
     def close(self) -> None:

@@ -193,7 +193,8 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
     if (a.top == 0 || a.top < f->out.reported_top)
         return TAKEN;
     const struct stamp *stamp = &f->out.sent[(a.top - 1) & f->out.mask];
-    if (f->out.number - a.top <= f->out.mask) {
+    int known = f->out.number - a.top <= f->out.mask && stamp->at; /* else it was sent long ago */
+    if (known) {
         ns rtt = now - stamp->at - (ns)a.since * US;
         if (a.top > f->out.reported_top && rtt >= 0)
             rate_sample(&f->rate, now, rtt);
@@ -212,14 +213,14 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
         else
             after = middle;
     }
-    if (f->out.number - a.top <= f->out.mask)
+    if (known)
         size_reported(e, f, a.datagrams, a.top, stamp->full, now);
     f->out.reported_top = a.top;
     if (a.marked > f->out.marked && a.top > fresh)
         rate_marked(&f->rate, now);
     f->out.marked = a.marked;
     rate_report(&f->rate, now, a.datagrams, a.bytes, a.top, a.clock,
-                f->out.number - a.top <= f->out.mask ? stamp->at : -1, (double)a.share, a.top - fresh);
+                known ? stamp->at : -1, (double)a.share, a.top - fresh);
     return TAKEN;
 }
 

@@ -99,27 +99,22 @@ static uint64_t replay_words(const struct engine *e)
     return words;
 }
 
-static void flow_free(struct flow *f)
+static void flow_empty(struct flow *f)
 {
     free(f->out.sent);
     free(f->in.seen);
-    free(f);
+    f->out.sent = NULL;
+    f->in.seen = NULL;
 }
 
-#define FORGOTTEN (60 * SECOND) /* a flow that no channel has, and that was silent for so long, is freed */
+#define FORGOTTEN (60 * SECOND) /* of silence, after which a flow that no channel has gives its rings back */
 
-/* Of processes that came and went there may be many. */
-static void flows_forget(struct engine *e, ns now)
+/* Of processes that came and went there may be many. Their numbers stay: the other end may have kept what it knows of them. */
+static void flows_empty(struct engine *e, ns now)
 {
-    for (struct flow **link = &e->flows; *link;) {
-        struct flow *f = *link;
-        if (f->members || now - f->heard < FORGOTTEN) {
-            link = &f->next;
-            continue;
-        }
-        *link = f->next;
-        flow_free(f);
-    }
+    for (struct flow *f = e->flows; f; f = f->next)
+        if (!f->members && now - f->heard >= FORGOTTEN)
+            flow_empty(f);
 }
 
 static struct flow *flow_find(struct engine *e, const struct sockaddr *to, socklen_t to_size, uint64_t instance, struct path *path)
@@ -152,22 +147,28 @@ API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, u
     struct member *m = &c->members[rank];
     int result = -1;
     acquire(e);
-    flows_forget(e, at(now));
+    flows_empty(e, at(now));
     struct flow *f = flow_find(e, to, (socklen_t)to_size, instance, path);
     if (!f)
         goto out;
     if (!f->out.sent) {
+        int known = f->out.mask > 0;
         f->out.mask = 1023;
         while (f->out.mask < 4 * (uint64_t)limit)
             f->out.mask = 2 * f->out.mask + 1;
         f->out.sent = calloc(f->out.mask + 1, sizeof *f->out.sent);
         f->in.seen = calloc(f->in.seen_words, sizeof *f->in.seen);
         if (!f->out.sent || !f->in.seen) {
-            flow_free(f);
+            flow_empty(f);
+            if (!known)
+                free(f);
             goto out;
         }
-        f->next = e->flows;
-        e->flows = f;
+        if (!known) {
+            f->next = e->flows;
+            e->flows = f;
+        }
+        f->out.reported = f->out.data; /* of what went out before nothing is known any more */
     }
     f->out.window = window < f->out.window ? window : f->out.window;
     f->out.limit = limit < f->out.limit ? limit : f->out.limit;

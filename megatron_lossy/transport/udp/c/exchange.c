@@ -34,9 +34,26 @@ static void early_release(struct exchange *x)
 {
     struct engine *e = x->channel->engine;
     x->channel->early -= x->charge;
-    e->early -= x->charge;
+    e->early -= x->charge + x->parity;
     e->count.early_bytes = e->early;
-    x->charge = 0;
+    x->charge = x->parity = 0;
+}
+
+/* Room for parity: of an exchange that is posted only the memory of the engine limits it. */
+static int parity_charge(struct exchange *x, size_t size)
+{
+    struct engine *e = x->channel->engine;
+    if (!x->posted) {
+        if (!early_room(x->channel, size))
+            return 0;
+        early_charge(x, size);
+        return 1;
+    }
+    if (e->early + size > e->set.memory)
+        return 0;
+    x->parity += size;
+    e->early += size;
+    return 1;
 }
 
 /* `early`: a peer's datagram wants it, so that it counts as memory that peers may take. */

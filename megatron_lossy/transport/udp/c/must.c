@@ -174,16 +174,17 @@ static int take_parity(struct channel *c, struct member *m, int phase, uint32_t 
     if (index >= s->must.parities_room) /* with copies there are more of them than units */
         wanted = ((size_t)(index > x->bucket->units ? index : x->bucket->units) + 8) / 8;
     size_t charge = sizeof(struct early) + size + wanted - known;
-    struct early *chunk = early_room(c, charge) ? malloc(sizeof *chunk + size) : NULL;
+    struct early *chunk = malloc(sizeof *chunk + size);
     uint8_t *bits = chunk && wanted > known ? realloc(s->must.parities, wanted) : s->must.parities;
-    if (!chunk || !bits) {
+    if (bits)
+        s->must.parities = bits;
+    if (!chunk || !bits || !parity_charge(x, charge)) {
+        m->count.early_dropped++;
         free(chunk);
         return EARLY_DROPPED;
     }
     memset(bits + known, 0, wanted - known);
-    s->must.parities = bits;
     s->must.parities_room = (uint32_t)(8 * wanted);
-    early_charge(x, charge);
     s->must.parities[index / 8] |= (uint8_t)(1 << index % 8);
     chunk->unit = index;
     chunk->size = size;

@@ -9,11 +9,11 @@
  * last 50 ms is the path's (`credit`), and is not answered any more. Until the first tick a flow that fell three times and loses
  * as before holds a part of its rate, so that its dip has datagrams to tell by. Nothing else raises `credit`.
  *
- * Where routers mark packets instead of losing them, a mark is answered as a loss that is ours for sure.
+ * Where routers mark packets instead of losing them, a mark is answered as a loss that is ours for sure; sockets ask for none (here.c).
  *
  * A queue is drained, three times; then it is somebody else's, and the flow competes: it answers loss only.
  *
- * Times are ns, rates bytes/s. The tests have a model of it in Python (tests/udp_models.py), benchmarks/lab/bottleneck.c the
+ * Times are ns, rates bytes/s. The tests have a model of it in Python (tests/udp_shared.py), benchmarks/lab/bottleneck.c the
  * networks for which the constants were found.
  */
 #include <math.h>
@@ -23,7 +23,8 @@
 #define DIP (50 * MS)          /* after that, or half a round trip */
 #define DIPPED 0.4             /* of the rate */
 #define LEAST_WINDOW (6 * MS)  /* of sending, from which a decision is made */
-#define LEAST_BURST 8          /* datagrams before a pause, from which a loss of theirs counts */
+#define LEAST_BURST 8          /* datagrams of bursts, from which a loss of theirs counts */
+#define MANY_BURSTS 2000       /* until then a start bears what its windows bear: a path may lose as much */
 #define ROUND (25 * MS)        /* between steps that double */
 #define WAITS (1 * MS)         /* of a round trip: something waits in a queue */
 #define HOLDS (20 * MS)        /* that something must wait, to be drained */
@@ -56,7 +57,7 @@ struct shared {
     ns rtt, srtt; /* least and smoothed round trip */
     struct { ns least[2], at; } slot;
     struct look base, from, last; /* where the window begins; since when losses count; the last report */
-    ns mark;                /* the window begins with what is sent from then on: before it was sent at another rate */
+    ns mark, resumed;       /* counted is what is sent from `mark` on: before it was sent at another rate; the window begins later */
     int begun, based, counts; /* counts: `from` is known */
     ns least, gap; /* of the window: least round trip, longest pause between what came last in reports */
     ns calm_at, queued_at, moved_at;
@@ -97,7 +98,7 @@ static void shared_again(struct shared *s, ns now)
     s->dip.tick = old.dip.tick;
     s->begun = old.begun;
     s->last = old.last;
-    s->mark = now;
+    s->mark = s->resumed = now;
 }
 
 /* The path takes other packets now. It keeps what it knows of round trips. */
@@ -146,7 +147,7 @@ static void shared_sample(struct shared *s, ns now, ns rtt)
 /* A window of what is sent from `mark` on. */
 static void window_later(struct shared *s, ns mark)
 {
-    s->mark = mark;
+    s->mark = s->resumed = mark;
     s->based = s->counts = 0;
     s->least = NEVER;
 }
@@ -168,6 +169,9 @@ static double allowed(const struct shared *s)
     double chance = queue(s) > WAITS ? 0.001 : between(0.001, 0.005 * sqrt(s->rate / 12.5e6), 0.01);
     return s->credit > chance ? s->credit : chance;
 }
+
+/* Of a start, which is to find the rate of a path that may lose a tenth. */
+static int starts_excess(double sent, double lost) { return lost > 0.05 * sent + 3 * sqrt(0.4 * sent); }
 
 /* More than chance explains, as well as the credit is known. */
 static int excess(const struct shared *s, double sent, double lost)
@@ -307,7 +311,7 @@ static void shared_clock(struct shared *s, ns now, ns clock)
 
 static void starts(struct shared *s, ns now, double n, double l, ns took, double delivered, int queued)
 {
-    if (l <= 0.05 * n + 3 * sqrt(0.4 * n) && !queued && !s->full) {
+    if (!starts_excess(n, l) && !queued && !s->full) {
         s->proven = s->rate;
         shared_set(s, 2 * s->rate);
         window_later(s, now);
@@ -416,7 +420,7 @@ static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t
         s->from = s->last;
     }
     if (!s->based) {
-        if (sent_at >= s->mark)
+        if (sent_at >= s->resumed)
             window_next(s);
         return;
     }
@@ -462,14 +466,13 @@ static void shared_resume(struct shared *s, ns now)
     s->queued_at = 0;
     if (s->phase == DIPS)
         return;
-    int counts = s->counts;
-    struct look from = s->from;
-    double n = (double)(s->last.top - from.top), got = (double)(s->last.datagrams - from.datagrams), l = n > got ? n - got : 0;
-    if (counts && n >= LEAST_BURST && excess(s, n, l)) {
+    double n = (double)(s->last.top - s->from.top), got = (double)(s->last.datagrams - s->from.datagrams), l = n > got ? n - got : 0;
+    int few = s->phase == STARTS && n < MANY_BURSTS, lost = few ? starts_excess(n, l) : excess(s, n, l);
+    if (s->counts && n >= LEAST_BURST && lost) {
         shared_lost(s, now, n, l, 0);
         return;
     }
-    window_later(s, now);
-    s->counts = counts;
-    s->from = from;
+    s->resumed = now; /* what was sent before is still counted, but does not begin a window */
+    s->based = 0;
+    s->least = NEVER;
 }

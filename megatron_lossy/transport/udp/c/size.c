@@ -81,7 +81,7 @@ static void measured(struct engine *e, struct flow *f, uint32_t cut, ns now)
         return;
     }
     f->size.wait = 0;
-    e->net.gso = 1; /* an older kernel refuses it for the length of what it shall cut */
+    e->net.gso = e->net.cuts; /* an older kernel refuses it for the length of what it shall cut */
     f->size.most = cut == 1 ? 0 : piece_of(e->set.packet, cut);
     f->size.from = now + 100 * MS;
     f->size.again_at = now + TRIED_AGAIN;

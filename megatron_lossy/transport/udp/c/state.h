@@ -177,7 +177,7 @@ struct exchange {
     uint64_t order; /* in which exchanges are sent */
     uint32_t in, out; /* units of a message that comes, and that goes: all of the bucket, or the first of them */
     uint64_t in_bytes;
-    size_t charge; /* of the early pool */
+    size_t charge, parity; /* of the early pool; of the engine's memory, for parity that came after the post */
     struct source *sources;
     struct dest *dests;
 };
@@ -253,10 +253,10 @@ struct engine {
     struct { uint64_t bytes, share; uint32_t flows, paths, number; ns ends; } arrivals;
     struct engine_counters count;
     /* watch: says when addresses of this host change. lost: nothing can be sent from `local`, to which the socket is bound, any
-     * more. source: where what is sent came from, when that was last looked at. marked: what is handled bears a mark of
-     * congestion. */
+     * more. source: where what is sent came from, when that was last looked at. cuts: whether the kernel cuts what goes out
+     * together; gso: whether that is asked for. marked: what is handled bears a mark of congestion. */
     struct {
-        int socket, wake, watch, gso, lost, refusals, marked, buffer, force;
+        int socket, wake, watch, gso, cuts, lost, refusals, marked, buffer, force;
         struct sockaddr_storage local, source;
         uint32_t overflow_seen;
         uint8_t *receive;

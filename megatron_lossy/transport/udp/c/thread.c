@@ -245,7 +245,7 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
     if (!e->net.receive || e->net.wake < 0 || e->net.socket < 0 || bind(e->net.socket, address, address_size) < 0)
         goto failed;
     int none = 0; /* a kernel without it takes the control message, and sends one datagram that is too long */
-    e->net.gso = setsockopt(e->net.socket, SOL_UDP, UDP_SEGMENT, &none, sizeof none) == 0;
+    e->net.cuts = e->net.gso = setsockopt(e->net.socket, SOL_UDP, UDP_SEGMENT, &none, sizeof none) == 0;
     e->net.buffer = buffer;
     e->net.force = force;
     memcpy(&e->net.local, address, address_size);
@@ -301,7 +301,8 @@ API void ml_free(struct engine *e)
         channel_free(e->channels);
     for (struct flow *f = e->flows, *next; f; f = next) {
         next = f->next;
-        flow_free(f);
+        flow_empty(f);
+        free(f);
     }
     close_sockets(e);
     pthread_cond_destroy(&e->told);
