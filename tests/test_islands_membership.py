@@ -216,6 +216,9 @@ def test_another_flag_is_refused_by_name(lighthouse):
     lighthouse.start(0, what={"--sync-fraction": "0.01"}, digest="a")
     other = lighthouse.start(1, what={"--sync-fraction": "0.05"}, digest="b")
     lighthouse.answer()
+    other.note(0, "send", 0)  # a third one may decide
+    lighthouse.clock.now += JOIN
+    lighthouse.answer()
     with pytest.raises(UsageError, match=r"--sync-fraction 0.05: island 0 \(host0\) has 0.01; all must be alike"):
         other.note(0, "send", 0)
 
@@ -248,8 +251,23 @@ def test_an_island_with_other_flags_ends_no_other(lighthouse, began):
         one.note(step, "send", 0)
         assert one.placed(one.latest).epoch.slots == [0, 1, 2] and one.latest == 0
     if not began:
-        with pytest.raises(UsageError, match="--lr 0.1: island 0"):
+        wrong.note(0, "send", 0)  # the others might be dead
+        lighthouse.clock.now += TIMEOUT + 1
+        wrong.hear([wrong.tell()[1], *(one.tell()[1] for one in own.values())])
+        with pytest.raises(UsageError, match="--lr 0.1: island 1"):
             wrong.note(0, "send", 0)
+
+
+def test_a_start_with_other_flags_is_not_refused_by_its_own_past(lighthouse):
+    """It ended, and starts again with another flag, while what it was is in one more answer."""
+    dead = lighthouse.start(0, digest="a").tell()[1] | {"waits": False}
+    again = [lighthouse.start(slot, digest="b") for slot in range(3)]
+    said = [one.tell()[1] for one in again]
+    for one in again:
+        one.hear([*said, dead])
+    assert all(one.latest < 0 for one in again)
+    lighthouse.answer()
+    assert lighthouse.agree(0, 1, 2)
 
 
 def test_a_slot_that_is_alive_is_not_taken_over(lighthouse):
@@ -271,12 +289,21 @@ def test_a_slot_that_is_alive_is_not_taken_over(lighthouse):
 
 
 def test_of_two_starts_of_a_slot_that_wait_the_earlier_counts(lighthouse):
+    """While one of them may be dead none begins."""
     islands = [lighthouse.start(slot) for slot in (0, 1, 2)]
     again = lighthouse.start(1)
-    said = [one.tell()[1] for one in (*islands, again)]
-    for one in (*islands, again):
+    for _ in range(2):
+        said = [one.tell()[1] for one in (*islands, again)]
+        for one in (*islands, again):
+            one.hear(said)
+        assert all(one.latest < 0 for one in (*islands, again))
+        lighthouse.clock.now += TIMEOUT + 1
+    again.hear(said)
+    with pytest.raises(UsageError, match="--island 1: host1 has it, and is alive"):
+        again.note(0, "send", 0)
+    said = [one.tell()[1] for one in islands]
+    for one in islands:
         one.hear(said)
-    assert all(one.latest == 0 for one in islands) and again.latest < 0
     assert {one.placed(0).epoch.members[1].incarnation for one in islands} == {islands[1]._begun}
 
 
@@ -344,7 +371,7 @@ def test_messages_that_are_skipped_are_counted_once(lighthouse, caplog):
     said = [one.tell()[1] for one in lighthouse.running.values()]
     for _ in range(3):
         lighthouse.running[0].hear([*said, {"protocol": 5}, {"of": "another program"}])
-    assert len(caplog.messages) == 1 and "skipped message 1 " in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "are skipped, the 1. kind: protocol 5" in caplog.messages[0]
 
 
 def test_two_lighthouses_are_two_meshes_and_one_again_once_all_reach_one(lighthouse):
@@ -461,6 +488,9 @@ def test_islands_that_train_together_do_not_follow_one_that_is_alone(monkeypatch
     clock.now += TIMEOUT + 3.0  # for good
     first.hear([one.tell()[1] for one in (first, alone)])
     assert first.furthest == 623
+    first.note(545, "send", 0, still=True)  # it was frozen
+    first.hear([one.tell()[1] for one in islands])
+    assert first.furthest == 623
     second.note(600, "send", 0, Epoch(islands[1].placed(0).epoch.members[1:], 550))
     alone.note(640, "send", 0, Epoch(islands[1].placed(0).epoch.members[1:], 550))
     lighthouse.answer()
@@ -469,12 +499,16 @@ def test_islands_that_train_together_do_not_follow_one_that_is_alone(monkeypatch
 
 def test_an_island_that_has_trained_all_the_time_keeps_its_weights():
     for still in (False, True):
-        standing = Standing(0, 0)
+        standing = Standing(0, overlap=1)
         standing.slot.sent, standing.slot.made = 530, 12
-        for now in (0.0, 0.4, 5.0, 5.4, 40.0 if still else 9.0):
+        for now in (0.0, 0.4, 5.0, 5.4, 12.0 if still else 9.0):
             standing.begins(now, patience=5.0)
+        standing.exchanges(together=True)  # with those that are gone meanwhile
         assert standing.behind(622, 6) is still
-        standing.sent(622)
+        for together in (False, True, True):
+            standing.exchanges(together)
+            assert standing.stood_still is still
+        standing.exchanges(together=True)  # those under way have come back
         assert not standing.stood_still
 
 

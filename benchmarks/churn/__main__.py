@@ -54,7 +54,7 @@ _RTT = 2.0
 _KILLS_UNTIL = 0.97
 _EXPLANATION = (
     "Updates possible: iterations of the run while the process was there, had entered the run, and was not frozen. An exchange "
-    "arrived if something of it arrived at that island. An island that dies or freezes is waited for once, {patience} s at most; a "
+    "arrived if something of it arrived at that island; losses that a killed island had not written yet count as arrived. An island that dies or freezes is waited for once, {patience} s at most; a "
     "death is noticed at once by the islands that wait for it."
 )
 
@@ -207,7 +207,8 @@ class Runs:
         notes = [f"It took {time.monotonic() - began:.0f} s"]
         failed = [one for one in islands.lives if one.process.returncode not in (0, -signal.SIGKILL)]
         notes += [f"island {one.slot} ended with status {one.process.returncode}" for one in failed]
-        interval = int(flags[len(flags) - flags[::-1].index("--sync-interval")])  # the last one counts
+        words = " ".join(flags).replace("--sync-interval=", "--sync-interval ").split()
+        interval = int(words[len(words) - words[::-1].index("--sync-interval")])  # the last one counts
         return Results(found, events.happened, iterations, notes, interval)
 
 

@@ -26,6 +26,8 @@ TIMEOUT, JOIN = 5.0, 2.0
 _AGAIN, _LOOK = 0.5, 0.1
 #: Seconds in which all find a lighthouse that is back, and ask it. Before that it takes those who have not for dead.
 _ALL_BACK = 2 * CONNECT
+#: Seconds in which a lighthouse that is there answers for the first time, also if the first attempt to connect fails.
+LEAST_WAIT = _ALL_BACK + 2 * CONNECT
 #: Signs of life in a row that take too long: then a connection is given up.
 _UNHEARD = 2
 #: Characters of an error.
@@ -148,7 +150,9 @@ class Lighthouse(Rendezvous):
 
 
 def _line(error: Exception) -> str:
-    return textwrap.shorten(first_line(error), _LINE, placeholder=" …")
+    line = first_line(error)
+    cut = textwrap.shorten(line, _LINE, placeholder=" …")
+    return cut if len(cut) > 2 else line[:_LINE]  # of one long word nothing would be left
 
 
 class _Question(threading.Thread):

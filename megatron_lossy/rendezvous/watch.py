@@ -32,15 +32,15 @@ class Watch:
         self._failed: BaseException | None = None
         self._alone = self._answered = False
         self._began = time.monotonic()
-        #: The reason why no lighthouse answered last.
+        #: The reason why no lighthouse answered last; empty once one does.
         self.why = ""
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._thread.start()
 
     @property
     def silent_for(self) -> float:
-        """Seconds without any answer since the start; 0 once there was one."""
-        return 0.0 if self._answered else time.monotonic() - self._began
+        """Seconds since the last answer, or since the start."""
+        return time.monotonic() - self._began
 
     def check(self) -> None:
         """Raise what ``tell`` or ``hear`` raised: nobody is asked any more."""
@@ -71,7 +71,7 @@ class Watch:
                 self._log(f"--rendezvous: {error}; {'going on as before' if self._answered else 'asking again'}")
             self._alone = True
             return
-        self._answered = True
+        self._answered, self._began, self.why = True, time.monotonic(), ""
         if self._end.is_set():
             return
         if self._alone:

@@ -48,7 +48,7 @@ def meet(
 
     def absent() -> str:
         missing = [one for key, one in keys.items() if not store.check([key])]
-        return f"{', '.join(missing)} did not come"
+        return f"{', '.join(missing) or 'others'} did not come"
 
     wait(lambda: _answers(place), lambda: f"no answer from the store at {place[0]}:{place[1]}")
     server = torch.distributed.TCPStore(place[0], place[1], None, False, timedelta(seconds=patience))

@@ -89,6 +89,8 @@ class Membership:
         self._took: deque[float] = deque(maxlen=_RECENT)
         self._broken = self._joins = False
         self._without_since: float | None = None  # a member of the epoch is done without
+        self._still = True  # it has not trained yet
+        self._differs: dict[str, float] = {}  # by digests that hold and are not this island's: since when
         self._met: Epoch | None = None  # the latest epoch in which this island exchanged with others
         self._holders: dict[Incarnation, float] = {}  # other starts of this slot, and when each was first in an answer
         self._unreadable: set[str] = set()  # messages that were skipped
@@ -151,12 +153,8 @@ class Membership:
             self._changed.notify_all()
 
     def _take(self, answer: Sequence[Data]) -> None:
-        readable = self._readable(answer)
-        digest = self._common(readable)
-        if digest != self._digest:
-            raise _difference(self._what, next(one for one in readable if one["digest"] == digest))
-        known = [one for one in readable if one["digest"] == digest]
-        if self._slot_is_held(known):
+        known = self._equal(self._readable(answer))
+        if known is None or self._slot_is_held(known):
             return
         if self._deadline is not None:
             self._check_addresses(known)
@@ -165,11 +163,13 @@ class Membership:
         self._note_requests(known)
         others = [one for one in known if one["slot"] != self._slot]
         self._exchanging, self._training = {}, []
+        now = time.monotonic()
+        self._steps = {life: at for life, at in self._steps.items() if now - at[1] < self._heard_within}
         for one in others:
             at = one["step"], one["usual"] or self.seconds
             if one["trains"]:
                 self._training.append(at)
-                self._steps[one["slot"], Incarnation(*one["incarnation"])] = one["step"], time.monotonic()
+                self._steps[one["slot"], Incarnation(*one["incarnation"])] = one["step"], now
             if one["exchanges"] is not None:
                 self._exchanging.setdefault(tuple(one["exchanges"]), []).append(at)
         paces = [one["pace"] for one in others if one["trains"] and one["pace"] is not None]
@@ -179,7 +179,7 @@ class Membership:
         if epoch is None:
             if self._deadline is not None and not self._begins(known):
                 return
-            epoch = next_epoch(heard, self._epoch, digest, self._timeout, self._keep)
+            epoch = next_epoch(heard, self._epoch, self._digest, self._timeout, self._keep)
         if epoch is None or epoch == self._epoch or self._slot not in epoch.slots:
             return
         self._epoch, self._broken, self._without_since, self._deadline = epoch, False, None, None
@@ -190,14 +190,14 @@ class Membership:
 
     def _readable(self, answer: Sequence[Data]) -> list[Data]:
         """Return the messages of islands of this version. Others are skipped; those that claim to be of islands are logged once."""
-        found = [one for one in answer if _is_readable(one, self._islands)]
+        found = [one for one in answer if _is_readable(one)]
         for one in answer:
             if isinstance(one, Mapping) and "protocol" in one and not any(one is other for other in found):
-                text = str(one)[:100]
+                text = f"protocol {one['protocol']}, slot {one.get('slot')}"[:100]
                 if text not in self._unreadable and len(self._unreadable) < _MOST_UNREADABLE:
                     self._unreadable.add(text)
                     logger.warning(
-                        "--rendezvous: skipped message %d that is not of an island of this version: %s",
+                        "--rendezvous: messages that are not of an island of this version are skipped, the %d. kind: %s",
                         len(self._unreadable),
                         text,
                     )
@@ -217,7 +217,9 @@ class Membership:
                     raise refuse("--island", self._slot, f"{one['host']} has it, since later than this one")
             return False
         now = time.monotonic()
-        holders = [begun for begun, one in starts.items() if begun < self._begun or not one["waits"]]
+        # Of two that wait the later one is held, unless the others count on it already.
+        earlier = set() if self._joins else {begun for begun in starts if begun < self._begun}
+        holders = [begun for begun, one in starts.items() if begun in earlier or not one["waits"]]
         self._holders = {begun: self._holders.get(begun, now) for begun in holders}
         for begun, since in self._holders.items():
             if now - since > self._timeout:
@@ -246,18 +248,38 @@ class Membership:
                 if request not in self._requests:
                     self._requests.append(request)
 
-    def _common(self, known: Sequence[Data]) -> str:
-        """Return the digest that holds: of this island's epoch; before its first one, of most islands that run, or else that wait.
+    def _equal(self, readable: Sequence[Data]) -> list[Data] | None:
+        """Return the messages of islands whose flags are this island's; ``None``: it is not decided yet whether those hold.
 
-        Of two with as many islands that of the lowest slot holds.
+        In an epoch they do. Before the first one those of most islands hold that run; while all wait, of most that wait, once all
+        are there or no longer waited for. Of two with as many islands those of the lowest slot hold. Raises :class:`UsageError` if
+        others hold for longer than a dead island can be in answers.
         """
+        mine = [one for one in readable if one["digest"] == self._digest]
         if self._epoch is not None:
-            return self._digest
-        islands = [one for one in known if not one["waits"]] or list(known)
-        count = Counter(one["digest"] for one in islands)
-        return max(islands, key=lambda one: (count[one["digest"]], -one["slot"]), default={"digest": self._digest})[
-            "digest"
-        ]
+            return mine
+        others = [one for one in readable if one["slot"] != self._slot or tuple(one["incarnation"]) == self._begun]
+        running = [one for one in others if not one["waits"]]
+        if not running and not self._all_there(readable):
+            return None if len(mine) < len(readable) else mine
+        voters = running or others
+        count = Counter(one["digest"] for one in voters)
+        first = max(voters, key=lambda one: (count[one["digest"]], -one["slot"]), default=None)
+        if first is None or first["digest"] == self._digest:
+            self._differs.clear()
+            return mine
+        now = time.monotonic()
+        since = self._differs.setdefault(first["digest"], now)
+        if not running or now - since > self._timeout:
+            raise _difference(self._what, first)
+        return None
+
+    def _all_there(self, known: Sequence[Data]) -> bool:
+        """Return whether all slots have one start each, or are waited for no longer."""
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return True
+        starts = {(one["slot"], tuple(one["incarnation"])) for one in known}
+        return len(starts) == len({slot for slot, _ in starts}) == self._islands
 
     def _counted_on(self, known: Sequence[Data]) -> Epoch | None:
         """The latest epoch of others that has this island, as it is now."""
@@ -282,7 +304,7 @@ class Membership:
                 self._role, self._lag = "listen", behind
             self._joins = True
             return any(one["slot"] == self._slot and not one["waits"] for one in known)
-        return len({one["slot"] for one in known}) == self._islands or time.monotonic() >= self._deadline
+        return self._all_there(known)
 
     # --- on the thread that trains ---------------------------------------------------------------------------------
 
@@ -314,10 +336,18 @@ class Membership:
         """The role that is told."""
         return self._role
 
-    def note(self, step: int, role: str, lag: int, met: Epoch | None = None, pace: float | None = None) -> None:
+    def note(
+        self,
+        step: int,
+        role: str,
+        lag: int,
+        met: Epoch | None = None,
+        pace: float | None = None,
+        still: bool = False,
+    ) -> None:
         """Exchange ``step`` begins, as ``role`` with ``lag``. ``met``: the epoch in which that before was made with others; ``None``: with none.
 
-        ``pace``: see :attr:`.Pace.kept`.
+        ``pace``: see :attr:`.Pace.kept`. ``still``: see :attr:`.Standing.stood_still`.
         """
         now = time.monotonic()
         with self._changed:
@@ -326,7 +356,7 @@ class Membership:
             if step != self._step:
                 self._at = now
             self._step, self._role, self._lag, self._exchanges, self._own_pace = step, role, lag, met, pace
-            self._met = met or self._met
+            self._met, self._still = met or self._met, still
             self._check()
 
     def breaks(self, epoch: Epoch) -> None:
@@ -395,15 +425,17 @@ class Membership:
 
         The run is where most islands exchange with each other. An island that is alone may be ahead of it, and so may be a few that
         are left behind in an epoch: no other island follows them. While no exchange succeeds, the run is where the median island
-        is, of the members of the last epoch in which this island exchanged, or of all. One that an answer lacks counts for a while.
+        is, of the members of the last epoch in which this island exchanged, or of all; one that an answer lacks counts for a while. An
+        island that has stood still follows the furthest.
         """
         with self._changed:
             if self._exchanging:
                 return max((step for step, _ in self._most()), default=-1)
-            since = time.monotonic() - self._heard_within
-            steps = {life: step for life, (step, at) in self._steps.items() if at >= since}
+            steps = {life: step for life, (step, _) in self._steps.items()}
             if not steps:
                 return max((one.step for one in self._heard if one.member.slot != self._slot), default=-1)
+            if self._still:
+                return max(steps.values())
             lives = steps.keys() if self._met is None else steps.keys() & self._met.lives
             return median_high([self._step, *(steps[life] for life in lives or steps)])
 
@@ -498,11 +530,11 @@ _ITEMS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _is_readable(one: Any, islands: int) -> bool:
+def _is_readable(one: Any) -> bool:
     """Return whether ``one`` is a message of an island of this version. Other programs may use the same lighthouse."""
     if not isinstance(one, Mapping) or one.get("protocol") != PROTOCOL:
         return False
-    return all(name in one and fits(one[name]) for name, fits in _ITEMS.items()) and one["slot"] < islands
+    return all(name in one and fits(one[name]) for name, fits in _ITEMS.items())
 
 
 def _heard(one: Data) -> Heard:

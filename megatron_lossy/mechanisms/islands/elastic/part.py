@@ -32,7 +32,7 @@ from ....hooks.versions import tensor_group
 from ....monitor import Observer
 from ....recovery import copies
 from ....rendezvous import Watch
-from ....rendezvous.lighthouse import Lighthouse, addresses_of
+from ....rendezvous.lighthouse import LEAST_WAIT, Lighthouse, addresses_of
 from ..carrying import Among, Lanes
 from ..copying import Copy, Request
 from ..epochs import Incarnation, Member
@@ -176,10 +176,11 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         if self._membership is None:
             self._begin_to_ask(iteration)
         assert self._membership is not None and self._watch is not None
-        placed = self._membership.first(self._watch.check, min(_ROUND, max(self.config.island_join, 1.0)))
+        patience = max(self.config.island_join, LEAST_WAIT)
+        placed = self._membership.first(self._watch.check, min(_ROUND, max(patience - self._watch.silent_for, 1.0)))
         if placed is None:
-            if self._watch.why and self._watch.silent_for >= self.config.island_join:
-                why = f"no answer within the {self.config.island_join:g} s of --island-join: {self._watch.why}"
+            if self._watch.why and self._watch.silent_for >= patience:
+                why = f"no answer for {self._watch.silent_for:.0f} s (--island-join {self.config.island_join:g}): {self._watch.why}"
                 raise refuse("--rendezvous", self.config.rendezvous, why)
             return None
         return placed, max(self._membership.furthest, self._exchange_of(iteration))
@@ -314,6 +315,9 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         for shard in self._built():
             shard.rounds.give_up()
         was = self._standing.slot.listens
+        self._standing.begins(
+            time.monotonic(), self.config.island_patience
+        )  # the last iteration may have been the long one
         still = [self._standing.stood_still]
         dist.broadcast_object_list(still)  # of the first rank: clocks of ranks differ
         self._standing.stood_still = still[0]
@@ -488,7 +492,10 @@ class ElasticIslands(MemberIslands, TrainingIslands):
             if self._membership is not None:
                 before = self._current
                 met = before.epoch if before is not None and before.together else None
-                self._membership.note(self._exchange_of(now), self._standing.role, lag, met, self._pace.kept)
+                self._standing.exchanges(met is not None)
+                self._membership.note(
+                    self._exchange_of(now), self._standing.role, lag, met, self._pace.kept, self._standing.stood_still
+                )
             self._current = self._carried(self._exchange_of(now))
             others = self._current is not None and not self._current.alone
             if self._membership is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median
+
 from ..epochs import Epoch
 from ..presence import Slot, needed_visits
 
-#: An iteration that takes as many times as long as the one before, or as the patience, is one in which the island stood still.
-_STILL = 3.0
+#: Iterations that the usual time of one is taken from.
+_RECENT = 20
 
 
 class Standing:
@@ -17,10 +20,11 @@ class Standing:
 
     def __init__(self, slot: int, overlap: int) -> None:
         self.slot = Slot()
-        #: Whether this island has stood still since it last sent: its process is new, or was frozen.
+        #: Whether this island has stood still since it last exchanged with others: its process is new, or was frozen.
         self.stood_still = False
+        self._together = 0  # exchanges in a row with others that have begun since then
         self._began: float | None = None
-        self._took = 0.0
+        self._took: deque[float] = deque(maxlen=_RECENT)
         self.slots, self.members = [self.slot], [0]
         self._number, self._overlap = slot, overlap
 
@@ -31,16 +35,29 @@ class Standing:
 
     def enter(self, epoch: Epoch, own: bool) -> None:
         """``epoch`` is the first of this island. ``own``: it has weights of the run, and not those that it began with."""
-        self.slot.own, self.stood_still = own, True
+        self.slot.own = own
+        self._stands_still()
         self.slot.listens |= self._number not in epoch.senders
 
     def begins(self, seconds: float, patience: float) -> None:
         """Note that an iteration begins at ``seconds`` of a clock. ``patience``: seconds that an iteration may wait for others."""
         if self._began is not None:
-            took, usual = seconds - self._began, max(self._took, patience)
-            self.stood_still |= took > _STILL * usual
-            self._took = took
+            took = seconds - self._began
+            if took > median(self._took or [0.0]) + patience:
+                self._stands_still()
+            self._took.append(took)
         self._began = seconds
+
+    def _stands_still(self) -> None:
+        self.stood_still, self._together = True, 0
+
+    def exchanges(self, together: bool) -> None:
+        """Note that an exchange begins. ``together``: whether the one before was made with others.
+
+        A pause is over once those under way have come back: until then the others may be gone, and it is not known yet.
+        """
+        self.stood_still &= not together or self._together <= self._overlap
+        self._together = self._together + 1 if together else 0
 
     def behind(self, now: int, keep: int) -> bool:
         """Note that the run has made ``now`` iterations without this island. Return whether the island listens from now on.
@@ -68,4 +85,4 @@ class Standing:
 
     def sent(self, now: int) -> None:
         """It has sent after ``now`` iterations of the run."""
-        self.slot.sent, self.slot.made, self.stood_still = now, 0, False
+        self.slot.sent, self.slot.made = now, 0
