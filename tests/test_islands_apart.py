@@ -192,15 +192,15 @@ def test_all_die_and_go_on_from_their_checkpoints(data, tmp_path, serve):
 )
 def test_an_island_with_other_flags_or_data_is_refused(data, serve, other, why):
     _, url = serve()
-    run = Run(url, MODEL | data | SYNC | {"island_join": 8})
+    run = Run(url, MODEL | data | SYNC | {"island_join": 2, "train_iters": 10**5, "eval_interval": 10**5})
     run.start(0)
-    run.until(0, "loss:")
-    time.sleep(4)
+    run.until(0, r"iteration +10/")
     run.start(1, **({"data_path": data["valid_data_path"]} if other == "data" else other))
     [program] = run.islands[1]
     _, said = program.communicate(100)
     assert program.returncode == 2
     assert re.search(why, said), said
+    run.islands[0][0].send_signal(signal.SIGTERM)
     assert run.ends()[0][0] == [0]
 
 
