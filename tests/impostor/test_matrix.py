@@ -22,31 +22,6 @@ def distance(found, expected):
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
 
 
-def judged(runs, name, values):
-    """Fail if the row has a fault, is beyond its budget or has other values than on a CPU."""
-    row = rows()[name]
-    found, unhooked = runs(row), runs(row.unhooked)
-    faults = [f"rank {rank}: {fault}" for rank, (_, findings) in enumerate(found) for fault in findings.faults]
-    assert not faults, "\n".join(faults)
-    here, allowed = cost([one for _, one in found], [one for _, one in unhooked]), BUDGET.rows[name]
-    assert not here.beyond(allowed), f"{here.as_line()}: " + "; ".join(here.beyond(allowed))
-    if less := allowed.beyond(here):
-        command = f"python -m tests.impostor --write-budget {name}"
-        warnings.warn(f"costs less than its budget, lower it ({command}): {less}", stacklevel=2)
-    if values:
-        # Kernels of a device are not those of a CPU to the last bit in Megatron's own step either.
-        apart = distance(runs(row.unhooked), runs(row.unhooked, pretended=False))
-        assert 0 < apart < 5e-3
-        # Where values decide what is sent or how it is rounded, one that is next to a limit comes out on its other side.
-        decides = row.lossy.keys() & {"grad_wire", "grad_priority"}
-        assert distance(found, runs(row, pretended=False)) < (10 if decides else 3) * apart
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_few_rows(runs, name):
-    judged(runs, name, values=False)
-
-
 @pytest.mark.shows(
     "training on a pretended CUDA device: races, values, and the budget",
     "every rule and unit by value in every setting of Megatron",
@@ -65,7 +40,22 @@ def test_few_rows(runs, name):
     "name", [pytest.param(name, marks=pytest.mark.slow if name in FEW else pytest.mark.nightly) for name in rows()]
 )
 def test_all_rows(runs, name):
-    judged(runs, name, values=True)
+    """The row has no fault, keeps to its budget, and has the values of a CPU."""
+    row = rows()[name]
+    found, unhooked = runs(row), runs(row.unhooked)
+    faults = [f"rank {rank}: {fault}" for rank, (_, findings) in enumerate(found) for fault in findings.faults]
+    assert not faults, "\n".join(faults)
+    here, allowed = cost([one for _, one in found], [one for _, one in unhooked]), BUDGET.rows[name]
+    assert not here.beyond(allowed), f"{here.as_line()}: " + "; ".join(here.beyond(allowed))
+    if less := allowed.beyond(here):
+        command = f"python -m tests.impostor --write-budget {name}"
+        warnings.warn(f"costs less than its budget, lower it ({command}): {less}", stacklevel=2)
+    # Kernels of a device are not those of a CPU to the last bit in Megatron's own step either.
+    apart = distance(runs(row.unhooked), runs(row.unhooked, pretended=False))
+    assert 0 < apart < 5e-3
+    # Where values decide what is sent or how it is rounded, one that is next to a limit comes out on its other side.
+    decides = row.lossy.keys() & {"grad_wire", "grad_priority"}
+    assert distance(found, runs(row, pretended=False)) < (10 if decides else 3) * apart
 
 
 def test_the_budget_has_every_row_and_a_reason_for_every_wait():

@@ -205,7 +205,7 @@ def rows() -> dict[str, Row]:
 #: Rows of one rank, for which one device is enough.
 VIRTUAL = tuple(row.name for row in _virtual())
 
-#: Rows that between them pass most lines that touch the device: those of ``make test`` and of ``doctor --calibrate``.
+#: Rows that between them pass most lines that touch the device: those of ``make test-all`` and of ``doctor --calibrate``.
 FEW = (
     "renormalize-shard-overlap",
     "renormalize-packet-bf16",
