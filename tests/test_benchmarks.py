@@ -209,9 +209,9 @@ def test_a_small_run(tmp_path, capsys, monkeypatch):
     assert said.count("0.2 MB, 2 ms, 5 % | all-gather | tcp ") == 1
     (stem,) = {path.stem for path in tmp_path.iterdir()}
     assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".csv", ".png"}
-    limits = (tmp_path / f"{stem}.md").read_text().partition("## Limits of one core, in the same run\n")[2].splitlines()
-    assert "1,408 bytes" in limits[1]
-    assert [line.split("|")[1].split()[0] for line in limits[5:]] == ["memcpy", "AES-128-GCM,", "UDP,", "UDP,"]
+    table = (tmp_path / f"{stem}.md").read_text().partition("## Limits of one core, in the same run\n")[2].splitlines()
+    assert "1,408 bytes" in table[1]
+    assert [line.split("|")[1].split()[0] for line in table[5:]] == ["memcpy", "AES-128-GCM,", "UDP,", "UDP,"]
     lines = list(csv.DictReader((tmp_path / f"{stem}.csv").read_text().splitlines()))
     assert len(lines) == 2 * 2 * 2
     for line in lines:

@@ -37,7 +37,7 @@ static long copy(void)
     return sizeof to;
 }
 
-static void *seal, *open_;
+static struct key seal, open_;
 static long seal_and_open(void)
 {
     uint8_t sealed[MOST];
@@ -45,8 +45,8 @@ static long seal_and_open(void)
     for (int k = 0; k < PACKETS; k++) {
         h.number++;
         header_write(&h, sealed);
-        if (!cipher_seal(seal, sealed, from + k * payload, payload, sealed + HEADER)
-            || !cipher_open(open_, sealed, sealed + HEADER, payload, to))
+        if (!cipher_seal(key_of(&seal, h.number, 1), sealed, from + k * payload, payload, sealed + HEADER)
+            || !cipher_open(key_of(&open_, h.number, 0), sealed, sealed + HEADER, payload, to))
             exit(1);
     }
     return (long)PACKETS * payload;
@@ -89,7 +89,7 @@ int main(int count, char **arguments)
     memset(to, 1, sizeof to);
     measure("memcpy", copy);
     uint8_t key[16] = {1};
-    if (!ml_load_cipher() && (seal = cipher_new(key, 1)) && (open_ = cipher_new(key, 0)))
+    if (!ml_load_cipher() && key_new(&seal, key, 1) && key_new(&open_, key, 0))
         measure("AES-128-GCM, seal and open", seal_and_open);
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t size = sizeof address;
