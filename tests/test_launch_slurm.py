@@ -141,7 +141,7 @@ def test_time_limit_and_cancelling_in_an_array(cluster, data, tmp_path):
         (ONE_NODE, ["--config=absent.yaml"], "--config absent.yaml: cannot be read"),
         (ONE_NODE, ["--data-path=absent"], "--data-path absent: there is no absent.bin"),
         (["--nodes=1", "--ntasks=3"], [], "--global-batch-size 8: must be divisible by"),
-        (TWO_NODES, [], "--accelerators-per-node 8: must be 1: the Slurm job has 2 nodes for 2 ranks"),
+        (TWO_NODES, [], "--accelerators-per-node 8 (default): must be 1: the Slurm job has 2 nodes for 2 ranks"),
     ],
     ids=["configuration", "data", "ranks", "nodes"],
 )
