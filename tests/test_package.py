@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lossy.errors import UsageError
-from megatron_lossy.report import read_runs
-from megatron_lossy.shipped import FOLDERS, copy_shipped, find_config
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.config.shipped import FOLDERS, copy_shipped, find_config
+from megatron_lossy.lab.report import read_runs
 from tests.programs import run_program
 from tests.test_doctor import distribution
 
@@ -75,11 +75,11 @@ def test_the_source_distribution_is_the_checkout(distributions):
 def test_the_wheel_has_all_code_and_what_the_documentation_names(distributions):
     with zipfile.ZipFile(next(distributions.glob("*.whl"))) as archive:
         inside = {entry.filename: entry.external_attr >> 16 for entry in archive.infolist()}
-    shipped = {f"megatron_lossy/shipped/{name}" for name in files_of(*FOLDERS)}
+    shipped = {f"megatron_lossy/config/shipped_files/{name}" for name in files_of(*FOLDERS)}
     assert not (files_of("megatron_lossy") | shipped) - inside.keys()
     assert all(name.startswith(("megatron_lossy/", "megatron_lossy-")) for name in inside)
     for name in ("launch/torchrun.sh", "launch/slurm/run.sbatch", "patches/check.sh"):
-        assert inside[f"megatron_lossy/shipped/{name}"] & 0o100, f"{name} is not executable"
+        assert inside[f"megatron_lossy/config/shipped_files/{name}"] & 0o100, f"{name} is not executable"
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import cut
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import cut
 from megatron_lossy.mechanisms.priority.choosing import ParamPriority
 from megatron_lossy.transport import check_owners
 from tests import contract
@@ -113,7 +113,7 @@ def test_after_a_checkpoint_it_goes_on_bit_for_bit():
 
 def virtual(rank, config, workers, steps):
     """By step, what replicas have of the latest update, and what arrived and was chosen; the weights; metrics."""
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
     from tests.tiny_gpt import build
 
     cluster = VirtualCluster(config, workers, steps=steps)

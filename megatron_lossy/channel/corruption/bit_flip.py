@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ...base.errors import refuse
+from ...base.exchange import Exchange
+from ...base.flags import as_text
 from ...config.grad_errors import ErrorFlags
-from ...errors import refuse
-from ...exchange import Exchange
-from ...flags import as_text
 from ..draws import words
 from .base import BITS, ELEMENTS, Corruption, Event
 

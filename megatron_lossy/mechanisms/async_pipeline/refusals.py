@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ...config import STAGE_LOSSES, LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
-from ...refusals.row import Row, above
+from ...config.refusals.row import Row, above
 
 
 def _stages(config: LossyConfig, facts: Facts) -> int:

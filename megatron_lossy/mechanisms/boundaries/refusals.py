@@ -7,8 +7,8 @@ from collections.abc import Callable
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
+from ...config.refusals.row import OFF, Row, above
 from ...config.transport import UDP_REPORT_BYTES
-from ...refusals.row import OFF, Row, above
 from .flags import BoundaryFlags
 
 _LOSING = BoundaryFlags.stage_losses

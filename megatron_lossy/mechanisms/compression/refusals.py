@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...coding.blocks import BlockCode
+from ...base.coding.blocks import BlockCode
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
-from ...refusals.row import OFF, Row, above
+from ...config.refusals.row import OFF, Row, above
 
 _FLAGS = ("--grad-wire", "--param-wire")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
-from ...refusals.row import ONE_EMBEDDING, Row, above, draws_losses
+from ...config.refusals.row import ONE_EMBEDDING, Row, above, draws_losses
 
 _FOLDER = "each island has a folder of its own; give the arguments again"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...config.refusal import Section
-from ...refusals.row import NO_PARAMETERS, Row
+from ...config.refusals.row import NO_PARAMETERS, Row
 
 LEAD = Section(
     "lead",

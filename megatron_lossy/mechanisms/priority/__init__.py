@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...mechanism import Mechanism
+from ...run.mechanism import Mechanism
 from .flags import PriorityFlags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
-    from ...monitor import Observer
     from ...recovery import GradRecovery, Stale
+    from ...run.monitor import Observer
     from ...transport import Wire
 
 
@@ -37,7 +37,7 @@ class Priorities(Mechanism):
 
     @classmethod
     def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
-        from ...launch.memory import Kept
+        from ...lab.launch.memory import Kept
 
         if held.shards == 1 or config.param_priority == "none":
             return []

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...base.errors import refuse
+from ...base.exchange import BucketUnits, Delivery, Exchange, Lost
+from ...base.fetch import Fetched
 from ...channel.draws import generator
-from ...errors import refuse
-from ...exchange import BucketUnits, Delivery, Exchange, Lost
-from ...fetch import Fetched
 from ...recovery.base import Gradients, GradRecovery, add_up
 from ...recovery.stale import Stale
 from .choosing import SAMPLE, ParamPriority, Priority, Protection

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
-from ...refusals.row import OFF, ONE_EMBEDDING, Row, above
+from ...config.refusals.row import OFF, ONE_EMBEDDING, Row, above
 
 _UPDATES = "needs replicas that each update everything; parameters that are lost belong to the distributed optimizer"
 _FULL = (
