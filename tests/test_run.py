@@ -9,7 +9,7 @@ import torch
 from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.run.monitor import Observer
+from megatron_lossy.run.monitor import Observer, load_states, states_of
 from megatron_lossy.run.observers import make_observers
 from megatron_lossy.run.saved import REPLICAS
 from tests.ranks import RankFailed, run_ranks
@@ -146,3 +146,25 @@ def kept(rank, config):
     told.append(repr([group.state_dict() for group in cluster.groups]))
     cluster.set_iteration(0)
     return *told, repr([group.state_dict() for group in cluster.groups])
+
+
+class Counting(Observer):
+    """An observer with a state."""
+
+    count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_a_saved_state_is_found_although_its_class_has_moved():
+    counting, other = Counting(), Counting()
+    counting.count = 3
+    assert states_of([counting]) == {"tests.Counting": {"count": 3}}
+    for name in ("tests.Counting", "tests.test_run.Counting", "tests.once.elsewhere.Counting"):
+        load_states([other], {name: {"count": 4}, "their.Counting": {"count": 5}})
+        assert other.count == 4
+        other.count = 0

@@ -89,15 +89,21 @@ class Observer:
 
 
 def states_of(observers: Sequence[Observer]) -> dict[str, Any]:
-    """The states that are not empty, by the observer's class."""
-    return {full_name(type(one)): state for one in observers if (state := one.state_dict())}
+    """Return the states that are not empty, by the observer's package and class."""
+    return {_key(full_name(type(one))): state for one in observers if (state := one.state_dict())}
 
 
 def load_states(observers: Sequence[Observer], states: dict[str, Any]) -> None:
     """Restore :func:`states_of`; observers without a saved state start anew."""
+    saved = {_key(name): state for name, state in states.items()}  # they once had the module's name, too
     for one in observers:
-        if full_name(type(one)) in states:
-            one.load_state_dict(states[full_name(type(one))])
+        if (key := _key(full_name(type(one)))) in saved:
+            one.load_state_dict(saved[key])
+
+
+def _key(name: str) -> str:
+    """Return the package and the class of the full ``name``: a class may move within its package."""
+    return f"{name.partition('.')[0]}.{name.rpartition('.')[2]}"
 
 
 def metrics_of(observers: Sequence[Observer]) -> dict[str, float]:
