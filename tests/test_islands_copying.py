@@ -10,8 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.mechanisms.islands.copying import PART, Damaged, Held, receive_copy, send_copy
-from megatron_lossy.mechanisms.islands.rank_state import held_state, put_state
+from megatron_lossy.mechanisms.islands.copying import (
+    PART,
+    Damaged,
+    Held,
+    held_state,
+    put_state,
+    receive_copy,
+    send_copy,
+)
 
 pytestmark = pytest.mark.shows("islands that copy another one")
 

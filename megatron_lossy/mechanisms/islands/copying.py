@@ -1,6 +1,7 @@
 """Copies of the state of a rank, from a sender to who comes back: main weights, moments and step counts as of one exchange.
 
-They cross over TCP beside the exchanges, in parts, each tensor with a digest. They are never drawn as lost.
+They cross over TCP beside the exchanges, in parts, each tensor with a digest. They are never drawn as lost. Learning rates and weight
+decay are not copied: they follow the run.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +19,7 @@ import torch
 from ...base.errors import first_line
 from ...base.fetch import Fetched
 from .epochs import Incarnation
+from .rounds import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,8 @@ PART = 2**20
 _DIGEST_BYTES = 16
 #: The places in a pair of who is asked, and of who asks.
 SOURCE, ASKER = 0, 1
+#: Step counts that some optimizers keep in their groups, and others beside the moments.
+_STEP = "step"
 
 
 class Request(NamedTuple):
@@ -178,3 +182,46 @@ def _begin(run: Callable[..., None], *arguments: Any) -> threading.Thread:
     thread = threading.Thread(target=run, args=arguments, name="megatron-lossy-copy", daemon=True)
     thread.start()
     return thread
+
+
+def held_state(vectors: Sequence[Weights], optimizers: Sequence[Any]) -> dict[str, Held | float]:
+    """The state as it is now. ``vectors``: main weights; ``optimizers``: torch's, in the same order."""
+    found: dict[str, Held | float] = {}
+    for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
+        found[f"{number}/weights"] = _held(vector.read(None))
+        state = optimizer.state_dict()
+        for index, kept in state["state"].items():
+            found |= {
+                f"{number}/state/{index}/{name}": _held(value) for name, value in kept.items() if value is not None
+            }
+        for index, group in enumerate(state["param_groups"]):
+            if _STEP in group:
+                found[f"{number}/groups/{index}/{_STEP}"] = _held(group[_STEP])
+    return found
+
+
+def put_state(
+    vectors: Sequence[Weights], optimizers: Sequence[Any], values: Mapping[str, torch.Tensor | float]
+) -> None:
+    """Put ``values``, a :func:`held_state`, in the place of the weights and of the optimizers' state."""
+    for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
+        weights = values[f"{number}/weights"]
+        assert isinstance(weights, torch.Tensor), number
+        with torch.no_grad():
+            vector.write(None, weights)
+        own = optimizer.state_dict()
+        state: dict[int, dict[str, Any]] = {}
+        for name, value in values.items():
+            of, *path = name.split("/")
+            if int(of) != number:
+                continue
+            if path[0] == "state":
+                state.setdefault(int(path[1]), {})[path[2]] = value
+            elif path[0] == "groups":
+                own["param_groups"][int(path[1])][path[2]] = value
+        # What is loaded is kept: it must not be what others have.
+        optimizer.load_state_dict({**own, "state": state})
+
+
+def _held(value: Any) -> Held | float:
+    return Held(value) if isinstance(value, torch.Tensor) else value

@@ -218,29 +218,9 @@ ISLANDS = Section(
         ),
         Row(
             flag="--island-schedule",
-            beside="megatron.training, PyTorch's FSDP2 or DDP, and a program of one's own",
-            why="needs a training loop that can sit iterations out: python -m megatron_lossy.train",
-            # Of all programs only that one does not empty the pipeline in every iteration.
-            when=_averaging(lambda config, facts: config.island_schedule is not None and facts.flushes),
-        ),
-        Row(
-            flag="--island-schedule",
-            beside="--async-pipeline on real ranks",
-            why="cannot go with --async-pipeline of real ranks: batches under way belong to iterations that an island may sit out",
-            when=_real(lambda config, facts: config.island_schedule is not None and config.holds_samples()),
-        ),
-        Row(
-            flag="--island-schedule",
-            beside="real ranks, if it is the log of a run",
-            value="{config.island_schedule}",
-            why="is the log of a run: islands in one process make it again, with --virtual-workers",
-            when=_real(lambda config, facts: config.replays_islands),
-        ),
-        Row(
-            flag=("--delivery-log", "--trace"),
-            beside="the log of a run in --island-schedule",
-            why="cannot go with the log of a run in --island-schedule, which has it all",
-            when=_averaging(lambda config, facts: config.replays_islands),
+            beside="real ranks",
+            why="is for islands in one process (--virtual-workers); islands of real ranks come and go by --rendezvous",
+            when=_real(lambda config, facts: config.island_schedule is not None),
         ),
         Row(
             flag="--island-schedule",
@@ -271,21 +251,17 @@ ISLANDS = Section(
         ),
         Row(
             flag="--save",
-            beside="--rendezvous, or --island-schedule of real ranks, without --save-replicas",
+            beside="--rendezvous without --save-replicas",
             why="keeps who is there, and who listens, with --save-replicas only; give it too, or leave --save out",
-            when=_real(lambda config, facts: config.comes_and_goes and facts.saves and not config.save_replicas),
+            when=_real(
+                lambda config, facts: config.rendezvous is not None and facts.saves and not config.save_replicas
+            ),
         ),
         Row(
             flag="--rendezvous",
             beside="--async-pipeline",
             why="cannot go with --async-pipeline: batches under way belong to iterations that others may have left behind",
             when=_averaging(lambda config, facts: config.rendezvous is not None and config.holds_samples()),
-        ),
-        Row(
-            flag="--island-schedule",
-            beside="--rendezvous",
-            why="is for islands of one launch: with --rendezvous they come and go by themselves",
-            when=_averaging(lambda config, facts: config.rendezvous is not None and config.island_schedule is not None),
         ),
         Row(
             flag=("--trace", "--island-speeds"),
