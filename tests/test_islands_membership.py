@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.mechanisms.islands.elastic import membership as module
 from megatron_lossy.mechanisms.islands.elastic.membership import Membership
-from megatron_lossy.mechanisms.islands.elastic.pace import Pace
-from megatron_lossy.mechanisms.islands.elastic.standing import Standing
+from megatron_lossy.mechanisms.islands.elastic.standing import Pace, Standing
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation
 
 pytestmark = pytest.mark.shows("islands that are launches of their own agree on who is there", device=False)

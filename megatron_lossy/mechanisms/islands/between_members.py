@@ -12,39 +12,41 @@ import torch
 
 from ...base.errors import first_line
 from .aside import Brought, Pieces
-from .between_ranks import BetweenRanks, Crossed, Keeping, Parties, Waiting
+from .between_ranks import BetweenRanks, Carrier, Crossed, Keeping, Parties, Waiting
 from .carrying import Among
 from .mean import Mean
 from .places import Places
 
 
 class Lane:
-    """The exchange number ``exchange`` of a shard among the members of an epoch. ``observes``: as that of its carrier."""
+    """The exchange number ``exchange`` of a shard among the members of an epoch; ``None``: nothing is carried.
 
-    def __init__(self, among: Among, shard: int, turn: int, observes: bool, exchange: int) -> None:
+    ``observes``: as that of its carrier.
+    """
+
+    def __init__(
+        self, among: Among | None, shard: int = 0, turn: int = 0, exchange: int = -1, observes: bool = False
+    ) -> None:
         self.among, self._shard, self._turn = among, shard, turn
         self.observes, self.exchange = observes, exchange
 
+    def _carrier(self) -> Carrier:
+        assert self.among is not None, self.exchange
+        return self.among.lane(self._shard, self._turn)
+
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         """See :class:`.Carrier`. Raises :class:`RuntimeError`: the epoch is closed."""
-        return self.among.lane(self._shard, self._turn).scatter(pieces)
+        return self._carrier().scatter(pieces)
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         """See :class:`.Carrier`. Raises :class:`RuntimeError`: the epoch is closed."""
-        return self.among.lane(self._shard, self._turn).gather(own)
+        return self._carrier().gather(own)
 
     def do_without(self, place: int) -> None:
         """All lanes of the epoch do."""
 
     def close(self) -> None:
         """The epoch is closed, not one lane of it."""
-
-
-class Nowhere(Lane):
-    """Carries nothing: this island is in no epoch that it can exchange in."""
-
-    def __init__(self, exchange: int = -1) -> None:
-        self.observes, self.exchange = False, exchange
 
 
 class BetweenMembers(BetweenRanks):
@@ -66,7 +68,7 @@ class BetweenMembers(BetweenRanks):
         agrees: Callable[[int], bool] | None = None,
     ) -> None:
         config, stream, island, steps, told = arguments
-        super().__init__(config, stream, island, [Nowhere()] * config.lanes, steps, told)
+        super().__init__(config, stream, island, [Lane(None)] * config.lanes, steps, told)
         self._shard, self._now, self._breaks, self._loses = shard, among, breaks, loses
         self._agrees = agrees
         self._gone: set[int] = set()  # exchanges of which nothing has arrived here, and that are not used yet
@@ -93,9 +95,9 @@ class BetweenMembers(BetweenRanks):
     def _parties(self, turn: int) -> Parties:
         among, exchange = self._now(), self._begun - 1
         if among is None or among.broken:
-            return Parties([self._island], 0, Nowhere(exchange))
+            return Parties([self._island], 0, Lane(None, exchange=exchange))
         among.begin()
-        lane = Lane(among, self._shard, turn, self._config.transport == "udp", exchange)
+        lane = Lane(among, self._shard, turn, exchange, self._config.transport == "udp")
         return Parties(among.senders, among.place, lane)
 
     def _cross(
@@ -107,9 +109,9 @@ class BetweenMembers(BetweenRanks):
         device: torch.device,
     ) -> Crossed:
         lane = parties.carrier
-        if isinstance(lane, Nowhere):
-            return self._lost(parties, pieces, device)
         assert isinstance(lane, Lane), lane
+        if lane.among is None:
+            return self._lost(parties, pieces, device)
         began = time.monotonic()
         try:
             crossed = super()._cross(parties, pieces, drawn, keeping, device)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,33 +68,26 @@ class Damaged(RuntimeError):
     """A tensor is not what was sent."""
 
 
-class Pair(Protocol):
-    """Two ranks, in order and without loss. ``data`` uint8[n], n at most :data:`PART`."""
-
-    def send(self, data: torch.Tensor) -> None:
-        """Send ``data``. Raises :class:`RuntimeError` if the other is gone."""
-
-    def receive(self, data: torch.Tensor) -> None:
-        """Receive into ``data``. Raises :class:`RuntimeError` if the other is gone."""
-
-
 class GlooPair:
-    """The rank in ``place`` of two, over gloo; they meet at ``store``. ``patience``: for the other, and for each part."""
+    """The rank in ``place`` of two, over gloo; they meet at ``store``. ``patience``: for the other, and for each part.
+
+    Data is uint8[n], n at most :data:`PART`. Raises :class:`RuntimeError` if the other is gone.
+    """
 
     def __init__(self, store: Any, place: int, patience: timedelta) -> None:
         self._group = torch.distributed.ProcessGroupGloo(store, place, 2, patience)
         self._other = 1 - place
 
     def send(self, data: torch.Tensor) -> None:
-        """See :class:`Pair`."""
+        """Send ``data``."""
         self._group.send([data], self._other, 0).wait()
 
     def receive(self, data: torch.Tensor) -> None:
-        """See :class:`Pair`."""
+        """Receive into ``data``."""
         self._group.recv([data], self._other, 0).wait()
 
 
-def send_copy(pair: Pair, values: dict[str, Held | float], made: int) -> str:
+def send_copy(pair: GlooPair, values: dict[str, Held | float], made: int) -> str:
     """Send ``values``, of a rank of a run that has made ``made`` iterations. Returns their digest."""
     items: list[dict[str, Any]] = []
     for name, value in values.items():
@@ -109,7 +102,7 @@ def send_copy(pair: Pair, values: dict[str, Held | float], made: int) -> str:
     return _digest(header)
 
 
-def receive_copy(pair: Pair) -> Copy:
+def receive_copy(pair: GlooPair) -> Copy:
     """The values that :func:`send_copy` sends. Raises :class:`Damaged`, and :class:`RuntimeError` if the other is gone."""
     length = torch.zeros(1, dtype=torch.int64)
     _receive(pair, _bytes(length))
@@ -135,12 +128,12 @@ def _bytes(value: torch.Tensor) -> torch.Tensor:
     return value.view(-1).view(torch.uint8)
 
 
-def _send(pair: Pair, data: torch.Tensor) -> None:
+def _send(pair: GlooPair, data: torch.Tensor) -> None:
     for first in range(0, len(data), PART):
         pair.send(data[first : first + PART])
 
 
-def _receive(pair: Pair, data: torch.Tensor) -> None:
+def _receive(pair: GlooPair, data: torch.Tensor) -> None:
     for first in range(0, len(data), PART):
         pair.receive(data[first : first + PART])
 
@@ -152,12 +145,12 @@ def _digest(data: torch.Tensor) -> str:
 class Asking:
     """A copy that is on its way to this rank, on a thread. ``open``: meets the source."""
 
-    def __init__(self, open: Callable[[], Pair]) -> None:
+    def __init__(self, open: Callable[[], GlooPair]) -> None:
         self.copy: Copy | None = None
         self.why: str | None = None  # it failed
         self.thread = _begin(self._run, open)
 
-    def _run(self, open: Callable[[], Pair]) -> None:
+    def _run(self, open: Callable[[], GlooPair]) -> None:
         try:
             self.copy = receive_copy(open())
         except Exception as error:  # of torch's stores and groups, or damage
@@ -165,7 +158,7 @@ class Asking:
 
 
 def serve(
-    open: Callable[[], Pair], values: dict[str, Held | float], made: int, served: Callable[[str], None]
+    open: Callable[[], GlooPair], values: dict[str, Held | float], made: int, served: Callable[[str], None]
 ) -> threading.Thread:
     """:func:`send_copy` on a thread, which is returned. ``open``: meets who asked. ``served``: is called with the digest."""
 

@@ -38,8 +38,8 @@ from ..copying import Copy, Request, held_state, put_state
 from ..epochs import Incarnation, Member
 from ..megatron_training import TrainingIslands
 from ..member_rounds import MemberRounds
-from ..rendezvous import Watch
 from ..rendezvous.lighthouse import LEAST_WAIT, Lighthouse, addresses_of
+from ..rendezvous.watch import Watch
 from ..rounds import Rounds
 from ..stopping import Stopping
 from ..subset import Subset
@@ -47,9 +47,8 @@ from ..world import ElasticWorld
 from .diary import Diary
 from .membership import Membership, Placed
 from .opening import Opener, Opening
-from .pace import Pace
 from .rejoining import Rejoining
-from .standing import Standing
+from .standing import Pace, Standing
 
 logger = logging.getLogger(__name__)
 
