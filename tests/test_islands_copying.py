@@ -68,12 +68,6 @@ def test_all_comes_bit_for_bit(kinds, seed):
         assert torch.equal(copy.values[name], one)
 
 
-def test_long_tensors_cross_in_parts():
-    values = torch.arange(PART // 4 * 3 + 5, dtype=torch.float32)
-    copy, _ = across({"w": Held(values)})
-    assert torch.equal(copy.values["w"], values)
-
-
 @pytest.mark.parametrize("byte", [0, 1, 399, 400, 800])
 def test_a_flipped_bit_is_found(byte):
     values = {"a": Held(torch.randn(100)), "b": Held(torch.randn(101))}

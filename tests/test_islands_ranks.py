@@ -14,8 +14,6 @@ import torch
 
 from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.mechanisms.islands.ranks import rewind
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs, write_data
@@ -281,16 +279,6 @@ def test_losses_are_recorded_and_replayed(data, tmp_path):
         assert any(record.get("loss rate sync-gather") for record in records)
     verdict = verify(DeliveryLogFolder(Path(log)))
     assert verdict.problems == [] and verdict.rows
-
-
-def test_flags_that_do_not_fit_are_refused_before_ranks_meet(monkeypatch):
-    from megatron_lossy.lab.train.loop import train
-
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0})
-    with pytest.raises(UsageError, match="^--island-schedule events: is for islands in one process"):
-        train(config, LossyConfig(**TWO, island_schedule="events"))
-    assert not torch.distributed.is_initialized()
 
 
 def load_apart(rank: int, first: tuple[dict, dict], then: tuple[dict, dict]) -> None:
