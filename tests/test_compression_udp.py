@@ -147,7 +147,7 @@ def feedback(rank, config, steps):
     residual = torch.zeros(3 * 640)
     rule = group.grads[0].rule
     for missing, saved in rule._residuals:
-        rule.rows(residual).add_(residual, rule.units, missing, saved)
+        rule.rows.add_(residual, rule.units, missing, saved)
     torch.distributed.all_reduce(residual)
     group.close()
     rest = (sums - applied - residual[rank * 640 : (rank + 1) * 640]).abs().max().item()

@@ -1,5 +1,6 @@
 """What only an accelerator could show, simulated on a CPU: memory that two streams use, copies that wait, HPU's graphs."""
 
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.exchange import Delivery, Exchange, Lost, Stream, cut
-from megatron_lossy.recovery import MaskedRows, base, copies
+from megatron_lossy.recovery import MaskedRows, base, rows
 from megatron_lossy.registry import GRAD_RECOVERIES
 from megatron_lossy.transport import Network
 from megatron_lossy.transport.drawn import CollectiveWire
@@ -53,6 +54,13 @@ class Streams(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in addresses:
                 self.made[leaf.untyped_storage().data_ptr()] = (self.current, leaf.untyped_storage())
         return result
+
+
+def announce(used_here, put=setattr):
+    """Let ``used_here`` take the place of the function that notes which stream uses a tensor, in every module."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron_lossy") and hasattr(module, "used_here"):
+            put(module, "used_here", used_here)
 
 
 class Deferred:
@@ -101,10 +109,10 @@ def exchange(streams, rule, unit, gapless):
 @pytest.mark.parametrize("rule", RULES)
 def test_no_stream_reads_what_another_one_may_overwrite(rule, unit, rows, monkeypatch):
     if rows == "masked":
-        monkeypatch.setattr(base, "rows_for", lambda device: MaskedRows)
+        monkeypatch.setattr(base, "rows_for", lambda: MaskedRows)
     for gapless in (True, False):
         streams = Streams()
-        monkeypatch.setattr(copies, "used_here", streams.used_here)
+        announce(streams.used_here, monkeypatch.setattr)
         replica = exchange(streams, rule, unit, gapless)
         assert streams.unannounced == []
         assert replica.unique().numel() > 1  # something is stale, put back after a copy that came with the wait
@@ -113,7 +121,7 @@ def test_no_stream_reads_what_another_one_may_overwrite(rule, unit, rows, monkey
 @pytest.mark.parametrize("rule", RULES)
 def test_the_simulation_sees_what_is_not_announced(rule, monkeypatch):
     streams = Streams()
-    monkeypatch.setattr(copies, "used_here", lambda tensors: None)
+    announce(lambda tensors: None, monkeypatch.setattr)
     exchange(streams, rule, "packet", True)
     assert any("on default reads what was made on gather" in seen for seen in streams.unannounced)
     if rule in ("previous", "renormalize-remote"):
@@ -135,12 +143,12 @@ def test_copies_to_cuda_come_from_page_locked_memory(monkeypatch):
 
         return SimpleNamespace(to=to)
 
-    monkeypatch.setattr(copies, "page_locked", page_locked)
+    monkeypatch.setattr(rows, "page_locked", page_locked)
     array = np.arange(100_000, dtype=np.int32)
-    copies.to_device(array, torch.device("cuda", 1))
+    rows.to_device(array, torch.device("cuda", 1))
     [(copied, device, non_blocking)] = asked
     assert device == "cuda" and non_blocking and np.array_equal(copied.numpy(), array)
-    assert copies.to_device(array, "cpu").data_ptr() == array.ctypes.data and len(asked) == 1
+    assert rows.to_device(array, "cpu").data_ptr() == array.ctypes.data and len(asked) == 1
 
 
 @copies_to_cuda
@@ -151,7 +159,7 @@ def test_a_copy_to_cuda_does_not_wait():
     torch.cuda.synchronize()
     with torch.cuda.stream(busy):
         torch.cuda._sleep(2_000_000_000)
-        copied = copies.to_device(np.arange(1_000_000, dtype=np.int32), torch.device("cuda"))
+        copied = rows.to_device(np.arange(1_000_000, dtype=np.int32), torch.device("cuda"))
         assert not busy.query()
     torch.cuda.synchronize()
     assert copied.sum().item() == 499999500000
@@ -208,7 +216,7 @@ class Graph(TorchDispatchMode):
 @pytest.mark.parametrize("rule", RULES)
 def test_masked_rows_make_one_graph_whatever_is_lost(rule, unit, monkeypatch):
     """Also with one unit per bucket, where the scale is one number."""
-    monkeypatch.setattr(base, "rows_for", lambda device: MaskedRows)
+    monkeypatch.setattr(base, "rows_for", lambda: MaskedRows)
     [units], total = cut([SHARD], [4], unit, 8)
     graphs = []
     for seed in range(4):

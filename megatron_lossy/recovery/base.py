@@ -14,7 +14,7 @@ import numpy as np
 
 from ..exchange import BucketUnits, Delivery, Exchange, Lost
 from ..fetch import Fetched
-from .rows import Rows, rows_for
+from .rows import rows_for
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ class Gradients:
             rejected. ``None`` without one.
         gapless: the next exchange of the bucket is that of the next step.
         rounding: gives a buffer [N * shard] the values that others get of it, in place. The wire sets it if values cross in
-            codes, and senders remove what is lost.
+            codes, and calls it before :meth:`GradRecovery.before`, unless the rule does.
         coming: returns the units of the bucket that the exchange of the next step loses, or ``None`` if a trace ends
             before it. The wire sets it if ``gapless``, and losses can be foreseen.
     """
@@ -119,11 +119,8 @@ class Rule(ABC):
     def __init__(self, units: BucketUnits, rank: int) -> None:
         self.units = units
         self.rank = rank
-
-    @staticmethod
-    def rows(buffer: torch.Tensor) -> Rows:
-        """The operations that change units of ``buffer``."""
-        return rows_for(buffer.device)
+        #: The operations that change units of a buffer.
+        self.rows = rows_for()
 
     def finish_step(self, step: int, successful: bool) -> None:
         """End ``step``. ``successful``: the optimizer used its gradients. The step may have had no exchange here."""
@@ -142,8 +139,8 @@ class Rule(ABC):
 class GradRecovery(Rule):
     """A rule for gradients: lost units are removed, and the owner corrects the sum of the rest.
 
-    ``correct``, ``remove`` and ``after`` are for rules to override. With a ``before``, ``combine`` or ``leave_out`` of its
-    own a rule cannot go with ``--grad-priority``, which has others.
+    ``before`` and ``after`` are for rules to override. With a ``combine`` or ``leave_out`` of its own a rule cannot go with
+    ``--grad-priority``, which has others.
 
     The wire decides who removes them. Over a collective each sender removes them before it sends: ``lost`` are units by
     destination. If owners get the pieces of all senders, the owner removes them: ``lost`` are units by source.
@@ -155,32 +152,14 @@ class GradRecovery(Rule):
     carries_over: bool = False
     #: Whether senders keep what they lose, and send it again.
     feeds_back: ClassVar[bool] = False
-    #: Whether :meth:`remove` leaves the units of :attr:`Lost.spared` alone; else it is told of none.
+    #: Whether :meth:`before` calls :attr:`Gradients.rounding` itself: after it has kept or chosen values as they were.
+    rounds: ClassVar[bool] = False
+    #: Whether :meth:`before` leaves the units of :attr:`Lost.spared` alone; else it is told of none.
     minds_spared: ClassVar[bool] = False
 
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
         """Take the units that are ``lost`` out of ``buffer`` [N * shard]. The result is given to :meth:`after`."""
-        self.correct(buffer, x)
-        return self.leave(buffer, lost, delivery, x)
-
-    def leave(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
-        """Do as :meth:`remove`, and round what crosses in codes.
-
-        What a sender keeps of its losses is not rounded, and what a receiver keeps is as it came.
-        """
-        if x.rounding is not None and not self.feeds_back:
-            x.rounding(buffer)
-        kept = self.remove(buffer, lost, delivery, x)
-        if x.rounding is not None and self.feeds_back:
-            x.rounding(buffer)
-        return kept
-
-    def correct(self, buffer: torch.Tensor, x: Gradients) -> None:
-        """Change ``buffer`` before its losses are known."""
-
-    def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
-        """Take the units that are ``lost`` out of the corrected ``buffer``. The result is given to :meth:`after`."""
-        self.rows(buffer).zero_(buffer, self.units, lost)
+        self.rows.zero_(buffer, self.units, lost)
 
     def after(self, shard: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
         """Correct ``shard`` [shard], the sum at its owner, in place. ``kept``: the result of :meth:`before`."""

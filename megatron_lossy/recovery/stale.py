@@ -34,13 +34,13 @@ class Stale(Rule):
 
     def put_aside(self, replica: torch.Tensor, delivery: Delivery) -> Saved | None:
         """Copies of the units of ``replica`` [N * shard] that will be stale; ``None`` if there is nothing to do."""
-        lost, rows = self.lost(delivery), self.rows(replica)
-        return None if rows.nothing(lost) else rows.take(replica, self.units, lost)
+        lost = self.lost(delivery)
+        return None if self.rows.nothing(lost) else self.rows.take(replica, self.units, lost)
 
     def put_back(self, replica: torch.Tensor, delivery: Delivery, saved: Saved | None) -> None:
         """Write the units that :meth:`put_aside` returned back into ``replica``."""
         if saved is not None:
-            self.rows(replica).put_(replica, self.units, self.lost(delivery), saved)
+            self.rows.put_(replica, self.units, self.lost(delivery), saved)
 
     def send(self, x: Parameters) -> Any:
         """Put the values to send into ``x.sent``. The result is given to :meth:`sent`."""

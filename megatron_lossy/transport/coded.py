@@ -10,7 +10,7 @@ from ..channel.draws import coding_keys
 from ..coding.blocks import BlockCode
 from ..config import LossyConfig
 from ..exchange import BucketUnits, Exchange
-from ..recovery import copies
+from ..recovery.rows import to_device, used_here
 from ..registry import MECHANISMS
 
 #: The first elements of buckets are numbered in multiples of this, which is a multiple of all blocks.
@@ -84,7 +84,7 @@ class Coded:
 
     def _keys(self, exchange: Exchange, device: torch.device) -> torch.Tensor:
         keys = coding_keys(self._seed, exchange, self._members[self._rank], self._members)
-        return copies.to_device(keys, device)
+        return to_device(keys, device)
 
     def _measure(self, bucket: int, rows: torch.Tensor, keys: torch.Tensor) -> None:
         """Take in the rounding of the first units that the next rank gets."""
@@ -104,7 +104,7 @@ class Coded:
                 torch.float32 if rows.device.type == "hpu" else torch.float64
             )  # of which sums are equal in any order
             self._sums = torch.zeros(2, dtype=exact, device=rows.device)
-        copies.used_here((self._sums,))
+        used_here((self._sums,))
         self._sums += torch.stack((error, square))
 
 

@@ -71,6 +71,8 @@ class DrawnWire(Wire):
         if "grad" in self.coded:
             x = replace(x, rounding=partial(self.coded["grad"].round_gradients, x.exchange, x.bucket))
         with torch.no_grad():
+            if x.rounding is not None and not rule.rounds:
+                x.rounding(x.buffer)
             kept = rule.before(x.buffer, delivery.lost_there(rule.units), delivery, x)
 
         def arrived() -> Delivery:

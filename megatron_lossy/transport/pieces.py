@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ..exchange import BucketUnits, Delivery, Exchange, Lost
-from ..recovery import Gradients, GradRecovery, Parameters, Stale, copies
+from ..recovery import Gradients, GradRecovery, Parameters, Stale
+from ..recovery.rows import used_here
 from .base import Crossing, Transfer, Wire
 from .coded import Coded
 from .drawn import CollectiveWire, draw, draw_sent
@@ -43,7 +44,7 @@ class PieceWire(Wire):
         def arrived() -> Delivery:
             delivery = deliver()
             if coded is not None:
-                copies.used_here((sent,))
+                used_here((sent,))
             combine(pieces if coded is None else self._decoded(coded, pieces, x, rule), delivery, kept, x, rule)
             return delivery
 
@@ -58,7 +59,7 @@ class PieceWire(Wire):
 
         Unless a report is still to come, after which ``rule`` keeps some of them.
         """
-        copies.used_here((arrived,))
+        used_here((arrived,))
         pieces = x.buffer if rule.must is None else room_for(x.buffer)
         if pieces is not x.buffer:
             pieces.chunk(self.size)[self.rank].copy_(x.buffer.chunk(self.size)[self.rank])
@@ -69,7 +70,7 @@ class PieceWire(Wire):
         self, coded: Coded, received: torch.Tensor, x: Parameters, rule: Stale, own: Any, delivery: Delivery
     ) -> None:
         """Put the values of ``received`` uint8[N * bytes] that arrived into the replica. ``own``: of ``rule.send``."""
-        copies.used_here((received,))
+        used_here((received,))
         stale = rule.put_aside(x.buffer, delivery)
         coded.values(x.bucket, received, x.buffer)
         mine = x.buffer.chunk(self.size)[self.rank]
@@ -91,10 +92,10 @@ class PieceWire(Wire):
         def arrived() -> Delivery:
             delivery = deliver()
             if coded is not None:
-                copies.used_here((sent,))
+                used_here((sent,))
                 self._decode_replica(coded, received, x, rule, own, delivery)
                 return delivery
-            copies.used_here((received,))
+            used_here((received,))
             stale = rule.put_aside(x.buffer, delivery)
             x.buffer.copy_(received)
             rule.put_back(x.buffer, delivery, stale)
@@ -117,7 +118,7 @@ def room_for(buffer: torch.Tensor) -> torch.Tensor:
 
 def combine(pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients, rule: GradRecovery) -> None:
     """Let ``rule`` put the recovered sum of ``pieces``, allocated where the exchange began, into the output."""
-    copies.used_here((pieces,))
+    used_here((pieces,))
     rule.combine(pieces, delivery, kept, x)
 
 

@@ -29,7 +29,7 @@ from ...hooks.buckets import buckets_by_stream, own_shard
 from ...hooks.versions import data_parallel_rank, pipeline_stage
 from ...mechanism import Part
 from ...monitor import Observer
-from ...recovery import copies
+from ...recovery.rows import to_device
 from .between_ranks import BetweenRanks, carriers_of
 from .flags import CONSENSUS_FOLDER
 from .main_vector import Vector, shard_vector
@@ -115,7 +115,7 @@ class RankIslands(Part):
         if self.config.sync_method == "none" and self._iterations % _ASKS == 0:  # there are no messages to hear it by
             self._stopping.ask()
         with self._waiting():
-            known = copies.to_device(np.array(self._stopping.begin(), dtype=np.int32), device.current_device())
+            known = to_device(np.array(self._stopping.begin(), dtype=np.int32), device.current_device())
         iteration, work = self._iterations, dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
 
         def finish() -> int:

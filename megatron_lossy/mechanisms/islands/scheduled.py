@@ -22,7 +22,7 @@ from ...errors import refuse
 from ...exchange import Delivery
 from ...fetch import Fetched
 from ...monitor import Observer
-from ...recovery import copies
+from ...recovery.rows import to_device
 from .carrying import Among, Lanes
 from .churn import Churn, of_all_slots
 from .copying import ASKER, SOURCE, GlooPair, Held, receive_copy, send_copy
@@ -153,7 +153,7 @@ class ScheduledIslands(MemberIslands):
     def begin_stopping(self, signal: int) -> Callable[[], int]:
         """See :meth:`Part.begin_stopping`. Waits for all islands, and learns whose weights means have set how often."""
         own = np.array([signal, -self._visits_here()], dtype=np.int64)
-        known = copies.to_device(own, device.current_device())
+        known = to_device(own, device.current_device())
         dist.all_reduce(known, dist.ReduceOp.MAX)  # of this island's ranks
         with self._waiting():
             everyone = self._control.all_gather(torch.from_numpy(Fetched(known).wait()))

@@ -20,6 +20,7 @@ from ...errors import refuse
 from ...exchange import BucketUnits, Delivery, Exchange, Lost
 from ...fetch import Fetched
 from ...recovery.base import Gradients, GradRecovery, add_up
+from ...recovery.feedback import ErrorFeedback
 from ...recovery.stale import Stale
 from .choosing import SAMPLE, ParamPriority, Priority, Protection
 
@@ -43,7 +44,9 @@ class Protected(GradRecovery):
         self.foresight, self.carries_over, self.shared = rule.foresight, rule.carries_over, rule.shared
 
     def correct(self, buffer: torch.Tensor, x: Gradients) -> None:
-        self.rule.correct(buffer, x)
+        """Add what the rule kept of earlier steps to ``buffer`` [N * shard]."""
+        if isinstance(self.rule, ErrorFeedback):
+            self.rule.correct(buffer, x)
 
     def after(self, shard: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
         self.rule.after(shard, delivery, kept, x)
@@ -69,6 +72,7 @@ class Protected(GradRecovery):
 class Spared(Protected):
     """The rule for drawn losses: chosen units arrive even if the draw loses them."""
 
+    rounds = True
     _final: Lost | None = None
 
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
@@ -76,7 +80,12 @@ class Spared(Protected):
         final: Lost | None = self.priority.spare(buffer, lost, x.exchange)
         if final.spared is not None and not self.rule.minds_spared:
             final = self.priority.settle()
-        kept = self.rule.leave(buffer, final, delivery, x)
+        if isinstance(self.rule, ErrorFeedback):
+            kept = self.rule.remove(buffer, final, delivery, x)
+        else:
+            if x.rounding is not None:
+                x.rounding(buffer)
+            kept = self.rule.before(buffer, final, delivery, x)
         if final.spared is None:
             self.rule.note(self.priority.told, final)
         self._final = final
@@ -123,7 +132,7 @@ class Required(Protected):
         return self.must
 
     def combine(self, pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
-        self.rows(pieces).zero_(pieces, self.units, delivery.lost_here(self.units))
+        self.rows.zero_(pieces, self.units, delivery.lost_here(self.units))
         add_up(pieces, delivery, x)
         self.after(x.output, delivery, None, x)
 
@@ -181,7 +190,7 @@ def protected(config: LossyConfig, rules: Sequence[GradRecovery], wire: Wire) ->
     Raises :class:`UsageError` for rules with a verb of their own that would not be called.
     """
     for rule in rules:
-        for verb in ("before", "combine", "leave_out"):
+        for verb in ("combine", "leave_out"):
             if getattr(type(rule), verb) is not getattr(GradRecovery, verb):
                 why = (
                     f"--grad-recovery {rule.name} has its own {verb}(), which would not be called; omit --grad-priority"

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ...fetch import at_hand
-from ...recovery import Gradients, GradRecovery, Parameters, Stale, copies
-from ...recovery.rows import Rows, Saved
+from ...recovery import Gradients, GradRecovery, Parameters, Stale
+from ...recovery.rows import Rows, Saved, used_here
 from ..base import Crossing, Transfer
 from ..coded import Coded
 from ..drawn import Latest, Networks, draw
@@ -145,7 +145,7 @@ class UdpWire(PieceWire):
         def arrived() -> Delivery:
             delivery = self._record(x.exchange, x.bucket, udp)
             if in_place:
-                copies.used_here((landing,))
+                used_here((landing,))
                 for group, places in runs(self.near):
                     pieces.view(self.size, -1)[group].copy_(landing[places])
             combine(pieces if coded is None else self._decoded(coded, pieces, x, rule), delivery, None, x, rule)
@@ -167,11 +167,10 @@ class UdpWire(PieceWire):
         drawn = None if self.networks["param"].lossless else self._drawn(x.exchange)[:, units.numbers]
         on_device = staged(buffer)
         withdrawn = self._may_be_withdrawn(x.bucket, None if on_device else drawn)
-        row_operations = rule.rows(buffer)
-        old = row_operations.take(buffer, units, withdrawn) if withdrawn is not None else None
+        old = rule.rows.take(buffer, units, withdrawn) if withdrawn is not None else None
         near = self._exchange_near([x.sent] * len(self.near), [rows[other] for other in self.near])
         self._ask_for_reports(x.bucket)
-        bring = into_replica(buffer, self.size, self.far, units, drawn, row_operations) if on_device else None
+        bring = into_replica(buffer, self.size, self.far, units, drawn, rule.rows) if on_device else None
         udp = self._over_udp(x.exchange, x.bucket, x.sent, buffer, must, bring)
 
         def arrived() -> Delivery:
@@ -179,7 +178,7 @@ class UdpWire(PieceWire):
             if rows[self.rank].data_ptr() != x.sent.data_ptr():
                 rows[self.rank].copy_(x.sent)
             if withdrawn is not None:
-                _restore(row_operations, buffer, units, withdrawn, old, delivery)
+                _restore(rule.rows, buffer, units, withdrawn, old, delivery)
             rule.sent(x, own, delivery)
             return delivery
 

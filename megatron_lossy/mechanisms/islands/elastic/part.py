@@ -30,7 +30,7 @@ from ....fetch import Fetched
 from ....flags import identity, texts_by_flag
 from ....hooks.versions import tensor_group
 from ....monitor import Observer
-from ....recovery import copies
+from ....recovery.rows import to_device
 from ....rendezvous import Watch
 from ....rendezvous.lighthouse import LEAST_WAIT, Lighthouse, addresses_of
 from ..carrying import Among, Lanes
@@ -390,7 +390,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         said = np.array(
             [signal, *epochs, ahead, -self._visits_here(), len(requests), *self._rejoining.said], dtype=np.int64
         )
-        known = copies.to_device(said, device.current_device())
+        known = to_device(said, device.current_device())
         work = dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
 
         def finish() -> int:
