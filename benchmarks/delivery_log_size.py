@@ -19,7 +19,7 @@ from megatron_lossy.delivery_log.writer import DeliveryLog
 from megatron_lossy.device.environment import processor
 from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
 from megatron_lossy.transport import Network
-from megatron_lossy.transport.drawn import draw
+from megatron_lossy.transport.base import draw
 
 WORKERS, PARAMETERS, BUCKET = 64, 7_000_000_000, 64_000_000  # a bucket as Megatron cuts it for 64 ranks
 ITEMSIZE = {"grad": 4, "param": 2}

@@ -18,7 +18,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.device.environment import processor
 from megatron_lossy.exchange import BucketUnits, Exchange, Stream
 from megatron_lossy.transport import Network
-from megatron_lossy.transport.drawn import CollectiveWire
+from megatron_lossy.transport.base import CollectiveWire
 from megatron_lossy.transport.memory import Memory
 
 WORKERS, PACKET, REPEATS = 64, 4096, 15

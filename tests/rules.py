@@ -1,5 +1,7 @@
 """What rules of recovery are handed by a wire, where there is none."""
 
+import numpy as np
+
 from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.mechanisms.priority.choosing import Priority, Protection
 from megatron_lossy.mechanisms.priority.protected import Required, Spared
@@ -29,3 +31,8 @@ def send(rule, buffer, delivery, x=None):
     """Let ``rule`` change ``buffer`` as a sender does over a collective; returns what the owner's verb is given."""
     x = gradients(delivery.exchange.step) if x is None else x
     return rule.before(buffer, delivery.lost_there(rule.units), delivery, x)
+
+
+def delivered(channel, exchange, source, destination, units):
+    """bool[units]: the units that arrive on one link of ``channel``, a channel or a network."""
+    return channel.delivered_links(exchange, np.array([source]), np.array([destination]), units)[0]

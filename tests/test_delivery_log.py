@@ -22,7 +22,7 @@ from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
 from megatron_lossy.transport import LossyGroup, Network, check_channels
-from megatron_lossy.transport.drawn import CollectiveWire
+from megatron_lossy.transport.base import CollectiveWire
 from tests.programs import run_program
 from tests.ranks import run_ranks
 

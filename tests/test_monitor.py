@@ -19,6 +19,7 @@ from megatron_lossy.monitor import drift
 from megatron_lossy.transport import Network
 from megatron_lossy.virtual.versions import Versions
 from tests.ranks import run_ranks
+from tests.rules import delivered
 from tests.tiny_gpt import TinyGPT, build
 from tests.trainer import TINY, read_records, train_runs, write_data
 
@@ -125,12 +126,12 @@ def expected(config, streams, itemsize, skipped):
                 for j in range(workers):
                     arrived = 0
                     for i in range(workers):
-                        delivered = network.delivered(Exchange(phase, stream, step), i, j, units)
-                        arrived = arrived + delivered.astype(int)
+                        there = delivered(network, Exchange(phase, stream, step), i, j, units)
+                        arrived = arrived + there.astype(int)
                         if i != j:
-                            losses[phase].extend(~delivered)
+                            losses[phase].extend(~there)
                         if phase == "param":
-                            age = ages[stream, i, j] = np.where(delivered, 0, ages.get((stream, i, j), 0) + 1)
+                            age = ages[stream, i, j] = np.where(there, 0, ages.get((stream, i, j), 0) + 1)
                             stale.extend(age[age > 0])
                             oldest = max(oldest, age.max())
                     if phase == "grad":

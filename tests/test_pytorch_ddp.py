@@ -18,6 +18,7 @@ from megatron_lossy.pytorch import make_lossy
 from megatron_lossy.transport import Network
 from tests import fsdp
 from tests.reference import ReferenceReduce, pieces
+from tests.rules import delivered
 
 pytestmark = [
     pytest.mark.shows(
@@ -142,7 +143,9 @@ def check(recorded, config):
 
             def arrived(phase, step=step, total=total, units=slice(first, first + count)):
                 exchange = Exchange(phase, Stream(), step + 3)
-                links = [[networks[phase].delivered(exchange, a, b, total) for b in range(world)] for a in range(world)]
+                links = [
+                    [delivered(networks[phase], exchange, a, b, total) for b in range(world)] for a in range(world)
+                ]
                 return np.array(links)[:, :, units]
 
             sent = [padded(rounds[step][number][0], world * shard) for rounds, _ in recorded]

@@ -14,7 +14,7 @@ from megatron_lossy.exchange import Exchange, Lost, Stream, cut
 from megatron_lossy.recovery import IndexedRows, MaskedRows
 from megatron_lossy.registry import GRAD_RECOVERIES
 from megatron_lossy.transport import Network
-from megatron_lossy.transport.drawn import CollectiveWire
+from megatron_lossy.transport.base import CollectiveWire
 from tests.rules import gradients, send
 
 pytestmark = pytest.mark.shows(

@@ -13,7 +13,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.recovery.previous import Previous
 from megatron_lossy.transport import Network
-from megatron_lossy.transport.drawn import CollectiveWire
+from megatron_lossy.transport.base import CollectiveWire
 from tests.test_transport import group_in_memory
 
 pytestmark = pytest.mark.shows("`previous` through skipped, repeated and rejected steps")

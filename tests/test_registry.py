@@ -38,8 +38,8 @@ from megatron_lossy.channel import Channel
 class EveryOther(Channel):
     name = "every-other"
 
-    def delivered(self, exchange, source, destination, units):
-        return np.full(units, exchange.step % 2 == 0)
+    def delivered_links(self, exchange, sources, destinations, units):
+        return np.full((len(sources), units), exchange.step % 2 == 0)
 '''
 
 ENTRY_POINTS = """

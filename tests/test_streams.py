@@ -15,7 +15,7 @@ from megatron_lossy.exchange import Delivery, Exchange, Lost, Stream, cut
 from megatron_lossy.recovery import MaskedRows, base, rows
 from megatron_lossy.registry import GRAD_RECOVERIES
 from megatron_lossy.transport import Network
-from megatron_lossy.transport.drawn import CollectiveWire
+from megatron_lossy.transport.base import CollectiveWire
 from tests.rules import gradients, send
 from tests.test_transport import group_in_memory
 

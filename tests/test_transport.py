@@ -27,11 +27,12 @@ from megatron_lossy.transport import (
     lossy_all_gather,
     lossy_reduce_scatter,
 )
-from megatron_lossy.transport.drawn import CollectiveWire
+from megatron_lossy.transport.base import CollectiveWire
 from megatron_lossy.transport.memory import Memory
 from megatron_lossy.transport.network import consecutive_nodes, find_nodes
 from tests.ranks import RankFailed, each, run_ranks
 from tests.reference import ReferenceReduce, pieces, reference_gather
+from tests.rules import delivered
 
 pytestmark = pytest.mark.shows("lossy collectives of a plain process group, N = 1 to 4")
 
@@ -73,7 +74,7 @@ def deliveries(config, phase, size, shards, step):
     total = 1 if config.loss_unit == "shard" else sum(counts)
     network = Network(config, phase, size)
     arrived = np.array(
-        [[network.delivered(Exchange(phase, Stream(), step), a, b, total) for b in range(size)] for a in range(size)]
+        [[delivered(network, Exchange(phase, Stream(), step), a, b, total) for b in range(size)] for a in range(size)]
     )
     if config.loss_unit == "shard":
         return [arrived for _ in shards]
@@ -205,7 +206,7 @@ def test_both_ends_agree(units):
     arrived = [end.foresee(key) for end in ends]
     for a, b in itertools.product(range(3), repeat=2):
         assert np.array_equal(arrived[a].sent[b], arrived[b].arrived[0, a])
-        assert np.array_equal(arrived[a].sent[b], network.delivered(key, members[a], members[b], units))
+        assert np.array_equal(arrived[a].sent[b], delivered(network, key, members[a], members[b], units))
 
 
 def test_one_draw_in_memory_is_what_every_rank_draws():

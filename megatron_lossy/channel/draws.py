@@ -201,9 +201,6 @@ class DrawnChannel(Channel):
     def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
         """Returns the same as :meth:`delivered_links`, for at most a few thousand links or one link with many units."""
 
-    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
-        return self.draw_links(exchange, np.array([source]), np.array([destination]), units)[0]
-
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> np.ndarray:

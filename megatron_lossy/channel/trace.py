@@ -94,8 +94,11 @@ class Trace(Channel):
         if steps is not None and array.shape[0] < steps:
             raise refuse("--trace", self.path, f"has {array.shape[0]} steps in phase {phase}, the run needs {steps}")
 
-    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
+    def delivered_links(
+        self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
+    ) -> np.ndarray:
         array = self._array(exchange.phase, exchange.stream)
         if not exchange.step < len(array):
             raise refuse("--trace", self.path, f"has {len(array)} steps; step {exchange.step} is not recorded")
-        return array[exchange.step, source, destination]
+        arrived: np.ndarray = array[exchange.step, sources, destinations]
+        return arrived

@@ -163,9 +163,6 @@ class Recorded(Channel):
             self._steps[stream] = min((self.folder.covered(writer)[-1][1] + 1 for writer in writers), default=0)
         return self._steps[stream]
 
-    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
-        return self.delivered_links(exchange, np.array([source]), np.array([destination]), units)[0]
-
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> np.ndarray:

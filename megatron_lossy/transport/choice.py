@@ -14,9 +14,8 @@ from ..errors import refuse
 from ..exchange import BucketUnits, Stream, cut
 from ..recovery import GradRecovery, Stale
 from ..registry import GRAD_RECOVERIES, MECHANISMS
-from .base import Wire
+from .base import CollectiveWire, Networks, Wire, check_links
 from .coded import coded_of, codes_of
-from .drawn import CollectiveWire, Networks, check_links
 from .network import check_owners
 from .pieces import Pieces
 

@@ -22,9 +22,9 @@ from ..errors import UsageError
 from ..exchange import Delivery, Exchange, Stream
 from ..recovery import Gradients, Parameters
 from ..recovery.base import Collective, LossScale, Told, unscaled
-from .base import Transfer, Wire
+from .base import Network, Transfer, Wire
 from .choice import BucketSpec, grad_rules, param_rules, wire_for
-from .network import Network, check_ranks, find_nodes
+from .network import check_ranks, find_nodes
 
 logger = logging.getLogger(__name__)
 

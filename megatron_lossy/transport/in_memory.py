@@ -21,12 +21,12 @@ from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..exchange import Stream
 from ..recovery.base import ordered_sum
+from .base import Network, check_links
 from .choice import BucketSpec, cut_buckets, shard_bytes
 from .coded import coded_of
-from .drawn import check_links
 from .group import LossyGroup
 from .memory import Memory
-from .network import Network, consecutive_nodes
+from .network import consecutive_nodes
 
 
 def groups_in_memory(

@@ -10,9 +10,8 @@ import numpy as np
 
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, units_of
 from ..recovery import Gradients, GradRecovery
-from .base import Transfer
+from .base import DrawnWire, Latest, Networks, Transfer, draw
 from .coded import Coded
-from .drawn import DrawnWire, Latest, Networks, draw
 
 
 class Memory:

@@ -1,8 +1,4 @@
-"""A channel with the rules that hold for all channels, as one rank sees it.
-
-The own shard never crosses the network; links inside a node may be reliable; receivers of one sender may lose
-together (docs/semantics.md, Links).
-"""
+"""The channels that flags ask for, their checks against a run, and the nodes of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from ..channel import Channel, make_channel
@@ -19,7 +14,7 @@ from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..delivery_log.replay import Recorded
 from ..errors import refuse
-from ..exchange import Exchange, Stream
+from ..exchange import Stream
 from .key_file import read_key_file
 
 _NOTHING = "no link leaves a node, and nothing can be lost"
@@ -56,59 +51,6 @@ def check_channels(config: LossyConfig, size: int, steps: int | None) -> None:
     for phase in PHASES:
         if not config.phase(phase).lossless:
             channel_of(config, phase).check(phase, Stream(), size, None, steps)
-
-
-class Network:
-    """Deliveries of one phase between the ranks of a full data-parallel (or expert-data) group.
-
-    ``nodes`` gives the node of every rank of the full group; needed for ``--lossy-links inter-node``.
-    """
-
-    def __init__(self, config: LossyConfig, phase: str, size: int, nodes: Sequence[int] | None = None) -> None:
-        self.phase = phase
-        self.size = size
-        self.channel = channel_of(config, phase)
-        self.lossless = config.phase(phase).lossless
-        self.lossy_self = config.lossy_self and phase == "grad"
-        self.nodes = np.array(nodes) if config.ranks_of_node is not None else None
-        if self.nodes is not None and len(set(nodes)) == 1 and not self.lossy_self:
-            self.lossless = True  # no link leaves the node
-
-    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
-        """bool[units]: the units that arrive at ``destination`` from ``source`` (ranks in the full group)."""
-        return self.delivered_links(exchange, np.array([source]), np.array([destination]), units)[0]
-
-    def delivered_links(
-        self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
-    ) -> np.ndarray:
-        """bool[L, units]: the units that arrive on each of L links, given as integers [L] (ranks in the full group)."""
-        assert exchange.phase == self.phase
-        if self.lossless:
-            return np.ones((len(sources), units), dtype=bool)
-        own = sources == destinations
-        reliable = np.zeros_like(own) if self.lossy_self else own
-        if self.nodes is not None:
-            reliable = reliable | ~own & (self.nodes[sources] == self.nodes[destinations])
-        if not reliable.any():
-            return self.channel.delivered_links(exchange, sources, destinations, units)
-        result = np.ones((len(sources), units), dtype=bool)
-        lossy = np.flatnonzero(~reliable)
-        if lossy.size:
-            result[lossy] = self.channel.delivered_links(exchange, sources[lossy], destinations[lossy], units)
-        return result
-
-    def lag(self, exchange: Exchange, source: int, members: Sequence[int], units: int) -> tuple[float, float] | None:
-        """The lost share of the units from ``source`` to the other ``members``, and the mean age there, in updates.
-
-        Both hold in the steady state at the rate of this step; ``None`` if the flags do not tell.
-        """
-        others = np.array([member for member in members if member != source])
-        lossy = others if self.nodes is None else others[self.nodes[others] != self.nodes[source]]
-        if self.lossless or not lossy.size:
-            return 0.0, 0.0
-        known = self.channel.lag(exchange.step, source, lossy, units)
-        part = lossy.size / others.size
-        return None if known is None else (part * known[0], part * known[1])
 
 
 def consecutive_nodes(ranks: Sequence[int], ranks_per_node: int) -> list[int]:

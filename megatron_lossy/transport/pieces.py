@@ -11,6 +11,7 @@ import ctypes
 import mmap
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ import torch.distributed as dist
 from ..exchange import BucketUnits, Delivery, Exchange, Lost
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
 from ..recovery.rows import used_here
-from .base import Crossing, Transfer, Wire
+from .base import CollectiveWire, Crossing, Transfer, Wire
 from .coded import Coded
-from .drawn import CollectiveWire, draw, draw_sent
 
 #: Bytes from which on large pages are worth a call.
 _LARGE = 2**22
@@ -151,9 +151,7 @@ class Pieces(PieceWire, CollectiveWire):
 
     def _draw(self, exchange: Exchange) -> Delivery:
         # Only a sender that chooses asks what of its own data arrives.
-        network, count = self.networks[exchange.phase], self.count[exchange.phase]
-        arrived = draw(network, exchange, self.members, [self.members[self.rank]], count)
-        return self._delivery(exchange, arrived, lambda: draw_sent(network, exchange, self.members, self.rank, count))
+        return self._delivery(exchange, self._links(exchange, True), partial(self._links, exchange, False))
 
     def _lost(self, delivery: Delivery, units: BucketUnits) -> Lost:
         return delivery.lost_here(units)

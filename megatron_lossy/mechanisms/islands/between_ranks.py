@@ -22,7 +22,7 @@ from ...config import LossyConfig
 from ...exchange import BucketUnits, Delivery, Exchange, Stream
 from ...fetch import aside
 from ...recovery.rows import to_device
-from ...transport.drawn import draw
+from ...transport.base import draw
 from .aside import ASIDE, BITS, Brought, Pieces
 from .flags import SYNC_PHASES
 from .form import Codes, form_of

@@ -17,7 +17,7 @@ from ...exchange import BucketUnits, Delivery, Exchange, Stream
 from ...fingerprint import finite
 from ...recovery.rows import to_device
 from ...transport import Network
-from ...transport.drawn import draw
+from ...transport.base import draw
 from .flags import SYNC_PHASES
 from .form import Codes, form_of
 from .places import Places

@@ -23,9 +23,8 @@ from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ...fetch import at_hand
 from ...recovery import Gradients, GradRecovery, Parameters, Stale
 from ...recovery.rows import Rows, Saved, used_here
-from ..base import Crossing, Transfer
+from ..base import Crossing, Latest, Networks, Transfer, draw
 from ..coded import Coded
-from ..drawn import Latest, Networks, draw
 from ..pieces import PieceWire, combine, room_for
 from .channels import Channels
 from .engine import Channel
@@ -70,9 +69,8 @@ class UdpWire(PieceWire):
         coded: Mapping[str, Coded] | None = None,
         passes: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(stream, members, rank, cut, coded)
+        super().__init__(networks, stream, members, rank, cut, coded)
         self.name = stream.name
-        self.networks = networks
         self.group = group
         nodes = networks["grad"].nodes
         here = nodes[list(members)] if nodes is not None else np.arange(self.size)

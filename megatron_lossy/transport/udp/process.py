@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from ...config import LossyConfig
 from ...exchange import BucketUnits, Stream
+from ..base import Networks
 from ..coded import Coded
-from ..drawn import Networks
 from ..key_file import read_key_file
 from .address import find_addresses
 from .carrier import Dtypes, UdpWire
