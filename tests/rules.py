@@ -17,6 +17,13 @@ def gradients(step=0, buffer=None, output=None, loss_scale=None, **options):
     )
 
 
+def reduce(group, bucket, buffer, output, step, *more, **options):
+    """Begin the reduce-scatter of ``buffer`` through ``group``. ``more``, ``options``: fields of :class:`Gradients`."""
+    return group.reduce_scatter(
+        Gradients(Exchange("grad", group.stream, step), bucket, buffer, output, *more, **options)
+    )
+
+
 def spared(rule, protection=NONE):
     """``rule``, whose sender spares from drawn losses what ``protection`` says."""
     return Spared(rule, Priority(protection, rule.units, rule.rank))

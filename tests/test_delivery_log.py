@@ -25,6 +25,7 @@ from megatron_lossy.transport import LossyGroup, Network, check_channels
 from megatron_lossy.transport.base import CollectiveWire
 from tests.programs import run_program
 from tests.ranks import run_ranks
+from tests.rules import reduce
 
 pytestmark = [
     pytest.mark.shows("recorded losses are replayed bit for bit, by ranks and virtual workers"),
@@ -544,9 +545,9 @@ def test_the_step_after_a_trace_can_be_looked_at_but_not_taken(tmp_path):
     assert transport.steps("grad") == 4
     group, buffer = LossyGroup(replay, transport), torch.ones(9)
     # The rule asks what the step after the last one will lose.
-    group.reduce_scatter(0, buffer, buffer[:3], 3, lambda: None).wait()
+    reduce(group, 0, buffer, buffer[:3], 3, lambda: None).wait()
     with pytest.raises(UsageError, match="iteration 4"):
-        group.reduce_scatter(0, buffer, buffer[:3], 4, lambda: None)
+        reduce(group, 0, buffer, buffer[:3], 4, lambda: None)
 
 
 @pytest.mark.parametrize(

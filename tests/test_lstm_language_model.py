@@ -13,6 +13,7 @@ import yaml
 
 from megatron_lossy.errors import UsageError
 from megatron_lossy.lab.summary import Difference
+from tests.rules import reduce
 
 pytestmark = pytest.mark.shows("an LSTM that loses gradients; without loss bit for bit")
 
@@ -105,7 +106,7 @@ def test_what_is_lost_is_kept_by_error_feedback_alone(text):
         for step in range(20):
             gradient = torch.randint(-9, 10, (5000,), generator=generator).float()
             given += gradient
-            group.reduce_scatter(0, gradient, gradient, step, lambda: None).wait()
+            reduce(group, 0, gradient, gradient, step, lambda: None).wait()
             group.finish_step(step, True)
             applied += gradient
         rule = group.grads[0]

@@ -16,7 +16,7 @@ from megatron_lossy.recovery import MaskedRows, base, rows
 from megatron_lossy.registry import GRAD_RECOVERIES
 from megatron_lossy.transport import Network
 from megatron_lossy.transport.base import CollectiveWire
-from tests.rules import gradients, send
+from tests.rules import gradients, reduce, send
 from tests.test_transport import group_in_memory
 
 pytestmark = pytest.mark.shows("memory that streams share is announced, and HPU's graphs stay (simulated)")
@@ -80,7 +80,8 @@ def exchange(streams, rule, unit, gapless):
         for step in range(6):
             streams.current = f"backward {step}"
             grads.fill_(1.0)
-            reduced = group.reduce_scatter(
+            reduced = reduce(
+                group,
                 0,
                 grads,
                 shard,

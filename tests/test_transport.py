@@ -32,7 +32,7 @@ from megatron_lossy.transport.memory import Memory
 from megatron_lossy.transport.network import consecutive_nodes, find_nodes
 from tests.ranks import RankFailed, each, run_ranks
 from tests.reference import ReferenceReduce, pieces, reference_gather
-from tests.rules import delivered
+from tests.rules import delivered, reduce
 
 pytestmark = pytest.mark.shows("lossy collectives of a plain process group, N = 1 to 4")
 
@@ -304,7 +304,7 @@ def test_errors_of_owners_grow_with_the_loss_scale():
             group = group_in_memory(config, rank=0, size=1)
             group.errors = Errors(make_corruption(config), 0, [np.array([[0, 8]])], 32)
             gradient = torch.arange(8.0) * (1.0 if scale is None else scale)
-            group.reduce_scatter(0, gradient, gradient, 3, lambda: None, loss_scale=lambda s=scale: s).wait()
+            reduce(group, 0, gradient, gradient, 3, lambda: None, loss_scale=lambda s=scale: s).wait()
             seen.append(gradient / (1.0 if scale is None else scale))
         assert not torch.equal(seen[0], torch.arange(8.0))
         for other in seen[1:]:

@@ -77,7 +77,7 @@ def patches(run: Lossy) -> list[Patch]:
         ),
         Patch(
             target=f"{_BUFFER}:_ParamAndGradBucketGroup.start_grad_sync",
-            around=partial(seam.start_grad_sync, run),
+            make=partial(seam.grad_sync, run),
             why="knows which buckets are all-reduced: with force_all_reduce they lose nothing; without the distributed optimizer "
             "errors follow",
             versions="all",

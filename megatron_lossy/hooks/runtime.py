@@ -15,8 +15,10 @@ import torch.distributed as dist
 from ..config import LossyConfig
 from ..config.refusal import check_refusals
 from ..device import all_gather_single
+from ..exchange import Exchange
 from ..ledger import Ledger
 from ..mechanism import Part
+from ..recovery import Gradients
 from ..registry import first
 from ..run import ModelChunks, Run
 from ..transport import LossyGroup
@@ -29,7 +31,7 @@ from .complete import (
 from .exchanges import Exchanges
 from .facts import of_model
 from .sampling import RankSampler, sampler_of
-from .seam import slot_of
+from .seam import Slot, slot_of
 from .stale import load_stale_state, stale_state
 from .versions import (
     data_parallel_place,
@@ -174,8 +176,7 @@ class Lossy(Run):
             slot = slot_of(bucket.grad_data)
             if slot is not None:
                 with torch.no_grad():
-                    scaled = partial(torch.mul, bucket.grad_data, bucket.gradient_scaling_factor)  # as Megatron will
-                    slot.group.note_all_reduce(slot.bucket, scaled, self.iteration, self.loss_scale, self.gapless)
+                    slot.group.note_all_reduce(slot.bucket, self.iteration, partial(self._scaled, slot, bucket))
         if not self._told_all_reduce and not self.config.untouched("grad"):
             self._told_all_reduce = True
             if dist.get_rank() == 0:
@@ -184,6 +185,12 @@ class Lossy(Run):
                     "gradient loss (said once)",
                     self.iteration + 1,
                 )
+
+    def _scaled(self, slot: Slot, bucket: Any) -> Gradients:
+        """The gradients of ``bucket``, scaled as Megatron will scale them."""
+        whole = torch.mul(bucket.grad_data, bucket.gradient_scaling_factor)
+        exchange = Exchange("grad", slot.group.stream, self.iteration)
+        return Gradients(exchange, slot.bucket, whole, whole, loss_scale=self.loss_scale, gapless=self.gapless)
 
     def skip_iteration(self) -> None:
         self.end_iteration()

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from ..config import PHASES, LossyConfig
 from ..device import all_gather_single, reduce_scatter_single
 from ..errors import refuse
-from ..exchange import Delivery
+from ..exchange import Delivery, Exchange
+from ..recovery import Gradients
 from ..registry import MECHANISMS
 from ..run.base import Observed
 from ..transport import LossyGroup, Network, find_nodes, wire_for
@@ -142,16 +143,13 @@ class LossyDDP(LossyRun):
                 "final: its parameters changed after make_lossy"
             )
         self._note(number, gradient)
-        transfer = begin_all_reduce(
-            self._lossy[0],
-            number,
-            gradient,
-            self.iteration,
-            lambda output, sent: reduce_scatter_single(output, sent, group=self.ranks, async_op=True),
-            lambda output, sent: all_gather_single(output, sent, group=self.ranks, async_op=True),
-            loss_scale=self.loss_scale,
-            gapless=self.gapless,
+        exchange = Exchange("grad", self._lossy[0].stream, self.iteration)
+        x = Gradients(exchange, number, gradient, gradient, loss_scale=self.loss_scale, gapless=self.gapless)
+        scatter, gather = (
+            partial(collective, group=self.ranks, async_op=True)
+            for collective in (reduce_scatter_single, all_gather_single)
         )
+        transfer = begin_all_reduce(self._lossy[0], x, scatter, gather)
 
         def end() -> None:
             transfer.wait()

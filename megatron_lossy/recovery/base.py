@@ -23,15 +23,12 @@ if TYPE_CHECKING:
 
 #: Runs the caller's collective. Returns its handle, or ``None`` if it has completed or somebody else waits for it.
 Collective = Callable[[], Any]
-
-
 #: Returns the factor of a loss, a number or a scalar tensor, or ``None`` without one.
 LossScale = Callable[[], Any]
 
 
-def unscaled() -> None:
-    """A loss without a factor."""
-    return None
+def nothing() -> None:
+    """Do nothing: no collective is to run, or the loss has no factor."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Gradients:
         bucket: the number of the bucket.
         buffer: [N * shard], the gradients of this rank. It changes in place, and is free once the exchange is over.
         output: [shard], receives the recovered sum. It may be part of ``buffer``.
-        collective: would carry all of it, reliably.
+        collective: would carry all of it, reliably; by default nobody's.
         averaged: the collective divides the sum by N (``ReduceOp.AVG``).
         loss_scale: returns a number or a scalar tensor that multiplied the gradients; with one, the step may be
             rejected. ``None`` without one.
@@ -58,9 +55,9 @@ class Gradients:
     bucket: int
     buffer: torch.Tensor
     output: torch.Tensor
-    collective: Collective
+    collective: Collective = nothing
     averaged: bool = False
-    loss_scale: LossScale = unscaled
+    loss_scale: LossScale = nothing
     gapless: bool = False
     coming: Callable[[], Lost | None] | None = None
     rounding: Callable[[torch.Tensor], None] | None = None

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ..config import LossyConfig
 from ..exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
+from ..recovery.base import nothing
 from .coded import Coded
 from .network import channel_of
 
@@ -32,20 +33,15 @@ class Transfer:
 
     ``work``: the handle of the collective that carries the exchange, or ``None`` if nobody has to wait for it here.
     ``deliver``: completes the exchange once its data has arrived, and returns the result of :meth:`wait`. Until then
-    all other attributes are those of ``work``.
+    all other attributes are those of ``work``. ``apart``: no coalescing context waits for the collective.
     """
 
-    def __init__(self, work: Any, deliver: Callable[[], Any]) -> None:
-        self._work = work
+    def __init__(self, work: Any, deliver: Callable[[], Any] = nothing, apart: bool = False) -> None:
+        self.work, self.apart = work, apart
         self._deliver = deliver
         self._then: list[Callable[[Any], None]] = []
         self._done = False
         self._result: Any = None
-
-    @property
-    def has_work(self) -> bool:
-        """Whether there is a handle to wait for."""
-        return self._work is not None
 
     def then(self, act: Callable[[Any], None]) -> Transfer:
         """Call ``act`` with the delivery when the exchange is complete, after all earlier requests."""
@@ -55,8 +51,8 @@ class Transfer:
     def wait(self) -> Any:
         """Wait until the exchange has arrived and recovery is done; returns its :class:`Delivery`."""
         # A complete exchange has no handle: each wait of gloo's reduce-scatter copies the unrecovered result again.
-        if self._work is not None:
-            self._work.wait()
+        if self.work is not None:
+            self.work.wait()
         return self.complete()
 
     def complete(self) -> Any:
@@ -68,24 +64,11 @@ class Transfer:
                     act(self._result)
             self._done = True
             # These hold buffers, and a kept transfer should not keep them.
-            self._work, self._deliver, self._then = None, _nothing, []
+            self.work, self._deliver, self._then = None, nothing, []
         return self._result
 
-    #: Completes the exchange after its coalescing context has waited for all collectives.
-    end_of_context = complete
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_work"], name)
-
-
-class Crossing(Transfer):
-    """An exchange with a collective of its own, which no coalescing context waits for."""
-
-    end_of_context = Transfer.wait
-
-
-def _nothing() -> None:
-    return None
+        return getattr(self.__dict__["work"], name)
 
 
 class Network:

@@ -21,7 +21,7 @@ from ..config import PHASES, LossyConfig
 from ..errors import UsageError
 from ..exchange import Delivery, Exchange, Stream
 from ..recovery import Gradients, Parameters
-from ..recovery.base import Collective, LossScale, Told, unscaled
+from ..recovery.base import Collective, Told
 from .base import Network, Transfer, Wire
 from .choice import BucketSpec, grad_rules, param_rules, wire_for
 from .network import check_ranks, find_nodes
@@ -88,54 +88,28 @@ class LossyGroup:
     # --- exchanges -----------------------------------------------------------------------------------------------
 
     def lossless(self, phase: str) -> bool:
-        """Whether nothing can be lost in ``phase``; its exchanges then need not use this group."""
+        """Whether nothing can be lost in ``phase``. Its exchanges are then the collectives alone."""
         return self._lossless[phase]
 
-    def reduce_scatter(
-        self,
-        bucket: int,
-        buffer: torch.Tensor,
-        output: torch.Tensor,
-        step: int,
-        collective: Collective,
-        averaged: bool = False,
-        loss_scale: LossScale = unscaled,
-        gapless: bool = False,
-    ) -> Transfer:
-        """Begin a reduce-scatter of ``buffer`` [N * shard] into ``output`` [shard], keyed by ``step``.
+    def reduce_scatter(self, x: Gradients) -> Transfer:
+        """Begin the reduce-scatter of the gradients ``x``.
 
-        The arguments are those of :class:`Gradients`. A step that nobody ends with :meth:`finish_step` counts when a
-        later one begins.
+        A step that nobody ends with :meth:`finish_step` counts when a later one begins.
         """
-        self._begin_step(bucket, step)
-        exchange = Exchange("grad", self.stream, step)
-        x = Gradients(exchange, bucket, buffer, output, collective, averaged, loss_scale, gapless)
-        if self.lossless("grad"):
-            transfer = Transfer(collective(), _nothing)
+        self._begin_step(x.bucket, x.exchange.step)
+        if self._lossless["grad"]:
+            transfer = Transfer(x.collective())
         else:
-            self._note_made(exchange, bucket)
-            transfer = self.wire.reduce_scatter(x, self.grads[bucket])
+            self._note_made(x.exchange, x.bucket)
+            transfer = self.wire.reduce_scatter(x, self.grads[x.bucket])
         return transfer if self.errors is None else transfer.then(lambda _: self._hit(x, self.errors))
 
-    def note_all_reduce(
-        self,
-        bucket: int,
-        buffer: Callable[[], torch.Tensor],
-        step: int,
-        loss_scale: LossScale = unscaled,
-        gapless: bool = False,
-    ) -> None:
-        """Note that ``buffer()`` [N * shard], gradients of ``step``, is about to be all-reduced: all of it arrives."""
+    def note_all_reduce(self, bucket: int, step: int, x: Callable[[], Gradients]) -> None:
+        """Note that the gradients ``x()`` of ``bucket`` in ``step`` are about to be all-reduced: all of them arrive."""
         rule = self.grads[bucket]
-        if self.lossless("grad") or not rule.carries_over:
-            return
-        self._begin_step(bucket, step)
-
-        def gradients() -> Gradients:
-            whole, exchange = buffer(), Exchange("grad", self.stream, step)
-            return Gradients(exchange, bucket, whole, whole, _nothing, False, loss_scale, gapless)
-
-        self.wire.note_all_reduce(gradients, rule)
+        if rule.carries_over and not self._lossless["grad"]:
+            self._begin_step(bucket, step)
+            self.wire.note_all_reduce(x, rule)
 
     def all_gather(
         self, bucket: int, buffer: torch.Tensor, sent: torch.Tensor, step: int, collective: Collective
@@ -145,8 +119,8 @@ class LossyGroup:
         A unit that does not arrive keeps its old value. ``sent`` [shard]: this rank's part, in ``buffer`` or not; it
         may change until the exchange is over. ``collective``: runs the all-gather.
         """
-        if self.lossless("param"):
-            return Transfer(collective(), _nothing)
+        if self._lossless["param"]:
+            return Transfer(collective())
         exchange = Exchange("param", self.stream, step)
         self._note_made(exchange, bucket)
         return self.wire.all_gather(Parameters(exchange, bucket, buffer, sent, collective), self.params[bucket])
@@ -176,7 +150,7 @@ class LossyGroup:
 
     def sent_bytes(self, phase: str, bucket: int, shard: torch.Tensor) -> int:
         """The bytes that this rank sends to others in an exchange of ``bucket``, whose shards are like ``shard``."""
-        coded = self.wire.coded.get(phase)
+        coded = None if self._lossless[phase] else self.wire.coded.get(phase)
         return (self.size - 1) * (shard.nbytes if coded is None else coded.payloads[bucket].shard)
 
     # --- deliveries ----------------------------------------------------------------------------------------------
@@ -284,7 +258,3 @@ class LossyGroup:
         for phase, rules in (("grad", self.grads), ("param", self.params)):
             for rule, one in zip(rules, state[phase], strict=True):
                 rule.load_state_dict(one, device)
-
-
-def _nothing() -> None:
-    """Do nothing: somebody else carries the exchange, or there is no recovery."""

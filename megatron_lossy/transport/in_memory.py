@@ -19,8 +19,9 @@ import torch
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..exchange import Stream
-from ..recovery.base import ordered_sum
+from ..exchange import Exchange, Stream
+from ..recovery import Gradients
+from ..recovery.base import nothing, ordered_sum
 from .base import Network, check_links
 from .choice import BucketSpec, cut_buckets, shard_bytes
 from .coded import coded_of
@@ -78,9 +79,10 @@ class LossyWorkers:
         """
         if "grad" in self._coded:
             inputs = [whole.float() for whole in inputs]  # owners add up more than half precision can hold
-        pairs = zip(self.groups, inputs, outputs, strict=True)
+        exchange = Exchange("grad", Stream(), step)
         transfers = [
-            group.reduce_scatter(bucket, whole, output, step, _nothing, averaged) for group, whole, output in pairs
+            group.reduce_scatter(Gradients(exchange, bucket, whole, output, averaged=averaged))
+            for group, whole, output in zip(self.groups, inputs, outputs, strict=True)
         ]
         # The units that will not arrive have been removed from all inputs.
         for rank, output in enumerate(outputs):
@@ -99,7 +101,7 @@ class LossyWorkers:
         ``inputs``: for each worker the fresh values of its shard [shard], in its replica or not.
         """
         pairs = zip(self.groups, outputs, inputs, strict=True)
-        transfers = [group.all_gather(bucket, replica, sent, step, _nothing) for group, replica, sent in pairs]
+        transfers = [group.all_gather(bucket, replica, sent, step, nothing) for group, replica, sent in pairs]
         fresh = torch.cat(list(inputs))
         sent = fresh
         if "param" in self._coded:
@@ -117,7 +119,3 @@ class LossyWorkers:
         """Calls :meth:`LossyGroup.finish_step` for all workers."""
         for group in self.groups:
             group.finish_step(step, successful)
-
-
-def _nothing() -> None:
-    """Do nothing: all buffers are in this process."""

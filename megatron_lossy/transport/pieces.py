@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..exchange import BucketUnits, Delivery, Exchange, Lost
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
 from ..recovery.rows import used_here
-from .base import CollectiveWire, Crossing, Transfer, Wire
+from .base import CollectiveWire, Transfer, Wire
 from .coded import Coded
 
 #: Bytes from which on large pages are worth a call.
@@ -48,7 +48,7 @@ class PieceWire(Wire):
             combine(pieces if coded is None else self._decoded(coded, pieces, x, rule), delivery, kept, x, rule)
             return delivery
 
-        return Crossing(work, arrived)
+        return Transfer(work, arrived, apart=True)
 
     def _wide(self, x: Gradients) -> Gradients:
         """``x`` with gradients in float32, for codes: owners add up more than half precision can hold."""
@@ -102,7 +102,7 @@ class PieceWire(Wire):
             rule.sent(x, own, delivery)
             return delivery
 
-        return Crossing(work, arrived)
+        return Transfer(work, arrived, apart=True)
 
 
 def room_for(buffer: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from ..fetch import at_hand
 from ..hooks.exchanges import specs_of
 from ..hooks.grad_errors import errors_of_owner
 from ..mechanism import Sending
-from ..recovery import LossScale
+from ..recovery import Gradients, LossScale
 from ..registry import MECHANISMS
 from ..transport import Transfer
 from ..transport.in_memory import groups_in_memory
@@ -113,10 +113,9 @@ class StreamBuckets:
             def add(gradients: torch.Tensor = gradients, total: torch.Tensor = self._totals[number]) -> None:
                 _move(gradients, total, add=not first)
 
-            transfer = self.groups[worker].reduce_scatter(
-                number, gradients, output, step, add, False, loss_scale, gapless
-            )
-            begun.append(transfer)
+            exchange = Exchange("grad", self.stream, step)
+            x = Gradients(exchange, number, gradients, output, add, False, loss_scale, gapless)
+            begun.append(self.groups[worker].reduce_scatter(x))
         self._begun += begun
 
     def reduce(self, scale: float) -> None:

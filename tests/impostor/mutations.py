@@ -17,7 +17,7 @@ def recovery_first() -> None:
     from megatron_lossy.transport.base import Transfer
 
     def wait(self: Any) -> Any:
-        work = self._work
+        work = self.work
         result = self.complete()
         if work is not None:
             work.wait()

@@ -11,7 +11,6 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ...fetch import at_hand
 from ...recovery import Gradients, GradRecovery, Parameters, Stale
 from ...recovery.rows import Rows, Saved, used_here
-from ..base import Crossing, Latest, Networks, Transfer, draw
+from ..base import Latest, Networks, Transfer, draw
 from ..coded import Coded
 from ..pieces import PieceWire, combine, room_for
 from .channels import Channels
@@ -138,7 +137,7 @@ class UdpWire(PieceWire):
         into = list(landing) if in_place else [rows[other] for other in self.near]
         near = self._exchange_near([own[other] for other in self.near], into)
         bring = into_pieces(pieces, self.size, self.far) if on_device else None
-        udp = self._over_udp(x.exchange, x.bucket, sent, pieces, must, bring)
+        udp = self._over_udp(x.exchange, x.bucket, near, sent, pieces, must, bring)
 
         def arrived() -> Delivery:
             delivery = self._record(x.exchange, x.bucket, udp)
@@ -149,7 +148,7 @@ class UdpWire(PieceWire):
             combine(pieces if coded is None else self._decoded(coded, pieces, x, rule), delivery, None, x, rule)
             return delivery
 
-        return Crossing(_Waits([*near, udp]), arrived)
+        return Transfer(udp, arrived, apart=True)
 
     def all_gather(self, x: Parameters, rule: Stale) -> Transfer:
         must = self._must_arrive(x, rule)
@@ -169,7 +168,7 @@ class UdpWire(PieceWire):
         near = self._exchange_near([x.sent] * len(self.near), [rows[other] for other in self.near])
         self._ask_for_reports(x.bucket)
         bring = into_replica(buffer, self.size, self.far, units, drawn, rule.rows) if on_device else None
-        udp = self._over_udp(x.exchange, x.bucket, x.sent, buffer, must, bring)
+        udp = self._over_udp(x.exchange, x.bucket, near, x.sent, buffer, must, bring)
 
         def arrived() -> Delivery:
             delivery = self._record(x.exchange, x.bucket, udp)
@@ -180,7 +179,7 @@ class UdpWire(PieceWire):
             rule.sent(x, own, delivery)
             return delivery
 
-        return Crossing(_Waits([*near, udp]), arrived)
+        return Transfer(udp, arrived, apart=True)
 
     def _gather_coded(self, x: Parameters, rule: Stale, own: Any, must: Must | None) -> Transfer:
         """Exchange parameters in codes: what arrives is decoded into the replica once the exchange is over."""
@@ -191,14 +190,14 @@ class UdpWire(PieceWire):
         near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
         self._ask_for_reports(x.bucket)
         bring = into_pieces(received, self.size, self.far) if staged(sent) else None
-        udp = self._over_udp(x.exchange, x.bucket, sent, received, must, bring)
+        udp = self._over_udp(x.exchange, x.bucket, near, sent, received, must, bring)
 
         def arrived() -> Delivery:
             delivery = self._record(x.exchange, x.bucket, udp)
             self._decode_replica(coded, received, x, rule, own, delivery)
             return delivery
 
-        return Crossing(_Waits([*near, udp]), arrived)
+        return Transfer(udp, arrived, apart=True)
 
     def _ask_for_reports(self, bucket: int) -> None:
         """Take the reports of parameters that have come: the code needs them, and nobody else asks for them."""
@@ -240,6 +239,7 @@ class UdpWire(PieceWire):
         self,
         exchange: Exchange,
         bucket: int,
+        near: list[Any],
         sent: torch.Tensor,
         received: torch.Tensor,
         must: Must | None,
@@ -247,13 +247,13 @@ class UdpWire(PieceWire):
     ) -> _Exchange:
         """Begin to exchange ``sent`` [N * shard], or [shard] for all, and to write into ``received`` [N * shard].
 
-        ``bring(window, arrived, data)``: copies data of ``window`` from page-locked memory to the device.
+        ``near``: handles of the exchange with ranks of this node. ``bring(window, arrived, data)``: copies data of ``window`` from page-locked memory to the device.
         """
         phase, itemsize = exchange.phase, sent.element_size()
         number = self._numbers[phase, bucket] = self._numbers.get((phase, bucket), -1) + 1
         shard = self._crossing[phase][bucket].shard
         own_pieces = phase == "grad"  # each destination gets another piece
-        parts: list[_Part | Parcel] = []
+        parts: list[Datagrams | Parcel] = []
         for window in self._windows[phase][bucket]:
             post = partial(self._post, phase, number, window, must is not None)
             send = partial(self._send, phase, number, window, must)
@@ -262,7 +262,7 @@ class UdpWire(PieceWire):
                 transfer = post(start + received.data_ptr(), each, self.far)
                 transfer.keep = received, sent
                 send(start + sent.data_ptr(), each * own_pieces, self.far)
-                parts.append(_Part(transfer, self._patience))
+                parts.append(transfer)
                 continue
             pieces, places, each = (
                 sent.view(-1, shard)[:, window.part],
@@ -279,7 +279,7 @@ class UdpWire(PieceWire):
             )
             courier_of(sent.device, self._memory).carry(parcel)
             parts.append(parcel)
-        self._begun = _Exchange(parts)
+        self._begun = _Exchange(near, parts, self._patience)
         if must is not None:
             self._unreported[exchange, bucket] = self._begun, must
         return self._begun
@@ -484,38 +484,40 @@ def _restore(
     rows.put_(buffer, units, fresh, new)
 
 
-@dataclass
-class _Part:
-    """A window whose data the engine reads and writes where they are."""
-
-    transfer: Datagrams
-    patience: float
-
-    def wait(self) -> None:
-        self.transfer.finish(self.patience)
-
-
 class _Exchange:
-    """An exchange as datagrams, in windows. Its wait ends when nothing more will arrive and all units were sent."""
+    """An exchange. Its wait ends when nothing more will arrive and all units were sent.
 
-    def __init__(self, parts: Sequence[_Part | Parcel]) -> None:
-        self._parts = parts
+    ``near``: handles of the collectives on this node. ``parts``: its windows as datagrams. ``patience``: seconds for a
+    live process that sends nothing.
+    """
+
+    def __init__(self, near: list[Any], parts: Sequence[Datagrams | Parcel], patience: float) -> None:
+        self._near, self._parts, self._patience = near, parts, patience
         self._reports: dict[int, np.ndarray] = {}
 
     def wait(self) -> None:
         """Wait for the exchange. Raises :class:`PeerLost`, also if a live process has sent nothing for a while."""
+        while self._near:  # they hold buffers
+            self._near.pop(0).wait()
         for part in self._parts:
-            part.wait()
+            if isinstance(part, Parcel):
+                part.wait()
+            else:
+                part.finish(self._patience)
+
+    @property
+    def _transfers(self) -> list[Datagrams | None]:
+        return [part.transfer if isinstance(part, Parcel) else part for part in self._parts]
 
     def arrived(self) -> np.ndarray:
         """bool[N, count]: the units that arrived, after :meth:`wait`."""
-        return np.concatenate([part.transfer.arrived for part in self._parts], axis=1)
+        return np.concatenate([transfer.arrived for transfer in self._transfers], axis=1)
 
     def reports(self) -> np.ndarray | None:
         """bool[N, count]: the sent units that did not arrive; ``None`` while a report is missing."""
-        for number, part in enumerate(self._parts):
+        for number, transfer in enumerate(self._transfers):
             if number not in self._reports:
-                lost = None if part.transfer is None else part.transfer.reports()
+                lost = None if transfer is None else transfer.reports()
                 if lost is None:
                     return None
                 self._reports[number] = lost
@@ -524,14 +526,3 @@ class _Exchange:
     def leave(self, seconds: float) -> None:
         """Wait at most ``seconds`` until the engine has all data: others may still want them."""
         wait([part.gone for part in self._parts if isinstance(part, Parcel)], seconds)
-
-
-class _Waits:
-    """Several handles as one handle."""
-
-    def __init__(self, handles: Sequence[Any]) -> None:
-        self._handles = handles
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
