@@ -49,7 +49,7 @@ def settled(config: LossyConfig) -> LossyConfig:
 
 def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str, list[BucketUnits]]:
     """The cut of each bucket into units, by phase. Raises :class:`UsageError` if a packet holds no element."""
-    result, codes = {}, codes_of(config) if config.coded() else {}
+    result, codes = {}, codes_of(config)
     for phase in PHASES:
         shards = [bucket.shard_of(phase) for bucket in buckets]
         itemsizes = [getattr(bucket, f"{phase}_dtype").itemsize for bucket in buckets]
