@@ -80,7 +80,7 @@ def grad_rules(config: LossyConfig, wire: Wire) -> list[GradRecovery]:
     recovery = GRAD_RECOVERIES.load(config.grad_recovery)
     rules = [recovery(units, wire.rank) for units in wire.cut["grad"]]
     for mechanism in MECHANISMS.all():
-        rules = mechanism.grad_rules(config, rules, wire)
+        rules = mechanism.rules(config, "grad", rules, wire)
     return rules
 
 
@@ -88,7 +88,7 @@ def param_rules(config: LossyConfig, wire: Wire) -> list[Stale]:
     """The rule for the parameters of each bucket of ``wire``."""
     rules = [Stale(units, wire.rank) for units in wire.cut["param"]]
     for mechanism in MECHANISMS.all():
-        rules = mechanism.param_rules(config, rules, wire)
+        rules = mechanism.rules(config, "param", rules, wire)
     return rules
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 from ...errors import UsageError, refuse
 from ...flags import as_text, flag, flag_name, in_unit_interval, number, refuse_unused
 from ...jobs import Jobs
+from ...registry import JOBS
 from ...rendezvous.lighthouse import addresses_of
 from ...section import Flags
 
@@ -268,7 +269,9 @@ class IslandFlags(Flags):
 
     def jobs(self) -> Jobs:
         """Return the jobs of a run."""
-        return Jobs(self.islands if self.averages else 1, self.job_name, apart=self.rendezvous is not None)
+        islands: type[Jobs] = JOBS.load(self.job_name)
+        number = self.islands if self.averages else 1
+        return islands(number, apart=self.rendezvous is not None, config=self)  # type: ignore[call-arg]
 
     def element_bytes(self) -> int:
         """Return the bytes of an element in exchanges between islands; 0 without any."""
