@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,21 +21,6 @@ from .saved import REPLICAS, flags_of, read, write
 
 #: Megatron's ``model``.
 ModelChunks = Sequence[torch.nn.Module] | torch.nn.Module
-
-
-class Keeper(Protocol):
-    """A part that keeps the whole state of replicas, once they may differ."""
-
-    name: str
-
-    def owner_weights(self) -> contextlib.AbstractContextManager[None] | None:
-        """Return a context with the owners' weights in the model; ``None`` if the exchanges provide it."""
-
-    def replica_state(self) -> Any:
-        """Return the whole state of the replicas of this process; ``None`` if they are equal."""
-
-    def load_replica_state(self, state: Any) -> None:
-        """Restore :meth:`replica_state`."""
 
 
 class RunWeights(ABC):
@@ -54,8 +39,9 @@ class RunWeights(ABC):
         self.parts: list[Part] = []
         self.events = Events()
         self.job_group = JobGroup()
-        #: The part that keeps the whole state of replicas, a :class:`Keeper`; ``None`` if the exchanges keep it.
-        self.keeper: Keeper | None = None
+        #: The part that keeps the whole state of replicas, with the methods of :class:`.HeldReplicas` for weights and saved
+        #: state; ``None`` if the exchanges keep it.
+        self.keeper: Any = None
         # At once, since files may be large, and be gone when something is saved.
         self._flags = flags_of(config) if config.save_replicas and not config.inert else {}
 

@@ -197,11 +197,11 @@ class HeldReplicas(Part, ABC):
     # --- weights and saved state -----------------------------------------------------------------------------------
 
     def owner_weights(self) -> contextlib.AbstractContextManager[None] | None:
-        """A context in which the model has the mean of the finite replicas."""
+        """Return a context with the mean of the finite replicas in the model; ``None`` while all are equal."""
         return None if self.together is None else self.together.averaged()
 
     def replica_state(self) -> Any:
-        """See :meth:`.Keeper.replica_state`."""
+        """Return the whole state of the replicas of this process; ``None`` while they are equal."""
         return None if self.together is None else self.together.state_dict()
 
     def load_replica_state(self, state: Any) -> None:
