@@ -23,7 +23,6 @@ from .config.refusal import check_refusals
 from .errors import ArgumentParser, UsageError, tell_torchrun, usage_errors
 from .flags import add_flags, from_namespace
 from .loss_flags import add_preset_and_help, with_preset
-from .registry import MECHANISMS
 from .settings import note_origins_of
 
 if TYPE_CHECKING:
@@ -78,8 +77,7 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
     if not rest:
         length = found.train_iters
         check_refusals(config, Facts(workers=size, virtual=False, train_iters=length, ends=length is not None))
-        for mechanism in MECHANISMS.all():
-            mechanism.check(config, length)
+        config.jobs().check(length)
         check_channels(config, size, length)
     return found.train_iters
 
@@ -107,7 +105,7 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
 
     hooks.check_version(megatron.core.__version__)
     device.prepare(megatron_training=True)
-    world: World | None = MECHANISMS.first("world", config, 0)  # Megatron's arguments have the seed
+    world: World | None = config.jobs().world(0)  # Megatron's arguments have the seed
     if world is not None:
         world.tell_environment()  # of which Megatron makes its arguments
     if os.environ.get("RANK", "0") == "0":

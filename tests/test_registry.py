@@ -132,7 +132,9 @@ def test_a_part_goes_on_where_its_run_was_saved(tmp_path):
     place = tmp_path / "site"
     place.mkdir()
     (place / "my_part.py").write_text(PART)
-    returns = "    @classmethod\n    def {0}(cls, config, *_):\n        from my_part import Updates\n        return Updates()\n"
+    returns = (
+        "    @classmethod\n    def part(cls, run):\n        from my_part import Updates\n        return Updates()\n"
+    )
     shows = (
         "    @classmethod\n    def observers(cls, run, writer):\n        from my_monitor import Shown\n"
         "        return [Shown(run)]\n"
@@ -141,7 +143,7 @@ def test_a_part_goes_on_where_its_run_was_saved(tmp_path):
         "from megatron_lossy.monitor import Observer\n\nclass Shown(Observer):\n    def __init__(self, run):\n"
         "        self.run = run\n    def metrics(self):\n        return {'updates': self.run.part('updates').count}\n"
     )
-    broken_mechanism(place, MECHANISM + returns.format("part") + returns.format("virtual_part") + shows)
+    broken_mechanism(place, MECHANISM + returns + shows)
     saves = ["--save", tmp_path / "saved", "--save-interval", 2]
     for iterations, more in ((2, saves), (4, ["--load", tmp_path / "saved"])):
         settings = settings_in(tmp_path / str(iterations), 4) | {"train_iters": iterations, "lr_decay_iters": 4}

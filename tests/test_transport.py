@@ -246,9 +246,9 @@ class Mine(Mechanism):
         return Section("mine", "Mine", ())
 
     @classmethod
-    def grad_rules(cls, config, rules, wire):
+    def rules(cls, config, phase, rules, wire):
         assert not wire.observed
-        return [Zero(rule.units, rule.rank) for rule in rules]
+        return rules if phase == "param" else [Zero(rule.units, rule.rank) for rule in rules]
 
 
 def test_a_mechanism_may_replace_the_rules_of_a_group(monkeypatch):

@@ -7,7 +7,6 @@ from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..delivery_log.error_rows import recorded_events
-from ..registry import MECHANISMS
 from ..transport import check_channels, check_key_file
 
 
@@ -21,6 +20,5 @@ def check_run(config: LossyConfig, facts: Facts) -> None:
     warn_of_one_rank(config, facts.workers)
     check_key_file(config)
     recorded_events(config)  # whether they can be read
-    for mechanism in MECHANISMS.all():
-        mechanism.check(config, facts.train_iters)
+    config.jobs().check(facts.train_iters)
     check_channels(config, facts.workers, facts.train_iters)

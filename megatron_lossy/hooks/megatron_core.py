@@ -33,7 +33,7 @@ def step(run: Lossy, applies: bool, original: Callable, self: Any, *args: Any, *
 def patches(run: Lossy) -> list[Patch]:
     """Every patch that a lossy run needs in megatron-core."""
     return [
-        *(patch for one in run.parts for patch in one.patches()),
+        *run.patches,
         Patch(
             target=f"{_BUFFER}:dist_reduce_scatter_func",
             around=partial(seam.reduce_scatter, run),

@@ -16,10 +16,10 @@ from ..config import LossyConfig
 from ..config.refusal import check_refusals
 from ..device import all_gather_single
 from ..exchange import Exchange
+from ..jobs import World
 from ..ledger import Ledger
-from ..mechanism import Part
 from ..recovery import Gradients
-from ..registry import first
+from ..registry import MECHANISMS
 from ..run import ModelChunks, Run
 from ..transport import LossyGroup
 from .buckets import bucket_sizes, buckets_by_stream, own_shard
@@ -50,14 +50,17 @@ logger = logging.getLogger(__name__)
 class Lossy(Run):
     """An installed set of hooks, made by :func:`megatron_lossy.hooks.install`; one per process."""
 
+    kind = "Megatron"
+
     def __init__(
         self,
         config: LossyConfig,
         steps: int | None = None,
         gapless: bool = False,
-        parts: Sequence[Part] = (),
+        world: World | None = None,
     ) -> None:
-        super().__init__(config, steps, gapless, first(one.writer for one in parts))
+        super().__init__(config, steps, gapless, None if world is None else world.launched_rank)
+        self.world = world
         self.ledger = Ledger("megatron-core")
         self.installed = False
         self._optimizers: list[weakref.ref] = []  # Megatron's
@@ -68,11 +71,15 @@ class Lossy(Run):
         self._all_reduced = False  # whether gradients of this iteration were
         self._told_all_reduce = False
         self._checked = False  # whether all buckets that are updated are known to be exchanged
-        self.job, self.jobs = next((one.job for one in parts if one.job != (0, 1)), (0, 1))
+        self.job, self.jobs = (0, 1) if world is None else world.job
         self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption)
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
-        for one in parts:
-            self.add_part(one)
+        #: Makes the groups that exchange a model chunk in the place of those of shards, a collective call, or returns ``None``.
+        self.take_over: Callable[[Any], list[LossyGroup] | None] = lambda ddp: None
+        #: Makes a context for the start of the reduction of a bucket group.
+        self.reducing: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        for part in MECHANISMS.parts(self):
+            self.add_part(part)
 
     def uninstall(self) -> None:
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
@@ -87,16 +94,14 @@ class Lossy(Run):
         if self.config.inert:
             return
         check_refusals(self.config, of_model(ddp))
-        for one in self.parts:
-            one.meet(ddp)
+        self.events.chunk_comes(ddp)
         self.exchanges.find_nodes()
         number_model_chunk(ddp, len(self._chunks))
-        groups = first(one.take_over(ddp) for one in self.parts)
+        groups = self.take_over(ddp)
         if groups is None:
             self._gathers, groups = True, self.exchanges.of_shards(ddp, self.steps)
         self._chunks[ddp] = groups
-        for one in self.parts:
-            one.add_model_chunk(ddp)
+        self.events.chunk_added(ddp)
 
     @property
     def chunks(self) -> list[DistributedDataParallel]:
@@ -154,20 +159,12 @@ class Lossy(Run):
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Note an optimizer that has been made. Raises :class:`UsageError` if it cannot go with a mechanism."""
-        for one in self.parts:
-            one.add_optimizer(optimizer)
+        self.events.optimizer_added(optimizer)
         self._optimizers = [*(known for known in self._optimizers if known() is not None), weakref.ref(optimizer)]
 
     def living_optimizers(self) -> list[Any]:
         """See :meth:`Run.living_optimizers`: in the order in which they were made."""
         return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
-
-    def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
-        """A context for the start of the reduction of ``bucket_group``."""
-        for one in self.parts:
-            if (around := one.reducing) is not None:
-                return around(bucket_group)
-        return contextlib.nullcontext()
 
     def note_all_reduce(self, bucket_group: Any) -> None:
         """Note that the gradients of ``bucket_group`` are about to be all-reduced, without loss. Logs it once."""

@@ -16,7 +16,6 @@ from ..data import check_files, epochs
 from ..data.manifest import check_manifest
 from ..errors import Collector, UsageError, refuse
 from ..files import check_folder
-from ..registry import MECHANISMS
 from ..train.saved import check_folders, in_folders_of_job
 from .command import check_shape, ranks_of_node
 from .datagrams import check_host_memory
@@ -76,8 +75,7 @@ def check_training(plan: Plan) -> None:
         from ..train.facts import of_trainer
 
         check_refusals(lossy, of_trainer(train, plan.ranks))
-        for mechanism in MECHANISMS.all():
-            mechanism.check(lossy, train.train_iters)
+        lossy.jobs().check(train.train_iters)
 
 
 def check_trainer(device: Device) -> None:

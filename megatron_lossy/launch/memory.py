@@ -133,7 +133,7 @@ def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, de
     """
     compute, virtual = 2 if config.bf16 else 4, config.virtual_workers is not None
     weights = parameters(config, layout.vocab_size)
-    more = sum(mechanism.more_saved(lossy, weights, compute, virtual) for mechanism in MECHANISMS.all())
+    more = lossy.jobs().more_saved(weights, compute, virtual)
     total = weights * (compute + STATE) + more
     return total + layout.world_size * estimate(config, lossy, layout, device).saved
 
@@ -159,9 +159,7 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     if not config.virtual_workers:  # each job shards all of it
         shards = max(1, shards // lossy.jobs().number)
     batches = config.global_batch_size // config.micro_batch_size // data
-    at_once = MECHANISMS.first("micro_batches_at_once", lossy, stage, pipeline, batches)
-    if at_once is None:
-        at_once = min(pipeline - stage, batches)
+    at_once = (pipeline - 1 - stage) * batches + 1 if lossy.async_pipeline else min(pipeline - stage, batches)
     sharded = config.use_distributed_optimizer and not config.virtual_workers
     optimizer = weights * (12 if config.bf16 else 8) / (shards if sharded else 1)
     components = {

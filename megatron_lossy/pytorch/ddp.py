@@ -24,6 +24,7 @@ from ..config import PHASES, LossyConfig
 from ..device import all_gather_single, reduce_scatter_single
 from ..errors import refuse
 from ..exchange import Delivery, Exchange
+from ..mechanism import Event
 from ..recovery import Gradients
 from ..registry import MECHANISMS
 from ..run.base import Observed
@@ -71,6 +72,8 @@ class _Made:
 class LossyDDP(LossyRun):
     """The run of ``model``, a ``DistributedDataParallel``."""
 
+    kind = "DDP"
+
     def __init__(
         self,
         config: LossyConfig,
@@ -97,7 +100,12 @@ class LossyDDP(LossyRun):
         self._known = False  # whether all buckets are known, and are final
         self._pending: list[tuple[Callable[[], None], torch.futures.Future[Any], torch.Tensor]] = []
         self._saved: list[Any] = []  # states of rules, until there are rules
-        for part in MECHANISMS.parts("ddp_part", config):
+        #: Are called with the number and the gradient [n] of a bucket: this rank's, divided by the number of ranks, before it is
+        #: all-reduced; and what it received.
+        self.reduction_begins, self.reduction_ends = Event(), Event()
+        #: Is called with the run once the final buckets are known.
+        self.buckets_known = Event()
+        for part in MECHANISMS.parts(self):
             self.add_part(part)
         self._closed_hook = False
         try:
@@ -107,8 +115,7 @@ class LossyDDP(LossyRun):
                 raise
             why = "has a communication hook already, and torch allows one: omit it"
             raise refuse("model", type(model).__name__, why) from None
-        for part in self.parts:
-            part.add_model_chunk(self)
+        self.events.chunk_added(self)
 
     # --- gradients -------------------------------------------------------------------------------------------------
 
@@ -142,7 +149,7 @@ class LossyDDP(LossyRun):
                 f"DDP's bucket {number} has {gradient.numel()} elements, and had {known and known.elements} when the buckets were "
                 "final: its parameters changed after make_lossy"
             )
-        self._note(number, gradient)
+        self.reduction_begins(number, gradient)
         exchange = Exchange("grad", self._lossy[0].stream, self.iteration)
         x = Gradients(exchange, number, gradient, gradient, loss_scale=self.loss_scale, gapless=self.gapless)
         scatter, gather = (
@@ -153,22 +160,14 @@ class LossyDDP(LossyRun):
 
         def end() -> None:
             transfer.wait()
-            self._reduced_bucket(number, gradient)
+            self.reduction_ends(number, gradient)
 
         return end
 
     def _end_reliable(self, work: dist.Work, number: int, gradient: torch.Tensor) -> None:
         work.wait()
         if self._known and not self._closed_hook:
-            self._reduced_bucket(number, gradient)
-
-    def _note(self, number: int, gradient: torch.Tensor) -> None:
-        for part in self.parts:
-            part.before_reduction(number, gradient)
-
-    def _reduced_bucket(self, number: int, gradient: torch.Tensor) -> None:
-        for part in self.parts:
-            part.after_reduction(number, gradient)
+            self.reduction_ends(number, gradient)
 
     def _learn(self, bucket: dist.GradBucket) -> None:
         self._learned.append(_bucket_of(bucket.parameters()))
@@ -199,8 +198,7 @@ class LossyDDP(LossyRun):
         for group, saved in zip(self._lossy, self._saved):
             group.load_state_dict(saved, self.device)
         self._saved = []
-        for part in self.parts:
-            part.know_buckets(self)
+        self.buckets_known(self)
 
     # --- what every run answers ------------------------------------------------------------------------------------
 

@@ -10,10 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from ..exchange import BucketUnits, Delivery, Exchange, Lost
-from ..fetch import Fetched
 from .rows import rows_for
 
 if TYPE_CHECKING:
@@ -136,8 +133,8 @@ class Rule(ABC):
 class GradRecovery(Rule):
     """A rule for gradients: lost units are removed, and the owner corrects the sum of the rest.
 
-    ``before`` and ``after`` are for rules to override. With a ``combine`` or ``leave_out`` of its own a rule cannot go with
-    ``--grad-priority``, which has others.
+    ``before`` and ``after`` are for rules to override. With a ``combine`` of its own a rule cannot go with
+    ``--grad-priority``, which has another.
 
     The wire decides who removes them. Over a collective each sender removes them before it sends: ``lost`` are units by
     destination. If owners get the pieces of all senders, the owner removes them: ``lost`` are units by source.
@@ -147,7 +144,7 @@ class GradRecovery(Rule):
     foresight: bool = False
     #: Whether gradients of earlier steps enter the sum. The sum must then mean the same in all steps.
     carries_over: bool = False
-    #: Whether senders keep what they lose, and send it again.
+    #: Whether senders keep what they lose, and send it again, with the verbs of :class:`.ErrorFeedback`.
     feeds_back: ClassVar[bool] = False
     #: Whether :meth:`before` calls :attr:`Gradients.rounding` itself: after it has kept or chosen values as they were.
     rounds: ClassVar[bool] = False
@@ -165,59 +162,14 @@ class GradRecovery(Rule):
         """Put the recovered sum of ``pieces`` [N * shard], one of each source, into ``x.output``; or their mean.
 
         A missing piece may have any value. Pieces are added in the order of the sources, in float32 at least, and
-        rounded once. ``kept``: the result of :meth:`leave_out`.
+        rounded once. ``kept``: what :attr:`protected` returned where it removed units, else ``None``.
         """
         kept = self.before(pieces, delivery.lost_here(self.units), delivery, x)
         add_up(pieces, delivery, x)
         self.after(x.output, delivery, kept, x)
 
-    # --- for senders that choose the units that have to arrive; other rules do nothing ------------------------------
-
-    #: The units of the latest exchange that were lost for good, if these differ from the drawn ones.
-    final: Lost | None = None
-    #: bool[N, count]: the units of the latest exchange that must arrive, if only the network knows its losses.
-    must: np.ndarray | Fetched | None = None
-    #: The record of the latest step that is over; ``None`` if no sender chooses.
-    told: Told | None = None
-
-    def leave_out(self, delivery: Delivery, x: Gradients) -> Any:
-        """Remove lost units at the sender although owners get pieces: only the sender knows its priorities."""
-
-    def choose(self, x: Gradients) -> np.ndarray | Fetched | None:
-        """bool[N, count]: the units that must arrive, here or on their way; ``None`` if no unit must."""
-
-    def keep(self, step: int, payload: torch.Tensor, lost: Lost, loss_scale: Any) -> None:
-        """Keep the units of ``payload`` [N * shard], sent in ``step``, that are ``lost`` for good."""
-
-    def keep_all(self, step: int, payload: torch.Tensor, loss_scale: Any) -> None:
-        """Keep all of ``payload``, sent in ``step`` and soon overwritten: no report says yet which units arrived."""
-
-    def keep_late(self, step: int, lost: Lost) -> None:
-        """Keep the units that are ``lost`` for good, from the payload given to :meth:`keep_all`."""
-
-    def settle(self, left: Lost) -> None:
-        """Learn that the units ``left`` of the latest exchange are lost for good; :meth:`remove` knew of spared ones."""
-
-    def note(self, told: Told, lost: Lost) -> None:
-        """Complete ``told``, the record of the units of the latest exchange."""
-
-    def sent_in(self, step: int) -> bool:
-        """Whether units were sent in ``step`` and no report says yet which of them arrived."""
-        return False
-
-    @property
-    def late(self) -> list[int]:
-        """Steps that are over while no report says yet which of their units arrived."""
-        return []
-
-    def reported(self, step: int, lost: np.ndarray | None) -> None:
-        """Take the report for ``step``: ``lost`` bool[N, count], units that did not arrive; ``None``: missing."""
-
-    def share(self, replicated: np.ndarray) -> None:
-        """Let units with copies at other ranks always arrive, because all copies must lose the same.
-
-        ``replicated`` bool[N, count]: these units.
-        """
+    #: This rule for wires, if its sender chooses units that must arrive (:mod:`.mechanisms.priority.protected`).
+    protected: Any = None
 
     @classmethod
     def check(cls, config: LossyConfig) -> None:

@@ -68,27 +68,34 @@ class ErrorFeedback(GradRecovery):
             x.rounding(buffer)
 
     def keep(self, step: int, payload: torch.Tensor, lost: Lost, loss_scale: Any) -> None:
+        """Keep the units of ``payload`` [N * shard], sent in ``step``, that are ``lost`` for good."""
         self._keep(step, lost, self.rows.take(payload, self.units, lost), loss_scale)
 
     def _keep(self, step: int, lost: Lost, kept: Saved, loss_scale: Any) -> None:
         self._pending = (step, lost, kept if loss_scale is None else times(kept, 1 / loss_scale))
 
     def settle(self, left: Lost) -> None:
+        """Keep only the units ``left`` of the latest exchange, lost for good; :meth:`remove` knew of spared ones."""
         if self._pending is not None and self._pending[1].spared is not None:
             step, lost, kept = self._pending
             self._pending = (step, left, self.rows.narrow(self.units, lost, left, kept))
 
     def keep_all(self, step: int, payload: torch.Tensor, loss_scale: Any) -> None:
-        """See :meth:`GradRecovery.keep_all`. A late report delays the lost units; it drops none of them."""
+        """Keep all of ``payload``, sent in ``step`` and soon overwritten, until a report says which units arrived.
+
+        A late report delays the lost units; it drops none of them.
+        """
         self._payloads[step] = (payload.clone() if loss_scale is None else payload.float() / loss_scale, False)
 
     def keep_late(self, step: int, lost: Lost) -> None:
+        """Keep the units that are ``lost`` for good, from the payload given to :meth:`keep_all`."""
         if step in self._payloads:
             payload, counts = self._payloads.pop(step)
             if counts:
                 self._residuals.append((lost, self.rows.take(payload, self.units, lost)))
 
     def note(self, told: Told, lost: Lost) -> None:
+        """Complete ``told``, the record of the units of the latest exchange."""
         told.oldest = int(self._aged(lost).max(initial=0))
         if told.residual > told.payload - told.residual and not ErrorFeedback._warned:
             ErrorFeedback._warned = True

@@ -11,7 +11,6 @@ from ..coding.blocks import BlockCode
 from ..config import LossyConfig
 from ..exchange import BucketUnits, Exchange
 from ..recovery.rows import to_device, used_here
-from ..registry import MECHANISMS
 
 #: The first elements of buckets are numbered in multiples of this, which is a multiple of all blocks.
 _ALIGNMENT = 256
@@ -21,7 +20,7 @@ _SAMPLE = 2**15
 
 def codes_of(config: LossyConfig) -> dict[str, BlockCode]:
     """The code of each phase that crosses in codes."""
-    return {phase: code for mechanism in MECHANISMS.all() for phase, code in mechanism.codes(config).items()}
+    return {phase: BlockCode(bits, config.wire_block) for phase, bits in config.wire_bits.items()}
 
 
 class Coded:

@@ -83,7 +83,8 @@ class LossyGroup:
         """
         for phase, units in replicated.items():
             self.wire.agree(phase, bucket, units, tensor)
-        self.grads[bucket].share(replicated["grad"])
+        if self.grads[bucket].protected is not None:
+            self.grads[bucket].protected.share(replicated["grad"])
 
     # --- exchanges -----------------------------------------------------------------------------------------------
 
@@ -185,7 +186,8 @@ class LossyGroup:
 
     def told(self) -> list[Told]:
         """The records of the units that this rank sent in the latest step that is over, bucket by bucket."""
-        return [rule.told for rule in self.grads if rule.told is not None]
+        protected = (rule.protected for rule in self.grads if rule.protected is not None)
+        return [rule.told for rule in protected if rule.told is not None]
 
     # --- steps ---------------------------------------------------------------------------------------------------
 

@@ -85,8 +85,8 @@ class WorkerWire(DrawnWire):
 
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
         transfer = super().reduce_scatter(x, rule)
-        if rule.final is not None:
-            self.recovered(x.exchange, rule.units, rule.final.mask)
+        if rule.protected is not None and rule.protected.final is not None:
+            self.recovered(x.exchange, rule.units, rule.protected.final.mask)
         return transfer
 
     def recovered(self, exchange: Exchange, units: BucketUnits, lost: np.ndarray) -> None:

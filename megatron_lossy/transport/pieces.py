@@ -60,7 +60,7 @@ class PieceWire(Wire):
         Unless a report is still to come, after which ``rule`` keeps some of them.
         """
         used_here((arrived,))
-        pieces = x.buffer if rule.must is None else room_for(x.buffer)
+        pieces = x.buffer if rule.protected is None or rule.protected.must is None else room_for(x.buffer)
         if pieces is not x.buffer:
             pieces.chunk(self.size)[self.rank].copy_(x.buffer.chunk(self.size)[self.rank])
         coded.values(x.bucket, arrived, pieces)
@@ -139,7 +139,7 @@ class Pieces(PieceWire, CollectiveWire):
         if "grad" in self.coded:
             x = self._wide(x)
         with torch.no_grad():
-            kept = rule.leave_out(delivery, x)
+            kept = None if rule.protected is None else rule.protected.leave_out(delivery, x)
         return self._scatter_reliably(x, rule, kept, lambda: delivery)
 
     def all_gather(self, x: Parameters, rule: Stale) -> Transfer:

@@ -21,7 +21,6 @@ import torch
 from ..config import LossyConfig
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
 from ..ledger import Ledger, Patch
-from ..registry import first
 from ..run import ModelChunks
 from ..transport import LossyGroup
 from .base import VirtualRun
@@ -126,7 +125,7 @@ class VirtualCluster(VirtualRun):
             self._note_peak()
             self._withdraw()
             self.begin_update()
-            with first(one.updating() for one in self.parts) or self._norm_by_shards():
+            with self._norm_by_shards() if self.stages is None else self.stages.updating():
                 result = optimizer.step()
             successful = bool(result[0])
             for stream in self._streams:
@@ -215,5 +214,6 @@ class VirtualCluster(VirtualRun):
 
     def _note_peak(self) -> None:
         own = sum(bucket.param_data.numel() for stream in self._streams for bucket in stream.buckets)
-        kept = sum(stream.kept for stream in self._streams) + sum(one.kept_elements for one in self.parts)
+        kept = sum(stream.kept for stream in self._streams)
+        kept += 0 if self.stages is None else self.stages.kept_elements
         self._peak = max(self._peak, (own + kept) / own)

@@ -10,8 +10,8 @@ import torch
 
 from ..exchange import Stream
 from ..hooks.sampling import used_in
-from ..mechanism import Sending
 from ..run.sampling import Sampler
+from .sending import Sending
 from .versions import Versions
 
 

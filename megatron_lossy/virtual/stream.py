@@ -20,12 +20,11 @@ from ..exchange import Delivery, Exchange, Stream, units_of
 from ..fetch import at_hand
 from ..hooks.exchanges import specs_of
 from ..hooks.grad_errors import errors_of_owner
-from ..mechanism import Sending
 from ..recovery import Gradients, LossScale
-from ..registry import MECHANISMS
 from ..transport import Transfer
 from ..transport.in_memory import groups_in_memory
 from .rounded import Rounded
+from .twins import sending_of
 from .versions import Versions
 
 # Sums are added in pieces that fit into a core's cache, and each source is cleared while it is there.
@@ -72,7 +71,7 @@ class StreamBuckets:
         self._begun: list[Transfer] = []  # the transfers of this iteration, worker by worker
         buffers = [bucket.param_data for bucket in buckets]
         self.versions = Versions(buffers, self.cut["param"], units_of(self.cut["param"]), workers)
-        self.sending = MECHANISMS.first("sending", self.groups, buckets, optimizers) or Sending(buffers, workers)
+        self.sending = sending_of(self.groups, buckets, optimizers)
         if "param" in coded:
             self.sending = Rounded(self.sending, workers, coded["param"])
 

@@ -10,7 +10,6 @@ from ...mechanism import Mechanism, Part
 from .flags import BoundaryFlags
 
 if TYPE_CHECKING:
-    from ...config import LossyConfig
     from ...config.refusal import Section
     from ...delivery_log.reader import DeliveryLogFolder
     from ...delivery_log.verdict import Verdict
@@ -40,20 +39,12 @@ class Boundaries(Mechanism):
         return BOUNDARIES
 
     @classmethod
-    def part(cls, config: LossyConfig, world: Any) -> Part | None:
-        if not config.loses_at_boundaries:
+    def part(cls, run: Any) -> Part | None:
+        if run.kind != "Megatron" or not run.config.loses_at_boundaries:
             return None
         from .part import StageBoundaries
 
         return StageBoundaries()
-
-    @classmethod
-    def virtual_part(cls, config: LossyConfig) -> Part | None:
-        if not config.loses_at_boundaries:
-            return None
-        from .part import VirtualBoundaries
-
-        return VirtualBoundaries()
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:

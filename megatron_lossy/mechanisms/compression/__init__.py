@@ -9,11 +9,9 @@ from ...mechanism import Mechanism, Part
 from .flags import CompressionFlags
 
 if TYPE_CHECKING:
-    from ...coding.blocks import BlockCode
     from ...config import LossyConfig
     from ...config.refusal import Section
     from ...monitor import Observer
-    from ...recovery import Stale
     from ...transport import Wire
 
 
@@ -34,12 +32,6 @@ class Compression(Mechanism):
         return COMPRESSION
 
     @classmethod
-    def codes(cls, config: LossyConfig) -> Mapping[str, BlockCode]:
-        from ...coding.blocks import BlockCode
-
-        return {phase: BlockCode(bits, config.wire_block) for phase, bits in config.wire_bits.items()}
-
-    @classmethod
     def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
         from ...launch.memory import Kept
 
@@ -49,16 +41,16 @@ class Compression(Mechanism):
         return [Kept("codes, sent and arrived", 2 * held.weights * bits / 8)]
 
     @classmethod
-    def part(cls, config: LossyConfig, world: Any) -> Part | None:
-        if "param" not in config.wire_bits:
+    def part(cls, run: Any) -> Part | None:
+        if run.kind != "Megatron" or "param" not in run.config.wire_bits:
             return None
         from .part import CodedParameters
 
         return CodedParameters()
 
     @classmethod
-    def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
-        if "param" in wire.coded:
+    def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:
+        if phase == "param" and "param" in wire.coded:
             for rule in rules:
                 rule.exact = False
         return rules

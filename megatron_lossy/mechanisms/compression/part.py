@@ -13,7 +13,4 @@ class CodedParameters(Part):
     name = "compression"
 
     def attach(self, run: Any) -> None:
-        self._run = run
-
-    def begin_saving(self) -> None:
-        self._run.settle()
+        run.events.on(save_begins=run.settle)

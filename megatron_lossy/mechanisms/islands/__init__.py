@@ -11,8 +11,6 @@ from .flags import IslandFlags
 if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
-    from ...jobs import World
-    from ...run import Run
 
 
 class Islands(Mechanism):
@@ -36,53 +34,19 @@ class Islands(Mechanism):
         return ISLANDS
 
     @classmethod
-    def check(cls, config: LossyConfig, train_iters: int | None) -> None:
-        if config.averages and config.sync_method != "none":
-            from .mean import check_between
-
-            check_between(config, train_iters)
-        if config.averages and config.island_schedule is not None:
-            if config.replays_islands:
-                from .recorded import read_recorded
-
-                read_recorded(config.island_schedule, config)
-            else:
-                from .schedule import read_schedule
-
-                read_schedule(config.island_schedule, config.islands, train_iters)
-
-    @classmethod
-    def advice(cls, config: LossyConfig, iterations: int | None) -> list[str]:
-        from .advice import advice
-
-        return advice(config, iterations)
-
-    @classmethod
     def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
         from .memory import kept
 
         return kept(config, device)
 
     @classmethod
-    def more_saved(cls, config: LossyConfig, weights: int, compute: int, virtual: bool) -> float:
-        from .memory import more_saved
+    def part(cls, run: Any) -> Part | None:
+        config = run.config
+        if run.kind == "FSDP2" and run.islands is not None and config.averages:
+            from .fsdp import FSDPIslands
 
-        return more_saved(config, weights, compute, virtual)
-
-    @classmethod
-    def world(cls, config: LossyConfig, seed: int) -> World | None:
-        if not config.averages:
-            return None
-        if config.rendezvous is not None:
-            from .elastic.world import ElasticWorld
-
-            return ElasticWorld(config.islands, config.island or 0, seed)
-        from .world import IslandWorld
-
-        return IslandWorld(config.islands, seed)
-
-    @classmethod
-    def part(cls, config: LossyConfig, world: World | None) -> Part | None:
+            return FSDPIslands(config, run.islands)
+        world = run.world if run.kind == "Megatron" else None
         if world is None:
             return None
         if config.rendezvous is not None:
@@ -101,38 +65,3 @@ class Islands(Mechanism):
         from .megatron_training import TrainingIslands
 
         return TrainingIslands(config, world)
-
-    @classmethod
-    def fsdp_part(cls, config: LossyConfig, islands: Sequence[Sequence[int]] | None) -> Part | None:
-        if islands is None or not config.averages:
-            return None
-        from .fsdp import FSDPIslands
-
-        return FSDPIslands(config, islands)
-
-    @classmethod
-    def virtual_run(
-        cls, config: LossyConfig, workers: int, iterations: int, seed: int, whole_optimizers: bool
-    ) -> Run | None:
-        if not config.averages:
-            return None
-        if config.island_schedule is not None:
-            if config.replays_islands:
-                from .virtual_replay import ReplayedIslands
-
-                return ReplayedIslands(config, workers, iterations, seed, gapless=True)
-            from .virtual_churn import ChurningIslands
-
-            return ChurningIslands(config, workers, iterations, seed, gapless=True)
-        from .virtual import VirtualIslands
-
-        return VirtualIslands(config, workers, iterations, seed, gapless=True)
-
-    @classmethod
-    def workers(cls, run: Any) -> Any:
-        if not run.config.averages:
-            return None
-        from .virtual import VirtualIslands
-        from .workers import IslandWorkers
-
-        return IslandWorkers if isinstance(run, VirtualIslands) else None

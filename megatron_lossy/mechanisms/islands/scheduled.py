@@ -21,7 +21,6 @@ from ...config import LossyConfig
 from ...errors import refuse
 from ...exchange import Delivery
 from ...fetch import Fetched
-from ...monitor import Observer
 from ...recovery.rows import to_device
 from .carrying import Among, Lanes
 from .churn import Churn, of_all_slots
@@ -67,10 +66,8 @@ class ScheduledIslands(MemberIslands):
     def attach(self, run: Any) -> None:
         super().attach(run)
         self.churn = Churn(self.config, run.steps, None if self._log is None else self._log.add)
-
-    @property
-    def observers(self) -> Sequence[Observer]:
-        return [*super().observers, *([] if self._log is None else [self._log])]
+        run.observers += [] if self._log is None else [self._log]
+        run.events.on(arguments_checked=self.after_arguments)
 
     @property
     def _presence(self) -> Presence:
@@ -83,7 +80,7 @@ class ScheduledIslands(MemberIslands):
     # --- who is there ----------------------------------------------------------------------------------------------
 
     def come_and_go(self) -> bool:
-        """See :meth:`Part.come_and_go`."""
+        """See :meth:`.JobGroup.come_and_go`."""
         self._entered = True
         for one in self.churn.begin(self._run.iteration):
             self._bring_back(one)
@@ -151,7 +148,7 @@ class ScheduledIslands(MemberIslands):
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
-        """See :meth:`Part.begin_stopping`. Waits for all islands, and learns whose weights means have set how often."""
+        """See :meth:`.JobGroup.begin_stopping`. Waits for all islands, and learns whose weights means have set how often."""
         own = np.array([signal, -self._visits_here()], dtype=np.int64)
         known = to_device(own, device.current_device())
         dist.all_reduce(known, dist.ReduceOp.MAX)  # of this island's ranks

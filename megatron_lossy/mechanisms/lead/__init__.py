@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...mechanism import Mechanism, Part, Sending
+from ...mechanism import Mechanism, Part
 from .flags import LeadFlags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
-    from ...recovery import Stale
-    from ...transport import LossyGroup, Wire
+    from ...transport import Wire
 
 _FLOAT32 = 4
 
@@ -39,16 +38,16 @@ class Lead(Mechanism):
         return [Kept("lead", held.weights / held.shards * (2 * _FLOAT32 + own))]
 
     @classmethod
-    def part(cls, config: LossyConfig, world: Any) -> Part | None:
-        if config.sends_weights():
+    def part(cls, run: Any) -> Part | None:
+        if run.kind != "Megatron" or run.config.sends_weights():
             return None
         from .part import LeadPart
 
         return LeadPart()
 
     @classmethod
-    def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
-        if config.sends_weights() or wire.lossless("param"):
+    def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:
+        if phase != "param" or config.sends_weights() or wire.lossless("param"):
             return rules
         from ...recovery.stale import check_plain
         from .compensated import Compensated
@@ -57,15 +56,3 @@ class Lead(Mechanism):
         check_plain(rules, "--param-send", config.param_send)
         lag = Lag(config, wire)
         return [Compensated(rule.units, rule.rank, lag) for rule in rules]
-
-    @classmethod
-    def sending(
-        cls, groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers: Callable[[], list[Any]]
-    ) -> Sending | None:
-        from .compensated import Compensated
-
-        if not isinstance(groups[0].params[0], Compensated):
-            return None
-        from .virtual import Leads
-
-        return Leads(groups, buckets, optimizers)

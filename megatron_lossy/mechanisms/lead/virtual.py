@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from ...mechanism import Sending
 from ...peers import LocalPeers
 from ...transport import LossyGroup
+from ...virtual.sending import Sending
 from .compensated import Compensated
 from .main_weights import MainWeights
 from .sums import Sums

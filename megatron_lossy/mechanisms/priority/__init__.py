@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
     from ...monitor import Observer
-    from ...recovery import GradRecovery, Stale
     from ...transport import Wire
 
 
@@ -44,16 +43,12 @@ class Priorities(Mechanism):
         return [Kept("parameters delivered for certain", held.weights / held.shards * held.compute)]
 
     @classmethod
-    def grad_rules(cls, config: LossyConfig, rules: list[GradRecovery], wire: Wire) -> list[GradRecovery]:
-        if not config.at_sender:
-            return rules
-        from .protected import protected
+    def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:
+        if phase == "grad" and config.at_sender:
+            from .protected import protected
 
-        return protected(config, rules, wire)
-
-    @classmethod
-    def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
-        if config.param_priority == "none":
+            return protected(config, rules, wire)
+        if phase == "grad" or config.param_priority == "none":
             return rules
         from ...recovery.stale import check_plain
         from .protected import Prioritised

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
     from ...monitor import Observer
-    from ...run import Run
     from .full_replicas import FullReplicas
 
 
@@ -38,18 +37,16 @@ class Replicas(Mechanism):
         return REPLICAS
 
     @classmethod
-    def part(cls, config: LossyConfig, world: Any) -> Part | None:
-        from .ranks import RankReplica
+    def part(cls, run: Any) -> Part | None:
+        if run.kind == "Megatron":
+            from .ranks import RankReplica
 
-        return RankReplica()
+            return RankReplica()
+        if run.kind == "DDP":
+            from .ddp import DDPReplica
 
-    @classmethod
-    def ddp_part(cls, config: LossyConfig) -> Part | None:
-        if config.inert:
-            return None
-        from .ddp import DDPReplica
-
-        return DDPReplica()
+            return DDPReplica()
+        return None
 
     @classmethod
     def columns(cls) -> list[Any]:
@@ -62,16 +59,6 @@ class Replicas(Mechanism):
         from .log import check_row
 
         return check_row(config, row)
-
-    @classmethod
-    def virtual_run(
-        cls, config: LossyConfig, workers: int, iterations: int, seed: int, whole_optimizers: bool
-    ) -> Run | None:
-        if not whole_optimizers:
-            return None
-        from .virtual import VirtualReplicas
-
-        return VirtualReplicas(config, workers, iterations, gapless=True)
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:

@@ -34,11 +34,20 @@ class DDPReplica(HeldReplicas):
 
     # --- building --------------------------------------------------------------------------------------------------
 
+    def attach(self, run: LossyDDP) -> None:
+        super().attach(run)
+        run.events.on(chunk_added=self.add_model_chunk, iteration_begins=self.begin_iteration)
+        run.buckets_known.append(self.know_buckets)
+        run.reduction_begins.append(self.before_reduction)
+        run.reduction_ends.append(self.after_reduction)
+
     def add_model_chunk(self, ddp: LossyDDP) -> None:
+        """Register the parameters of ``ddp``, whose buckets are not known yet."""
         self.add_streams([ReplicaStream(ddp.stream, ddp.ranks, [], list(ddp.parameters))])
         warn_of_one_replica(ddp.config, ddp.ranks.size())
 
     def know_buckets(self, ddp: LossyDDP) -> None:
+        """Use the final buckets of ``ddp`` from now on."""
         self._final = ddp.buckets
         self._errors = [[self.errors_of(self.streams[0], rank) for rank in self._ranks_that_err()]]
 
@@ -52,15 +61,18 @@ class DDPReplica(HeldReplicas):
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def before_reduction(self, bucket: int, gradient: torch.Tensor) -> None:
+        """Note the length of this rank's ``gradient`` [n], if it is needed."""
         if self.wants_gradient:
             local = gradient * (self.peers[0].size / self.unit())  # DDP has divided it
             self.note(0, 0, bucket, torch.linalg.vector_norm(local, dtype=torch.float32) ** 2)
 
     def after_reduction(self, bucket: int, gradient: torch.Tensor) -> None:
+        """Let errors hit ``gradient`` [n], which this rank received."""
         with torch.no_grad():
             self.hit(0, 0, bucket, gradient)
 
     def begin_iteration(self) -> None:
+        """Compare the gradients of replicas."""
         if self.together is not None and self._final:
             self.together.check()
 

@@ -19,7 +19,6 @@ from ...config.refusal import check_refusals
 from ...hooks.facts import of_model
 from ...hooks.seam import all_reduce
 from ...hooks.versions import main_gradients
-from ...ledger import Patch
 from ...peers import Peers, RankPeers
 from ...transport import LossyGroup
 from . import lossy_all_reduce
@@ -46,16 +45,19 @@ class RankReplica(HeldReplicas):
 
     # --- building --------------------------------------------------------------------------------------------------
 
-    def patches(self) -> list[Patch]:
-        config = self._run.config
-        loses = config.needs_whole_optimizers() and not config.untouched("grad")
-        return [lossy_all_reduce.patch(self._run)] if loses else []
+    def attach(self, run: Any) -> None:
+        super().attach(run)
+        run.take_over = self.take_over
+        run.events.on(optimizer_added=self.check_optimizer, iteration_begins=self.begin_iteration)
+        if run.config.needs_whole_optimizers() and not run.config.untouched("grad"):
+            run.patches.append(lossy_all_reduce.patch(run))
 
     def take_over(self, ddp: Any) -> list[LossyGroup] | None:
+        """Return the groups that exchange ``ddp``, if its optimizer is not distributed. A collective call."""
         if ddp.ddp_config.use_distributed_optimizer:
             return None
         run, known = self._run, len(self.streams)
-        self.reducing = self._reducing
+        run.reducing = self._reducing
         self.add(ddp)
         replicas = self.peers[known].size
         check_refusals(run.config, of_model(ddp, workers=replicas))
@@ -70,7 +72,8 @@ class RankReplica(HeldReplicas):
         for number, one in enumerate(self.streams[known:], known):
             self._places |= {id(bucket): (number, k) for k, bucket in enumerate(one.buckets)}
 
-    def add_optimizer(self, optimizer: Any) -> None:
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raise :class:`UsageError` if the loss scale of ``optimizer`` cannot go with replicas."""
         scaler = getattr(optimizer, "grad_scaler", None)
         if scaler is not None and self.there:
             check_refusals(self._run.config, Facts(distributed_optimizer=False, loss_scale=scaler.scale.item()))
@@ -96,6 +99,7 @@ class RankReplica(HeldReplicas):
                 self.hit(stream, 0, number, bucket.grad_data)
 
     def begin_iteration(self) -> None:
+        """Compare the gradients of replicas."""
         if self.together is not None:
             self.together.check()
 

@@ -120,7 +120,7 @@ class UdpWire(PieceWire):
         if "grad" in self.coded:
             x = self._wide(x)
         with torch.no_grad():
-            chosen = rule.choose(x)
+            chosen = None if rule.protected is None else rule.protected.choose(x)
         must = None if chosen is None else functools.cache(partial(at_hand, chosen))
         if self._arriving(x.exchange).was_begun(x.bucket):  # it crosses reliably, and its losses are known
             return self._scatter_reliably(x, rule, None, lambda: self.delivery(x.exchange))
@@ -386,12 +386,12 @@ class UdpWire(PieceWire):
     # --- units that must arrive ----------------------------------------------------------------------------------
 
     def hear(self, rule: GradRecovery, bucket: int, step: int, seconds: float) -> None:
-        if rule.sent_in(step):
-            rule.reported(step, self.reports(Exchange("grad", self.stream, step), bucket, seconds))
+        if rule.protected is not None and rule.protected.sent_in(step):
+            rule.protected.reported(step, self.reports(Exchange("grad", self.stream, step), bucket, seconds))
 
     def hear_late(self, rule: GradRecovery, bucket: int, seconds: float) -> None:
-        for step in rule.late:
-            rule.reported(step, self.reports(Exchange("grad", self.stream, step), bucket, seconds))
+        for step in () if rule.protected is None else rule.protected.late:
+            rule.protected.reported(step, self.reports(Exchange("grad", self.stream, step), bucket, seconds))
 
     def reports(self, exchange: Exchange, bucket: int, seconds: float) -> np.ndarray | None:
         """bool[N, count]: the units of this rank's ``bucket`` that others lost; ``None`` if a report is missing.

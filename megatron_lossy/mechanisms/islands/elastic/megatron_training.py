@@ -69,8 +69,9 @@ class TrainingElasticIslands(ElasticIslands):
     _last: int | None = None  # of the run
     _agreed = -1  # the iterations that were over when the ranks agreed on what they know
 
-    def training_patches(self) -> list[Patch]:
-        return [*super().training_patches(), *patches(self.train)]
+    def attach(self, run: Any) -> None:
+        super().attach(run)
+        run.training_patches += patches(self.train)
 
     def after_arguments(self, args: Any) -> None:
         super().after_arguments(args)
@@ -101,7 +102,7 @@ class TrainingElasticIslands(ElasticIslands):
             if self._entered and self._agreed < now:
                 self.agree(0)
             assert self._last is not None
-            self._until = min(self._run.catch_up(now), self._last)
+            self._until = min(self.catch_up(now), self._last)
             if self._until > now:
                 self._run.begin_equal()
                 if not self.world.rank:

@@ -29,7 +29,6 @@ from ....errors import UsageError, first_line, refuse
 from ....fetch import Fetched
 from ....flags import identity, texts_by_flag
 from ....hooks.versions import tensor_group
-from ....monitor import Observer
 from ....recovery.rows import to_device
 from ....rendezvous import Watch
 from ....rendezvous.lighthouse import LEAST_WAIT, Lighthouse, addresses_of
@@ -87,14 +86,14 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         self._diary = Diary(world.island, None if world.rank else folder)
         self._exchange_log = None if folder is None else ExchangeLog(folder, world.rank)
 
-    @property
-    def observers(self) -> Sequence[Observer]:
-        return [*super().observers, self._diary, *([self._exchange_log.file] if self._exchange_log else [])]
+    def attach(self, run: Any) -> None:
+        super().attach(run)
+        run.observers += [self._diary, *([self._exchange_log.file] if self._exchange_log else [])]
 
     # --- who is there ----------------------------------------------------------------------------------------------
 
     def catch_up(self, iteration: int) -> int:
-        """See :meth:`Part.catch_up`."""
+        """See :meth:`.JobGroup.catch_up`."""
         if not self._entered:
             return self._enter(iteration)
         jump, self._jump = self._up_to_the_last(self._jump), 0
@@ -373,7 +372,7 @@ class ElasticIslands(MemberIslands, TrainingIslands):
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
-        """See :meth:`Part.begin_stopping`. Other islands go on."""
+        """See :meth:`.JobGroup.begin_stopping`. Other islands go on."""
         return self.begin_agreeing(signal, self._run.iteration + 1)
 
     def begin_agreeing(self, signal: int, made: int) -> Callable[[], int]:
