@@ -19,7 +19,7 @@ from megatron_lossy.device.environment import processor
 from megatron_lossy.exchange import BucketUnits, Exchange, Stream
 from megatron_lossy.transport import Network
 from megatron_lossy.transport.base import CollectiveWire
-from megatron_lossy.transport.memory import Memory
+from megatron_lossy.transport.in_memory import Memory
 
 WORKERS, PACKET, REPEATS = 64, 4096, 15
 RANK_BYTES, CLUSTER_BYTES = 2 * 7_000_000_000, 2 * 100_000_000

@@ -168,10 +168,6 @@ class Lost:
             self._places[key] = np.array(np.nonzero(self.mask[:, numbers]), dtype=np.int32)
         return self._places[key]
 
-    def equals(self, other: Lost) -> bool:
-        """Whether the same units are lost."""
-        return np.array_equal(self.mask, other.mask)
-
 
 @dataclass(frozen=True)
 class Delivery:

@@ -130,7 +130,7 @@ GRAD_RECOVERIES = Registry(
         "renormalize": "megatron_lossy.recovery.renormalize:Renormalize",
         "renormalize-remote": "megatron_lossy.recovery.renormalize_remote:RenormalizeRemote",
         "previous": "megatron_lossy.recovery.previous:Previous",
-        "zero": "megatron_lossy.recovery.zero:Zero",
+        "zero": "megatron_lossy.recovery.base:Zero",
         "error-feedback": "megatron_lossy.recovery.feedback:ErrorFeedback",
     },
 )

@@ -16,7 +16,7 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import BucketUnits, Delivery, Exchange, Stream
 from megatron_lossy.mechanism import Mechanism
 from megatron_lossy.mechanisms.priority.protected import Spared
-from megatron_lossy.recovery.zero import Zero
+from megatron_lossy.recovery.base import Zero
 from megatron_lossy.registry import MECHANISMS
 from megatron_lossy.transport import (
     BucketSpec,
@@ -28,7 +28,7 @@ from megatron_lossy.transport import (
     lossy_reduce_scatter,
 )
 from megatron_lossy.transport.base import CollectiveWire
-from megatron_lossy.transport.memory import Memory
+from megatron_lossy.transport.in_memory import Memory
 from megatron_lossy.transport.network import consecutive_nodes, find_nodes
 from tests.ranks import RankFailed, each, run_ranks
 from tests.reference import ReferenceReduce, pieces, reference_gather

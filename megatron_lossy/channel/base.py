@@ -78,13 +78,15 @@ class Channel(ABC):
         ``flags``: the flags of the run, by their field names; ``loss_model`` and ``loss_schedule`` have the one value
         of ``phase``.
         """
+        if not cls.redrawable:
+            return cls.name
         schedule: str | None = flags.get("loss_schedule")
         return schedule or f"{100 * flags.get(RATES[phase], 0.0):g} %"
 
     @classmethod
     def highest_rate(cls, loss: PhaseLoss) -> float | None:
         """The highest mean loss rate of a step, or ``None`` if the flags do not tell."""
-        return max(loss.schedule.rates)
+        return max(loss.schedule.rates) if cls.redrawable else None
 
     @classmethod
     def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float] | None:

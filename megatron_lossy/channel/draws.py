@@ -9,6 +9,7 @@ phase | kind | expert rank | pipeline stage | model chunk).
 
 from __future__ import annotations
 
+import bisect
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -210,6 +211,11 @@ class DrawnChannel(Channel):
             part = slice(first, first + links)
             result[part] = self.draw_links(exchange, sources[part], destinations[part], units)
         return result
+
+    def rate(self, step: int) -> float:
+        """The scheduled loss rate of ``step``, counted from 0."""
+        starts, rates = self.loss.schedule.starts, self.loss.schedule.rates
+        return rates[bisect.bisect(starts, step) - 1]
 
     def uniforms(
         self, purpose: int, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int

@@ -9,10 +9,8 @@ for ``--loss-unit shard``, the number of buckets for ``bucket``, and the number 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -64,14 +62,6 @@ class Trace(Channel):
         if config.loss_correlation != "independent":
             raise refuse("--loss-correlation", config.loss_correlation, "a trace already says who loses together")
         return f"--loss-model {cls.name}"
-
-    @classmethod
-    def label(cls, flags: Mapping[str, Any], phase: str) -> str:
-        return cls.name
-
-    @classmethod
-    def highest_rate(cls, loss: PhaseLoss) -> float | None:
-        return None
 
     def _array(self, phase: str, stream: Stream) -> np.ndarray:
         names = (f"{phase}.{stream.name}", f"{phase}.{stream.drawn.name}", phase)

@@ -76,8 +76,8 @@ class Lossy(Run):
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
         #: Makes the groups that exchange a model chunk in the place of those of shards, a collective call, or returns ``None``.
         self.take_over: Callable[[Any], list[LossyGroup] | None] = lambda ddp: None
-        #: Makes a context for the start of the reduction of a bucket group.
-        self.reducing: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        #: Called with a bucket group before its all-reduce, and after it.
+        self.around_all_reduce: tuple[Callable[[Any], None], Callable[[Any], None]] | None = None
         for part in MECHANISMS.parts(self):
             self.add_part(part)
 

@@ -57,38 +57,29 @@ def slot_of(buffer: torch.Tensor) -> Slot | None:
 
 
 @contextlib.contextmanager
-def all_reduce(before: Callable[[], Any], after: Callable[[], Any]) -> Iterator[None]:
-    """Surround the coalescing context of an all-reduce: ``before`` is called at its start, ``after`` completes it.
-
-    Without such a context nothing is called.
-    """
-    outer, _open.around = _open.around, (before, after)  # one bucket group may end another before it begins
-    try:
-        yield
-    finally:
-        _open.around = outer
-
-
-@contextlib.contextmanager
 def coalescing_manager(original: Callable, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """Wraps ``_coalescing_manager``: completes the lossy exchanges begun in it at its end or its handle's ``wait``."""
     asynchronous = kwargs.get("async_ops", args[2] if len(args) > 2 else False)
     around, _open.around = _open.around, None
     ends: list[Callable[[], Any]] = []
+
+    def finish() -> None:
+        for end in ends:
+            end()
+
     if around is not None:
         before, after = around
         before()
     outer, _open.ends = _open.ends, ends
     try:
         with original(*args, **kwargs) as manager:
-            handle = Transfer(manager, lambda: [end() for end in ends])
-            yield handle
+            yield Transfer(manager, finish) if asynchronous else manager
             if around is not None:
                 ends.append(after)
     finally:
         _open.ends = outer
     if not asynchronous:
-        handle.complete()
+        finish()
 
 
 def reduce_scatter(
@@ -123,8 +114,14 @@ def grad_sync(run: Any, original: Callable) -> Callable:
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         if any(args) or any(kwargs.values()):
             run.note_all_reduce(self)
-        with run.reducing(self):
+        outer = _open.around  # one bucket group may end another before it begins
+        if run.around_all_reduce is not None:
+            before, after = run.around_all_reduce
+            _open.around = partial(before, self), partial(after, self)
+        try:
             return original(self, *args, **kwargs)
+        finally:
+            _open.around = outer
 
     return start_grad_sync
 

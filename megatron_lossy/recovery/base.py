@@ -181,6 +181,13 @@ class GradRecovery(Rule):
         return 0.0
 
 
+class Zero(GradRecovery):
+    """``zero``: a lost unit counts as zero, the naive baseline. Expectation (g_own + (1-p) sum of others) / N."""
+
+    name = "zero"
+    minds_spared = True
+
+
 def add_up(pieces: torch.Tensor, delivery: Delivery, x: Gradients) -> None:
     """Put the sum of ``pieces`` [N * shard], or their mean, into ``x.output``."""
     rows = pieces.view(len(delivery.sources), -1)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from ..exchange import BucketUnits, Delivery, Lost
 from .base import Gradients, GradRecovery
 from .rows import Saved, used_here
@@ -59,7 +61,7 @@ class Previous(GradRecovery):
 
     def _substitute(self, buffer: torch.Tensor, step: int, lost: Lost, scale: Any) -> None:
         rows, known = self.rows, self._kept.get(step)
-        if known is not None and known[0].equals(lost):
+        if known is not None and np.array_equal(known[0].mask, lost.mask):
             rows.put_(buffer, self.units, lost, known[1])
         elif known is not None and lost.mask.any():
             raise RuntimeError(f"--grad-recovery {self.name}: step {step} loses other units than was foreseen")

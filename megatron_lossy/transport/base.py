@@ -84,7 +84,7 @@ class Network:
         self.lossless = config.phase(phase).lossless
         self.lossy_self = config.lossy_self and phase == "grad"
         self.nodes = np.array(nodes) if config.ranks_of_node is not None else None
-        if self.nodes is not None and len(set(nodes)) == 1 and not self.lossy_self:
+        if self.nodes is not None and len(set(self.nodes.tolist())) == 1 and not self.lossy_self:
             self.lossless = True  # no link leaves the node
 
     def delivered_links(
@@ -220,11 +220,11 @@ class Wire(ABC):
     def restart(self) -> None:
         """Forget all exchanges: a checkpoint was loaded."""
 
-    def hear(self, rule: GradRecovery, bucket: int, step: int, seconds: float) -> None:
-        """Tell ``rule`` which of its units of ``step`` arrived, if it asks. Waits ``seconds`` at most for reports."""
+    def take_reports(self, rule: GradRecovery, bucket: int, seconds: float, step: int | None = None) -> None:
+        """Give ``rule`` the reports of its units of ``step`` that arrived; by default of all steps that are over.
 
-    def hear_late(self, rule: GradRecovery, bucket: int, seconds: float) -> None:
-        """Tells ``rule`` the same as :meth:`hear`, for steps that are over."""
+        Waits ``seconds`` at most for reports. Rules that do not ask get none.
+        """
 
     def agree(self, phase: str, bucket: int, replicated: np.ndarray, group: dist.ProcessGroup) -> None:
         """Make the ranks of ``group``, which hold copies of the same parameters, lose the same units of them.

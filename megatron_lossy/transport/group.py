@@ -201,7 +201,7 @@ class LossyGroup:
 
     def keep_lost(self, bucket: int, step: int) -> None:
         """Keep the units that others report as lost, before the gradients of ``step`` are overwritten."""
-        self.wire.hear(self.grads[bucket], bucket, step, _PATIENCE)
+        self.wire.take_reports(self.grads[bucket], bucket, _PATIENCE, step)
 
     def _begin_step(self, bucket: int, step: int) -> None:
         self._count_before(bucket, step)
@@ -214,7 +214,7 @@ class LossyGroup:
             return
         del self._open[bucket]
         rule = self.grads[bucket]
-        self.wire.hear(rule, bucket, before, 0.0)
+        self.wire.take_reports(rule, bucket, 0.0, before)
         rule.finish_step(before, True)
 
     def _count_all(self) -> None:
@@ -227,7 +227,7 @@ class LossyGroup:
         for bucket, rule in enumerate(self.grads):
             self._count_before(bucket, step)
             self._open.pop(bucket, None)
-            self.wire.hear(rule, bucket, step, max(until - time.monotonic(), 0.0))
+            self.wire.take_reports(rule, bucket, max(until - time.monotonic(), 0.0), step)
         for rule in (*self.grads, *self.params):
             rule.finish_step(step, successful)
 
@@ -247,7 +247,7 @@ class LossyGroup:
         """The states of the rules, by phase, and what they share. The latest step counts if nobody has ended it."""
         self._count_all()
         for bucket, rule in enumerate(self.grads):
-            self.wire.hear_late(rule, bucket, math.inf)
+            self.wire.take_reports(rule, bucket, math.inf)
         states = {"grad": self.grads, "param": self.params} | {name: [one] for name, one in self._shared.items()}
         return {name: [one.state_dict() for one in each] for name, each in states.items()}
 

@@ -1,9 +1,14 @@
-"""The channels that flags ask for, their checks against a run, and the nodes of ranks."""
+"""The channels that flags ask for, their checks against a run, the nodes of ranks, and the secret that ranks share."""
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
+import stat
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -13,10 +18,13 @@ from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..delivery_log.replay import Recorded
-from ..errors import refuse
+from ..errors import cannot, refuse
 from ..exchange import Stream
-from .key_file import read_key_file
 
+logger = logging.getLogger(__name__)
+
+#: The least number of bytes of the secret of all ranks: as many as an AES-128 key has.
+LEAST_BYTES = 16
 _NOTHING = "no link leaves a node, and nothing can be lost"
 
 
@@ -26,11 +34,6 @@ def channel_of(config: LossyConfig, phase: str) -> Channel:
     if loss.trace is not None and loss.trace.is_dir():
         return Recorded(config, loss.trace)
     return make_channel(config, phase)
-
-
-def check_key_file(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` if the file with the secret of all ranks cannot be used."""
-    read_key_file(config.udp_key_file)
 
 
 def check_ranks(config: LossyConfig, size: int) -> None:
@@ -81,3 +84,28 @@ def find_nodes(group: dist.ProcessGroup | None, ranks_per_node: int = 0) -> list
         same = f"all {len(hosts)} ranks report the host name {hosts[0]!r}: {_NOTHING}"
         raise refuse("--lossy-links", "inter-node", f"{same}; if they are on several nodes, give inter-node:N")
     return [hosts.index(host) for host in hosts]
+
+
+def read_key_file(path: str | None) -> bytes | None:
+    """The secret of ``--udp-key-file`` in ``path``. Raises :class:`UsageError` if the file cannot be read or is too short."""
+    if path is None:
+        return None
+    try:
+        key, mode = Path(path).read_bytes(), stat.S_IMODE(Path(path).stat().st_mode)
+    except OSError as error:
+        raise cannot("--udp-key-file", path, "read", error) from None
+    if len(key) < LEAST_BYTES:
+        new = "(set -C; umask 077; head -c 32 /dev/urandom > new.key)"  # -C: no file that is there is overwritten
+        allowed = f"has {len(key)} bytes, and a secret needs {LEAST_BYTES} at least; give another file: {new}"
+        raise refuse("--udp-key-file", path, allowed)
+    if mode & 0o077 and os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a host says so
+        _say_open(path, mode)
+    return key
+
+
+@cache
+def _say_open(path: str, mode: int) -> None:
+    # This is no error: secrets that a container mounts often have such a mode, and it cannot be changed.
+    logger.warning(
+        "--udp-key-file %s: other users of this host may read it (mode %03o); chmod 600 %s", path, mode, path
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from ...config.facts import Facts
 from ...config.refusal import check_refusals
 from ...hooks.facts import of_model
-from ...hooks.seam import all_reduce
 from ...hooks.versions import main_gradients
 from ...peers import Peers, RankPeers
 from ...transport import LossyGroup
@@ -57,7 +55,7 @@ class RankReplica(HeldReplicas):
         if ddp.ddp_config.use_distributed_optimizer:
             return None
         run, known = self._run, len(self.streams)
-        run.reducing = self._reducing
+        run.around_all_reduce = self._before_reduction, self._after_reduction
         self.add(ddp)
         replicas = self.peers[known].size
         check_refusals(run.config, of_model(ddp, workers=replicas))
@@ -79,9 +77,6 @@ class RankReplica(HeldReplicas):
             check_refusals(self._run.config, Facts(distributed_optimizer=False, loss_scale=scaler.scale.item()))
 
     # --- an iteration ----------------------------------------------------------------------------------------------
-
-    def _reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
-        return all_reduce(partial(self._before_reduction, bucket_group), partial(self._after_reduction, bucket_group))
 
     def _before_reduction(self, bucket_group: Any) -> None:
         """Note the lengths of the gradients, which Megatron has scaled; the lengths are free of the scale."""

@@ -24,8 +24,7 @@ from ...recovery import Gradients, GradRecovery, Parameters, Stale
 from ...recovery.rows import Rows, Saved, used_here
 from ..base import Latest, Networks, Transfer, draw
 from ..coded import Coded
-from ..pieces import PieceWire, combine, room_for
-from .channels import Channels
+from ..pieces import PieceWire, room_for
 from .engine import Channel
 from .engine import Transfer as Datagrams
 from .parity import Code
@@ -38,13 +37,15 @@ Must = Callable[[], np.ndarray]
 Dtypes = dict[str, Sequence[torch.dtype]]
 #: Seconds for the data of an exchange that nobody waits for to leave, when the wire is closed.
 _LEAVING = 5.0
+#: How the rates of several sockets towards one process become one; the others are added up.
+_TOGETHER = {"rtt_min": min, "foreign_loss": max}
 
 
 class UdpWire(PieceWire):
     """One rank's exchanges with the other ranks of ``group``, over a channel of ``engine``.
 
     ``networks``: draws losses beside the real ones; with nodes, ranks of one node exchange over ``group``.
-    ``open_channel(buckets, peers=ranks, reported=phases)``: opens the channel, a collective call. ``memory``: bytes of
+    ``open_channels(buckets, peers=ranks, reported=phases)``: opens one for each socket, a collective call. ``memory``: bytes of
     page-locked memory for exchanges of a device; larger exchanges cross in windows. ``codes``: by phase, the code that
     protects the units that must arrive, for phases whose senders choose. ``threads``: that carry windows beside each other.
     ``passes``: by phase, how often all units of a message are sent.
@@ -61,7 +62,7 @@ class UdpWire(PieceWire):
         cut: dict[str, Sequence[BucketUnits]],
         dtypes: Dtypes,
         group: dist.ProcessGroup | None,
-        open_channel: Callable[..., Channel | Channels],
+        open_channels: Callable[..., list[Channel]],
         memory: int,
         codes: Mapping[str, Code] | None = None,
         threads: int = 1,
@@ -96,12 +97,13 @@ class UdpWire(PieceWire):
             for phase in cut
         }
         self._codes = dict(codes or {})
-        self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(self._codes))
+        #: Of each socket. All know all windows, which cross over one after the other.
+        self._channels = [] if self._alone else open_channels(sizes, peers=self.far, reported=tuple(self._codes))
         self._passes = passes or dict.fromkeys(cut, 1)
         for phase, times in self._passes.items():
-            for window in (one for parts in self._windows[phase] for one in parts if times > 1 and self._channel):
+            for window in (one for parts in self._windows[phase] for one in parts if times > 1 and self._channels):
                 units = window.units.stop - window.units.start
-                self._channel.copies(phase, window.number, np.zeros(units, dtype=bool), times)
+                self._channel_of(window).copies(phase, window.number, np.zeros(units, dtype=bool), times)
         self._unreported: dict[tuple[Exchange, int], tuple[_Exchange, Must]] = {}
         self._known = Latest()  # an _Arriving for each exchange
         self._draws = Latest()
@@ -110,13 +112,16 @@ class UdpWire(PieceWire):
         self._begun: _Exchange | None = None  # the latest exchange
         self._patience = patience_of(group)
 
+    def _channel_of(self, window: Window) -> Channel:
+        return self._channels[window.number % len(self._channels)]
+
     def lossless(self, phase: str) -> bool:
         return self._alone
 
     # --- exchanges -----------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
-        self.hear_late(rule, x.bucket, 0.0)
+        self.take_reports(rule, x.bucket, 0.0)
         if "grad" in self.coded:
             x = self._wide(x)
         with torch.no_grad():
@@ -145,7 +150,7 @@ class UdpWire(PieceWire):
                 used_here((landing,))
                 for group, places in runs(self.near):
                     pieces.view(self.size, -1)[group].copy_(landing[places])
-            combine(pieces if coded is None else self._decoded(coded, pieces, x, rule), delivery, None, x, rule)
+            self._combine(pieces, delivery, None, x, rule)
             return delivery
 
         return Transfer(udp, arrived, apart=True)
@@ -194,7 +199,7 @@ class UdpWire(PieceWire):
 
         def arrived() -> Delivery:
             delivery = self._record(x.exchange, x.bucket, udp)
-            self._decode_replica(coded, received, x, rule, own, delivery)
+            self._renew(received, x, rule, own, delivery)
             return delivery
 
         return Transfer(udp, arrived, apart=True)
@@ -288,7 +293,7 @@ class UdpWire(PieceWire):
         self, phase: str, number: int, window: Window, reports: bool, data: int, each: int, places: Sequence[int]
     ) -> Datagrams:
         """Post ``window``: its data of the far ranks arrive at ``data`` plus ``each`` bytes times their ``places``."""
-        transfer = self._channel.post(phase, number, window.number, self._to_far(data, each, places))
+        transfer = self._channel_of(window).post(phase, number, window.number, self._to_far(data, each, places))
         transfer.expects_reports(reports)
         return transfer
 
@@ -304,7 +309,7 @@ class UdpWire(PieceWire):
     ) -> None:
         required = None if must is None else must()[:, window.units]
         code = (1, 0) if required is None else self._codes[phase].of(required[self.far])
-        self._channel.send(phase, number, window.number, self._to_far(data, each, places), required, code)
+        self._channel_of(window).send(phase, number, window.number, self._to_far(data, each, places), required, code)
 
     def _to_far(self, data: int, each: int, places: Sequence[int]) -> list[int | None]:
         known = {other: data + place * each for other, place in zip(self.far, places, strict=True)}
@@ -374,7 +379,7 @@ class UdpWire(PieceWire):
         self._agreements[phase, bucket] = mine, group
         for window in self._windows[phase][bucket]:
             units = replicated.any(axis=0)[window.units]
-            self._channel.copies(phase, window.number, units, self._passes[phase])
+            self._channel_of(window).copies(phase, window.number, units, self._passes[phase])
 
     def _agreed(self, phase: str, bucket: int, arrived: np.ndarray) -> np.ndarray:
         mask, group = self._agreements[phase, bucket]
@@ -385,13 +390,12 @@ class UdpWire(PieceWire):
 
     # --- units that must arrive ----------------------------------------------------------------------------------
 
-    def hear(self, rule: GradRecovery, bucket: int, step: int, seconds: float) -> None:
-        if rule.protected is not None and rule.protected.sent_in(step):
-            rule.protected.reported(step, self.reports(Exchange("grad", self.stream, step), bucket, seconds))
-
-    def hear_late(self, rule: GradRecovery, bucket: int, seconds: float) -> None:
-        for step in () if rule.protected is None else rule.protected.late:
-            rule.protected.reported(step, self.reports(Exchange("grad", self.stream, step), bucket, seconds))
+    def take_reports(self, rule: GradRecovery, bucket: int, seconds: float, step: int | None = None) -> None:
+        if rule.protected is None:
+            return
+        asked = rule.protected.late if step is None else [step] * rule.protected.sent_in(step)
+        for number in asked:
+            rule.protected.reported(number, self.reports(Exchange("grad", self.stream, number), bucket, seconds))
 
     def reports(self, exchange: Exchange, bucket: int, seconds: float) -> np.ndarray | None:
         """bool[N, count]: the units of this rank's ``bucket`` that others lost; ``None`` if a report is missing.
@@ -418,23 +422,31 @@ class UdpWire(PieceWire):
 
     def counters(self) -> dict[int, dict[str, int]]:
         """Counters of each peer, by its rank in the group."""
-        return {} if self._channel is None else self._channel.counters()
+        return _joined([channel.counters() for channel in self._channels], {})
 
     def rates(self) -> dict[int, dict[str, float]]:
         """Rates towards each peer: bytes per second, least round trip in seconds, and more."""
-        return {} if self._channel is None else self._channel.rates()
+        return _joined([channel.rates() for channel in self._channels], _TOGETHER)
 
     def close(self) -> None:
         """Close the wire after the last exchange. Exchanges under way may stay incomplete. Nothing is reported afterwards."""
         try:
             if self._begun is not None:
                 self._begun.leave(_LEAVING)
-            if self._channel is not None:
-                self._channel.close()
+            for channel in self._channels:
+                channel.close()
         finally:
             # Exchanges refer to the wire, and it would keep the process group and its threads until garbage is collected.
             self._begun = None
             self._unreported.clear()
+
+
+def _joined(found: Sequence[dict[int, dict[str, Any]]], how: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Join what sockets ``found`` of each peer: by ``how`` for a name, else by their sum."""
+    return {
+        peer: {name: how.get(name, sum)([one[peer][name] for one in found]) for name in values}
+        for peer, values in (found[0] if found else {}).items()
+    }
 
 
 class _Arriving:
