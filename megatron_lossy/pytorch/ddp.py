@@ -152,10 +152,8 @@ class LossyDDP(LossyRun):
         self.reduction_begins(number, gradient)
         exchange = Exchange("grad", self._lossy[0].stream, self.iteration)
         x = Gradients(exchange, number, gradient, gradient, loss_scale=self.loss_scale, gapless=self.gapless)
-        scatter, gather = (
-            partial(collective, group=self.ranks, async_op=True)
-            for collective in (reduce_scatter_single, all_gather_single)
-        )
+        scatter = partial(reduce_scatter_single, group=self.ranks, async_op=True)
+        gather = partial(all_gather_single, group=self.ranks, async_op=True)
         transfer = begin_all_reduce(self._lossy[0], x, scatter, gather)
 
         def end() -> None:

@@ -128,9 +128,7 @@ def groups_in_memory(
     ``steps``: length of the run, if known. Raises :class:`UsageError` if the loss flags do not fit.
     """
     cut = cut_buckets(config, specs)
-    nodes = None
-    if config.ranks_of_node is not None:
-        nodes = consecutive_nodes(range(ranks), config.ranks_of_node)
+    nodes = None if config.ranks_of_node is None else consecutive_nodes(range(ranks), config.ranks_of_node)
     networks = {phase: Network(config, phase, ranks, nodes) for phase in PHASES}
     check_links(networks, stream, cut, len(members), steps)
     coded = [coded_of(config, cut, members, rank) for rank in range(len(members))]

@@ -17,6 +17,7 @@ from ...hooks.exchanges import Exchanges, share_copies
 from ...hooks.seam import Slot, attach, begun, slot_of
 from ...ledger import Patch
 from ...recovery import Gradients
+from ...recovery.base import nothing
 from ...run import Run
 from ...transport import LossyGroup, Network, wire_for
 from ...transport.all_reduce import begin_all_reduce, specs_of
@@ -49,15 +50,8 @@ def all_reduce(
     slot = slot_of(tensor)
     if slot is None or slot.group.lossless("grad"):
         return original(tensor, op=op, group=group, async_op=async_op)
-    x = Gradients(
-        Exchange("grad", slot.group.stream, run.iteration),
-        slot.bucket,
-        tensor,
-        tensor,
-        averaged=op == dist.ReduceOp.AVG,
-        loss_scale=run.loss_scale,
-        gapless=run.gapless,
-    )
+    exchange, averaged = Exchange("grad", slot.group.stream, run.iteration), op == dist.ReduceOp.AVG
+    x = Gradients(exchange, slot.bucket, tensor, tensor, nothing, averaged, run.loss_scale, run.gapless)
     scatter = partial(reduce_scatter_single, op=op, group=group, async_op=async_op)
     gather = partial(all_gather_single, group=group, async_op=True)
     return begun(begin_all_reduce(slot.group, x, scatter, gather))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ...fetch import at_hand
 from ...recovery import Gradients, GradRecovery, Parameters, Stale
-from ...recovery.rows import Rows, Saved, used_here
+from ...recovery.rows import used_here
 from ..base import Latest, Networks, Transfer, draw
 from ..coded import Coded
 from ..pieces import PieceWire, room_for
@@ -159,6 +159,7 @@ class UdpWire(PieceWire):
         must = self._must_arrive(x, rule)
         if self._arriving(x.exchange).was_begun(x.bucket):
             return self._gather_reliably(x, rule, lambda: self.delivery(x.exchange))
+        self._ask_for_reports(x.bucket)
         with torch.no_grad():
             own = rule.send(x)
         if "param" in self.coded:
@@ -171,7 +172,6 @@ class UdpWire(PieceWire):
         withdrawn = self._may_be_withdrawn(x.bucket, None if on_device else drawn)
         old = rule.rows.take(buffer, units, withdrawn) if withdrawn is not None else None
         near = self._exchange_near([x.sent] * len(self.near), [rows[other] for other in self.near])
-        self._ask_for_reports(x.bucket)
         bring = into_replica(buffer, self.size, self.far, units, drawn, rule.rows) if on_device else None
         udp = self._over_udp(x.exchange, x.bucket, near, x.sent, buffer, must, bring)
 
@@ -179,8 +179,11 @@ class UdpWire(PieceWire):
             delivery = self._record(x.exchange, x.bucket, udp)
             if rows[self.rank].data_ptr() != x.sent.data_ptr():
                 rows[self.rank].copy_(x.sent)
-            if withdrawn is not None:
-                _restore(rule.rows, buffer, units, withdrawn, old, delivery)
+            if withdrawn is not None:  # units that were written and count as lost get their old values back
+                fresh = Lost(withdrawn.mask & delivery.incoming(units))
+                new = rule.rows.take(buffer, units, fresh)
+                rule.rows.put_(buffer, units, withdrawn, old)
+                rule.rows.put_(buffer, units, fresh, new)
             rule.sent(x, own, delivery)
             return delivery
 
@@ -193,7 +196,6 @@ class UdpWire(PieceWire):
         received = sent.new_empty(self.size * len(sent))
         rows = received.chunk(self.size)
         near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
-        self._ask_for_reports(x.bucket)
         bring = into_pieces(received, self.size, self.far) if staged(sent) else None
         udp = self._over_udp(x.exchange, x.bucket, near, sent, received, must, bring)
 
@@ -481,19 +483,6 @@ class _Arriving:
             arrived[0][:, self._cut[bucket].numbers] = part
         arrived.flags.writeable = False
         return Delivery(self._exchange, self._members, [self._me], arrived, self._cut)
-
-
-def _restore(
-    rows: Rows, buffer: torch.Tensor, units: BucketUnits, withdrawn: Lost, old: Saved, delivery: Delivery
-) -> None:
-    """Put the old values back into units of ``buffer`` that were written and count as lost.
-
-    ``old``: copies of all units that may be ``withdrawn``.
-    """
-    fresh = Lost(withdrawn.mask & delivery.incoming(units))
-    new = rows.take(buffer, units, fresh)
-    rows.put_(buffer, units, withdrawn, old)
-    rows.put_(buffer, units, fresh, new)
 
 
 class _Exchange:
