@@ -76,8 +76,7 @@ class Lossy(Run):
         self.take_over: Callable[[Any], list[LossyGroup] | None] = lambda ddp: None
         #: Makes a context for the start of the reduction of a bucket group.
         self.reducing: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        for part in MECHANISMS.parts(self):
-            self.add_part(part)
+        MECHANISMS.attach(self)
 
     def uninstall(self) -> None:
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...mechanism import Mechanism, Part
@@ -11,6 +11,7 @@ from .flags import IslandFlags
 if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
+    from ...jobs import World
 
 
 class Islands(Mechanism):
@@ -34,21 +35,16 @@ class Islands(Mechanism):
         return ISLANDS
 
     @classmethod
-    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
-        from .memory import kept
-
-        return kept(config, device)
-
-    @classmethod
-    def part(cls, run: Any) -> Part | None:
-        config = run.config
-        if run.kind == "FSDP2" and run.islands is not None and config.averages:
+    def attach(cls, run: Any) -> None:
+        if run.kind == "FSDP2" and run.islands is not None and run.config.averages:
             from .fsdp import FSDPIslands
 
-            return FSDPIslands(config, run.islands)
-        world = run.world if run.kind == "Megatron" else None
-        if world is None:
-            return None
+            run.add_part(FSDPIslands(run.config, run.islands))
+        elif run.kind == "Megatron" and run.world is not None:
+            run.add_part(cls._part(run.config, run.world))
+
+    @staticmethod
+    def _part(config: LossyConfig, world: World) -> Part:
         if config.rendezvous is not None:
             from .elastic.megatron_training import TrainingElasticIslands
             from .elastic.world import ElasticWorld
