@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _load(twin: str) -> Any:
-    """Return the class at ``module:Class`` in the folder of mechanisms."""
+    """Return the class or function at ``module:name`` in the folder of mechanisms."""
     module, _, name = twin.partition(":")
     return getattr(importlib.import_module(f"megatron_lossy.mechanisms.{module}"), name)
 
@@ -44,7 +44,7 @@ def run_of(config: LossyConfig, workers: int, iterations: int, seed: int, whole_
 def attach(run: Any) -> None:
     """Attach mechanisms to ``run``, of virtual workers."""
     if run.config.loses_at_boundaries:
-        run.add_part(_load("boundaries.part:VirtualBoundaries")())
+        _load("boundaries.part:attach_virtual")(run)
     if (run.config.virtual_stages or 1) > 1:
         run.add_part(_load("async_pipeline.virtual:Stages")(run.config.virtual_stages))
     MECHANISMS.attach(run)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...mechanism import Mechanism, Part
+from ...mechanism import Mechanism
 from .flags import IslandFlags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
-    from ...jobs import World
 
 
 class Islands(Mechanism):
@@ -41,23 +40,19 @@ class Islands(Mechanism):
 
             run.add_part(FSDPIslands(run.config, run.islands))
         elif run.kind == "Megatron" and run.world is not None:
-            run.add_part(cls._part(run.config, run.world))
+            run.add_part(cls._kind(run.config)(run.config, run.world))
 
     @staticmethod
-    def _part(config: LossyConfig, world: World) -> Part:
+    def _kind(config: LossyConfig) -> Any:
+        """Return the class of islands of real ranks of Megatron."""
         if config.rendezvous is not None:
             from .elastic.megatron_training import TrainingElasticIslands
-            from .elastic.world import ElasticWorld
 
-            assert isinstance(world, ElasticWorld), world
-            return TrainingElasticIslands(config, world)
-        from .world import IslandWorld
-
-        assert isinstance(world, IslandWorld), world
+            return TrainingElasticIslands
         if config.island_schedule is not None:
             from .scheduled import ScheduledIslands
 
-            return ScheduledIslands(config, world)
+            return ScheduledIslands
         from .megatron_training import TrainingIslands
 
-        return TrainingIslands(config, world)
+        return TrainingIslands
