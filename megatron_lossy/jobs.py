@@ -64,13 +64,6 @@ class Jobs:
         """Return lines about flags that are allowed but rarely wanted, for a run of ``iterations``, if known."""
         return []
 
-    def more_saved(self, weights: int, compute: int, virtual: bool) -> float:
-        """Return the bytes of a checkpoint besides the model and the state of one optimizer for ``weights``.
-
-        ``compute``: bytes of a weight in the model. ``virtual``: all workers are in one process.
-        """
-        return 0.0
-
 
 def folder_of(path: str | os.PathLike[str], name: str, job: int | str) -> str:
     """The folder in ``path`` of the job with that ``name`` and number."""

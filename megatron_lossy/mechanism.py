@@ -48,20 +48,11 @@ class Mechanism:
         return Section(cls.name, cls.name, ())
 
     @classmethod
-    def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
-        """Return the components of memory, :class:`.launch.memory.Kept`, that it keeps on a device which has ``held``.
+    def attach(cls, run: Any) -> None:
+        """Subscribe to events of ``run``, which has just been made, or add a part to it, if the flags ask for one.
 
-        ``held``: a :class:`.launch.memory.Held`.
+        ``run.kind`` is Megatron, FSDP2, DDP or virtual. Our own parts in virtual runs stand in :mod:`.virtual.twins`.
         """
-        return []
-
-    @classmethod
-    def part(cls, run: Any) -> Part | None:
-        """Return its part of ``run``, which has just been made; ``None`` if the flags do not ask for one.
-
-        ``run.kind`` is Megatron, FSDP2 or DDP. Mechanisms of other packages are asked for virtual runs as well.
-        """
-        return None
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:

@@ -94,10 +94,10 @@ class Mechanisms(Registry):
         """The classes that can be loaded. For the others a :class:`UsageError` is postponed."""
         return list(self._all)
 
-    def parts(self, run: Any) -> list[Any]:
-        """Return the parts of all mechanisms in ``run``; none if its flags are inert."""
-        answers = () if run.config.inert else (one.part(run) for one in self.all())
-        return [one for one in answers if one is not None]
+    def attach(self, run: Any) -> None:
+        """Attach all mechanisms to ``run``; none if its flags are inert."""
+        for one in () if run.config.inert else self.all():
+            one.attach(run)
 
     def drop(self, mechanism: Any, why: str) -> None:
         """Leave ``mechanism`` out from now on, and postpone a :class:`UsageError` that says ``why``."""

@@ -15,7 +15,6 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
-from megatron_lossy.mechanisms.islands import Islands
 from megatron_lossy.train.config import TrainConfig
 from megatron_lossy.train.facts import of_trainer
 from megatron_lossy.train.saved import check_folders, in_folders_of_job
@@ -301,7 +300,7 @@ def test_flags_that_do_not_fit(settings, loss, line):
         config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0} | settings)
         lossy = LossyConfig(**loss)
         check_refusals(lossy, of_trainer(config, 4))
-        Islands.check(lossy, config.train_iters)
+        lossy.jobs().check(config.train_iters)
     assert str(error.value).startswith(line)
 
 

@@ -132,9 +132,7 @@ def test_a_part_goes_on_where_its_run_was_saved(tmp_path):
     place = tmp_path / "site"
     place.mkdir()
     (place / "my_part.py").write_text(PART)
-    returns = (
-        "    @classmethod\n    def part(cls, run):\n        from my_part import Updates\n        return Updates()\n"
-    )
+    returns = "    @classmethod\n    def attach(cls, run):\n        from my_part import Updates\n        run.add_part(Updates())\n"
     shows = (
         "    @classmethod\n    def observers(cls, run, writer):\n        from my_monitor import Shown\n"
         "        return [Shown(run)]\n"

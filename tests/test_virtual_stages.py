@@ -12,7 +12,7 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
-from megatron_lossy.mechanisms.async_pipeline.memory import old_weights
+from megatron_lossy.launch.kept import old_weights
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.shows("virtual stages against stages that run event by event")

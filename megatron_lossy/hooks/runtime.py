@@ -78,8 +78,7 @@ class Lossy(Run):
         self.take_over: Callable[[Any], list[LossyGroup] | None] = lambda ddp: None
         #: Called with a bucket group before its all-reduce, and after it.
         self.around_all_reduce: tuple[Callable[[Any], None], Callable[[Any], None]] | None = None
-        for part in MECHANISMS.parts(self):
-            self.add_part(part)
+        MECHANISMS.attach(self)
 
     def uninstall(self) -> None:
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""

@@ -105,8 +105,7 @@ class LossyDDP(LossyRun):
         self.reduction_begins, self.reduction_ends = Event(), Event()
         #: Is called with the run once the final buckets are known.
         self.buckets_known = Event()
-        for part in MECHANISMS.parts(self):
-            self.add_part(part)
+        MECHANISMS.attach(self)
         self._closed_hook = False
         try:
             model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))

@@ -90,8 +90,7 @@ class LossyFSDP(LossyRun):
         self._sharded: list[_Sharded] = []
         self._lossy: list[LossyGroup] = []
         self._again: list[_Again] = []
-        for part in MECHANISMS.parts(self):
-            self.add_part(part)
+        MECHANISMS.attach(self)
         self._streams = streams_of([one for one in groups if one.trained])
         for stream in self._streams:
             self._add(stream, regather)

@@ -19,7 +19,7 @@ from ..hooks.facts import of_model
 from ..hooks.versions import optimizers
 from ..ledger import Ledger
 from ..run import Run
-from .twins import parts_of
+from .twins import attach
 
 
 class VirtualRun(Run):
@@ -49,8 +49,7 @@ class VirtualRun(Run):
         self.rank = 0
         #: Pipeline stages with weights of different ages, of :mod:`.async_pipeline.virtual`, if there are any.
         self.stages: Any = None
-        for part in parts_of(self):
-            self.add_part(part)
+        attach(self)
         self._ledger = Ledger("virtual workers")
         self._ledger.install(self.patches)
         self._tokens: torch.Tensor | None = None

@@ -14,13 +14,12 @@ from ..registry import MECHANISMS
 from .sending import Sending
 
 if TYPE_CHECKING:
-    from ..mechanism import Part
     from ..run import Run
     from ..transport import LossyGroup
 
 
 def _load(twin: str) -> Any:
-    """Return the class at ``module:Class`` in the folder of mechanisms."""
+    """Return the class or function at ``module:name`` in the folder of mechanisms."""
     module, _, name = twin.partition(":")
     return getattr(importlib.import_module(f"megatron_lossy.mechanisms.{module}"), name)
 
@@ -42,16 +41,13 @@ def run_of(config: LossyConfig, workers: int, iterations: int, seed: int, whole_
     return run
 
 
-def parts_of(run: Any) -> list[Part]:
-    """Return the parts of mechanisms in ``run``, of virtual workers; of other packages those of all their runs."""
-    config, found = run.config, []
-    if config.inert:
-        return []
-    if config.loses_at_boundaries:
-        found.append(_load("boundaries.part:VirtualBoundaries")())
-    if (config.virtual_stages or 1) > 1:
-        found.append(_load("async_pipeline.virtual:Stages")(config.virtual_stages))
-    return found + MECHANISMS.parts(run)
+def attach(run: Any) -> None:
+    """Attach mechanisms to ``run``, of virtual workers."""
+    if run.config.loses_at_boundaries:
+        _load("boundaries.part:attach_virtual")(run)
+    if (run.config.virtual_stages or 1) > 1:
+        run.add_part(_load("async_pipeline.virtual:Stages")(run.config.virtual_stages))
+    MECHANISMS.attach(run)
 
 
 def workers_of(run: Any) -> Any:

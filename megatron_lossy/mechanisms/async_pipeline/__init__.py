@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...mechanism import Mechanism
 from .flags import AsyncPipelineFlags
 
 if TYPE_CHECKING:
-    from ...config import LossyConfig
     from ...config.refusal import Section
 
 
@@ -24,9 +22,3 @@ class AsyncPipeline(Mechanism):
         from .refusals import ASYNC_PIPELINE
 
         return ASYNC_PIPELINE
-
-    @classmethod
-    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
-        from .memory import kept
-
-        return kept(config, device)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...mechanism import Mechanism, Part
+from ...mechanism import Mechanism
 from .flags import BoundaryFlags
 
 if TYPE_CHECKING:
@@ -39,12 +39,11 @@ class Boundaries(Mechanism):
         return BOUNDARIES
 
     @classmethod
-    def part(cls, run: Any) -> Part | None:
-        if run.kind != "Megatron" or not run.config.loses_at_boundaries:
-            return None
-        from .part import StageBoundaries
+    def attach(cls, run: Any) -> None:
+        if run.kind == "Megatron" and run.config.loses_at_boundaries:
+            from .part import StageBoundaries
 
-        return StageBoundaries()
+            run.add_part(StageBoundaries())
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:

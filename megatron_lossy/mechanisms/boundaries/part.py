@@ -57,15 +57,11 @@ class StageBoundaries(Part):
             self.boundaries.links.close()
 
 
-class VirtualBoundaries(Part):
-    """The ``--virtual-boundaries`` of workers that share a process."""
-
-    name = "boundaries"
-
-    def attach(self, run: Any) -> None:
-        self.boundaries = hooks.Boundaries(run)
-        run.patches += hooks.patches(self.boundaries)
-        run.events.on(chunk_added=lambda ddp: self.boundaries.attach(ddp, lambda: run.rank))
+def attach_virtual(run: Any) -> None:
+    """Let ``run``, whose workers share a process, lose messages at its ``--virtual-boundaries``."""
+    boundaries = hooks.Boundaries(run)
+    run.patches += hooks.patches(boundaries)
+    run.events.on(chunk_added=lambda ddp: boundaries.attach(ddp, lambda: run.rank))
 
 
 def _warn_if_reliable(nodes: Sequence[int]) -> None:

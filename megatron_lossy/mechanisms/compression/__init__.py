@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...mechanism import Mechanism, Part
+from ...mechanism import Mechanism
 from .flags import CompressionFlags
 
 if TYPE_CHECKING:
@@ -32,21 +32,9 @@ class Compression(Mechanism):
         return COMPRESSION
 
     @classmethod
-    def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
-        from ...launch.memory import Kept
-
-        if held.shards == 1 or not config.wire_bits:
-            return []
-        bits = sum(config.wire_bits.values())
-        return [Kept("codes, sent and arrived", 2 * held.weights * bits / 8)]
-
-    @classmethod
-    def part(cls, run: Any) -> Part | None:
-        if run.kind != "Megatron" or "param" not in run.config.wire_bits:
-            return None
-        from .part import CodedParameters
-
-        return CodedParameters()
+    def attach(cls, run: Any) -> None:
+        if run.kind == "Megatron" and "param" in run.config.wire_bits:
+            run.events.on(save_begins=run.settle)  # replicas are saved as they arrived, in whole
 
     @classmethod
     def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:

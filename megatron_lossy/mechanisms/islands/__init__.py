@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...mechanism import Mechanism, Part
+from ...mechanism import Mechanism
 from .flags import IslandFlags
 
 if TYPE_CHECKING:
@@ -34,34 +34,25 @@ class Islands(Mechanism):
         return ISLANDS
 
     @classmethod
-    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
-        from .memory import kept
-
-        return kept(config, device)
-
-    @classmethod
-    def part(cls, run: Any) -> Part | None:
-        config = run.config
-        if run.kind == "FSDP2" and run.islands is not None and config.averages:
+    def attach(cls, run: Any) -> None:
+        if run.kind == "FSDP2" and run.islands is not None and run.config.averages:
             from .fsdp import FSDPIslands
 
-            return FSDPIslands(config, run.islands)
-        world = run.world if run.kind == "Megatron" else None
-        if world is None:
-            return None
+            run.add_part(FSDPIslands(run.config, run.islands))
+        elif run.kind == "Megatron" and run.world is not None:
+            run.add_part(cls._kind(run.config)(run.config, run.world))
+
+    @staticmethod
+    def _kind(config: LossyConfig) -> Any:
+        """Return the class of islands of real ranks of Megatron."""
         if config.rendezvous is not None:
             from .elastic.megatron_training import TrainingElasticIslands
-            from .elastic.world import ElasticWorld
 
-            assert isinstance(world, ElasticWorld), world
-            return TrainingElasticIslands(config, world)
-        from .world import IslandWorld
-
-        assert isinstance(world, IslandWorld), world
+            return TrainingElasticIslands
         if config.island_schedule is not None:
             from .scheduled import ScheduledIslands
 
-            return ScheduledIslands(config, world)
+            return ScheduledIslands
         from .megatron_training import TrainingIslands
 
-        return TrainingIslands(config, world)
+        return TrainingIslands

@@ -46,8 +46,3 @@ class IslandJobs(Jobs):
         from .advice import advice
 
         return advice(self.config, iterations)
-
-    def more_saved(self, weights: int, compute: int, virtual: bool) -> float:
-        from .memory import more_saved
-
-        return more_saved(self.config, weights, compute, virtual)

@@ -110,8 +110,4 @@ class TrainingIslands(RankIslands):
     def attach(self, run: Any) -> None:
         super().attach(run)
         run.training_patches += patches(self)
-        run.events.on(arguments_come=partial(before_validation, self), arguments_checked=self.after_arguments)
-
-    def after_arguments(self, args: Any) -> None:
-        """Make the island the default world."""
-        enter(self, args)
+        run.events.on(arguments_come=partial(before_validation, self), arguments_checked=partial(enter, self))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...mechanism import Mechanism, Part
+from ...mechanism import Mechanism
 from .flags import LeadFlags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
     from ...transport import Wire
-
-_FLOAT32 = 4
 
 
 class Lead(Mechanism):
@@ -29,21 +26,11 @@ class Lead(Mechanism):
         return LEAD
 
     @classmethod
-    def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
-        from ...launch.memory import Kept
+    def attach(cls, run: Any) -> None:
+        if run.kind == "Megatron" and not run.config.sends_weights():
+            from .part import LeadPart
 
-        if not held.lost["param"] or config.sends_weights():
-            return []
-        own = held.compute if held.compute < _FLOAT32 else 0  # a copy of the own shard in fewer bytes
-        return [Kept("lead", held.weights / held.shards * (2 * _FLOAT32 + own))]
-
-    @classmethod
-    def part(cls, run: Any) -> Part | None:
-        if run.kind != "Megatron" or run.config.sends_weights():
-            return None
-        from .part import LeadPart
-
-        return LeadPart()
+            run.add_part(LeadPart())
 
     @classmethod
     def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:

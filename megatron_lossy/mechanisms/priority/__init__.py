@@ -35,14 +35,6 @@ class Priorities(Mechanism):
         return PRIORITY
 
     @classmethod
-    def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
-        from ...launch.memory import Kept
-
-        if held.shards == 1 or config.param_priority == "none":
-            return []
-        return [Kept("parameters delivered for certain", held.weights / held.shards * held.compute)]
-
-    @classmethod
     def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:
         if phase == "grad" and config.at_sender:
             from .protected import protected

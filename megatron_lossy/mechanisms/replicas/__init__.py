@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...mechanism import Mechanism, Part
+from ...mechanism import Mechanism
 from .flags import ReplicaFlags
 
 if TYPE_CHECKING:
@@ -37,16 +37,15 @@ class Replicas(Mechanism):
         return REPLICAS
 
     @classmethod
-    def part(cls, run: Any) -> Part | None:
+    def attach(cls, run: Any) -> None:
         if run.kind == "Megatron":
             from .ranks import RankReplica
 
-            return RankReplica()
-        if run.kind == "DDP":
+            run.add_part(RankReplica())
+        elif run.kind == "DDP":
             from .ddp import DDPReplica
 
-            return DDPReplica()
-        return None
+            run.add_part(DDPReplica())
 
     @classmethod
     def columns(cls) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +9,8 @@ import torch
 
 from ...channel.corruption import Errors
 from ...peers import Peers, RankPeers
-from .held import HeldReplicas
-from .optimizers import Main, Mains
-from .ranks import warn_of_one_replica
+from .optimizers import Mains
+from .ranks import OneReplica, warn_of_one_replica
 from .repair import Buckets
 from .streams import ReplicaStream
 from .synchroniser import Tensors
@@ -21,22 +19,18 @@ if TYPE_CHECKING:
     from ...pytorch.ddp import LossyDDP
 
 
-class DDPReplica(HeldReplicas):
+class DDPReplica(OneReplica):
     """The full replica of this rank. Buckets are known later than parameters; until then gradients are equal."""
 
     def __init__(self) -> None:
         super().__init__()
         self._final: list[Any] = []  # DDP's buckets
 
-    @property
-    def there(self) -> bool:
-        return bool(self.streams)
-
     # --- building --------------------------------------------------------------------------------------------------
 
     def attach(self, run: LossyDDP) -> None:
         super().attach(run)
-        run.events.on(chunk_added=self.add_model_chunk, iteration_begins=self.begin_iteration)
+        run.events.on(chunk_added=self.add_model_chunk)
         run.buckets_known.append(self.know_buckets)
         run.reduction_begins.append(self.before_reduction)
         run.reduction_ends.append(self.after_reduction)
@@ -72,28 +66,18 @@ class DDPReplica(HeldReplicas):
             self.hit(0, 0, bucket, gradient)
 
     def begin_iteration(self) -> None:
-        """Compare the gradients of replicas."""
-        if self.together is not None and self._final:
-            self.together.check()
+        if self._final:
+            super().begin_iteration()
 
     # --- what a rank has -------------------------------------------------------------------------------------------
 
     def peers_of(self, one: ReplicaStream) -> Peers:
         return RankPeers(one.group, one.parameters[0].device)
 
-    def turn(self, replica: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def gradients(self, stream: int) -> Buckets:
         """The gradients of each bucket, which DDP has copied to their parameters."""
         grads = ([one.grad for one in bucket.parameters if one.grad is not None] for bucket in self._final)
         return [[tensors for tensors in grads if tensors]]
-
-    def weights(self, replica: int, own: Sequence[Main]) -> list[torch.Tensor]:
-        return [main.data for main, _ in own]
-
-    def states(self, replica: int, own: Sequence[Main]) -> list[dict[str, Any]]:
-        return [inner.state.get(main, {}) for main, inner in own]
 
     def models(self, mains: Mains) -> Sequence[Tensors]:
         return []

@@ -30,23 +30,45 @@ from .synchroniser import Tensors
 logger = logging.getLogger(__name__)
 
 
-class RankReplica(HeldReplicas):
+class OneReplica(HeldReplicas):
+    """The one full replica of a real rank: the state of its model and optimizer."""
+
+    @property
+    def there(self) -> bool:
+        return bool(self.streams)
+
+    def attach(self, run: Any) -> None:
+        super().attach(run)
+        run.events.on(iteration_begins=self.begin_iteration)
+
+    def begin_iteration(self) -> None:
+        """Compare the gradients of replicas."""
+        if self.together is not None:
+            self.together.check()
+
+    def turn(self, replica: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def weights(self, replica: int, own: Sequence[Main]) -> list[torch.Tensor]:
+        return [main.data for main, _ in own]
+
+    def states(self, replica: int, own: Sequence[Main]) -> list[dict[str, Any]]:
+        return [inner.state.get(main, {}) for main, inner in own]  # loading replaces them
+
+
+class RankReplica(OneReplica):
     """The full replica of this rank: model chunks whose optimizer is not distributed."""
 
     def __init__(self) -> None:
         super().__init__()
         self._places: dict[int, tuple[int, int]] = {}  # of a bucket, by its id: its stream and its number there
 
-    @property
-    def there(self) -> bool:
-        return bool(self.streams)
-
     # --- building --------------------------------------------------------------------------------------------------
 
     def attach(self, run: Any) -> None:
         super().attach(run)
         run.take_over = self.take_over
-        run.events.on(optimizer_added=self.check_optimizer, iteration_begins=self.begin_iteration)
+        run.events.on(optimizer_added=self.check_optimizer)
         if run.config.needs_whole_optimizers() and not run.config.untouched("grad"):
             run.patches.append(lossy_all_reduce.patch(run))
 
@@ -93,18 +115,10 @@ class RankReplica(HeldReplicas):
                 stream, number = self._places[id(bucket)]
                 self.hit(stream, 0, number, bucket.grad_data)
 
-    def begin_iteration(self) -> None:
-        """Compare the gradients of replicas."""
-        if self.together is not None:
-            self.together.check()
-
     # --- what a rank has -------------------------------------------------------------------------------------------
 
     def peers_of(self, one: ReplicaStream) -> Peers:
         return RankPeers(one.group, one.buckets[0].grad_data.device)
-
-    def turn(self, replica: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def gradients(self, stream: int) -> Buckets:
         """The tensors that the optimizer reads of each bucket: from megatron-core 0.17 on not only the buffer.
@@ -113,12 +127,6 @@ class RankReplica(HeldReplicas):
         gradient into it, and adds up the gradients of tied embeddings there.
         """
         return [[[bucket.grad_data, *main_gradients(bucket)] for bucket in self.streams[stream].buckets]]
-
-    def weights(self, replica: int, own: Sequence[Main]) -> list[torch.Tensor]:
-        return [main.data for main, _ in own]
-
-    def states(self, replica: int, own: Sequence[Main]) -> list[dict[str, Any]]:
-        return [inner.state.get(main, {}) for main, inner in own]  # loading replaces them
 
     def models(self, mains: Mains) -> Sequence[Tensors]:
         aside = [model for model, (main, _) in mains.items() if model is not main]

@@ -72,9 +72,10 @@ class TrainingElasticIslands(ElasticIslands):
     def attach(self, run: Any) -> None:
         super().attach(run)
         run.training_patches += patches(self.train)
+        run.events.on(arguments_checked=self.after_arguments)
 
     def after_arguments(self, args: Any) -> None:
-        super().after_arguments(args)
+        """Raise :class:`UsageError` if the run cannot skip iterations that others have made; else let it."""
         given = getattr(args, "iterations_to_skip", None)
         if given is None:
             raise refuse("--rendezvous", self.config.rendezvous, "needs a Megatron with --iterations-to-skip (0.12)")
