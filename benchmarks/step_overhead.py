@@ -242,7 +242,7 @@ def gather_memory(trainer: Trainer) -> dict[str, float] | None:
         for bucket in group.buckets:
             slot = slot_of(bucket.param_data)
             rule = slot.group.params[slot.bucket]
-            units, lost = rule.units, rule.lost(slot.group.delivery("param", trainer.lossy.update))
+            units, lost = rule.units, slot.group.delivery("param", trainer.lossy.update).lost_here(rule.units)
             whole, tail = lost.mask[:, : units.whole].sum(), lost.mask[:, units.whole :].sum()
             lost_bytes += int(whole * units.elements + tail * units.tail) * bucket.param_data.element_size()
             for parts in rows_for(bucket.param_data.device).take(bucket.param_data, units, lost):

@@ -276,7 +276,7 @@ def test_a_group_keeps_the_last_delivery_and_hands_it_over():
         assert (replica == step).all()  # the collective is reliable; nothing is put back before the wait
         delivery = transfer.wait()
         assert isinstance(delivery, Delivery) and group.delivery("param", step) is delivery is transfer.wait()
-        lost = np.repeat(group.params[0].lost(delivery).mask, 2, axis=1).ravel()
+        lost = np.repeat(delivery.lost_here(group.params[0].units).mask, 2, axis=1).ravel()
         assert np.array_equal((replica == -1).numpy(), lost)
     arrived_of_4 = delivery.arrived[0].sum()
     # A delivery that was observed, and that nobody could draw, is what a reliable gather puts back.
