@@ -74,7 +74,8 @@ class Transfer:
 class Network:
     """A channel with the rules that hold for all channels, between the ranks of a full data-parallel (or expert-data) group.
 
-    The own shard never crosses; links inside a node may be reliable (docs/semantics.md, Links). ``nodes`` gives the node of every rank of the full group; needed for ``--lossy-links inter-node``.
+    The own shard never crosses; links inside a node may be reliable (docs/semantics.md, Links). ``nodes`` gives the
+    node of every rank of the full group; needed for ``--lossy-links inter-node``.
     """
 
     def __init__(self, config: LossyConfig, phase: str, size: int, nodes: Sequence[int] | None = None) -> None:
@@ -375,16 +376,14 @@ class CollectiveWire(DrawnWire):
                 lost.places(numbers)
 
     def _draw(self, exchange: Exchange) -> Delivery:
+        me, everyone = [self.members[self.rank]] * self.size, self.members
         if exchange.phase != "grad":
-            return self._delivery(exchange, self._links(exchange, True))
-        links = self._links(exchange, True, False)
+            return self._delivery(exchange, self._links(exchange, everyone, me))
+        links = self._links(exchange, [*everyone, *me], [*me, *everyone])
         return self._delivery(exchange, links[: self.size], links[self.size :])
 
-    def _links(self, exchange: Exchange, *incoming: bool) -> np.ndarray:
-        """bool[N * directions, units], read-only: the units that arrive from all ranks at this one, or from it at all."""
-        me = [self.members[self.rank]] * self.size
-        sources = [rank for comes in incoming for rank in (self.members if comes else me)]
-        destinations = [rank for comes in incoming for rank in (me if comes else self.members)]
+    def _links(self, exchange: Exchange, sources: Sequence[int], destinations: Sequence[int]) -> np.ndarray:
+        """bool[L, units], read-only: the units that arrive on each of L links."""
         network, count = self.networks[exchange.phase], self.count[exchange.phase]
         links = network.delivered_links(exchange, np.array(sources), np.array(destinations), count)
         links.flags.writeable = False
