@@ -42,8 +42,8 @@ class Gradients:
         loss_scale: returns a number or a scalar tensor that multiplied the gradients; with one, the step may be
             rejected. ``None`` without one.
         gapless: the next exchange of the bucket is that of the next step.
-        rounding: gives a buffer [N * shard] the values that others get of it, in place. The wire sets it if values cross in
-            codes, and calls it before :meth:`GradRecovery.before`, unless the rule does.
+        rounding: gives a buffer [N * shard] the values that others get of it, in place. The wire sets it if values cross
+            in codes, and calls it before :meth:`GradRecovery.before`, unless the rule does.
         coming: returns the units of the bucket that the exchange of the next step loses, or ``None`` if a trace ends
             before it. The wire sets it if ``gapless``, and losses can be foreseen.
     """

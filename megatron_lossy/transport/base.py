@@ -1,4 +1,4 @@
-"""A wire carries an exchange, and calls the verbs of the rule on its way: the base class, and wires whose losses are drawn.
+"""Wires: the base class, and those whose losses are drawn. A wire carries an exchange, and calls the verbs of its rule.
 
 A wire knows how the buckets of one group are cut, and whether a phase can lose anything. A wire with drawn losses knows
 a delivery before the exchange; a wire over a real network knows it only afterwards.
@@ -72,7 +72,7 @@ class Transfer:
 
 
 class Network:
-    """A channel with the rules that hold for all channels, between the ranks of a full data-parallel (or expert-data) group.
+    """A channel with the rules that hold for all, between the ranks of a full data-parallel (or expert-data) group.
 
     The own shard never crosses; links inside a node may be reliable (docs/semantics.md, Links). ``nodes`` gives the
     node of every rank of the full group; needed for ``--lossy-links inter-node``.

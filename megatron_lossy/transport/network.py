@@ -87,7 +87,10 @@ def find_nodes(group: dist.ProcessGroup | None, ranks_per_node: int = 0) -> list
 
 
 def read_key_file(path: str | None) -> bytes | None:
-    """The secret of ``--udp-key-file`` in ``path``. Raises :class:`UsageError` if the file cannot be read or is too short."""
+    """Return the secret of ``--udp-key-file`` in ``path``.
+
+    Raises :class:`UsageError` if the file cannot be read or is too short.
+    """
     if path is None:
         return None
     try:
