@@ -17,7 +17,6 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.lab.theory.churn import ChurningRows, speed_of_mean
 from megatron_lossy.lab.theory.islands import STREAM, rounds_of
-from megatron_lossy.mechanisms.islands import Islands
 from megatron_lossy.mechanisms.islands.epoch_log import EPOCHS, EpochLog
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Heard, Incarnation, Member, counting, next_epoch
 from megatron_lossy.mechanisms.islands.mean import InMemory
@@ -261,7 +260,7 @@ def test_a_schedule_that_does_not_fit(tmp_path, lines, why):
 
 def test_a_schedule_is_checked_before_a_run(tmp_path):
     with pytest.raises(UsageError, match="at 9: must be a whole number of at least 0 and below 8"):
-        Islands.check(flags(write(tmp_path / "events", (9, 0, "stop"))), 8)
+        flags(write(tmp_path / "events", (9, 0, "stop"))).jobs().check(8)
 
 
 def test_a_schedule_that_is_not_there(tmp_path):
