@@ -128,7 +128,7 @@ class Lossy(Run):
         """
         if not self._depth:
             self._check_exchanges(optimizer)
-            self.begin_iteration()
+            self.events.iteration_begins()
         self._depth += 1
         if applies:
             if not self._successful:
@@ -139,7 +139,7 @@ class Lossy(Run):
             yield
             if self._depth == 1:
                 all_reduced, self._all_reduced = self._all_reduced, False
-                self.end_iteration()
+                self.events.iteration_ends()
                 self.finish_iteration(self._successful, all_reduced)
         finally:
             self._depth -= 1
@@ -189,7 +189,7 @@ class Lossy(Run):
         return Gradients(exchange, slot.bucket, whole, whole, loss_scale=self.loss_scale, gapless=self.gapless)
 
     def skip_iteration(self) -> None:
-        self.end_iteration()
+        self.events.iteration_ends()
         super().skip_iteration()
 
     # --- what every run answers ------------------------------------------------------------------------------------

@@ -146,14 +146,6 @@ class Run(RunWeights):
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
-    def begin_iteration(self) -> None:
-        """The optimizer is about to check gradients and to make its update."""
-        self.events.iteration_begins()
-
-    def end_iteration(self) -> None:
-        """The optimizer is done; also after an iteration without an update."""
-        self.events.iteration_ends()
-
     def begin_update(self) -> None:
         """The owners' shards are about to be updated."""
         self.tell_observers()
@@ -212,7 +204,7 @@ class Run(RunWeights):
 
     def sit_out(self) -> None:
         """End an iteration that other jobs make, and this one does not."""
-        self.end_iteration()
+        self.events.iteration_ends()
         self.finish_iteration(False, all_reduced=True)
 
     def skip_iteration(self) -> None:

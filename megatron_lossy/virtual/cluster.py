@@ -114,7 +114,7 @@ class VirtualCluster(VirtualRun):
 
     def make_update(self, optimizer: Any) -> Any:
         """Make the update as :meth:`step` does, without ending the iteration."""
-        self.begin_iteration()
+        self.events.iteration_begins()
         scale = self._per_token()
         if scale is None:
             scale = 1.0 / self.workers
@@ -136,7 +136,7 @@ class VirtualCluster(VirtualRun):
             if successful:
                 self.update = self.iteration
             self._send()
-        self.end_iteration()
+        self.events.iteration_ends()
         return result
 
     # --- answers of every run --------------------------------------------------------------------------------------
