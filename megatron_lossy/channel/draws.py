@@ -82,7 +82,7 @@ PER_BLOCK = 16
 #: Blocks of random numbers to draw at once, so that they stay in a core's cache.
 PIECE = 2**13
 
-# Measured microseconds (benchmarks/draw_speed.py). They decide how the numbers of several links are drawn: with the
+# Measured microseconds (benchmarks/micro.py). They decide how the numbers of several links are drawn: with the
 # generator set to one link after the other, or as blocks of all links together.
 _LOOP_LINK, _LOOP_BLOCK = 3.5, 0.018
 _VECTOR_CALL, _VECTOR_BLOCK = 190.0, 0.105
