@@ -206,7 +206,7 @@ def compare(trainers: Mapping[str, Trainer], work: str, rounds: int, warm_up: in
             seconds = trainers[name].timed(getattr(trainers[name], work))
             if turn >= warm_up:
                 times[name].append(seconds)
-        if os.environ["RANK"] == "0":  # of all islands, where there are some
+        if os.environ.get("RANK", "0") == "0":  # of all islands, where there are some
             print(f"\r{work}: round {turn + 1} of {warm_up + rounds}", end="", file=sys.stderr, flush=True)
     return times
 

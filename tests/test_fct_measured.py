@@ -1,7 +1,6 @@
 """The model of completion times against ns-3 message by message, and over the emulated link beside what was measured."""
 
 import csv
-import datetime
 import importlib.util
 import socket
 import subprocess
@@ -18,7 +17,6 @@ import torch
 from benchmarks import fct_lab, udp_priority, udp_soak
 from benchmarks.exchange.timeouts import Timeouts
 from benchmarks.fct_lab import OnTimeout, contestants
-from megatron_lossy.errors import UsageError
 from megatron_lossy.lab.fct.path import Losses
 from megatron_lossy.lab.fct.path import Path as Way
 from megatron_lossy.lab.fct.schemes import SelectiveRepeat, Smart, Uniform
@@ -69,37 +67,6 @@ def test_the_comparison_would_tell(scheme):
 def test_what_is_written_is_read_again(tmp_path):
     fct_ns3.write_csv(ROWS, tmp_path / "rows.csv")
     assert fct_ns3.read_csv(tmp_path / "rows.csv") == ROWS
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--packets", "0"], "--packets 0: must be in"),
-        (["--rates", "0.7"], "--rates 0.7: must be in"),
-        (["--bursts", "0.5"], "--bursts 0.5: must be 0, or at least"),
-        (["--timeout", "1"], "--timeout 1.0: must be above 1"),
-        (["--cell", "0"], "--cell 0: must be at least 1"),
-        (["--seed", "-1"], "--seed -1: must be at least 0"),
-        (["--rates", "some"], "--rates: invalid float value: 'some'"),
-        ([], "needs the package ns3: pip install 'megatron-lossy[ns3]'"),
-    ],
-)
-def test_what_it_refuses(monkeypatch, tmp_path, arguments, error):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError) as raised:
-        fct_ns3.run(fct_ns3.parser().parse_args([*arguments, "--out", str(tmp_path)]), arguments)
-    assert error in str(raised.value) and not list(tmp_path.iterdir())
-
-
-def test_results_are_kept(monkeypatch, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for ahead in (0, 1):  # it may be midnight in between
-        day = datetime.date.today() + datetime.timedelta(days=ahead)
-        (tmp_path / f"fct_ns3_{day}.csv").write_text("kept")
-    with pytest.raises(UsageError, match="fct_ns3_.*.csv is there already; --overwrite writes over it"):
-        fct_ns3.run(fct_ns3.parser().parse_args(["--out", str(tmp_path)]), [])
-    with pytest.raises(UsageError, match="needs the package ns3"):
-        fct_ns3.run(fct_ns3.parser().parse_args(["--out", str(tmp_path), "--overwrite"]), [])
 
 
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path):
