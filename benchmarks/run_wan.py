@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
-import io
 import itertools
 import json
 import shlex
@@ -35,7 +33,6 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import free_port, made_with
 from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
-from megatron_lossy.device.environment import without_ranks
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import replace_file, write_text
 from megatron_lossy.train.log import clock
@@ -143,22 +140,14 @@ def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run
     flags += ["--lr-warmup-iters", str(args.iterations // 10), *shlex.split(args.train_flags)]
     if iterations < args.iterations:
         flags += ["--eval-iters", "0"]
-    common = without_ranks() | {
-        "MASTER_ADDR": lab.address(0),
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(len(lab.nodes)),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "OMP_NUM_THREADS": "1",
-    }
-    started = []
+    started, port = [], free_port()
     with open(folder / "log.txt", "w") as log:
         for rank in range(len(lab.nodes)):
             command = [sys.executable, "-m", "benchmarks.wan_rank", str(folder / f"rank_{rank}.json"), *flags]
             command += ["--metrics-dir", str(folder), *transport]
-            environment = common | {"RANK": str(rank)}
-            started.append(lab.start(rank, command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            started.append(
+                lab.start(rank, command, env=lab.environment(rank, port), stdout=log, stderr=subprocess.STDOUT)
+            )
         status = wait(started, meanwhile=Progress(name, folder, iterations).tell)
     if status:
         tail = "\n".join((folder / "log.txt").read_text().splitlines()[-15:])
@@ -263,12 +252,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--loss", type=float, default=0.01, metavar="P", help="share of packets lost (default 0.01)")
     parser.add_argument("--rtt", type=float, default=20.0, metavar="MS", help="round-trip time (default 20)")
     parser.add_argument("--rate", type=float, metavar="MBIT", help="of the link, Mbit/s (default: no limit)")
-    parser.add_argument(
-        "--queue",
-        type=float,
-        metavar="MS",
-        help="what may wait for the link, in ms of its rate (default: a round trip)",
-    )
+    parser.add_argument("--queue", type=float, metavar="MS", help="longest wait for the link (default: a round trip)")
     parser.add_argument(
         "--runs", nargs="+", choices=RUNS, default=_DEFAULT, metavar="NAME", help=f"of {', '.join(RUNS)}"
     )
@@ -326,15 +310,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     rate = "no limit of rate" if args.rate is None else f"{args.rate:g} Mbit/s, queue {_queue(args):g} ms"
     what = f"Link: {100 * args.loss:g} % of packets lost, {args.rtt:g} ms round trip, {rate}; 2 ranks"
     header = [date, command, what, *machine, *notes]
-    rows, text = table(runs, target, header)
+    _, text = table(runs, target, header)
     print("\n" + text)
     out = Path(args.out)
-    cells = io.StringIO()
-    csv.writer(cells, lineterminator="\n").writerows(rows)
     write_text(out / "wan.md", text)
-    write_text(out / "wan.csv", cells.getvalue())
     replace_file(out / "wan.png", lambda aside: picture(runs, target, aside))
-    print(f"wrote {out / 'wan.md'}, .csv, .png")
+    print(f"wrote {out / 'wan.md'}, .png")
 
 
 def main(argv: list[str] | None = None) -> int:

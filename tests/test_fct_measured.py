@@ -1,6 +1,5 @@
 """The model of completion times against ns-3 message by message, and over the emulated link beside what was measured."""
 
-import csv
 import importlib.util
 import socket
 import subprocess
@@ -169,17 +168,13 @@ def made(args):
     return measured, {key: [2 * time for time in times] for key, times in measured.items()}
 
 
-def test_tables_and_picture(tmp_path):
+def test_tables():
     args = fct_lab.parser().parse_args(["--mebibytes", "1", "4", "--loss", "0", "0.05"])
     measured, model = made(args)
     lines = fct_lab.table(args, measured, model).splitlines()
     rows = [line for line in lines if "MiB" in line]
     assert len(rows) == 16 and rows[0] == "| 1 MiB | 0 % | on timeout | 50.5 | 50.5 | 99.0 | 101.0 | 101.0 | 198.0 |"
     assert [row.split("|")[3].strip() for row in rows[:4]] == [one.name for one in contestants()]
-    found = list(csv.DictReader(fct_lab.values(measured, model).splitlines()))
-    assert len(found) == 16 and {row["P99 ms"] for row in found} == {"99.010"}
-    fct_lab.picture(args, measured, model, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("program", [fct_lab.main, udp_priority.main, udp_soak.main])
@@ -209,10 +204,9 @@ def test_a_small_run(tmp_path, capsys):
     flags = ["--messages", "4", "--mebibytes", "0.25", "--loss", "0.02", "--out", str(tmp_path)]
     assert fct_lab.main(flags) == 0
     [folder] = tmp_path.glob("fct_lab_*")
-    table = folder / "fct_lab.csv"
-    rows = list(csv.DictReader(table.open()))
-    assert [row["scheme"] for row in rows] == [one.name for one in contestants()]
+    text = (folder / "fct_lab.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if "MiB |" in line]
+    assert [row[2] for row in rows] == [one.name for one in contestants()]
     # No message is there before its bytes can be: 10 ms, and 0.25 MiB at 100 Mbit/s.
-    assert all(float(row["P50 ms"]) > 30 and int(row["messages"]) == 4 for row in rows)
-    assert (folder / "fct_lab.png").stat().st_size > 10_000
-    assert "\n## Times\n\n20 ms, 100 Mbit/s" in (folder / "fct_lab.md").read_text()
+    assert all(float(row[4]) > 30 for row in rows)
+    assert "\n## Times\n\n20 ms, 100 Mbit/s, 4 messages" in text

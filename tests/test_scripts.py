@@ -56,13 +56,6 @@ def test_contract_and_pretrain_meet_in_one_row(first):
     assert names(text) == [("core", "2.13.0")] and text.count("yes (1)") == len(HEADER) - 7 and "yes (6)" in text
 
 
-def test_one_column_keeps_the_others():
-    text = merged(EMPTY, [row("0.19.2", "2.13.0", note="b; c")])
-    cells = ["" if column != "full replicas" else "yes (9)" for column in CONTRACT]
-    [line] = merged(text, [row("0.19.2", "2.13.0", cells, note="a; c")]).splitlines()[3:-1]
-    assert line.count("yes (1)") == len(CONTRACT) - 1 and line.count("yes (9)") == 1 and "| a; b; c |" in line
-
-
 # --- what it says of two outcomes, and which questions it refuses (same_results.py) ----------------------------------
 
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_lossy.device.environment import without_ranks
 from megatron_lossy.errors import refuse
 
 from .nodes import INTERFACE, Node, end_processes, unshare
@@ -284,6 +285,12 @@ class Lab:
     def address(self, node: int, version: int = 4) -> str:
         """The IP address of ``node``."""
         return self.nodes[node].address if version == 4 else self.nodes[node].address6
+
+    def environment(self, rank: int, port: int) -> dict[str, str]:
+        """Return what a rank of gloo needs, one on each node; its store is at ``port`` of the first."""
+        found = {"MASTER_ADDR": self.address(0), "MASTER_PORT": port, "WORLD_SIZE": len(self.nodes), "RANK": rank}
+        found |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": 1}
+        return without_ranks() | {name: str(value) for name, value in found.items()}
 
     def sysctl(self, name: str, value: object) -> None:
         """Set a sysctl on every node. Raises :class:`OSError` if the kernel refuses."""
