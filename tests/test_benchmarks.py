@@ -17,7 +17,6 @@ from benchmarks.exchange.contestants import Done
 from benchmarks.exchange.results import Cell, Share, markdown, table_of
 from benchmarks.exchange.rows import LOSSES, PARTS, QUICK, Row, choose
 from benchmarks.lab import Counters
-from benchmarks.wan_rank import Stopwatch
 from megatron_lossy.errors import UsageError
 from tests.programs import run_program
 from tests.ranks import run_ranks
@@ -243,19 +242,6 @@ def test_time_to_the_same_loss(tmp_path):
     assert (tmp_path / "wan.png").stat().st_size > 10_000
 
 
-@of_exchanges
-def test_a_stopwatch_counts_by_iteration_and_once():
-    stopwatch = Stopwatch()
-    inner = stopwatch.around("other", lambda: None)
-    grad, param = stopwatch.around("grad", inner), stopwatch.around("param", lambda: None)
-    inner()  # before the first iteration
-    for _ in range(3):
-        grad()
-        param()
-    assert [len(values) for values in stopwatch.seconds.values()] == [3, 3, 3]
-    assert all(stopwatch.seconds["grad"]) and stopwatch.seconds["other"] == [0.0] * 3
-
-
 @over_a_wide_area
 @needs_lab
 @pytest.mark.programs
@@ -281,27 +267,6 @@ def test_the_example_of_the_documentation(tmp_path):
         done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         assert "validation loss at iteration 3" in done.stdout and "link from site 0 to site 1" in done.stderr
-
-
-@of_exchanges
-def test_a_training_over_the_link_says_how_far_it_is(tmp_path, capsys):
-    often, seldom = (run_wan.Progress("islands", tmp_path, 10, between) for between in (0.0, 3600.0))
-    seldom.tell()
-    assert capsys.readouterr().out == ""
-    often.tell()
-    assert capsys.readouterr().out == "islands: iteration 0/10, elapsed 0:00, starting\n"
-    (tmp_path / "island_0").mkdir()
-    records = '{"kind": "run"}\n{"kind": "train", "iteration": 4}\n{"kind": "tr'
-    (tmp_path / "island_0/metrics.jsonl").write_text(records)
-    often.tell()
-    assert capsys.readouterr().out.startswith("islands: iteration 4/10, elapsed 0:00, about 0:00 left")
-
-
-@of_exchanges
-def test_waiting_for_programs_of_the_lab_does_something_meanwhile():
-    calls = []
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"])
-    assert lab.wait([sleeper], meanwhile=lambda: calls.append(1)) == 0 and len(calls) > 1
 
 
 @pytest.mark.slow

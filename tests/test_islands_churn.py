@@ -27,7 +27,6 @@ from scripts.spells import share_away, spells
 from tests.ranks import run_ranks
 from tests.reference import mean_among
 from tests.test_islands_train import data, flat, islands_of, losses_of, train_all, weights_of  # noqa: F401
-from tests.trainer import recorded_losses
 
 pytestmark = pytest.mark.shows("islands that come and go: epochs, means of those present, returns, continued")
 
@@ -549,26 +548,6 @@ def test_epochs_are_logged_and_a_log_is_a_schedule(tmp_path):
 
 SYNC = {"islands": 4, "sync_method": "parameters", "sync_fraction": 0.5, "sync_delay": 1}
 EVENTS = [(1, 3, "join"), (2, 1, "stop"), (3, 2, "cut"), (4, 2, "return"), (5, 1, "return"), (6, 0, "freeze")]
-
-
-@pytest.mark.slow
-def test_training_without_events_is_training_without_a_schedule(data, tmp_path):  # noqa: F811
-    late = write(tmp_path / "events", (7, 0, "cut"))
-    stop = {"exit_interval": 7}
-    folders = train_all(
-        data,
-        tmp_path,
-        {
-            "plain": (stop, SYNC),
-            "schedule": (stop, SYNC | {"island_schedule": late}),
-            "all of it": ({}, SYNC | {"island_schedule": late}),
-        },
-    )
-    assert recorded_losses(folders["plain"]) == recorded_losses(folders["schedule"])
-    plain, schedule = (islands_of(folders[name]) for name in ("plain", "schedule"))
-    for part in ("islands", "random"):
-        assert flat(plain[part]) == flat(schedule[part])
-    assert weights_of(folders["plain"]) == weights_of(folders["schedule"])
 
 
 RESUMED = {

@@ -22,7 +22,7 @@ from megatron_lossy.mechanisms.islands.stopping import Stopping
 from megatron_lossy.mechanisms.islands.world import IslandWorld
 from tests.ranks import run_ranks
 from tests.test_islands_ranks import LATE, SMALL, TWO
-from tests.trainer import read_records, train_runs, write_data
+from tests.trainer import read_records, train_runs
 
 pytestmark = pytest.mark.shows(
     "islands end after the same iteration, also with datagrams lost", "an island that stands still holds up nobody"
@@ -30,13 +30,6 @@ pytestmark = pytest.mark.shows(
 
 DATAGRAMS = {"transport": "udp", "udp_deadline": "50", "udp_peer_timeout": 120.0}
 LONG = SMALL | {"train_iters": 400, "eval_iters": 0, "micro_batch_size": 2, "num_layers": 1}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
 def in_iteration(number: int, act) -> None:
@@ -96,15 +89,6 @@ def test_others_go_on_while_an_island_stands_still(delay, data, tmp_path):
     assert [latest_iteration(tmp_path / f"island_{number}") for number in range(2)] == [LONG["train_iters"]] * 2
     records = read_records(tmp_path / "island_0", "train")
     assert max(record.get("loss rate sync-reduce", 0.0) for record in records) == 1.0
-
-
-@pytest.mark.slow
-def test_an_island_that_stood_still_stops_with_the_others(data, tmp_path):
-    """Nobody has asked it meanwhile, and nobody has waited for it; but they do not leave it alone."""
-    run = (LONG | data | {"save": str(tmp_path)}, {**LATE, **DATAGRAMS})
-    made, _ = run_ranks(stand_still, 2, str(tmp_path), run, True, grouped=False)
-    first, second = (latest_iteration(tmp_path / f"island_{number}") for number in range(2))
-    assert made == 30 and 30 < first == second < LONG["train_iters"]
 
 
 def told_to_stop(rank: int, run: tuple[dict, dict]) -> None:

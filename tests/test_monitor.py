@@ -20,7 +20,7 @@ from megatron_lossy.transport import Network
 from megatron_lossy.virtual.versions import Versions
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
-from tests.trainer import TINY, read_records, train_runs, write_data
+from tests.trainer import TINY, read_records, train_runs
 
 pytestmark = pytest.mark.shows(
     "losses, ages, drift of the monitors against plain NumPy", "ranks and virtual workers count alike"
@@ -431,13 +431,6 @@ def test_ages_and_counts_survive_a_resume(tmp_path):
     assert set(again) == set(whole)
     for name in set(whole) - set(only_drift(whole)):
         assert again[name] == whole[name], name
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
 def test_runs_write_them(data, tmp_path):

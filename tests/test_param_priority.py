@@ -15,7 +15,6 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import cut
 from megatron_lossy.mechanisms.priority.choosing import ParamPriority
-from megatron_lossy.transport import check_owners
 from tests import contract
 from tests.in_lab import run_in_lab
 from tests.ranks import run_ranks
@@ -231,20 +230,6 @@ def test_with_tensor_parallel_copies_reports_are_forgotten():
 def test_bad_flags(flags, error):
     with pytest.raises(UsageError, match=re.escape(error)):
         dataclasses.replace(UDP, **flags)
-
-
-def test_it_needs_packets():
-    with pytest.raises(UsageError, match="--param-priority change: needs --loss-unit packet"):
-        dataclasses.replace(VIRTUAL, loss_unit="shard")
-
-
-@pytest.mark.parametrize("transport", ["torch", "pieces"])
-def test_real_ranks_need_udp(transport):
-    with pytest.raises(
-        UsageError, match=f"--param-priority change with --transport {transport}: needs virtual workers"
-    ):
-        check_owners(dataclasses.replace(VIRTUAL, transport=transport))
-    check_owners(UDP)
 
 
 # --- copies on tensor-parallel ranks stay equal where senders choose, from what they send, what arrives --------------

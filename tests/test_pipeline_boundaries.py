@@ -5,7 +5,6 @@ import functools
 import inspect
 import logging
 import zlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import versions
-from megatron_lossy.hooks.facts import of_arguments, of_communicator, of_model
+from megatron_lossy.hooks.facts import of_communicator, of_model
 from megatron_lossy.hooks.versions import decoder_layers
 from megatron_lossy.mechanisms.boundaries.hooks import Boundaries
 from megatron_lossy.mechanisms.boundaries.loss import Boundary
@@ -541,32 +540,6 @@ def test_a_message_outside_of_a_schedule():
     assert not run_ranks(outside, 2)[1].any()
 
 
-@pytest.mark.parametrize(
-    ("settings", "flags", "message"),
-    [
-        ({"pipeline_model_parallel_size": 1}, {}, "--p-act 0.3: nothing is sent with one pipeline stage"),
-        ({"pipeline_model_parallel_size": 2, "use_ring_exchange_p2p": True}, {}, "--use-ring-exchange-p2p on: nothing"),
-        (
-            {"pipeline_model_parallel_size": 1, "num_layers": 4},
-            {"virtual_boundaries": (1, 4)},
-            "--virtual-boundaries 1 4: must be layers from 1 to 3 of the 4",
-        ),
-        (
-            {"pipeline_model_parallel_size": 1, "num_layers": 4, "recompute_granularity": "full"},
-            {"virtual_boundaries": (1,)},
-            "--recompute-granularity full: --virtual-boundaries would lose",
-        ),
-    ],
-)
-def test_arguments_of_megatron_lm_are_refused_before_anything_starts(settings, flags, message):
-    arguments = SimpleNamespace(use_distributed_optimizer=True, optimizer="adam", **settings)
-    with pytest.raises(UsageError, match=f"^{message}"):
-        check_refusals(LossyConfig(**vars(BOTH) | flags), of_arguments(arguments))
-    check_refusals(LossyConfig(p_grad=0.1), of_arguments(arguments))
-    fits = SimpleNamespace(use_distributed_optimizer=True, optimizer="adam", pipeline_model_parallel_size=2)
-    check_refusals(BOTH, of_arguments(fits))
-
-
 def test_virtual_workers_have_one_process():
     with pytest.raises(UsageError, match=r"^--p-act-grad 0.2: needs --virtual-boundaries in one process"):
         VirtualCluster(LossyConfig(**vars(BOTH) | {"p_act": 0.0}), 2)
@@ -609,20 +582,6 @@ def losses(folder):
     """Everything recorded, but the rates of exchanges, which are of one rank or of all virtual workers."""
     apart = ("loss rate grad", "loss rate param")
     return [tuple(pair for pair in record if pair[0] not in apart) for record in recorded_losses(folder)]
-
-
-@pytest.mark.slow
-def test_virtual_workers_train_as_ranks(data, tmp_path):
-    """With losses in evaluation too, of replicas and of the owners' weights; and the other seed of losses matters."""
-    loss = vars(BOTH) | {"p_param": 0.3, "virtual_boundaries": (1,), "eval_weights": "both", "act_loss_in_eval": True}
-    names = ("real", "virtual", "other")
-    real, virtual, other = (data | {"save": str(tmp_path / name), "save_interval": 8} for name in names)
-    run_ranks(train_runs, 2, (real, loss))
-    workers = {"virtual_workers": 2}
-    run_ranks(train_runs, 1, (virtual | workers, loss), (other | workers, loss | {"loss_seed": 1}))
-    assert losses(tmp_path / "virtual") == losses(tmp_path / "real") != losses(tmp_path / "other")
-    records = read_records(tmp_path / "real", "train")
-    assert all(record["loss rate act"] > 0 and record["loss rate act-grad"] > 0 for record in records)
 
 
 @pytest.mark.slow
