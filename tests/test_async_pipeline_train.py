@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lossy import hooks, plugin
 from megatron_lossy.config import LossyConfig, given
 from megatron_lossy.errors import UsageError
 from tests.ranks import run_ranks
@@ -143,11 +142,3 @@ def test_without_the_flag_nothing_changes():
     assert not staged.lossless and given(staged) == TWO_STAGES
     assert staged.describe() == "asynchronous pipeline of 2 virtual stages"
     assert "asynchronous pipeline" in LossyConfig(**TWO_STAGES, p_grad=0.1).describe()
-
-
-@refuses
-def test_megatrons_own_loop_is_refused():
-    with pytest.raises(UsageError, match=r"--async-pipeline on: needs python -m megatron_lossy\.train"):
-        plugin.install(LossyConfig(**TWO_STAGES), None)
-    with pytest.raises(UsageError, match=r"--async-pipeline on: needs python -m megatron_lossy\.train"):
-        hooks.install(LossyConfig(async_pipeline=True))

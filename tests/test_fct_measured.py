@@ -1,26 +1,20 @@
 """The model of completion times against ns-3 message by message, and over the emulated link beside what was measured."""
 
 import importlib.util
-import socket
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from benchmarks import fct_lab, udp_priority, udp_soak
-from benchmarks.exchange.timeouts import Timeouts
+from benchmarks import fct_lab, run_wan, udp_exchange, udp_priority, udp_soak
 from benchmarks.fct_lab import OnTimeout, contestants
 from megatron_lossy.lab.fct.path import Losses
 from megatron_lossy.lab.fct.path import Path as Way
 from megatron_lossy.lab.fct.schemes import SelectiveRepeat, Smart, Uniform
 from scripts import fct_ns3
-from tests.programs import run_program
 from tests.test_lab import needs_lab
 
 pytestmark = pytest.mark.shows(
@@ -124,43 +118,6 @@ def test_every_contestant_has_its_model():
     assert 100 < ours.scheme(0.05, 745).parity <= 250 and ours.scheme(0.0, 745).parity == 1
 
 
-class Gate:
-    """A socket whose datagrams are lost by turns."""
-
-    def __init__(self, inner: socket.socket, every: int) -> None:
-        self._inner, self._every, self._count = inner, every, 0
-
-    def sendto(self, packet: bytes, where: tuple) -> None:
-        self._count += 1
-        if self._count % self._every:
-            self._inner.sendto(packet, where)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._inner, name)
-
-
-@pytest.mark.parametrize("every", [10**9, 7])
-def test_a_sender_on_timeout(every, monkeypatch):
-    """Both ways at once, three times: every byte is there; a timeout late if a packet was lost, acknowledgements included."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = min(probe.getsockname()[1], 65534)
-    monkeypatch.setattr(socket, "socket", lambda *how, real=socket.socket: Gate(real(*how), every))
-    ranks = [Timeouts(rank, ["127.0.0.1"] * 2, port, [5000], (50e6, 0.05)) for rank in range(2)]
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        buffers = [torch.randn(10_000, generator=generator) for _ in range(2)]
-        outputs = [torch.empty(5000) for _ in range(2)]
-        started = time.monotonic()
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda rank: ranks[rank].reduce_scatter(outputs[rank], buffers[rank]), range(2)))  # noqa: B023
-        took = time.monotonic() - started
-        for rank in range(2):
-            torch.testing.assert_close(outputs[rank], sum(buffer.chunk(2)[rank] for buffer in buffers))
-        assert took >= 0.05 or every != 7
-    for rank in ranks:
-        rank.close()
-
-
 def made(args):
     """Times of every kind: 1 to 100 ms, in the model 2 to 200."""
     keys = [(one.name, loss, size) for one in reversed(contestants()) for loss in args.loss for size in args.mebibytes]
@@ -177,23 +134,11 @@ def test_tables():
     assert [row.split("|")[3].strip() for row in rows[:4]] == [one.name for one in contestants()]
 
 
-@pytest.mark.parametrize("program", [fct_lab.main, udp_priority.main, udp_soak.main])
+@pytest.mark.parametrize("program", [fct_lab.main, udp_priority.main, udp_soak.main, udp_exchange.main, run_wan.main])
 def test_without_root_one_line(program, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert program(["--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "skipped: a lab needs root, for network namespaces\n"
-
-
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        (["--messages", "1"], "--messages 1: must be at least 2"),
-        (["--loss", "1.5"], "loss 1.5: must be in [0, 1)"),
-    ],
-)
-def test_bad_flags(flags, error, tmp_path):
-    done = run_program("benchmarks.fct_lab", "--out", str(tmp_path), *flags)
-    assert done.returncode == 2 and error in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.shows("completion times of real datagrams over an emulated link", device=False)

@@ -12,7 +12,8 @@ import pytest
 
 from megatron_lossy.checkpoints import latest_iteration
 from tests.programs import Program, rank_environments, run_program
-from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records
+from tests.ranks import run_ranks
+from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, write_data
 
 pytestmark = [
     pytest.mark.shows("islands that are launches of their own: start, death, return"),
@@ -28,6 +29,13 @@ SYNC = {
     "transport": "pieces",
 }
 LOSS = {"p_sync": 0.3, "loss_unit": "packet", "packet_bytes": 256}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
 class Run:

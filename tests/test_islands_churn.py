@@ -26,7 +26,7 @@ from megatron_lossy.mechanisms.islands.schedule import Event, read_schedule
 from scripts.spells import share_away, spells
 from tests.ranks import run_ranks
 from tests.reference import mean_among
-from tests.test_islands_train import data, flat, islands_of, losses_of, train_all, weights_of  # noqa: F401
+from tests.test_islands_train import flat, islands_of, losses_of, weights_of
 
 pytestmark = pytest.mark.shows("islands that come and go: epochs, means of those present, returns, continued")
 
@@ -559,7 +559,7 @@ RESUMED = {
 
 
 @pytest.mark.slow
-def test_stopped_and_continued_bit_for_bit(data, tmp_path):  # noqa: F811
+def test_stopped_and_continued_bit_for_bit(data, tmp_path):
     events = {"island_schedule": write(tmp_path / "events", *EVENTS)}
     cases = {}
     for name, loss in RESUMED.items():
@@ -583,7 +583,7 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):  # noqa: F811
     assert logs[0] == logs[1] and len(logs[0].splitlines()) > 6
 
 
-def train_in_folders(data, folder, cases):  # noqa: F811
+def train_in_folders(data, folder, cases):
     """As ``train_all``, for cases that may say where they save."""
     from tests.test_islands_train import SMALL
     from tests.trainer import train_runs
@@ -626,7 +626,7 @@ def _tensors(state):
     ("more", "rejoin", "keep"),
     [({}, "copy", 0), ({"bf16": True}, "copy", 0), ({}, "listen", 0), ({"bf16": True}, "copy", 9)],
 )
-def test_an_island_that_returns_shares_nothing(data, tmp_path, more, rejoin, keep):  # noqa: F811
+def test_an_island_that_returns_shares_nothing(data, tmp_path, more, rejoin, keep):
     """A copy is all of an island; otherwise weights and moments are its own, and the learning rate is the run's."""
     from tests.test_islands_train import SMALL
 
@@ -641,7 +641,7 @@ def test_an_island_that_returns_shares_nothing(data, tmp_path, more, rejoin, kee
 
 
 @pytest.mark.slow
-def test_losses_are_recorded_and_replayed_by_the_log(data, tmp_path):  # noqa: F811
+def test_losses_are_recorded_and_replayed_by_the_log(data, tmp_path):
     """Of islands of two workers, which lose gradients and parameters too; away or not, they lose the same again."""
     from megatron_lossy.delivery_log.reader import DeliveryLogFolder
     from megatron_lossy.delivery_log.verify import verify
@@ -663,7 +663,7 @@ def test_losses_are_recorded_and_replayed_by_the_log(data, tmp_path):  # noqa: F
 
 
 @pytest.mark.slow
-def test_another_past_is_refused(data, tmp_path):  # noqa: F811
+def test_another_past_is_refused(data, tmp_path):
     path = tmp_path / "events"
     write(path, (2, 1, "stop"))
     loss = SYNC | {"island_schedule": str(path)}

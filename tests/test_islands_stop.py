@@ -47,10 +47,8 @@ def in_iteration(number: int, act) -> None:
     _Run._step = watched
 
 
-def stand_still(rank: int, folder: str, run: tuple[dict, dict], told: bool) -> int:
-    """Rank 1 stops itself in its fifth iteration. Rank 0 wakes it after 30 more of its own, in the tenth of which it may be
-    ``told`` to end. Returns how many iterations rank 0 made meanwhile.
-    """
+def stand_still(rank: int, folder: str, run: tuple[dict, dict]) -> int:
+    """Rank 1 stops itself in its fifth iteration, and rank 0 wakes it after 30 more of its own, of which it returns the number."""
     sleeper = Path(folder, "sleeper")
     if rank == 1:
 
@@ -68,8 +66,6 @@ def stand_still(rank: int, folder: str, run: tuple[dict, dict], told: bool) -> i
     def count(made: int) -> None:
         if sleeper.exists() and len(slept) < 30:
             slept.append(made)
-            if told and len(slept) == 10:
-                os.kill(os.getpid(), signal.SIGTERM)
             if len(slept) == 30:
                 os.kill(int(sleeper.read_text()), signal.SIGCONT)
 
@@ -84,7 +80,7 @@ def test_others_go_on_while_an_island_stands_still(delay, data, tmp_path):
     """Its messages are lost, and at the end everybody is where it should be."""
     loss = {**LATE, **DATAGRAMS, "sync_delay": delay}
     run = (LONG | data | {"save": str(tmp_path)}, loss)
-    made, _ = run_ranks(stand_still, 2, str(tmp_path), run, False, grouped=False)
+    made, _ = run_ranks(stand_still, 2, str(tmp_path), run, grouped=False)
     assert made == 30
     assert [latest_iteration(tmp_path / f"island_{number}") for number in range(2)] == [LONG["train_iters"]] * 2
     records = read_records(tmp_path / "island_0", "train")

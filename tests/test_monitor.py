@@ -392,47 +392,6 @@ def test_versions_know_every_replica(workers, shards, unit, rate, steps, seed):
 # --- Resuming, writing, refusing ---------------------------------------------------------------------------------
 
 
-RESUMED = LossyConfig(
-    p_grad=0.4, p_param=0.6, drift_interval=2, save_replicas=True, loss_unit="packet", packet_bytes=60
-)
-
-
-def save_and_go_on(rank, folder):
-    from megatron_lossy import hooks
-
-    lossy = hooks.install(RESUMED)
-    run = build(SMALL)
-    for step in range(4):
-        if step == 2:
-            lossy.save_replicas(folder)
-        run.step(step)
-        if step == 0:
-            lossy.metrics()
-    return lossy.metrics()
-
-
-def resume(rank, folder):
-    from megatron_lossy import hooks
-
-    lossy = hooks.install(RESUMED)
-    run = build(SMALL)
-    lossy.set_iteration(2)
-    lossy.load_replicas(folder)
-    for step in range(2, 4):
-        run.step(step)
-    return lossy.metrics()
-
-
-def test_ages_and_counts_survive_a_resume(tmp_path):
-    """Only weights are not restored here, so that the drift measured last differs."""
-    whole = run_ranks(save_and_go_on, 3, str(tmp_path))[0]
-    again = run_ranks(resume, 3, str(tmp_path))[0]
-    assert whole["stale age max"] >= 3
-    assert set(again) == set(whole)
-    for name in set(whole) - set(only_drift(whole)):
-        assert again[name] == whole[name], name
-
-
 def test_runs_write_them(data, tmp_path):
     """Real ranks and virtual workers write the same records, resumed ones too, and TensorBoard has the names."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -486,31 +486,8 @@ def refused(rank, tiny, config, model=None):
     [
         (1, TinyGPT(), {}, None, "--p-act 0.3: nothing is sent with one pipeline stage"),
         (1, TinyGPT(), {"p_act": 0.0}, None, "--p-act-grad 0.2: nothing is sent with one pipeline stage"),
-        (
-            1,
-            TinyGPT(),
-            {"virtual_boundaries": (2,)},
-            None,
-            "--virtual-boundaries 2: must be layers from 1 to 1 of the 2",
-        ),
-        (1, TinyGPT(layers=1), {"virtual_boundaries": (1,)}, None, "--virtual-boundaries 1: a model of 1 layer has no"),
-        (2, PLAIN, {"virtual_boundaries": (1,)}, None, "--virtual-boundaries 1: needs one pipeline stage, not 2"),
         (2, PLAIN, {"act_packet_bytes": 3}, None, "--act-packet-bytes 3: must hold at least one element of 4 bytes"),
         (2, PLAIN, {}, {"use_ring_exchange_p2p": True}, "--use-ring-exchange-p2p on: nothing can be lost at stage"),
-        (
-            2,
-            PLAIN,
-            {},
-            {"mtp_standalone": True},
-            "multi-token prediction on a stage of its own: cannot go with --p-act",
-        ),
-        (
-            1,
-            TinyGPT(),
-            {"virtual_boundaries": (1,)},
-            {"recompute_granularity": "full"},
-            "--recompute-granularity full: --virtual-boundaries would lose other packets",
-        ),
     ],
 )
 def test_what_cannot_be_right_is_refused(world, tiny, flags, model, message, pool):

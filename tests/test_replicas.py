@@ -339,13 +339,6 @@ def test_replicas_that_would_skip_different_updates_are_refused(kind, flags):
         run_ranks(on_ranks, 2, [("", SCALED[kind], config)], 1)
 
 
-def test_virtual_workers_refuse_what_ranks_do():
-    config = dataclasses.replace(LOST, param_send="compensated")
-    for train, ranks, *size in ((on_ranks, 2), (virtually, 1, 2)):
-        with pytest.raises(RankFailed, match="--param-send compensated: no parameters are sent"):
-            run_ranks(train, ranks, *size, [("", full(), config)], 1)
-
-
 def memory(rank):
     """Which of some configurations fit where there are 18 bytes for each parameter of two workers."""
     import types

@@ -189,32 +189,6 @@ def test_wrong_usage_is_refused_in_one_line(cases, same_results, tmp_path, argum
     assert status == 2 and errors.count("\n") == 1 and told in errors
 
 
-def test_the_matrix_names_every_rule_unit_and_overlap_once(cases):
-    folders = {"".join(letter if letter.isalnum() else "-" for letter in name) for name in cases}
-    assert len(folders) == len(cases)
-    for ranks in ("2 ranks", "4 ranks"):
-        assert sum(name.startswith(ranks) for name in cases) == 4 * 3 * 3
-    quick = " ".join(" ".join(case.runs) for case in cases.values() if case.quick)
-    for word in [
-        "renormalize-remote",
-        "previous",
-        "zero",
-        "shard",
-        "bucket",
-        "packet",
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-        "--virtual-workers",
-        "--bf16",
-        "gilbert-elliott",
-        "trace",
-        "--load",
-        "--save-replicas",
-        "--tensor-model-parallel-size",
-    ]:
-        assert word in quick
-
-
 # --- what it changes (mutants.py) ------------------------------------------------------------------------------------
 
 

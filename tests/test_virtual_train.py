@@ -14,7 +14,6 @@ from megatron_lossy.train.config import TrainConfig
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import (
     TINY,
-    as_flags,
     checkpoint_bytes,
     read_records,
     recorded_losses,
@@ -240,18 +239,3 @@ def test_refused(change, processes, message):
         config = {"virtual_workers": 4, "data_path": ("x",), "valid_data_path": ("y",)}
         TrainConfig(**TINY | config | change).check_world(processes)
     assert str(caught.value).startswith(message)
-
-
-def test_refused_by_the_command_line(rows, data, tmp_path):
-    """One line and status 2, before anything starts or is written."""
-    folder = tmp_path / "run"
-    flags = as_flags(TINY | data | {"virtual_workers": 4, "save": str(folder)})
-    result = rows.run("megatron_lossy.train", *flags, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, RANK=0, LOCAL_RANK=0)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("megatron_lossy.train: ")]
-    assert lines == ["megatron_lossy.train: error: --virtual-workers 4: all share one device: needs 1 process, not 2"]
-    result = rows.run("megatron_lossy.train", *flags, "--p-grad", "0.1", "--lossy-links", "inter-node")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
-        "megatron_lossy.train: error: --lossy-links inter-node: needs inter-node:N with --virtual-workers\n"
-    )
-    assert not folder.exists()
