@@ -15,14 +15,12 @@ int8 gradients and parameters, or what islands average, cross in 8 bits; with in
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +33,6 @@ from benchmarks.common import free_port, made_with
 from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import replace_file, write_text
-from megatron_lossy.train.log import clock
 from megatron_lossy.train.metrics import METRICS_FILE
 
 _UDP = ("--transport", "udp", "--loss-unit", "packet", "--udp-interface", INTERFACE)
@@ -148,40 +145,11 @@ def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run
             started.append(
                 lab.start(rank, command, env=lab.environment(rank, port), stdout=log, stderr=subprocess.STDOUT)
             )
-        status = wait(started, meanwhile=Progress(name, folder, iterations).tell)
+        status = wait(started)
     if status:
         tail = "\n".join((folder / "log.txt").read_text().splitlines()[-15:])
         raise RuntimeError(f"{name}: status {status}; the end of {folder / 'log.txt'}:\n{tail}")
     return Run.read(name, folder, len(lab.nodes))
-
-
-class Progress:
-    """A line now and then while a run trains, with an estimate of what is left of it."""
-
-    def __init__(self, name: str, folder: Path, iterations: int, seconds_between: float = 20.0) -> None:
-        self._name, self._folder, self._iterations = name, folder, iterations
-        self._between = seconds_between
-        self._started = self._told = time.monotonic()
-
-    def tell(self) -> None:
-        """Print a line if the last one was long ago."""
-        now = time.monotonic()
-        if now - self._told < self._between:
-            return
-        self._told = now
-        done, elapsed = self._done(), now - self._started
-        left = f"about {clock(elapsed / done * (self._iterations - done))} left" if done else "starting"
-        print(f"{self._name}: iteration {done}/{self._iterations}, elapsed {clock(elapsed)}, {left}", flush=True)
-
-    def _done(self) -> int:
-        """Iterations that the run has recorded."""
-        with contextlib.suppress(OSError):
-            lines = metrics_file(self._folder).read_text().splitlines()
-            for line in reversed(lines):
-                with contextlib.suppress(ValueError):  # the last line may be unfinished
-                    if "iteration" in (record := json.loads(line)):
-                        return int(record["iteration"])
-        return 0
 
 
 def table(runs: Sequence[Run], target: float | None, header: Sequence[str]) -> tuple[list[list[str]], str]:

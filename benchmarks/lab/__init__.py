@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -318,18 +318,15 @@ def end_in_order() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-def wait(
-    processes: Sequence[subprocess.Popen], grace: float = 5.0, meanwhile: Callable[[], None] = lambda: None
-) -> int:
+def wait(processes: Sequence[subprocess.Popen], grace: float = 5.0) -> int:
     """Wait until all have ended, or one has failed and others have had ``grace`` seconds to say why: then end them.
 
-    ``meanwhile`` is called often until then. Returns 0 or the status of the first that failed by itself, as a shell would.
+    Returns 0 or the status of the first that failed by itself, as a shell would.
     """
     until = math.inf
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         if until == math.inf and any(process.returncode for process in processes):
             until = time.monotonic() + grace
-        meanwhile()
         time.sleep(0.02)
     status = next((process.returncode for process in processes if process.returncode), 0)
     for process in processes:
