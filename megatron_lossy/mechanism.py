@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .section import Flags
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from .coding.blocks import BlockCode
     from .config import LossyConfig
     from .config.refusal import Section
-    from .delivery_log.reader import DeliveryLogFolder
-    from .delivery_log.verdict import Verdict
+    from .delivery_log.kinds import Kinds
     from .jobs import World
     from .ledger import Patch
     from .monitor import Observer
@@ -147,17 +145,9 @@ class Mechanism:
         return []
 
     @classmethod
-    def columns(cls) -> list[Any]:
-        """Columns (``pyarrow.Field``) of the log of errors, of rows about its own actions."""
-        return []
-
-    @classmethod
-    def check_row(cls, config: LossyConfig, row: Mapping[str, Any]) -> bool:
-        """Whether ``row`` of the log of errors is about an action of its own.
-
-        Raises ``ValueError`` if the mechanism does not act so with the flags of the run.
-        """
-        return False
+    def events(cls) -> type[Kinds] | None:
+        """The kinds of its own events in the log; ``None`` if it has none."""
+        return None
 
     @classmethod
     def codes(cls, config: LossyConfig) -> Mapping[str, BlockCode]:
@@ -183,17 +173,6 @@ class Mechanism:
         ``groups``: one for every worker. ``buckets``: Megatron's. ``optimizers``: returns Megatron's, once they exist.
         """
         return None
-
-    # --- records beside the deliveries -----------------------------------------------------------------------------
-
-    @classmethod
-    def log_summary(cls, folder: Path) -> list[str]:
-        """The lines about its records in ``folder``, that of a delivery log. Raises :class:`BadLog`."""
-        return []
-
-    @classmethod
-    def verify_log(cls, folder: DeliveryLogFolder, verdict: Verdict) -> None:
-        """Check its records in ``folder``, whose deliveries are checked. Adds the result to ``verdict``."""
 
 
 class Part:

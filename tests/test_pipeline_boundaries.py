@@ -18,7 +18,7 @@ from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.verify import verify
+from megatron_lossy.delivery_log.verify import verify, verify_events
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import versions
 from megatron_lossy.hooks.facts import of_arguments, of_communicator, of_model
@@ -637,7 +637,11 @@ def test_a_resumed_run_goes_on_with_the_same_losses(data, tmp_path):
     run_ranks(train_runs, 2, (whole, once), (parts | {"exit_interval": 4}, twice), (again, twice))
     rows = boundary_rows(logs["whole"])
     assert rows == boundary_rows(logs["parts"]) and {row["iteration"] for row in rows} == set(range(8))
-    assert all(verify(DeliveryLogFolder(log)).problems == [] for log in logs.values())
+    assert all(
+        one(log).problems == []
+        for log in logs.values()
+        for one in (lambda at: verify(DeliveryLogFolder(at)), verify_events)
+    )
     assert recorded_losses(tmp_path / "parts") == recorded_losses(tmp_path / "whole")
     [first, *_] = read_records(tmp_path / "whole", "train")
     assert first["loss rate act"] == first["zero share act"] > 0.2 and first["loss rate grad"] == 0

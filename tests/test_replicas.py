@@ -8,10 +8,9 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.verify import verify
-from megatron_lossy.delivery_log.verify_errors import verify_errors
+from megatron_lossy.delivery_log.verify import verify, verify_events
 from tests.ranks import RankFailed, run_ranks
-from tests.test_error_log import rows_of
+from tests.test_delivery_log_events import rows_of
 from tests.tiny_gpt import TinyGPT, missing
 
 pytestmark = pytest.mark.shows(
@@ -247,7 +246,7 @@ def test_errors_of_ranks_are_logged_as_those_of_virtual_workers(tmp_path, at, po
         config = changed(grad_error_rate=0.7, grad_error_at=at, delivery_log=str(folder), allow_divergence=True)
         arguments = ([("logged", full(), config)], 4)
         pool.run(run, size, *(arguments if size == 2 else (2, *arguments)))
-        verdict = verify_errors(folder)
+        verdict = verify_events(folder)
         assert verdict.problems == [] and verdict.rows > 0
         rows[name] = rows_of(folder)
     assert rows["real"] == rows["virtual"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lossy.delivery_log.error_rows import error_files, read_events
-from megatron_lossy.delivery_log.verify_errors import verify_errors
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.delivery_log.events import recorded_events
+from megatron_lossy.delivery_log.verify import verify_events
 from megatron_lossy.errors import UsageError
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
@@ -114,12 +115,12 @@ def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
     curves["replay"] = [r["lm loss"] for r in read_records(tmp_path / "replay", "train")]
     assert curves["real"] == curves["virtual"] == curves["replay"]
     recorded = {
-        name: sorted(repr(event) for path, *_ in error_files(folder) for event in read_events(path))
+        name: sorted(map(repr, recorded_events(LossyConfig(grad_error=f"trace:{folder}"))))
         for name, folder in logs.items()
     }
     assert recorded["real"] and recorded["real"] == recorded["virtual"] == recorded["replay"]
     for folder in logs.values():
-        verdict = verify_errors(folder)
+        verdict = verify_events(folder)
         assert verdict.problems == [] and verdict.rows >= len(recorded["real"])
 
 
@@ -153,7 +154,7 @@ def damaged(rank, base, folder):
 
 
 def test_a_damaged_trace_is_refused_before_anything_starts(data, tmp_path):
-    path = tmp_path / "errors_00000_000000000_000000009.parquet"
+    path = tmp_path / "_events_00000_000000000_000000009.parquet"
     path.write_bytes(b"x" * 100)
     base = TINY | data | FULL | {"virtual_workers": 2, "eval_iters": 0}
     [text] = run_ranks(damaged, 1, base, str(tmp_path), grouped=False)

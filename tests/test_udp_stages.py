@@ -21,7 +21,7 @@ from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.verify import verify
+from megatron_lossy.delivery_log.verify import verify, verify_events
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks.facts import of_arguments
 from megatron_lossy.mechanisms.boundaries import datagrams
@@ -308,11 +308,11 @@ def test_over_a_link_that_loses_a_seventh(name, tmp_path):
         assert_peers_equal(ranks, ((0, 1), (2, 3)))
         ranks = [ranks[0], ranks[2]]
     zeros = observed(ranks, tiny, config, steps)
-    assert verify(DeliveryLogFolder(tmp_path / "log")).problems == []
+    assert verify(DeliveryLogFolder(tmp_path / "log")).problems == verify_events(tmp_path / "log").problems == []
     rows = [row for row in boundary_rows(tmp_path / "log") if not row["stream"].endswith("-t1")]
     metrics = ranks[0]["metrics"]
     for phase, count in zeros.items():
-        logged = sum(row["zeros"] for row in rows if row["phase"] == phase)
+        logged = sum(row["zeros"] for row in rows if row["kind"] == phase)
         # Of gradients some that were lost had been zeros when they left.
         assert logged == count if phase == "act" else logged >= count
         assert count > 0 and abs(metrics[f"loss rate {phase}"] - 0.15) < 0.08, metrics

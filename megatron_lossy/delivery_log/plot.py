@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from ..config import PHASES
 from ..files import replace_file
 from .reader import DeliveryLogFolder
-from .scan import Rates, percent, scan
+from .summary import Rates, percent, scan
 
 _TITLES = {"grad": "gradients (reduce-scatter)", "param": "parameters (all-gather)"}
 

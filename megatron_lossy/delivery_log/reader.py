@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from .schema import ALL_BUCKETS, RUN, Meta, PhaseCut, arrow_schema, intervals, parse_name, unpack
+from .files import log_files
+from .schema import ALL_BUCKETS, Meta, PhaseCut, arrow_schema, intervals, unpack
 
 
 class BadLog(Exception):
@@ -220,10 +220,8 @@ class DeliveryLogFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.ranks: OrderedDict[int, list[LogFile]] = OrderedDict()
-        names = [(file, parse_name(file)) for file in sorted(path.iterdir())] if path.is_dir() else []
-        for file, name in names:
-            if name is not None:
-                self.ranks.setdefault(name[0], []).append(LogFile(file, *name))
+        for file in log_files(path):
+            self.ranks.setdefault(file.rank, []).append(LogFile(*file))
         if not self.ranks:
             raise FileNotFoundError(f"{path} holds no delivery log")
 
@@ -231,12 +229,6 @@ class DeliveryLogFolder:
     def files(self) -> list[LogFile]:
         """All files, rank by rank."""
         return [file for files in self.ranks.values() for file in files]
-
-    @cached_property
-    def run(self) -> dict[str, Any]:
-        """The description of the run in ``_run.json``; empty without that file."""
-        note = self.path / RUN
-        return json.loads(note.read_text()) if note.is_file() else {}
 
     def covered(self, rank: int) -> list[tuple[int, int]]:
         """The inclusive ranges of iterations that ``rank`` has records of."""

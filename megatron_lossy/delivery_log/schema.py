@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,9 +29,10 @@ RUN = "_run.json"
 ALL_BUCKETS = -1
 DIGEST_BYTES = 8
 
+#: The beginning of the names of files of deliveries.
+PREFIX = "rank"
 #: The key of this package's part of a file's key-value metadata.
 KEY = b"megatron_lossy"
-_NAME = re.compile(r"rank_(\d+)_(\d+)_(\d+)\.parquet")
 
 
 def check_pyarrow(flag: str, value: object) -> None:
@@ -61,15 +60,9 @@ def arrow_schema() -> pyarrow.Schema:
     )
 
 
-def file_name(rank: int, first: int, last: int) -> str:
+def file_name(rank: int, first: int, last: int, prefix: str = PREFIX) -> str:
     """The name of the file with iterations ``first`` to ``last`` (inclusive) that ``rank`` wrote."""
-    return f"rank_{rank:05d}_{first:09d}_{last:09d}.parquet"
-
-
-def parse_name(path: Path) -> tuple[int, int, int] | None:
-    """(rank, first, last) of a file of the log; ``None`` for any other file."""
-    found = _NAME.fullmatch(path.name)
-    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+    return f"{prefix}_{rank:05d}_{first:09d}_{last:09d}.parquet"
 
 
 @dataclass(frozen=True)

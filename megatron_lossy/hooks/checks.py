@@ -6,7 +6,7 @@ from ..channel.corruption import warn_of_one_rank
 from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..delivery_log.error_rows import recorded_events
+from ..delivery_log.events import recorded_events
 from ..registry import MECHANISMS
 from ..transport import check_channels, check_key_file
 

@@ -13,7 +13,7 @@ import torch
 
 from ..channel.corruption import Corruption, make_corruption
 from ..config import PHASES, LossyConfig
-from ..delivery_log.error_rows import recorded_events
+from ..delivery_log.events import recorded_events
 from ..exchange import Delivery
 from ..mechanism import Part
 from ..monitor import Replicas, metrics_of

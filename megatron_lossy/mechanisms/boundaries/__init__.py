@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...mechanism import Mechanism, Part
@@ -12,8 +11,7 @@ from .flags import BoundaryFlags
 if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
-    from ...delivery_log.reader import DeliveryLogFolder
-    from ...delivery_log.verdict import Verdict
+    from ...delivery_log.kinds import Kinds
     from ...monitor import Observer
 
 
@@ -59,20 +57,12 @@ class Boundaries(Mechanism):
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:
         if not run.config.loses_at_boundaries:
             return []
-        from .log import BoundaryLog
         from .monitor import BoundaryMonitor
 
-        log = [] if run.config.delivery_log is None else [BoundaryLog(run.config, writer)]
-        return [BoundaryMonitor(), *log]
+        return [BoundaryMonitor()]
 
     @classmethod
-    def log_summary(cls, folder: Path) -> list[str]:
-        from .summary import summary_lines
+    def events(cls) -> type[Kinds]:
+        from .events import BoundaryEvents
 
-        return summary_lines(folder)
-
-    @classmethod
-    def verify_log(cls, folder: DeliveryLogFolder, verdict: Verdict) -> None:
-        from .verify import verify_boundaries
-
-        verify_boundaries(folder, verdict)
+        return BoundaryEvents

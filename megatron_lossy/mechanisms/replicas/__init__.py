@@ -11,6 +11,7 @@ from .flags import ReplicaFlags
 if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
+    from ...delivery_log.kinds import Kinds
     from ...monitor import Observer
     from ...run import Run
     from .full_replicas import FullReplicas
@@ -52,16 +53,10 @@ class Replicas(Mechanism):
         return DDPReplica()
 
     @classmethod
-    def columns(cls) -> list[Any]:
-        from .log import columns
+    def events(cls) -> type[Kinds]:
+        from .events import ReplicaEvents
 
-        return columns()
-
-    @classmethod
-    def check_row(cls, config: LossyConfig, row: Mapping[str, Any]) -> bool:
-        from .log import check_row
-
-        return check_row(config, row)
+        return ReplicaEvents
 
     @classmethod
     def virtual_run(
