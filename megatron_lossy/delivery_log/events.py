@@ -7,7 +7,6 @@ A row is an event of an iteration: an error in a gradient, a repair, a message b
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from ..channel.corruption import Event
 from ..config import LossyConfig
 from ..errors import refuse
 from . import schema
-from .files import LogPath, LogWriter, log_files
+from .files import LogPath, LogWriter, log_files, read_file
 from .kinds import ERRORS, all_kinds, event_of
 from .reader import BadLog
 
@@ -46,13 +45,6 @@ def columns() -> pyarrow.Schema:
     )
 
 
-@dataclass(frozen=True)
-class EventMeta(schema.Meta):
-    """A file's note about all of its rows. ``content``: of these, see :func:`content`."""
-
-    content: str = ""
-
-
 def content(tables: Iterable[pyarrow.Table]) -> str:
     """Return 8 bytes, hexadecimal, that differ for other rows (BLAKE2b)."""
     from hashlib import blake2b
@@ -65,47 +57,25 @@ def content(tables: Iterable[pyarrow.Table]) -> str:
     return state.hexdigest()
 
 
-def read_file(path: Path) -> tuple[pyarrow.Table, EventMeta]:
-    """Return the rows of the file at ``path``, and its note. Raises ``OSError``, ``ValueError``, ``KeyError``, ``TypeError``."""
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path, page_checksum_verification=True) as file:
-        if file.schema_arrow.names != columns().names:
-            raise ValueError(f"has other columns: {', '.join(file.schema_arrow.names)}")
-        return file.read().cast(columns()), EventMeta.decode(file.metadata.metadata)
-
-
 class EventLog(LogWriter):
     """Writes the events of this process."""
 
     prefix = PREFIX
     columns = staticmethod(columns)
-    read = staticmethod(read_file)
-
-    def __init__(self, config: LossyConfig, writer: int | None = None) -> None:
-        super().__init__(config, writer)
-        self._rows: list[dict[str, Any]] = []
+    most = _MOST_ROWS
 
     def happened(self, iteration: int, what: Sequence[Any]) -> None:
-        self._rows += [{"iteration": iteration, **row} for event in what for row in event.rows()]
+        for event in what:
+            for row in event.rows():
+                self.add(iteration, 1, {"iteration": iteration, **row})
 
-    def clear(self) -> None:
-        self._rows = []
-
-    @property
-    def full(self) -> bool:
-        return len(self._rows) >= _MOST_ROWS
-
-    def take(self, end: int) -> list[pyarrow.Table]:
+    def tables(self, rows: list[tuple[int, int, Any]]) -> list[pyarrow.Table]:
         import pyarrow as pa
 
-        over = [row for row in self._rows if row["iteration"] < end]
-        # Rows of the next iteration may be here: an iteration's last gather may end after messages of the next one.
-        self._rows = [row for row in self._rows if row["iteration"] >= end]
-        return [pa.Table.from_pylist(over, schema=self.columns())] if over else []
+        return [pa.Table.from_pylist([row for _, _, row in rows], schema=self.columns())] if rows else []
 
-    def note(self, tables: Iterable[pyarrow.Table], last: schema.Meta | None) -> EventMeta:
-        return EventMeta(self.rank, __version__, schema.loss_identity(self._config), {}, content(tables))
+    def note(self, tables: Iterable[pyarrow.Table], last: schema.Meta | None) -> schema.Meta:
+        return schema.Meta(self.rank, __version__, schema.loss_identity(self._config), {}, content(tables))
 
 
 def event_files(flag: str, folder: Path) -> list[LogPath]:
@@ -121,12 +91,12 @@ def event_files(flag: str, folder: Path) -> list[LogPath]:
     return log_files(folder, PREFIX)
 
 
-def read_events(file: LogPath) -> tuple[pyarrow.Table, EventMeta]:
+def read_events(file: LogPath) -> tuple[pyarrow.Table, schema.Meta]:
     """Return the rows of ``file``, and its note. Raises :class:`BadLog`."""
     import pyarrow as pa
 
     try:
-        return read_file(file.path)
+        return read_file(file.path, columns())
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
         raise BadLog(file.path, file.first, error) from None
 
@@ -141,16 +111,17 @@ def recorded_events(config: LossyConfig) -> list[Event]:
     assert config.error_folder is not None
     folder = Path(config.error_folder)
     schema.check_pyarrow(_TRACE, folder)
+    import pyarrow.compute as pc
+
     errors: list[Event] = []
     recorded = None
     for file in event_files(_TRACE, folder):
         try:
             table, meta = read_events(file)
-            rows = [row for row in table.to_pylist() if row["kind"] in ERRORS]
-            errors += map(event_of, rows)
+            errors += map(event_of, table.filter(pc.field("kind").isin(ERRORS)).to_pylist())
+            recorded = meta.config.grad_error_at if meta.config.errs else recorded
         except (BadLog, ValueError, TypeError) as error:
             raise refuse(_TRACE, file.path, f"cannot be read: {error}") from None
-        recorded = meta.loss["grad_error_at"] if meta.config.errs else recorded
         if recorded not in (None, config.grad_error_at):
             at = f"must be {recorded}, as of the errors in {file.path}"
             raise refuse("--grad-error-at", config.grad_error_at, at)

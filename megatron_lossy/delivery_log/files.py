@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
 
@@ -39,14 +39,25 @@ def log_files(folder: Path, prefix: str = schema.PREFIX) -> list[LogPath]:
     return [LogPath(path, *map(int, match.groups())) for path, match in found if match]
 
 
+def read_file(path: Path, columns: pyarrow.Schema) -> tuple[pyarrow.Table, schema.Meta]:
+    """Return the rows of a file, and its note. Raises ``OSError``, ``ValueError``, ``KeyError``, ``TypeError``."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        if file.schema_arrow.names != columns.names:
+            raise ValueError(f"has other columns: {', '.join(file.schema_arrow.names)}")
+        return file.read().cast(columns), schema.Meta.decode(file.metadata.metadata)
+
+
 class LogWriter(Observer, ABC):
     """Writes files of one kind. ``writer``: the rank in their names, if several writers share a process; default its own.
 
     A file is closed after ``--delivery-log-chunk`` iterations, before a checkpoint, or when it has grown large.
     """
 
-    #: The beginning of the names of the files.
-    prefix: str
+    #: The beginning of the names of the files, and the size at which one is closed.
+    prefix: ClassVar[str]
+    most: ClassVar[int]
 
     def __init__(self, config: LossyConfig, writer: int | None = None) -> None:
         schema.check_pyarrow(_FLAG, config.delivery_log)
@@ -56,6 +67,8 @@ class LogWriter(Observer, ABC):
         self._first = 0  # iterations from here on are not on disk yet
         self._end = 0  # the iteration after the last one that is over
         self._checked = False
+        self._size = 0
+        self._rows: list[tuple[int, int, Any]] = []  # iteration, size, and what is recorded
 
     @staticmethod
     @abstractmethod
@@ -63,25 +76,17 @@ class LogWriter(Observer, ABC):
         """Return the columns, in order; ``iteration`` is the first."""
 
     @abstractmethod
-    def clear(self) -> None:
-        """Drop all rows that are not on disk."""
-
-    @property
-    @abstractmethod
-    def full(self) -> bool:
-        """Whether the rows take so much memory that the file must be closed."""
-
-    @abstractmethod
-    def take(self, end: int) -> Iterable[pyarrow.Table]:
-        """Return the rows of iterations before ``end``, a table for each row group, and drop them."""
+    def tables(self, rows: list[tuple[int, int, Any]]) -> Iterable[pyarrow.Table]:
+        """Return ``rows``, as they were added, in a table for each row group."""
 
     @abstractmethod
     def note(self, tables: Iterable[pyarrow.Table], last: schema.Meta | None) -> schema.Meta:
         """Return the note of a file about its rows, ``tables``. ``last``: the note of the file that they were cut from."""
 
-    @abstractmethod
-    def read(self, path: Path) -> tuple[pyarrow.Table, schema.Meta]:
-        """Return the rows and the note of a file. Raises ``OSError``, ``ValueError``, ``KeyError`` or ``TypeError``."""
+    def add(self, iteration: int, size: int, row: Any) -> None:
+        """Record ``row`` of an iteration that is not over."""
+        self._rows.append((iteration, size, row))
+        self._size += size
 
     @property
     def rank(self) -> int:
@@ -91,13 +96,13 @@ class LogWriter(Observer, ABC):
         return dist.get_rank() if dist.is_initialized() else 0
 
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
-        self.check_free()
+        self._check_free()
         self._end = iteration + 1
-        if self._end - self._first >= self._config.delivery_log_chunk or self.full:
+        if self._end - self._first >= self._config.delivery_log_chunk or self._size >= self.most:
             self.save()
 
     def restart(self, iteration: int) -> None:
-        self.clear()
+        self._rows, self._size = [], 0
         self._first = self._end = iteration
         self._checked = True
         for unfinished in self._folder.glob(f".{self.prefix}_{self.rank:05d}_*.tmp"):  # left by a killed run
@@ -111,13 +116,17 @@ class LogWriter(Observer, ABC):
     def save(self) -> None:
         """Close the file of all iterations that are over."""
         if self._end > self._first:
-            self._write(self._first, self._end - 1, self.take(self._end))
+            over = [row for row in self._rows if row[0] < self._end]
+            self._write(self._first, self._end - 1, self.tables(over))
+            # Rows of the next iteration may be here: an iteration's last gather may end after messages of the next one.
+            self._rows = [row for row in self._rows if row[0] >= self._end]
+            self._size = sum(size for _, size, _ in self._rows)
             self._first = self._end
 
     def close(self) -> None:
         self.save()
 
-    def check_free(self) -> None:
+    def _check_free(self) -> None:
         """Refuse, once, a folder with records of another run, if nobody claimed the folder."""
         if not self._checked and self._own_files():
             raise refuse(_FLAG, self._folder, "holds the log of a run; choose another folder")
@@ -131,12 +140,12 @@ class LogWriter(Observer, ABC):
         import pyarrow.compute as pc
 
         try:
-            table, meta = self.read(file.path)
+            table, meta = read_file(file.path, self.columns())
         except (OSError, ValueError, KeyError, TypeError) as error:  # Arrow's own errors are among them
             raise refuse(_FLAG, file.path, f"cannot be continued: {' '.join(str(error).split())}") from None
         if difference(LossyConfig, meta.loss, schema.loss_identity(self._config)):
             raise refuse(_FLAG, file.path, "is of a run with other loss flags; choose another folder")
-        kept = table.filter(pc.field("iteration") < iteration).cast(self.columns())
+        kept = table.filter(pc.field("iteration") < iteration)
         self._write(file.first, iteration - 1, [kept] if len(kept) else [], meta)
 
     def _write(self, first: int, last: int, tables: Iterable[pyarrow.Table], meta: schema.Meta | None = None) -> None:

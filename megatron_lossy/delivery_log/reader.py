@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .files import log_files
-from .schema import ALL_BUCKETS, Meta, PhaseCut, arrow_schema, intervals, unpack
+from .schema import ALL_BUCKETS, Meta, PhaseCut, arrow_schema, unpack
 
 
 class BadLog(Exception):
@@ -232,7 +232,13 @@ class DeliveryLogFolder:
 
     def covered(self, rank: int) -> list[tuple[int, int]]:
         """The inclusive ranges of iterations that ``rank`` has records of."""
-        return intervals([(file.first, file.last) for file in self.ranks[rank]])
+        result: list[tuple[int, int]] = []
+        for file in self.ranks[rank]:
+            if result and file.first <= result[-1][1] + 1:
+                result[-1] = (result[-1][0], max(result[-1][1], file.last))
+            else:
+                result.append((file.first, file.last))
+        return result
 
     def file(self, rank: int, iteration: int) -> LogFile | None:
         """The file with the records of ``rank`` for ``iteration``, if there is one."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,16 +80,21 @@ class PhaseCut:
 
 @dataclass(frozen=True)
 class Meta:
-    """A file's note about all of its rows. ``streams``: by name, then by phase. ``loss``: the flags of the run."""
+    """A file's note about all of its rows. ``streams``: by name, then by phase. ``loss``: the flags of the run.
+
+    ``content``: 8 bytes, hexadecimal, that differ for other rows; only of events.
+    """
 
     rank: int
     version: str
     loss: dict[str, Any]
     streams: dict[str, dict[str, PhaseCut]]
+    content: str | None = None
 
     def encode(self) -> dict[bytes, bytes]:
         """The note as key-value metadata of a Parquet file."""
-        return {KEY: json.dumps({"format": FORMAT, **dataclasses.asdict(self)}).encode()}
+        values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return {KEY: json.dumps({"format": FORMAT, **values}).encode()}
 
     @classmethod
     def decode(cls, metadata: dict[bytes, bytes] | None) -> Meta:
@@ -149,14 +153,3 @@ def pack(arrived: np.ndarray) -> np.ndarray:
 def unpack(bitmaps: np.ndarray, units: int) -> np.ndarray:
     """The inverse of :func:`pack`."""
     return np.unpackbits(bitmaps, axis=1, count=units, bitorder="little").view(bool)
-
-
-def intervals(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The union of inclusive ranges of iterations, as few disjoint ones as possible, sorted."""
-    result: list[tuple[int, int]] = []
-    for first, last in sorted(ranges):
-        if result and first <= result[-1][1] + 1:
-            result[-1] = (result[-1][0], max(last, result[-1][1]))
-        else:
-            result.append((first, last))
-    return result

@@ -84,11 +84,10 @@ class DeliveryLog(LogWriter):
 
     prefix = schema.PREFIX
     columns = staticmethod(schema.arrow_schema)
+    most = _FILE_BYTES
 
     def __init__(self, config: LossyConfig, writer: int | None = None) -> None:
         super().__init__(config, writer)
-        self._exchanges: list[tuple[int, pyarrow.Table]] = []  # each with its iteration
-        self._size = 0
         self._streams: dict[str, dict[str, schema.PhaseCut]] = {}
 
     # --- events of a run --------------------------------------------------------------------------------------------
@@ -105,21 +104,7 @@ class DeliveryLog(LogWriter):
             )
         table = self._table(delivery)
         if len(table):  # nothing crosses the network in a group of one rank
-            self._exchanges.append((exchange.step, table))
-            self._size += table.nbytes
-
-    def clear(self) -> None:
-        self._exchanges, self._size = [], 0
-
-    @property
-    def full(self) -> bool:
-        return self._size >= _FILE_BYTES
-
-    def take(self, end: int) -> Iterator[pyarrow.Table]:
-        over = [one for one in self._exchanges if one[0] < end]
-        self._exchanges = [one for one in self._exchanges if one[0] >= end]
-        self._size = sum(table.nbytes for _, table in self._exchanges)
-        return _groups(over)
+            self.add(exchange.step, table.nbytes, table)
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
@@ -173,27 +158,20 @@ class DeliveryLog(LogWriter):
     def note(self, tables: Iterable[pyarrow.Table], last: schema.Meta | None) -> schema.Meta:
         return last or schema.Meta(self.rank, __version__, schema.loss_identity(self._config), self._streams)
 
-    def read(self, path: Path) -> tuple[pyarrow.Table, schema.Meta]:
-        import pyarrow.parquet as pq
+    def tables(self, rows: list[tuple[int, int, Any]]) -> Iterator[pyarrow.Table]:
+        """Yield the rows of consecutive exchanges for one row group each; an iteration is never divided."""
+        import pyarrow as pa
 
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            return file.read(), schema.Meta.decode(file.metadata.metadata)
-
-
-def _groups(exchanges: list[tuple[int, pyarrow.Table]]) -> Iterator[pyarrow.Table]:
-    """Yield the rows of consecutive exchanges for one row group each; an iteration is never divided."""
-    import pyarrow as pa
-
-    group: list[pyarrow.Table] = []
-    size = before = 0
-    for iteration, table in exchanges:
-        if size >= _GROUP_BYTES and iteration != before:
+        group: list[pyarrow.Table] = []
+        size = before = 0
+        for iteration, bytes_, table in rows:
+            if size >= _GROUP_BYTES and iteration != before:
+                yield pa.concat_tables(group)
+                group, size = [], 0
+            group.append(table)
+            size, before = size + bytes_, iteration
+        if group:
             yield pa.concat_tables(group)
-            group, size = [], 0
-        group.append(table)
-        size, before = size + table.nbytes, iteration
-    if group:
-        yield pa.concat_tables(group)
 
 
 def _bitmaps(packed: np.ndarray, widths: np.ndarray) -> pyarrow.Array:
