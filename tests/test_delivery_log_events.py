@@ -262,7 +262,7 @@ TAMPERED = {
     "no packets": ("bitmaps", 1, first_of("act", packets=None), "'NoneType'"),
     "other iterations": ("bitmaps", 1, each(iteration=lambda n: n + 3), "has records of iteration 6"),
     "another boundary": ("bitmaps", 1, each(stream=lambda name: name.replace("s1", "s9")), "act of boundary-e0-s9-c0: "),
-    "no stream": ("bitmaps", 1, first_of("act", stream="nowhere"), "act of nowhere: "),
+    "no stream": ("bitmaps", 1, each(stream=lambda _: "nowhere"), "act of nowhere: "),
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _FLAG = "--delivery-log"
 # A row group, which a reader decodes at once, takes at least this much memory, in whole iterations.
-_GROUP_BYTES = 2**20
+_GROUP_BYTES = 3 * 2**19
 # A file is closed when its rows take about this much memory.
 _FILE_BYTES = 2**26
 
@@ -127,21 +127,22 @@ class DeliveryLog(LogWriter):
         units = np.array([numbers.stop - numbers.start for _, numbers in parts], dtype=np.int32)
         lost = np.stack([(~arrived[:, numbers]).sum(axis=1, dtype=np.int32) for _, numbers in parts], axis=1)
         packed = np.concatenate([schema.pack(arrived[:, numbers]) for _, numbers in parts], axis=1)
-        destinations, (count, each) = receivers[links[0]], lost.shape
+        senders, destinations = sources[links[1]].astype(np.int32), receivers[links[0]].astype(np.int32)
+        count, each = lost.shape
         nulls = pa.nulls(lost.size, pa.binary())
         columns = [
-            np.full(lost.size, exchange.step),
+            np.full(lost.size, exchange.step, dtype=np.int64),
             pa.repeat(exchange.phase, lost.size),
             pa.repeat(exchange.stream.name, lost.size),
-            np.tile([bucket for bucket, _ in parts], count),
-            np.repeat(sources[links[1]], each),
+            np.tile(np.array([bucket for bucket, _ in parts], dtype=np.int32), count),
+            np.repeat(senders, each),
             np.repeat(destinations, each),
             np.tile(units, count),
             lost.reshape(-1),
             nulls if redrawn else _bitmaps(packed, np.tile(-(-units // 8), count)),
             pa.array(schema.digests(destinations, packed), pa.binary()) if redrawn else nulls,
         ]
-        return pa.table([pa.array(column) for column in columns], self.columns().names).cast(self.columns())
+        return pa.table(columns, schema=self.columns())
 
     def _redrawn(self, phase: str) -> bool:
         """Whether rows carry a digest in place of the bitmap, because the losses can be drawn again."""
