@@ -143,24 +143,6 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def damaged(rank, base, folder):
-    """What is told of a file of recorded errors, without a process group."""
-    from megatron_lossy.train import parallel
-
-    parallel.world = None
-    with pytest.raises(UsageError) as caught:
-        train_runs(rank, (base, {"grad_error": f"trace:{folder}"}))
-    return str(caught.value)
-
-
-def test_a_damaged_trace_is_refused_before_anything_starts(data, tmp_path):
-    path = tmp_path / "_events_00000_000000000_000000009.parquet"
-    path.write_bytes(b"x" * 100)
-    base = TINY | data | FULL | {"virtual_workers": 2, "eval_iters": 0}
-    [text] = run_ranks(damaged, 1, base, str(tmp_path), grouped=False)
-    assert text.startswith(f"--grad-error trace {path}: cannot be read: ")
-
-
 def refusals(rank, base):
     texts = []
     for settings, flags, _ in REFUSED:

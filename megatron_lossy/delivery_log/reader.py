@@ -87,6 +87,8 @@ class Links:
     @classmethod
     def of(cls, rows: LogRows, cut: PhaseCut) -> Links:
         """The links of one exchange's rows, with units as in ``cut``. Raises ``ValueError`` if they do not fit."""
+        import pyarrow as pa
+
         count = np.flatnonzero((rows.source != rows.source[0]) | (rows.destination != rows.destination[0]))
         parts = int(count[0]) if count.size else len(rows)  # rows of a link: one for each bucket, or one for all
         buckets = rows.bucket[:parts]
@@ -103,7 +105,7 @@ class Links:
                 raise ValueError(f"bucket {bucket} has {size} units, its rows say {units[0, k]}")
             chosen = np.flatnonzero(known[:, k])
             if chosen.size:
-                bitmaps = _bytes(rows.bitmap.take(_indices(chosen * parts + k)), -(-size // 8))
+                bitmaps = _bytes(rows.bitmap.take(pa.array(chosen * parts + k, pa.int64())), -(-size // 8))
                 arrived[chosen, first : first + size] = unpack(bitmaps, size)
                 wrong = np.flatnonzero((~arrived[chosen, first : first + size]).sum(axis=1) != lost[chosen, k])
                 if wrong.size:
@@ -111,12 +113,6 @@ class Links:
         lost = lost.sum(axis=1)
         digest = np.array(rows.digest.to_pylist(), dtype=object).reshape(shape)[:, 0]
         return cls(*links, arrived, known.all(axis=1) | (lost == 0), lost, digest)
-
-
-def _indices(places: np.ndarray) -> Any:
-    import pyarrow as pa
-
-    return pa.array(places, pa.int64())
 
 
 def _bytes(values: Any, width: int) -> np.ndarray:

@@ -196,21 +196,12 @@ class Recorded(Channel):
         """The links of an exchange, and their numbers by source and destination, -1 if there is none."""
         key = (file, exchange)
         if key not in self._kept:
-            self._kept[key] = self._decode(file, exchange)
+            rows = file.exchange(exchange.step, exchange.phase, exchange.stream.name)
+            links = None if rows is None else file.links(rows)
+            self._kept[key] = None if links is None else (links, _numbers(links))
             while len(self._kept) > 3 * len(self.folder.ranks):
                 self._kept.popitem(last=False)
         return self._kept[key]
-
-    @staticmethod
-    def _decode(file: LogFile, exchange: Exchange) -> tuple[Links, np.ndarray] | None:
-        rows = file.exchange(exchange.step, exchange.phase, exchange.stream.name)
-        if rows is None:
-            return None
-        links = file.links(rows)
-        size = 1 + max(links.sources.max(), links.destinations.max())
-        numbers = np.full((size, size), -1)
-        numbers[links.sources, links.destinations] = np.arange(len(links.sources))
-        return links, numbers
 
     def _of(
         self, found: tuple[Links, np.ndarray], file: LogFile, exchange: Exchange, sources: np.ndarray, to: np.ndarray
@@ -230,3 +221,11 @@ class Recorded(Channel):
         except ValueError as error:
             raise BadLog(file.path, exchange.step, error) from None
         return result
+
+
+def _numbers(links: Links) -> np.ndarray:
+    """Return the numbers of links by source and destination, -1 where there is none."""
+    size = 1 + max(links.sources.max(), links.destinations.max())
+    numbers = np.full((size, size), -1)
+    numbers[links.sources, links.destinations] = np.arange(len(links.sources))
+    return numbers

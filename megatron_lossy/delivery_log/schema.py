@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +73,10 @@ class PhaseCut:
     number of its first unit, its units, elements of its shard and of a unit.
     """
 
-    sources: tuple[int, ...]
-    receivers: tuple[int, ...]
+    sources: Sequence[int]
+    receivers: Sequence[int]
     units: int
-    buckets: tuple[tuple[int, int, int, int], ...]
+    buckets: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,7 @@ class Meta:
         if values.pop("format") not in range(1, FORMAT + 1):
             raise ValueError(f"has a later format than {FORMAT}")
         streams = {
-            name: {
-                phase: PhaseCut(
-                    tuple(cut["sources"]), tuple(cut["receivers"]), cut["units"], tuple(map(tuple, cut["buckets"]))
-                )
-                for phase, cut in phases.items()
-            }
+            name: {phase: PhaseCut(**cut) for phase, cut in phases.items()}
             for name, phases in values.pop("streams").items()
         }
         return cls(**values, streams=streams)
