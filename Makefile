@@ -60,9 +60,8 @@ test-slurm: .venv/installed
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.step_overhead
 
-# How many small slips the tests notice: a sample, for hours, by hand. For example make mutants MUTANTS="--count 20 --jobs 2"
+# How many small slips the tests notice: a sample, by hand. For example make mutants MUTANTS="--count 20 --rooms recovery"
 mutants: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
 	$(BIN)/python scripts/mutants.py $(MUTANTS)
 
 # Pages, and the tables and figures of all studies, most of which git ignores: they are made from each study.json.

@@ -189,14 +189,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=12.0, metavar="S", help="of each run (default 12)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each (default 3)")
     parser.add_argument(
-        "--rules", default="shared,dedicated", metavar="R,...", help="of --udp-rate-control (default shared,dedicated)"
+        "--rules", nargs="+", default=["shared", "dedicated"], choices=RULES, help="of --udp-rate-control"
     )
-    parser.add_argument(
-        "--queues",
-        default=",".join(map(str, QUEUES)),
-        metavar="MS,...",
-        help="of the link (default %(default)s)",
-    )
+    parser.add_argument("--queues", type=float, nargs="+", default=QUEUES, metavar="MS", help="of the link")
     parser.add_argument("--out", default=RESULTS, metavar="FOLDER", help=f"default {RESULTS}")
     parser.add_argument("--replace", action="store_true", help="write over results of the same day")
     return parser
@@ -211,16 +206,8 @@ def main(argv: list[str] | None = None) -> int:
             raise refuse("--seconds", args.seconds, "must be above 0")
         if args.seeds < 1:
             raise refuse("--seeds", args.seeds, "must be at least 1")
-        rules = args.rules.split(",")
-        for rule in rules:
-            if rule not in RULES:
-                raise refuse("--rules", rule, f"must be of {', '.join(RULES)}")
-        try:
-            queues = [float(queue) for queue in args.queues.split(",")]
-        except ValueError:
-            raise refuse("--queues", args.queues, "must be numbers with commas between them") from None
-        if not min(queues) > 0:
-            raise refuse("--queues", args.queues, "must be milliseconds above 0")
+        if not min(args.queues) > 0:
+            raise refuse("--queues", min(args.queues), "must be milliseconds above 0")
         result = Path(args.out) / f"beside_tcp_{today()}.md"
         if result.exists() and not args.replace:
             raise refuse("--out", args.out, f"{result.name} is there already; --replace writes over it")
@@ -231,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"skipped: {missing}")
             return 0
         controls = [control for control in CONTROLS if control in there]
-        kept = measure(controls, [ANOTHER, *rules], queues, args.seconds, args.seeds)
+        kept = measure(controls, [ANOTHER, *args.rules], args.queues, args.seconds, args.seeds)
     write_results(result.parent, result.stem, md=markdown(kept, made_with("benchmarks.beside_tcp", argv)))
     plot(kept, result.with_suffix(".png"))
     return 0

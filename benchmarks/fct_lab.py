@@ -11,8 +11,6 @@ loss, and each scheme's packets and headers; it knows of no congestion control, 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import Team, our_config
@@ -30,7 +26,6 @@ from benchmarks.exchange.timeouts import HEADER, PAYLOAD
 from benchmarks.lab import Lab, Missing, end_in_order
 from megatron_lossy.base.coding import AdaptiveCode
 from megatron_lossy.base.errors import refuse, usage_errors
-from megatron_lossy.base.files import replace_file
 from megatron_lossy.lab.studies.fct.path import Losses
 from megatron_lossy.lab.studies.fct.path import Path as Way
 from megatron_lossy.lab.studies.fct.schemes import Flow, Scheme, SelectiveRepeat, Smart, Uniform
@@ -43,7 +38,6 @@ _WARM_UP = 10
 _PACE = 0.95  # of the link, for a sender without control: acknowledgements of the other direction need room
 _LIMIT = 60.0
 _MODEL_FLOWS = 2000
-_COLOURS = ("#7f7f7f", "#2ca02c", "#1f77b4", "#d62728")
 
 
 class OnTimeout(Scheme):
@@ -96,10 +90,6 @@ def contestants() -> list[Contestant]:
         Contestant("FEC (100,10)", "ours", PAYLOAD, headers, uniform),
         Contestant("top 1 %", "ours", PAYLOAD, headers, "--grad-recovery error-feedback"),
     ]
-
-
-def _names() -> list[str]:
-    return [one.name for one in contestants()]
 
 
 def row_of(args: argparse.Namespace, loss: float, mebibytes: float) -> Row:
@@ -182,54 +172,11 @@ def table(args: argparse.Namespace, measured: Mapping[Key, list[float]], model: 
     ]
     for size in args.mebibytes:
         for loss in args.loss:
-            for name in _names():
+            for name in (one.name for one in contestants()):
                 numbers = [*_three(measured[name, loss, size]), *_three(model[name, loss, size])]
                 cells = [f"{size:g} MiB", f"{100 * loss:g} %", name, *(f"{number:.1f}" for number in numbers)]
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def values(measured: Mapping[Key, list[float]], model: Mapping[Key, list[float]]) -> str:
-    """All numbers, as CSV."""
-    text = io.StringIO()
-    out = csv.writer(text, lineterminator="\n")
-    names = ("mean ms", "P50 ms", "P99 ms")
-    out.writerow(["scheme", "loss", "MiB", "messages", *names, *(f"model {name}" for name in names)])
-    for key, expected in model.items():
-        numbers = [*_three(measured[key]), *_three(expected)]
-        out.writerow([*key, len(measured[key]), *(f"{number:.3f}" for number in numbers)])
-    return text.getvalue()
-
-
-def picture(
-    args: argparse.Namespace, measured: Mapping[Key, list[float]], model: Mapping[Key, list[float]], path: Path
-) -> None:
-    """A panel for each size: mean and P99 of every scheme over the loss, and what the model says."""
-    figure = Figure(figsize=(5.4 * len(args.mebibytes), 7.4), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(2, len(args.mebibytes), squeeze=False, sharex=True, sharey="col")
-    names = _names()
-    width = 0.8 / len(names)
-    for row, (what, pick) in zip(panels, (("mean", 0), ("P99", 2)), strict=True):
-        for axes, size in zip(row, args.mebibytes, strict=True):
-            for index, (name, colour) in enumerate(zip(names, _COLOURS, strict=True)):
-                where = np.arange(len(args.loss)) + (index - (len(names) - 1) / 2) * width
-                heights = [_three(measured[name, loss, size])[pick] for loss in args.loss]
-                expected = [_three(model[name, loss, size])[pick] for loss in args.loss]
-                axes.bar(where, heights, 0.9 * width, color=colour, label=name)
-                marks = axes.hlines(expected, where - 0.45 * width, where + 0.45 * width, color="black", linewidth=2)
-            axes.set_title(f"{size:g} MiB, {what}", fontsize=12)
-            axes.set_xticks(range(len(args.loss)), [f"{100 * loss:g}" for loss in args.loss])
-            axes.grid(axis="y", alpha=0.3)
-            axes.set_axisbelow(True)
-            axes.tick_params(labelleft=True)
-    for axes in panels[-1]:
-        axes.set_xlabel("packets lost (%)")
-    for axes in panels[:, 0]:
-        axes.set_ylabel("milliseconds")
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend([*handles, marks], [*labels, "model"], loc="outside lower center", ncols=len(names) + 1, fontsize=10)
-    figure.savefig(path, format="png")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -267,8 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         model = predict(args, chosen)
     text = markdown(args, measured, model, [*made_with("benchmarks.fct_lab", argv), *notes])
     print("\n" + text)
-    write_results(folder, "fct_lab", md=text, csv=values(measured, model))
-    replace_file(folder / "fct_lab.png", lambda aside: picture(args, measured, model, aside))
+    write_results(folder, "fct_lab", md=text)
     return 0
 
 

@@ -11,7 +11,6 @@ Bytes are those that a rank gives to collectives for others, counted where torch
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,11 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.common import heading, run_ranks
-from benchmarks.step_overhead import compare, make_parser, ratios, settings_from, spread, turns
+from benchmarks.common import heading
+from benchmarks.step_overhead import Timed, compare, program, ratios, spread, turns
 from megatron_lossy.base import device
 from megatron_lossy.base.device import all_gather_single, reduce_scatter_single
-from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.pytorch import make_lossy
 
@@ -81,7 +79,7 @@ class _Counted:
         return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-class Trainer:
+class Trainer(Timed):
     """One variant: a model and its optimizer."""
 
     def __init__(self, settings: Settings, variant: tuple[dict[str, Any], dict[str, Any]] | None) -> None:
@@ -115,20 +113,6 @@ class Trainer:
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent to others."""
         return self.own_bytes if self.lossy is None else sum(self.lossy.sent_bytes.values())
-
-    def timed(self, work: Any) -> float:
-        """Seconds that ``work`` takes, from a barrier to the last rank's end."""
-        self._barrier()
-        start = time.perf_counter()
-        work()
-        self._barrier()
-        return time.perf_counter() - start
-
-    @staticmethod
-    def _barrier() -> None:
-        if device.device_type() == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
 
     def step(self) -> None:
         """Forward, backward, update."""
@@ -185,17 +169,5 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Start the ranks."""
-    parser = make_parser(__doc__, Settings, "bf16", "layers", "hidden", "sequence")
-    parser.add_argument("--ranks", type=int, default=4)
-    arguments = parser.parse_args()
-    with usage_errors("fsdp_step"):
-        if arguments.ranks < 2:
-            raise refuse("--ranks", arguments.ranks, "must be at least 2")
-        settings = settings_from(Settings, arguments)
-    run_ranks(arguments.ranks, run, settings, table, "fsdp_step", arguments.out, launches=arguments.launches)
-
-
 if __name__ == "__main__":
-    main()
+    program(sys.modules[__name__], Settings, "bf16", "layers", "hidden", "sequence")

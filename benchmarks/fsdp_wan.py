@@ -21,7 +21,6 @@ from typing import Any
 
 from benchmarks.common import RESULTS, free_port, made_with, today, write_results
 from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
-from megatron_lossy.base.device.environment import without_ranks
 from megatron_lossy.base.errors import refuse, usage_errors
 
 #: What is trained: loss flags; ``None`` is plain FSDP2.
@@ -64,22 +63,14 @@ def rank(name: str, steps: int, hidden: int, out: str) -> None:
 
 def train(lab: Lab, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """A run on both machines of ``lab``; the result of its first rank."""
-    common = without_ranks() | {
-        "MASTER_ADDR": lab.address(0),
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "OMP_NUM_THREADS": "1",
-    }
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "told.json"), Path(folder, "log.txt")
         command = [sys.executable, "-m", "benchmarks.fsdp_wan", "--rank", name, "--result", str(out)]
         command += ["--steps", str(args.steps), "--hidden", str(args.hidden)]
         with open(log, "w") as file:
             started = [
-                lab.start(number, command, env=common | {"RANK": str(number)}, stdout=file, stderr=subprocess.STDOUT)
+                lab.start(number, command, env=lab.environment(number, port), stdout=file, stderr=subprocess.STDOUT)
                 for number in range(2)
             ]
             status = wait(started)

@@ -19,20 +19,18 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.common import heading, run_ranks
+from benchmarks.common import heading
 from benchmarks.step_overhead import (
     AGAIN,
     BASELINE,
     Settings,
     Trainer,
     compare,
-    make_parser,
+    program,
     ratios,
-    settings_from,
     spread,
     turns,
 )
-from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands.world import IslandWorld
 
@@ -148,20 +146,5 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Start the islands."""
-    parser = make_parser(__doc__, IslandSettings, "islands", "layers", "hidden", "bf16")
-    parser.add_argument("--steps", type=int, default=IslandSettings.steps, help="that a variant makes at a time")
-    arguments = parser.parse_args()
-    with usage_errors("island_step"):
-        if arguments.islands < 2:
-            raise refuse("--islands", arguments.islands, "must be at least 2: one exchanges nothing")
-        settings = settings_from(IslandSettings, arguments)
-        if arguments.steps < 1:
-            raise refuse("--steps", arguments.steps, "must be at least 1")
-    name = f"island_step_{arguments.islands}_islands"
-    run_ranks(arguments.islands, run, settings, table, name, arguments.out, arguments.islands, arguments.launches)
-
-
 if __name__ == "__main__":
-    main()
+    program(sys.modules[__name__], IslandSettings, "islands", "layers", "hidden", "bf16", "steps")

@@ -35,24 +35,11 @@ _FLAGS = (
 )
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog=f"python -m {_PROGRAM}", description=__doc__.splitlines()[0])
-    parser.add_argument("--islands", type=int, default=2, metavar="S", help="of a rank each (default 2)")
-    parser.add_argument("--iterations", type=int, default=150, metavar="N", help="of each training (default 150)")
-    parser.add_argument(
-        "--rounds", type=int, default=7, metavar="N", help="in which each variant has a turn (default 7)"
-    )
-    parser.add_argument("--transport", default="pieces", metavar="NAME", help="torch, pieces or udp (default pieces)")
-    parser.add_argument("--out", default=RESULTS, metavar="FOLDER", help=f"for the table (default {RESULTS})")
-    return parser
-
-
 def together(folder: Path, flags: Sequence[str], islands: int) -> Path:
     """Train on islands of one launch; returns the folder of the metrics."""
     run = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(islands), "-m", "megatron_lossy.train"]
     command = [sys.executable, "-m", *run, *flags, "--metrics-dir", str(folder)]
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
+    done = subprocess.run(command, env=without_ranks() | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"islands of one launch ended with {done.returncode}: {done.stderr[-2000:]}")
     return folder
@@ -76,10 +63,6 @@ def apart(folder: Path, flags: Sequence[str], islands: int) -> Path:
     return folder / "life_1"
 
 
-def _environment() -> dict[str, str]:
-    return without_ranks() | {"OMP_NUM_THREADS": "1"}
-
-
 def seconds(folder: Path) -> float:
     """The median iteration of the first island whose metrics are in ``folder``."""
     with open(Path(folder_of(folder, "island", 0)) / METRICS_FILE) as file:
@@ -88,7 +71,7 @@ def seconds(folder: Path) -> float:
     return statistics.median(made[len(made) // 5 :])
 
 
-def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+def run(args: argparse.Namespace) -> None:
     """All rounds, and their table."""
     for name, least in (("islands", 2), ("iterations", 10), ("rounds", 1)):
         if getattr(args, name) < least:
@@ -105,7 +88,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
                 times[name].append(seconds(variants[name](Path(folder), flags, args.islands)))
             print(f"round {number + 1} of {args.rounds}: {name}: {times[name][-1]:.4f} s", flush=True)
     lines = ["# Islands that are launches of their own: an iteration", ""]
-    lines += [f"- {line}" for line in made_with(_PROGRAM, argv)]
+    lines += [f"- {line}" for line in made_with(_PROGRAM, sys.argv[1:])]
     what = f"{args.islands} islands of one rank, {args.iterations} iterations of configs/tiny/llama_1m.yaml, {args.transport}"
     lines += [
         f"- {what}; {args.rounds} rounds",
@@ -121,11 +104,17 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     write_results(args.out, f"islands_apart_step_{args.transport}_{today()}", md=text)
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """The program."""
+    parser = argparse.ArgumentParser(prog=f"python -m {_PROGRAM}", description=__doc__.splitlines()[0])
+    parser.add_argument("--islands", type=int, default=2, metavar="S", help="of a rank each (default 2)")
+    parser.add_argument("--iterations", type=int, default=150, metavar="N", help="of each training (default 150)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="a turn of each variant (default 7)")
+    parser.add_argument("--transport", default="pieces", metavar="NAME", help="torch, pieces or udp (default pieces)")
+    parser.add_argument("--out", default=RESULTS, metavar="FOLDER", help=f"for the table (default {RESULTS})")
     with usage_errors(_PROGRAM):
-        run(parser().parse_args(argv), argv)
+        run(parser.parse_args())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

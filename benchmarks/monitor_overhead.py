@@ -19,19 +19,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.common import heading, run_ranks
+from benchmarks.common import heading
 from benchmarks.step_overhead import (
     Settings,
     Trainer,
     compare,
     lossy_config,
-    make_parser,
+    program,
     ratios,
-    settings_from,
     spread,
     turns,
 )
-from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.run.monitor import Drift, ExchangeMonitor
 
 UNITS = {"shard": {"loss_unit": "shard"}, "packet 4 KiB": {"loss_unit": "packet", "packet_bytes": 4096}}
@@ -132,18 +130,5 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Start the ranks."""
-    parser = make_parser(__doc__, Settings, "layers", "hidden")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.set_defaults(rounds=40)
-    arguments = parser.parse_args()
-    with usage_errors("monitor_overhead"):
-        if arguments.ranks < 2:
-            raise refuse("--ranks", arguments.ranks, "must be at least 2: one rank loses nothing")
-        settings = settings_from(Settings, arguments)
-    run_ranks(arguments.ranks, run, settings, table, "monitor_overhead", arguments.out, launches=arguments.launches)
-
-
 if __name__ == "__main__":
-    main()
+    program(sys.modules[__name__], Settings, "layers", "hidden", rounds=40)

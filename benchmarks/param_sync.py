@@ -18,20 +18,18 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.common import heading, run_ranks
+from benchmarks.common import heading
 from benchmarks.step_overhead import (
     AGAIN,
     BASELINE,
     Settings,
     Trainer,
     compare,
-    make_parser,
+    program,
     ratios,
-    settings_from,
     spread,
     turns,
 )
-from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.theory.divergence import overhead
 
@@ -124,23 +122,5 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Start the ranks."""
-    parser = make_parser(__doc__, ReplicaSettings, "layers", "hidden", "bf16")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument(
-        "--interval", type=int, default=ReplicaSettings.interval, help="updates between synchronisations"
-    )
-    arguments = parser.parse_args()
-    with usage_errors("param_sync"):
-        if arguments.ranks < 2:
-            raise refuse("--ranks", arguments.ranks, "must be at least 2: one rank is equal to itself")
-        settings = settings_from(ReplicaSettings, arguments)
-        if arguments.interval < 1:
-            raise refuse("--interval", arguments.interval, "must be at least 1")
-    name = f"param_sync_{arguments.ranks}_ranks"
-    run_ranks(arguments.ranks, run, settings, table, name, arguments.out, launches=arguments.launches)
-
-
 if __name__ == "__main__":
-    main()
+    program(sys.modules[__name__], ReplicaSettings, "layers", "hidden", "bf16", "interval", ranks=2)

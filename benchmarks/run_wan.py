@@ -15,16 +15,12 @@ int8 gradients and parameters, or what islands average, cross in 8 bits; with in
 from __future__ import annotations
 
 import argparse
-import contextlib
-import csv
-import io
 import itertools
 import json
 import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +31,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import free_port, made_with
 from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
-from megatron_lossy.base.device.environment import without_ranks
 from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.base.files import replace_file, write_text
-from megatron_lossy.lab.train.log import clock
 from megatron_lossy.lab.train.metrics import METRICS_FILE
 
 _UDP = ("--transport", "udp", "--loss-unit", "packet", "--udp-interface", INTERFACE)
@@ -143,56 +137,19 @@ def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run
     flags += ["--lr-warmup-iters", str(args.iterations // 10), *shlex.split(args.train_flags)]
     if iterations < args.iterations:
         flags += ["--eval-iters", "0"]
-    common = without_ranks() | {
-        "MASTER_ADDR": lab.address(0),
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(len(lab.nodes)),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "OMP_NUM_THREADS": "1",
-    }
-    started = []
+    started, port = [], free_port()
     with open(folder / "log.txt", "w") as log:
         for rank in range(len(lab.nodes)):
             command = [sys.executable, "-m", "benchmarks.wan_rank", str(folder / f"rank_{rank}.json"), *flags]
             command += ["--metrics-dir", str(folder), *transport]
-            environment = common | {"RANK": str(rank)}
-            started.append(lab.start(rank, command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        status = wait(started, meanwhile=Progress(name, folder, iterations).tell)
+            started.append(
+                lab.start(rank, command, env=lab.environment(rank, port), stdout=log, stderr=subprocess.STDOUT)
+            )
+        status = wait(started)
     if status:
         tail = "\n".join((folder / "log.txt").read_text().splitlines()[-15:])
         raise RuntimeError(f"{name}: status {status}; the end of {folder / 'log.txt'}:\n{tail}")
     return Run.read(name, folder, len(lab.nodes))
-
-
-class Progress:
-    """A line now and then while a run trains, with an estimate of what is left of it."""
-
-    def __init__(self, name: str, folder: Path, iterations: int, seconds_between: float = 20.0) -> None:
-        self._name, self._folder, self._iterations = name, folder, iterations
-        self._between = seconds_between
-        self._started = self._told = time.monotonic()
-
-    def tell(self) -> None:
-        """Print a line if the last one was long ago."""
-        now = time.monotonic()
-        if now - self._told < self._between:
-            return
-        self._told = now
-        done, elapsed = self._done(), now - self._started
-        left = f"about {clock(elapsed / done * (self._iterations - done))} left" if done else "starting"
-        print(f"{self._name}: iteration {done}/{self._iterations}, elapsed {clock(elapsed)}, {left}", flush=True)
-
-    def _done(self) -> int:
-        """Iterations that the run has recorded."""
-        with contextlib.suppress(OSError):
-            lines = metrics_file(self._folder).read_text().splitlines()
-            for line in reversed(lines):
-                with contextlib.suppress(ValueError):  # the last line may be unfinished
-                    if "iteration" in (record := json.loads(line)):
-                        return int(record["iteration"])
-        return 0
 
 
 def table(runs: Sequence[Run], target: float | None, header: Sequence[str]) -> tuple[list[list[str]], str]:
@@ -263,12 +220,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--loss", type=float, default=0.01, metavar="P", help="share of packets lost (default 0.01)")
     parser.add_argument("--rtt", type=float, default=20.0, metavar="MS", help="round-trip time (default 20)")
     parser.add_argument("--rate", type=float, metavar="MBIT", help="of the link, Mbit/s (default: no limit)")
-    parser.add_argument(
-        "--queue",
-        type=float,
-        metavar="MS",
-        help="what may wait for the link, in ms of its rate (default: a round trip)",
-    )
+    parser.add_argument("--queue", type=float, metavar="MS", help="longest wait for the link (default: a round trip)")
     parser.add_argument(
         "--runs", nargs="+", choices=RUNS, default=_DEFAULT, metavar="NAME", help=f"of {', '.join(RUNS)}"
     )
@@ -326,15 +278,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     rate = "no limit of rate" if args.rate is None else f"{args.rate:g} Mbit/s, queue {_queue(args):g} ms"
     what = f"Link: {100 * args.loss:g} % of packets lost, {args.rtt:g} ms round trip, {rate}; 2 ranks"
     header = [date, command, what, *machine, *notes]
-    rows, text = table(runs, target, header)
+    _, text = table(runs, target, header)
     print("\n" + text)
     out = Path(args.out)
-    cells = io.StringIO()
-    csv.writer(cells, lineterminator="\n").writerows(rows)
     write_text(out / "wan.md", text)
-    write_text(out / "wan.csv", cells.getvalue())
     replace_file(out / "wan.png", lambda aside: picture(runs, target, aside))
-    print(f"wrote {out / 'wan.md'}, .csv, .png")
+    print(f"wrote {out / 'wan.md'}, .png")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -69,7 +69,25 @@ class Settings:
         return self.sequence * self.micro_batch
 
 
-class Trainer:
+class Timed:
+    """A variant whose steps are timed."""
+
+    def timed(self, work: Callable[[], None]) -> float:
+        """Return the seconds that ``work`` takes, from a barrier to the last rank's end."""
+        self.barrier()
+        start = time.perf_counter()
+        work()
+        self.barrier()
+        return time.perf_counter() - start
+
+    def barrier(self) -> None:
+        """Let all ranks come here, with all work of their devices done."""
+        if device.device_type() == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+
+class Trainer(Timed):
     """One variant: a model, its optimizer and, with a configuration, the hooks, which are in only while it runs."""
 
     def __init__(self, settings: Settings, config: LossyConfig | None, world: IslandWorld | None = None) -> None:
@@ -95,22 +113,12 @@ class Trainer:
             self.lossy.ledger.install(megatron_core.patches(self.lossy))
 
     def timed(self, work: Callable[[], None]) -> float:
-        """Seconds that ``work`` takes with this variant's hooks, from a barrier to the last rank's end."""
+        """Return the seconds that ``work`` takes with this variant's hooks."""
         self._resume()
         try:
-            self.barrier()
-            start = time.perf_counter()
-            work()
-            self.barrier()
-            return time.perf_counter() - start
+            return super().timed(work)
         finally:
             self._pause()
-
-    def barrier(self) -> None:
-        """Let all ranks come here, with all work of their devices done."""
-        if device.device_type() == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
 
     def step(self) -> None:
         """Forward, backward, exchange, update."""
@@ -206,7 +214,7 @@ def compare(trainers: Mapping[str, Trainer], work: str, rounds: int, warm_up: in
             seconds = trainers[name].timed(getattr(trainers[name], work))
             if turn >= warm_up:
                 times[name].append(seconds)
-        if os.environ["RANK"] == "0":  # of all islands, where there are some
+        if os.environ.get("RANK", "0") == "0":  # of all islands, where there are some
             print(f"\r{work}: round {turn + 1} of {warm_up + rounds}", end="", file=sys.stderr, flush=True)
     return times
 
@@ -242,7 +250,7 @@ def gather_memory(trainer: Trainer) -> dict[str, float] | None:
         for bucket in group.buckets:
             slot = slot_of(bucket.param_data)
             rule = slot.group.params[slot.bucket]
-            units, lost = rule.units, rule.lost(slot.group.delivery("param", trainer.lossy.update))
+            units, lost = rule.units, slot.group.delivery("param", trainer.lossy.update).lost_here(rule.units)
             whole, tail = lost.mask[:, : units.whole].sum(), lost.mask[:, units.whole :].sum()
             lost_bytes += int(whole * units.elements + tail * units.tail) * bucket.param_data.element_size()
             for parts in rows_for(bucket.param_data.device).take(bucket.param_data, units, lost):
@@ -306,42 +314,41 @@ def turns(result: dict[str, Any]) -> str:
     return f"{count} rounds" if launches == 1 else f"{launches} launches of {count} rounds"
 
 
-def make_parser(doc: str | None, kind: type[Settings], *names: str) -> argparse.ArgumentParser:
-    """With ``--rounds``, ``--launches`` and ``--out``, and a flag for each of ``names``, fields of ``kind``."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("rounds", *names):
-        default = getattr(kind, name)
+def program(
+    module: Any, kind: type[Settings], *names: str, ranks: int = 4, least: int = 2, rounds: int | None = None
+) -> None:
+    """Run ``module``, a benchmark whose ``run`` takes a ``kind``, and write its ``table``.
+
+    It has ``--rounds``, ``--launches``, ``--out`` and a flag for each of ``names``, fields of ``kind``; and ``--ranks``, ``least`` or more,
+    unless ``--islands`` of a rank each stand for them.
+    """
+    name = module.__spec__.name.rpartition(".")[2]
+    parser = argparse.ArgumentParser(description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in ("rounds", *names):
+        default = getattr(kind, field)
         options: dict[str, Any] = {"action": "store_true"} if isinstance(default, bool) else {"type": int}
-        parser.add_argument(f"--{name}", default=default, **options)
+        parser.add_argument(f"--{field}", default=default, **options)
+    own = "islands" not in names
+    if own:
+        parser.add_argument("--ranks", type=int, default=ranks)
+    if rounds is not None:
+        parser.set_defaults(rounds=rounds)
     parser.add_argument(
-        "--launches", type=int, default=1, help="how often to start all ranks anew, with so many rounds each"
+        "--launches", type=int, default=1, help="how often to start all ranks, with so many rounds each"
     )
     parser.add_argument("--out", default=RESULTS)
-    return parser
-
-
-def settings_from(kind: type[Settings], arguments: argparse.Namespace) -> Any:
-    """A ``kind`` with what ``arguments`` say of its fields. Raises :class:`UsageError`."""
-    for name in ("rounds", "launches"):
-        if getattr(arguments, name) < 1:
-            raise refuse(f"--{name}", getattr(arguments, name), "must be at least 1")
-    if arguments.rounds * arguments.launches < 4:
-        raise refuse("--rounds", arguments.rounds, "must be at least 4 in all launches, for quartiles")
-    return kind(**{field.name: getattr(arguments, field.name) for field in fields(kind) if field.name in arguments})
-
-
-def main() -> None:
-    """Start the ranks."""
-    parser = make_parser(__doc__, Settings, "bf16")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--overlap", action="store_true", help="overlap the gradient reduce with the backward pass")
     arguments = parser.parse_args()
-    with usage_errors("step_overhead"):
-        if arguments.ranks < 1:
-            raise refuse("--ranks", arguments.ranks, "must be at least 1")
-        settings = settings_from(Settings, arguments)
-    run_ranks(arguments.ranks, run, settings, table, "step_overhead", arguments.out, launches=arguments.launches)
+    with usage_errors(name):
+        for field, value in vars(arguments).items():
+            needed = least if field in ("ranks", "islands") else 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < needed:
+                raise refuse(f"--{field}", value, f"must be at least {needed}")
+        if arguments.rounds * arguments.launches < 4:
+            raise refuse("--rounds", arguments.rounds, "must be at least 4 in all launches, for quartiles")
+    settings = kind(**{field.name: getattr(arguments, field.name) for field in fields(kind) if field.name in arguments})
+    count, islands = (arguments.ranks, 1) if own else (arguments.islands, arguments.islands)
+    run_ranks(count, module.run, settings, module.table, name, arguments.out, islands, arguments.launches)
 
 
 if __name__ == "__main__":
-    main()
+    program(sys.modules[__name__], Settings, "layers", "hidden", "bf16", "overlap", least=1)

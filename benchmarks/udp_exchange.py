@@ -21,14 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, made_with, today
+from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import NAMES, PHASES, Done, Team, TooSlow, our_config
 from benchmarks.exchange.limits import best, limits, limits_table
-from benchmarks.exchange.results import Cell, Share, markdown, picture, table_of
+from benchmarks.exchange.results import Cell, Share, markdown, table_of
 from benchmarks.exchange.rows import PARTS, Row, choose
 from benchmarks.lab import Counters, Lab, Link, Missing, check_lab, end_in_order
 from megatron_lossy.base.errors import refuse, usage_errors
-from megatron_lossy.base.files import replace_file, write_text
 
 #: Exchanges of a phase that a row has at most, and those that it has although they take longer than its share.
 MOST, LEAST = 200, 3
@@ -215,10 +214,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     args.seconds = args.seconds or (8.0 if args.quick else 30.0)
     with usage_errors("benchmarks.udp_exchange"):
-        stem = Path(args.out) / f"udp_exchange_{today()}"
-        there = [f"{stem}.{suffix}" for suffix in ("md", "csv", "png") if Path(f"{stem}.{suffix}").exists()]
-        if there and not args.replace:
-            raise refuse("--out", args.out, f"{Path(there[0]).name} is there already; --replace writes over it")
+        stem = f"udp_exchange_{today()}"
+        if Path(args.out, f"{stem}.md").exists() and not args.replace:
+            raise refuse("--out", args.out, f"{stem}.md is there already; --replace writes over it")
         try:
             check_lab()
             packet_bytes = our_config(args.flags).packet_bytes
@@ -230,12 +228,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         text = markdown(cells, shares, notes, made_with("benchmarks.udp_exchange", argv), last)
         print("\n" + text)
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        write_text(f"{stem}.md", text)
-        write_text(f"{stem}.csv", table_of(cells))
-        if cells:
-            replace_file(f"{stem}.png", lambda aside: picture(cells, aside))
-        print(f"wrote {stem}.md, .csv" + ", .png" * bool(cells))
+        write_results(args.out, stem, md=text, csv=table_of(cells))
     return 0
 
 

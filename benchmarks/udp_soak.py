@@ -305,13 +305,7 @@ def parser() -> argparse.ArgumentParser:
         "--megabytes", type=float, default=1.0, metavar="MB", help="that a rank sends in an exchange (default 1)"
     )
     parser.add_argument("--pause", type=float, default=0.0, metavar="MS", help="between exchanges (default 0)")
-    parser.add_argument(
-        "--trouble",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="something happens to the path so often (default 0: never)",
-    )
+    parser.add_argument("--trouble", type=float, default=0.0, metavar="S", help="something happens so often (0: never)")
     parser.add_argument("--flags", default="", help="more loss flags, as one word: '--udp-cipher none'")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the losses (default 1)")
     parser.add_argument("--out", default=RESULTS, metavar="FOLDER", help=f"default {RESULTS}")

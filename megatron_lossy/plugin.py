@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from .base.errors import ArgumentParser, UsageError, tell_torchrun, usage_errors
 from .base.flags import add_flags, from_namespace
-from .base.registry import MECHANISMS
 from .config import LossyConfig
 from .config.facts import Facts
 from .config.loss_flags import add_preset_and_help, with_preset
@@ -78,8 +77,7 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
     if not rest:
         length = found.train_iters
         check_refusals(config, Facts(workers=size, virtual=False, train_iters=length, ends=length is not None))
-        for mechanism in MECHANISMS.all():
-            mechanism.check(config, length)
+        config.jobs().check(length)
         check_channels(config, size, length)
     return found.train_iters
 
@@ -108,7 +106,7 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
 
     hooks.check_version(megatron.core.__version__)
     device.prepare(megatron_training=True)
-    world: World | None = MECHANISMS.first("world", config, 0)  # Megatron's arguments have the seed
+    world: World | None = config.jobs().world(0)  # Megatron's arguments have the seed
     if world is not None:
         world.tell_environment()  # of which Megatron makes its arguments
     if os.environ.get("RANK", "0") == "0":

@@ -1,7 +1,7 @@
 """Run the hook contract over every Megatron that this machine can run, and write the matrix into docs/verified.md.
 
     python scripts/compat.py [--only NAME …] [--checkout [NAME=]PATH …] [--python PATH …] [--torch VERSION]
-                             [--column NAME] [--pretrain] [--no-docs]
+                             [--pretrain] [--no-docs]
 
 The contract is tests/test_hooks.py: without loss every bit is Megatron's; with loss reduced shards and stale units are
 right by value, with and without overlap, for several optimizer instances. To it belongs what is sent with a lead,
@@ -9,8 +9,7 @@ what crosses in pieces, full replicas, and messages between stages, lost by draw
 side in build/compat/; of a checkout of Megatron-LM the folder megatron/ is put first on the path. Each runs with the
 first interpreter that is new enough for it, of the running one and those given; what finds none is skipped, and the
 matrix says so. torch is that of the interpreter, and the same Megatron on another torch is another row; --torch takes
-only interpreters with that torch, for example 2.6. --column runs the tests of one column that has some of its own, as
-"full replicas". With --pretrain the checkouts run tests/test_plugin_megatron_lm.py instead: the plugin under the unmodified
+only interpreters with that torch, for example 2.6. With --pretrain the checkouts run tests/test_plugin_megatron_lm.py instead: the plugin under the unmodified
 pretrain_gpt.py. What does not run stays in the matrix as it is.
 """
 
@@ -103,9 +102,9 @@ class Megatron:
         return folder
 
 
-def _install(python: str, folder: Path, requirement: str) -> None:
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target"]
-    subprocess.run([*pip, str(folder), requirement], check=True)
+def _install(python: str, folder: Path, requirement: str, needs: bool = False) -> None:
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(folder)]
+    subprocess.run([*pip, requirement, *([] if needs else ["--no-deps"])], check=True)
 
 
 def _checkout(text: str) -> Megatron:
@@ -199,24 +198,17 @@ def _cell(outcomes: list[str]) -> str:
     return f"**{failed} of {len(ran)} fail**" if failed else f"yes ({len(ran)})"
 
 
-def _columns(results: list[Result], only: str | None) -> list[str]:
-    """The cells of the contract; empty but for ``only``, if that is one of them."""
-    cells = dict.fromkeys(CONTRACT, "")
-    left = results
-    for column, pattern in CONTRACT.items():
-        if only in (None, column):
-            cells[column] = _cell([outcome for name, outcome, _ in left if re.search(pattern, name)])
-        left = [result for result in left if not re.search(pattern, result[0])]
-    return list(cells.values())
+def _columns(results: list[Result]) -> list[str]:
+    """The cells of the contract."""
+    cells = []
+    for pattern in CONTRACT.values():
+        cells.append(_cell([outcome for name, outcome, _ in results if re.search(pattern, name)]))
+        results = [result for result in results if not re.search(pattern, result[0])]
+    return cells
 
 
-def _own_tests(column: str) -> list[str]:
-    """Those that belong to ``column`` alone."""
-    return [test for test in TESTS if CONTRACT[column] and re.search(CONTRACT[column], test.partition("::")[2])]
-
-
-def run(megatron: Megatron, pythons: list[str], pretrain: bool, only: str | None = None) -> tuple[list[str], bool]:
-    """The row of one Megatron, and whether nothing failed. ``only``: of one column."""
+def run(megatron: Megatron, pythons: list[str], pretrain: bool) -> tuple[list[str], bool]:
+    """The row of one Megatron, and whether nothing failed."""
     today = datetime.date.today().isoformat()
     python = next((python for python in pythons if _versions_of(python)[0] >= megatron.python), None)
     if python is None:
@@ -232,7 +224,7 @@ def run(megatron: Megatron, pythons: list[str], pretrain: bool, only: str | None
             option = f"--megatron-lm={megatron.checkout}"
             results = _pytest(python, environment, megatron, "tests/test_plugin_megatron_lm.py", option)
         else:
-            results = _pytest(python, environment, megatron, *(TESTS if only is None else _own_tests(only)))
+            results = _pytest(python, environment, megatron, *TESTS)
     except (RuntimeError, subprocess.CalledProcessError) as error:
         torch = _versions_of(python)[1]
         return [megatron.name, "", "", torch, *([""] * len(CONTRACT)), "", f"**{error}**", today], False
@@ -242,13 +234,13 @@ def run(megatron: Megatron, pythons: list[str], pretrain: bool, only: str | None
     if pretrain:
         row += [*([""] * len(CONTRACT)), _cell([outcome for _, outcome, _ in results]), "", today]
     else:
-        row += [*_columns(results, only), "", "; ".join(absent), today]
+        row += [*_columns(results), "", "; ".join(absent), today]
     print(f"compat: {' | '.join(row)} ({time.monotonic() - started:.0f} s)", flush=True)
     return row, all(outcome != "failed" for _, outcome, _ in results)
 
 
-def _table(rows: list[list[str]]) -> str:
-    lines = [HEADER, ["---"] * len(HEADER), *rows]
+def _table(rows: list[list[str]], header: list[str] = HEADER) -> str:
+    lines = [header, ["---"] * len(header), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
@@ -259,10 +251,13 @@ def _key(row: list[str]) -> tuple[str, str]:
 
 def _written(text: str) -> dict[tuple[str, str], list[str]]:
     """The rows between the marks of a page, by :func:`_key`."""
-    found = MARKS.search(text)
+    return {_key(row): row for row in _rows(MARKS, text) if len(row) == len(HEADER)}
+
+
+def _rows(marks: re.Pattern[str], text: str) -> list[list[str]]:
+    found = marks.search(text)
     lines = found[2].splitlines()[2:] if found else []
-    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines if line.startswith("|")]
-    return {_key(row): row for row in rows if len(row) == len(HEADER)}
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines if line.startswith("|")]
 
 
 def _numbers(version: str) -> list[int]:
@@ -301,8 +296,6 @@ def main() -> None:
     parser.add_argument("--checkout", **several, default=[], metavar="[NAME=]PATH", help="checkouts of Megatron-LM")
     parser.add_argument("--python", **several, default=[], metavar="PATH", help="further interpreters, as python3.12")
     parser.add_argument("--torch", metavar="VERSION", help="of the interpreters only those with this torch")
-    own = [column for column in CONTRACT if _own_tests(column)]
-    parser.add_argument("--column", choices=own, help="run the tests of this column of the matrix, and no others")
     parser.add_argument("--pretrain", action="store_true", help="run pretrain_gpt.py of the checkouts instead")
     parser.add_argument("--no-docs", action="store_true", help="print the matrix, do not write it")
     arguments = parser.parse_args()
@@ -310,8 +303,6 @@ def main() -> None:
     for name in wanted:
         if name not in WHEELS:
             parser.error(f"--only {name}: choose from {', '.join(WHEELS)}, none")
-    if arguments.pretrain and arguments.column:
-        parser.error("--column: is of the contract, which --pretrain does not run")
     if arguments.pretrain:
         wanted = []
     megatrons = [Megatron(name, WHEELS[name]) for name in wanted] + [_checkout(text) for text in arguments.checkout]
@@ -322,7 +313,7 @@ def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     rows, good = [], True
     for megatron in megatrons:
-        row, passed = run(megatron, pythons, arguments.pretrain, arguments.column)
+        row, passed = run(megatron, pythons, arguments.pretrain)
         rows.append(row)
         good &= passed
         if not arguments.no_docs:

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from megatron_lossy.base.files import write_text
-from scripts.compat import BUILD, PAGE, ROOT, Megatron, _cell, _numbers, _pytest
+from scripts.compat import BUILD, PAGE, ROOT, Megatron, _cell, _install, _numbers, _pytest, _rows, _table
 
 MARKS = re.compile(r"(<!-- compat-torch -->\n)(.*?)(<!-- end compat-torch -->)", re.DOTALL)
 #: Columns, and the file and the names of the tests of each.
@@ -35,17 +35,7 @@ def lay(version: str) -> Path:
     """The folder of torch ``version``: made or found in build/compat."""
     folder = BUILD / f"torch-{version}"
     if not (folder / "torch").is_dir():
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--target",
-            str(folder),
-        ]
-        subprocess.run([*pip, f"torch=={version}"], check=True)
+        _install(sys.executable, folder, f"torch=={version}", needs=True)
     return folder
 
 
@@ -71,12 +61,8 @@ def run(version: str | None) -> tuple[list[str], bool]:
 
 def merged(text: str, row: list[str]) -> str:
     """``text`` with ``row`` in the place of that of the same torch."""
-    found = MARKS.search(text)
-    lines = found[2].splitlines()[2:] if found else []
-    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines if line.startswith("|")]
-    rows = sorted([one for one in rows if one[0] != row[0]] + [row], key=lambda one: _numbers(one[0]))
-    table = "".join("| " + " | ".join(line) + " |\n" for line in [HEADER, ["---"] * len(HEADER), *rows])
-    return MARKS.sub(lambda match: match[1] + table + match[3], text)
+    rows = sorted([one for one in _rows(MARKS, text) if one[0] != row[0]] + [row], key=lambda one: _numbers(one[0]))
+    return MARKS.sub(lambda match: match[1] + _table(rows, HEADER) + match[3], text)
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ import itertools
 import os
 import shlex
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -198,24 +197,6 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """A table per scheme."""
-    names = ["packets", "rate", "burst", "messages", "mean, ns-3", "model", "", "P99, ns-3", "model", ""]
-    names += ["farthest message", "sent again, ns-3", "model", "zeros, ns-3", "model"]
-    lines = []
-    for scheme, chosen in itertools.groupby(rows, lambda row: row.cell.scheme):
-        lines += [f"## {scheme}", "", f"| {' | '.join(names)} |", "| --- |" + " --- |" * (len(names) - 1)]
-        for row in chosen:
-            cell, (mean, p99) = row.cell, row.differences
-            parts = [cell.packets, f"{cell.rate:.1%}", f"{cell.burst:g}" if cell.burst else "-", cell.flows]
-            parts += [f"{row.ns3_mean:.2f}", f"{row.model_mean:.2f}", f"{mean:+.2%}"]
-            parts += [f"{row.ns3_p99:.2f}", f"{row.model_p99:.2f}", f"{p99:+.2%}", f"{row.farthest:.2%}"]
-            parts += [row.ns3_again, row.model_again, row.ns3_zeros, row.model_zeros]
-            lines.append("| " + " | ".join(map(str, parts)) + " |")
-        lines.append("")
-    return "\n".join(lines)
-
-
 def cells(flags: Namespace) -> list[Cell]:
     """What is to be compared. Without losses all messages are the same, and there is one."""
     result = []
@@ -224,26 +205,6 @@ def cells(flags: Namespace) -> list[Cell]:
             flows = max(1, flags.cell // packets) if rate else 1
             result.append(Cell(scheme, packets, rate, burst, flags.timeout, flows, flags.seed))
     return result
-
-
-def check(flags: Namespace) -> None:
-    """Raise :class:`UsageError` for what cannot be compared."""
-    for packets in flags.packets:
-        if not 1 <= packets <= 100_000:
-            raise refuse("--packets", packets, "must be in [1, 100000]")
-    for rate in flags.rates:
-        if not 0 <= rate < 0.5:
-            raise refuse("--rates", rate, "must be in [0, 0.5)")
-    for burst in flags.bursts:
-        if burst and not burst >= 1 / (1 - max(flags.rates)):
-            raise refuse("--bursts", burst, "must be 0, or at least 1 / (1 - rate)")
-    if not flags.timeout > 1:
-        raise refuse("--timeout", flags.timeout, "must be above 1: an answer takes a round trip")
-    if flags.cell < 1:
-        raise refuse("--cell", flags.cell, "must be at least 1")
-    if flags.seed < 0:
-        raise refuse("--seed", flags.seed, "must be at least 0")
-    check_folder("--out", flags.out)
 
 
 def parser() -> ArgumentParser:
@@ -272,7 +233,6 @@ def parser() -> ArgumentParser:
     )  # fmt: skip
     results = ROOT / "benchmarks" / "results"
     parser.add_argument("--out", type=Path, default=results, metavar="FOLDER", help="default benchmarks/results")
-    parser.add_argument("--overwrite", action="store_true", help="write over results of the same day")
     return parser
 
 
@@ -286,49 +246,36 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(flags: Namespace, argv: Sequence[str]) -> None:
     """Compare, and write what was found. Raises :class:`UsageError`."""
-    check(flags)
-    today = datetime.date.today().isoformat()
-    stem = f"fct_ns3_{today}"
-    files = [flags.out / f"{stem}{suffix}" for suffix in (".md", ".csv")]
-    for file in files:
-        if file.exists() and not flags.overwrite:
-            raise refuse("--out", flags.out, f"{file.name} is there already; --overwrite writes over it")
+    for rate in flags.rates:
+        if not 0 <= rate < 0.5:
+            raise refuse("--rates", rate, "must be in [0, 0.5)")
+    check_folder("--out", flags.out)
+    stem = f"fct_ns3_{datetime.date.today().isoformat()}"
     if importlib.util.find_spec("ns") is None:
         raise UsageError("needs the package ns3: pip install 'megatron-lossy[ns3]'")
-    started, used = time.monotonic(), time.process_time()
-    network = Network(Way())
-    begun, rows = time.process_time(), []
+    network, rows = Network(Way()), []
     for cell in cells(flags):
         rows.append(compare(cell, network.send(cell, flags.late_parity)))
         mean, p99 = rows[-1].differences
-        print(
-            f"[{time.monotonic() - started:4.0f} s] {cell.scheme}, {cell.packets} packets, {cell.rate:.1%}"
-            f"{f' in bursts of {cell.burst:g}' if cell.burst else ''}: mean {mean:+.2%}, P99 {p99:+.2%}",
-            flush=True,
-        )
-    spent = time.process_time()
-    took = f"{spent - used:.0f} s of one core, of them {begun - used:.0f} s for the start"
+        print(f"{cell}: mean {mean:+.2%}, P99 {p99:+.2%}", flush=True)
     packages = versions() | {name: importlib.metadata.version(name) for name in ("ns3", "cppyy")}
-    text = "\n".join(
-        [
-            "# Completion times in ns-3 and in the model",
-            "",
-            f"- Date: {today}",
-            f"- Command: `{shlex.join(['python', 'scripts/fct_ns3.py', *argv])}`",
-            f"- Hardware: {processor()}, Linux {os.uname().release}; {took}",
-            f"- Versions: {', '.join(f'{name} {version}' for name, version in packages.items())}",
-            f"- Two k=4 fat-trees, {network.nodes} nodes. Times in microseconds; RTO {flags.timeout:g} round trips.",
-            f"- Numbers: [{stem}.csv]({stem}.csv)",
-            "",
-            "Both had the same losses, message by message. " + summary(rows),
-            "",
-            markdown(rows),
-        ]
-    )
+    lines = [
+        "# Completion times in ns-3 and in the model",
+        "",
+        f"- Date: {stem[-10:]}",
+        f"- Command: `{shlex.join(['python', 'scripts/fct_ns3.py', *argv])}`",
+        f"- Hardware: {processor()}, Linux {os.uname().release}",
+        f"- Versions: {', '.join(f'{name} {version}' for name, version in packages.items())}",
+        f"- Two k=4 fat-trees, {network.nodes} nodes. Times in microseconds; RTO {flags.timeout:g} round trips.",
+        f"- Numbers: [{stem}.csv]({stem}.csv)",
+        "",
+        "Both had the same losses, message by message. " + summary(rows),
+        "",
+    ]
     flags.out.mkdir(parents=True, exist_ok=True)
-    replace_file(files[1], lambda path: write_csv(rows, path))
-    write_text(files[0], text)
-    print("\n" + summary(rows) + f"\nwrote {files[0]}, {files[1]}")
+    replace_file(flags.out / f"{stem}.csv", lambda path: write_csv(rows, path))
+    write_text(flags.out / f"{stem}.md", "\n".join(lines))
+    print(f"\n{summary(rows)}\nwrote {flags.out / stem}.md, .csv")
 
 
 if __name__ == "__main__":

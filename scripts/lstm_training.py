@@ -19,11 +19,12 @@ from torch import nn
 
 from megatron_lossy.base.device.environment import processor, versions
 from megatron_lossy.base.errors import refuse
-from megatron_lossy.base.exchange import Stream
+from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.config import PHASES, LossyConfig
 from megatron_lossy.lab.data import Tokenizer, stdlib_documents
 from megatron_lossy.lab.data.documents import find_files, read_documents, validation_documents
 from megatron_lossy.lab.studies.design import loss_seed_of
+from megatron_lossy.recovery import Gradients
 from megatron_lossy.transport import BucketSpec, LossyGroup, Network, wire_for
 
 LAYERS, DROPOUT, CLIP, LEARNING_RATE, LEAST = 2, 0.3, 1.0, 1e-3, 1e-6
@@ -226,7 +227,8 @@ def train(run: Run, text: Text, tick: Callable[[int, int], None]) -> dict:
             break
         if group is not None:
             with torch.no_grad():
-                group.reduce_scatter(0, gradients, gradients, step, lambda: None).wait()
+                exchange = Exchange("grad", group.stream, step)
+                group.reduce_scatter(Gradients(exchange, 0, gradients, gradients)).wait()
             group.finish_step(step, True)
             (one,) = group.told()
             told += (one.units, one.left, one.high, one.residual, one.payload)

@@ -1,251 +1,166 @@
-"""How many small slips in the core the tests notice (make mutants).
+"""Count how many small slips in the core the tests notice (make mutants).
 
-    python scripts/mutants.py [--count 200] [--seed 27] [--jobs 1] [--budget 120] [--again] [--out FOLDER]
+    python scripts/mutants.py [--count 20] [--seed 27] [--rooms recovery channel …]
 
-cosmic-ray's operators change one place at a time. Places are drawn at random over the rooms of ``mutants_draw.py``, and
-each change is made in a copy of this checkout. There the tests run that execute the changed statement, the quickest of
-each file first, until one fails. Results are appended to ``mutants.csv``; the same command continues an interrupted run.
-``--again`` tries once more what no test noticed, after tests were added. ``equivalents.yaml`` in the same folder names
-changes that change nothing, each with the reason; they do not count.
+A slip changes one place: a comparison, a sum or product, ``and`` or ``or``, a number, ``True`` or ``False``, or leaves out a ``not``.
+Places are drawn at random over the rooms, and each slip is made in a copy of this checkout. There the tests of its room run,
+those of ``make test``, until one fails. Annotations and errors are left alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import csv
-import itertools
-import json
-import math
+import ast
 import os
-import queue
+import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-from mutants_draw import ROOMS, Mutant, draw
-from mutants_summary import summary
-from mutants_tests import Lines, Server, Test, test_files
-
 ROOT = Path(__file__).resolve().parent.parent
-FIELDS = (
-    *("number", "file", "line", "operator", "before", "after"),
-    *("outcome", "by", "tests", "seconds", "again", "again_by"),
-)
+PACKAGE = "megatron_lossy"
+ROOMS = ("recovery", "channel", "transport", "mechanisms", "hooks", "delivery_log", "coding")
+_OPERATORS = {
+    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"),
+    ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "//"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "//"),
+    ast.And: ("and", "or"), ast.Or: ("or", "and"),
+}  # fmt: skip
+_TIER = "not programs and not slow and not nightly and not slurm"
 
 
-def copy_of_checkout(folder: Path) -> Path:
-    """What git knows or does not ignore, as it is now."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    for name in filter(None, listed.stdout.split("\0")):
+@dataclass(frozen=True)
+class Mutant:
+    """A slip: the bytes of ``file`` from ``begin`` to ``end`` become ``after``."""
+
+    file: str
+    begin: int
+    end: int
+    after: str
+
+    def source(self, root: Path) -> bytes:
+        """Return the changed module."""
+        source = (root / self.file).read_bytes()
+        return source[: self.begin] + self.after.encode() + source[self.end :]
+
+    def told(self, root: Path) -> str:
+        """Return its place, and the line before and after."""
+        old, new = (root / self.file).read_bytes(), self.source(root)
+        line = old[: self.begin].count(b"\n")
+        before, after = (text.decode().splitlines()[line].strip() for text in (old, new))
+        return f"{self.file}:{line + 1}: {before}  ->  {after}"
+
+
+def room_of(file: str) -> str:
+    """Return the room of the tests of ``file``: a mechanism has one of its own."""
+    parts = Path(file).with_suffix("").parts
+    return parts[2] if parts[1] == "mechanisms" and len(parts) > 3 else parts[1]
+
+
+def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes of ``tree`` but annotations and what only speaks to people."""
+    for name, value in ast.iter_fields(tree):
+        if name in ("annotation", "returns"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            told = isinstance(child, ast.Raise | ast.JoinedStr)
+            told = told or (isinstance(child, ast.FunctionDef) and child.name in ("__repr__", "__str__"))
+            if isinstance(child, ast.AST) and not told:
+                yield child
+                yield from _nodes(child)
+
+
+def slips(file: str, source: str) -> Iterator[Mutant]:
+    """Yield every slip of a module."""
+    starts = [0]
+    for line in source.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def begin(node: ast.expr) -> int:
+        return starts[node.lineno - 1] + node.col_offset
+
+    def end(node: ast.expr) -> int:
+        return starts[node.end_lineno - 1] + node.end_col_offset
+
+    def between(left: ast.expr, kind: type, right: ast.expr) -> Iterator[Mutant]:
+        before, after = _OPERATORS.get(kind, ("", ""))
+        place = source.encode().find(before.encode(), end(left), begin(right))
+        if before and place >= 0:
+            yield Mutant(file, place, place + len(before), after)
+
+    for node in _nodes(ast.parse(source)):
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            yield from between(node.left, type(node.ops[0]), node.comparators[0])
+        elif isinstance(node, ast.BinOp):
+            yield from between(node.left, type(node.op), node.right)
+        elif isinstance(node, ast.BoolOp):
+            yield from between(node.values[0], type(node.op), node.values[1])
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield Mutant(file, begin(node), begin(node.operand), "")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
+            after = not node.value if isinstance(node.value, bool) else node.value + 1
+            yield Mutant(file, begin(node), end(node), repr(after))
+
+
+def draw(root: Path, seed: int, rooms: list[str]) -> list[Mutant]:
+    """Return all slips of ``rooms`` in random order."""
+    files = [path for room in rooms for path in sorted((root / PACKAGE / room).rglob("*.py"))]
+    found = [slip for path in files for slip in slips(str(path.relative_to(root)), path.read_text())]
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def copy_of_checkout(folder: Path) -> None:
+    """Copy to ``folder`` all that git tracks or does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    return folder
 
 
-def _first_failure(output: str) -> str:
-    for line in output.splitlines():
-        if line.startswith(("FAILED ", "ERROR ")):
-            return line.split(" ", 1)[1].partition(" - ")[0]
-    return "import"
-
-
-class Trial:
-    """Changes tried in one copy of the checkout. ``trusted``: tests seen to pass there without a change, or not to."""
-
-    def __init__(self, tree: Path, trusted: dict[str, bool]) -> None:
-        self._tree, self._trusted = tree, trusted
-        self.server = Server(tree)
-
-    def __call__(self, mutant: Mutant, tests: list[Test]) -> tuple[str, str]:
-        """``noticed``, ``timeout``, ``survived`` or ``no test``, and the first test that failed."""
-        path = self._tree / mutant.file
-        original, changed = path.read_text(), mutant.source(self._tree)
-        while tests := [test for test in tests if self._trusted.get(test.name, True)]:
-            path.write_text(changed)
-            try:
-                status, output = self._pytest(tests)
-            finally:
-                path.write_text(original)
-            if status is None:
-                return "timeout", ""
-            if not status:
-                return "survived", ""
-            by = _first_failure(output)
-            if self._trusts([test for test in tests if test.name == by]):
-                return "noticed", by
-        return "no test", ""
-
-    def _pytest(self, tests: list[Test]) -> tuple[int | None, str]:
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as names:
-            json.dump([test.name for test in tests], names)
-            names.flush()
-            slowest, together = max(test.seconds for test in tests), sum(test.seconds for test in tests)
-            arguments = ["-x", f"--timeout={max(120, 20 * slowest):.0f}", "--mutants-tests", names.name]
-            files = dict.fromkeys(test.file for test in tests)
-            status, output = self.server.pytest([*arguments, *files], 300 + 20 * together)
-        if status in (4, 5):
-            raise RuntimeError(f"these tests cannot be run: {' '.join(files)}\n{output[-2000:]}")
-        return status, output
-
-    def _trusts(self, failed: list[Test]) -> bool:
-        """Whether a test passes here without the change; what is no test is an import that failed."""
-        for test in failed:
-            if test.name not in self._trusted:
-                self._trusted[test.name] = self._pytest([test])[0] == 0
-            return self._trusted[test.name]
-        return True
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """What was tried before."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
-    """All of them; a killed write leaves the old ones."""
-    new = path.with_suffix(".new")
-    with new.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted(rows, key=lambda row: int(row["number"])))
-    os.replace(new, path)
-
-
-def equivalents(folder: Path) -> dict[tuple[str, str, str], str]:
-    """Reasons by file, the line before and the line after."""
-    path = folder / "equivalents.yaml"
-    entries = yaml.safe_load(path.read_text()) if path.exists() else None
-    return {(entry["file"], entry["before"], entry["after"]): entry["why"] for entry in entries or []}
-
-
-def key(row: dict[str, str]) -> tuple[str, str, str]:
-    """What names a change whatever moved around it."""
-    return row["file"], row["before"], row["after"]
-
-
-class Run:
-    """Mutants that wait, jobs that try them, and rows that are written as they come."""
-
-    def __init__(self, lines: Lines, budget: float, path: Path, rows: list[dict[str, str]], again: bool) -> None:
-        self._lines, self._budget, self._path, self._again = lines, budget, path, again
-        self._rows = {int(row["number"]): row for row in rows}
-        self._lock, self._stopped = threading.Lock(), False
-        self._trials: list[Trial] = []
-        self._trusted: dict[str, bool] = {}
-
-    def _job(self, waiting: queue.SimpleQueue[Mutant]) -> None:
-        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-            tree = copy_of_checkout(Path(folder))
-            trial = Trial(tree, self._trusted)
-            self._trials.append(trial)
-            with contextlib.suppress(queue.Empty):
-                while not self._stopped:
-                    self._one(waiting.get_nowait(), trial)
-            trial.server.close()
-
-    def _one(self, mutant: Mutant, trial: Trial) -> None:
-        begin = time.monotonic()
-        tests = self._lines.tests(mutant, self._budget)
-        try:
-            outcome, by = trial(mutant, tests)
-        except RuntimeError:
-            if self._stopped:
-                return
-            raise
-        took = f"{time.monotonic() - begin:.0f}"
-        with self._lock:
-            if self._again:
-                self._rows[mutant.number] |= {"again": outcome, "again_by": by}
-            else:
-                before, after = mutant.diff(ROOT)
-                what = (mutant.file, mutant.place[0], mutant.operator.removeprefix("core/"), before, after)
-                values = (mutant.number, *what, outcome, by, len(tests), took, "", "")
-                self._rows[mutant.number] = dict(zip(FIELDS, map(str, values)))
-            write_rows(self._path, list(self._rows.values()))
-            place = f"{mutant.file}:{mutant.place[0]}"
-            print(f"{mutant.number:4} {outcome:8} {place}  {len(tests)} tests, {took} s  {by}", flush=True)
-
-    def __call__(self, mutants: list[Mutant], jobs: int) -> list[dict[str, str]]:
-        waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
-        for mutant in mutants:
-            waiting.put(mutant)
-        threads = [threading.Thread(target=self._job, args=(waiting,)) for _ in range(jobs)]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        except KeyboardInterrupt:
-            self._stopped = True
-            for trial in self._trials:
-                trial.server.close()
-            for thread in threads:
-                thread.join()
-            sys.exit("mutants: stopped; the same command continues")
-        return list(self._rows.values())
-
-
-def chosen(root: Path, seed: int, count: int, rows: list[dict[str, str]], path: Path) -> Iterator[Mutant]:
-    """The first ``count`` of the draw; rows of another draw are refused."""
-    done = {int(row["number"]): row for row in rows}
-    for mutant in itertools.islice(draw(root, seed), count):
-        row = done.get(mutant.number)
-        if row and key(row) != (mutant.file, *mutant.diff(root)):
-            sys.exit(f"mutants: error: {path} is of other source or another seed: choose another --out")
-        yield mutant
+def failed(tree: Path, room: str) -> str | None:
+    """Run the tests of ``room``; return the first that fails, if one does."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--room={room}", "-m", _TIER]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if not done.returncode:
+        return None
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return lines[0].split(" ", 1)[1].partition(" - ")[0] if lines else "import"
 
 
 def main() -> None:
-    """Draw, try and write."""
+    """Draw, try and count."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=200, help="how many slips (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=27, help="of the draw (default %(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="how many at once (default %(default)s)")
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds of tests for each (default %(default)s)")
-    parser.add_argument("--again", action="store_true", help="try once more what no test noticed")
-    parser.add_argument("--note", default="", help="what the page shall say of this run")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "mutants", help="folder of the results"
-    )
-    args = parser.parse_args()
-    if args.count < 1 or args.jobs < 1 or not math.isfinite(args.budget):
-        parser.error("--count and --jobs must be positive, --budget finite")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "mutants.csv"
-    rows = read_rows(path)
-    mutants = list(chosen(ROOT, args.seed, args.count, rows, path))
-    same = equivalents(args.out)
-    slipped = [row for row in rows if row["outcome"] in ("survived", "no test")]
-    unnoticed = {int(row["number"]) for row in slipped if key(row) not in same}
-    done = {int(row["number"]) for row in rows}
-    waiting = [m for m in mutants if (m.number in unnoticed if args.again else m.number not in done)]
-    if waiting:
-        lines = Lines(ROOT, ROOT / "build" / "mutants")
-        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-            tree = copy_of_checkout(Path(folder))
-            for file in test_files(tree):
-                print(f"{file.name}: {lines.measure(tree, file)}", flush=True)
-        print(f"{len(waiting)} to try, over {', '.join(ROOMS)}", flush=True)
-        rows = Run(lines, args.budget, path, rows, args.again)(waiting, args.jobs)
-    (args.out / "mutants.md").write_text(summary(rows, same, args))
-    print(f"wrote {args.out / 'mutants.md'}")
+    parser.add_argument("--count", type=int, default=20, metavar="N", help="how many slips (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=27, metavar="SEED", help="of the draw (default %(default)s)")
+    parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=ROOMS, metavar="ROOM", help=", ".join(ROOMS))
+    arguments = parser.parse_args()
+    noticed = tried = 0
+    passes: dict[str, bool] = {}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree = Path(folder)
+        copy_of_checkout(tree)
+        for mutant in draw(tree, arguments.seed, arguments.rooms)[: arguments.count]:
+            room, path = room_of(mutant.file), tree / mutant.file
+            if room not in passes:
+                passes[room] = failed(tree, room) is None
+            if not passes[room]:
+                print(f"left out: tests of {room} fail without a slip", flush=True)
+                continue
+            told, original = mutant.told(tree), path.read_bytes()
+            path.write_bytes(mutant.source(tree))
+            by = failed(tree, room)
+            path.write_bytes(original)
+            tried, noticed = tried + 1, noticed + (by is not None)
+            print(f"{'noticed ' if by else 'SURVIVED'} {told}  {by or ''}", flush=True)
+    print(f"{noticed} of {tried} slips noticed")
 
 
 if __name__ == "__main__":

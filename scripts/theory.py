@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_lossy.base.device.environment import processor, versions
 from megatron_lossy.base.errors import refuse, usage_errors
-from megatron_lossy.base.files import replace_file, write_text
+from megatron_lossy.base.files import check_folder, replace_file, write_text
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory import simulate
@@ -52,23 +52,17 @@ REAL_FLAGS = (
 
 
 class Ticker:
-    """A line on stderr: what is being done, how much of it is done, and how long it has taken."""
-
-    def __init__(self) -> None:
-        self._started = self._shown = time.monotonic()
+    """Prints on stderr what is being done, and how much of it is done."""
 
     def start(self, label: str, total: int) -> None:
-        """``total`` ticks of ``label`` follow."""
+        """Say that ``total`` ticks of ``label`` follow."""
         self._label, self._total, self._done = label, total, 0
 
     def tick(self) -> None:
-        """One of them is done."""
+        """Count one of them."""
         self._done += 1
-        now = time.monotonic()
-        if now - self._shown > 0.5 or self._done == self._total:
-            self._shown = now
-            text = f"[{now - self._started:4.0f} s] {self._label}: {self._done} of {self._total}"
-            print(f"\r{text:<78}", end="\n" if self._done == self._total else "", file=sys.stderr, flush=True)
+        end = "\n" if self._done == self._total else ""
+        print(f"\r{self._label}: {self._done} of {self._total}".ljust(78), end=end, file=sys.stderr, flush=True)
 
 
 def drifts(workers: int, steps: int, rates: list[float], seed: int, ticker: Ticker) -> list[Row]:
@@ -280,10 +274,8 @@ def run(flags: argparse.Namespace) -> None:
     for suffix in (".md", ".csv", ".png"):
         if (folder / (stem + suffix)).exists():
             raise refuse("--out", flags.out, f"has {stem}{suffix} already; choose another folder, or remove it")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise refuse("--out", flags.out, f"cannot be written: {error.strerror}") from None
+    check_folder("--out", folder)
+    folder.mkdir(parents=True, exist_ok=True)
     ticker = Ticker()
     rows = drifts(flags.workers, flags.steps, flags.rates, flags.seed, ticker)
     rows += settling(flags.workers, flags.seed, ticker)

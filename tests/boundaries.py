@@ -27,11 +27,15 @@ def boundary_lost(config, phase, boundary, rank, tensor, step, micro_batch, pack
     return residual & (int(residual.sum()) <= Fraction(str(bound)) * packets)
 
 
-def boundary_rows(folder):
-    """The rows of all ranks in a delivery log, by iteration, phase, stream and message."""
+def event_rows(path):
+    """The rows of one file of events, or of all in a folder."""
     import pyarrow.parquet as pq
 
-    rows = [
-        row for path in sorted(folder.glob("_boundaries_*.parquet")) for row in pq.ParquetFile(path).read().to_pylist()
-    ]
-    return sorted(rows, key=lambda row: (row["iteration"], row["phase"], row["stream"], row["message"]))
+    files = sorted(path.glob("_events_*.parquet")) if path.is_dir() else [path]
+    return [row for file in files for row in pq.ParquetFile(file).read().to_pylist()]
+
+
+def boundary_rows(folder):
+    """The rows of all ranks about messages, by iteration, phase, stream and message."""
+    rows = [row for row in event_rows(folder) if row["kind"] in ("act", "act-grad")]
+    return sorted(rows, key=lambda row: (row["iteration"], row["kind"], row["stream"], row["message"]))

@@ -7,7 +7,7 @@ import pytest
 from megatron_lossy.base import device
 from tests.features import Record
 from tests.lighthouse import serve  # noqa: F401
-from tests.ranks import Pool
+from tests.ranks import Pool, run_ranks
 from tests.rooms import check_room, room_of
 from tests.rows import Rows
 from tests.tiers import Guard, long_files_first, markers_of
@@ -101,3 +101,13 @@ def unhooked():
     ranks = Pool()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Settings of the trainer for text that never changes."""
+    from tests.trainer import write_data
+
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}

@@ -18,6 +18,7 @@ from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.hooks.versions import full_group
 from megatron_lossy.transport import Network
 from tests.reference import ReferenceReduce, pieces, reference_gather
+from tests.rules import delivered
 from tests.tiny_gpt import build
 
 
@@ -159,7 +160,7 @@ def _arrived(config, phase, step, place):
     count = len(pieces(_shard(place, phase), elements))
     total = place["totals"][phase]
     return np.array(
-        [[network.delivered(exchange, a, b, total)[first : first + count] for b in members] for a in members]
+        [[delivered(network, exchange, a, b, total)[first : first + count] for b in members] for a in members]
     )
 
 

@@ -20,7 +20,6 @@ ROOMS = {
     "averaging": "islands",
     "compensated": "lead",
     "corruption": "channel",
-    "error_log": "delivery_log",
     "fct": "lab",
     "link": "lab",
     "lstm_language_model": "lab",

@@ -1,5 +1,7 @@
 """What rules of recovery are handed by a wire, where there is none."""
 
+import numpy as np
+
 from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.mechanisms.priority.choosing import Priority, Protection
 from megatron_lossy.mechanisms.priority.protected import Required, Spared
@@ -12,6 +14,13 @@ def gradients(step=0, buffer=None, output=None, loss_scale=None, **options):
     """The record of an exchange of gradients in ``step``, whose buffers a test hands over by itself."""
     return Gradients(
         Exchange("grad", Stream(), step), 0, buffer, output, None, loss_scale=lambda: loss_scale, **options
+    )
+
+
+def reduce(group, bucket, buffer, output, step, *more, **options):
+    """Begin the reduce-scatter of ``buffer`` through ``group``. ``more``, ``options``: fields of :class:`Gradients`."""
+    return group.reduce_scatter(
+        Gradients(Exchange("grad", group.stream, step), bucket, buffer, output, *more, **options)
     )
 
 
@@ -29,3 +38,8 @@ def send(rule, buffer, delivery, x=None):
     """Let ``rule`` change ``buffer`` as a sender does over a collective; returns what the owner's verb is given."""
     x = gradients(delivery.exchange.step) if x is None else x
     return rule.before(buffer, delivery.lost_there(rule.units), delivery, x)
+
+
+def delivered(channel, exchange, source, destination, units):
+    """bool[units]: the units that arrive on one link of ``channel``, a channel or a network."""
+    return channel.delivered_links(exchange, np.array([source]), np.array([destination]), units)[0]

@@ -152,3 +152,37 @@ def test_pure_rooms_know_no_process_group():
                 for name in names:
                     foreign = name.startswith("torch.distributed") or name.split(".")[0] == "megatron"
                     assert not foreign, f"{module} uses {name}"
+
+
+#: Verbs of mechanisms that one class alone may override.
+LONE_VERBS = 5
+
+
+def names_in(body):
+    """The names of methods and attributes in the ``body`` of a class."""
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
+    return {node.name for node in body if isinstance(node, ast.FunctionDef)} | set(map(ast.unparse, targets))
+
+
+def test_few_verbs_have_one_implementer():
+    """A verb of one mechanism is a subscription to an event of a run, or an object in a slot of it."""
+    trees = [ast.parse(path.read_text()) for path in modules().values()]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+    def first_with(verb, base):
+        """The classes below ``base`` that have ``verb`` while none between has."""
+        below = [one for one in classes if base in map(ast.unparse, one.bases)]
+        have = [one for one in below if verb in names_in(one.body)]
+        return have + [found for one in below if one not in have for found in first_with(verb, one.name)]
+
+    count = {
+        f"{base.name}.{verb}": len(first_with(verb, base.name))
+        for base in classes
+        if base.name in ("Mechanism", "Part", "Flags") and not base.bases
+        for verb in names_in(base.body)
+        if verb[0] != "_"
+    }
+    assert count["Mechanism.refusals"] >= 7 and count["Part.attach"] >= 5
+    alone = [verb for verb, found in count.items() if found == 1]
+    assert len(alone) <= LONE_VERBS, alone

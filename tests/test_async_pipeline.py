@@ -13,14 +13,12 @@ import pytest
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.lab.train.config import TrainConfig
-from megatron_lossy.lab.train.facts import of_trainer
 from megatron_lossy.lab.train.saved import check_folders
 from tests.programs import start_ranks
 from tests.ranks import run_ranks
 from tests.stage_reference import in_whole, observed_run, reference
-from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
+from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, train_runs
 
 pytestmark = pytest.mark.shows(
     "real stages compute what the definition says: stashes, overlap, TP 2",
@@ -31,13 +29,6 @@ pytestmark = pytest.mark.shows(
 
 ASYNC = {"async_pipeline": True}
 LOSS = dict(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64, eval_weights="both")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
 #: Clipping is felt, and every update is large beside rounding.
@@ -320,29 +311,3 @@ def test_a_killed_rank_ends_the_others(data, tmp_path):
     for rank in ranks[1:]:  # the last one has no message of the one that died
         _, said = rank.communicate(timeout=60)
         assert rank.returncode == 1 and "lost contact with another rank" in said
-
-
-@pytest.mark.parametrize(
-    ("settings", "flags", "line"),
-    [
-        (
-            {"share_embeddings_and_output_weights": True},
-            {},
-            "--share-embeddings-and-output-weights on: cannot be with --async-pipeline",
-        ),
-        (
-            {"overlap_grad_reduce": True, "overlap_param_gather": True},
-            {},
-            "--overlap-param-gather on: cannot be with --async-pipeline",
-        ),
-        ({}, {"p_act": 0.1}, "--p-act 0.1: cannot be with --async-pipeline"),
-        ({"num_distributed_optimizer_instances": 2}, {}, "--num-distributed-optimizer-instances 2: must be 1 with"),
-        ({}, {"save_replicas": True, "weight_stashing": "off"}, "--save-replicas on: cannot compute again what is"),
-        ({}, {"virtual_stages": 2}, "--virtual-stages 2: needs --virtual-workers"),
-    ],
-)
-def test_what_real_stages_refuse(settings, flags, line):
-    config = TrainConfig(**TINY | {"pipeline_model_parallel_size": 2, "data": "stdlib"} | settings)
-    with pytest.raises(UsageError) as error:
-        check_refusals(LossyConfig(**ASYNC | flags), of_trainer(config, 4))
-    assert str(error.value).startswith(line)

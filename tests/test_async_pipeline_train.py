@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lossy import hooks, plugin
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig, given
-from megatron_lossy.config.refusal import check_refusals
-from megatron_lossy.lab.train.config import TrainConfig
-from megatron_lossy.lab.train.facts import of_trainer
 from tests.ranks import run_ranks
 from tests.test_islands_train import (
     flat,
     islands_of,
     losses_of,
-    same_data,
     train_all,
     weights_of,
 )
-from tests.trainer import TINY, read_records, recorded_losses, train_runs, write_data
+from tests.trainer import TINY, recorded_losses, train_runs, write_data
 
 pytestmark = pytest.mark.shows("virtual stages: continued bit for bit, on islands, looking ahead")
 
@@ -89,64 +84,6 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
             assert flat(islands_of(whole)) == flat(islands_of(parts)), name
 
 
-@pytest.mark.slow
-def test_without_replicas_stages_begin_equal(data, tmp_path):
-    """Stopped after 3 iterations and continued, all stages begin with the newest weights: the next loss is theirs."""
-    settings, loss = {"hidden_dropout": 0.0, "virtual_workers": 1}, {**STAGES, "eval_weights": "both"}
-    base, folder = SMALL | data | settings, str(tmp_path / "parts")
-    runs = [
-        (base | {"save": str(tmp_path / "whole")}, loss),
-        (base | {"save": folder, "load": folder, "exit_interval": 3}, loss),
-        (base | {"save": folder, "load": folder, "exit_interval": 5}, loss),
-        *(
-            (
-                base | {"save": str(tmp_path / name), "load": folder, "exit_interval": 6},
-                {**flags, "eval_weights": "both"},
-            )
-            for name, flags in (("late", STAGES), ("at once", {}))
-        ),
-    ]
-    run_ranks(train_runs, 1, *runs)
-    whole, parts = (dict(losses_of(tmp_path / name)) for name in ("whole", "parts"))
-    assert [whole[n] == parts[n] for n in (1, 2, 3)] == [True] * 3 and whole[4] != parts[4]
-    # An evaluation has the newest weights, whoever they are said to be.
-    replica, owner = (record["lm loss"] for record in read_records(tmp_path / "whole", "valid")[:2])
-    assert replica == owner
-    # The checkpoint has the newest, with which a synchronous run goes on alike.
-    assert losses_of(tmp_path / "late")[0] == losses_of(tmp_path / "at once")[0]
-
-
-@pytest.mark.slow
-def test_identical_islands_with_the_same_data_are_one(data, tmp_path):
-    one = {"virtual_workers": 1, "global_batch_size": 4, "eval_iters": 0, "hidden_dropout": 0.0}
-    two = one | {"virtual_workers": 2, "global_batch_size": 8}
-    sync = {"islands": 2, "sync_method": "parameters", "sync_fraction": 0.25}
-    folders = train_all(data, tmp_path, {"one": (one, STAGES), "two": (two, {**STAGES, **sync})}, same_data)
-    assert weights_of(folders["one"]) == weights_of(folders["two"])
-    losses = [loss for _, loss in losses_of(folders["one"])]
-    assert len(set(losses)) > 3 and losses == [loss for _, loss in losses_of(folders["two"])]
-
-
-def refused(rank: int, run: tuple[dict, dict], line: str) -> None:
-    with pytest.raises(UsageError, match=f"^{line}"):
-        train_runs(rank, run)
-
-
-def test_refusals_of_the_program(data, tmp_path):
-    base, folder = SMALL | data, str(tmp_path / "four")
-    run_ranks(train_runs, 1, (base | {"save": folder}, {**STAGES, "save_replicas": True}))
-    for settings, loss, line in (
-        ({"virtual_workers": None}, STAGES, "--virtual-stages 4: needs --virtual-workers"),
-        ({"num_layers": 2}, STAGES, "--virtual-stages 4: must divide the 2 layers"),
-        (
-            {"load": folder, "train_iters": 12},
-            {**STAGES, "virtual_stages": 2, "save_replicas": True},
-            "--save-replicas .*virtual-stages was 4 there and is 2 here",
-        ),
-    ):
-        run_ranks(refused, 1, (base | settings, loss), line)
-
-
 @pytest.mark.nightly
 def test_looking_ahead_wins_back_what_staleness_costs(tmp_path):
     """Validation losses of 4 stages after 300 iterations, paired over three seeds, which are fixed."""
@@ -198,34 +135,6 @@ def test_flags_that_are_refused(flags, line):
 
 
 @refuses
-@pytest.mark.parametrize(
-    ("settings", "flags", "line"),
-    [
-        ({"virtual_workers": None}, TWO_STAGES, "--virtual-stages 2: needs --virtual-workers"),
-        ({}, {"async_pipeline": True}, "--async-pipeline on: needs --virtual-stages with --virtual-workers"),
-        ({"use_distributed_optimizer": False}, TWO_STAGES, "--virtual-stages 2: needs --use-distributed-optimizer"),
-        ({}, {**TWO_STAGES, "virtual_stages": 3}, "--virtual-stages 3: must divide the 4 layers"),
-        ({}, {**TWO_STAGES, "virtual_stages": 8}, "--virtual-stages 8: must divide the 4 layers"),
-        (
-            {"share_embeddings_and_output_weights": True},
-            TWO_STAGES,
-            "--share-embeddings-and-output-weights on: cannot be with --async-pipeline",
-        ),
-        (
-            {"overlap_grad_reduce": True, "overlap_param_gather": True},
-            TWO_STAGES,
-            "--overlap-param-gather on: cannot be with --async-pipeline",
-        ),
-    ],
-)
-def test_models_that_are_refused(settings, flags, line):
-    config = TrainConfig(**TINY | {"num_layers": 4, "virtual_workers": 2, "data": "stdlib"} | settings)
-    with pytest.raises(UsageError) as error:
-        check_refusals(LossyConfig(**flags), of_trainer(config, 1))
-    assert str(error.value).startswith(line)
-
-
-@refuses
 def test_without_the_flag_nothing_changes():
     off = LossyConfig()
     assert off.lossless and off.inert and not given(off)
@@ -233,11 +142,3 @@ def test_without_the_flag_nothing_changes():
     assert not staged.lossless and given(staged) == TWO_STAGES
     assert staged.describe() == "asynchronous pipeline of 2 virtual stages"
     assert "asynchronous pipeline" in LossyConfig(**TWO_STAGES, p_grad=0.1).describe()
-
-
-@refuses
-def test_megatrons_own_loop_is_refused():
-    with pytest.raises(UsageError, match=r"--async-pipeline on: needs python -m megatron_lossy\.train"):
-        plugin.install(LossyConfig(**TWO_STAGES), None)
-    with pytest.raises(UsageError, match=r"--async-pipeline on: needs python -m megatron_lossy\.train"):
-        hooks.install(LossyConfig(async_pipeline=True))

@@ -20,6 +20,7 @@ from megatron_lossy.channel.draws import Uniforms
 from megatron_lossy.channel.gilbert_elliott import GilbertElliott
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import Network, check_channels
+from tests.rules import delivered
 
 pytestmark = pytest.mark.shows(
     "losses are a function of seed, phase, step, link and unit",
@@ -108,7 +109,7 @@ def test_draws_do_not_depend_on_order_or_on_what_was_asked():
     def draw(order):
         networks = {phase: Network(config, phase, 3) for phase in ("grad", "param")}
         return {
-            (phase, step, a, b): networks[phase].delivered(exchange(phase, step), a, b, 50).tobytes()
+            (phase, step, a, b): delivered(networks[phase], exchange(phase, step), a, b, 50).tobytes()
             for phase, step, a, b in order
         }
 
@@ -118,7 +119,7 @@ def test_draws_do_not_depend_on_order_or_on_what_was_asked():
 
 def test_more_units_extend_the_same_stream():
     channel = make_channel(LossyConfig(p_grad=0.3), "grad")
-    assert np.array_equal(channel.delivered(exchange(), 0, 1, 1000)[:17], channel.delivered(exchange(), 0, 1, 17))
+    assert np.array_equal(delivered(channel, exchange(), 0, 1, 1000)[:17], delivered(channel, exchange(), 0, 1, 17))
 
 
 @pytest.mark.parametrize("rate", [1e-5, 0.003, 0.1, 1 / 3, 0.4, 0.999])
@@ -156,14 +157,14 @@ def test_links_steps_phases_and_streams_are_independent():
         (exchange("param", 5, kind="expert", expert_rank=1, stage=1, chunk=1), 3, 3),
     ]
     channel = make_channel(LossyConfig(p_grad=0.4), "grad")
-    draws = [channel.delivered(key, a, b, 200_000) for key, a, b in keys]
+    draws = [delivered(channel, key, a, b, 200_000) for key, a, b in keys]
     for a, b in itertools.combinations(draws, 2):
         assert_uncorrelated(a, b)
 
 
 def test_seeds_are_independent():
     a, b = (make_channel(LossyConfig(p_grad=0.4, loss_seed=seed), "grad") for seed in (1, 2))
-    assert_uncorrelated(a.delivered(exchange(), 0, 1, 200_000), b.delivered(exchange(), 0, 1, 200_000))
+    assert_uncorrelated(delivered(a, exchange(), 0, 1, 200_000), delivered(b, exchange(), 0, 1, 200_000))
 
 
 # --- Gilbert-Elliott -----------------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ def test_gilbert_elliott_rate_and_burst_length(p, burst, units):
     """Both within 6 standard errors; that of the rate is corrected for the chain's correlation."""
     channel = make_channel(ge(p, burst), "grad")
     steps = min(5_000, 400_000 // units)
-    lost = ~np.concatenate([channel.delivered(exchange(step=step), 0, 1, units) for step in range(steps)])
+    lost = ~np.concatenate([delivered(channel, exchange(step=step), 0, 1, units) for step in range(steps)])
     to_good, to_bad = 1 / burst, p / (1 - p) / burst
     memory = 1 - to_good - to_bad
     assert_rate(lost, p, SIX_SIGMA * np.sqrt((1 + memory) / (1 - memory)))
@@ -232,20 +233,20 @@ def test_gilbert_elliott_looks_back_exactly(parameters, units, seed, order):
     steps = list(range(30))
     order.shuffle(steps)
     for step in steps:
-        assert np.array_equal(channel.delivered(exchange(step=step), 2, 5, units), expected[step])
+        assert np.array_equal(delivered(channel, exchange(step=step), 2, 5, units), expected[step])
     fresh = make_channel(config, "grad")
-    assert np.array_equal(fresh.delivered(exchange(step=29), 2, 5, units), expected[29])
+    assert np.array_equal(delivered(fresh, exchange(step=29), 2, 5, units), expected[29])
 
 
 def test_gilbert_elliott_follows_a_schedule():
     config = LossyConfig(loss_model=("gilbert-elliott:3",), loss_schedule=("0:0.3,200:0,400:0.3",))
     channel = make_channel(config, "grad")
-    lost = [~channel.delivered(exchange(step=step), 0, 1, 50) for step in range(600)]
+    lost = [~delivered(channel, exchange(step=step), 0, 1, 50) for step in range(600)]
     assert not np.concatenate(lost[200:400]).any()
     assert 0.2 < np.concatenate(lost[400:]).mean() < 0.4
     fresh = make_channel(config, "grad")
     assert isinstance(fresh, GilbertElliott)
-    assert np.array_equal(~fresh.delivered(exchange(step=599), 0, 1, 50), lost[599])
+    assert np.array_equal(~delivered(fresh, exchange(step=599), 0, 1, 50), lost[599])
 
 
 # --- links ---------------------------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ def everything(config, size, steps=200, units=20, phase="grad", nodes=None):
     network = Network(config, phase, size, nodes)
     return np.array(
         [
-            [[network.delivered(exchange(phase, t), a, b, units) for b in range(size)] for a in range(size)]
+            [[delivered(network, exchange(phase, t), a, b, units) for b in range(size)] for a in range(size)]
             for t in range(steps)
         ]
     )
@@ -352,7 +353,7 @@ def test_a_trace_replays_what_another_model_lost(tmp_path):
     np.savez(path, **{"grad": recorded, "param": recorded, "grad.dense-e0-s1-c0": ~recorded})
     config = LossyConfig(loss_model=("trace",), trace=str(path))
     assert np.array_equal(everything(config, 3, steps=10, units=4), recorded)
-    staged = Network(config, "grad", 3).delivered(exchange(stage=1), 0, 1, 4)
+    staged = delivered(Network(config, "grad", 3), exchange(stage=1), 0, 1, 4)
     assert np.array_equal(staged, ~recorded[0, 0, 1])
     check_channels(config, 3, 10)
     for size, steps, message in ((4, 10, "3 ranks"), (3, 11, "10 steps in phase grad, the run needs 11")):

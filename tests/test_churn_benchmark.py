@@ -8,13 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.churn import __main__ as program
-from benchmarks.churn import schedule as schedules
 from benchmarks.churn.islands import Life
-from benchmarks.churn.picture import picture
-from benchmarks.churn.results import ALONE, LISTENS, SENDS, Island, Results, compared, markdown
-from benchmarks.churn.schedule import DEFAULT, LIGHTHOUSE, Director, Happened, Kills, first_islands, without_cuts
-from megatron_lossy.base.errors import UsageError
+from benchmarks.churn.results import ALONE, LISTENS, SENDS, Island, Results, markdown
+from benchmarks.churn.schedule import DEFAULT, LIGHTHOUSE, Director, Happened, first_islands, without_cuts
 from megatron_lossy.mechanisms.islands.schedule import Event, Schedule
 
 pytestmark = pytest.mark.shows("benchmarks of steps, parameters and islands run")
@@ -78,53 +74,6 @@ def test_where_nobody_can_be_cut_off():
     events = [Event(1, 0, "cut"), Event(2, 0, "return"), Event(3, 1, "cut"), Event(4, 1, "stop"), Event(5, 1, "return")]
     assert without_cuts(Schedule(events)).events == [Event(4, 1, "stop"), Event(5, 1, "return")]
     assert without_cuts(DEFAULT).events == [one for one in DEFAULT.events if one.slot]
-
-
-def test_kills_at_random(monkeypatch):
-    """One every 15 s from the first iterations of all on, of islands that train, alike with a seed, until the end nears."""
-
-    def kills(seed):
-        now = [100.0]
-        monkeypatch.setattr(schedules.time, "monotonic", lambda: now[0])
-        islands = Recorded()
-        for slot in range(3):
-            islands.start(slot)
-        islands.lives = list(islands._lives.values())
-        for slot, one in enumerate(islands.lives):
-            one.slot, one.trained = slot, []
-        islands.running = lambda: islands.lives
-        director = Kills(islands, 15.0, 60, seed, tell=lambda _: None)
-        starts = islands.start
-
-        def start(slot):
-            starts(slot)
-            islands._lives[slot].slot, islands._lives[slot].trained = slot, []
-            islands.lives[slot] = islands._lives[slot]
-
-        islands.start = start
-        for islands.iteration in range(80):
-            director.direct()
-            now[0] += 1.0
-            if islands.iteration == 5:
-                for one in islands.lives:
-                    one.trained = [0]
-            for one in islands.lives:
-                one.trained = one.trained or ([0] if islands.iteration % 15 == 12 else [])
-        return [(one.at, one.slot, one.event) for one in director.happened]
-
-    found = kills(3)
-    assert [event for _, _, event in found] == ["stop", "return"] * 3
-    assert [at for at, _, _ in found[::2]] == [21, 36, 51]
-    assert all(before[:2] == after[:2] for before, after in zip(found[::2], found[1::2]))
-    assert found == kills(3) and len({tuple(kills(seed)) for seed in range(8)}) > 1
-
-
-def test_losses_are_compared_seed_by_seed(results):
-    fine = Results([one for one in results.islands if one.slot == 0], [], 100)
-    table = compared([1, 2], [(results, fine), (results, fine)])
-    assert table[2] == "| 1 | 168 and 88 | 2.5000 | 2.5000 | +0.00 % |"
-    assert table[-1] == "| mean, standard error |  |  |  | +0.00 ± 0.00 % |"
-    assert len(compared([1], [(results, fine)])) == 3
 
 
 def test_what_was_left_out_and_made_twice(results):
@@ -196,23 +145,3 @@ def test_updates_pauses_and_who_was_there(results):
     assert results.longest_pause(0) is None
     assert markdown(results.events())[2] == "| 60 | island 1 kill -9 | - |"
     assert ["kill -9", "1", "-", "-"] in results._kinds()
-
-
-def test_the_picture(results, tmp_path):
-    picture(results, "islands", tmp_path / "churn.png")
-    assert (tmp_path / "churn.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (["--kill-every", "0"], "--kill-every 0.0: must be above 0"),
-        (["--kill-every", "9", "--schedule", "x"], "--kill-every 9.0: is instead of --schedule"),
-        (["--iterations", "900"], "--iterations 900: must be at least 951 without --schedule"),
-        (["--islands", "3"], "--islands 3: must be at least 4 without --schedule"),
-        (["--schedule", "nowhere"], "--island-schedule nowhere: cannot be read"),
-    ],
-)
-def test_errors(flags, why):
-    with pytest.raises(UsageError, match=why):
-        program.schedule_of(program.parser().parse_args(flags))

@@ -21,7 +21,7 @@ from tests.test_hooks_owner_weights import OVERLAPS as TINY_OVERLAPS
 from tests.test_hooks_owner_weights import refused, resume, save_and_go_on
 from tests.test_transport import deliveries, gradients
 from tests.test_virtual import real_runs, virtual_runs
-from tests.trainer import TINY, read_records, recorded_losses, train_runs, write_data
+from tests.trainer import TINY, read_records, recorded_losses, train_runs
 
 pytestmark = pytest.mark.shows(
     "coded exchanges: N ranks are N virtual workers, bit for bit", "coded exchanges: NumPy, every rule"
@@ -200,13 +200,6 @@ def test_ranks_that_saved_go_on_bit_for_bit(overlap, tmp_path, pool):
     raw = dataclasses.replace(config, param_wire="raw")
     for message in pool.run(refused, 2, TINY_OVERLAPS[overlap], raw, str(tmp_path), None):
         assert "--param-wire was int8 there and is raw here" in message
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
 def test_a_recorded_run_is_replayed_bit_for_bit(data, tmp_path):

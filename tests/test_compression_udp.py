@@ -16,6 +16,7 @@ from megatron_lossy.transport.udp import carrier
 from megatron_lossy.transport.udp.packet import CODES, DATA, END, encode
 from megatron_lossy.transport.udp.process import engines_for
 from tests.ranks import each, run_ranks
+from tests.rules import reduce
 from tests.test_hooks import OVERLAPS
 from tests.test_transport import STEPS, exchange_grads, gather_params
 from tests.test_udp import final_weights
@@ -137,7 +138,7 @@ def feedback(rank, config, steps):
     for step in range(steps):
         grads = torch.from_numpy(random.standard_normal((3, 3 * 640)).astype(np.float32))
         output = torch.empty(640)
-        transfer = group.reduce_scatter(0, grads[rank].clone(), output, step, lambda: None)
+        transfer = reduce(group, 0, grads[rank].clone(), output, step, lambda: None)
         transfer.wait()
         group.keep_lost(0, step)
         group.finish_step(step, True)
@@ -147,7 +148,7 @@ def feedback(rank, config, steps):
     residual = torch.zeros(3 * 640)
     rule = group.grads[0].rule
     for missing, saved in rule._residuals:
-        rule.rows(residual).add_(residual, rule.units, missing, saved)
+        rule.rows.add_(residual, rule.units, missing, saved)
     torch.distributed.all_reduce(residual)
     group.close()
     rest = (sums - applied - residual[rank * 640 : (rank + 1) * 640]).abs().max().item()

@@ -10,7 +10,8 @@ import pytest
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.flags import add_flags, flag_groups, flag_table, flag_tables, from_namespace
 from megatron_lossy.base.section import Flags
-from megatron_lossy.config import LossyConfig, Schedule, given, value_of
+from megatron_lossy.channel.bernoulli import Bernoulli
+from megatron_lossy.config import LossyConfig, PhaseLoss, Schedule, given, value_of
 from megatron_lossy.lab.train.config import TrainConfig
 
 pytestmark = pytest.mark.shows("flags: allowed values, sections, schedules, what does nothing is said", device=False)
@@ -101,7 +102,8 @@ def test_phases_can_differ():
 
 def test_schedule_is_a_step_function():
     schedule = Schedule.parse("0:0,10:0.25,20:0.5")
-    assert [schedule.rate(step) for step in (0, 9, 10, 19, 20, 10**9)] == [0, 0, 0.25, 0.25, 0.5, 0.5]
+    rate = Bernoulli(PhaseLoss("bernoulli", schedule), 0).rate
+    assert [rate(step) for step in (0, 9, 10, 19, 20, 10**9)] == [0, 0, 0.25, 0.25, 0.5, 0.5]
     assert math.isclose(max(schedule.rates), 0.5)
 
 
@@ -121,7 +123,7 @@ def test_bursts_of_one_phase_of_two_are_used():
 def test_both_halves_of_an_all_reduce_have_the_schedule_of_gradients():
     halves = LossyConfig(loss_schedule=("0:0.1,5:0", "0:0.4")).all_reduced()
     for phase in ("grad", "param"):
-        assert [halves.phase(phase).schedule.rate(step) for step in (0, 4, 5)] == [0.1, 0.1, 0]
+        assert [Bernoulli(halves.phase(phase), 0).rate(step) for step in (0, 4, 5)] == [0.1, 0.1, 0]
 
 
 @pytest.mark.parametrize(

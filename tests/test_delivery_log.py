@@ -18,13 +18,15 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Delivery, Exchange, Stream, cut
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log import writer
+from megatron_lossy.delivery_log.files import log_files
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.schema import RUN, Meta, file_name, pack, parse_name, unpack
+from megatron_lossy.delivery_log.schema import RUN, Meta, file_name, pack, unpack
 from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
 from megatron_lossy.transport import LossyGroup, Network, check_channels
-from megatron_lossy.transport.drawn import CollectiveWire
+from megatron_lossy.transport.base import CollectiveWire
 from tests.programs import run_program
 from tests.ranks import run_ranks
+from tests.rules import reduce
 
 pytestmark = [
     pytest.mark.shows("recorded losses are replayed bit for bit, by ranks and virtual workers"),
@@ -53,9 +55,7 @@ def write(folder, config, size, steps, skipped=(), streams=(Stream(),), first=0,
     everyone = np.arange(size)
     logs = []
     for rank in [None] if ranks is None else ranks:
-        log = DeliveryLog(config)
-        if rank is not None:
-            log.__class__ = type("RankLog", (DeliveryLog,), {"_rank": rank})
+        log = DeliveryLog(config, rank)
         if first:
             log.restart(first)
         logs.append((log, everyone if rank is None else [rank]))
@@ -309,7 +309,7 @@ def test_the_log_of_a_resumed_run_begins_with_its_first_iteration(tmp_path, iter
     config = LossyConfig(**LOSSY, delivery_log="later", delivery_log_chunk=4)
     write(tmp_path, config, 3, iteration)
     write(tmp_path, config, 3, 9, first=iteration)
-    assert [(path, *parse_name(path)[1:]) for path in sorted(tmp_path.glob("rank_*"))][-2:] == [
+    assert [(file.path, file.first, file.last) for file in log_files(tmp_path)][-2:] == [
         (tmp_path / file_name(0, first, last), first, last)
         for first, last in ((iteration, iteration + 3), (iteration + 4, min(iteration + 7, 8)))
     ]
@@ -544,9 +544,9 @@ def test_the_step_after_a_trace_can_be_looked_at_but_not_taken(tmp_path):
     assert transport.steps("grad") == 4
     group, buffer = LossyGroup(replay, transport), torch.ones(9)
     # The rule asks what the step after the last one will lose.
-    group.reduce_scatter(0, buffer, buffer[:3], 3, lambda: None).wait()
+    reduce(group, 0, buffer, buffer[:3], 3, lambda: None).wait()
     with pytest.raises(UsageError, match="iteration 4"):
-        group.reduce_scatter(0, buffer, buffer[:3], 4, lambda: None)
+        reduce(group, 0, buffer, buffer[:3], 4, lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -583,13 +583,12 @@ def test_pandas_and_duckdb_read_it(tmp_path):
 
 def test_what_several_ranks_recorded_counts_once(tmp_path):
     """Peers of tensor parallelism receive the same, and each writes it."""
-    from megatron_lossy.delivery_log.scan import scan
+    from megatron_lossy.delivery_log.summary import scan
 
     config = LossyConfig(**LOSSY, loss_unit="bucket")
     write(tmp_path, config, 3, 4, ranks=range(3))
     once = [rows.source.tolist() for _, rows in scan(DeliveryLogFolder(tmp_path))]
-    log = DeliveryLog(dataclasses.replace(config, delivery_log=str(tmp_path)))
-    log.__class__ = type("RankLog", (DeliveryLog,), {"_rank": 7})
+    log = DeliveryLog(dataclasses.replace(config, delivery_log=str(tmp_path)), writer=7)
     units, total = cut(SHARDS, [4] * 3, config.loss_unit, config.packet_bytes)
     networks = {phase: Network(config, phase, 3) for phase in ("grad", "param")}
     for step in range(4):

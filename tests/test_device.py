@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 from tests.trainer import ROOT
 
 pytestmark = pytest.mark.shows(
-    "Megatron on CPU: every overlap, TP 2, PP 2, experts, overflows",
+    "Megatron on CPU: TP 2, PP 2, experts, overflows",
     "ranks that torchrun starts again do not look for those before them",
     "no call of what torch has given up",
     device=False,
@@ -252,36 +252,10 @@ def _assert_equal(results, others, tolerance=0.0):
             np.testing.assert_allclose(weight, other["weights"][name], rtol=0, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.slow
-def test_overlap_and_averaging_in_the_collective_change_no_bit(dtype):
-    # Clipping sums the norm shard by shard, so that its last bit depends on the buckets.
-    base = {"dtype": dtype, "clip_grad": 0.0}
-    plain, *others = _trained(
-        2,
-        base,
-        {**base, "overlap_grad_reduce": True, "bucket_size": 4000},
-        {**base, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000},
-        {**base, "overlap_param_gather": True},
-        {**base, "average_in_collective": True},  # exact, as it divides by two
-    )
-    assert [results[0]["buckets"] > 1 for results in others] == [True, True, False, False]
-    for results in others:
-        _assert_equal(plain, results)
-
-
 def test_accumulation_in_fp32_with_and_without_overlap():
     narrow = {"dtype": "bf16", "grads_in_fp32": False, "fp32_accumulation": True}
     plain, overlapped = _trained(2, narrow, {**narrow, "overlap_grad_reduce": True})
     _assert_equal(plain, overlapped)
-
-
-@pytest.mark.slow
-def test_optimizer_instances_train_the_model_of_one_instance():
-    (one,) = _trained(4, {})
-    two, overlapped = _trained(4, {"instances": 2}, {"instances": 2, "overlap_grad_reduce": True, "bucket_size": 4000})
-    _assert_equal(one, two, tolerance=1e-3)
-    _assert_equal(two, overlapped, tolerance=1e-3)
 
 
 def test_tensor_parallelism_trains_the_model_of_one_rank():
@@ -292,10 +266,6 @@ def test_tensor_parallelism_trains_the_model_of_one_rank():
 @pytest.mark.parametrize("tied", [True, False])
 def test_pipeline_parallelism(tied):
     _trained(2, {"pipeline": 2, "tied": tied, "accumulation": 4})
-
-
-def test_interleaved_pipeline_parallelism():
-    _trained(2, {"pipeline": 2, "virtual": 2, "layers": 4, "accumulation": 4})
 
 
 @pytest.mark.parametrize("alltoall", [False, True])

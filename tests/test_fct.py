@@ -232,25 +232,6 @@ def test_the_command(tmp_path):
     assert again.returncode == 2 and "holds results already" in again.stderr
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ("rates: [0.7]", "rates: 0.7: must be in"),
-        ("megabytes: []", "megabytes: must not be empty"),
-        ("flows: 5", "flows: 5: must be at least 100"),
-        ("ours: TCP", "TCP: is none of the schemes"),
-        ("colour: red", "colour: no such keys"),
-        ("bursts: [0.5]", "bursts: 0.5: must be null or at least"),
-    ],
-)
-def test_bad_files(rows, tmp_path, change, error):
-    key = change.split(":")[0]
-    lines = [line for line in STUDY.splitlines() if not line.startswith(f"{key}:")]
-    (tmp_path / "study.yaml").write_text("\n".join([*lines, change]))
-    done = rows.run("megatron_lossy.lab", "fct", tmp_path / "study.yaml")
-    assert done.returncode == 2 and error in done.stderr and "Traceback" not in done.stderr, done.stderr
-
-
 @pytest.mark.parametrize("file", sorted((ROOT / "configs" / "fct").glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_studies(file):
     settings = read(str(file), {})

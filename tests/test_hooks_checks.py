@@ -14,6 +14,7 @@ from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.hooks import Lossy, check_version, megatron_training
 from megatron_lossy.hooks.facts import _expert_data_parallel_ranks, of_arguments, of_model
+from megatron_lossy.run.mechanism import Events
 
 pytestmark = pytest.mark.shows("versions of Megatron and settings that the hooks refuse", device=False)
 
@@ -188,7 +189,7 @@ def test_a_trace_is_checked_against_the_sizes_that_megatron_settled_on(tmp_path,
     def validate(**sizes):
         arguments = Arguments()
         vars(arguments).update({"context_parallel_size": 1, "train_iters": 5} | sizes)
-        lossy = types.SimpleNamespace(config=config, parts=(), job=0, jobs=1, steps=None)
+        lossy = types.SimpleNamespace(config=config, events=Events(), job=0, jobs=1, steps=None)
         return megatron_training.validate_args(lossy, lambda args: args, arguments)
 
     assert validate(data_parallel_size=2).data_parallel_size == 2 and len(claimed) == 1

@@ -89,11 +89,16 @@ class _open_context:
 def test_who_ends_another_reduction_first_still_makes_its_own():
     """From 0.18 on a bucket group may do so in the start of its own."""
     told = []
-    with seam.all_reduce(lambda: told.append("before"), lambda: told.append("after")):
-        with seam.all_reduce(lambda: told.append("other"), lambda: told.append("other")):
-            pass  # it had begun already
-        with seam.coalescing_manager(contextlib.nullcontext):
-            told.append("reduced")
+    acts = tuple(lambda group, when=when: told.append(f"{when} {group}") for when in ("before", "after"))
+
+    def start(group):
+        if group == "own":
+            seam.grad_sync(run, start)("other")  # it had begun already
+            with seam.coalescing_manager(contextlib.nullcontext):
+                told.append("reduced")
+
+    run = SimpleNamespace(around_all_reduce=acts)
+    seam.grad_sync(run, start)("own")
     with seam.coalescing_manager(contextlib.nullcontext):
         pass
-    assert told == ["before", "reduced", "after"]
+    assert told == ["before own", "reduced", "after own"]

@@ -11,6 +11,7 @@ from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import Network
 from tests.reference import ReferenceAdamW, ReferenceReduce, pieces, reference_gather
+from tests.rules import delivered
 
 pytestmark = pytest.mark.shows("whole steps with stale replicas and AdamW against plain NumPy")
 
@@ -92,7 +93,7 @@ def local_gradient(replica, step, rank):
 
 def arrived(network, phase, size, step, units):
     exchange = Exchange(phase, Stream(), step)
-    return np.array([[network.delivered(exchange, a, b, units) for b in range(size)] for a in range(size)])
+    return np.array([[delivered(network, exchange, a, b, units) for b in range(size)] for a in range(size)])
 
 
 def simulate(config, size, padded, common=None):

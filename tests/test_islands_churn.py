@@ -17,7 +17,6 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory.churn import ChurningRows, speed_of_mean
 from megatron_lossy.lab.theory.islands import STREAM, rounds_of
-from megatron_lossy.mechanisms.islands import Islands
 from megatron_lossy.mechanisms.islands.epoch_log import EPOCHS, EpochLog
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Heard, Incarnation, Member, counting, next_epoch
 from megatron_lossy.mechanisms.islands.mean import InMemory
@@ -26,8 +25,7 @@ from megatron_lossy.mechanisms.islands.schedule import Event, read_schedule
 from scripts.spells import share_away, spells
 from tests.ranks import run_ranks
 from tests.reference import mean_among
-from tests.test_islands_train import data, flat, islands_of, losses_of, train_all, weights_of  # noqa: F401
-from tests.trainer import recorded_losses
+from tests.test_islands_train import flat, islands_of, losses_of, weights_of
 
 pytestmark = pytest.mark.shows("islands that come and go: epochs, means of those present, returns, continued")
 
@@ -261,7 +259,7 @@ def test_a_schedule_that_does_not_fit(tmp_path, lines, why):
 
 def test_a_schedule_is_checked_before_a_run(tmp_path):
     with pytest.raises(UsageError, match="at 9: must be a whole number of at least 0 and below 8"):
-        Islands.check(flags(write(tmp_path / "events", (9, 0, "stop"))), 8)
+        flags(write(tmp_path / "events", (9, 0, "stop"))).jobs().check(8)
 
 
 def test_a_schedule_that_is_not_there(tmp_path):
@@ -551,26 +549,6 @@ SYNC = {"islands": 4, "sync_method": "parameters", "sync_fraction": 0.5, "sync_d
 EVENTS = [(1, 3, "join"), (2, 1, "stop"), (3, 2, "cut"), (4, 2, "return"), (5, 1, "return"), (6, 0, "freeze")]
 
 
-@pytest.mark.slow
-def test_training_without_events_is_training_without_a_schedule(data, tmp_path):  # noqa: F811
-    late = write(tmp_path / "events", (7, 0, "cut"))
-    stop = {"exit_interval": 7}
-    folders = train_all(
-        data,
-        tmp_path,
-        {
-            "plain": (stop, SYNC),
-            "schedule": (stop, SYNC | {"island_schedule": late}),
-            "all of it": ({}, SYNC | {"island_schedule": late}),
-        },
-    )
-    assert recorded_losses(folders["plain"]) == recorded_losses(folders["schedule"])
-    plain, schedule = (islands_of(folders[name]) for name in ("plain", "schedule"))
-    for part in ("islands", "random"):
-        assert flat(plain[part]) == flat(schedule[part])
-    assert weights_of(folders["plain"]) == weights_of(folders["schedule"])
-
-
 RESUMED = {
     "copy": SYNC | {"island_keep": 2},
     "listen, ema": SYNC | {"island_keep": 2, "island_rejoin": "listen", "delay_correction": "ema"},
@@ -580,7 +558,7 @@ RESUMED = {
 
 
 @pytest.mark.slow
-def test_stopped_and_continued_bit_for_bit(data, tmp_path):  # noqa: F811
+def test_stopped_and_continued_bit_for_bit(data, tmp_path):
     events = {"island_schedule": write(tmp_path / "events", *EVENTS)}
     cases = {}
     for name, loss in RESUMED.items():
@@ -604,7 +582,7 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):  # noqa: F811
     assert logs[0] == logs[1] and len(logs[0].splitlines()) > 6
 
 
-def train_in_folders(data, folder, cases):  # noqa: F811
+def train_in_folders(data, folder, cases):
     """As ``train_all``, for cases that may say where they save."""
     from tests.test_islands_train import SMALL
     from tests.trainer import train_runs
@@ -647,7 +625,7 @@ def _tensors(state):
     ("more", "rejoin", "keep"),
     [({}, "copy", 0), ({"bf16": True}, "copy", 0), ({}, "listen", 0), ({"bf16": True}, "copy", 9)],
 )
-def test_an_island_that_returns_shares_nothing(data, tmp_path, more, rejoin, keep):  # noqa: F811
+def test_an_island_that_returns_shares_nothing(data, tmp_path, more, rejoin, keep):
     """A copy is all of an island; otherwise weights and moments are its own, and the learning rate is the run's."""
     from tests.test_islands_train import SMALL
 
@@ -662,7 +640,7 @@ def test_an_island_that_returns_shares_nothing(data, tmp_path, more, rejoin, kee
 
 
 @pytest.mark.slow
-def test_losses_are_recorded_and_replayed_by_the_log(data, tmp_path):  # noqa: F811
+def test_losses_are_recorded_and_replayed_by_the_log(data, tmp_path):
     """Of islands of two workers, which lose gradients and parameters too; away or not, they lose the same again."""
     from megatron_lossy.delivery_log.reader import DeliveryLogFolder
     from megatron_lossy.delivery_log.verify import verify
@@ -684,7 +662,7 @@ def test_losses_are_recorded_and_replayed_by_the_log(data, tmp_path):  # noqa: F
 
 
 @pytest.mark.slow
-def test_another_past_is_refused(data, tmp_path):  # noqa: F811
+def test_another_past_is_refused(data, tmp_path):
     path = tmp_path / "events"
     write(path, (2, 1, "stop"))
     loss = SYNC | {"island_schedule": str(path)}

@@ -27,7 +27,7 @@ from megatron_lossy.mechanisms.islands.form import form_of
 from megatron_lossy.mechanisms.islands.main_vector import Segment, Vector, shard_vector
 from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.places import Places
-from megatron_lossy.transport.drawn import draw
+from megatron_lossy.transport.base import draw
 
 pytestmark = pytest.mark.shows(
     "what a network loses between islands is neither added nor used",

@@ -16,7 +16,7 @@ from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.mechanisms.islands.ranks import rewind
 from tests.ranks import RankFailed, run_ranks
-from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs, write_data
+from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs
 
 pytestmark = pytest.mark.shows(
     "islands of 1 and 2 ranks are virtual ones, bit for bit",
@@ -27,13 +27,6 @@ pytestmark = pytest.mark.shows(
 SMALL = TINY | {"log_interval": 1, "micro_batch_size": 1, "eval_iters": 1, "hidden_dropout": 0.0}
 TWO = {"islands": 2, "sync_method": "parameters"}
 LATE = {**TWO, "sync_fraction": 0.25, "sync_delay": 3}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
 def train_both(data: dict, folder: Path, workers: int, cases: dict[str, tuple[dict, dict]], train=train_runs) -> None:

@@ -22,7 +22,7 @@ from megatron_lossy.mechanisms.islands.stopping import Stopping
 from megatron_lossy.mechanisms.islands.world import IslandWorld
 from tests.ranks import run_ranks
 from tests.test_islands_ranks import LATE, SMALL, TWO
-from tests.trainer import read_records, train_runs, write_data
+from tests.trainer import read_records, train_runs
 
 pytestmark = pytest.mark.shows(
     "islands end after the same iteration, also with datagrams lost", "an island that stands still holds up nobody"
@@ -30,13 +30,6 @@ pytestmark = pytest.mark.shows(
 
 DATAGRAMS = {"transport": "udp", "udp_deadline": "50", "udp_peer_timeout": 120.0}
 LONG = SMALL | {"train_iters": 400, "eval_iters": 0, "micro_batch_size": 2, "num_layers": 1}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
 def in_iteration(number: int, act) -> None:
@@ -54,10 +47,8 @@ def in_iteration(number: int, act) -> None:
     _Run._step = watched
 
 
-def stand_still(rank: int, folder: str, run: tuple[dict, dict], told: bool) -> int:
-    """Rank 1 stops itself in its fifth iteration. Rank 0 wakes it after 30 more of its own, in the tenth of which it may be
-    ``told`` to end. Returns how many iterations rank 0 made meanwhile.
-    """
+def stand_still(rank: int, folder: str, run: tuple[dict, dict]) -> int:
+    """Rank 1 stops itself in its fifth iteration, and rank 0 wakes it after 30 more of its own, of which it returns the number."""
     sleeper = Path(folder, "sleeper")
     if rank == 1:
 
@@ -75,8 +66,6 @@ def stand_still(rank: int, folder: str, run: tuple[dict, dict], told: bool) -> i
     def count(made: int) -> None:
         if sleeper.exists() and len(slept) < 30:
             slept.append(made)
-            if told and len(slept) == 10:
-                os.kill(os.getpid(), signal.SIGTERM)
             if len(slept) == 30:
                 os.kill(int(sleeper.read_text()), signal.SIGCONT)
 
@@ -91,20 +80,11 @@ def test_others_go_on_while_an_island_stands_still(delay, data, tmp_path):
     """Its messages are lost, and at the end everybody is where it should be."""
     loss = {**LATE, **DATAGRAMS, "sync_delay": delay}
     run = (LONG | data | {"save": str(tmp_path)}, loss)
-    made, _ = run_ranks(stand_still, 2, str(tmp_path), run, False, grouped=False)
+    made, _ = run_ranks(stand_still, 2, str(tmp_path), run, grouped=False)
     assert made == 30
     assert [latest_iteration(tmp_path / f"island_{number}") for number in range(2)] == [LONG["train_iters"]] * 2
     records = read_records(tmp_path / "island_0", "train")
     assert max(record.get("loss rate sync-reduce", 0.0) for record in records) == 1.0
-
-
-@pytest.mark.slow
-def test_an_island_that_stood_still_stops_with_the_others(data, tmp_path):
-    """Nobody has asked it meanwhile, and nobody has waited for it; but they do not leave it alone."""
-    run = (LONG | data | {"save": str(tmp_path)}, {**LATE, **DATAGRAMS})
-    made, _ = run_ranks(stand_still, 2, str(tmp_path), run, True, grouped=False)
-    first, second = (latest_iteration(tmp_path / f"island_{number}") for number in range(2))
-    assert made == 30 and 30 < first == second < LONG["train_iters"]
 
 
 def told_to_stop(rank: int, run: tuple[dict, dict]) -> None:

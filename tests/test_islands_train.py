@@ -12,28 +12,19 @@ import torch
 
 from megatron_lossy.base.checkpoints import TRACKER, latest_iteration
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.base.exchange import Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.lab.train.facts import of_trainer
 from megatron_lossy.lab.train.saved import check_folders, in_folders_of_job
-from megatron_lossy.transport.network import channel_of
 from tests.ranks import run_ranks
-from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
+from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs
 
 pytestmark = pytest.mark.shows("islands in one process: reductions, continued, replayed, speeds")
 
 SMALL = TINY | {"num_layers": 1, "log_interval": 1, "micro_batch_size": 1, "virtual_workers": 4, "eval_iters": 1}
 ISLANDS = {"islands": 4, "sync_method": "parameters"}
 LOSS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 256}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
 def train_all(data: dict, folder: Path, cases: dict[str, tuple[dict, dict]], train=train_runs) -> dict[str, Path]:
@@ -106,44 +97,6 @@ def test_what_islands_reduce_to(data, tmp_path):
 def flat_moments(island: dict) -> torch.Tensor:
     states = island["optimizers"][0]["state"].values()
     return torch.cat([state["exp_avg_sq"].view(-1) for state in states])
-
-
-def same_data(rank: int, *runs):
-    """Every worker reads what the first of two would, and a run of one worker too."""
-    from megatron_lossy.lab.train import workers
-    from megatron_lossy.lab.train.data import RankBatches
-    from megatron_lossy.mechanisms.islands import workers as islands
-
-    def batches(dataset, config, consumed, rank, size):
-        return RankBatches(dataset, config, consumed * 2 // size, 0, 2)
-
-    islands.RankBatches = workers.RankBatches = batches
-    return train_runs(rank, *runs)
-
-
-@pytest.mark.slow
-def test_identical_islands_with_the_same_data_are_one(data, tmp_path):
-    one = {"virtual_workers": 1, "global_batch_size": 4, "eval_iters": 0}
-    two = {"virtual_workers": 2, "global_batch_size": 8, "eval_iters": 0}
-    two_of_them = {"sync_fraction": 0.25, "islands": 2, "sync_method": "parameters"}
-    late = {**two_of_them, "sync_delay": 2}
-    cases = {
-        "one": (one, {}),
-        "two": (two, two_of_them),
-        "late": (two, late),
-        "ema": (two, {**late, "delay_correction": "ema"}),
-    }
-    folders = train_all(data, tmp_path, cases, same_data)
-    assert weights_of(folders["two"]) == weights_of(folders["one"])
-    alone = [loss for _, loss in losses_of(folders["one"])]
-    late_losses = [loss for _, loss in losses_of(folders["late"])]
-    assert late_losses == pytest.approx(alone, rel=1e-5)  # the progress added to the mean rounds
-    # A moving average is not the progress, so that even one island would go another way.
-    assert [loss for _, loss in losses_of(folders["ema"])] != pytest.approx(alone, rel=1e-3)
-    for name in ("two", "late", "ema"):
-        first, second = islands_of(folders[name])["islands"]
-        assert flat(first) == flat(second)
-    assert len({loss for _, loss in losses_of(folders["one"])}) > 3
 
 
 CONTINUED = {
@@ -224,21 +177,6 @@ def test_losses_between_islands_are_recorded_and_replayed(data, tmp_path):
         assert verdict.problems == [] and verdict.rows
         text = summary_text(folder)
         assert "sync-reduce, islands-e0-s0-c0, 2 ranks" in text and "sync-gather, islands-e1-s0-c0" in text
-
-
-@pytest.mark.slow
-def test_what_islands_lost_alone_is_replayed_alone(data, tmp_path):
-    pytest.importorskip("pyarrow")
-    log = str(tmp_path / "log")
-    loss = {**ISLANDS, "islands": 2, "sync_fraction": 0.25, "p_sync": 0.4}
-    again = {**loss, "p_sync": 0.0, "trace": log, "loss_model": ("bernoulli", "bernoulli", "trace", "trace")}
-    first = train_all(data, tmp_path, {"first": ({}, {**loss, "delivery_log": log})})["first"]
-    replayed = train_all(data, tmp_path, {"again": ({}, again)})["again"]
-    assert losses_of(first) == losses_of(replayed) and weights_of(first) == weights_of(replayed)
-    everywhere = LossyConfig(**{**again, "loss_model": ("trace",)})
-    models = "--loss-model takes a value for each exchange: bernoulli bernoulli trace trace replays those of islands"
-    with pytest.raises(UsageError, match=f"has no records of dense-.*; {models}"):
-        channel_of(everywhere, "grad").check("grad", Stream(), 2, 10, 8)
 
 
 def test_islands_lose_other_things(data, tmp_path):

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import multiprocessing
 import os
 import socket
 import struct
@@ -16,7 +15,6 @@ import pytest
 from benchmarks import lab as lab_module
 from benchmarks.lab import Lab, Link, Missing, check_lab, nodes
 from benchmarks.lab.__main__ import main
-from megatron_lossy.base.errors import UsageError
 
 pytestmark = pytest.mark.shows(
     "emulated links: delay, rate, queue, losses, bursts, IPv6; nothing is left", device=False
@@ -366,29 +364,6 @@ def test_nothing_is_left(error, monkeypatch):
     assert all(not os.path.exists(f"/proc/{pid}") or nodes._is_ended(pid) for pid in [emulator, *running])
 
 
-def _hold_a_lab(told):
-    with Lab(Link()) as lab:
-        told.send(lab._emulator.pid)
-        time.sleep(100)
-
-
-@needs_lab
-def test_nothing_is_left_of_a_killed_one():
-    """The emulator ends with the process whose lab it is, and the namespaces with the emulator."""
-    lab_module._emulator()
-    told, tell = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_hold_a_lab, args=(tell,))
-    process.start()
-    emulator = told.recv()
-    assert not nodes._is_ended(emulator)
-    process.kill()
-    process.join()
-    until = time.monotonic() + 60
-    while not nodes._is_ended(emulator) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert nodes._is_ended(emulator)
-
-
 @needs_lab
 def test_program(capfd):
     """A command runs on every machine, which it is told; its status is handed on."""
@@ -408,18 +383,3 @@ def test_what_is_missing_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(lab_module.shutil, "which", lambda name: name if name == "ip" else None)
     with pytest.raises(Missing, match="a C compiler"):
         check_lab()
-
-
-@refused_links
-@pytest.mark.parametrize(
-    ("link", "refused"),
-    [
-        ({"loss": 1.0}, r"loss 1.0: must be in \[0, 1\)"),
-        ({"delay": -1.0}, "delay -1.0: must be at least 0"),
-        ({"rate": 0.0}, "rate 0.0: must be above 0"),
-        ({"loss": 0.6, "burst": 1.0}, "burst 1.0: must be at least 1, and at least 1.5"),
-    ],
-)
-def test_links_that_cannot_be(link, refused):
-    with pytest.raises(UsageError, match=refused):
-        Link(**link)

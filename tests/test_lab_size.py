@@ -9,7 +9,6 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_lossy.base.errors import UsageError
 from megatron_lossy.lab import __main__
 from megatron_lossy.lab.report import Run
 from megatron_lossy.lab.studies import size
@@ -153,21 +152,3 @@ def test_the_command_writes_tables_and_figures(tmp_path, monkeypatch, capsys):
     )
     __main__.main(["size", str(folders[0]), "--out", str(out)])  # one size has no slope
     assert "| 20 %, plain |" in (out / "cost.md").read_text()
-
-
-def test_reports_that_cannot_be_compared(tmp_path, monkeypatch):
-    folders = write(tmp_path, monkeypatch)
-    with pytest.raises(UsageError, match="^FOLDER: two reports are of models of"):
-        size.read([folders[0], folders[0]])
-    with pytest.raises(UsageError, match="^FOLDER .*nothing: must hold a report"):
-        size.read([tmp_path / "nothing"])
-    file = tmp_path / "study.yaml"
-    content = json.loads(file.read_text())
-    content["variants"] = {"plain": {}, "wide": {"hidden-size": 64}}
-    file.write_text(json.dumps(content))
-    study = read_design(file, "narrow").study()
-    run = Run("r", 0, 0, 1, 1, {}, {8: 2.0}, {"owner": {8: 2.0}}, 8)
-    monkeypatch.setattr(sys, "argv", ["lab", str(file), "narrow"])
-    write_record(Results(study, {cell.name: run for cell in study.cells}), tmp_path / "mixed")
-    with pytest.raises(UsageError, match="^FOLDER .*mixed: must hold a study of loss in models of one size"):
-        size.read([tmp_path / "mixed"])

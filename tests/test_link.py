@@ -1,19 +1,15 @@
 """What a link between sites has time for, against counting, and what the documentation says of it."""
 
-import math
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import __main__ as lab
 from megatron_lossy.lab import theory
-from megatron_lossy.lab.launch.__main__ import main as launch
 from megatron_lossy.lab.studies.link import Site, fraction, read
-from scripts import choosing
 
 pytestmark = pytest.mark.shows("what a link between sites has time for", device=False)
 
@@ -85,17 +81,6 @@ def test_the_worked_example(capsys):
     assert shlex.split(page.partition("lab link")[2].partition("```")[0].replace("\\\n", " ")) == EXAMPLE
 
 
-def test_the_command_of_the_example_is_accepted(capsys, monkeypatch, tmp_path):
-    page = (ROOT / "docs/choosing.md").read_text()
-    command = re.search(r"^python -m megatron_lossy.launch (.*?)```", page, re.DOTALL | re.MULTILINE)[1]
-    config = str(ROOT / "configs/llama2_7b/cuda_dp64.yaml")
-    words = shlex.split(command.replace("\\\n", " ").replace("configs/llama2_7b/cuda_dp64.yaml", config))
-    monkeypatch.chdir(tmp_path)
-    launch(words)
-    said = capsys.readouterr().out
-    assert "islands  2, each a job of 32 consecutive ranks" in said and "11.1 % of them every 1 iterations" in said
-
-
 @pytest.mark.parametrize(
     ("changes", "method", "flags"),
     [
@@ -111,30 +96,3 @@ def test_what_is_chosen(changes, method, flags):
     site = Site(**{"mbit": 1e3, "round_trip_ms": 30, "loss": 0.005, "parameters": 6.738e9, "step": 13, **changes})
     assert site.takes_gradients == (method == "gradients")
     assert flags in " ".join(site.flags)
-
-
-@pytest.mark.parametrize(
-    ("changed", "line"),
-    [
-        (["--mbit", "0"], "--mbit 0.0: must be above 0"),
-        (["--rtt", "-1"], "--rtt -1.0: must be at least 0"),
-        (["--loss", "1"], "--loss 1.0: must be in"),
-        (["--islands", "1"], "--islands 1: must be at least 2"),
-        (["--step", "nan"], "--step nan: must be above 0"),
-    ],
-)
-def test_wrong_links(changed, line):
-    with pytest.raises(UsageError, match=re.escape(line)):
-        read([*EXAMPLE, *changed])
-
-
-def test_the_table_has_the_step_that_was_measured():
-    assert math.isclose(choosing.ROWS[-2].site.step, 0.181)
-
-
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/index.md", "docs/wan.md", "docs/transport.md", "docs/cluster.md", "docs/islands.md"]
-)
-def test_pages_about_links_lead_to_the_choice(page):
-    text = (ROOT / page).read_text()
-    assert "choosing.md" in text and "island" in text

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.lab.studies.summary import Difference
+from tests.rules import reduce
 
 pytestmark = pytest.mark.shows("an LSTM that loses gradients; without loss bit for bit")
 
@@ -105,7 +105,7 @@ def test_what_is_lost_is_kept_by_error_feedback_alone(text):
         for step in range(20):
             gradient = torch.randint(-9, 10, (5000,), generator=generator).float()
             given += gradient
-            group.reduce_scatter(0, gradient, gradient, step, lambda: None).wait()
+            reduce(group, 0, gradient, gradient, step, lambda: None).wait()
             group.finish_step(step, True)
             applied += gradient
         rule = group.grads[0]
@@ -160,11 +160,6 @@ def test_validation_text_is_not_trained_on(tmp_path):
     assert len({one.digest, single.digest, given.digest}) == 3
 
 
-def test_the_half_width_is_students():
-    assert Difference.of({1: 1.0, 2: 2.0, 3: 3.0}).half_width == pytest.approx(4.303 / 3**0.5)
-    assert Difference.of({1: 1.0}).half_width is None
-
-
 def test_the_paper_in_percent():
     from lstm_report import paper_change
 
@@ -187,31 +182,6 @@ def test_a_run_that_diverged_is_said_to(text, tmp_path, monkeypatch):
     assert np.isnan(changes(results, "zero, priority", 0.3)[1])
     results |= {(arm, 0.3, 1, 1): fine for arm in ("error feedback, priority", "error feedback")}
     assert "diverged" in tables(results, [0.3], "")["perplexity"].text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ("--rates 1", "--rates 1.0: must be above 0 and below 1"),
-        ("--rates 0.1 0.1", "--rates 0.1 0.1: must differ"),
-        ("--epochs 0", "--epochs 0: must be at least 1"),
-        ("--burst 0.5", "--burst 0.5: must be 0 or at least 1"),
-        ("--fraction 2", "--grad-priority packet-mean:2.0: must be one of"),
-        ("--device tpu", "--device tpu: must be cpu, or cuda where there is one"),
-        ("--epoch-tokens 100", "--epoch-tokens 100: must be at least 1024, a batch"),
-        ("--scale large", "--scale: invalid choice"),
-        ("--text none.txt", "--text none.txt: cannot be read: No such file"),
-        ("--tokenizer words", "--tokenizer words: "),
-        ("--config none.yaml", "--config none.yaml: cannot be read"),
-        ("--packet-bytes 3", "--packet-bytes 3: must be at least 4"),
-    ],
-)
-def test_bad_input(arguments, error, text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    given = [] if "--text" in arguments else ["--text", text]
-    with pytest.raises(UsageError) as caught:
-        program(*given, "--out", tmp_path / "out", *arguments.split())
-    assert str(caught.value).startswith(error) and "\n" not in str(caught.value)
 
 
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path):

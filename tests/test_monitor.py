@@ -19,8 +19,9 @@ from megatron_lossy.lab.virtual.versions import Versions
 from megatron_lossy.run.monitor import drift
 from megatron_lossy.transport import Network
 from tests.ranks import run_ranks
+from tests.rules import delivered
 from tests.tiny_gpt import TinyGPT, build
-from tests.trainer import TINY, read_records, train_runs, write_data
+from tests.trainer import TINY, read_records, train_runs
 
 pytestmark = pytest.mark.shows(
     "losses, ages, drift of the monitors against plain NumPy", "ranks and virtual workers count alike"
@@ -125,12 +126,12 @@ def expected(config, streams, itemsize, skipped):
                 for j in range(workers):
                     arrived = 0
                     for i in range(workers):
-                        delivered = network.delivered(Exchange(phase, stream, step), i, j, units)
-                        arrived = arrived + delivered.astype(int)
+                        there = delivered(network, Exchange(phase, stream, step), i, j, units)
+                        arrived = arrived + there.astype(int)
                         if i != j:
-                            losses[phase].extend(~delivered)
+                            losses[phase].extend(~there)
                         if phase == "param":
-                            age = ages[stream, i, j] = np.where(delivered, 0, ages.get((stream, i, j), 0) + 1)
+                            age = ages[stream, i, j] = np.where(there, 0, ages.get((stream, i, j), 0) + 1)
                             stale.extend(age[age > 0])
                             oldest = max(oldest, age.max())
                     if phase == "grad":
@@ -390,54 +391,6 @@ def test_versions_know_every_replica(workers, shards, unit, rate, steps, seed):
 
 
 # --- Resuming, writing, refusing ---------------------------------------------------------------------------------
-
-
-RESUMED = LossyConfig(
-    p_grad=0.4, p_param=0.6, drift_interval=2, save_replicas=True, loss_unit="packet", packet_bytes=60
-)
-
-
-def save_and_go_on(rank, folder):
-    from megatron_lossy import hooks
-
-    lossy = hooks.install(RESUMED)
-    run = build(SMALL)
-    for step in range(4):
-        if step == 2:
-            lossy.save_replicas(folder)
-        run.step(step)
-        if step == 0:
-            lossy.metrics()
-    return lossy.metrics()
-
-
-def resume(rank, folder):
-    from megatron_lossy import hooks
-
-    lossy = hooks.install(RESUMED)
-    run = build(SMALL)
-    lossy.set_iteration(2)
-    lossy.load_replicas(folder)
-    for step in range(2, 4):
-        run.step(step)
-    return lossy.metrics()
-
-
-def test_ages_and_counts_survive_a_resume(tmp_path):
-    """Only weights are not restored here, so that the drift measured last differs."""
-    whole = run_ranks(save_and_go_on, 3, str(tmp_path))[0]
-    again = run_ranks(resume, 3, str(tmp_path))[0]
-    assert whole["stale age max"] >= 3
-    assert set(again) == set(whole)
-    for name in set(whole) - set(only_drift(whole)):
-        assert again[name] == whole[name], name
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
 def test_runs_write_them(data, tmp_path):

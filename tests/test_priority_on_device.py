@@ -110,8 +110,7 @@ def run(there, yes, name, rows, kind, share, own, size, shard, elements, scale, 
 def test_what_is_sent_kept_and_told(name, rows, kind, share, own, size, shard, elements, scale, seed):
     """Also whole shards as one unit, and shorter last units."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "rows_for", lambda device: rows)
-        patch.setattr("megatron_lossy.recovery.feedback.rows_for", lambda device: rows)
+        patch.setattr(base, "rows_for", lambda: rows)
         there = lambda yes: patch.setattr(choosing, "is_here", lambda values: not yes)
         arguments = (name, rows, kind, share, own, size, shard, elements, scale, seed)
         here, elsewhere = (run(there, yes, *arguments) for yes in (False, True))

@@ -14,10 +14,10 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange, Stream, units_of
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.pytorch import make_lossy
-from megatron_lossy.run.mechanism import Part
 from megatron_lossy.transport import Network
 from tests import fsdp
 from tests.reference import ReferenceReduce, pieces
+from tests.rules import delivered
 
 pytestmark = [
     pytest.mark.shows(
@@ -142,7 +142,9 @@ def check(recorded, config):
 
             def arrived(phase, step=step, total=total, units=slice(first, first + count)):
                 exchange = Exchange(phase, Stream(), step + 3)
-                links = [[networks[phase].delivered(exchange, a, b, total) for b in range(world)] for a in range(world)]
+                links = [
+                    [delivered(networks[phase], exchange, a, b, total) for b in range(world)] for a in range(world)
+                ]
                 return np.array(links)[:, :, units]
 
             sent = [padded(rounds[step][number][0], world * shard) for rounds, _ in recorded]
@@ -266,20 +268,8 @@ def test_replicas_are_saved_as_they_are(rule, pool):
     assert apart([(weights,) for weights, *_ in results]) > 0
 
 
-class _Counts(Part):
-    """A part that counts the reductions that it sees."""
-
-    before = after = 0
-
-    def before_reduction(self, number, gradient):
-        self.before += 1
-
-    def after_reduction(self, number, gradient):
-        self.after += 1
-
-
 def past_the_exchanges(rank):
-    run, counts = Training(LOSSY), _Counts()
+    run, before, after = Training(LOSSY), [], []
     for step in range(4):
         run.step(step)
     with pytest.raises(
@@ -290,14 +280,13 @@ def past_the_exchanges(rank):
     with pytest.raises(RuntimeError, match="the optimizer has gradients, but none was exchanged since its last step"):
         run.optimizer.step()
     run.optimizer.zero_grad()
-    run.lossy.parts.append(counts)
+    run.lossy.reduction_begins.append(lambda number, gradient: before.append(number))
+    run.lossy.reduction_ends.append(lambda number, gradient: after.append(number))
     run.step(4)
-    seen = counts.before, counts.after
-    run.lossy.parts.remove(counts)
+    seen = len(before), len(after)
     run.lossy.close()
-    run.lossy.parts.append(counts)
     run.step(5)
-    return len(run.lossy.buckets), seen, (counts.before, counts.after)
+    return len(run.lossy.buckets), seen, (len(before), len(after))
 
 
 def test_what_goes_past_the_exchanges_is_an_error_and_a_closed_run_sees_nothing(pool):

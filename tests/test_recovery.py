@@ -14,7 +14,7 @@ from megatron_lossy.base.registry import GRAD_RECOVERIES
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.recovery import IndexedRows, MaskedRows
 from megatron_lossy.transport import Network
-from megatron_lossy.transport.drawn import CollectiveWire
+from megatron_lossy.transport.base import CollectiveWire
 from tests.rules import gradients, send
 
 pytestmark = pytest.mark.shows(

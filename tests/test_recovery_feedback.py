@@ -18,7 +18,7 @@ from megatron_lossy.mechanisms.priority.choosing import Priority, Protection, im
 from megatron_lossy.recovery import IndexedRows, MaskedRows
 from megatron_lossy.recovery.feedback import ErrorFeedback
 from megatron_lossy.transport import Network, check_owners
-from megatron_lossy.transport.drawn import CollectiveWire
+from megatron_lossy.transport.base import CollectiveWire
 from tests.reference import ReferenceReduce, pieces
 from tests.rules import gradients, required, send, spared
 

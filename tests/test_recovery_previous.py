@@ -13,7 +13,8 @@ from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.recovery.previous import Previous
 from megatron_lossy.transport import Network
-from megatron_lossy.transport.drawn import CollectiveWire
+from megatron_lossy.transport.base import CollectiveWire
+from tests.rules import gradients, reduce
 from tests.test_transport import group_in_memory
 
 pytestmark = pytest.mark.shows("`previous` through skipped, repeated and rejected steps")
@@ -42,12 +43,13 @@ class Run:
             elements = np.concatenate([np.repeat(row, 3)[:SHARD] for row in arrived])
             received = np.where(elements, gradient, self.last)
             buffer = torch.from_numpy(gradient * (float(scale) if self.scales else 1))
-            self.group.reduce_scatter(0, buffer, buffer[:SHARD], step, lambda: None, False, lambda: scale, self.gapless)
+            reduce(self.group, 0, buffer, buffer[:SHARD], step, lambda: None, False, lambda: scale, self.gapless)
             np.testing.assert_array_equal(buffer.numpy(), received * (float(scale) if self.scales else 1))
         if event == "all-reduced":
             received = gradient
             buffer = torch.from_numpy(gradient * (float(scale) if self.scales else 1))
-            self.group.note_all_reduce(0, lambda: buffer, step, lambda: scale, self.gapless)
+            x = gradients(step, buffer, buffer, scale, gapless=self.gapless)
+            self.group.note_all_reduce(0, step, lambda: x)
         if event not in ("rejected", "none"):
             self.last = received
         self.group.finish_step(step, event not in ("rejected", "none"))
@@ -111,7 +113,7 @@ def test_other_losses_than_foreseen_are_an_error():
     assert (other.delivery("grad", 1).sent != run.group.delivery("grad", 1).sent).any()
     buffer = torch.ones(SIZE * SHARD)
     with pytest.raises(RuntimeError, match="step 1 loses other units than was foreseen"):
-        other.reduce_scatter(0, buffer, buffer[:SHARD], 1, lambda: None)
+        reduce(other, 0, buffer, buffer[:SHARD], 1, lambda: None)
 
 
 def test_saved_places_hold_no_more_than_themselves():

@@ -8,10 +8,9 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.verify import verify
-from megatron_lossy.delivery_log.verify_errors import verify_errors
+from megatron_lossy.delivery_log.verify import verify, verify_events
 from tests.ranks import RankFailed, run_ranks
-from tests.test_error_log import rows_of
+from tests.test_delivery_log_events import rows_of
 from tests.tiny_gpt import TinyGPT, missing
 
 pytestmark = pytest.mark.shows(
@@ -214,17 +213,6 @@ def test_one_replica_has_no_errors(pool):
         same(real[name]["weights"], real["plain"]["weights"])
 
 
-@pytest.mark.slow
-def test_three_virtual_workers_follow_ranks_within_rounding(pool):
-    cases = [(name, *CASES[name]) for name in ("noise", "mean, bf16, of all", "repaired by mean")]
-    ranks = pool.run(on_ranks, 3, cases, 4)
-    [virtual] = pool.run(virtually, 1, 3, cases, 4)
-    for name, _, _ in cases:
-        for worker, told in enumerate(ranks):
-            for parameter, value in told[name]["weights"].items():
-                np.testing.assert_allclose(virtual[name]["weights"][worker][parameter], value, rtol=2e-3, atol=1e-4)
-
-
 def test_what_an_all_reduce_lost_can_be_drawn_again(tmp_path, pool):
     """A log has digests of packets in the place of bitmaps, also of the half that loses at the rate of gradients."""
     config = dataclasses.replace(LOST, loss_unit="packet", packet_bytes=64, delivery_log=str(tmp_path))
@@ -247,7 +235,7 @@ def test_errors_of_ranks_are_logged_as_those_of_virtual_workers(tmp_path, at, po
         config = changed(grad_error_rate=0.7, grad_error_at=at, delivery_log=str(folder), allow_divergence=True)
         arguments = ([("logged", full(), config)], 4)
         pool.run(run, size, *(arguments if size == 2 else (2, *arguments)))
-        verdict = verify_errors(folder)
+        verdict = verify_events(folder)
         assert verdict.problems == [] and verdict.rows > 0
         rows[name] = rows_of(folder)
     assert rows["real"] == rows["virtual"]
@@ -348,13 +336,6 @@ def test_replicas_that_would_skip_different_updates_are_refused(kind, flags):
     line = {"constant": "--loss-scale 64: ", "dynamic": "--fp16 on: "}[kind]
     with pytest.raises(RankFailed, match=line + "without the distributed optimizer, replicas that differ would skip"):
         run_ranks(on_ranks, 2, [("", SCALED[kind], config)], 1)
-
-
-def test_virtual_workers_refuse_what_ranks_do():
-    config = dataclasses.replace(LOST, param_send="compensated")
-    for train, ranks, *size in ((on_ranks, 2), (virtually, 1, 2)):
-        with pytest.raises(RankFailed, match="--param-send compensated: no parameters are sent"):
-            run_ranks(train, ranks, *size, [("", full(), config)], 1)
 
 
 def memory(rank):

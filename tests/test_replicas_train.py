@@ -5,23 +5,17 @@ from __future__ import annotations
 import pytest
 
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.delivery_log.error_rows import error_files, read_events
-from megatron_lossy.delivery_log.verify_errors import verify_errors
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.delivery_log.events import recorded_events
+from megatron_lossy.delivery_log.verify import verify_events
 from tests.ranks import run_ranks
-from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
+from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs
 
 pytestmark = pytest.mark.shows("full replicas in the trainer: continued, other numbers of ranks, replayed")
 
 NOISE = {"grad_error": "gaussian", "grad_error_relative": 1.0}
 FULL = {"use_distributed_optimizer": False, "log_interval": 1, "hidden_dropout": 0.0}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 9000}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
 CASES = {
@@ -114,32 +108,13 @@ def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
     curves["replay"] = [r["lm loss"] for r in read_records(tmp_path / "replay", "train")]
     assert curves["real"] == curves["virtual"] == curves["replay"]
     recorded = {
-        name: sorted(repr(event) for path, *_ in error_files(folder) for event in read_events(path))
+        name: sorted(map(repr, recorded_events(LossyConfig(grad_error=f"trace:{folder}"))))
         for name, folder in logs.items()
     }
     assert recorded["real"] and recorded["real"] == recorded["virtual"] == recorded["replay"]
     for folder in logs.values():
-        verdict = verify_errors(folder)
+        verdict = verify_events(folder)
         assert verdict.problems == [] and verdict.rows >= len(recorded["real"])
-
-
-SHARDED = {"use_distributed_optimizer": True}
-REFUSED = [
-    (SHARDED, NOISE, "--grad-error-at broadcast: needs replicas"),
-    (SHARDED, {"grad_error": "trace:/nowhere"}, "--grad-error-at broadcast: needs replicas"),
-    (SHARDED, {"param_sync_interval": 2}, "--param-sync-interval 2: needs replicas"),
-    (SHARDED, {"replica_check": "log"}, "--replica-check log: needs replicas"),
-    (SHARDED, {"allow_divergence": True}, "--allow-divergence on: needs replicas"),
-    ({}, {"p_param": 0.1}, "--p-param 0.1: needs Megatron's distributed optimizer"),
-    ({}, {"p_grad": 0.1}, "--p-grad 0.1: drives replicas apart without the distributed optimizer"),
-    ({}, {"p_param": 0.1, "param_sync_interval": 2}, "--param-sync-interval 2: needs"),
-    ({**OVERLAP, "overlap_param_gather": True}, {}, "--overlap-param-gather on: nothing is gathered"),
-    ({"num_distributed_optimizer_instances": 2}, {}, "--num-distributed-optimizer-instances 2: must be 1"),
-    ({"calculate_per_token_loss": True}, {"grad_error": "gaussian", "grad_error_std": 1.0}, "--grad-error-std 1.0: gradients are sums"),
-    ({}, {**NOISE, "grad_error_ranks": (4,)}, "--grad-error-ranks 4: must be below the 2 data-parallel ranks"),
-    ({}, {"grad_error": "trace:/nowhere"}, "--grad-error trace /nowhere: holds no errors"),
-    ({}, {"grad_error": "bit-flip", "grad_error_bits": (0, 32)}, "--grad-error-bits 0 32: needs 0 <= LOW <= HIGH <= 31"),
-]  # fmt: skip
 
 
 def damaged(rank, base, folder):
@@ -158,18 +133,3 @@ def test_a_damaged_trace_is_refused_before_anything_starts(data, tmp_path):
     base = TINY | data | FULL | {"virtual_workers": 2, "eval_iters": 0}
     [text] = run_ranks(damaged, 1, base, str(tmp_path), grouped=False)
     assert text.startswith(f"--grad-error trace {path}: cannot be read: ")
-
-
-def refusals(rank, base):
-    texts = []
-    for settings, flags, _ in REFUSED:
-        with pytest.raises(UsageError) as caught:
-            train_runs(rank, (base | settings, flags))
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_refusals(data):
-    [texts] = run_ranks(refusals, 1, TINY | data | FULL | {"virtual_workers": 2, "eval_iters": 0})
-    for text, (*_, expected) in zip(texts, REFUSED, strict=True):
-        assert text.startswith(expected), text

@@ -71,13 +71,6 @@ def test_a_run_or_a_folder_of_runs(tmp_path):
     assert [run.name for run in read_runs(tmp_path / "a")] == [run.name for run in read_runs(tmp_path)] == ["a"]
 
 
-def test_help_names_what_else_there_is(capsys):
-    with pytest.raises(SystemExit):
-        report(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "python -m megatron_lossy.lab" in text
-
-
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.floats(1.0, 3.0), min_size=2, max_size=5))
 def test_several_seeds_have_standard_errors(losses):
@@ -403,14 +396,6 @@ def test_metrics_are_rows_and_figures(tmp_path, capsys):
     # Beside what is written without metrics, nothing changes.
     plain = loss_table(read_runs(tmp_path))
     assert table.csv().startswith(plain.csv()) and table.rows[: len(plain.rows)] == plain.rows
-
-
-def test_figures_of_metrics_are_not_replaced_elsewhere(tmp_path, capsys):
-    write_scalars(tmp_path / "runs" / "a", 0.1, 20, grad_norm=1.0)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "grad_norm.png").write_text("of other runs")
-    with pytest.raises(UsageError, match="grad_norm.png exists already"):
-        report([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--metrics", "grad norm"])
 
 
 def test_wrong_metrics_are_named(tmp_path, capsys):

@@ -79,26 +79,6 @@ def test_overlapped_gathers_are_observed_with_their_update():
     assert [what for what in told if what[0] == "param"] == [("param", step) for step in (0, 2, 3)]
 
 
-def virtual_run(rank, config, folder, half=None):
-    """Losses of the third and fourth of four steps; saved after two, or gone on from what ``half`` wrote there."""
-    from megatron_lossy.lab.virtual import VirtualCluster
-
-    cluster = VirtualCluster(config, 3)
-    model = build(OVERLAPPED, cluster)
-    if half is not None:
-        for (_, buffer), values in zip(model._buffers(), half, strict=True):
-            buffer.param_data.copy_(torch.from_numpy(values))
-        model.optimizer.reload_model_params()
-        cluster.set_iteration(2)
-        cluster.load_replicas(folder)
-    else:
-        for step in range(2):
-            model.step(step)
-        cluster.save_replicas(folder)
-    weights = [buffer.param_data.numpy().copy() for _, buffer in model._buffers()]
-    return weights, model.step(2)["loss"], cluster.update
-
-
 def test_replicas_of_another_format_are_refused(tmp_path):
     run_ranks(save_and_go_on, 2, OVERLAPPED, CONFIG, str(tmp_path))
     file = tmp_path / REPLICAS / "rank_00001.pt"

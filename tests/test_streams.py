@@ -1,4 +1,4 @@
-"""What only an accelerator could show, simulated on a CPU: memory that two streams use, copies that wait, HPU's graphs."""
+"""What only an accelerator could show, simulated on a CPU: copies that wait, HPU's graphs."""
 
 import threading
 from types import SimpleNamespace
@@ -12,112 +12,16 @@ from torch.utils._pytree import tree_leaves
 from megatron_lossy.base.exchange import Delivery, Exchange, Lost, Stream, cut
 from megatron_lossy.base.registry import GRAD_RECOVERIES
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.recovery import MaskedRows, base, copies
+from megatron_lossy.recovery import MaskedRows, base, rows
 from megatron_lossy.transport import Network
-from megatron_lossy.transport.drawn import CollectiveWire
+from megatron_lossy.transport.base import CollectiveWire
 from tests.rules import gradients, send
-from tests.test_transport import group_in_memory
 
-pytestmark = pytest.mark.shows("memory that streams share is announced, and HPU's graphs stay (simulated)")
+pytestmark = pytest.mark.shows("HPU's graphs stay (simulated)")
 copies_to_cuda = pytest.mark.shows("copies to CUDA come from page-locked memory and do not wait")
 
 RULES = ("renormalize", "renormalize-remote", "previous", "zero")
 SIZE, SHARD = 3, 9
-
-
-class Streams(TorchDispatchMode):
-    """Every tensor belongs to the stream on which it was made; reading it on another one must have been announced.
-
-    A caching allocator would otherwise give its memory out again while the other stream still reads it.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.current = "default"
-        self.made = {}  # address: stream, and the storage itself, so that no address comes twice
-        self.announced = set()
-        self.unannounced = []
-
-    def used_here(self, tensors):
-        self.announced |= {(tensor.untyped_storage().data_ptr(), self.current) for tensor in tensors}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        read = [leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        for storage in read:
-            stream, _ = self.made.get(storage.data_ptr(), (self.current, None))
-            if stream != self.current and (storage.data_ptr(), self.current) not in self.announced:
-                self.unannounced.append(f"{func} on {self.current} reads what was made on {stream}")
-        addresses = {storage.data_ptr() for storage in read}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in addresses:
-                self.made[leaf.untyped_storage().data_ptr()] = (self.current, leaf.untyped_storage())
-        return result
-
-
-class Deferred:
-    """The handle of a collective that does nothing before it is waited for, as gloo's reduce-scatter copies."""
-
-    def __init__(self, act):
-        self.wait = act
-
-
-def exchange(streams, rule, unit, gapless):
-    """Steps that begin on streams of their own, as overlapped ones do, and are waited for on the default one."""
-    config = LossyConfig(p_grad=0.5, p_param=0.5, grad_recovery=rule, loss_unit=unit, packet_bytes=8)
-    group = group_in_memory(config, rank=1, size=SIZE, shard=SHARD)
-    grads, replica = torch.empty(SIZE * SHARD), torch.zeros(SIZE * SHARD)
-    shard = torch.empty(SHARD)
-    with streams:
-        for step in range(6):
-            streams.current = f"backward {step}"
-            grads.fill_(1.0)
-            reduced = group.reduce_scatter(
-                0,
-                grads,
-                shard,
-                step,
-                lambda: Deferred(lambda: shard.copy_(grads[:SHARD])),
-                gapless=gapless,
-            )
-            streams.current = "default"
-            reduced.wait()
-            group.finish_step(step, True)
-            streams.current = f"gather {step}"
-            gathered = group.all_gather(
-                0,
-                replica,
-                replica[SHARD : 2 * SHARD],
-                step,
-                lambda step=step: Deferred(lambda: replica.fill_(step + 1)),
-            )
-            streams.current = "default"
-            gathered.wait()
-    return replica
-
-
-@pytest.mark.parametrize("rows", ["indexed", "masked"])
-@pytest.mark.parametrize("unit", ["shard", "packet"])
-@pytest.mark.parametrize("rule", RULES)
-def test_no_stream_reads_what_another_one_may_overwrite(rule, unit, rows, monkeypatch):
-    if rows == "masked":
-        monkeypatch.setattr(base, "rows_for", lambda device: MaskedRows)
-    for gapless in (True, False):
-        streams = Streams()
-        monkeypatch.setattr(copies, "used_here", streams.used_here)
-        replica = exchange(streams, rule, unit, gapless)
-        assert streams.unannounced == []
-        assert replica.unique().numel() > 1  # something is stale, put back after a copy that came with the wait
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_the_simulation_sees_what_is_not_announced(rule, monkeypatch):
-    streams = Streams()
-    monkeypatch.setattr(copies, "used_here", lambda tensors: None)
-    exchange(streams, rule, "packet", True)
-    assert any("on default reads what was made on gather" in seen for seen in streams.unannounced)
-    if rule in ("previous", "renormalize-remote"):
-        assert any("reads what was made on backward" in seen for seen in streams.unannounced)
 
 
 # --- copies to the device --------------------------------------------------------------------------------------------
@@ -135,12 +39,12 @@ def test_copies_to_cuda_come_from_page_locked_memory(monkeypatch):
 
         return SimpleNamespace(to=to)
 
-    monkeypatch.setattr(copies, "page_locked", page_locked)
+    monkeypatch.setattr(rows, "page_locked", page_locked)
     array = np.arange(100_000, dtype=np.int32)
-    copies.to_device(array, torch.device("cuda", 1))
+    rows.to_device(array, torch.device("cuda", 1))
     [(copied, device, non_blocking)] = asked
     assert device == "cuda" and non_blocking and np.array_equal(copied.numpy(), array)
-    assert copies.to_device(array, "cpu").data_ptr() == array.ctypes.data and len(asked) == 1
+    assert rows.to_device(array, "cpu").data_ptr() == array.ctypes.data and len(asked) == 1
 
 
 @copies_to_cuda
@@ -151,7 +55,7 @@ def test_a_copy_to_cuda_does_not_wait():
     torch.cuda.synchronize()
     with torch.cuda.stream(busy):
         torch.cuda._sleep(2_000_000_000)
-        copied = copies.to_device(np.arange(1_000_000, dtype=np.int32), torch.device("cuda"))
+        copied = rows.to_device(np.arange(1_000_000, dtype=np.int32), torch.device("cuda"))
         assert not busy.query()
     torch.cuda.synchronize()
     assert copied.sum().item() == 499999500000
@@ -208,7 +112,7 @@ class Graph(TorchDispatchMode):
 @pytest.mark.parametrize("rule", RULES)
 def test_masked_rows_make_one_graph_whatever_is_lost(rule, unit, monkeypatch):
     """Also with one unit per bucket, where the scale is one number."""
-    monkeypatch.setattr(base, "rows_for", lambda device: MaskedRows)
+    monkeypatch.setattr(base, "rows_for", lambda: MaskedRows)
     [units], total = cut([SHARD], [4], unit, 8)
     graphs = []
     for seed in range(4):

@@ -22,7 +22,7 @@ from megatron_lossy.lab.report.scalars import AXES
 from megatron_lossy.lab.studies import cells, commands
 from megatron_lossy.lab.studies.cells import CellFolder
 from megatron_lossy.lab.studies.design import Design, loss_seed_of, read_design
-from megatron_lossy.lab.studies.figures import _quantities, plot_comparison, plot_scalar
+from megatron_lossy.lab.studies.figures import plot_comparison
 from megatron_lossy.lab.studies.folder import RECORD, check_out, read_record, tables, write_figures, write_record
 from megatron_lossy.lab.studies.runner import run_cells
 from megatron_lossy.lab.studies.summary import (
@@ -200,12 +200,6 @@ def test_per_link_rates_and_traces_are_not_where_changes_refer_to(tmp_path):
     assert {loss.loss_model for loss in clean} == {("bernoulli",)}
 
 
-def test_what_changes_refer_to_must_not_lose(monkeypatch):
-    monkeypatch.setattr("megatron_lossy.lab.studies.design._KEPT", ("islands", "sync_method", "p_sync"))
-    with pytest.raises(UsageError, match="T, 0 %: what changes refer to loses or errs: 2 islands"):
-        _design(settings=TINY | _ISLANDS | {"p-sync": 0.1}).study()
-
-
 def _read_changed(**content):
     from megatron_lossy.lab.studies.design import _design as read
 
@@ -303,13 +297,6 @@ def test_no_loss_is_dropped_without_a_word(settings, variant, message):
         _design(settings=TINY | settings, variants={"v": variant}, levels={}).study()
 
 
-def test_no_loss_of_the_command_line_is_dropped_without_a_word():
-    with pytest.raises(UsageError, match="T, v, 0 %: --p-grad 0.1: needs levels"):
-        _design(variants={"v": {}}, levels={}).study(["--p-grad", "0.1"])
-    idle = _design(variants={"v": {}}, levels={}).study(["--loss-unit", "packet", "--loss-seed", "3"])
-    assert idle.cells == _design(variants={"v": {}}, levels={}).study().cells
-
-
 @pytest.mark.parametrize(
     ("changes", "arguments", "message"),
     [
@@ -353,25 +340,6 @@ def test_levels_can_be_errors_in_gradients():
     assert {cell.loss.loss_seed for cell in erring.values()} == {loss_seed_of(2, 1)}
     assert len({cell.name for cell in erring.values()}) == 4
     assert all(cell.loss.save_replicas for cell in erring.values())  # or an interrupted one would not go on
-
-
-@pytest.mark.parametrize(
-    ("settings", "level", "message"),
-    [
-        (
-            REPLICAS,
-            {"param-sync-interval": 2},
-            "T, a: loses nothing: a level needs a loss rate, or errors in gradients",
-        ),
-        (REPLICAS, {**NOISE, "grad-error-rate": 0}, "T, a: loses nothing"),
-        (REPLICAS, {**NOISE, "grad-error-ranks": [2]}, "T, a: --grad-error-ranks 2: must be below the 2"),
-        (TINY, NOISE, "T, a: --grad-error-at broadcast: needs replicas"),
-        (REPLICAS, {"p": 0.1}, "T, a: --p-param 0.1: needs Megatron.s distributed optimizer"),
-    ],
-)
-def test_levels_that_cannot_err(settings, level, message):
-    with pytest.raises(UsageError, match=message):
-        _design(settings=settings, levels={"a": level}).study()
 
 
 def test_the_share_of_a_cost_that_is_won_back():
@@ -564,13 +532,6 @@ def test_the_papers_changes_follow_from_its_losses():
             assert abs(100 * (value / values[0] - 1) - change) <= slack + 0.01, (metric, value)
 
 
-def test_latex():
-    losses = {("", 1, 0): 2.0, ("", 2, 0): 3.0, ("10 %", 1, 1): None}
-    text = comparison(_results(losses), "train loss").latex()
-    assert text.startswith("\\begin{tabular}{lrr}\n\\toprule\nmetric & 0 \\% & 10 \\% \\\\\n\\midrule\n")
-    assert "train loss & 2.500 $\\pm$ 0.500 & - \\\\" in text
-
-
 # --- recorded scalars ------------------------------------------------------------------------------------------------
 
 
@@ -635,29 +596,6 @@ def test_scalars_that_are_there_without_loss_have_changes():
     # What nobody recorded is said to be missing.
     [(_, entries), _] = scalar_tables(results, ("survivors mean",))["survivors_mean"].rows
     assert set(map(str, entries)) == {"-"}
-
-
-@pytest.mark.parametrize("levels", [("10 %", "20 %"), ("10 %",)])
-def test_figures_of_scalars(tmp_path, levels):
-    results, _ = _scalar_results(variants=("a", "b"), levels=levels)
-    for names in (("drift owner", "drift owner predicted"), ("grad norm",)):
-        files = plot_scalar(results, names, tmp_path / names[0])
-        assert len(files) == 2 and all(file.stat().st_size > 5000 for file in files)
-    assert plot_scalar(results, ("survivors mean",), tmp_path / "none") == []
-
-
-def test_a_report_has_files_for_its_metrics_only(tmp_path, capsys):
-    for number, metrics in enumerate(((), ("drift owner", "drift owner predicted"))):
-        results, _ = _scalar_results(metrics)
-        commands._report(results, tmp_path / str(number), None)
-    without, with_metrics = ({path.name for path in (tmp_path / name).iterdir()} for name in "01")
-    suffixes = ("csv", "md", "tex")
-    stems = ("drift_owner", "drift_owner_against_prediction", "drift_owner_between_levels")
-    more = {f"{stem}.{suffix}" for stem in stems for suffix in suffixes} | {"drift_owner.png", "drift_owner.pdf"}
-    assert with_metrics == without | more
-    for name in without - {"runs.csv", RECORD}:
-        if not name.endswith(".pdf"):  # which has the time
-            assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
 
 
 def test_tables_are_made_again_from_the_record(tmp_path):
@@ -976,24 +914,6 @@ def test_a_killed_cell_goes_on_if_it_got_further(tmp_path):
     assert list(run) == list(range(1, 201))
 
 
-@pytest.mark.slow
-def test_a_killed_rank_is_no_failed_cell(tmp_path):
-    settings = {**TINY, "train-iters": 200, "save-interval": 20, "eval-iters": 0}
-    del settings["virtual-workers"]
-    file = _study_file(tmp_path, settings=settings, processes=2)
-    study = _report(tmp_path, str(file), "--jobs", "1", fresh=True)
-    deadline = time.monotonic() + 100
-    while not list(tmp_path.glob("cells/*/latest_checkpointed_iteration.txt")):
-        assert time.monotonic() < deadline and study.poll() is None, study.communicate()[0]
-        time.sleep(0.02)
-    _, rank = psutil.Process(study.pid).children()[0].children()
-    rank.kill()
-    output = study.communicate(timeout=200)[0]
-    assert "was ended by the end of a rank at iteration" in output and study.returncode == 0, output
-    for run, _ in _losses(tmp_path).values():
-        assert list(run) == list(range(1, 201))
-
-
 def test_a_failed_cell_does_not_stop_the_others(tmp_path):
     settings = {name: value for name, value in TINY.items() if name != "data"}
     broken = {"data-path": [str(tmp_path / "none")], "valid-data-path": [str(tmp_path / "none")]}
@@ -1005,40 +925,3 @@ def test_a_failed_cell_does_not_stop_the_others(tmp_path):
     assert len(list(tmp_path.glob("cells/*/cell.json"))) == 2 and not list(tmp_path.glob("cells/*.lock"))
     rows = {line.split("  ")[0]: line for line in reversed(output.splitlines())}  # of the first table
     assert "(" in rows["good"] and rows["broken"].split()[1:] == ["-", "-"]
-
-
-def test_wrong_input_is_one_line_and_status_2(tmp_path):
-    file = _study_file(tmp_path)
-    for arguments, message in (
-        (["table1", "--rates", "0.1", "1.5"], "--rates 1.5: must be in [0, 1)"),
-        (["table1", "--config", str(tmp_path / "no.yaml")], "cannot be read"),
-        (["table1", "--p-grad", "0.1"], "--p-grad: cannot be given"),
-        ([str(tmp_path / "no.yaml")], "cannot be read"),
-        ([str(file), "--jobs", "0"], "--jobs 0: must be at least 1"),
-        ([str(file), "--seeds", "1", "1"], "--seeds 1 1: must differ"),
-        ([str(file), "--no-such-flag", "1"], "--no-such-flag"),
-        ([str(file), "--config", "x.yaml"], "--config: cannot be given"),
-    ):
-        process = _report(tmp_path, *arguments)
-        output = process.communicate(timeout=60)[0]
-        assert process.returncode == 2 and message in output, output
-        assert len(output.strip().splitlines()) == 1, output
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/study.json").write_text('{"title": "another", "runs": []}')
-    with pytest.raises(UsageError, match="holds the report of another study"):
-        commands.study([str(file), "--out", str(tmp_path / "out")])
-
-
-@pytest.mark.parametrize(
-    ("levels", "joined"),
-    [
-        (["10 %", "20 %"], True),
-        (["0.1", "1"], True),
-        (["4 workers", "16 workers"], True),
-        (["10 %"], False),  # one place
-        (["independent", "bursts of 4"], False),
-        (["10 %", "16 workers"], False),
-    ],
-)
-def test_lines_join_quantities_only(levels, joined):
-    assert _quantities(levels) == joined

@@ -1,7 +1,5 @@
 """Replicas that are averaged: by value against NumPy, in one process and over gloo, overlapped, healed, saved."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +16,7 @@ from megatron_lossy.transport.peers import LocalPeers, RankPeers
 from tests.full_replicas import SIZES, FullReplicas
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.shows("averaged replicas by value, in one process and over gloo, healed, saved")
+pytestmark = pytest.mark.shows("averaged replicas by value, in one process and over gloo, healed")
 
 NOISE = dict(grad_error="gaussian", grad_error_relative=0.5)
 LR = 0.125
@@ -302,34 +300,6 @@ def _averaged(rank):
 def test_the_mean_is_that_of_torch():
     for ours, theirs in run_ranks(_averaged, 2):
         assert np.array_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("aside", [False, True])
-@pytest.mark.parametrize("stop", [4, 5])
-def test_a_run_continues_from_its_saved_state(aside, stop):
-    """With a result in flight or without: bit for bit, divergence and intervals too."""
-    options = NOISE | dict(
-        param_sync_interval=2, param_sync_overlap=True, param_sync_rule="divergence", param_sync_state="all",
-        optimizer="adam", aside=aside,
-    )  # fmt: skip
-    whole, first, second = (FullReplicas(LocalPeers(3), **options) for _ in range(3))
-    for _ in range(12):
-        whole.step()
-    for _ in range(stop):
-        first.step()
-    state = copy.deepcopy(first.synchroniser.state_dict())
-    assert (state["flight"] is not None) == (stop == 4) or state["since"]
-    for mine, theirs in zip(second.parameters, first.parameters):
-        for a, b in zip(mine, theirs):
-            a.copy_(b)
-    for mine, theirs in zip(second.optimizers, first.optimizers):
-        mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    second.synchroniser.load_state_dict(state)
-    second.iteration = stop
-    for _ in range(12 - stop):
-        second.step()
-    assert np.array_equal(second.weights(), whole.weights())
-    assert first.synchroniser.take() + second.synchroniser.take() == whole.synchroniser.take()
 
 
 def test_streams_decide_together_and_those_of_one_replica_do_nothing():

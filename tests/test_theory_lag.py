@@ -186,20 +186,6 @@ def test_the_command_says_the_limits_and_what_to_set(capsys, tmp_path):
     assert "this loss makes nothing less stable" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--p", "1"), "--p 1.0: must be in"),
-        (("--p", "0.4", "--beta1", "1"), "--beta1 1.0: must be in"),
-        (("--p", "0.8", "--mean-burst", "2"), "--mean-burst 2.0: must be at least 1 and p/"),
-        ((), "required: --p"),
-    ],
-)
-def test_the_command_refuses_in_one_line(arguments, message):
-    with pytest.raises(UsageError, match=message):
-        run(*arguments)
-
-
 # --- the bound of delayed descent against torch's own optimizers on a quadratic, and against what is known -----------
 
 

@@ -32,17 +32,9 @@ from tests.trainer import (
     recorded_losses,
     run_module,
     train_runs,
-    write_data,
 )
 
 pytestmark = pytest.mark.shows("the trainer: resumed, overlaps, TP 2, PP 2, SIGTERM, Ctrl-C, sweeps")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
 LOSS = dict(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64, eval_weights="both", save_replicas=True)

@@ -286,29 +286,6 @@ def test_killed_ranks_continue_bit_for_bit(base, tmp_path):
     whole_and_killed(settings, tmp_path, 2, ["while_saving", "at_any_moment", "after_the_rename"], seed=1)
 
 
-@killed
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [
-        pytest.param(2, PACKETS | {"bf16": True, "grad_recovery": "error-feedback"}, marks=pytest.mark.nightly),
-        (2, OVERLAP | PACKETS | {"grad_recovery": "previous", "loss_model": "gilbert-elliott:3"}),
-        pytest.param(
-            4,
-            OVERLAP | PACKETS | {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64},
-            marks=pytest.mark.nightly,
-        ),
-        (4, PACKETS | {"num_distributed_optimizer_instances": 2, "loss_unit": "bucket", "packet_bytes": 1024}),
-    ],
-    ids=["bf16, feedback", "bursts, previous", "tensor parallel", "two instances"],
-)
-def test_killed_again_and_again(base, tmp_path, ranks, settings, seed):
-    moments = ["at_any_moment"] * 5 + ["while_saving"] * 3 + ["after_the_rename"] * 2
-    random.Random(seed).shuffle(moments)
-    whole_and_killed(base | settings, tmp_path, ranks, moments, seed)
-
-
 @pytest.mark.parametrize(
     ("text", "lost"),
     [

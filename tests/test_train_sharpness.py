@@ -19,7 +19,7 @@ from megatron_lossy.lab.theory import Lag, stability_limit
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.lab.train.facts import check_flags
 from tests.ranks import run_ranks
-from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs, write_data
+from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs
 
 pytestmark = pytest.mark.shows("`--sharpness-interval`: against known and dense matrices; training does not notice")
 
@@ -177,13 +177,6 @@ def test_a_model_against_its_dense_hessian():
     assert found["lr x sharpness"] == pytest.approx(rate * found["sharpness"])
     assert found["lag x lr x sharpness"] == pytest.approx(lag.mean * rate * found["sharpness"])
     assert found["largest lr x sharpness"] == pytest.approx(stability_limit(0.8, lag))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
 LEAD = {"p_grad": 0.4, "p_param": 0.4, "loss_unit": "packet", "packet_bytes": 256, "param_send": "compensated"}

@@ -16,7 +16,7 @@ from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import Section
 from megatron_lossy.mechanisms.priority.protected import Spared
-from megatron_lossy.recovery.zero import Zero
+from megatron_lossy.recovery.base import Zero
 from megatron_lossy.run.mechanism import Mechanism
 from megatron_lossy.transport import (
     BucketSpec,
@@ -27,11 +27,12 @@ from megatron_lossy.transport import (
     lossy_all_gather,
     lossy_reduce_scatter,
 )
-from megatron_lossy.transport.drawn import CollectiveWire
-from megatron_lossy.transport.memory import Memory
+from megatron_lossy.transport.base import CollectiveWire
+from megatron_lossy.transport.in_memory import Memory
 from megatron_lossy.transport.network import consecutive_nodes, find_nodes
 from tests.ranks import RankFailed, each, run_ranks
 from tests.reference import ReferenceReduce, pieces, reference_gather
+from tests.rules import delivered, reduce
 
 pytestmark = pytest.mark.shows("lossy collectives of a plain process group, N = 1 to 4")
 
@@ -73,7 +74,7 @@ def deliveries(config, phase, size, shards, step):
     total = 1 if config.loss_unit == "shard" else sum(counts)
     network = Network(config, phase, size)
     arrived = np.array(
-        [[network.delivered(Exchange(phase, Stream(), step), a, b, total) for b in range(size)] for a in range(size)]
+        [[delivered(network, Exchange(phase, Stream(), step), a, b, total) for b in range(size)] for a in range(size)]
     )
     if config.loss_unit == "shard":
         return [arrived for _ in shards]
@@ -205,7 +206,7 @@ def test_both_ends_agree(units):
     arrived = [end.foresee(key) for end in ends]
     for a, b in itertools.product(range(3), repeat=2):
         assert np.array_equal(arrived[a].sent[b], arrived[b].arrived[0, a])
-        assert np.array_equal(arrived[a].sent[b], network.delivered(key, members[a], members[b], units))
+        assert np.array_equal(arrived[a].sent[b], delivered(network, key, members[a], members[b], units))
 
 
 def test_one_draw_in_memory_is_what_every_rank_draws():
@@ -245,9 +246,9 @@ class Mine(Mechanism):
         return Section("mine", "Mine", ())
 
     @classmethod
-    def grad_rules(cls, config, rules, wire):
+    def rules(cls, config, phase, rules, wire):
         assert not wire.observed
-        return [Zero(rule.units, rule.rank) for rule in rules]
+        return rules if phase == "param" else [Zero(rule.units, rule.rank) for rule in rules]
 
 
 def test_a_mechanism_may_replace_the_rules_of_a_group(monkeypatch):
@@ -275,7 +276,7 @@ def test_a_group_keeps_the_last_delivery_and_hands_it_over():
         assert (replica == step).all()  # the collective is reliable; nothing is put back before the wait
         delivery = transfer.wait()
         assert isinstance(delivery, Delivery) and group.delivery("param", step) is delivery is transfer.wait()
-        lost = np.repeat(group.params[0].lost(delivery).mask, 2, axis=1).ravel()
+        lost = np.repeat(delivery.lost_here(group.params[0].units).mask, 2, axis=1).ravel()
         assert np.array_equal((replica == -1).numpy(), lost)
     arrived_of_4 = delivery.arrived[0].sum()
     # A delivery that was observed, and that nobody could draw, is what a reliable gather puts back.
@@ -303,7 +304,7 @@ def test_errors_of_owners_grow_with_the_loss_scale():
             group = group_in_memory(config, rank=0, size=1)
             group.errors = Errors(make_corruption(config), 0, [np.array([[0, 8]])], 32)
             gradient = torch.arange(8.0) * (1.0 if scale is None else scale)
-            group.reduce_scatter(0, gradient, gradient, 3, lambda: None, loss_scale=lambda s=scale: s).wait()
+            reduce(group, 0, gradient, gradient, 3, lambda: None, loss_scale=lambda s=scale: s).wait()
             seen.append(gradient / (1.0 if scale is None else scale))
         assert not torch.equal(seen[0], torch.arange(8.0))
         for other in seen[1:]:

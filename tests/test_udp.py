@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megatron_lossy import hooks
-from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.lab.virtual import VirtualCluster
@@ -239,8 +238,3 @@ def test_by_way_of_a_copy_as_from_a_device_it_is_the_same(pool):
                 for found, right in zip(step[2:], expected[2:], strict=True):
                     for place in right:
                         np.testing.assert_array_equal(found[place], right[place], f"{key} {place}")
-
-
-def test_virtual_workers_have_no_network():
-    with pytest.raises(UsageError, match="--transport udp: needs real ranks"):
-        VirtualCluster(LossyConfig(transport="udp"), 2)

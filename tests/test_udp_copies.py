@@ -20,6 +20,7 @@ from megatron_lossy.transport import BucketSpec, LossyWorkers
 from megatron_lossy.transport.udp.engine import Channel
 from megatron_lossy.transport.udp.packet import DATA, END
 from tests.ranks import run_ranks
+from tests.rules import delivered
 from tests.test_transport import STEPS, exchange_grads, gather_params
 from tests.trainer import TINY, recorded_losses, train_runs, write_data
 from tests.udp_world import MS, SECOND, Node, World, fields_of
@@ -58,7 +59,7 @@ def test_a_unit_is_lost_if_all_its_copies_are(p, copies, model, together, step):
         assert (fewer <= more).all()
     if together:
         np.testing.assert_array_equal(several[-1][0], several[-1][1])
-    link = make_channel(dataclasses.replace(config, udp_copies=(copies,)), "grad").delivered(exchange, 1, 0, 300)
+    link = delivered(make_channel(dataclasses.replace(config, udp_copies=(copies,)), "grad"), exchange, 1, 0, 300)
     np.testing.assert_array_equal(link, several[-1][2])
 
 
@@ -68,7 +69,7 @@ def test_the_rate_is_that_of_all_copies_together(copies):
     p, units = 0.4, 200_000
     config = LossyConfig(p_grad=p, p_param=p, udp_copies=(copies, 1))
     for phase, power in (("grad", copies), ("param", 1)):
-        lost = ~make_channel(config, phase).delivered(Exchange(phase, STREAM, 0), 0, 1, units)
+        lost = ~delivered(make_channel(config, phase), Exchange(phase, STREAM, 0), 0, 1, units)
         expected = p**power
         assert abs(lost.mean() - expected) < 5 * (expected * (1 - expected) / units) ** 0.5
 

@@ -23,6 +23,7 @@ from megatron_lossy.transport import BucketSpec, LossyGroup
 from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings, build
 from megatron_lossy.transport.udp.engine import load, windows
 from tests.ranks import run_ranks
+from tests.rules import reduce
 from tests.test_udp_engine import UNIT, FolderStore, Ranks, Store, in_threads
 
 pytestmark = pytest.mark.shows("memory, threads and sockets: closing under load, fork, forged ICMP", device=False)
@@ -567,7 +568,7 @@ def kept_by_a_closed_group(rank, config):
         group = LossyGroup.create(config, [BucketSpec(50), BucketSpec(7)])
         for step in range(3):
             for bucket, shard in enumerate((50, 7)):
-                group.reduce_scatter(bucket, torch.ones(2 * shard), torch.empty(shard), step, lambda: None).wait()
+                reduce(group, bucket, torch.ones(2 * shard), torch.empty(shard), step, lambda: None).wait()
                 group.all_gather(bucket, torch.ones(2 * shard), torch.ones(shard), step, lambda: None).wait()
             group.finish_step(step, True)
         wire = weakref.ref(group.wire)

@@ -395,9 +395,6 @@ def all_of(length):
     return np.array([[False], [True]]) & (np.arange(UNITS) * UNIT < length)
 
 
-ALL_OF_IT = all_of(SHARD)
-
-
 @given(
     st.integers(0, 12),
     st.sampled_from([(1, 0), (10, 3), (7, 7), (40, 1)]),

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.transport.key_file import _say_open, read_key_file
+from megatron_lossy.transport.network import _say_open, read_key_file
 from megatron_lossy.transport.udp import Engine, UdpSettings, session
 from megatron_lossy.transport.udp.process import settings_of
 from tests.test_udp_engine import BUCKETS, Store, in_threads

@@ -25,7 +25,6 @@ from tests.test_udp import HURRIED, copies_apart, final_weights
 from tests.test_udp_feedback import HURRIED as HURRIED_FEEDBACK
 from tests.test_virtual import real_runs
 from tests.tiny_gpt import TinyGPT
-from tests.trainer import TINY, recorded_losses, train_runs, write_data
 
 pytestmark = pytest.mark.shows("over UDP a bucket in windows gives the same values")
 
@@ -109,22 +108,6 @@ def test_every_setting_of_megatron(name, pool):
         assert reports == expected_reports
         for key, value in expected.items():
             np.testing.assert_array_equal(weights[key], value, err_msg=key)
-
-
-@pytest.mark.slow
-def test_the_trainer(tmp_path):
-    """With validation and checkpoints, whose gathers cross reliably."""
-    run_ranks(write_data, 1, str(tmp_path))
-    runs = [
-        (
-            {**TINY, "data_path": (f"{tmp_path}/train",), "valid_data_path": (f"{tmp_path}/valid",)}
-            | {"metrics_dir": f"{tmp_path}/{name}", "train_iters": 4},
-            {name: value for name, value in vars(config).items() if value != getattr(LossyConfig(), name)},
-        )
-        for name, config in (("cut", CUT), ("whole", WHOLE))
-    ]
-    run_ranks(as_on_a_device, 2, train_runs, *runs)
-    assert recorded_losses(tmp_path / "cut") == recorded_losses(tmp_path / "whole")
 
 
 @pytest.mark.slow

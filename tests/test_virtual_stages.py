@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator
 
@@ -10,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.mechanisms.async_pipeline.memory import old_weights
+from megatron_lossy.lab.launch.kept import old_weights
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.shows("virtual stages against stages that run event by event")
@@ -231,21 +229,3 @@ def test_one_stage_is_synchronous():
     none, one, two = (run_ranks(outcome, 1, stages, {"dtype": "bf16"})[0] for stages in (0, 1, 2))
     assert none[0] == one[0] != two[0]
     assert all(np.array_equal(none[1][name], one[1][name]) for name in none[1])
-
-
-def refused(rank: int, changes: dict, line: str) -> None:
-    with pytest.raises(UsageError) as error:
-        virtual_run(dataclasses.replace(config_of(), **changes), 2, 1)
-    assert str(error.value).startswith(line)
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"tied": True}, "--share-embeddings-and-output-weights on: cannot be with --async-pipeline"),
-        ({"dtype": "fp16"}, "--fp16: cannot be with --async-pipeline"),
-        ({"experts": 2}, "--num-experts: cannot be with --async-pipeline"),
-    ],
-)
-def test_models_that_cannot(changes, line):
-    run_ranks(refused, 1, changes, line)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import signal
 from pathlib import Path
@@ -16,12 +14,10 @@ from megatron_lossy.lab.train.config import TrainConfig
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import (
     TINY,
-    as_flags,
     checkpoint_bytes,
     read_records,
     recorded_losses,
     train_runs,
-    write_data,
 )
 
 pytestmark = pytest.mark.shows("virtual workers in the trainer: as ranks, killed, resumed, 1 to 64")
@@ -31,13 +27,6 @@ BURSTS = {"loss_model": ("gilbert-elliott:3",)}
 CODED = {"loss_unit": "packet", "packet_bytes": 264, "grad_wire": "int4", "param_wire": "int8"}
 LOSS = {"p_grad": 0.3, "p_param": 0.3}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 9000}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
 def run_both(workers: int, data: dict, folder: Path, cases: dict[str, tuple[dict, dict]]):
@@ -87,34 +76,6 @@ def test_two_workers_train_as_two_ranks_bit_for_bit(data, tmp_path):
         assert any("exp_avg" in key for key in weights(real))
     replica, owner = (record["lm loss"] for record in read_records(tmp_path / "packets virtual", "valid")[-2:])
     assert replica != owner
-
-
-@pytest.mark.parametrize(("workers", "batch"), [(3, 6), pytest.param(4, 8, marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_more_workers_train_as_ranks_within_rounding(tmp_path, data, workers, batch):
-    """Losses and gradient norms, over 6 iterations of learning rate 0.01, within a few units of float32's last place.
-
-    A wrong weight shows in the norm at once, where clipping and Adam take it out of the losses.
-    """
-    settings = {"global_batch_size": batch, "eval_iters": 1}
-    cases = {
-        "shards": (settings, {**LOSS, "eval_weights": "both"}),
-        "bursts": (settings | OVERLAP, {**LOSS, **BURSTS, **PACKETS, "grad_recovery": "renormalize-remote"}),
-        "nodes": (settings, {**LOSS, "lossy_links": "inter-node:2", "grad_recovery": "previous"}),
-    }
-    curves = {}
-    for name, folders in run_both(workers, data, tmp_path, cases).items():
-        (losses, norms), (virtual, virtual_norms) = (
-            [
-                [r["lm loss"] for r in read_records(folder, "train") + read_records(folder, "valid")],
-                [r["grad norm"] for r in read_records(folder, "train")],
-            ]
-            for folder in folders
-        )
-        assert virtual == pytest.approx(losses, rel=3e-7), name
-        assert virtual_norms == pytest.approx(norms, rel=1e-6), name
-        curves[name] = virtual
-    assert curves["shards"][:6] != pytest.approx(curves["nodes"][:6], rel=1e-3)  # the bound tells cases apart
 
 
 def die_in_second_save(rank: int, config: dict, loss: dict) -> None:
@@ -278,39 +239,3 @@ def test_refused(change, processes, message):
         config = {"virtual_workers": 4, "data_path": ("x",), "valid_data_path": ("y",)}
         TrainConfig(**TINY | config | change).check_world(processes)
     assert str(caught.value).startswith(message)
-
-
-def test_refused_by_the_command_line(rows, data, tmp_path):
-    """One line and status 2, before anything starts or is written."""
-    folder = tmp_path / "run"
-    flags = as_flags(TINY | data | {"virtual_workers": 4, "save": str(folder)})
-    result = rows.run("megatron_lossy.train", *flags, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, RANK=0, LOCAL_RANK=0)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("megatron_lossy.train: ")]
-    assert lines == ["megatron_lossy.train: error: --virtual-workers 4: all share one device: needs 1 process, not 2"]
-    result = rows.run("megatron_lossy.train", *flags, "--p-grad", "0.1", "--lossy-links", "inter-node")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
-        "megatron_lossy.train: error: --lossy-links inter-node: needs inter-node:N with --virtual-workers\n"
-    )
-    assert not folder.exists()
-
-
-def sweeps(rank: int, *commands: list[str]) -> list[str]:
-    """What sweeps print, one after the other."""
-    from megatron_lossy.lab.studies.sweep import main
-
-    outputs = []
-    for command in commands:
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            main(command)
-        outputs.append(output.getvalue())
-    return outputs
-
-
-def test_a_sweep_of_virtual_workers_continues(data, tmp_path):
-    small = {"virtual_workers": 4, "train_iters": 2, "lr_warmup_iters": 0, "eval_iters": 0}
-    flags = [*as_flags(TINY | data | small), "--out", str(tmp_path), "--rates"]
-    [(_, second)] = run_ranks(sweeps, 1, [*flags, "0.4"], [*flags, "0.4", "0"])
-    assert "p = 0: starts, to 2" in second and "p = 0.4: starts" not in second
-    [run] = read_records(tmp_path / "p_0.40", "run")
-    assert run["world_size"] == 4

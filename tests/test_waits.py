@@ -19,11 +19,11 @@ from megatron_lossy.mechanisms.islands.mean import Mean
 from megatron_lossy.mechanisms.islands.monitor import IslandMonitor
 from megatron_lossy.mechanisms.islands.places import Places
 from megatron_lossy.mechanisms.islands.ranks import RankIslands
-from megatron_lossy.recovery import copies
 from megatron_lossy.transport import BucketSpec, LossyGroup
 from tests.ranks import run_ranks
+from tests.rules import reduce
 from tests.test_replicas import BUCKETS, full
-from tests.test_streams import Graph, Streams
+from tests.test_streams import Graph, Streams, announce
 from tests.test_transport import group_in_memory
 from tests.tiny_gpt import build
 
@@ -122,7 +122,7 @@ def test_the_loss_scale_of_a_shard_is_read_if_an_error_hits_it():
     for step in range(40):
         buffer, shard = torch.ones(24), torch.ones(8)
         with Waits() as waits:
-            group.reduce_scatter(0, buffer, shard, step, lambda: None, loss_scale=lambda: scale).wait()
+            reduce(group, 0, buffer, shard, step, lambda: None, loss_scale=lambda: scale).wait()
         [reduction] = group.errors.take(step)
         assert waits.found["__float__"] == len(reduction.hits)
         hits += len(reduction.hits)
@@ -166,7 +166,7 @@ def test_the_loss_scale_of_replicas_is_read_where_an_error_hits():
 def exchange_on_streams(rank, size, shard, config):
     """What was read of pieces on another stream than theirs without a word, in exchanges that begin on one and end on another."""
     streams = Streams()
-    copies.used_here = streams.used_here
+    announce(streams.used_here)
     group = LossyGroup.create(config, [BucketSpec(shard)])
     grads, output, replica = torch.empty(size * shard), torch.empty(shard), torch.zeros(size * shard)
     own = replica[rank * shard : (rank + 1) * shard]
@@ -174,7 +174,7 @@ def exchange_on_streams(rank, size, shard, config):
         for step in range(4):
             streams.current = f"backward {step}"
             grads.fill_(1.0)
-            reduced = group.reduce_scatter(0, grads, output, step, lambda: None)
+            reduced = reduce(group, 0, grads, output, step, lambda: None)
             streams.current = "default"
             reduced.wait()
             group.finish_step(step, True)

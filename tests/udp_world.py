@@ -17,7 +17,8 @@ from megatron_lossy.transport.udp.engine import RULES, SECOND, _Settings, load, 
 MS = SECOND // 1000
 CHANNEL = 0x01020304
 VERDICTS = ("taken", "malformed", "foreign", "bad tag", "duplicate", "late", "early", "early dropped")
-NEVER = 2**63 - 1
+
+
 #: Between the numbers of the first and of the second address of a rank.
 SECOND_WAY = 50
 

@@ -178,9 +178,11 @@ class Ours:
     def lost(self) -> float:
         group, phase, step = self._last
         if phase == "grad":  # beside the time: others say what did not arrive there
-            rule = group.grads[0]
+            rule = group.grads[0].protected
             group.finish_step(step, True)
-            if rule.must is not None and step not in rule.late:  # on a busy machine they may not have said so yet
+            if (
+                rule is not None and rule.must is not None and step not in rule.late
+            ):  # on a busy machine they may not have said so yet
                 self._must += int(rule.must.sum())
                 self._must_lost += int((rule.must & rule.final.mask).sum())
         delivery = group.delivery(phase, step)

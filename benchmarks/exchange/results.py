@@ -1,4 +1,4 @@
-"""What comes out of the benchmark: cells, and their tables and picture."""
+"""What comes out of the benchmark: cells, and their tables."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
-from matplotlib import ticker
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from benchmarks.exchange.contestants import PHASES, Done, span
 from benchmarks.exchange.rows import Row
 from benchmarks.lab import Counters
 
-_COLOURS = {"ours": "#d62728", "gloo bbr": "#1f77b4", "gloo reno": "#17becf", "tcp bbr": "#2ca02c"}
-_OTHER_COLOUR = "#7f7f7f"
 _EXPLANATION = (
     "Between two ranks unless a row says otherwise. A row is: megabytes (10^6 bytes) that a rank sends in an exchange, "
     "round-trip time, rate and queue in each direction, share of packets lost. The time of an exchange is that "
@@ -203,83 +197,3 @@ def table_of(cells: Sequence[Cell]) -> str:
         counts = [cell.packets, cell.lost, cell.overflowed, seen, cell.too_slow]
         out.writerow([*fields, cell.name, cell.phase, len(cell.times), *values, *counts])
     return text.getvalue()
-
-
-def picture(cells: Sequence[Cell], path: Path) -> None:
-    """Time over loss, a panel for each round-trip time and size of the grid; then a bar for each other row."""
-    grid = [cell for cell in cells if cell.row.part == "grid"]
-    others = [cell for cell in cells if cell.row.part != "grid"]
-    rtts = sorted({cell.row.rtt for cell in grid})
-    sizes = sorted({cell.row.megabytes for cell in grid})
-    losses = sorted({cell.row.loss for cell in grid})
-    other_rows = list(dict.fromkeys(cell.row for cell in others))
-    wide, high = max(len(rtts), 1), len(sizes)
-    bars = 0.8 + 0.5 * len(other_rows) if others else 0.0
-    figure = Figure(figsize=(max(5.2 * wide, 9.0), 4.2 * high + bars + 0.9), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    names = list(dict.fromkeys(cell.name for cell in cells))
-    # Two figures, so that the names of rows do not push the panels aside.
-    upper, lower = figure.subfigures(2, 1, height_ratios=(4.2 * high or 1e-3, bars or 1e-3))
-    handles = {}
-    for down, size in enumerate(sizes):
-        shared = None
-        for right, rtt in enumerate(rtts):
-            axes = shared = upper.add_subplot(high, wide, down * wide + right + 1, sharey=shared)
-            for name in names:
-                for phase, style in zip(PHASES, ("-", "--")):
-                    found = {
-                        cell.row.loss: cell
-                        for cell in grid
-                        if (cell.row.rtt, cell.row.megabytes, cell.name, cell.phase) == (rtt, size, name, phase)
-                        and np.isfinite(cell.time(50))
-                    }
-                    places = [losses.index(loss) for loss in sorted(found)]
-                    drawn = [found[loss] for loss in sorted(found)]
-                    colour = _COLOURS.get(name, _OTHER_COLOUR)
-                    medians = [cell.time(50) for cell in drawn]
-                    (line,) = axes.plot(places, medians, style, marker="o", markersize=4, color=colour)
-                    handles.setdefault(name, line)
-                    slow = [cell for cell in grid if cell.too_slow is not None and cell.phase == phase]
-                    for cell in slow:
-                        if (cell.row.rtt, cell.row.megabytes, cell.name) == (rtt, size, name):
-                            where = losses.index(cell.row.loss)
-                            (mark,) = axes.plot(where, 1000 * cell.too_slow, "^", markersize=8, color=colour)
-                            handles.setdefault("over the limit", mark)
-                    if phase == PHASES[0]:
-                        low, top = ([cell.time(percent) for cell in drawn] for percent in (0, 95))
-                        axes.fill_between(places, low, top, color=colour, alpha=0.13, linewidth=0)
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.set_xlim(-0.3, len(losses) - 0.7)
-            axes.set_xticks(range(len(losses)), [f"{100 * loss:g}" for loss in losses])
-            axes.set_title(f"{size:g} MB, round trip {rtt:g} ms", fontsize=12)
-            axes.set_xlabel("packets lost (%)")
-            if right == 0:
-                axes.set_ylabel("milliseconds per exchange")
-            axes.grid(True, which="major", alpha=0.35)
-            axes.grid(True, which="minor", axis="y", alpha=0.12)
-    if others:
-        axes = lower.add_subplot()
-        thick = 0.8 / len(names)
-        for index, name in enumerate(names):
-            found = {cell.row: cell for cell in others if cell.name == name and cell.phase == PHASES[0]}
-            for place, row in enumerate(other_rows):
-                if row in found and np.isfinite(found[row].time(50)):
-                    where = place + (index - (len(names) - 1) / 2) * thick
-                    bar = axes.barh(where, found[row].time(50), thick, color=_COLOURS.get(name, _OTHER_COLOUR))
-                    handles.setdefault(name, bar)
-        for place, row in enumerate(other_rows):
-            if row.ideal is not None:
-                (mark,) = axes.plot([row.ideal] * 2, [place - 0.45, place + 0.45], color="black", linewidth=1.5)
-                handles.setdefault("ideal", mark)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_yticks(range(len(other_rows)), list(map(str, other_rows)), fontsize=10)
-        axes.set_ylim(len(other_rows) - 0.5, -0.5)
-        axes.set_xlim(left=10 ** np.floor(np.log10(axes.get_xlim()[0])))
-        axes.set_xlabel("milliseconds per reduce-scatter, median")
-        axes.grid(True, axis="x", alpha=0.35)
-    if grid:
-        upper.suptitle("Solid: reduce-scatter, with a band from minimum to P95; dashed: all-gather", fontsize=11)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=11)
-    figure.savefig(path, format="png")

@@ -25,12 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_lossy.base.device.environment import without_ranks
 from megatron_lossy.base.errors import refuse
 
 from .nodes import INTERFACE, Node, end_processes, unshare
@@ -285,6 +286,12 @@ class Lab:
         """The IP address of ``node``."""
         return self.nodes[node].address if version == 4 else self.nodes[node].address6
 
+    def environment(self, rank: int, port: int) -> dict[str, str]:
+        """Return what a rank of gloo needs, one on each node; its store is at ``port`` of the first."""
+        found = {"MASTER_ADDR": self.address(0), "MASTER_PORT": port, "WORLD_SIZE": len(self.nodes), "RANK": rank}
+        found |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": 1}
+        return without_ranks() | {name: str(value) for name, value in found.items()}
+
     def sysctl(self, name: str, value: object) -> None:
         """Set a sysctl on every node. Raises :class:`OSError` if the kernel refuses."""
         for node in self.nodes:
@@ -311,18 +318,15 @@ def end_in_order() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-def wait(
-    processes: Sequence[subprocess.Popen], grace: float = 5.0, meanwhile: Callable[[], None] = lambda: None
-) -> int:
+def wait(processes: Sequence[subprocess.Popen], grace: float = 5.0) -> int:
     """Wait until all have ended, or one has failed and others have had ``grace`` seconds to say why: then end them.
 
-    ``meanwhile`` is called often until then. Returns 0 or the status of the first that failed by itself, as a shell would.
+    Returns 0 or the status of the first that failed by itself, as a shell would.
     """
     until = math.inf
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         if until == math.inf and any(process.returncode for process in processes):
             until = time.monotonic() + grace
-        meanwhile()
         time.sleep(0.02)
     status = next((process.returncode for process in processes if process.returncode), 0)
     for process in processes:

@@ -168,10 +168,6 @@ class Lost:
             self._places[key] = np.array(np.nonzero(self.mask[:, numbers]), dtype=np.int32)
         return self._places[key]
 
-    def equals(self, other: Lost) -> bool:
-        """Whether the same units are lost."""
-        return np.array_equal(self.mask, other.mask)
-
 
 @dataclass(frozen=True)
 class Delivery:
@@ -198,10 +194,10 @@ class Delivery:
         """bool[R, S]: True for links between two ranks, False for the link of a rank to itself."""
         return np.array(self.receivers)[:, None] != np.array(self.sources)
 
-    @property
+    @cached_property
     def sent(self) -> np.ndarray | None:
         """bool[S, units]: the units of the one receiver's data that arrived at each rank; known for gradients only."""
-        return self._once("sent", None, self.outbound) if callable(self.outbound) else self.outbound
+        return self.outbound() if callable(self.outbound) else self.outbound
 
     def incoming(self, units: BucketUnits) -> np.ndarray:
         """bool[S, count]: the units of one bucket, cut into ``units``, that arrived at the one receiver, by source."""
@@ -219,18 +215,17 @@ class Delivery:
 
     def lost_here(self, units: BucketUnits) -> Lost:
         """The units of the bucket that did not arrive at the one receiver, by source."""
-        return self._once("here", units, lambda: Lost(~self.incoming(units)))
+        key = "here", units.first, units.count
+        return self._known.get(key) or self._known.setdefault(key, Lost(~self.incoming(units)))
 
     def lost_there(self, units: BucketUnits) -> Lost:
         """The units of the one receiver's bucket that did not arrive, by destination."""
-        return self._once("there", units, lambda: Lost(~self.outgoing(units)))
+        key = "there", units.first, units.count
+        return self._known.get(key) or self._known.setdefault(key, Lost(~self.outgoing(units)))
 
     def survivors(self, units: BucketUnits) -> np.ndarray:
         """int[count]: the number of sources whose unit arrived at the one receiver, for each unit of the bucket."""
-        return self._once("survivors", units, lambda: self.incoming(units).sum(axis=0))
-
-    def _once(self, what: str, units: BucketUnits | None, find: Callable[[], Any]) -> Any:
-        key = what if units is None else (what, units.first, units.count)
+        key = "survivors", units.first, units.count
         if key not in self._known:
-            self._known[key] = find()
+            self._known[key] = self.incoming(units).sum(axis=0)
         return self._known[key]

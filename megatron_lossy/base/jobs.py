@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,23 @@ class Jobs:
         own = self.folder(path, job)
         return os.fspath(path) if names_checkpoint(path) and not names_checkpoint(own) else own
 
+    def world(self, seed: int) -> World | None:
+        """Return the launched ranks divided into jobs; ``None`` with one job. Raises :class:`UsageError`.
+
+        ``seed``: for what jobs do together.
+        """
+        return None
+
+    def check(self, train_iters: int | None) -> None:
+        """Raise :class:`UsageError` for files of flags that do not fit the exchanges between jobs.
+
+        ``train_iters``: ``None`` if it is not known.
+        """
+
+    def advice(self, iterations: int | None) -> list[str]:
+        """Return lines about flags that are allowed but rarely wanted, for a run of ``iterations``, if known."""
+        return []
+
 
 def folder_of(path: str | os.PathLike[str], name: str, job: int | str) -> str:
     """The folder in ``path`` of the job with that ``name`` and number."""
@@ -55,11 +73,12 @@ def folder_of(path: str | os.PathLike[str], name: str, job: int | str) -> str:
 class World(Protocol):
     """The launched ranks, divided into jobs, as this rank sees them: its job is a world of its own.
 
-    ``job``: the number of this rank's job, and how many there are. ``seed``: for what jobs do together, the same for
-    all.
+    ``job``: the number of this rank's job, and how many there are. ``launched_rank``: the number of this rank among
+    those of all jobs. ``seed``: for what jobs do together, the same for all.
     """
 
     job: tuple[int, int]
+    launched_rank: int
     seed: int
 
     def tell_environment(self) -> None:
@@ -74,3 +93,52 @@ class World(Protocol):
         ``init_process_group``: makes the default group from ``store``, ``rank``, ``world_size`` and ``timeout``.
         ``timeout``: the time after which a rank gives up on another one, in its job or not.
         """
+
+
+class JobGroup:
+    """The actions that this job makes together with others: none, since there is one job.
+
+    A mechanism with several puts its own into :attr:`.Run.job_group`.
+    """
+
+    #: Adds up a tensor over all jobs, a collective call of them; ``None`` with one job.
+    total: Callable[[Any], Any] | None = None
+
+    def begin_stopping(self, signal: int) -> Callable[[], int] | None:
+        """Begin to agree, at the start of an iteration, whether to stop after it.
+
+        ``signal``: that this rank received, or 0. Returns a function that waits for the signal to stop, or 0, the same
+        at all ranks; ``None`` if the ranks of a job can agree by themselves. A collective call.
+        """
+        return None
+
+    def catch_up(self, iteration: int) -> int:
+        """Return the iteration after ``iteration`` to go on with: a later one if other jobs have gone on without this one.
+
+        Replicas are equal then. A collective call of the ranks of this job.
+        """
+        return iteration
+
+    def come_and_go(self) -> None:
+        """Let jobs of this process come and go: an iteration is about to begin."""
+
+    def consensus_weights(self) -> contextlib.AbstractContextManager[bool | None] | None:
+        """Return a context with the mean weights of all jobs in the model; ``None`` with one job.
+
+        It yields false if it has the owners' weights in the model, since the jobs do not meet.
+        """
+        return None
+
+    def saved_beside(self, folder: str) -> tuple[str, bool] | None:
+        """Return the folder of a checkpoint of :meth:`consensus_weights` alone, for one in ``folder``, if there is any.
+
+        With it, whether this rank writes there.
+        """
+        return None
+
+    def rewind(self, folder: str) -> str | None:
+        """Let all jobs go on from the same checkpoint: from that in ``folder``, or from an older one.
+
+        Returns a line to report if it is an older one. A collective call of all jobs.
+        """
+        return None

@@ -112,16 +112,18 @@ class Patch:
             return self.value()
         if self.make is not None:
             return self.make(original)
-        if isinstance(original, staticmethod):
-            return staticmethod(_around(self.around, original.__func__))
-        return _around(self.around, original)
+        function = original.__func__ if isinstance(original, staticmethod) else original
+        replaced = functools.partial(self.around, function)
+        if "." in self.target.partition(":")[2] and function is original:
+            replaced = _method(replaced)
+        if original is not None:
+            functools.update_wrapper(replaced, function)
+        return replaced if function is original else staticmethod(replaced)
 
 
-def _around(around: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    return replaced if original is None else functools.wraps(original)(replaced)
+def _method(function: Callable[..., Any]) -> Any:
+    """Return ``function`` as an attribute of a class that binds its object, as a partial function does not."""
+    return lambda *args, **kwargs: function(*args, **kwargs)
 
 
 @dataclass(frozen=True)

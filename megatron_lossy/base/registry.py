@@ -13,18 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from importlib.metadata import entry_points
 from typing import Any
 
 from .errors import UsageError, postpone
 from .section import Flags
-
-
-def first(answers: Iterable[Any]) -> Any:
-    """The first of ``answers`` that is not ``None``; the later ones are not asked for."""
-    return next((one for one in answers if one is not None), None)
 
 
 class Registry:
@@ -58,10 +53,6 @@ class Registry:
     def ours(self) -> list[Any]:
         """Our own classes, without those of other packages."""
         return [self.load(name) for name in self.built_in]
-
-    def first(self, verb: str, *arguments: Any) -> Any:
-        """The first answer of a class to ``verb`` that is not ``None``; the later ones are not asked."""
-        return first(getattr(one, verb)(*arguments) for one in self.all())
 
     def load(self, name: str) -> Any:
         """The class called ``name``. Raises :class:`UsageError` if another package's class cannot be imported."""
@@ -103,13 +94,10 @@ class Mechanisms(Registry):
         """The classes that can be loaded. For the others a :class:`UsageError` is postponed."""
         return list(self._all)
 
-    def parts(self, verb: str, config: Any, *arguments: Any) -> list[Any]:
-        """The parts of mechanisms in a run with the flags ``config``: their answers to ``verb`` that are not ``None``.
-
-        Nobody is asked if the flags are inert.
-        """
-        answers = () if config.inert else (getattr(one, verb)(config, *arguments) for one in self.all())
-        return [one for one in answers if one is not None]
+    def attach(self, run: Any) -> None:
+        """Attach all mechanisms to ``run``; none if its flags are inert."""
+        for one in () if run.config.inert else self.all():
+            one.attach(run)
 
     def drop(self, mechanism: Any, why: str) -> None:
         """Leave ``mechanism`` out from now on, and postpone a :class:`UsageError` that says ``why``."""
@@ -142,7 +130,7 @@ GRAD_RECOVERIES = Registry(
         "renormalize": "megatron_lossy.recovery.renormalize:Renormalize",
         "renormalize-remote": "megatron_lossy.recovery.renormalize_remote:RenormalizeRemote",
         "previous": "megatron_lossy.recovery.previous:Previous",
-        "zero": "megatron_lossy.recovery.zero:Zero",
+        "zero": "megatron_lossy.recovery.base:Zero",
         "error-feedback": "megatron_lossy.recovery.feedback:ErrorFeedback",
     },
 )
@@ -170,6 +158,9 @@ MECHANISMS = Mechanisms(
         "compression": "megatron_lossy.mechanisms.compression:Compression",
     },
 )
+
+#: Kinds of several jobs in one run, by the name of one job.
+JOBS = Registry("megatron_lossy.base.jobs", {"island": "megatron_lossy.mechanisms.islands.jobs:IslandJobs"})
 
 #: Refusals of the core.
 REFUSALS = Registry(

@@ -78,13 +78,15 @@ class Channel(ABC):
         ``flags``: the flags of the run, by their field names; ``loss_model`` and ``loss_schedule`` have the one value
         of ``phase``.
         """
+        if not cls.redrawable:
+            return cls.name
         schedule: str | None = flags.get("loss_schedule")
         return schedule or f"{100 * flags.get(RATES[phase], 0.0):g} %"
 
     @classmethod
     def highest_rate(cls, loss: PhaseLoss) -> float | None:
         """The highest mean loss rate of a step, or ``None`` if the flags do not tell."""
-        return max(loss.schedule.rates)
+        return max(loss.schedule.rates) if cls.redrawable else None
 
     @classmethod
     def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float] | None:
@@ -106,17 +108,13 @@ class Channel(ABC):
     # --- losses --------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
-        """bool[units]: True where the unit arrives. ``source`` and ``destination`` are ranks in the full group."""
-
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> np.ndarray:
-        """bool[L, units]: :meth:`delivered` of L links, from ``sources`` to ``destinations``, integers [L]."""
-        result = np.empty((len(sources), units), dtype=bool)
-        for row, source, destination in zip(result, sources, destinations):
-            row[:] = self.delivered(exchange, int(source), int(destination), units)
-        return result
+        """bool[L, units]: True where the unit arrives, on L links from ``sources`` to ``destinations``.
+
+        Both are integers [L], ranks in the full group.
+        """
 
     def steps(self, phase: str, stream: Stream) -> int | None:
         """The number of steps that this channel knows, from step 0 on; ``None``: any."""
@@ -143,9 +141,6 @@ class Repeated(Channel):
         first = passes[0]
         super().__init__(first.loss, first.seed, first.together)
         self._passes = passes
-
-    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
-        return self.delivered_links(exchange, np.array([source]), np.array([destination]), units)[0]
 
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int

@@ -16,16 +16,16 @@ class Bernoulli(DrawnChannel):
     name = "bernoulli"
 
     def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
-        rate = self.loss.schedule.rate(exchange.step)
+        rate = self.rate(exchange.step)
         if rate == 0:
             return np.ones((len(sources), units), dtype=bool)
         return ~self.uniforms(0, exchange, sources, destinations, units).below(rate)
 
     def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float]:
-        rate = self.loss.schedule.rate(step)
+        rate = self.rate(step)
         return rate, float(theory.age_mean(rate))
 
     @classmethod
     def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float]:
-        rate = loss.schedule.rate(step)
+        rate = cls(loss, seed=0).rate(step)
         return float(theory.drift_to_owner(rate)), float(theory.drift_between(rate))

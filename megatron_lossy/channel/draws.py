@@ -9,6 +9,7 @@ phase | kind | expert rank | pipeline stage | model chunk).
 
 from __future__ import annotations
 
+import bisect
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -82,7 +83,7 @@ PER_BLOCK = 16
 #: Blocks of random numbers to draw at once, so that they stay in a core's cache.
 PIECE = 2**13
 
-# Measured microseconds (benchmarks/draw_speed.py). They decide how the numbers of several links are drawn: with the
+# Measured microseconds (benchmarks/micro.py). They decide how the numbers of several links are drawn: with the
 # generator set to one link after the other, or as blocks of all links together.
 _LOOP_LINK, _LOOP_BLOCK = 3.5, 0.018
 _VECTOR_CALL, _VECTOR_BLOCK = 190.0, 0.105
@@ -201,9 +202,6 @@ class DrawnChannel(Channel):
     def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
         """Returns the same as :meth:`delivered_links`, for at most a few thousand links or one link with many units."""
 
-    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
-        return self.draw_links(exchange, np.array([source]), np.array([destination]), units)[0]
-
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> np.ndarray:
@@ -213,6 +211,11 @@ class DrawnChannel(Channel):
             part = slice(first, first + links)
             result[part] = self.draw_links(exchange, sources[part], destinations[part], units)
         return result
+
+    def rate(self, step: int) -> float:
+        """The scheduled loss rate of ``step``, counted from 0."""
+        starts, rates = self.loss.schedule.starts, self.loss.schedule.rates
+        return rates[bisect.bisect(starts, step) - 1]
 
     def uniforms(
         self, purpose: int, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int

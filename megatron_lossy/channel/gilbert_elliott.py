@@ -118,7 +118,7 @@ class GilbertElliott(DrawnChannel):
         if self.loss.transitions is not None:
             return self.loss.transitions
         assert self.loss.burst is not None, "plan sets one of the two"
-        rate, to_good = self.loss.schedule.rate(step), 1 / self.loss.burst
+        rate, to_good = self.rate(step), 1 / self.loss.burst
         return to_good * rate / (1 - rate), to_good, 0.0, 1.0
 
     def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
@@ -133,7 +133,7 @@ class GilbertElliott(DrawnChannel):
 
     def _quiet(self, step: int) -> bool:
         """True if the schedule allows no loss in ``step``; the chain then rests in the good state."""
-        return self.loss.transitions is None and self.loss.schedule.rate(step) == 0
+        return self.loss.transitions is None and self.rate(step) == 0
 
     def _moves(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> _Moves:
         to_bad, to_good, *_ = self.parameters(exchange.step)

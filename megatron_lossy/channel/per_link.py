@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -64,14 +62,6 @@ class PerLink(DrawnChannel):
         if not config.model_argument(phase):
             raise refuse("--loss-model", cls.name, "needs a matrix of rates: per-link:FILE")
         return f"--loss-model {cls.name}"
-
-    @classmethod
-    def label(cls, flags: Mapping[str, Any], phase: str) -> str:
-        return cls.name
-
-    @classmethod
-    def highest_rate(cls, loss: PhaseLoss) -> float | None:
-        return None
 
     def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float]:
         rates = self.rates[source, destinations]

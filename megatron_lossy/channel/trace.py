@@ -9,10 +9,8 @@ for ``--loss-unit shard``, the number of buckets for ``bucket``, and the number 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -65,14 +63,6 @@ class Trace(Channel):
             raise refuse("--loss-correlation", config.loss_correlation, "a trace already says who loses together")
         return f"--loss-model {cls.name}"
 
-    @classmethod
-    def label(cls, flags: Mapping[str, Any], phase: str) -> str:
-        return cls.name
-
-    @classmethod
-    def highest_rate(cls, loss: PhaseLoss) -> float | None:
-        return None
-
     def _array(self, phase: str, stream: Stream) -> np.ndarray:
         names = (f"{phase}.{stream.name}", f"{phase}.{stream.drawn.name}", phase)
         array = next((self.arrays[name] for name in names if name in self.arrays), None)
@@ -94,8 +84,11 @@ class Trace(Channel):
         if steps is not None and array.shape[0] < steps:
             raise refuse("--trace", self.path, f"has {array.shape[0]} steps in phase {phase}, the run needs {steps}")
 
-    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
+    def delivered_links(
+        self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
+    ) -> np.ndarray:
         array = self._array(exchange.phase, exchange.stream)
         if not exchange.step < len(array):
             raise refuse("--trace", self.path, f"has {len(array)} steps; step {exchange.step} is not recorded")
-        return array[exchange.step, source, destination]
+        arrived: np.ndarray = array[exchange.step, sources, destinations]
+        return arrived

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..base.errors import Collector, UsageError, raise_postponed, refuse
 from ..base.flags import as_flag, flag_name, full_name
-from ..base.jobs import Jobs
 from ..base.registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ..base.section import Flags, all_of
 from .core import CoreFlags
@@ -50,8 +49,6 @@ def _own_names(section: type[Flags]) -> set[str]:
 SECTIONS = _sections()
 #: The flag (field) with the loss rate of each phase that has one.
 RATES: Mapping[str, str] = {phase: name for section in SECTIONS for phase, name in section.rates.items()}
-#: The flags that lose parts of messages between pipeline stages.
-STAGE_LOSSES: tuple[str, ...] = tuple(flag for section in SECTIONS for flag in section.stage_losses)
 
 
 def given(config: Any) -> dict[str, Any]:
@@ -133,42 +130,8 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         """Whether losses are drawn, or happen in a network, so that ``loss_seed`` or a repetition can matter."""
         return self._draws_exchanges or any(all_of(SECTIONS, "draws", of=self))
 
-    def loses_between_stages(self) -> bool:
-        return any(all_of(SECTIONS, "loses_between_stages", of=self))
-
-    def uses_transport(self) -> bool:
-        return any(all_of(SECTIONS, "uses_transport", of=self))
-
     def needs_whole_optimizers(self) -> bool:
         return any(all_of(SECTIONS, "needs_whole_optimizers", of=self))
-
-    def drawn_with(self, phase: str) -> LossyConfig:
-        others = (config for config in all_of(SECTIONS, "drawn_with", phase, of=self) if config is not None)
-        return next(others, self)
-
-    def coded(self) -> tuple[str, ...]:
-        return tuple(phase for phases in all_of(SECTIONS, "coded", of=self) for phase in phases)
-
-    def chosen(self) -> tuple[str, ...]:
-        return tuple(phase for phases in all_of(SECTIONS, "chosen", of=self) for phase in phases)
-
-    def sends_weights(self) -> bool:
-        return all(all_of(SECTIONS, "sends_weights", of=self))
-
-    def iterations(self, train_iters: int) -> int:
-        return min(all_of(SECTIONS, "iterations", train_iters, of=self))
-
-    def jobs(self) -> Jobs:
-        return max(all_of(SECTIONS, "jobs", of=self), key=lambda jobs: jobs.number)
-
-    def most_iterations(self, iterations: int) -> int:
-        return max(all_of(SECTIONS, "most_iterations", iterations, of=self))
-
-    def element_bytes(self) -> int:
-        return max(all_of(SECTIONS, "element_bytes", of=self))
-
-    def holds_samples(self) -> bool:
-        return any(all_of(SECTIONS, "holds_samples", of=self))
 
     def taints(self) -> bool:
         return any(all_of(SECTIONS, "taints", of=self))
@@ -244,7 +207,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     def untouched(self, phase: str) -> bool:
         """Whether the exchanges of ``phase`` are Megatron's own: nothing is lost, and nothing else carries them."""
-        return self.transport == "torch" and self.phase(phase).lossless and phase not in self.coded()
+        return self.transport == "torch" and self.phase(phase).lossless and phase not in self.wire_bits
 
     def loses(self, phase: str) -> bool:
         """Whether anything of ``phase`` can be lost, by drawing or by a network."""
@@ -290,6 +253,9 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
                 result.append(f"{' and '.join(flags)} {'does' if len(idle) == 1 else 'do'} nothing, since {why}")
         return result
 
+
+#: The flags that lose parts of messages between pipeline stages.
+STAGE_LOSSES: tuple[str, ...] = LossyConfig.stage_losses
 
 for _mechanism in MECHANISMS.all():
     if _taken := sorted(_own_names(_mechanism.Flags) & vars(LossyConfig).keys()):

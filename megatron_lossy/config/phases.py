@@ -74,15 +74,6 @@ class Schedule:
             raise refuse("--loss-schedule", text, allowed)
         return cls(starts, rates)
 
-    def rate(self, step: int) -> float:
-        """The loss rate of iteration ``step`` (counted from 0)."""
-        current = self.rates[0]
-        for start, rate in zip(self.starts, self.rates):
-            if start > step:
-                break
-            current = rate
-        return current
-
 
 @dataclass(frozen=True)
 class PhaseLoss:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from ..base.errors import ArgumentParser, check_package, refuse, usage_errors
 from ..base.files import writing
-from .error_rows import error_files
+from .events import event_files
+from .files import log_files
 from .reader import BadLog, DeliveryLogFolder
-from .schema import check_pyarrow, parse_name
+from .schema import check_pyarrow
 
 PROGRAM = "megatron_lossy.delivery_log"
 _SUFFIXES = (".png", ".pdf", ".svg")
@@ -39,24 +40,21 @@ def _open(folder: str) -> DeliveryLogFolder:
     try:
         return DeliveryLogFolder(Path(folder))
     except FileNotFoundError:
-        what = (
-            "holds errors and no deliveries"
-            if error_files(Path(folder))
-            else "must be a folder that --delivery-log wrote"
-        )
+        events = event_files("DIR", Path(folder))
+        what = "holds events and no deliveries" if events else "must be a folder that --delivery-log wrote"
         raise refuse("DIR", folder, what) from None
 
 
 def _verify(folder: str) -> bool:
-    """Print the problems of deliveries and errors. Returns whether there are none."""
-    from .verify import verify
-    from .verify_errors import verify_errors
+    """Print the problems of deliveries and events. Returns whether there are none."""
+    from .verify import verify, verify_events
 
-    verdicts = []
-    if not error_files(Path(folder)) or any(map(parse_name, Path(folder).iterdir())):
-        verdicts.append(verify(_open(folder)))
-    if error_files(Path(folder)):
-        verdicts.append(verify_errors(Path(folder)))
+    events, deliveries, verdicts = event_files("DIR", Path(folder)), None, []
+    if not events or log_files(Path(folder)):
+        deliveries = _open(folder)
+        verdicts.append(verify(deliveries))
+    if events:
+        verdicts.append(verify_events(Path(folder), deliveries))
     for verdict in verdicts:
         print(verdict.text(Path(folder)))
     return not any(verdict.problems for verdict in verdicts)

@@ -12,23 +12,15 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from ..base.files import replace_file
 from ..config import PHASES
 from .reader import DeliveryLogFolder
-from .scan import Rates, percent, scan
+from .summary import Part, percent, summarize
 
 _TITLES = {"grad": "gradients (reduce-scatter)", "param": "parameters (all-gather)"}
 
 
-def link_rates(folder: DeliveryLogFolder, stream: str) -> dict[str, Rates]:
-    """Units sent and lost on every link of ``stream``, by phase."""
-    rates = {phase: Rates(folder.size(stream)) for phase in PHASES}
-    for _, rows in scan(folder):
-        if rows.stream[0] == stream and rows.phase[0] in rates:
-            rates[rows.phase[0]].add(rows)
-    return rates
-
-
 def plot_links(folder: DeliveryLogFolder, stream: str, out: Path) -> None:
     """Write the picture to ``out``, in the format of its suffix."""
-    panels = link_rates(folder, stream)
+    parts = summarize(folder)
+    panels = {phase: parts.get(phase, {}).get(stream, Part(folder.size(stream))).rates for phase in PHASES}
     top = max(float(np.nanmax(rates.rates, initial=0.0)) for rates in panels.values()) or 1.0
     figure = Figure(figsize=(10.4, 5.2), layout="compressed")
     FigureCanvasAgg(figure)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from .schema import ALL_BUCKETS, RUN, Meta, PhaseCut, arrow_schema, intervals, parse_name, unpack
+from .files import log_files
+from .schema import ALL_BUCKETS, Meta, PhaseCut, arrow_schema, unpack
 
 
 class BadLog(Exception):
@@ -87,6 +87,8 @@ class Links:
     @classmethod
     def of(cls, rows: LogRows, cut: PhaseCut) -> Links:
         """The links of one exchange's rows, with units as in ``cut``. Raises ``ValueError`` if they do not fit."""
+        import pyarrow as pa
+
         count = np.flatnonzero((rows.source != rows.source[0]) | (rows.destination != rows.destination[0]))
         parts = int(count[0]) if count.size else len(rows)  # rows of a link: one for each bucket, or one for all
         buckets = rows.bucket[:parts]
@@ -103,7 +105,7 @@ class Links:
                 raise ValueError(f"bucket {bucket} has {size} units, its rows say {units[0, k]}")
             chosen = np.flatnonzero(known[:, k])
             if chosen.size:
-                bitmaps = _bytes(rows.bitmap.take(_indices(chosen * parts + k)), -(-size // 8))
+                bitmaps = _bytes(rows.bitmap.take(pa.array(chosen * parts + k, pa.int64())), -(-size // 8))
                 arrived[chosen, first : first + size] = unpack(bitmaps, size)
                 wrong = np.flatnonzero((~arrived[chosen, first : first + size]).sum(axis=1) != lost[chosen, k])
                 if wrong.size:
@@ -111,12 +113,6 @@ class Links:
         lost = lost.sum(axis=1)
         digest = np.array(rows.digest.to_pylist(), dtype=object).reshape(shape)[:, 0]
         return cls(*links, arrived, known.all(axis=1) | (lost == 0), lost, digest)
-
-
-def _indices(places: np.ndarray) -> Any:
-    import pyarrow as pa
-
-    return pa.array(places, pa.int64())
 
 
 def _bytes(values: Any, width: int) -> np.ndarray:
@@ -220,10 +216,8 @@ class DeliveryLogFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.ranks: OrderedDict[int, list[LogFile]] = OrderedDict()
-        names = [(file, parse_name(file)) for file in sorted(path.iterdir())] if path.is_dir() else []
-        for file, name in names:
-            if name is not None:
-                self.ranks.setdefault(name[0], []).append(LogFile(file, *name))
+        for file in log_files(path):
+            self.ranks.setdefault(file.rank, []).append(LogFile(*file))
         if not self.ranks:
             raise FileNotFoundError(f"{path} holds no delivery log")
 
@@ -232,15 +226,15 @@ class DeliveryLogFolder:
         """All files, rank by rank."""
         return [file for files in self.ranks.values() for file in files]
 
-    @cached_property
-    def run(self) -> dict[str, Any]:
-        """The description of the run in ``_run.json``; empty without that file."""
-        note = self.path / RUN
-        return json.loads(note.read_text()) if note.is_file() else {}
-
     def covered(self, rank: int) -> list[tuple[int, int]]:
         """The inclusive ranges of iterations that ``rank`` has records of."""
-        return intervals([(file.first, file.last) for file in self.ranks[rank]])
+        result: list[tuple[int, int]] = []
+        for file in self.ranks[rank]:
+            if result and file.first <= result[-1][1] + 1:
+                result[-1] = (result[-1][0], max(result[-1][1], file.last))
+            else:
+                result.append((file.first, file.last))
+        return result
 
     def file(self, rank: int, iteration: int) -> LogFile | None:
         """The file with the records of ``rank`` for ``iteration``, if there is one."""

@@ -163,9 +163,6 @@ class Recorded(Channel):
             self._steps[stream] = min((self.folder.covered(writer)[-1][1] + 1 for writer in writers), default=0)
         return self._steps[stream]
 
-    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
-        return self.delivered_links(exchange, np.array([source]), np.array([destination]), units)[0]
-
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> np.ndarray:
@@ -196,21 +193,12 @@ class Recorded(Channel):
         """The links of an exchange, and their numbers by source and destination, -1 if there is none."""
         key = (file, exchange)
         if key not in self._kept:
-            self._kept[key] = self._decode(file, exchange)
+            rows = file.exchange(exchange.step, exchange.phase, exchange.stream.name)
+            links = None if rows is None else file.links(rows)
+            self._kept[key] = None if links is None else (links, _numbers(links))
             while len(self._kept) > 3 * len(self.folder.ranks):
                 self._kept.popitem(last=False)
         return self._kept[key]
-
-    @staticmethod
-    def _decode(file: LogFile, exchange: Exchange) -> tuple[Links, np.ndarray] | None:
-        rows = file.exchange(exchange.step, exchange.phase, exchange.stream.name)
-        if rows is None:
-            return None
-        links = file.links(rows)
-        size = 1 + max(links.sources.max(), links.destinations.max())
-        numbers = np.full((size, size), -1)
-        numbers[links.sources, links.destinations] = np.arange(len(links.sources))
-        return links, numbers
 
     def _of(
         self, found: tuple[Links, np.ndarray], file: LogFile, exchange: Exchange, sources: np.ndarray, to: np.ndarray
@@ -230,3 +218,11 @@ class Recorded(Channel):
         except ValueError as error:
             raise BadLog(file.path, exchange.step, error) from None
         return result
+
+
+def _numbers(links: Links) -> np.ndarray:
+    """Return the numbers of links by source and destination, -1 where there is none."""
+    size = 1 + max(links.sources.max(), links.destinations.max())
+    numbers = np.full((size, size), -1)
+    numbers[links.sources, links.destinations] = np.arange(len(links.sources))
+    return numbers

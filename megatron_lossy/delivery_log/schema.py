@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,9 +29,10 @@ RUN = "_run.json"
 ALL_BUCKETS = -1
 DIGEST_BYTES = 8
 
+#: The beginning of the names of files of deliveries.
+PREFIX = "rank"
 #: The key of this package's part of a file's key-value metadata.
 KEY = b"megatron_lossy"
-_NAME = re.compile(r"rank_(\d+)_(\d+)_(\d+)\.parquet")
 
 
 def check_pyarrow(flag: str, value: object) -> None:
@@ -61,15 +60,9 @@ def arrow_schema() -> pyarrow.Schema:
     )
 
 
-def file_name(rank: int, first: int, last: int) -> str:
+def file_name(rank: int, first: int, last: int, prefix: str = PREFIX) -> str:
     """The name of the file with iterations ``first`` to ``last`` (inclusive) that ``rank`` wrote."""
-    return f"rank_{rank:05d}_{first:09d}_{last:09d}.parquet"
-
-
-def parse_name(path: Path) -> tuple[int, int, int] | None:
-    """(rank, first, last) of a file of the log; ``None`` for any other file."""
-    found = _NAME.fullmatch(path.name)
-    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+    return f"{prefix}_{rank:05d}_{first:09d}_{last:09d}.parquet"
 
 
 @dataclass(frozen=True)
@@ -80,24 +73,29 @@ class PhaseCut:
     number of its first unit, its units, elements of its shard and of a unit.
     """
 
-    sources: tuple[int, ...]
-    receivers: tuple[int, ...]
+    sources: Sequence[int]
+    receivers: Sequence[int]
     units: int
-    buckets: tuple[tuple[int, int, int, int], ...]
+    buckets: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Meta:
-    """A file's note about all of its rows. ``streams``: by name, then by phase. ``loss``: the flags of the run."""
+    """A file's note about all of its rows. ``streams``: by name, then by phase. ``loss``: the flags of the run.
+
+    ``content``: 8 bytes, hexadecimal, that differ for other rows; only of events.
+    """
 
     rank: int
     version: str
     loss: dict[str, Any]
     streams: dict[str, dict[str, PhaseCut]]
+    content: str | None = None
 
     def encode(self) -> dict[bytes, bytes]:
         """The note as key-value metadata of a Parquet file."""
-        return {KEY: json.dumps({"format": FORMAT, **dataclasses.asdict(self)}).encode()}
+        values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return {KEY: json.dumps({"format": FORMAT, **values}).encode()}
 
     @classmethod
     def decode(cls, metadata: dict[bytes, bytes] | None) -> Meta:
@@ -108,12 +106,7 @@ class Meta:
         if values.pop("format") not in range(1, FORMAT + 1):
             raise ValueError(f"has a later format than {FORMAT}")
         streams = {
-            name: {
-                phase: PhaseCut(
-                    tuple(cut["sources"]), tuple(cut["receivers"]), cut["units"], tuple(map(tuple, cut["buckets"]))
-                )
-                for phase, cut in phases.items()
-            }
+            name: {phase: PhaseCut(**cut) for phase, cut in phases.items()}
             for name, phases in values.pop("streams").items()
         }
         return cls(**values, streams=streams)
@@ -156,14 +149,3 @@ def pack(arrived: np.ndarray) -> np.ndarray:
 def unpack(bitmaps: np.ndarray, units: int) -> np.ndarray:
     """The inverse of :func:`pack`."""
     return np.unpackbits(bitmaps, axis=1, count=units, bitorder="little").view(bool)
-
-
-def intervals(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The union of inclusive ranges of iterations, as few disjoint ones as possible, sorted."""
-    result: list[tuple[int, int]] = []
-    for first, last in sorted(ranges):
-        if result and first <= result[-1][1] + 1:
-            result[-1] = (result[-1][0], max(last, result[-1][1]))
-        else:
-            result.append((first, last))
-    return result

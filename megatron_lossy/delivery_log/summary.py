@@ -3,15 +3,61 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 
 from ..base.flags import flag_name
-from ..base.registry import MECHANISMS
 from ..config import PHASES, RATES, LossyConfig
-from .reader import DeliveryLogFolder, Links
-from .scan import Rates, percent, scan
+from .events import event_files, read_events
+from .kinds import Kinds, Row, all_kinds
+from .reader import DeliveryLogFolder, Links, LogFile, LogRows
 from .schema import loss_config
+
+
+def scan(folder: DeliveryLogFolder) -> Iterator[tuple[LogFile, LogRows]]:
+    """The rows of every exchange with the file they are in, rank by rank, in the order of iterations.
+
+    Records of several ranks (peers of tensor parallelism, a tied embedding) come once, from the first of these ranks.
+    Raises :class:`~megatron_lossy.delivery_log.reader.BadLog`.
+    """
+    for rank, files in folder.ranks.items():
+        done = -1
+        for file in files:
+            for group in range(len(file.groups)):
+                rows = file.read(group)
+                for (iteration, _, stream), part in rows.exchanges.items():
+                    if iteration > done and folder.writers[stream, int(rows.destination[part.start])][0] == rank:
+                        yield file, rows[part]
+            done = max(done, file.last)
+
+
+def percent(share: float) -> str:
+    """``share`` for people."""
+    return f"{100 * share:.2f} %"
+
+
+class Rates:
+    """Units sent and lost on every link of one phase of one stream: integers [N, N], source by destination."""
+
+    def __init__(self, size: int) -> None:
+        self.sent = np.zeros((size, size), dtype=np.int64)
+        self.lost = np.zeros((size, size), dtype=np.int64)
+
+    def add(self, rows: LogRows) -> None:
+        """Take in the rows of one exchange."""
+        np.add.at(self.sent, (rows.source, rows.destination), rows.units)
+        np.add.at(self.lost, (rows.source, rows.destination), rows.lost)
+
+    @property
+    def rates(self) -> np.ndarray:
+        """float64[N, N]: the share of units lost; no number where nothing was sent."""
+        return np.divide(self.lost, self.sent, out=np.full(self.sent.shape, np.nan), where=self.sent > 0)
+
+    @property
+    def mean(self) -> float:
+        """The share of units lost over all links."""
+        return float(self.lost.sum() / max(1, self.sent.sum()))
 
 
 class Counts:
@@ -127,8 +173,18 @@ def summary_text(folder: DeliveryLogFolder) -> str:
             lines += ["", f"{phase}: nothing recorded, nothing lost"]
         for stream, part in sorted(parts.get(phase, {}).items()):
             lines += ["", f"{phase}, {stream}, {len(part.rates.sent)} ranks", *_part_lines(phase, part)]
-    lines += [line for mechanism in MECHANISMS.all() for line in mechanism.log_summary(folder.path)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *event_lines(folder)])
+
+
+def event_lines(folder: DeliveryLogFolder) -> list[str]:
+    """Return the lines of all kinds of events about those in ``folder``. Raises :class:`BadLog`, :class:`UsageError`."""
+    files, config = event_files("DIR", folder.path), folder.files[0].meta.config
+
+    def rows(kinds: type[Kinds]) -> Iterator[tuple[int, Row]]:
+        for file in files:
+            yield from ((file.rank, row) for row in read_events(file)[0].to_pylist() if row["kind"] in kinds.names)
+
+    return [line for kinds in all_kinds() for line in kinds(config).summary(rows(kinds))]
 
 
 def _flags(folder: DeliveryLogFolder) -> str:

@@ -1,33 +1,102 @@
-"""``verify``: checks that every record of a delivery log can be read and is as it was written."""
+"""``verify``: checks that every record of a log can be read and is as it was written.
+
+A draw depends on nothing but the flags in a file's note and the row, so that drawn losses and errors are drawn again.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..base.exchange import Exchange, Stream
-from ..base.registry import MECHANISMS
 from ..config import RATES
+from .events import content, event_files, read_events
+from .files import LogPath
+from .kinds import Kinds, Row, all_kinds
 from .reader import BadLog, DeliveryLogFolder, LogFile, LogRows
 from .replay import Redrawn
-from .verdict import Verdict, check_files, check_source
+from .schema import Meta
+
+
+@dataclass
+class Verdict:
+    """The result of ``verify``. ``problems``: one line each, empty if all is well.
+
+    ``rows``: number of rows that were read; ``what``: their name. ``usable``: by rank, the inclusive range of
+    iterations before the first problem or gap; ``None`` if there is no such range.
+    """
+
+    what: str = "records"
+    problems: list[str] = field(default_factory=list)
+    rows: int = 0
+    usable: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+
+    def text(self, folder: Path) -> str:
+        """The result in lines for people."""
+        ranges = [part for part in self.usable.values() if part is not None]
+        first, last = max((part[0] for part in ranges), default=0), min((part[1] for part in ranges), default=-1)
+        rest = "no iteration is usable for all ranks"
+        if len(ranges) == len(self.usable) and first <= last:
+            rest = f"iterations {first} to {last} are usable for all ranks"
+        return "\n".join([*self.problems, f"{folder}: {self.rows:,} good {self.what}; {rest}"])
+
+
+def _check_files(
+    rank: int, files: Sequence[Any], check: Callable[[Any], int], verdict: Verdict
+) -> tuple[int, int] | None:
+    """Check the files of a rank one after another and note the first problem. Returns the usable range before it."""
+    good = None
+    for number, file in enumerate(files):
+        previous = files[number - 1] if number else None
+        if previous is not None and file.first > previous.last + 1:
+            verdict.problems.append(
+                f"rank {rank}: no {verdict.what} of iterations {previous.last + 1} to {file.first - 1}"
+            )
+            break
+        try:
+            verdict.rows += check(file)
+        except BadLog as error:
+            verdict.problems.append(str(error))
+            if error.iteration > files[0].first:
+                good = files[0].first, error.iteration - 1
+            break
+        good = files[0].first, file.last
+    return good
+
+
+def _check_source(file: LogFile | LogPath, meta: Meta, first: Meta) -> None:
+    """Raise :class:`BadLog` unless ``file``, with the note ``meta``, is of the rank in its name and of the run of ``first``."""
+    try:
+        same = meta.config == first.config
+    except (ValueError, TypeError) as error:
+        raise BadLog(file.path, file.first, error) from None
+    if not same:
+        raise BadLog(file.path, file.first, "is of a run with other loss flags than the first file")
+    if meta.rank != file.rank:
+        raise BadLog(file.path, file.first, f"was written by rank {meta.rank}")
+
+
+# --- deliveries ------------------------------------------------------------------------------------------------------
 
 
 def verify(folder: DeliveryLogFolder) -> Verdict:
-    """Read everything; check rows, bitmaps, digests, gaps, missing ranks, and that ranks agree."""
+    """Read all deliveries; check rows, bitmaps, digests, gaps, missing ranks, and that ranks agree."""
     verdict = Verdict()
     redrawn = Redrawn()
     for rank, files in folder.ranks.items():
-        verdict.usable[rank] = check_files(
-            rank, files, lambda file: _check_file(file, folder, redrawn), "records", verdict
-        )
+        verdict.usable[rank] = _check_files(rank, files, lambda file: _check_file(file, folder, redrawn), verdict)
     verdict.problems += _missing_ranks(folder)
-    for mechanism in MECHANISMS.all():
-        mechanism.verify_log(folder, verdict)
     return verdict
 
 
 def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redrawn) -> int:
-    check_source(file, file.meta.config, file.meta.rank, folder)
+    first = _first_note(folder)
+    _check_source(file, file.meta, file.meta if first is None else first)
     count = 0
     for group in range(len(file.groups)):
         rows = file.read(group)
@@ -86,3 +155,59 @@ def _missing_ranks(folder: DeliveryLogFolder) -> list[str]:
     except BadLog:
         return []  # reported already
     return missing
+
+
+def _first_note(folder: DeliveryLogFolder) -> Meta | None:
+    """Return the note of the first file of ``folder``; ``None`` if it is bad, which the check of that file reports."""
+    try:
+        return folder.files[0].meta
+    except BadLog:
+        return None
+
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+def verify_events(folder: Path, deliveries: DeliveryLogFolder | None = None) -> Verdict:
+    """Read all events of ``folder``; draw them again; check rows, gaps, missing ranks, and that they are of one run.
+
+    ``deliveries``: those of the same folder, if it has some. Raises :class:`UsageError` for files of an earlier format.
+    """
+    verdict = Verdict("records of events")
+    first = None if deliveries is None else _first_note(deliveries)
+    kinds: list[Kinds] = []
+    absent = True  # whether absences can be found: not those of what could not be read
+
+    def check(file: LogPath) -> int:
+        nonlocal first, absent
+        absent, before = False, absent
+        table, meta = read_events(file)
+        first = first or meta
+        _check_source(file, meta, first)
+        kinds[:] = kinds or [one(meta.config) for one in all_kinds()]
+        _check_rows(file, table.to_pylist(), kinds)
+        if content([table]) != meta.content:
+            raise BadLog(file.path, file.first, "its rows are not those that were written")
+        absent = before
+        return len(table)
+
+    for rank, files in groupby(event_files("DIR", folder), key=lambda file: file.rank):
+        verdict.usable[rank] = _check_files(rank, list(files), check, verdict)
+    verdict.problems += [line for one in kinds for line in one.missing()] if absent else []
+    return verdict
+
+
+def _check_rows(file: LogPath, rows: Sequence[Row], kinds: Sequence[Kinds]) -> None:
+    places = {name: place for place, one in enumerate(kinds) for name in one.names}
+    groups: dict[tuple[int, int], list[int]] = {}  # the numbers of rows by iteration and place of their kinds
+    for number, row in enumerate(rows):
+        if not file.first <= row["iteration"] <= file.last:
+            raise BadLog(file.path, file.first, f"has records of iteration {row['iteration']}", number)
+        groups.setdefault((row["iteration"], places.get(row["kind"], -1)), []).append(number)
+    for (iteration, place), numbers in sorted(groups.items()):
+        try:
+            if place < 0:
+                raise ValueError(f"{rows[numbers[0]]['kind']!r} is no kind of record")
+            kinds[place].check(iteration, [rows[number] for number in numbers])
+        except (ValueError, TypeError) as error:
+            raise BadLog(file.path, iteration, error, numbers[0]) from None

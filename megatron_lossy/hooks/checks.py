@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from ..base.registry import MECHANISMS
 from ..channel.corruption import warn_of_one_rank
 from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..delivery_log.error_rows import recorded_events
-from ..transport import check_channels, check_key_file
+from ..delivery_log.events import recorded_events
+from ..transport import check_channels, read_key_file
 
 
 def check_run(config: LossyConfig, facts: Facts) -> None:
@@ -19,8 +18,7 @@ def check_run(config: LossyConfig, facts: Facts) -> None:
     assert facts.workers is not None, "how many ranks there are is known where a run starts"
     check_refusals(config, facts)
     warn_of_one_rank(config, facts.workers)
-    check_key_file(config)
+    read_key_file(config.udp_key_file)
     recorded_events(config)  # whether they can be read
-    for mechanism in MECHANISMS.all():
-        mechanism.check(config, facts.train_iters)
+    config.jobs().check(facts.train_iters)
     check_channels(config, facts.workers, facts.train_iters)

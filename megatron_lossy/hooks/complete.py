@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..base.errors import UsageError
@@ -22,18 +22,13 @@ def check_registered(optimizer: Any, chunks: Sequence[Any]) -> None:
             "no model was wrapped in Megatron's DistributedDataParallel since the hooks were installed, so that nothing "
             "can be lost: call hooks.install() before the model is wrapped"
         )
-    for buffer in _buffers(optimizer):
+    for buffer in (buffer for one in optimizers(optimizer) for buffer in getattr(one, "buffers", ())):
         for number, bucket in enumerate(buffer.buckets):
             if slot_of(bucket.grad_data) is None or slot_of(bucket.param_data) is None:
                 raise UsageError(
                     f"bucket {number} ({bucket.grad_data.numel()} elements) of the optimizer is not known to the hooks, so "
                     "that it would lose nothing: call hooks.install() before any part of the model is wrapped in DDP"
                 )
-
-
-def _buffers(optimizer: Any) -> Iterator[Any]:
-    for one in optimizers(optimizer):
-        yield from getattr(one, "buffers", ())  # of a DistributedOptimizer
 
 
 def warn_of_lossless(config: LossyConfig, groups: Sequence[LossyGroup]) -> None:
@@ -43,15 +38,9 @@ def warn_of_lossless(config: LossyConfig, groups: Sequence[LossyGroup]) -> None:
             continue
         for group in groups:
             if group.lossless(phase) and group.rank == 0 and group.wire.members[0] == 0:
-                logger.warning("nothing of %s is lost in phase %s: %s", group.stream.name, phase, _why(group))
-
-
-def _why(group: LossyGroup) -> str:
-    return (
-        "its group has one rank"
-        if group.size == 1
-        else "all ranks of its group are on one node (--lossy-links inter-node)"
-    )
+                near = "all ranks of its group are on one node (--lossy-links inter-node)"
+                why = "its group has one rank" if group.size == 1 else near
+                logger.warning("nothing of %s is lost in phase %s: %s", group.stream.name, phase, why)
 
 
 def check_exchanged(groups: Sequence[LossyGroup], phase: str, step: int) -> None:

@@ -50,16 +50,11 @@ class Exchanges:
 
         ``steps``: length of the run, if known, to refuse a trace that is too short.
         """
-        streams, stage = buckets_by_stream(ddp), pipeline_stage(ddp)
-        return [self._of_stream(buckets, full, stream, stage, steps) for stream, full, buckets in streams]
+        stage = pipeline_stage(ddp)
+        return [self._of_stream(*found, stage, steps) for found in buckets_by_stream(ddp)]
 
     def _of_stream(
-        self,
-        buckets: Sequence[tuple[Any, Any]],
-        full: dist.ProcessGroup,
-        stream: Stream,
-        stage: int,
-        steps: int | None,
+        self, stream: Stream, full: dist.ProcessGroup, buckets: Sequence[tuple[Any, Any]], stage: int, steps: int | None
     ) -> LossyGroup:
         config = self.config
         if config.transport == "udp" or "trace" in map(config.model, PHASES):

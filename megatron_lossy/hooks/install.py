@@ -45,7 +45,7 @@ def install(
     except ImportError as error:
         raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
     check_version(megatron.core.__version__)
-    lossy = Lossy(config, steps, gapless, MECHANISMS.parts("part", config, world))
+    lossy = Lossy(config, steps, gapless, world)
     lossy.ledger.install([] if config.inert else megatron_core.patches(lossy))
     lossy.installed = True
     _current = weakref.ref(lossy)
@@ -61,7 +61,7 @@ def check_patches() -> list[Check]:
 
     patched = {name: value for mechanism in MECHANISMS.all() for name, value in mechanism.patched.items()}
     config = LossyConfig(eval_weights="both", **patched)  # these flags need more patches
-    lossy = Lossy(config, parts=MECHANISMS.parts("part", config, None))
+    lossy = Lossy(config)
     patches = megatron_core.patches(lossy)
     with contextlib.suppress(ImportError):
         import megatron.training.training  # noqa: F401

@@ -33,7 +33,7 @@ def step(run: Lossy, applies: bool, original: Callable, self: Any, *args: Any, *
 def patches(run: Lossy) -> list[Patch]:
     """Every patch that a lossy run needs in megatron-core."""
     return [
-        *(patch for one in run.parts for patch in one.patches()),
+        *run.patches,
         Patch(
             target=f"{_BUFFER}:dist_reduce_scatter_func",
             around=partial(seam.reduce_scatter, run),
@@ -77,7 +77,7 @@ def patches(run: Lossy) -> list[Patch]:
         ),
         Patch(
             target=f"{_BUFFER}:_ParamAndGradBucketGroup.start_grad_sync",
-            around=partial(seam.start_grad_sync, run),
+            make=partial(seam.grad_sync, run),
             why="knows which buckets are all-reduced: with force_all_reduce they lose nothing; without the distributed optimizer "
             "errors follow",
             versions="all",

@@ -19,7 +19,6 @@ from ..base.checkpoints import names_checkpoint
 from ..base.device.attempt import with_attempt_store
 from ..base.errors import usage_errors
 from ..base.ledger import Patch, Takes
-from ..base.registry import MECHANISMS
 from ..config import LossyConfig
 from ..config.loss_flags import add_loss_flags
 from ..delivery_log.writer import claim_delivery_log
@@ -105,7 +104,7 @@ def patches(lossy: Lossy) -> list[Patch]:
             takes=Takes(("ddp_model|model", "optimizer")),
         ),
         *([] if lossy.config.eval_weights == "replica" and lossy.jobs == 1 else [evaluation]),
-        *(patch for one in lossy.parts for patch in one.training_patches()),
+        *lossy.training_patches,
         Patch(
             target="torch.distributed:init_process_group",
             around=init_process_group,
@@ -138,8 +137,7 @@ def _add_distributed_args(original: Callable, parser: Any) -> Any:
 
 def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> Any:
     """Wraps Megatron's checks of its arguments: makes our checks, and tells the run its length."""
-    for one in lossy.parts:
-        one.before_arguments(args)
+    lossy.events.arguments_come(args)
     result = original(args, *rest, **kwargs)
     facts = of_arguments(args, lossy.jobs)
     ranks = facts.workers
@@ -150,11 +148,9 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
     lossy.steps = lossy.steps or args.train_iters
     if args.rank == 0 and lossy.speaks:
         print(f"loss: {lossy.config.describe()} | data-parallel ranks {ranks}", flush=True)
-        for mechanism in MECHANISMS.all():
-            for line in mechanism.advice(lossy.config, lossy.steps):
-                print(f"note: {line}", flush=True)
-    for one in lossy.parts:
-        one.after_arguments(args)
+        for line in lossy.config.jobs().advice(lossy.steps):
+            print(f"note: {line}", flush=True)
+    lossy.events.arguments_checked(args)
     return result
 
 
@@ -195,7 +191,7 @@ def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any
         # returns, as training then changes them.
         torch.cuda.synchronize()
         result = original(iteration, model, *args, **kwargs)
-    beside = None if kwargs.get("non_persistent_ckpt") else lossy.saved_beside(get_args().save)
+    beside = None if kwargs.get("non_persistent_ckpt") else lossy.job_group.saved_beside(get_args().save)
     if beside is not None:
         folder, writes = beside
         with lossy.consensus_weights(model) as there, _weights_alone(get_args(), folder):
@@ -324,7 +320,7 @@ def evaluate(
 
 def _of_all_jobs(lossy: Lossy, losses: dict[str, Any] | None) -> dict[str, Any] | None:
     """The mean over jobs of ``losses``, which ranks of the last pipeline stage have."""
-    total = lossy.total
+    total = lossy.job_group.total
     if total is None or not losses:
         return losses
     return {name: total(torch.as_tensor(value)) / lossy.jobs for name, value in losses.items()}

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 
 from ..base.device import all_gather_single
+from ..base.exchange import Exchange
+from ..base.jobs import World
 from ..base.ledger import Ledger
-from ..base.registry import first
+from ..base.registry import MECHANISMS
 from ..config import LossyConfig
 from ..config.refusal import check_refusals
+from ..recovery import Gradients
 from ..run.base import Run
-from ..run.mechanism import Part
 from ..run.weights import ModelChunks
 from ..transport import LossyGroup
 from .buckets import bucket_sizes, buckets_by_stream, own_shard
@@ -30,7 +32,7 @@ from .complete import (
 from .exchanges import Exchanges
 from .facts import of_model
 from .sampling import RankSampler, sampler_of
-from .seam import slot_of
+from .seam import Slot, slot_of
 from .stale import load_stale_state, stale_state
 from .versions import (
     data_parallel_place,
@@ -49,14 +51,17 @@ logger = logging.getLogger(__name__)
 class Lossy(Run):
     """An installed set of hooks, made by :func:`megatron_lossy.hooks.install`; one per process."""
 
+    kind = "Megatron"
+
     def __init__(
         self,
         config: LossyConfig,
         steps: int | None = None,
         gapless: bool = False,
-        parts: Sequence[Part] = (),
+        world: World | None = None,
     ) -> None:
-        super().__init__(config, steps, gapless, first(one.writer for one in parts))
+        super().__init__(config, steps, gapless, None if world is None else world.launched_rank)
+        self.world = world
         self.ledger = Ledger("megatron-core")
         self.installed = False
         self._optimizers: list[weakref.ref] = []  # Megatron's
@@ -67,11 +72,14 @@ class Lossy(Run):
         self._all_reduced = False  # whether gradients of this iteration were
         self._told_all_reduce = False
         self._checked = False  # whether all buckets that are updated are known to be exchanged
-        self.job, self.jobs = next((one.job for one in parts if one.job != (0, 1)), (0, 1))
+        self.job, self.jobs = (0, 1) if world is None else world.job
         self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption)
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
-        for one in parts:
-            self.add_part(one)
+        #: Makes the groups that exchange a model chunk in the place of those of shards, a collective call, or returns ``None``.
+        self.take_over: Callable[[Any], list[LossyGroup] | None] = lambda ddp: None
+        #: Called with a bucket group before its all-reduce, and after it.
+        self.around_all_reduce: tuple[Callable[[Any], None], Callable[[Any], None]] | None = None
+        MECHANISMS.attach(self)
 
     def uninstall(self) -> None:
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
@@ -86,16 +94,14 @@ class Lossy(Run):
         if self.config.inert:
             return
         check_refusals(self.config, of_model(ddp))
-        for one in self.parts:
-            one.meet(ddp)
+        self.events.chunk_comes(ddp)
         self.exchanges.find_nodes()
         number_model_chunk(ddp, len(self._chunks))
-        groups = first(one.take_over(ddp) for one in self.parts)
+        groups = self.take_over(ddp)
         if groups is None:
             self._gathers, groups = True, self.exchanges.of_shards(ddp, self.steps)
         self._chunks[ddp] = groups
-        for one in self.parts:
-            one.add_model_chunk(ddp)
+        self.events.chunk_added(ddp)
 
     @property
     def chunks(self) -> list[DistributedDataParallel]:
@@ -123,7 +129,7 @@ class Lossy(Run):
         """
         if not self._depth:
             self._check_exchanges(optimizer)
-            self.begin_iteration()
+            self.events.iteration_begins()
         self._depth += 1
         if applies:
             if not self._successful:
@@ -134,7 +140,7 @@ class Lossy(Run):
             yield
             if self._depth == 1:
                 all_reduced, self._all_reduced = self._all_reduced, False
-                self.end_iteration()
+                self.events.iteration_ends()
                 self.finish_iteration(self._successful, all_reduced)
         finally:
             self._depth -= 1
@@ -153,20 +159,12 @@ class Lossy(Run):
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Note an optimizer that has been made. Raises :class:`UsageError` if it cannot go with a mechanism."""
-        for one in self.parts:
-            one.add_optimizer(optimizer)
+        self.events.optimizer_added(optimizer)
         self._optimizers = [*(known for known in self._optimizers if known() is not None), weakref.ref(optimizer)]
 
     def living_optimizers(self) -> list[Any]:
         """See :meth:`Run.living_optimizers`: in the order in which they were made."""
         return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
-
-    def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
-        """A context for the start of the reduction of ``bucket_group``."""
-        for one in self.parts:
-            if (around := one.reducing) is not None:
-                return around(bucket_group)
-        return contextlib.nullcontext()
 
     def note_all_reduce(self, bucket_group: Any) -> None:
         """Note that the gradients of ``bucket_group`` are about to be all-reduced, without loss. Logs it once."""
@@ -175,8 +173,7 @@ class Lossy(Run):
             slot = slot_of(bucket.grad_data)
             if slot is not None:
                 with torch.no_grad():
-                    scaled = partial(torch.mul, bucket.grad_data, bucket.gradient_scaling_factor)  # as Megatron will
-                    slot.group.note_all_reduce(slot.bucket, scaled, self.iteration, self.loss_scale, self.gapless)
+                    slot.group.note_all_reduce(slot.bucket, self.iteration, partial(self._scaled, slot, bucket))
         if not self._told_all_reduce and not self.config.untouched("grad"):
             self._told_all_reduce = True
             if dist.get_rank() == 0:
@@ -186,8 +183,14 @@ class Lossy(Run):
                     self.iteration + 1,
                 )
 
+    def _scaled(self, slot: Slot, bucket: Any) -> Gradients:
+        """The gradients of ``bucket``, scaled as Megatron will scale them."""
+        whole = torch.mul(bucket.grad_data, bucket.gradient_scaling_factor)
+        exchange = Exchange("grad", slot.group.stream, self.iteration)
+        return Gradients(exchange, slot.bucket, whole, whole, loss_scale=self.loss_scale, gapless=self.gapless)
+
     def skip_iteration(self) -> None:
-        self.end_iteration()
+        self.events.iteration_ends()
         super().skip_iteration()
 
     # --- what every run answers ------------------------------------------------------------------------------------

@@ -13,10 +13,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
+from ..base.exchange import Exchange
+from ..recovery import Gradients
 from ..run.base import Run
 from ..transport import LossyGroup, Transfer
 
@@ -54,43 +57,29 @@ def slot_of(buffer: torch.Tensor) -> Slot | None:
 
 
 @contextlib.contextmanager
-def all_reduce(before: Callable[[], Any], after: Callable[[], Any]) -> Iterator[None]:
-    """Surround the coalescing context of an all-reduce: ``before`` is called at its start, ``after`` completes it.
-
-    Without such a context nothing is called.
-    """
-    outer, _open.around = _open.around, (before, after)  # one bucket group may end another before it begins
-    try:
-        yield
-    finally:
-        _open.around = outer
-
-
-@contextlib.contextmanager
 def coalescing_manager(original: Callable, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """Wraps ``_coalescing_manager``: completes the lossy exchanges begun in it at its end or its handle's ``wait``."""
     asynchronous = kwargs.get("async_ops", args[2] if len(args) > 2 else False)
     around, _open.around = _open.around, None
     ends: list[Callable[[], Any]] = []
+
+    def finish() -> None:
+        for end in ends:
+            end()
+
     if around is not None:
         before, after = around
         before()
     outer, _open.ends = _open.ends, ends
     try:
         with original(*args, **kwargs) as manager:
-            yield Transfer(manager, lambda: _complete_all(ends))
+            yield Transfer(manager, finish) if asynchronous else manager
             if around is not None:
                 ends.append(after)
     finally:
         _open.ends = outer
     if not asynchronous:
-        _complete_all(ends)
-
-
-def _complete_all(ends: list[Callable[[], Any]]) -> None:
-    """Complete the exchanges of a context, whose collectives have arrived."""
-    for end in ends:
-        end()
+        finish()
 
 
 def reduce_scatter(
@@ -98,21 +87,13 @@ def reduce_scatter(
 ) -> Any:
     """Wraps a reduce-scatter (``output, input, op=, group=, async_op=``): the group of its slot loses units."""
     slot = slot_of(input)
-    if slot is None or (slot.group.lossless("grad") and slot.group.errors is None):
-        return original(output, input, *args, **kwargs)
+    collective = partial(original, output, input, *args, **kwargs)
+    if slot is None:
+        return collective()
     averaged = kwargs.get("op", args[0] if args else None) == torch.distributed.ReduceOp.AVG
-    return begun(
-        slot.group.reduce_scatter(
-            slot.bucket,
-            input,
-            output,
-            run.iteration,
-            lambda: original(output, input, *args, **kwargs),
-            averaged,
-            run.loss_scale,
-            run.gapless,
-        ),
-    )
+    exchange = Exchange("grad", slot.group.stream, run.iteration)
+    x = Gradients(exchange, slot.bucket, input, output, collective, averaged, run.loss_scale, run.gapless)
+    return begun(slot.group.reduce_scatter(x))
 
 
 def all_gather(
@@ -120,19 +101,29 @@ def all_gather(
 ) -> Any:
     """Wraps an all-gather (``output, input, group=, async_op=``): units that the group of its slot loses stay stale."""
     slot, update = slot_of(output), run.update
-    if slot is None or update is None or slot.group.lossless("param"):
-        return original(output, input, *args, **kwargs)
-    return begun(
-        slot.group.all_gather(slot.bucket, output, input, update, lambda: original(output, input, *args, **kwargs)),
-    )
+    collective = partial(original, output, input, *args, **kwargs)
+    if slot is None or update is None:
+        return collective()
+    return begun(slot.group.all_gather(slot.bucket, output, input, update, collective))
 
 
-def start_grad_sync(run: Any, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps the start of the gradient exchange of a bucket group, which may be an all-reduce. ``run``: the hooks'."""
-    if any(args) or any(kwargs.values()):
-        run.note_all_reduce(self)
-    with run.reducing(self):
-        return original(self, *args, **kwargs)
+def grad_sync(run: Any, original: Callable) -> Callable:
+    """Wrap the start of the gradient exchange of a bucket group, which may be an all-reduce. ``run``: the hooks'."""
+
+    @wraps(original)
+    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(args) or any(kwargs.values()):
+            run.note_all_reduce(self)
+        outer = _open.around  # one bucket group may end another before it begins
+        if run.around_all_reduce is not None:
+            before, after = run.around_all_reduce
+            _open.around = partial(before, self), partial(after, self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _open.around = outer
+
+    return start_grad_sync
 
 
 def begun(transfer: Transfer) -> Any:
@@ -141,8 +132,8 @@ def begun(transfer: Transfer) -> Any:
     Without a context, a collective that returns no handle is over already.
     """
     if _open.ends is not None:
-        _open.ends.append(transfer.end_of_context)
-    elif not transfer.has_work:
+        _open.ends.append(transfer.wait if transfer.apart else transfer.complete)
+    elif transfer.work is None:
         transfer.complete()
     # With fp32 accumulation Megatron waits for this handle instead of the context's.
-    return transfer if transfer.has_work else None
+    return None if transfer.work is None else transfer

@@ -107,7 +107,7 @@ class LossyRun(Run):
             self.check_exchanges()
         if not self._begun:
             self._begun = True
-            self.begin_iteration()
+            self.events.iteration_begins()
         if kind is Kind.UPDATE and not self._updates:
             self._updates = True
             self.begin_update()
@@ -131,7 +131,7 @@ class LossyRun(Run):
         if Kind.UPDATE in kinds:
             self.check_weights()
             self.update = self.iteration
-            self.end_iteration()
+            self.events.iteration_ends()
             self.finish_iteration(True, all_reduced=not reduced)
             self.note_weights()
         elif reduced:

@@ -22,10 +22,12 @@ import torch.distributed as dist
 
 from ..base.device import all_gather_single, reduce_scatter_single
 from ..base.errors import refuse
-from ..base.exchange import Delivery
+from ..base.exchange import Delivery, Exchange
 from ..base.registry import MECHANISMS
 from ..config import PHASES, LossyConfig
+from ..recovery import Gradients
 from ..run.base import Observed
+from ..run.mechanism import Event
 from ..transport import LossyGroup, Network, find_nodes, wire_for
 from ..transport.all_reduce import begin_all_reduce, specs_of
 from .base import LossyRun
@@ -70,6 +72,8 @@ class _Made:
 class LossyDDP(LossyRun):
     """The run of ``model``, a ``DistributedDataParallel``."""
 
+    kind = "DDP"
+
     def __init__(
         self,
         config: LossyConfig,
@@ -96,8 +100,12 @@ class LossyDDP(LossyRun):
         self._known = False  # whether all buckets are known, and are final
         self._pending: list[tuple[Callable[[], None], torch.futures.Future[Any], torch.Tensor]] = []
         self._saved: list[Any] = []  # states of rules, until there are rules
-        for part in MECHANISMS.parts("ddp_part", config):
-            self.add_part(part)
+        #: Are called with the number and the gradient [n] of a bucket: this rank's, divided by the number of ranks, before it is
+        #: all-reduced; and what it received.
+        self.reduction_begins, self.reduction_ends = Event(), Event()
+        #: Is called with the run once the final buckets are known.
+        self.buckets_known = Event()
+        MECHANISMS.attach(self)
         self._closed_hook = False
         try:
             model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
@@ -106,8 +114,7 @@ class LossyDDP(LossyRun):
                 raise
             why = "has a communication hook already, and torch allows one: omit it"
             raise refuse("model", type(model).__name__, why) from None
-        for part in self.parts:
-            part.add_model_chunk(self)
+        self.events.chunk_added(self)
 
     # --- gradients -------------------------------------------------------------------------------------------------
 
@@ -141,36 +148,23 @@ class LossyDDP(LossyRun):
                 f"DDP's bucket {number} has {gradient.numel()} elements, and had {known and known.elements} when the buckets were "
                 "final: its parameters changed after make_lossy"
             )
-        self._note(number, gradient)
-        transfer = begin_all_reduce(
-            self._lossy[0],
-            number,
-            gradient,
-            self.iteration,
-            lambda output, sent: reduce_scatter_single(output, sent, group=self.ranks, async_op=True),
-            lambda output, sent: all_gather_single(output, sent, group=self.ranks, async_op=True),
-            loss_scale=self.loss_scale,
-            gapless=self.gapless,
-        )
+        self.reduction_begins(number, gradient)
+        exchange = Exchange("grad", self._lossy[0].stream, self.iteration)
+        x = Gradients(exchange, number, gradient, gradient, loss_scale=self.loss_scale, gapless=self.gapless)
+        scatter = partial(reduce_scatter_single, group=self.ranks, async_op=True)
+        gather = partial(all_gather_single, group=self.ranks, async_op=True)
+        transfer = begin_all_reduce(self._lossy[0], x, scatter, gather)
 
         def end() -> None:
             transfer.wait()
-            self._reduced_bucket(number, gradient)
+            self.reduction_ends(number, gradient)
 
         return end
 
     def _end_reliable(self, work: dist.Work, number: int, gradient: torch.Tensor) -> None:
         work.wait()
         if self._known and not self._closed_hook:
-            self._reduced_bucket(number, gradient)
-
-    def _note(self, number: int, gradient: torch.Tensor) -> None:
-        for part in self.parts:
-            part.before_reduction(number, gradient)
-
-    def _reduced_bucket(self, number: int, gradient: torch.Tensor) -> None:
-        for part in self.parts:
-            part.after_reduction(number, gradient)
+            self.reduction_ends(number, gradient)
 
     def _learn(self, bucket: dist.GradBucket) -> None:
         self._learned.append(_bucket_of(bucket.parameters()))
@@ -201,8 +195,7 @@ class LossyDDP(LossyRun):
         for group, saved in zip(self._lossy, self._saved):
             group.load_state_dict(saved, self.device)
         self._saved = []
-        for part in self.parts:
-            part.know_buckets(self)
+        self.buckets_known(self)
 
     # --- what every run answers ------------------------------------------------------------------------------------
 

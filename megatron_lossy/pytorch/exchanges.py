@@ -8,6 +8,7 @@ frees after use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,8 @@ import torch.distributed as dist
 
 from ..base.device import all_gather_single, reduce_scatter_single
 from ..base.errors import refuse
+from ..base.exchange import Exchange
+from ..recovery import Gradients
 from ..transport import LossyGroup, Transfer
 from .layout import ParameterGroup
 from .steps import within_step
@@ -44,25 +47,25 @@ class Clock(Protocol):
         """Let the current stream wait until the last update is made, and what was gathered before it is copied."""
 
 
-class Done(dist.Work):
-    """A handle of work that is over: FSDP2 waits for no other kind of object."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Return at once."""
-        return True
-
-
-class Under(dist.Work):
-    """A handle of an exchange under way. Its wait completes the exchange, recovery included."""
+class Handle(dist.Work):
+    """``transfer`` as a handle, since FSDP2 waits for no other kind of object. Its wait completes the exchange."""
 
     def __init__(self, transfer: Transfer) -> None:
         super().__init__()
         self._transfer = transfer
 
     def wait(self, timeout: Any = None) -> bool:
-        """Complete the exchange, on the current stream."""
+        """Complete the exchange, recovery included, on the current stream."""
         self._transfer.wait()
         return True
+
+
+def handle_of(transfer: Transfer, async_op: bool) -> Handle | None:
+    """The handle of ``transfer`` for FSDP2, or ``None`` once the exchange is complete."""
+    if async_op:
+        return Handle(transfer)
+    transfer.wait()
+    return None
 
 
 class Gather:
@@ -137,11 +140,7 @@ class Gather:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather ``input_tensor`` [shard] of all ranks into ``output_tensor`` [N * shard], the replica."""
-
-        def collective() -> dist.Work | None:
-            self.sent_bytes += (self._lossy.size - 1) * input_tensor.nbytes
-            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-
+        collective = partial(all_gather_single, output_tensor, input_tensor, group=group, async_op=async_op)
         first = self._restarts != self._clock.restarts
         if first:
             self.note_weights()
@@ -153,11 +152,9 @@ class Gather:
             if self._again is not None and not (ahead or self._clock.holds):
                 return self._exchange(*self._again, output_tensor, input_tensor, collective, async_op)
             self.answered += 1
-            return Done() if async_op else None
+            return handle_of(Transfer(None), async_op)
         self._restarts, self._update, self.ahead = self._clock.restarts, self._clock.update, False
-        if first:
-            return self._handle(Transfer(collective(), lambda: None), async_op)
-        return self._exchange(self._lossy, self._number, output_tensor, input_tensor, collective, async_op)
+        return self._exchange(self._lossy, self._number, output_tensor, input_tensor, collective, async_op, first)
 
     def note_weights(self) -> None:
         """This rank's shard is as optimizers and mechanisms left it."""
@@ -187,20 +184,15 @@ class Gather:
         sent: torch.Tensor,
         collective: Callable[[], Any],
         async_op: bool,
+        reliable: bool = False,
     ) -> dist.Work | None:
-        if self._clock.update is None:
-            return self._handle(Transfer(collective(), lambda: None), async_op)
-        if not lossy.lossless("param") and (lossy.wire.observed or "param" in lossy.wire.coded):
-            self.sent_bytes += lossy.sent_bytes("param", number, sent)  # no collective carries it
-        return self._handle(lossy.all_gather(number, output, sent, self._clock.update, collective), async_op)
-
-    def _handle(self, transfer: Transfer, async_op: bool) -> dist.Work | None:
-        """The handle of ``transfer`` for FSDP2, or ``None`` once it is over."""
-        transfer.then(self._end)
-        if async_op:
-            return Under(transfer)
-        transfer.wait()
-        return None
+        if reliable or self._clock.update is None:
+            self.sent_bytes += (lossy.size - 1) * sent.nbytes
+            transfer = Transfer(collective())
+        else:
+            self.sent_bytes += lossy.sent_bytes("param", number, sent)
+            transfer = lossy.all_gather(number, output, sent, self._clock.update, collective)
+        return handle_of(transfer.then(self._end), async_op)
 
     def _end(self, _: Any) -> None:
         if self._again is not None and self.replica is not None and self.replica.is_cuda:
@@ -240,26 +232,13 @@ class Reduce:
         assert averaged or op == dist.ReduceOp.SUM
         self._clock.reducing(self)
         self.sent_bytes += self._lossy.sent_bytes("grad", self._number, output_tensor)
-
-        def collective() -> dist.Work | None:
-            return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-
-        step = self._clock.iteration
-        transfer = self._lossy.reduce_scatter(
-            self._number,
-            input_tensor,
-            output_tensor,
-            step,
-            collective,
-            averaged,
-            self._clock.loss_scale,
-            self._clock.gapless,
+        collective = partial(reduce_scatter_single, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        exchange, clock = Exchange("grad", self._lossy.stream, self._clock.iteration), self._clock
+        x = Gradients(
+            exchange, self._number, input_tensor, output_tensor, collective, averaged, clock.loss_scale, clock.gapless
         )
-        transfer.then(lambda _: self._lossy.keep_lost(self._number, step))
-        if async_op:
-            return Under(transfer)
-        transfer.wait()
-        return None
+        transfer = self._lossy.reduce_scatter(x)
+        return handle_of(transfer.then(lambda _: self._lossy.keep_lost(x.bucket, x.exchange.step)), async_op)
 
     def _check(self, sent: torch.Tensor) -> None:
         wanted, spec = self._lossy.size * self._group.spec.shard, self._group.spec

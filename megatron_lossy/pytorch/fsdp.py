@@ -63,7 +63,12 @@ class _Again:
 
 
 class LossyFSDP(LossyRun):
-    """The run of a model whose ``groups`` :func:`.make_lossy` has checked. ``regather``: see there."""
+    """The run of a model whose ``groups`` :func:`.make_lossy` has checked. ``regather``: see there.
+
+    ``islands``: the ranks of each group that shards a copy of the model, if the copies are islands.
+    """
+
+    kind = "FSDP2"
 
     def __init__(
         self,
@@ -80,21 +85,18 @@ class LossyFSDP(LossyRun):
         #: Times that weights were loaded.
         self.restarts = 0
         self._loading: list[Any] = []  # hooks
-        self._islands = islands
+        self.islands = islands
         self._event: torch.Event | None = None
         self._sharded: list[_Sharded] = []
         self._lossy: list[LossyGroup] = []
         self._again: list[_Again] = []
-        for part in MECHANISMS.parts("fsdp_part", config, islands):
-            self.job, self.jobs = part.job if part.job != (0, 1) else (self.job, self.jobs)
-            self.add_part(part)
+        MECHANISMS.attach(self)
         self._streams = streams_of([one for one in groups if one.trained])
         for stream in self._streams:
             self._add(stream, regather)
         for one in self._sharded:
             one.group.exchange_by(one.gather, one.reduce)
-        for part in self.parts:
-            part.ready()
+        self.events.built()
 
     def _add(self, one: ShardedStream, regather: bool) -> None:
         lossy = self._group_of(one, one.stream.chunk)
@@ -120,7 +122,7 @@ class LossyFSDP(LossyRun):
         nodes = None
         if self.config.ranks_of_node is not None:
             everywhere = find_nodes(None, self.config.ranks_of_node)
-            nodes = [everywhere[rank] for island in self._islands or [ranks] for rank in island]
+            nodes = [everywhere[rank] for island in self.islands or [ranks] for rank in island]
         networks = {phase: Network(self.config, phase, self.jobs * len(ranks), nodes) for phase in PHASES}
         first = self.job * len(ranks)  # no two islands lose the same
         members = [first + ranks.index(rank) for rank in dist.get_process_group_ranks(one.ranks)]

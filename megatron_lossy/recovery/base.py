@@ -10,11 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from ..base.exchange import BucketUnits, Delivery, Exchange, Lost
-from ..base.fetch import Fetched
-from .rows import Rows, rows_for
+from .rows import rows_for
 
 if TYPE_CHECKING:
     import torch
@@ -23,15 +20,12 @@ if TYPE_CHECKING:
 
 #: Runs the caller's collective. Returns its handle, or ``None`` if it has completed or somebody else waits for it.
 Collective = Callable[[], Any]
-
-
 #: Returns the factor of a loss, a number or a scalar tensor, or ``None`` without one.
 LossScale = Callable[[], Any]
 
 
-def unscaled() -> None:
-    """A loss without a factor."""
-    return None
+def nothing() -> None:
+    """Do nothing: no collective is to run, or the loss has no factor."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +37,13 @@ class Gradients:
         bucket: the number of the bucket.
         buffer: [N * shard], the gradients of this rank. It changes in place, and is free once the exchange is over.
         output: [shard], receives the recovered sum. It may be part of ``buffer``.
-        collective: would carry all of it, reliably.
+        collective: would carry all of it, reliably; by default nobody's.
         averaged: the collective divides the sum by N (``ReduceOp.AVG``).
         loss_scale: returns a number or a scalar tensor that multiplied the gradients; with one, the step may be
             rejected. ``None`` without one.
         gapless: the next exchange of the bucket is that of the next step.
-        rounding: gives a buffer [N * shard] the values that others get of it, in place. The wire sets it if values cross in
-            codes, and senders remove what is lost.
+        rounding: gives a buffer [N * shard] the values that others get of it, in place. The wire sets it if values cross
+            in codes, and calls it before :meth:`GradRecovery.before`, unless the rule does.
         coming: returns the units of the bucket that the exchange of the next step loses, or ``None`` if a trace ends
             before it. The wire sets it if ``gapless``, and losses can be foreseen.
     """
@@ -58,9 +52,9 @@ class Gradients:
     bucket: int
     buffer: torch.Tensor
     output: torch.Tensor
-    collective: Collective
+    collective: Collective = nothing
     averaged: bool = False
-    loss_scale: LossScale = unscaled
+    loss_scale: LossScale = nothing
     gapless: bool = False
     coming: Callable[[], Lost | None] | None = None
     rounding: Callable[[torch.Tensor], None] | None = None
@@ -119,11 +113,8 @@ class Rule(ABC):
     def __init__(self, units: BucketUnits, rank: int) -> None:
         self.units = units
         self.rank = rank
-
-    @staticmethod
-    def rows(buffer: torch.Tensor) -> Rows:
-        """The operations that change units of ``buffer``."""
-        return rows_for(buffer.device)
+        #: The operations that change units of a buffer.
+        self.rows = rows_for()
 
     def finish_step(self, step: int, successful: bool) -> None:
         """End ``step``. ``successful``: the optimizer used its gradients. The step may have had no exchange here."""
@@ -142,8 +133,8 @@ class Rule(ABC):
 class GradRecovery(Rule):
     """A rule for gradients: lost units are removed, and the owner corrects the sum of the rest.
 
-    ``correct``, ``remove`` and ``after`` are for rules to override. With a ``before``, ``combine`` or ``leave_out`` of its
-    own a rule cannot go with ``--grad-priority``, which has others.
+    ``before`` and ``after`` are for rules to override. With a ``combine`` of its own a rule cannot go with
+    ``--grad-priority``, which has another.
 
     The wire decides who removes them. Over a collective each sender removes them before it sends: ``lost`` are units by
     destination. If owners get the pieces of all senders, the owner removes them: ``lost`` are units by source.
@@ -153,34 +144,16 @@ class GradRecovery(Rule):
     foresight: bool = False
     #: Whether gradients of earlier steps enter the sum. The sum must then mean the same in all steps.
     carries_over: bool = False
-    #: Whether senders keep what they lose, and send it again.
+    #: Whether senders keep what they lose, and send it again, with the verbs of :class:`.ErrorFeedback`.
     feeds_back: ClassVar[bool] = False
-    #: Whether :meth:`remove` leaves the units of :attr:`Lost.spared` alone; else it is told of none.
+    #: Whether :meth:`before` calls :attr:`Gradients.rounding` itself: after it has kept or chosen values as they were.
+    rounds: ClassVar[bool] = False
+    #: Whether :meth:`before` leaves the units of :attr:`Lost.spared` alone; else it is told of none.
     minds_spared: ClassVar[bool] = False
 
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
         """Take the units that are ``lost`` out of ``buffer`` [N * shard]. The result is given to :meth:`after`."""
-        self.correct(buffer, x)
-        return self.leave(buffer, lost, delivery, x)
-
-    def leave(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
-        """Do as :meth:`remove`, and round what crosses in codes.
-
-        What a sender keeps of its losses is not rounded, and what a receiver keeps is as it came.
-        """
-        if x.rounding is not None and not self.feeds_back:
-            x.rounding(buffer)
-        kept = self.remove(buffer, lost, delivery, x)
-        if x.rounding is not None and self.feeds_back:
-            x.rounding(buffer)
-        return kept
-
-    def correct(self, buffer: torch.Tensor, x: Gradients) -> None:
-        """Change ``buffer`` before its losses are known."""
-
-    def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
-        """Take the units that are ``lost`` out of the corrected ``buffer``. The result is given to :meth:`after`."""
-        self.rows(buffer).zero_(buffer, self.units, lost)
+        self.rows.zero_(buffer, self.units, lost)
 
     def after(self, shard: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
         """Correct ``shard`` [shard], the sum at its owner, in place. ``kept``: the result of :meth:`before`."""
@@ -189,59 +162,14 @@ class GradRecovery(Rule):
         """Put the recovered sum of ``pieces`` [N * shard], one of each source, into ``x.output``; or their mean.
 
         A missing piece may have any value. Pieces are added in the order of the sources, in float32 at least, and
-        rounded once. ``kept``: the result of :meth:`leave_out`.
+        rounded once. ``kept``: what :attr:`protected` returned where it removed units, else ``None``.
         """
         kept = self.before(pieces, delivery.lost_here(self.units), delivery, x)
         add_up(pieces, delivery, x)
         self.after(x.output, delivery, kept, x)
 
-    # --- for senders that choose the units that have to arrive; other rules do nothing ------------------------------
-
-    #: The units of the latest exchange that were lost for good, if these differ from the drawn ones.
-    final: Lost | None = None
-    #: bool[N, count]: the units of the latest exchange that must arrive, if only the network knows its losses.
-    must: np.ndarray | Fetched | None = None
-    #: The record of the latest step that is over; ``None`` if no sender chooses.
-    told: Told | None = None
-
-    def leave_out(self, delivery: Delivery, x: Gradients) -> Any:
-        """Remove lost units at the sender although owners get pieces: only the sender knows its priorities."""
-
-    def choose(self, x: Gradients) -> np.ndarray | Fetched | None:
-        """bool[N, count]: the units that must arrive, here or on their way; ``None`` if no unit must."""
-
-    def keep(self, step: int, payload: torch.Tensor, lost: Lost, loss_scale: Any) -> None:
-        """Keep the units of ``payload`` [N * shard], sent in ``step``, that are ``lost`` for good."""
-
-    def keep_all(self, step: int, payload: torch.Tensor, loss_scale: Any) -> None:
-        """Keep all of ``payload``, sent in ``step`` and soon overwritten: no report says yet which units arrived."""
-
-    def keep_late(self, step: int, lost: Lost) -> None:
-        """Keep the units that are ``lost`` for good, from the payload given to :meth:`keep_all`."""
-
-    def settle(self, left: Lost) -> None:
-        """Learn that the units ``left`` of the latest exchange are lost for good; :meth:`remove` knew of spared ones."""
-
-    def note(self, told: Told, lost: Lost) -> None:
-        """Complete ``told``, the record of the units of the latest exchange."""
-
-    def sent_in(self, step: int) -> bool:
-        """Whether units were sent in ``step`` and no report says yet which of them arrived."""
-        return False
-
-    @property
-    def late(self) -> list[int]:
-        """Steps that are over while no report says yet which of their units arrived."""
-        return []
-
-    def reported(self, step: int, lost: np.ndarray | None) -> None:
-        """Take the report for ``step``: ``lost`` bool[N, count], units that did not arrive; ``None``: missing."""
-
-    def share(self, replicated: np.ndarray) -> None:
-        """Let units with copies at other ranks always arrive, because all copies must lose the same.
-
-        ``replicated`` bool[N, count]: these units.
-        """
+    #: This rule for wires, if its sender chooses units that must arrive (:mod:`.mechanisms.priority.protected`).
+    protected: Any = None
 
     @classmethod
     def check(cls, config: LossyConfig) -> None:
@@ -251,6 +179,13 @@ class GradRecovery(Rule):
     def kept_share(cls, lost: float) -> float:
         """Elements kept between steps, per element of the gradients. ``lost``: the share that a step loses."""
         return 0.0
+
+
+class Zero(GradRecovery):
+    """``zero``: a lost unit counts as zero, the naive baseline. Expectation (g_own + (1-p) sum of others) / N."""
+
+    name = "zero"
+    minds_spared = True
 
 
 def add_up(pieces: torch.Tensor, delivery: Delivery, x: Gradients) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..base.exchange import BucketUnits, Delivery, Lost
 from .base import Gradients, GradRecovery, Told
-from .rows import Saved, rows_for, times
+from .rows import Saved, times
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,7 @@ class ErrorFeedback(GradRecovery):
     name = "error-feedback"
     feeds_back = True
     minds_spared = True
+    rounds = True
     _warned: ClassVar[bool] = False
 
     def __init__(self, units: BucketUnits, rank: int) -> None:
@@ -47,40 +48,54 @@ class ErrorFeedback(GradRecovery):
     def kept_share(cls, lost: float) -> float:
         return 2 * lost
 
+    def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> None:
+        self.correct(buffer, x)
+        self.remove(buffer, lost, delivery, x)
+
     def correct(self, buffer: torch.Tensor, x: Gradients) -> None:
+        """Add the residual to ``buffer`` [N * shard]."""
         scale = x.loss_scale()
         self._added = list(self._residuals)
         for lost, saved in self._added:
-            self.rows(buffer).add_(buffer, self.units, lost, saved if scale is None else times(saved, scale))
+            self.rows.add_(buffer, self.units, lost, saved if scale is None else times(saved, scale))
 
     def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> None:
-        rows = self.rows(buffer)
-        kept = rows.take(buffer, self.units, lost)
-        rows.clear_(buffer, self.units, lost, kept)
+        """Keep the units of the corrected ``buffer`` that are ``lost``, and take them out of it."""
+        kept = self.rows.take(buffer, self.units, lost)
+        self.rows.clear_(buffer, self.units, lost, kept)
         self._keep(x.exchange.step, lost, kept, x.loss_scale())
+        if x.rounding is not None:
+            x.rounding(buffer)
 
     def keep(self, step: int, payload: torch.Tensor, lost: Lost, loss_scale: Any) -> None:
-        self._keep(step, lost, self.rows(payload).take(payload, self.units, lost), loss_scale)
+        """Keep the units of ``payload`` [N * shard], sent in ``step``, that are ``lost`` for good."""
+        self._keep(step, lost, self.rows.take(payload, self.units, lost), loss_scale)
 
     def _keep(self, step: int, lost: Lost, kept: Saved, loss_scale: Any) -> None:
         self._pending = (step, lost, kept if loss_scale is None else times(kept, 1 / loss_scale))
 
     def settle(self, left: Lost) -> None:
+        """Keep only the units ``left`` of the latest exchange, lost for good; :meth:`remove` knew of spared ones."""
         if self._pending is not None and self._pending[1].spared is not None:
             step, lost, kept = self._pending
-            self._pending = (step, left, rows_for(lost.spared.device).narrow(self.units, lost, left, kept))
+            self._pending = (step, left, self.rows.narrow(self.units, lost, left, kept))
 
     def keep_all(self, step: int, payload: torch.Tensor, loss_scale: Any) -> None:
-        """See :meth:`GradRecovery.keep_all`. A late report delays the lost units; it drops none of them."""
+        """Keep all of ``payload``, sent in ``step`` and soon overwritten, until a report says which units arrived.
+
+        A late report delays the lost units; it drops none of them.
+        """
         self._payloads[step] = (payload.clone() if loss_scale is None else payload.float() / loss_scale, False)
 
     def keep_late(self, step: int, lost: Lost) -> None:
+        """Keep the units that are ``lost`` for good, from the payload given to :meth:`keep_all`."""
         if step in self._payloads:
             payload, counts = self._payloads.pop(step)
             if counts:
-                self._residuals.append((lost, self.rows(payload).take(payload, self.units, lost)))
+                self._residuals.append((lost, self.rows.take(payload, self.units, lost)))
 
     def note(self, told: Told, lost: Lost) -> None:
+        """Complete ``told``, the record of the units of the latest exchange."""
         told.oldest = int(self._aged(lost).max(initial=0))
         if told.residual > told.payload - told.residual and not ErrorFeedback._warned:
             ErrorFeedback._warned = True

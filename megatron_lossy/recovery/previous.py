@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from ..base.exchange import BucketUnits, Delivery, Lost
-from . import copies
 from .base import Gradients, GradRecovery
-from .rows import Saved
+from .rows import Saved, used_here
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,7 @@ class Previous(GradRecovery):
     def kept_share(cls, lost: float) -> float:
         return 2 * lost  # the substitutes of this step and of the next
 
-    def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> None:
+    def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> None:
         step = x.exchange.step
         self._count_pending(step)
         self._step = step
@@ -56,16 +57,16 @@ class Previous(GradRecovery):
         self._kept = {step: known} if known is not None else {}  # the step may be repeated
         coming = x.coming()
         if coming is not None:
-            self._kept[step + 1] = (coming, self.rows(buffer).take(buffer, self.units, coming))
+            self._kept[step + 1] = (coming, self.rows.take(buffer, self.units, coming))
 
     def _substitute(self, buffer: torch.Tensor, step: int, lost: Lost, scale: Any) -> None:
-        rows, known = self.rows(buffer), self._kept.get(step)
-        if known is not None and known[0].equals(lost):
+        rows, known = self.rows, self._kept.get(step)
+        if known is not None and np.array_equal(known[0].mask, lost.mask):
             rows.put_(buffer, self.units, lost, known[1])
         elif known is not None and lost.mask.any():
             raise RuntimeError(f"--grad-recovery {self.name}: step {step} loses other units than was foreseen")
         elif self._received is not None:
-            copies.used_here((self._received,))
+            used_here((self._received,))
             scaled = self._received if scale is None else self._received * scale
             rows.put_(buffer, self.units, lost, rows.take(scaled, self.units, lost))
         else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..base.exchange import Delivery
+from ..base.exchange import Delivery, Lost
 from .base import Gradients, GradRecovery
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ class Renormalize(GradRecovery):
 
     name = "renormalize"
 
+    def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> None:
+        self.rows.zero_(buffer, self.units, lost)
+
     def after(self, shard: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
         survivors = delivery.survivors(self.units)
-        self.rows(shard).scale_(shard, self.units, len(delivery.sources) / np.maximum(survivors, 1))
+        self.rows.scale_(shard, self.units, len(delivery.sources) / np.maximum(survivors, 1))

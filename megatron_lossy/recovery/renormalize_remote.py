@@ -35,21 +35,21 @@ class RenormalizeRemote(GradRecovery):
                 "that rule gives the own shard, always there, the weight 1/N; choose renormalize, previous or zero",
             )
 
-    def remove(
+    def before(
         self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients
     ) -> tuple[Lost, Saved, torch.dtype]:
         # Units of the own shard that stay out of the sum.
-        rows, kept_out = self.rows(buffer), Lost((delivery.survivors(self.units) < len(delivery.sources))[None])
+        rows, kept_out = self.rows, Lost((delivery.survivors(self.units) < len(delivery.sources))[None])
         own = buffer[self.rank * self.units.shard : (self.rank + 1) * self.units.shard]
         saved = rows.take(own, self.units, kept_out)
-        super().remove(buffer, lost, delivery, x)
+        rows.zero_(buffer, self.units, lost)
         rows.zero_(own, self.units, kept_out)
         return kept_out, saved, buffer.dtype
 
     def after(
         self, shard: torch.Tensor, delivery: Delivery, kept: tuple[Lost, Saved, torch.dtype], x: Gradients
     ) -> None:
-        rows, (kept_out, saved, dtype) = self.rows(shard), kept
+        rows, (kept_out, saved, dtype) = self.rows, kept
         if rows.nothing(kept_out):
             return
         size, remote = len(delivery.sources), delivery.survivors(self.units) - 1

@@ -1,24 +1,59 @@
-"""Reads and changes the lost units of a bucket in place.
+"""Reads and changes the lost units of a bucket in place; and copies to an accelerator that do not block.
 
 :class:`IndexedRows` touches only lost units: its time and memory follow the loss. :class:`MaskedRows` has the same
 effect with shapes and numbers in its graph that do not depend on the loss, for devices that compile each graph (HPU).
 Lost values are selected, never multiplied: infinity times zero is not zero.
+
+Torch is imported when it is needed: flags are checked where it is not installed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..base.exchange import BucketUnits, Lost
-from . import copies
 
 if TYPE_CHECKING:
     import torch
 
 #: The result of ``take``: tensors for each view of the bucket.
 Saved = list[tuple[Any, ...]]
+
+
+def to_device(values: np.ndarray | torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return ``values``, in host memory, as a tensor on ``device``; on a CPU it shares their memory.
+
+    A copy to a CUDA device goes through page-locked memory. From other memory, a copy of more than 64 KiB waits until
+    the device has done all queued work, which may be a whole backward pass. torch keeps a pool of page-locked memory,
+    and reuses none of it before the copy from it is done.
+    """
+    import torch
+
+    tensor, device = torch.from_numpy(values) if isinstance(values, np.ndarray) else values, torch.device(device)
+    return page_locked(tensor).to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def page_locked(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of ``tensor`` in page-locked memory."""
+    import torch
+
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+def used_here(tensors: Iterable[torch.Tensor]) -> None:
+    """Note in torch that the current stream uses ``tensors``, which another stream may have allocated.
+
+    torch then reuses their memory only after the current stream is done with it. HPU's graphs ensure this themselves,
+    and a CPU has no streams.
+    """
+    import torch
+
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream())
 
 
 def unit_views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Tensor, slice]]:
@@ -43,7 +78,7 @@ def times(saved: Saved, factor: Any) -> Saved:
 
 
 def _float32(factors: np.ndarray, device: torch.device) -> torch.Tensor:
-    return copies.to_device(factors.astype(np.float32), device)[None, :, None]
+    return to_device(factors.astype(np.float32), device)[None, :, None]
 
 
 def _flat(view: torch.Tensor) -> torch.Tensor:
@@ -68,34 +103,30 @@ class IndexedRows:
         """Whether the work for ``lost`` may be skipped, because nothing was lost."""
         return not lost.mask.any()
 
-    @staticmethod
-    def _index(lost: Lost, numbers: slice, device: torch.device) -> torch.Tensor:
-        return copies.to_device(lost.places(numbers), device)
-
     @classmethod
     def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> None:
         """Set the units that are ``lost``, and not spared, to zero."""
         for view, numbers in unit_views(buffer, units):
-            shards, _ = lost.places(numbers)
-            if lost.spared is not None and len(shards):
-                index = cls._index(lost, numbers, buffer.device)
+            places = lost.places(numbers)
+            if lost.spared is not None and places.size:
+                index = to_device(places, buffer.device)
                 cls._write(view, index, cls._zeroed(_select(view, index), lost, numbers, index))
             elif units.count == 1:
-                for shard in shards:
+                for shard in places[0]:
                     view[shard].zero_()
-            elif len(shards):
-                view.index_put_(cls._index(lost, numbers, buffer.device).unbind(), view.new_zeros(()))
+            elif places.size:
+                view.index_put_(to_device(places, buffer.device).unbind(), view.new_zeros(()))
 
     @classmethod
     def take(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> Saved:
         """Copies of the units that are ``lost``, spared or not; give them to :meth:`put_` with the same ``lost``."""
         saved: Saved = []
         for view, numbers in unit_views(buffer, units):
-            shards, _ = lost.places(numbers)
+            places = lost.places(numbers)
             if units.count == 1:
-                saved.append(tuple(view[shard].clone() for shard in shards))
-            elif len(shards):
-                index = cls._index(lost, numbers, buffer.device)
+                saved.append(tuple(view[shard].clone() for shard in places[0]))
+            elif places.size:
+                index = to_device(places, buffer.device)
                 saved.append((index, _select(view, index)))
             else:
                 saved.append(())
@@ -105,7 +136,7 @@ class IndexedRows:
     def put_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
         """Write the units that :meth:`take` returned for ``lost``."""
         for (view, numbers), values in zip(unit_views(buffer, units), saved, strict=True):
-            copies.used_here(values)
+            used_here(values)
             if units.count == 1:
                 for shard, value in zip(lost.places(numbers)[0], values, strict=True):
                     view[shard].copy_(value)
@@ -143,13 +174,13 @@ class IndexedRows:
         for (numbers, _), values in zip(units.parts, saved, strict=True):
             shards, places = lost.places(numbers)
             kept = left.mask[:, numbers][shards, places]
-            copies.used_here(values)
+            used_here(values)
             if kept.all():
                 result.append(values)
             elif units.count == 1:
                 result.append(tuple(value for value, keeps in zip(values, kept, strict=True) if keeps))
             elif kept.any():
-                index = copies.to_device(np.flatnonzero(kept), values[-1].device)
+                index = to_device(np.flatnonzero(kept), values[-1].device)
                 places_, values_ = values
                 result.append((places_.index_select(1, index), values_.index_select(0, index)))
             else:
@@ -160,7 +191,7 @@ class IndexedRows:
     def add_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
         """Add the result of :meth:`take` for ``lost`` to the units that are ``lost``; the sum is rounded once."""
         for (view, numbers), values in zip(unit_views(buffer, units), saved, strict=True):
-            copies.used_here(values)
+            used_here(values)
             if units.count == 1:
                 for shard, value in zip(lost.places(numbers)[0], values, strict=True):
                     view[shard].copy_(view[shard] + value)
@@ -195,7 +226,7 @@ class MaskedRows:
 
     @staticmethod
     def _mask(lost: Lost, numbers: slice, device: torch.device) -> torch.Tensor:
-        mask = copies.to_device(np.ascontiguousarray(lost.mask[:, numbers, None]), device)
+        mask = to_device(np.ascontiguousarray(lost.mask[:, numbers, None]), device)
         return mask if lost.spared is None else mask & ~lost.spared[:, numbers, None]
 
     @classmethod
@@ -213,7 +244,7 @@ class MaskedRows:
     def put_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
         """See :meth:`IndexedRows.put_`. It works shard by shard: no second whole copy of the bucket is needed."""
         for (view, numbers), (value,) in zip(unit_views(buffer, units), saved, strict=True):
-            copies.used_here((value,))
+            used_here((value,))
             for old, new, mask in zip(value, view, cls._mask(lost, numbers, buffer.device), strict=True):
                 new.copy_(old.where(mask, new))
 
@@ -221,7 +252,7 @@ class MaskedRows:
     def add_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
         """See :meth:`IndexedRows.add_`."""
         for (view, numbers), (value,) in zip(unit_views(buffer, units), saved, strict=True):
-            copies.used_here((value,))
+            used_here((value,))
             for old, new, mask in zip(value, view, cls._mask(lost, numbers, buffer.device), strict=True):
                 new.copy_((new + old).to(new.dtype).where(mask, new))
 
@@ -245,6 +276,9 @@ class MaskedRows:
 Rows = type[IndexedRows] | type[MaskedRows]
 
 
-def rows_for(device: torch.device) -> Rows:
-    """The implementation that suits ``device``."""
-    return MaskedRows if device.type == "hpu" else IndexedRows
+def rows_for(device: torch.device | None = None) -> Rows:
+    """Return the implementation that suits ``device``; by default the accelerator of this process."""
+    import torch
+
+    masked = hasattr(torch, "hpu") if device is None else device.type == "hpu"  # Gaudi's software sets the attribute
+    return MaskedRows if masked else IndexedRows

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..base.errors import refuse
-from ..base.exchange import Delivery, Lost
+from ..base.exchange import Delivery
 from ..base.fetch import Fetched
 from .base import Parameters, Rule
 from .rows import Saved
@@ -28,19 +28,15 @@ class Stale(Rule):
     #: Whether units that arrived hold their owners' weights.
     exact: bool = True
 
-    def lost(self, delivery: Delivery) -> Lost:
-        """Units of the bucket that are stale after ``delivery``."""
-        return delivery.lost_here(self.units)
-
     def put_aside(self, replica: torch.Tensor, delivery: Delivery) -> Saved | None:
         """Copies of the units of ``replica`` [N * shard] that will be stale; ``None`` if there is nothing to do."""
-        lost, rows = self.lost(delivery), self.rows(replica)
-        return None if rows.nothing(lost) else rows.take(replica, self.units, lost)
+        lost = delivery.lost_here(self.units)
+        return None if self.rows.nothing(lost) else self.rows.take(replica, self.units, lost)
 
     def put_back(self, replica: torch.Tensor, delivery: Delivery, saved: Saved | None) -> None:
         """Write the units that :meth:`put_aside` returned back into ``replica``."""
         if saved is not None:
-            self.rows(replica).put_(replica, self.units, self.lost(delivery), saved)
+            self.rows.put_(replica, self.units, delivery.lost_here(self.units), saved)
 
     def send(self, x: Parameters) -> Any:
         """Put the values to send into ``x.sent``. The result is given to :meth:`sent`."""

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 
 from ..base.exchange import Delivery
+from ..base.ledger import Patch
 from ..channel.corruption import Corruption, make_corruption
 from ..config import PHASES, LossyConfig
-from ..delivery_log.error_rows import recorded_events
-from .mechanism import Part
+from ..delivery_log.events import recorded_events
 from .monitor import Replicas, metrics_of
 from .observers import make_observers
 from .weights import RunWeights
@@ -47,10 +47,18 @@ class Run(RunWeights):
     local: Sequence[int]
     job, jobs = 0, 1
 
+    #: Its data parallelism: Megatron, FSDP2, DDP, or virtual.
+    kind: str
+
     def __init__(
         self, config: LossyConfig, steps: int | None = None, gapless: bool = False, writer: int | None = None
     ) -> None:
         super().__init__(config)
+        #: Patches of mechanisms in megatron-core, and in megatron.training.
+        self.patches: list[Patch] = []
+        self.training_patches: list[Patch] = []
+        #: Functions that return events of an iteration besides its exchanges; see :meth:`Observer.happened`.
+        self.sources: list[Callable[[int], list[Any]]] = []
         self.steps = steps
         self.gapless = gapless
         self.observers = make_observers(self, writer)
@@ -62,12 +70,6 @@ class Run(RunWeights):
     def corruption(self) -> Corruption:
         """Draws or replays the errors that hit gradients."""
         return make_corruption(self.config, recorded_events(self.config))
-
-    def add_part(self, part: Part) -> None:
-        """Let a mechanism take part in the run, with its observers."""
-        self.parts.append(part)
-        part.attach(self)
-        self.observers += part.observers
 
     @property
     def speaks(self) -> bool:
@@ -111,7 +113,7 @@ class Run(RunWeights):
     def happened(self) -> list[Any]:
         """Events of this iteration beside its exchanges; see :meth:`Observer.happened`."""
         errors = [group.errors for group in self.groups if group.errors is not None]
-        beside = [event for one in self.parts for event in one.happened(self.iteration)]
+        beside = [event for source in self.sources for event in source(self.iteration)]
         return [*(reduction for one in errors for reduction in one.take(self.iteration)), *beside]
 
     # --- a training program ----------------------------------------------------------------------------------------
@@ -140,28 +142,16 @@ class Run(RunWeights):
 
     def leave(self) -> None:
         """Wait, at the end of a run that ends well, until it is over everywhere. A collective call of all jobs."""
-        for one in self.parts:
-            one.leave()
+        self.events.leave()
 
     # --- an iteration ----------------------------------------------------------------------------------------------
-
-    def begin_iteration(self) -> None:
-        """The optimizer is about to check gradients and to make its update."""
-        for one in self.parts:
-            one.begin_iteration()
-
-    def end_iteration(self) -> None:
-        """The optimizer is done; also after an iteration without an update."""
-        for one in self.parts:
-            one.end_iteration()
 
     def begin_update(self) -> None:
         """The owners' shards are about to be updated."""
         self.tell_observers()
         for observer in self.observers:
             observer.before_update(self.iteration, self.replicas)
-        for one in self.parts:
-            one.begin_update()
+        self.events.update_begins()
 
     def finish_iteration(self, successful: bool, all_reduced: bool = False, used: bool | None = None) -> None:
         """End the iteration. ``successful``: it updated the weights. ``all_reduced``: its gradients lost nothing.
@@ -212,18 +202,6 @@ class Run(RunWeights):
             self.settle()
         return self._replicas()
 
-    def catch_up(self, iteration: int) -> int:
-        """The next iteration to make, after ``iteration``: a later one if other jobs have gone on without this one.
-
-        A collective call of the ranks of this job.
-        """
-        for one in self.parts:
-            iteration = one.catch_up(iteration)
-        return iteration
-
-    def come_and_go(self) -> None:
-        """Let jobs of this process come and go: an iteration is about to begin."""
-
     def skip_iteration(self) -> None:
         """Count an iteration that passed without a step of the optimizer, with gradients or without."""
         for group in self.groups:
@@ -245,8 +223,7 @@ class Run(RunWeights):
             group.restart()
         for observer in self.observers:
             observer.begin_equal()
-        for one in self.parts:
-            one.restart(self.iteration)
+        self.events.restart(self.iteration)
 
     def metrics(self) -> dict[str, float]:
         """Measurements of the observers since the last call (docs/monitors.md). A collective call."""
@@ -263,8 +240,7 @@ class Run(RunWeights):
         self.close_observers()
         for group in self.groups:
             group.close()
-        for one in self.parts:
-            one.close()
+        self.events.close()
 
     def save_replicas(self, folder: str | os.PathLike) -> None:
         """See :meth:`.RunWeights.save_replicas`. With and without the flag observers save too, to files of their own."""

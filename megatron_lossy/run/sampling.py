@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..base.device import all_gather_single
 from ..base.exchange import Stream
-from ..recovery.copies import to_device
+from ..recovery.rows import to_device
 from ..transport import LossyGroup
 
 #: Finds int64[k, 2] for each bucket: the places that hold parameters.

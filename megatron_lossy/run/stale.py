@@ -32,7 +32,7 @@ def stale_state(held: Sequence[Held], update: int | None) -> list[Any]:
     for one in held:
         delivery = one.group.delivery("param", update) if update is not None else None
         rule = one.group.params[one.bucket]
-        lost = rule.lost(delivery) if delivery is not None else None
+        lost = delivery.lost_here(rule.units) if delivery is not None else None
         whole = (one.replica.clone(),) if lost is not None and not rule.exact else ()
         if lost is None or not (lost.mask.any() or whole):
             stale.append(None)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..base.errors import UsageError, refuse
-from ..base.registry import first
+from ..base.jobs import JobGroup
 from ..config import LossyConfig
 from ..transport import LossyGroup
-from .mechanism import Part
+from .mechanism import Events, Part
 from .monitor import Observer, load_states, states_of
 from .saved import REPLICAS, flags_of, read, write
 
@@ -35,10 +35,20 @@ class RunWeights(ABC):
         self.config = config
         self.iteration = 0
         self.update: int | None = None
-        #: The parts that mechanisms have in this run.
+        #: The parts that mechanisms have in this run, and the events that they subscribe to.
         self.parts: list[Part] = []
+        self.events = Events()
+        self.job_group = JobGroup()
+        #: The part that keeps the whole state of replicas, with the methods of :class:`.HeldReplicas` for weights and saved
+        #: state; ``None`` if the exchanges keep it.
+        self.keeper: Any = None
         # At once, since files may be large, and be gone when something is saved.
         self._flags = flags_of(config) if config.save_replicas and not config.inert else {}
+
+    def add_part(self, part: Part) -> None:
+        """Let a mechanism take part in the run."""
+        self.parts.append(part)
+        part.attach(self)
 
     def part(self, name: str) -> Any:
         """The part of the mechanism of that name; ``None`` if it has none."""
@@ -89,23 +99,12 @@ class RunWeights(ABC):
 
         ``model_chunks``: Megatron's ``model``, wrapped in DDP or not.
         """
-        return first(one.owner_weights() for one in self.parts) or self.exchanged_weights(model_chunks)
+        kept = None if self.keeper is None else self.keeper.owner_weights()
+        return kept or self.exchanged_weights(model_chunks)
 
     def consensus_weights(self, model_chunks: ModelChunks) -> contextlib.AbstractContextManager[bool | None]:
         """A context as of :meth:`owner_weights`, with the mean over jobs, if there are several; false if these do not meet."""
-        return first(one.consensus_weights() for one in self.parts) or self.owner_weights(model_chunks)
-
-    def saved_beside(self, folder: str) -> tuple[str, bool] | None:
-        """The folder of another checkpoint, of :meth:`consensus_weights` alone, beside one in ``folder``, if any.
-
-        With it, whether this rank writes there.
-        """
-        return first(one.saved_beside(folder) for one in self.parts)
-
-    @property
-    def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """A function that adds up a tensor over all jobs, a collective call of them; ``None`` with one job."""
-        return first(one.total for one in self.parts)
+        return self.job_group.consensus_weights() or self.owner_weights(model_chunks)
 
     # --- their state -----------------------------------------------------------------------------------------------
 
@@ -117,11 +116,9 @@ class RunWeights(ABC):
         """
         states = {one.name: one.state_dict() for one in self.parts}
         parts = {name: state for name, state in states.items() if state is not None}
-        for one in self.parts:
-            if (whole := one.replica_state()) is not None:
-                return {"parts": parts, "keeper": one.name, "replicas": whole}
-        for one in self.parts:
-            one.begin_saving()
+        if self.keeper is not None and (whole := self.keeper.replica_state()) is not None:
+            return {"parts": parts, "keeper": self.keeper.name, "replicas": whole}
+        self.events.save_begins()
         return {"parts": parts, "keeper": None, "replicas": self.exchanged_state()}
 
     def load_replica_state(self, state: Mapping[str, Any]) -> None:
@@ -131,7 +128,8 @@ class RunWeights(ABC):
         if state["keeper"] is None:
             self.load_exchanged_state(state["replicas"])
         else:
-            self.part(state["keeper"]).load_replica_state(state["replicas"])
+            assert self.keeper is not None and self.keeper.name == state["keeper"], state["keeper"]
+            self.keeper.load_replica_state(state["replicas"])
 
     # --- saved replicas --------------------------------------------------------------------------------------------
 

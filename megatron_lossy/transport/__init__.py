@@ -1,10 +1,10 @@
 """Transports of exchanges: lossy reduce-scatter and all-gather over a torch process group, with or without Megatron."""
 
-from .base import Transfer, Wire
+from .base import Network, Transfer, Wire
 from .choice import BucketSpec, cut_buckets, settled, wire_for
 from .group import LossyGroup
 from .in_memory import LossyWorkers
-from .network import Network, check_channels, check_key_file, check_owners, check_ranks, find_nodes
+from .network import check_channels, check_owners, check_ranks, find_nodes, read_key_file
 from .ops import check_average, lossy_all_gather, lossy_reduce_scatter
 
 __all__ = [
@@ -16,13 +16,13 @@ __all__ = [
     "Wire",
     "check_average",
     "check_channels",
-    "check_key_file",
     "check_owners",
     "check_ranks",
     "cut_buckets",
     "find_nodes",
     "lossy_all_gather",
     "lossy_reduce_scatter",
+    "read_key_file",
     "settled",
     "wire_for",
 ]

@@ -7,11 +7,13 @@ does not arrive, a rank keeps its own gradient, so that replicas drift apart (do
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..recovery.base import LossScale, unscaled
+from ..recovery import Gradients
 from .base import Transfer
 from .choice import BucketSpec
 from .group import LossyGroup
@@ -36,29 +38,19 @@ def _shard(gradient: torch.Tensor, ranks: int) -> int:
     return -(-len(gradient) // ranks)
 
 
-def begin_all_reduce(
-    group: LossyGroup,
-    bucket: int,
-    gradient: torch.Tensor,
-    step: int,
-    scatter: Carry,
-    gather: Carry,
-    averaged: bool = False,
-    loss_scale: LossScale = unscaled,
-    gapless: bool = False,
-) -> Transfer:
-    """Begin to all-reduce ``gradient`` [n], in place. The wait for the result ends it.
+def begin_all_reduce(group: LossyGroup, x: Gradients, scatter: Carry, gather: Carry) -> Transfer:
+    """Begin to all-reduce the gradients ``x``, whose buffer [n] changes in place. The wait for the result ends it.
 
-    ``scatter(output, input)``, ``gather(output, input)``: run the collectives. ``averaged``: they give a mean. The other
-    arguments are those of :meth:`LossyGroup.reduce_scatter`.
+    ``scatter(output, input)``, ``gather(output, input)``: run the collectives.
     """
+    gradient, step = x.buffer, x.exchange.step
     sent = padded(gradient, group.size)
-    result = sent.clone() if averaged else sent * group.size  # the sum as a rank estimates it from its own gradient
+    result = sent.clone() if x.averaged else sent * group.size  # the sum as a rank estimates it from its own gradient
     own = torch.empty_like(result[: len(result) // group.size])
-    transfer = group.reduce_scatter(bucket, sent, own, step, lambda: scatter(own, sent), averaged, loss_scale, gapless)
+    transfer = group.reduce_scatter(replace(x, buffer=sent, output=own, collective=partial(scatter, own, sent)))
 
     def finish(_: Any) -> None:
-        group.all_gather(bucket, result, own, step, lambda: gather(result, own)).wait()
+        group.all_gather(x.bucket, result, own, step, partial(gather, result, own)).wait()
         gradient.copy_(result[: len(gradient)])
 
     return transfer.then(finish)

@@ -14,9 +14,8 @@ from ..base.exchange import BucketUnits, Stream, cut
 from ..base.registry import GRAD_RECOVERIES, MECHANISMS
 from ..config import PHASES, LossyConfig
 from ..recovery import GradRecovery, Stale
-from .base import Wire
+from .base import CollectiveWire, Networks, Wire, check_links
 from .coded import coded_of, codes_of
-from .drawn import CollectiveWire, Networks, check_links
 from .network import check_owners
 from .pieces import Pieces
 
@@ -49,7 +48,7 @@ def settled(config: LossyConfig) -> LossyConfig:
 
 def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str, list[BucketUnits]]:
     """The cut of each bucket into units, by phase. Raises :class:`UsageError` if a packet holds no element."""
-    result, codes = {}, codes_of(config) if config.coded() else {}
+    result, codes = {}, codes_of(config)
     for phase in PHASES:
         shards = [bucket.shard_of(phase) for bucket in buckets]
         itemsizes = [getattr(bucket, f"{phase}_dtype").itemsize for bucket in buckets]
@@ -80,7 +79,7 @@ def grad_rules(config: LossyConfig, wire: Wire) -> list[GradRecovery]:
     recovery = GRAD_RECOVERIES.load(config.grad_recovery)
     rules = [recovery(units, wire.rank) for units in wire.cut["grad"]]
     for mechanism in MECHANISMS.all():
-        rules = mechanism.grad_rules(config, rules, wire)
+        rules = mechanism.rules(config, "grad", rules, wire)
     return rules
 
 
@@ -88,7 +87,7 @@ def param_rules(config: LossyConfig, wire: Wire) -> list[Stale]:
     """The rule for the parameters of each bucket of ``wire``."""
     rules = [Stale(units, wire.rank) for units in wire.cut["param"]]
     for mechanism in MECHANISMS.all():
-        rules = mechanism.param_rules(config, rules, wire)
+        rules = mechanism.rules(config, "param", rules, wire)
     return rules
 
 

@@ -8,10 +8,9 @@ import torch
 
 from ..base.coding.blocks import BlockCode
 from ..base.exchange import BucketUnits, Exchange
-from ..base.registry import MECHANISMS
 from ..channel.draws import coding_keys
 from ..config import LossyConfig
-from ..recovery import copies
+from ..recovery.rows import to_device, used_here
 
 #: The first elements of buckets are numbered in multiples of this, which is a multiple of all blocks.
 _ALIGNMENT = 256
@@ -21,7 +20,7 @@ _SAMPLE = 2**15
 
 def codes_of(config: LossyConfig) -> dict[str, BlockCode]:
     """The code of each phase that crosses in codes."""
-    return {phase: code for mechanism in MECHANISMS.all() for phase, code in mechanism.codes(config).items()}
+    return {phase: BlockCode(bits, config.wire_block) for phase, bits in config.wire_bits.items()}
 
 
 class Coded:
@@ -84,7 +83,7 @@ class Coded:
 
     def _keys(self, exchange: Exchange, device: torch.device) -> torch.Tensor:
         keys = coding_keys(self._seed, exchange, self._members[self._rank], self._members)
-        return copies.to_device(keys, device)
+        return to_device(keys, device)
 
     def _measure(self, bucket: int, rows: torch.Tensor, keys: torch.Tensor) -> None:
         """Take in the rounding of the first units that the next rank gets."""
@@ -104,7 +103,7 @@ class Coded:
                 torch.float32 if rows.device.type == "hpu" else torch.float64
             )  # of which sums are equal in any order
             self._sums = torch.zeros(2, dtype=exact, device=rows.device)
-        copies.used_here((self._sums,))
+        used_here((self._sums,))
         self._sums += torch.stack((error, square))
 
 

@@ -21,10 +21,10 @@ from ..base.exchange import Delivery, Exchange, Stream
 from ..channel.corruption import Errors, scaled_unit
 from ..config import PHASES, LossyConfig
 from ..recovery import Gradients, Parameters
-from ..recovery.base import Collective, LossScale, Told, unscaled
-from .base import Transfer, Wire
+from ..recovery.base import Collective, Told
+from .base import Network, Transfer, Wire
 from .choice import BucketSpec, grad_rules, param_rules, wire_for
-from .network import Network, check_ranks, find_nodes
+from .network import check_ranks, find_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -83,59 +83,34 @@ class LossyGroup:
         """
         for phase, units in replicated.items():
             self.wire.agree(phase, bucket, units, tensor)
-        self.grads[bucket].share(replicated["grad"])
+        if self.grads[bucket].protected is not None:
+            self.grads[bucket].protected.share(replicated["grad"])
 
     # --- exchanges -----------------------------------------------------------------------------------------------
 
     def lossless(self, phase: str) -> bool:
-        """Whether nothing can be lost in ``phase``; its exchanges then need not use this group."""
+        """Whether nothing can be lost in ``phase``. Its exchanges are then the collectives alone."""
         return self._lossless[phase]
 
-    def reduce_scatter(
-        self,
-        bucket: int,
-        buffer: torch.Tensor,
-        output: torch.Tensor,
-        step: int,
-        collective: Collective,
-        averaged: bool = False,
-        loss_scale: LossScale = unscaled,
-        gapless: bool = False,
-    ) -> Transfer:
-        """Begin a reduce-scatter of ``buffer`` [N * shard] into ``output`` [shard], keyed by ``step``.
+    def reduce_scatter(self, x: Gradients) -> Transfer:
+        """Begin the reduce-scatter of the gradients ``x``.
 
-        The arguments are those of :class:`Gradients`. A step that nobody ends with :meth:`finish_step` counts when a
-        later one begins.
+        A step that nobody ends with :meth:`finish_step` counts when a later one begins.
         """
-        self._begin_step(bucket, step)
-        exchange = Exchange("grad", self.stream, step)
-        x = Gradients(exchange, bucket, buffer, output, collective, averaged, loss_scale, gapless)
-        if self.lossless("grad"):
-            transfer = Transfer(collective(), _nothing)
+        self._begin_step(x.bucket, x.exchange.step)
+        if self._lossless["grad"]:
+            transfer = Transfer(x.collective())
         else:
-            self._note_made(exchange, bucket)
-            transfer = self.wire.reduce_scatter(x, self.grads[bucket])
+            self._note_made(x.exchange, x.bucket)
+            transfer = self.wire.reduce_scatter(x, self.grads[x.bucket])
         return transfer if self.errors is None else transfer.then(lambda _: self._hit(x, self.errors))
 
-    def note_all_reduce(
-        self,
-        bucket: int,
-        buffer: Callable[[], torch.Tensor],
-        step: int,
-        loss_scale: LossScale = unscaled,
-        gapless: bool = False,
-    ) -> None:
-        """Note that ``buffer()`` [N * shard], gradients of ``step``, is about to be all-reduced: all of it arrives."""
+    def note_all_reduce(self, bucket: int, step: int, x: Callable[[], Gradients]) -> None:
+        """Note that the gradients ``x()`` of ``bucket`` in ``step`` are about to be all-reduced: all of them arrive."""
         rule = self.grads[bucket]
-        if self.lossless("grad") or not rule.carries_over:
-            return
-        self._begin_step(bucket, step)
-
-        def gradients() -> Gradients:
-            whole, exchange = buffer(), Exchange("grad", self.stream, step)
-            return Gradients(exchange, bucket, whole, whole, _nothing, False, loss_scale, gapless)
-
-        self.wire.note_all_reduce(gradients, rule)
+        if rule.carries_over and not self._lossless["grad"]:
+            self._begin_step(bucket, step)
+            self.wire.note_all_reduce(x, rule)
 
     def all_gather(
         self, bucket: int, buffer: torch.Tensor, sent: torch.Tensor, step: int, collective: Collective
@@ -145,8 +120,8 @@ class LossyGroup:
         A unit that does not arrive keeps its old value. ``sent`` [shard]: this rank's part, in ``buffer`` or not; it
         may change until the exchange is over. ``collective``: runs the all-gather.
         """
-        if self.lossless("param"):
-            return Transfer(collective(), _nothing)
+        if self._lossless["param"]:
+            return Transfer(collective())
         exchange = Exchange("param", self.stream, step)
         self._note_made(exchange, bucket)
         return self.wire.all_gather(Parameters(exchange, bucket, buffer, sent, collective), self.params[bucket])
@@ -176,7 +151,7 @@ class LossyGroup:
 
     def sent_bytes(self, phase: str, bucket: int, shard: torch.Tensor) -> int:
         """The bytes that this rank sends to others in an exchange of ``bucket``, whose shards are like ``shard``."""
-        coded = self.wire.coded.get(phase)
+        coded = None if self._lossless[phase] else self.wire.coded.get(phase)
         return (self.size - 1) * (shard.nbytes if coded is None else coded.payloads[bucket].shard)
 
     # --- deliveries ----------------------------------------------------------------------------------------------
@@ -211,7 +186,8 @@ class LossyGroup:
 
     def told(self) -> list[Told]:
         """The records of the units that this rank sent in the latest step that is over, bucket by bucket."""
-        return [rule.told for rule in self.grads if rule.told is not None]
+        protected = (rule.protected for rule in self.grads if rule.protected is not None)
+        return [rule.told for rule in protected if rule.told is not None]
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -225,7 +201,7 @@ class LossyGroup:
 
     def keep_lost(self, bucket: int, step: int) -> None:
         """Keep the units that others report as lost, before the gradients of ``step`` are overwritten."""
-        self.wire.hear(self.grads[bucket], bucket, step, _PATIENCE)
+        self.wire.take_reports(self.grads[bucket], bucket, _PATIENCE, step)
 
     def _begin_step(self, bucket: int, step: int) -> None:
         self._count_before(bucket, step)
@@ -238,7 +214,7 @@ class LossyGroup:
             return
         del self._open[bucket]
         rule = self.grads[bucket]
-        self.wire.hear(rule, bucket, before, 0.0)
+        self.wire.take_reports(rule, bucket, 0.0, before)
         rule.finish_step(before, True)
 
     def _count_all(self) -> None:
@@ -251,7 +227,7 @@ class LossyGroup:
         for bucket, rule in enumerate(self.grads):
             self._count_before(bucket, step)
             self._open.pop(bucket, None)
-            self.wire.hear(rule, bucket, step, max(until - time.monotonic(), 0.0))
+            self.wire.take_reports(rule, bucket, max(until - time.monotonic(), 0.0), step)
         for rule in (*self.grads, *self.params):
             rule.finish_step(step, successful)
 
@@ -271,7 +247,7 @@ class LossyGroup:
         """The states of the rules, by phase, and what they share. The latest step counts if nobody has ended it."""
         self._count_all()
         for bucket, rule in enumerate(self.grads):
-            self.wire.hear_late(rule, bucket, math.inf)
+            self.wire.take_reports(rule, bucket, math.inf)
         states = {"grad": self.grads, "param": self.params} | {name: [one] for name, one in self._shared.items()}
         return {name: [one.state_dict() for one in each] for name, each in states.items()}
 
@@ -284,7 +260,3 @@ class LossyGroup:
         for phase, rules in (("grad", self.grads), ("param", self.params)):
             for rule, one in zip(rules, state[phase], strict=True):
                 rule.load_state_dict(one, device)
-
-
-def _nothing() -> None:
-    """Do nothing: somebody else carries the exchange, or there is no recovery."""

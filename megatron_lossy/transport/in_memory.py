@@ -12,21 +12,112 @@ docs/transport.md has a whole program.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
-from ..base.exchange import Stream
+from ..base.exchange import BucketUnits, Delivery, Exchange, Stream, units_of
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..recovery.base import ordered_sum
+from ..recovery import Gradients, GradRecovery
+from ..recovery.base import nothing, ordered_sum
+from .base import DrawnWire, Latest, Network, Networks, Transfer, check_links, draw
 from .choice import BucketSpec, cut_buckets, shard_bytes
-from .coded import coded_of
-from .drawn import check_links
+from .coded import Coded, coded_of
 from .group import LossyGroup
-from .memory import Memory
-from .network import Network, consecutive_nodes
+from .network import consecutive_nodes
+
+
+@dataclass
+class Memory:
+    """All workers of one process: an exchange is an addition in memory, and one draw serves all of its ranks.
+
+    It has the deliveries between all ``members``, ranks of the full group. :meth:`worker` is the wire of one of them.
+
+    ``coded``: of each of them, by phase, the codes of values that cross in codes. ``shard_bytes``: see :class:`Wire`.
+    """
+
+    networks: Networks
+    stream: Stream
+    members: Sequence[int]
+    cut: dict[str, Sequence[BucketUnits]]
+    coded: Sequence[Mapping[str, Coded]] = ()
+    shard_bytes: Mapping[str, int] = field(default_factory=dict)
+    _latest: Latest = field(default_factory=Latest)
+    _final: Latest = field(default_factory=Latest)
+
+    def recovered(self, exchange: Exchange, source: int, units: BucketUnits, lost: np.ndarray) -> None:
+        """Note the units from ``source`` that are lost for good, ``lost`` bool[N, count]."""
+        known = self._final.get(exchange)
+        arrived = self.foresee(exchange).arrived if known is None else known[0]
+        if not arrived.flags.writeable:  # it is in a delivery
+            arrived = arrived.copy()
+        arrived[:, source, units.numbers] = ~lost
+        self._final.put(exchange, (arrived, None))
+
+    def final(self, exchange: Exchange) -> Delivery:
+        """The delivery at all workers, including units that senders delivered in spite of the draw."""
+        known = self._final.get(exchange)
+        if known is None:
+            return self.foresee(exchange)
+        arrived, delivery = known
+        if delivery is None:
+            arrived.flags.writeable = False
+            delivery = replace(self.foresee(exchange), arrived=arrived)
+            self._final.put(exchange, (arrived, delivery))
+        return delivery
+
+    def foresee(self, exchange: Exchange) -> Delivery:
+        """The drawn delivery at all workers."""
+        delivery = self._latest.get(exchange)
+        if delivery is None:
+            network, cut = self.networks[exchange.phase], self.cut[exchange.phase]
+            arrived = draw(network, exchange, self.members, self.members, units_of(cut))
+            delivery = Delivery(exchange, self.members, self.members, arrived, cut)
+            self._latest.put(exchange, delivery)
+        return delivery
+
+    def worker(self, rank: int) -> WorkerWire:
+        """The wire of worker ``rank``."""
+        return WorkerWire(self, rank)
+
+
+class WorkerWire(DrawnWire):
+    """One worker's view of :class:`Memory`."""
+
+    def __init__(self, memory: Memory, rank: int) -> None:
+        coded = memory.coded[rank] if memory.coded else None
+        super().__init__(memory.networks, memory.stream, memory.members, rank, memory.cut, coded)
+        self.shard_bytes = memory.shard_bytes
+        self._memory = memory
+
+    def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
+        transfer = super().reduce_scatter(x, rule)
+        if rule.protected is not None and rule.protected.final is not None:
+            self.recovered(x.exchange, rule.units, rule.protected.final.mask)
+        return transfer
+
+    def recovered(self, exchange: Exchange, units: BucketUnits, lost: np.ndarray) -> None:
+        """Note the units of this worker's bucket, cut into ``units``, that stay lost: ``lost`` bool[N, count]."""
+        self._memory.recovered(exchange, self.rank, units, lost)
+
+    def foresee(self, exchange: Exchange) -> Delivery:
+        return self._of(self._memory.foresee(exchange))
+
+    def delivery(self, exchange: Exchange) -> Delivery:
+        return self._of(self._memory.final(exchange))
+
+    def _made(self, delivery: Delivery) -> Delivery:
+        # The units that senders delivered in spite of the draw are known when all have begun.
+        return self.delivery(delivery.exchange)
+
+    def _of(self, everyone: Delivery) -> Delivery:
+        mine = slice(self.rank, self.rank + 1)
+        arrived, sent = everyone.arrived[mine], everyone.arrived[:, self.rank]
+        return Delivery(everyone.exchange, everyone.sources, everyone.receivers[mine], arrived, everyone.cut, sent)
 
 
 def groups_in_memory(
@@ -37,9 +128,7 @@ def groups_in_memory(
     ``steps``: length of the run, if known. Raises :class:`UsageError` if the loss flags do not fit.
     """
     cut = cut_buckets(config, specs)
-    nodes = None
-    if config.ranks_of_node is not None:
-        nodes = consecutive_nodes(range(ranks), config.ranks_of_node)
+    nodes = None if config.ranks_of_node is None else consecutive_nodes(range(ranks), config.ranks_of_node)
     networks = {phase: Network(config, phase, ranks, nodes) for phase in PHASES}
     check_links(networks, stream, cut, len(members), steps)
     coded = [coded_of(config, cut, members, rank) for rank in range(len(members))]
@@ -78,9 +167,10 @@ class LossyWorkers:
         """
         if "grad" in self._coded:
             inputs = [whole.float() for whole in inputs]  # owners add up more than half precision can hold
-        pairs = zip(self.groups, inputs, outputs, strict=True)
+        exchange = Exchange("grad", Stream(), step)
         transfers = [
-            group.reduce_scatter(bucket, whole, output, step, _nothing, averaged) for group, whole, output in pairs
+            group.reduce_scatter(Gradients(exchange, bucket, whole, output, averaged=averaged))
+            for group, whole, output in zip(self.groups, inputs, outputs, strict=True)
         ]
         # The units that will not arrive have been removed from all inputs.
         for rank, output in enumerate(outputs):
@@ -99,7 +189,7 @@ class LossyWorkers:
         ``inputs``: for each worker the fresh values of its shard [shard], in its replica or not.
         """
         pairs = zip(self.groups, outputs, inputs, strict=True)
-        transfers = [group.all_gather(bucket, replica, sent, step, _nothing) for group, replica, sent in pairs]
+        transfers = [group.all_gather(bucket, replica, sent, step, nothing) for group, replica, sent in pairs]
         fresh = torch.cat(list(inputs))
         sent = fresh
         if "param" in self._coded:
@@ -117,7 +207,3 @@ class LossyWorkers:
         """Calls :meth:`LossyGroup.finish_step` for all workers."""
         for group in self.groups:
             group.finish_step(step, successful)
-
-
-def _nothing() -> None:
-    """Do nothing: all buffers are in this process."""

@@ -1,27 +1,30 @@
-"""A channel with the rules that hold for all channels, as one rank sees it.
-
-The own shard never crosses the network; links inside a node may be reliable; receivers of one sender may lose
-together (docs/semantics.md, Links).
-"""
+"""The channels that flags ask for, their checks against a run, the nodes of ranks, and the secret that ranks share."""
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
+import stat
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
-from ..base.errors import refuse
-from ..base.exchange import Exchange, Stream
+from ..base.errors import cannot, refuse
+from ..base.exchange import Stream
 from ..channel import Channel, make_channel
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..delivery_log.replay import Recorded
-from .key_file import read_key_file
 
+logger = logging.getLogger(__name__)
+
+#: The least number of bytes of the secret of all ranks: as many as an AES-128 key has.
+LEAST_BYTES = 16
 _NOTHING = "no link leaves a node, and nothing can be lost"
 
 
@@ -31,11 +34,6 @@ def channel_of(config: LossyConfig, phase: str) -> Channel:
     if loss.trace is not None and loss.trace.is_dir():
         return Recorded(config, loss.trace)
     return make_channel(config, phase)
-
-
-def check_key_file(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` if the file with the secret of all ranks cannot be used."""
-    read_key_file(config.udp_key_file)
 
 
 def check_ranks(config: LossyConfig, size: int) -> None:
@@ -56,59 +54,6 @@ def check_channels(config: LossyConfig, size: int, steps: int | None) -> None:
     for phase in PHASES:
         if not config.phase(phase).lossless:
             channel_of(config, phase).check(phase, Stream(), size, None, steps)
-
-
-class Network:
-    """Deliveries of one phase between the ranks of a full data-parallel (or expert-data) group.
-
-    ``nodes`` gives the node of every rank of the full group; needed for ``--lossy-links inter-node``.
-    """
-
-    def __init__(self, config: LossyConfig, phase: str, size: int, nodes: Sequence[int] | None = None) -> None:
-        self.phase = phase
-        self.size = size
-        self.channel = channel_of(config, phase)
-        self.lossless = config.phase(phase).lossless
-        self.lossy_self = config.lossy_self and phase == "grad"
-        self.nodes = np.array(nodes) if config.ranks_of_node is not None else None
-        if self.nodes is not None and len(set(nodes)) == 1 and not self.lossy_self:
-            self.lossless = True  # no link leaves the node
-
-    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
-        """bool[units]: the units that arrive at ``destination`` from ``source`` (ranks in the full group)."""
-        return self.delivered_links(exchange, np.array([source]), np.array([destination]), units)[0]
-
-    def delivered_links(
-        self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
-    ) -> np.ndarray:
-        """bool[L, units]: the units that arrive on each of L links, given as integers [L] (ranks in the full group)."""
-        assert exchange.phase == self.phase
-        if self.lossless:
-            return np.ones((len(sources), units), dtype=bool)
-        own = sources == destinations
-        reliable = np.zeros_like(own) if self.lossy_self else own
-        if self.nodes is not None:
-            reliable = reliable | ~own & (self.nodes[sources] == self.nodes[destinations])
-        if not reliable.any():
-            return self.channel.delivered_links(exchange, sources, destinations, units)
-        result = np.ones((len(sources), units), dtype=bool)
-        lossy = np.flatnonzero(~reliable)
-        if lossy.size:
-            result[lossy] = self.channel.delivered_links(exchange, sources[lossy], destinations[lossy], units)
-        return result
-
-    def lag(self, exchange: Exchange, source: int, members: Sequence[int], units: int) -> tuple[float, float] | None:
-        """The lost share of the units from ``source`` to the other ``members``, and the mean age there, in updates.
-
-        Both hold in the steady state at the rate of this step; ``None`` if the flags do not tell.
-        """
-        others = np.array([member for member in members if member != source])
-        lossy = others if self.nodes is None else others[self.nodes[others] != self.nodes[source]]
-        if self.lossless or not lossy.size:
-            return 0.0, 0.0
-        known = self.channel.lag(exchange.step, source, lossy, units)
-        part = lossy.size / others.size
-        return None if known is None else (part * known[0], part * known[1])
 
 
 def consecutive_nodes(ranks: Sequence[int], ranks_per_node: int) -> list[int]:
@@ -139,3 +84,31 @@ def find_nodes(group: dist.ProcessGroup | None, ranks_per_node: int = 0) -> list
         same = f"all {len(hosts)} ranks report the host name {hosts[0]!r}: {_NOTHING}"
         raise refuse("--lossy-links", "inter-node", f"{same}; if they are on several nodes, give inter-node:N")
     return [hosts.index(host) for host in hosts]
+
+
+def read_key_file(path: str | None) -> bytes | None:
+    """Return the secret of ``--udp-key-file`` in ``path``.
+
+    Raises :class:`UsageError` if the file cannot be read or is too short.
+    """
+    if path is None:
+        return None
+    try:
+        key, mode = Path(path).read_bytes(), stat.S_IMODE(Path(path).stat().st_mode)
+    except OSError as error:
+        raise cannot("--udp-key-file", path, "read", error) from None
+    if len(key) < LEAST_BYTES:
+        new = "(set -C; umask 077; head -c 32 /dev/urandom > new.key)"  # -C: no file that is there is overwritten
+        allowed = f"has {len(key)} bytes, and a secret needs {LEAST_BYTES} at least; give another file: {new}"
+        raise refuse("--udp-key-file", path, allowed)
+    if mode & 0o077 and os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a host says so
+        _say_open(path, mode)
+    return key
+
+
+@cache
+def _say_open(path: str, mode: int) -> None:
+    # This is no error: secrets that a container mounts often have such a mode, and it cannot be changed.
+    logger.warning(
+        "--udp-key-file %s: other users of this host may read it (mode %03o); chmod 600 %s", path, mode, path
+    )

@@ -13,12 +13,15 @@ docs/index.md has a whole program.
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from ..base.device import all_gather_single, reduce_scatter_single
 from ..base.errors import refuse
+from ..base.exchange import Exchange
+from ..recovery import Gradients
 from .base import Transfer
 from .group import LossyGroup
 
@@ -51,11 +54,9 @@ def lossy_reduce_scatter(
         raise ValueError(f"op {op}: must be ReduceOp.SUM or ReduceOp.AVG")
     if averaged:
         check_average("op=ReduceOp.AVG", group)
-
-    def collective() -> dist.Work | None:
-        return reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
-
-    transfer = lossy.reduce_scatter(bucket, input, output, step, collective, averaged)
+    collective = partial(reduce_scatter_single, output, input, op=op, group=group, async_op=async_op)
+    x = Gradients(Exchange("grad", lossy.stream, step), bucket, input, output, collective, averaged)
+    transfer = lossy.reduce_scatter(x)
     return _finish(transfer.then(lambda _: lossy.keep_lost(bucket, step)), async_op)
 
 
@@ -95,10 +96,7 @@ def lossy_all_gather(
         input: [shard], the fresh values of this rank's shard. It may be this rank's part of ``output``.
         step: the iteration, from 0. It must be the same on all ranks.
     """
-
-    def collective() -> dist.Work | None:
-        return all_gather_single(output, input, group=group, async_op=async_op)
-
+    collective = partial(all_gather_single, output, input, group=group, async_op=async_op)
     transfer = lossy.all_gather(bucket, output, input, step, collective)
     return _finish(transfer.then(lambda _: lossy.params[bucket].before_update(input)), async_op)
 

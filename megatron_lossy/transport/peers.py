@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.fetch import Fetched, aside
-from ..recovery.copies import to_device, upload, used_here
+from ..recovery.rows import to_device, used_here
 
 
 class Handle:
@@ -105,7 +105,7 @@ class RankPeers(Peers):
 
     def _beside(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], dist.Work]) -> Callable[[], object]:
         """Let ``begin`` exchange ``tensor``, in host memory, on the CUDA device. Returns a function that waits for it."""
-        there = upload(tensor, self._device)
+        there = to_device(tensor, self._device)
         work = begin(there)
         with aside(self._device):  # so that what is computed does not wait for the others
             work.wait()

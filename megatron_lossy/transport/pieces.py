@@ -11,16 +11,16 @@ import ctypes
 import mmap
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..base.exchange import BucketUnits, Delivery, Exchange, Lost
-from ..recovery import Gradients, GradRecovery, Parameters, Stale, copies
-from .base import Crossing, Transfer, Wire
-from .coded import Coded
-from .drawn import CollectiveWire, draw, draw_sent
+from ..recovery import Gradients, GradRecovery, Parameters, Stale
+from ..recovery.rows import used_here
+from .base import CollectiveWire, Transfer, Wire
 
 #: Bytes from which on large pages are worth a call.
 _LARGE = 2**22
@@ -43,38 +43,43 @@ class PieceWire(Wire):
         def arrived() -> Delivery:
             delivery = deliver()
             if coded is not None:
-                copies.used_here((sent,))
-            combine(pieces if coded is None else self._decoded(coded, pieces, x, rule), delivery, kept, x, rule)
+                used_here((sent,))
+            self._combine(pieces, delivery, kept, x, rule)
             return delivery
 
-        return Crossing(work, arrived)
+        return Transfer(work, arrived, apart=True)
 
     def _wide(self, x: Gradients) -> Gradients:
         """``x`` with gradients in float32, for codes: owners add up more than half precision can hold."""
         return replace(x, buffer=x.buffer.float())
 
-    def _decoded(self, coded: Coded, arrived: torch.Tensor, x: Gradients, rule: GradRecovery) -> torch.Tensor:
-        """The pieces [N * shard] of what ``arrived`` in codes. They take the place of the gradients, which are free.
+    def _combine(self, arrived: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients, rule: GradRecovery) -> None:
+        """Let ``rule`` put the recovered sum of ``arrived``, pieces [N * shard] or codes of them, into the output."""
+        used_here((arrived,))
+        pieces = arrived
+        if "grad" in self.coded:
+            # Values take the place of the gradients, which are free unless the rule keeps some when reports come.
+            pieces = x.buffer if rule.protected is None or rule.protected.must is None else room_for(x.buffer)
+            used_here((pieces,))
+            if pieces is not x.buffer:
+                pieces.chunk(self.size)[self.rank].copy_(x.buffer.chunk(self.size)[self.rank])
+            self.coded["grad"].values(x.bucket, arrived, pieces)
+        rule.combine(pieces, delivery, kept, x)
 
-        Unless a report is still to come, after which ``rule`` keeps some of them.
+    def _renew(self, received: torch.Tensor, x: Parameters, rule: Stale, own: Any, delivery: Delivery) -> None:
+        """Put the values of ``received`` [N * shard], or codes of them, that arrived into the replica.
+
+        ``own``: of ``rule.send``.
         """
-        copies.used_here((arrived,))
-        pieces = x.buffer if rule.must is None else room_for(x.buffer)
-        if pieces is not x.buffer:
-            pieces.chunk(self.size)[self.rank].copy_(x.buffer.chunk(self.size)[self.rank])
-        coded.values(x.bucket, arrived, pieces)
-        return pieces
-
-    def _decode_replica(
-        self, coded: Coded, received: torch.Tensor, x: Parameters, rule: Stale, own: Any, delivery: Delivery
-    ) -> None:
-        """Put the values of ``received`` uint8[N * bytes] that arrived into the replica. ``own``: of ``rule.send``."""
-        copies.used_here((received,))
+        used_here((received,))
         stale = rule.put_aside(x.buffer, delivery)
-        coded.values(x.bucket, received, x.buffer)
-        mine = x.buffer.chunk(self.size)[self.rank]
-        if mine.data_ptr() != x.sent.data_ptr():
-            mine.copy_(x.sent)
+        if "param" not in self.coded:
+            x.buffer.copy_(received)
+        else:
+            self.coded["param"].values(x.bucket, received, x.buffer)
+            mine = x.buffer.chunk(self.size)[self.rank]
+            if mine.data_ptr() != x.sent.data_ptr():
+                mine.copy_(x.sent)
         rule.put_back(x.buffer, delivery, stale)
         rule.sent(x, own, delivery)
 
@@ -91,17 +96,11 @@ class PieceWire(Wire):
         def arrived() -> Delivery:
             delivery = deliver()
             if coded is not None:
-                copies.used_here((sent,))
-                self._decode_replica(coded, received, x, rule, own, delivery)
-                return delivery
-            copies.used_here((received,))
-            stale = rule.put_aside(x.buffer, delivery)
-            x.buffer.copy_(received)
-            rule.put_back(x.buffer, delivery, stale)
-            rule.sent(x, own, delivery)
+                used_here((sent,))
+            self._renew(received, x, rule, own, delivery)
             return delivery
 
-        return Crossing(work, arrived)
+        return Transfer(work, arrived, apart=True)
 
 
 def room_for(buffer: torch.Tensor) -> torch.Tensor:
@@ -113,12 +112,6 @@ def room_for(buffer: torch.Tensor) -> torch.Tensor:
         # Advice: a kernel that cannot follow it says so, and nothing changes.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
     return pieces
-
-
-def combine(pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients, rule: GradRecovery) -> None:
-    """Let ``rule`` put the recovered sum of ``pieces``, allocated where the exchange began, into the output."""
-    copies.used_here((pieces,))
-    rule.combine(pieces, delivery, kept, x)
 
 
 class Pieces(PieceWire, CollectiveWire):
@@ -138,7 +131,7 @@ class Pieces(PieceWire, CollectiveWire):
         if "grad" in self.coded:
             x = self._wide(x)
         with torch.no_grad():
-            kept = rule.leave_out(delivery, x)
+            kept = None if rule.protected is None else rule.protected.leave_out(delivery, x)
         return self._scatter_reliably(x, rule, kept, lambda: delivery)
 
     def all_gather(self, x: Parameters, rule: Stale) -> Transfer:
@@ -150,9 +143,9 @@ class Pieces(PieceWire, CollectiveWire):
 
     def _draw(self, exchange: Exchange) -> Delivery:
         # Only a sender that chooses asks what of its own data arrives.
-        network, count = self.networks[exchange.phase], self.count[exchange.phase]
-        arrived = draw(network, exchange, self.members, [self.members[self.rank]], count)
-        return self._delivery(exchange, arrived, lambda: draw_sent(network, exchange, self.members, self.rank, count))
+        me, everyone = [self.members[self.rank]] * self.size, self.members
+        sent = partial(self._links, exchange, me, everyone)
+        return self._delivery(exchange, self._links(exchange, everyone, me), sent)
 
     def _lost(self, delivery: Delivery, units: BucketUnits) -> Lost:
         return delivery.lost_here(units)

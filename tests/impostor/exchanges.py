@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.rules import reduce
+
 from .tracker import Count
 
 #: Elements of a shard: packets of 16 elements leave a shorter last one.
@@ -72,7 +74,8 @@ def exchange(
         begin(step)
         with _aside(device):
             grads.copy_(torch.randint(-9, 10, (size * shard,), generator=random).to(case.dtype))
-            transfer = group.reduce_scatter(
+            transfer = reduce(
+                group,
                 0,
                 grads,
                 out,

@@ -17,7 +17,7 @@ def recovery_first() -> None:
     from megatron_lossy.transport.base import Transfer
 
     def wait(self: Any) -> Any:
-        work = self._work
+        work = self.work
         result = self.complete()
         if work is not None:
             work.wait()
@@ -43,11 +43,17 @@ def pageable_copy() -> None:
 
 def index_on_the_host() -> None:
     """An index stays on the host, and torch brings it to the device each time."""
+    import numpy as np
     import torch
 
     from megatron_lossy.recovery import rows
 
-    rows.IndexedRows._index = staticmethod(lambda lost, numbers, device: torch.from_numpy(lost.places(numbers)))
+    to_device = rows.to_device
+
+    def staying(values: Any, device: Any = "cpu") -> Any:
+        return torch.from_numpy(values) if getattr(values, "dtype", None) == np.int32 else to_device(values, device)
+
+    rows.to_device = staying
 
 
 def reads_a_value() -> None:
@@ -74,7 +80,7 @@ def rows_by_index() -> None:
     """On Gaudi, too, only what was lost is touched: shapes follow the loss."""
     from megatron_lossy.recovery import base, rows
 
-    base.rows_for = rows.rows_for = lambda device: rows.IndexedRows
+    base.rows_for = rows.rows_for = lambda *_: rows.IndexedRows
 
 
 #: Those that change what a device does.

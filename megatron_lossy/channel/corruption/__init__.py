@@ -4,11 +4,13 @@ The models are those of *Identifying and Mitigating Errors in Gradient Aggregati
 Training* (PAFT), Definition 2.1 and section 5; flipped bits and recorded errors are ours (docs/corruption.md).
 """
 
-from .applied import Errors, Hit, Reduction, apply, digest, scaled_unit
+from .applied import REDUCED, SPARED, Errors, Hit, Reduction, apply, digest, scaled_unit
 from .base import Corruption, Event, make_corruption, warn_of_one_rank
 from .bit_flip import check_bits
 
 __all__ = [
+    "REDUCED",
+    "SPARED",
     "Corruption",
     "Errors",
     "Event",

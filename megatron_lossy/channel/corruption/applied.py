@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from .base import LARGEST, Corruption, Event
 if TYPE_CHECKING:
     import torch
 
+#: Kinds of events in the log besides those of errors: a gradient that an error left unchanged, and a reduction.
+SPARED, REDUCED = "spared", "reduced"
 AddUp = Callable[[np.ndarray], np.ndarray]
 #: Elements whose noise is drawn at once. This bounds the memory for noise.
 PIECE = 2**22
@@ -130,6 +132,12 @@ class Hit:
     event: Event
     digest: bytes
 
+    def row(self) -> dict[str, Any]:
+        """Return the row for the log of events, without stream and rank."""
+        names = ("bucket", "kind", "std", "seed")
+        lists = {"elements": list(self.event.elements), "bits": list(self.event.bits)}
+        return {**{name: getattr(self.event, name) for name in names}, **lists, "digest": self.digest}
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -146,6 +154,15 @@ class Reduction:
     width: int
     hits: tuple[Hit, ...] = ()
     spared: tuple[int, ...] = ()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return rows for the log of events: one for the reduction, one for each error and each spared bucket."""
+        where = {"stream": self.stream.name, "rank": self.rank}
+        return [
+            {**where, "kind": REDUCED, "sizes": list(self.sizes), "width": self.width},
+            *({**where, **hit.row()} for hit in self.hits),
+            *({**where, "kind": SPARED, "bucket": bucket} for bucket in self.spared),
+        ]
 
 
 class Errors:

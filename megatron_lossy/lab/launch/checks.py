@@ -12,7 +12,6 @@ from pathlib import Path
 from ...base.checkpoints import latest_iteration
 from ...base.errors import Collector, UsageError, refuse
 from ...base.files import check_folder
-from ...base.registry import MECHANISMS
 from ...config.facts import Facts
 from ...config.refusal import check_refusals
 from ..data import check_files, epochs
@@ -76,8 +75,7 @@ def check_training(plan: Plan) -> None:
         from ..train.facts import of_trainer
 
         check_refusals(lossy, of_trainer(train, plan.ranks))
-        for mechanism in MECHANISMS.all():
-            mechanism.check(lossy, train.train_iters)
+        lossy.jobs().check(train.train_iters)
 
 
 def check_trainer(device: Device) -> None:

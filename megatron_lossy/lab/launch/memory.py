@@ -29,25 +29,24 @@ ranks of the same node land beside the gradients. ``previous`` cannot foresee wh
 everything twice.
 
 Virtual workers share one device, one model and one optimizer, whole. If ranks are divided among jobs, N is that of a
-job. Mechanisms add what they keep (:class:`Kept`).
+job. Mechanisms keep more (:mod:`.kept`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...base.registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
+from ...base.registry import CHANNELS, GRAD_RECOVERIES
 from ...config import PHASES, LossyConfig
 from ..train.config import TrainConfig
 from .devices import GIB, Device
+from .kept import STATE, Held, kept_by, saved_of_islands
 
 #: Bytes for the driver's context, communication buffers, workspaces, and fragmentation: an assumption.
 RESERVED = 6 * GIB
 _GRADIENT = 4
-#: Bytes of a parameter in a checkpoint beside the weight itself: its copy in fp32 and two moments.
-STATE = 12.0
 # Components that --save-replicas stores.
 _SAVED = ("stale units", "last gradients")
 
@@ -63,34 +62,6 @@ class Layout:
     recompute: str | None = None
     """``selective``, ``full`` or None."""
     ranks_of_node: int = 1
-
-
-@dataclass(frozen=True)
-class Held:
-    """The memory of a device of a pipeline stage, for a mechanism to tell what it keeps beside that."""
-
-    stage: int
-    #: Weights on the device, bytes of one in computing, and bytes of one optimizer.
-    weights: int
-    compute: int
-    optimizer: float
-    #: Ranks that shard the optimizer.
-    shards: int
-    #: Shares of a buffer that one exchange may lose, by phase.
-    lost: Mapping[str, float]
-    virtual_workers: int | None
-    #: Weights of each stage, if there are that many; and the number of real ones.
-    cut: Callable[[int], list[int]]
-    stages: int
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A component of the memory of a device. ``saved``: a checkpoint has it, too."""
-
-    name: str
-    bytes: float
-    saved: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +104,7 @@ def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, de
     """
     compute, virtual = 2 if config.bf16 else 4, config.virtual_workers is not None
     weights = parameters(config, layout.vocab_size)
-    more = sum(mechanism.more_saved(lossy, weights, compute, virtual) for mechanism in MECHANISMS.all())
+    more = saved_of_islands(lossy, weights, compute, virtual)
     total = weights * (compute + STATE) + more
     return total + layout.world_size * estimate(config, lossy, layout, device).saved
 
@@ -159,9 +130,7 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     if not config.virtual_workers:  # each job shards all of it
         shards = max(1, shards // lossy.jobs().number)
     batches = config.global_batch_size // config.micro_batch_size // data
-    at_once = MECHANISMS.first("micro_batches_at_once", lossy, stage, pipeline, batches)
-    if at_once is None:
-        at_once = min(pipeline - stage, batches)
+    at_once = (pipeline - 1 - stage) * batches + 1 if lossy.async_pipeline else min(pipeline - stage, batches)
     sharded = config.use_distributed_optimizer and not config.virtual_workers
     optimizer = weights * (12 if config.bf16 else 8) / (shards if sharded else 1)
     components = {
@@ -183,7 +152,7 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
         return [_weights(config, layout.vocab_size, n == 0, n == stages - 1, stages) for n in range(stages)]
 
     held = Held(stage, weights, compute, optimizer, shards, lost, config.virtual_workers, cut, pipeline)
-    kept: list[Kept] = [one for mechanism in MECHANISMS.all() for one in mechanism.memory(lossy, held)]
+    kept = kept_by(lossy, held)
     components |= {one.name: one.bytes for one in kept}
     saved += sum(one.bytes for one in kept if one.saved)
     components["reserved"] = RESERVED

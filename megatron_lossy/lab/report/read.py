@@ -12,7 +12,7 @@ from typing import Any
 
 from ...base.errors import cannot, refuse
 from ...base.jobs import folder_of
-from ...config import SECTIONS
+from ...config import LossyConfig
 from ..train.metrics import METRICS_FILE
 from .megatron_logs import read_megatron_run
 from .runs import Run, RunRecorder
@@ -48,8 +48,7 @@ def _read_folder(path: Path) -> Run | None:
 
 def _jobs(path: Path) -> list[Path]:
     """The folders of the jobs of one run of real ranks, the first one first."""
-    names = [section.job_name for section in SECTIONS if section.job_name is not None]
-    inside = (folder for name in names for folder in path.glob(folder_of("", name, "*")))
+    inside = path.glob(folder_of("", LossyConfig.job_name, "*"))
     found = [folder for folder in inside if (folder / METRICS_FILE).is_file()]
     return sorted(found, key=lambda folder: (len(folder.name), folder.name))
 

@@ -47,7 +47,6 @@ from ...config.refusal import check_refusals
 from ...config.settings import from_origin, read_yaml
 from ...config.shipped import find_config
 from ...mechanisms.async_pipeline.flags import AsyncPipelineFlags
-from ...mechanisms.islands import Islands
 from ...mechanisms.islands.flags import IslandFlags
 from ..report.scalars import AXES, check_names, needs_drift, needs_sharpness
 from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
@@ -164,7 +163,7 @@ class Design:
             if loss.averages and not train.virtual_workers:
                 raise refuse("--islands", loss.islands, "needs --virtual-workers in a study")
             check_refusals(loss, of_trainer(train, self.processes))
-            Islands.check(loss, train.train_iters)
+            loss.jobs().check(train.train_iters)
             if not train.sharpness_interval and (name := next(filter(needs_sharpness, self.metrics), None)):
                 raise refuse("metrics:", repr(name), "is recorded with sharpness-interval only, which is 0")
             reference = self._reference(loss)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ... import hooks
 from ...base.jobs import World
-from ...base.registry import MECHANISMS
 from ...config import LossyConfig
 from ...run.base import Run
 from ..virtual import VirtualCluster
+from ..virtual.twins import run_of, workers_of
 from .config import TrainConfig
 from .model import build_model
 from .workers import Workers
@@ -19,7 +19,7 @@ def build_run(config: TrainConfig, lossy_config: LossyConfig, launched: World | 
         return hooks.install(lossy_config, config.train_iters, gapless=True, world=launched, asynchronous=True)
     workers, iterations = config.virtual_workers, lossy_config.iterations(config.train_iters)
     whole = not config.use_distributed_optimizer
-    run: Run | None = MECHANISMS.first("virtual_run", lossy_config, workers, iterations, config.seed, whole)
+    run = run_of(lossy_config, workers, iterations, config.seed, whole)
     return VirtualCluster(lossy_config, workers, iterations, gapless=True) if run is None else run
 
 
@@ -28,7 +28,6 @@ def build_workers(config: TrainConfig, vocab_size: int, run: Run) -> tuple[list,
     with run.building():
         model = build_model(config, vocab_size)
     run.attach(model[0])
-    workers: Workers = (MECHANISMS.first("workers", run) or Workers)(config, model, run)
-    for part in run.parts:
-        part.ready()
+    workers: Workers = (workers_of(run) or Workers)(config, model, run)
+    run.events.built()
     return model, workers

@@ -75,14 +75,14 @@ def evaluate(
     if weights in ("replica", "both"):
         with evaluating(model_chunks):
             sums = workers.run(batches(), samples, forward_only=True)
-        losses["replica"] = mean_loss(config, sums, lossy.total)
+        losses["replica"] = mean_loss(config, sums, lossy.job_group.total)
     whose = ("consensus" if lossy.config.jobs().several else "owner") if weights == "both" else weights
     if whose != "replica":
         held = lossy.consensus_weights if whose == "consensus" else lossy.owner_weights
         with held(model_chunks) as there, evaluating(model_chunks):
             sums = workers.evaluate_owner(batches(), samples)
         whose = "owner" if there is False else whose
-        losses[whose] = mean_loss(config, sums, lossy.total)
+        losses[whose] = mean_loss(config, sums, lossy.job_group.total)
     return losses
 
 

@@ -21,7 +21,6 @@ from ...base import device
 from ...base.checkpoints import latest_iteration
 from ...base.flags import identity
 from ...base.jobs import World
-from ...base.registry import MECHANISMS
 from ...config import LossyConfig
 from ...delivery_log.writer import claim_delivery_log
 from ...run.base import Run
@@ -67,7 +66,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     lossy_config = settled(lossy_config)
     launched: World | None = None
     if not config.virtual_workers:
-        launched = MECHANISMS.first("world", lossy_config, config.seed)
+        launched = jobs.world(config.seed)
     if launched is not None:
         config = in_folders_of_job(config, lossy_config.jobs(), launched.job[0])
     transformer_impl(config)
@@ -125,9 +124,8 @@ class _Run:
 
     def run(self) -> dict[str, Any]:
         self.console.header(header(self.config, self.lossy, self.data_path))
-        for mechanism in MECHANISMS.all():
-            for line in mechanism.advice(self.lossy.config, self.iterations):
-                self.console.note(line)
+        for line in self.lossy.config.jobs().advice(self.iterations):
+            self.console.note(line)
         resumed = self._load()
         self.writers = open_writers(self.config, self.lossy.config, self.progress.iteration if resumed else None)
         # The first forward pass has nothing to gather, and must not gather before the first update.
@@ -135,7 +133,7 @@ class _Run:
         progress = self.progress
         batches = self.workers.training_batches(self.train_data, progress.iteration, progress.consumed_samples)
         finished, diverged = False, None
-        now = min(self.lossy.catch_up(progress.iteration), self.iterations - 1)  # which may wait for others
+        now = min(self.lossy.job_group.catch_up(progress.iteration), self.iterations - 1)  # which may wait for others
         if now > progress.iteration:
             batches = self._go_on_at(now)
         try:
@@ -157,10 +155,11 @@ class _Run:
         outcomes: deque[Callable[[], tuple[float, float, bool, int]]] = deque()
         grad_norm = 0.0
         while progress.iteration < self.iterations:
-            now = min(self.lossy.catch_up(progress.iteration), self.iterations - 1)  # the last one evaluates, and saves
+            # The last one evaluates, and saves.
+            now = min(self.lossy.job_group.catch_up(progress.iteration), self.iterations - 1)
             if now > progress.iteration:
                 batches = self._go_on_at(now)
-            self.lossy.come_and_go()
+            self.lossy.job_group.come_and_go()
             started = time.perf_counter()
             stop, diverged = 0, None
             outcomes.append(self._step(batches))
@@ -304,7 +303,7 @@ class _Run:
             if not goes_on:
                 raise
             said = f"{folder}: {error.strerror}; the run goes on"
-        beside = self.lossy.saved_beside(folder)
+        beside = self.lossy.job_group.saved_beside(folder)
         if beside is not None:  # of which all jobs are a part
             folder, writes = beside
             try:
@@ -320,9 +319,8 @@ class _Run:
         folder = self.config.load
         if folder is None:
             return False
-        for part in self.lossy.parts if same_folder(self.config.save, folder) else ():
-            if rewound := part.rewind(folder):
-                self.console.note(f"  {rewound}")
+        if same_folder(self.config.save, folder) and (rewound := self.lossy.job_group.rewind(folder)):
+            self.console.note(f"  {rewound}")
         if latest_iteration(folder) is None:
             self.console.note(f"no checkpoint in {folder}: starting from random weights")
             self.lossy.set_iteration(0)  # what a killed run recorded before its first checkpoint no longer counts

@@ -17,7 +17,7 @@ from ...base.errors import cannot, refuse
 from ...base.files import check_folder, write_text, writing
 from ...base.flags import difference, differences, flag_name, identity, of_flags, texts_by_flag
 from ...base.jobs import Jobs
-from ...config import SECTIONS, LossyConfig
+from ...config import LossyConfig
 from .config import SHAPE, TrainConfig
 from .metrics import METRICS_FILE
 
@@ -138,8 +138,7 @@ def _other_run(there: dict[str, Any], here: dict[str, Any]) -> str | None:
 
 def _check_loaded(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None) -> None:
     settings = _read_settings("--load", config.load)
-    of_weights = {name: flag for section in SECTIONS for name, flag in section.folders_of_weights.items()}
-    if settings is None and (flag := of_weights.get(Path(config.load).name)):
+    if settings is None and (flag := LossyConfig.folders_of_weights.get(Path(config.load).name)):
         why = f"has mean weights alone ({flag}), for --finetune of Megatron-LM; load the run's own checkpoint"
         raise refuse("--load", config.load, why)
     if settings is None:

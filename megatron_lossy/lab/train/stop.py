@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ...base import device
-from ...base.registry import first
 from ...run.base import Run
 from .process import told_to_end
 
@@ -53,7 +52,7 @@ class Stop:
 
         Returns a function that waits for the signal that told any rank to stop, or 0.
         """
-        agreement: Callable[[], int] | None = first(part.begin_stopping(self._number) for part in self._run.parts)
+        agreement = self._run.job_group.begin_stopping(self._number)
         if agreement is not None:
             return agreement
         stop = torch.full((1,), self._number, dtype=torch.int32, device=device.current_device())  # not copied there

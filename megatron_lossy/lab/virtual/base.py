@@ -13,13 +13,13 @@ import torch
 
 from ...base.errors import UsageError, refuse
 from ...base.ledger import Ledger
-from ...base.registry import MECHANISMS
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import check_refusals
 from ...hooks.facts import of_model
 from ...hooks.versions import optimizers
 from ...run.base import Run
+from .twins import attach
 
 
 class VirtualRun(Run):
@@ -28,6 +28,8 @@ class VirtualRun(Run):
     ``ranks``: the workers of all islands, if these are the workers of one. Build the model within :meth:`building`,
     then call :meth:`attach`. Raises :class:`UsageError` if the loss flags do not fit.
     """
+
+    kind = "virtual"
 
     def __init__(
         self,
@@ -45,10 +47,11 @@ class VirtualRun(Run):
         self._worker: int | None = None  # the worker whose turn it is
         #: The rank whose data are used.
         self.rank = 0
-        for part in MECHANISMS.parts("virtual_part", config):
-            self.add_part(part)
+        #: Pipeline stages with weights of different ages, of :mod:`.async_pipeline.virtual`, if there are any.
+        self.stages: Any = None
+        attach(self)
         self._ledger = Ledger("virtual workers")
-        self._ledger.install([patch for one in self.parts for patch in one.patches()])
+        self._ledger.install(self.patches)
         self._tokens: torch.Tensor | None = None
 
     # --- building ------------------------------------------------------------------------------------------------
@@ -67,12 +70,10 @@ class VirtualRun(Run):
         ddp.ddp_config.overlap_grad_reduce = False  # it has cut the buckets; nothing is sent
         ddp.config.no_sync_func = None
         self._transformer = ddp.config
-        for one in self.parts:
-            one.meet(ddp)
+        self.events.chunk_comes(ddp)
         self.take_gradients()
         self._add(ddp)
-        for one in self.parts:
-            one.add_model_chunk(ddp)
+        self.events.chunk_added(ddp)
 
     def take_gradients(self) -> None:
         """Make Megatron call this run when the gradients of a rank are complete."""
@@ -89,9 +90,9 @@ class VirtualRun(Run):
         with self._replica(worker):
             self._worker = worker
             try:
-                with self.data_of(worker), contextlib.ExitStack() as contexts:
-                    for one in () if evaluates else self.parts:
-                        contexts.enter_context(one.computing(worker, worker == self.workers - 1))
+                staged = self.stages is not None and not evaluates
+                ages = self.stages.computing(worker, worker == self.workers - 1) if staged else contextlib.nullcontext()
+                with self.data_of(worker), ages:
                     yield
             finally:
                 self._worker = None

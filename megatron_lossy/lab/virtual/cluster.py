@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from ...base.ledger import Ledger, Patch
-from ...base.registry import first
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes, buckets_by_stream
 from ...run.weights import ModelChunks
@@ -115,7 +114,7 @@ class VirtualCluster(VirtualRun):
 
     def make_update(self, optimizer: Any) -> Any:
         """Make the update as :meth:`step` does, without ending the iteration."""
-        self.begin_iteration()
+        self.events.iteration_begins()
         scale = self._per_token()
         if scale is None:
             scale = 1.0 / self.workers
@@ -126,7 +125,7 @@ class VirtualCluster(VirtualRun):
             self._note_peak()
             self._withdraw()
             self.begin_update()
-            with first(one.updating() for one in self.parts) or self._norm_by_shards():
+            with self._norm_by_shards() if self.stages is None else self.stages.updating():
                 result = optimizer.step()
             successful = bool(result[0])
             for stream in self._streams:
@@ -137,7 +136,7 @@ class VirtualCluster(VirtualRun):
             if successful:
                 self.update = self.iteration
             self._send()
-        self.end_iteration()
+        self.events.iteration_ends()
         return result
 
     # --- answers of every run --------------------------------------------------------------------------------------
@@ -215,5 +214,6 @@ class VirtualCluster(VirtualRun):
 
     def _note_peak(self) -> None:
         own = sum(bucket.param_data.numel() for stream in self._streams for bucket in stream.buckets)
-        kept = sum(stream.kept for stream in self._streams) + sum(one.kept_elements for one in self.parts)
+        kept = sum(stream.kept for stream in self._streams)
+        kept += 0 if self.stages is None else self.stages.kept_elements
         self._peak = max(self._peak, (own + kept) / own)

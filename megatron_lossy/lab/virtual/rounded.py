@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...run.mechanism import Sending
 from ...transport.coded import Coded
+from .sending import Sending
 
 
 class Rounded(Sending):

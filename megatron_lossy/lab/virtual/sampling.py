@@ -10,8 +10,8 @@ import torch
 
 from ...base.exchange import Stream
 from ...hooks.sampling import used_in
-from ...run.mechanism import Sending
 from ...run.sampling import Sampler
+from .sending import Sending
 from .versions import Versions
 
 

@@ -16,16 +16,15 @@ import torch
 
 from ...base.exchange import Delivery, Exchange, Stream, units_of
 from ...base.fetch import at_hand
-from ...base.registry import MECHANISMS
 from ...channel.corruption import Corruption
 from ...config import LossyConfig
 from ...hooks.exchanges import specs_of
 from ...hooks.grad_errors import errors_of_owner
-from ...recovery import LossScale
-from ...run.mechanism import Sending
+from ...recovery import Gradients, LossScale
 from ...transport import Transfer
 from ...transport.in_memory import groups_in_memory
 from .rounded import Rounded
+from .twins import sending_of
 from .versions import Versions
 
 # Sums are added in pieces that fit into a core's cache, and each source is cleared while it is there.
@@ -72,7 +71,7 @@ class StreamBuckets:
         self._begun: list[Transfer] = []  # the transfers of this iteration, worker by worker
         buffers = [bucket.param_data for bucket in buckets]
         self.versions = Versions(buffers, self.cut["param"], units_of(self.cut["param"]), workers)
-        self.sending = MECHANISMS.first("sending", self.groups, buckets, optimizers) or Sending(buffers, workers)
+        self.sending = sending_of(self.groups, buckets, optimizers)
         if "param" in coded:
             self.sending = Rounded(self.sending, workers, coded["param"])
 
@@ -113,10 +112,9 @@ class StreamBuckets:
             def add(gradients: torch.Tensor = gradients, total: torch.Tensor = self._totals[number]) -> None:
                 _move(gradients, total, add=not first)
 
-            transfer = self.groups[worker].reduce_scatter(
-                number, gradients, output, step, add, False, loss_scale, gapless
-            )
-            begun.append(transfer)
+            exchange = Exchange("grad", self.stream, step)
+            x = Gradients(exchange, number, gradients, output, add, False, loss_scale, gapless)
+            begun.append(self.groups[worker].reduce_scatter(x))
         self._begun += begun
 
     def reduce(self, scale: float) -> None:

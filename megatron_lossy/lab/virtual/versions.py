@@ -18,7 +18,7 @@ import torch
 
 from ...base.exchange import BucketUnits
 from ...recovery import unit_views
-from ...recovery.copies import to_device
+from ...recovery.rows import to_device
 
 #: The version of weights that were never lost: the initial ones, or those of a checkpoint.
 FIRST = -1

@@ -37,6 +37,7 @@ class AsyncPipelineFlags(Flags):
         return self.async_pipeline
 
     def holds_samples(self) -> bool:
+        """Return whether samples are under way between iterations, if there are several pipeline stages."""
         return self.async_pipeline
 
     def notes(self) -> list[str]:

@@ -54,8 +54,11 @@ class Stages(Part):
 
     def attach(self, run: Any) -> None:
         self._run = run
+        run.stages = self
+        run.events.on(chunk_added=self.add_model_chunk, restart=self.restart)
 
     def add_model_chunk(self, ddp: Any) -> None:
+        """Cut the buckets of ``ddp`` into stages."""
         stages = self._stages
         numbers = {
             parameter: stage_of(name, ddp.config.num_layers, stages)
@@ -90,9 +93,11 @@ class Stages(Part):
 
     @property
     def kept_elements(self) -> int:
+        """Elements of weights held besides the model."""
         return sum(history.kept for history in self._histories)
 
     def restart(self, iteration: int) -> None:
+        """Give all stages the newest weights."""
         for history in self._histories:  # all versions are equal to the newest
             history.restart()
 

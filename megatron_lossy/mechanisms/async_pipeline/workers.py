@@ -46,23 +46,10 @@ class _UnderWay:
     drawn_from: dict[str, Any] | None
 
 
-class UnderWay(Part):
-    """The work of a stage that is under way between two iterations, in a run."""
+class StageWorkers(Workers, Part):
+    """The one worker of this rank: a stage of an asynchronous pipeline, with the work that is under way."""
 
     name = "async-pipeline"
-
-    def __init__(self, workers: StageWorkers) -> None:
-        self._workers = workers
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._workers.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._workers.load_state_dict(state)
-
-
-class StageWorkers(Workers):
-    """The one worker of this rank: a stage of an asynchronous pipeline."""
 
     def __init__(
         self,
@@ -72,7 +59,7 @@ class StageWorkers(Workers):
     ) -> None:
         super().__init__(config, model_chunks, run)
         flags = run.config
-        run.add_part(UnderWay(self))
+        run.add_part(self)
         [self._chunk] = model_chunks
         self._megatron = self._chunk.config
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -220,7 +207,7 @@ class StageWorkers(Workers):
     # --- saved replicas --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The micro-batches under way between iterations, and their weights; see :class:`UnderWay`."""
+        """Return the micro-batches under way between iterations, and their weights."""
         versions: list[Version] = []
         for passed in self._under_way:
             if passed.version is not None and passed.version not in versions:

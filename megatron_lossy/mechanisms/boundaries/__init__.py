@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...run.mechanism import Mechanism, Part
+from ...run.mechanism import Mechanism
 from .flags import BoundaryFlags
 
 if TYPE_CHECKING:
-    from ...config import LossyConfig
     from ...config.refusal import Section
-    from ...delivery_log.reader import DeliveryLogFolder
-    from ...delivery_log.verdict import Verdict
+    from ...delivery_log.kinds import Kinds
     from ...run.monitor import Observer
 
 
@@ -40,39 +37,22 @@ class Boundaries(Mechanism):
         return BOUNDARIES
 
     @classmethod
-    def part(cls, config: LossyConfig, world: Any) -> Part | None:
-        if not config.loses_at_boundaries:
-            return None
-        from .part import StageBoundaries
+    def attach(cls, run: Any) -> None:
+        if run.kind == "Megatron" and run.config.loses_at_boundaries:
+            from .part import StageBoundaries
 
-        return StageBoundaries()
-
-    @classmethod
-    def virtual_part(cls, config: LossyConfig) -> Part | None:
-        if not config.loses_at_boundaries:
-            return None
-        from .part import VirtualBoundaries
-
-        return VirtualBoundaries()
+            run.add_part(StageBoundaries())
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:
         if not run.config.loses_at_boundaries:
             return []
-        from .log import BoundaryLog
         from .monitor import BoundaryMonitor
 
-        log = [] if run.config.delivery_log is None else [BoundaryLog(run.config, writer)]
-        return [BoundaryMonitor(), *log]
+        return [BoundaryMonitor()]
 
     @classmethod
-    def log_summary(cls, folder: Path) -> list[str]:
-        from .summary import summary_lines
+    def events(cls) -> type[Kinds]:
+        from .events import BoundaryEvents
 
-        return summary_lines(folder)
-
-    @classmethod
-    def verify_log(cls, folder: DeliveryLogFolder, verdict: Verdict) -> None:
-        from .verify import verify_boundaries
-
-        verify_boundaries(folder, verdict)
+        return BoundaryEvents

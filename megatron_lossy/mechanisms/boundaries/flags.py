@@ -18,6 +18,7 @@ _OF_RECOVERY = ("act_high_depth", "act_fec_high", "act_fec_low")
 class BoundaryFlags(Flags):
     """Flags of losses between stages and their recovery. Raises :class:`UsageError` for a value not allowed."""
 
+    #: The flags that lose parts of messages between stages.
     stage_losses: ClassVar[tuple[str, ...]] = ("--act-transport", "--p-act", "--p-act-grad")
 
     p_act: float = flag(
@@ -112,9 +113,11 @@ class BoundaryFlags(Flags):
         return {"act": self.p_act, "act-grad": self.p_act_grad}[phase]
 
     def loses_between_stages(self) -> bool:
+        """Return whether parts of messages between pipeline stages of real ranks can be lost."""
         return self.loses_at_boundaries and self.virtual_boundaries is None
 
     def uses_transport(self) -> bool:
+        """Return whether messages between stages cross over ``--transport``."""
         return self.act_transport == "udp"
 
     def changes(self) -> bool:

@@ -23,9 +23,9 @@ from ...hooks.facts import of_communicator
 from ...hooks.versions import data_parallel_rank, decoder_layers, innermost, schedule_table, sequence_parallel_rank
 from ...run.base import Run
 from ...transport import Transfer
+from .events import Crossed
 from .loss import Boundary, Fate
 from .messages import Message, Messages, received, sent
-from .monitor import BoundaryObserver
 from .zero_fill import changes_nothing, elements_of, lossy, mask_of, zero_fill_
 
 if TYPE_CHECKING:
@@ -125,10 +125,10 @@ class Boundaries:
         return self.messages.identify(phase, boundary, rank, tensor, self.run.iteration, evaluation)
 
     def tell(self, message: Message, fate: Fate) -> None:
-        """Tell the observers what became of a message."""
+        """Pass the losses of a message to the observers."""
+        event = Crossed(message, fate, self.config.delivery_log_bitmaps or self.config.act_transport == "udp")
         for observer in self.run.observers:
-            if isinstance(observer, BoundaryObserver):
-                observer.crossed(message, fate)
+            observer.happened(message.step, [event])
 
     # --- several stages ----------------------------------------------------------------------------------------------
 

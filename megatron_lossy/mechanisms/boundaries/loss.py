@@ -100,7 +100,8 @@ class BoundaryLoss:
         ``rank``: data-parallel. ``tensor``: tensor-parallel, or 0 if its peers get the same messages.
         """
         exchange = Exchange(self.phase, boundary.stream(rank), step)
-        return ~self._channel.delivered(exchange, tensor, tensor, units)
+        link = np.array([tensor])
+        return ~self._channel.delivered_links(exchange, link, link, units)[0]
 
     def fate(self, boundary: Boundary, packets: int, lost: np.ndarray) -> Fate:
         """The fate of a message of ``packets`` that loses the units ``lost`` bool[units]."""

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ...run.monitor.observer import Observer
 from ...run.monitor.window import Window
+from .events import Crossed
 from .flags import BOUNDARY_PHASES
-from .loss import Fate
-from .messages import Message
 
 _COLUMNS = ("packets", "raw", "zeros", "messages", "again")
 
 
-class BoundaryObserver(Observer):
-    """Receives messages between pipeline stages, beside the events of every run."""
-
-    def crossed(self, message: Message, fate: Fate) -> None:
-        """Called at once when a lossy message has arrived. ``fate``: its losses."""
-
-
-class BoundaryMonitor(BoundaryObserver):
+class BoundaryMonitor(Observer):
     """Metrics of all messages between stages since the last record, over all ranks."""
 
     def __init__(self) -> None:
         self._window = Window([f"{phase} {column}" for phase in BOUNDARY_PHASES for column in _COLUMNS])
 
-    def crossed(self, message: Message, fate: Fate) -> None:
-        counts = (fate.lost.size, fate.raw, int(fate.lost.sum()), 1, fate.again)
-        self._window.add(**{f"{message.phase} {column}": value for column, value in zip(_COLUMNS, counts)})
+    def happened(self, iteration: int, what: Sequence[Any]) -> None:
+        for one in what:
+            if isinstance(one, Crossed):
+                fate, phase = one.fate, one.message.phase
+                counts = (fate.lost.size, fate.raw, int(fate.lost.sum()), 1, fate.again)
+                self._window.add(**{f"{phase} {column}": value for column, value in zip(_COLUMNS, counts)})
 
     def restart(self, iteration: int) -> None:
         self._window.clear()

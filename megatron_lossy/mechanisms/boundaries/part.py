@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...base.ledger import Patch
 from ...hooks.versions import data_parallel_rank, pipeline_ranks
 from ...run.mechanism import Part
 from . import hooks
@@ -25,15 +24,16 @@ class StageBoundaries(Part):
     def attach(self, run: Any) -> None:
         self._run = run
         self.boundaries = hooks.Boundaries(run, run.exchanges.on_one_node)
+        run.events.on(chunk_comes=self.find_links, chunk_added=self.add_model_chunk, close=self.close)
+        if run.config.act_transport == "torch":
+            run.patches += hooks.patches(self.boundaries)
+        else:
+            from . import datagrams
 
-    def patches(self) -> list[Patch]:
-        if self._run.config.act_transport == "torch":
-            return hooks.patches(self.boundaries)
-        from . import datagrams
+            run.patches += hooks.patches(self.boundaries, datagrams.p2p_ops)
 
-        return hooks.patches(self.boundaries, datagrams.p2p_ops)
-
-    def meet(self, ddp: Any) -> None:
+    def find_links(self, ddp: Any) -> None:
+        """Find the nodes of all ranks, and open the links between stages. A collective call."""
         # Over all ranks, so before anything that only some of them have.
         if self._run.exchanges.find_nodes():
             _warn_if_reliable(self._run.exchanges.nodes)
@@ -43,6 +43,7 @@ class StageBoundaries(Part):
             self.boundaries.links = StageLinks(self._run.config)
 
     def add_model_chunk(self, ddp: Any) -> None:
+        """Lose messages after layers of ``ddp``, if the boundaries are virtual."""
         if self._run.config.virtual_boundaries is not None:
             self.boundaries.attach(ddp, functools.partial(data_parallel_rank, ddp))
 
@@ -51,24 +52,16 @@ class StageBoundaries(Part):
         return [] if self.boundaries.links is None else self.boundaries.links.all
 
     def close(self) -> None:
+        """Close the links."""
         if self.boundaries.links is not None:
             self.boundaries.links.close()
 
 
-class VirtualBoundaries(Part):
-    """The ``--virtual-boundaries`` of workers that share a process."""
-
-    name = "boundaries"
-
-    def attach(self, run: Any) -> None:
-        self._run = run
-        self.boundaries = hooks.Boundaries(run)
-
-    def patches(self) -> list[Patch]:
-        return hooks.patches(self.boundaries)
-
-    def add_model_chunk(self, ddp: Any) -> None:
-        self.boundaries.attach(ddp, lambda: self._run.rank)
+def attach_virtual(run: Any) -> None:
+    """Let ``run``, whose workers share a process, lose messages at its ``--virtual-boundaries``."""
+    boundaries = hooks.Boundaries(run)
+    run.patches += hooks.patches(boundaries)
+    run.events.on(chunk_added=lambda ddp: boundaries.attach(ddp, lambda: run.rank))
 
 
 def _warn_if_reliable(nodes: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ import torch
 from ...base.errors import refuse
 from ...base.exchange import Lost
 from ...recovery import rows_for
-from ...recovery.copies import to_device
+from ...recovery.rows import to_device
 
 
 def elements_of(packet_bytes: int, dtype: torch.dtype) -> int:

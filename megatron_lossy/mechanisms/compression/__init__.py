@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...run.mechanism import Mechanism, Part
+from ...run.mechanism import Mechanism
 from .flags import CompressionFlags
 
 if TYPE_CHECKING:
-    from ...base.coding.blocks import BlockCode
     from ...config import LossyConfig
     from ...config.refusal import Section
-    from ...recovery import Stale
     from ...run.monitor import Observer
     from ...transport import Wire
 
@@ -34,31 +32,13 @@ class Compression(Mechanism):
         return COMPRESSION
 
     @classmethod
-    def codes(cls, config: LossyConfig) -> Mapping[str, BlockCode]:
-        from ...base.coding.blocks import BlockCode
-
-        return {phase: BlockCode(bits, config.wire_block) for phase, bits in config.wire_bits.items()}
-
-    @classmethod
-    def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
-        from ...lab.launch.memory import Kept
-
-        if held.shards == 1 or not config.wire_bits:
-            return []
-        bits = sum(config.wire_bits.values())
-        return [Kept("codes, sent and arrived", 2 * held.weights * bits / 8)]
+    def attach(cls, run: Any) -> None:
+        if run.kind == "Megatron" and "param" in run.config.wire_bits:
+            run.events.on(save_begins=run.settle)  # replicas are saved as they arrived, in whole
 
     @classmethod
-    def part(cls, config: LossyConfig, world: Any) -> Part | None:
-        if "param" not in config.wire_bits:
-            return None
-        from .part import CodedParameters
-
-        return CodedParameters()
-
-    @classmethod
-    def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
-        if "param" in wire.coded:
+    def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:
+        if phase == "param" and "param" in wire.coded:
             for rule in rules:
                 rule.exact = False
         return rules

@@ -41,9 +41,6 @@ class CompressionFlags(Flags):
         for name in ("grad_wire", "param_wire", "wire_block"):
             check_choice(self, name)
 
-    def coded(self) -> tuple[str, ...]:
-        return tuple(self.wire_bits)
-
     def draws(self) -> bool:
         return "grad" in self.wire_bits
 

@@ -10,7 +10,7 @@ import torch
 
 from ...base.fetch import Fetched, aside, is_here, stream_aside
 from ...base.fingerprint import finite
-from ...recovery import copies
+from ...recovery.rows import used_here
 from .form import Form
 
 #: Elements behind each piece and each mean. They say whether to stop.
@@ -65,7 +65,7 @@ class Pieces:
         if rows.device.type == "cuda":
             stream_aside(rows.device).wait_stream(torch.cuda.current_stream(rows.device))
         with aside(rows.device):
-            copies.used_here((rows,))
+            used_here((rows,))
             self._rows = Fetched(rows.view(BITS[rows.element_size()]))  # NumPy knows no bfloat16
 
 
@@ -82,4 +82,4 @@ class Brought:
         """Let what is computed from now on use ``tensors``, which were brought before."""
         if self._event is not None:
             self._event.wait()
-            copies.used_here(tensor for tensor in tensors if tensor is not None)
+            used_here(tensor for tensor in tensors if tensor is not None)

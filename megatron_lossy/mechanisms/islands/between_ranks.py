@@ -21,8 +21,8 @@ import torch
 from ...base.exchange import BucketUnits, Delivery, Exchange, Stream
 from ...base.fetch import aside
 from ...config import LossyConfig
-from ...recovery import copies
-from ...transport.drawn import draw
+from ...recovery.rows import to_device
+from ...transport.base import draw
 from .aside import ASIDE, BITS, Brought, Pieces
 from .flags import SYNC_PHASES
 from .form import Codes, form_of
@@ -260,9 +260,9 @@ class BetweenRanks:
             back = None if lossless else elements_of(complete[None], units, device)[0].reshape(-1)
             owed = None
             if self.rest is None and not self._form.exact and parties.place is not None:
-                rest = copies.upload((exact - mean)[None], device)
+                rest = to_device((exact - mean)[None], device)
                 owed = owed_to([parties.place], rest, len(parties.senders))
-            mine = Mean(copies.upload(values.reshape(-1), device), back, owed)
+            mine = Mean(to_device(values.reshape(-1), device), back, owed)
         return Crossed(mine, Brought(device), [reduced, complete])
 
     def _message(

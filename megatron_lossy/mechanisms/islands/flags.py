@@ -10,6 +10,7 @@ from typing import ClassVar
 from ...base.errors import UsageError, refuse
 from ...base.flags import as_text, flag, flag_name, in_unit_interval, number, refuse_unused
 from ...base.jobs import Jobs
+from ...base.registry import JOBS
 from ...base.section import Flags
 from .rendezvous.lighthouse import addresses_of
 
@@ -28,7 +29,9 @@ class IslandFlags(Flags):
     """Flags of islands. Raises :class:`UsageError` for a value not allowed."""
 
     rates: ClassVar[Mapping[str, str]] = dict.fromkeys(SYNC_PHASES, "p_sync")
+    #: The name of one of :meth:`jobs`.
     job_name: ClassVar[str] = "island"
+    #: Folders with weights alone among those of checkpoints, and the flag that makes each.
     folders_of_weights: ClassVar[Mapping[str, str]] = {CONSENSUS_FOLDER: "--save-consensus"}
     in_headings: ClassVar[bool] = True
 
@@ -258,9 +261,13 @@ class IslandFlags(Flags):
         return self.averages
 
     def jobs(self) -> Jobs:
-        return Jobs(self.islands if self.averages else 1, self.job_name, apart=self.rendezvous is not None)
+        """Return the jobs of a run."""
+        islands: type[Jobs] = JOBS.load(self.job_name)
+        number = self.islands if self.averages else 1
+        return islands(number, apart=self.rendezvous is not None, config=self)  # type: ignore[call-arg]
 
     def element_bytes(self) -> int:
+        """Return the bytes of an element in exchanges between islands; 0 without any."""
         return _ITEMSIZE[self.sync_dtype] if self.averages else 0
 
     def resolve(self) -> None:
@@ -302,12 +309,13 @@ class IslandFlags(Flags):
         return [f"{what} {when}, {lost}{churn}"]
 
     def iterations(self, train_iters: int) -> int:
-        """Iterations of the slowest island, so that all M islands together make at most M times ``train_iters``."""
+        """Return the iterations of the slowest island: all M together make at most M times ``train_iters``."""
         if not self.averages or self.island_speeds is None:
             return train_iters
         return int(self.islands * train_iters / sum(self.relative_speeds) + 1e-9)
 
     def most_iterations(self, iterations: int) -> int:
+        """Return the iterations of the fastest island when the slowest has made ``iterations``."""
         return max(self.local_iterations(island, iterations) for island in range(self.jobs().number))
 
     def local_iterations(self, island: int, iteration: int) -> int:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from ...base.device import all_gather_single
 from ...base.errors import UsageError, refuse
 from ...base.exchange import Delivery
+from ...base.jobs import JobGroup
 from ...config import LossyConfig
 from ...run.mechanism import Part
-from ...run.monitor import Observer
 from .between_ranks import BetweenRanks, carriers_of
 from .main_vector import Segment, Vector
 from .mean import Mean, distance_to
@@ -37,7 +37,7 @@ _PATIENCE = timedelta(minutes=10)
 _made = 0  # runs with islands in this process, of which each has stores of its own
 
 
-class FSDPIslands(Part):
+class FSDPIslands(Part, JobGroup):
     """The exchanges of this rank with its peers in other islands. ``islands``: the ranks of each, in the same order."""
 
     name = "islands"
@@ -52,7 +52,6 @@ class FSDPIslands(Part):
         self.config = config
         self.island = next(number for number, ranks in enumerate(islands) if dist.get_rank() in ranks)
         self.place = list(islands[self.island]).index(dist.get_rank())
-        self.job = self.island, config.islands
         self.monitor = IslandMonitor()
         self._prefix = f"megatron_lossy/pytorch/islands/{_made}"
         self._shard: Shard[BetweenRanks] | None = None
@@ -60,10 +59,11 @@ class FSDPIslands(Part):
 
     def attach(self, run: LossyFSDP) -> None:
         self._run = run
-
-    @property
-    def observers(self) -> Sequence[Observer]:
-        return [self.monitor] if self.config.sync_method != "none" else []
+        run.job, run.jobs = self.island, self.config.islands
+        run.job_group = self
+        if self.config.sync_method != "none":
+            run.observers.append(self.monitor)
+        run.events.on(built=self.ready, iteration_ends=self.end_iteration, restart=self.restart, close=self.close)
 
     # --- building --------------------------------------------------------------------------------------------------
 
@@ -125,6 +125,7 @@ class FSDPIslands(Part):
             self.monitor.exchanged(sent)
 
     def restart(self, iteration: int) -> None:
+        """Count updates from ``iteration`` on."""
         self._updates = iteration
 
     # --- weights and state -----------------------------------------------------------------------------------------
@@ -166,5 +167,6 @@ class FSDPIslands(Part):
         self._shard.rounds.load_state_dict(state["rounds"])
 
     def close(self) -> None:
+        """End the exchanges."""
         if self._shard is not None:
             self._shard.crossing.close()

@@ -15,9 +15,9 @@ import torch
 from ...base.exchange import BucketUnits, Delivery, Exchange, Stream
 from ...base.fingerprint import finite
 from ...config import LossyConfig
-from ...recovery import copies
+from ...recovery.rows import to_device
 from ...transport import Network
-from ...transport.drawn import draw
+from ...transport.base import draw
 from .flags import SYNC_PHASES
 from .form import Codes, form_of
 from .places import Places
@@ -235,7 +235,7 @@ def finite_rows(rows: torch.Tensor) -> np.ndarray:
 
 def elements_of(arrived: np.ndarray, units: BucketUnits, device: torch.device) -> torch.Tensor:
     """bool[receivers, sources, shard] of bool[receivers, sources, units]."""
-    by_unit = torch.from_numpy(arrived) if device.type == "cpu" else copies.to_device(arrived, device)
+    by_unit = torch.from_numpy(arrived) if device.type == "cpu" else to_device(arrived, device)
     return by_unit.repeat_interleave(units.elements, dim=2)[:, :, : units.shard]
 
 

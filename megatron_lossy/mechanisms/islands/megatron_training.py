@@ -107,11 +107,7 @@ def enter(islands: RankIslands, args: Any) -> None:
 class TrainingIslands(RankIslands):
     """Islands that may run under ``megatron.training``."""
 
-    def training_patches(self) -> list[Patch]:
-        return patches(self)
-
-    def before_arguments(self, args: Any) -> None:
-        before_validation(self, args)
-
-    def after_arguments(self, args: Any) -> None:
-        enter(self, args)
+    def attach(self, run: Any) -> None:
+        super().attach(run)
+        run.training_patches += patches(self)
+        run.events.on(arguments_come=partial(before_validation, self), arguments_checked=partial(enter, self))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...recovery import copies
+from ...recovery.rows import to_device
 
 
 class Part(NamedTuple):
@@ -54,7 +54,7 @@ class Places:
 
     def __init__(self, blocks: np.ndarray, width: int, size: int, device: torch.device) -> None:
         # Blocks are kept twice: here for look-ups, which would wait for the device, and on the device for copies.
-        self._blocks, self._rows, self._width, self.size = blocks, copies.to_device(blocks, device), width, size
+        self._blocks, self._rows, self._width, self.size = blocks, to_device(blocks, device), width, size
         self._count = len(blocks) * width
         if len(blocks):
             self._count -= max(0, (int(blocks[-1]) + 1) * width - size)

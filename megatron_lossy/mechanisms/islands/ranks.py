@@ -26,12 +26,12 @@ from ...base.errors import UsageError, refuse
 from ...base.exchange import Delivery, Stream
 from ...base.fetch import Fetched
 from ...base.files import write_text
+from ...base.jobs import JobGroup
 from ...config import LossyConfig
 from ...hooks.buckets import buckets_by_stream, own_shard
 from ...hooks.versions import data_parallel_rank, pipeline_stage
-from ...recovery import copies
+from ...recovery.rows import to_device
 from ...run.mechanism import Part
-from ...run.monitor import Observer
 from .between_ranks import BetweenRanks, carriers_of
 from .flags import CONSENSUS_FOLDER
 from .main_vector import Vector, shard_vector
@@ -53,15 +53,13 @@ _SAMPLE = 2**16
 _Shard = Shard[BetweenRanks]
 
 
-class RankIslands(Part):
+class RankIslands(Part, JobGroup):
     """The exchanges of this rank with its peers in other islands. ``world``: open by the first iteration."""
 
     name = "islands"
 
     def __init__(self, config: LossyConfig, world: IslandWorld) -> None:
         self.world = world
-        self.job = world.job
-        self.writer = world.launched_rank
         self.monitor = IslandMonitor()
         self.config = config
         self._shards: list[_Shard] | None = None
@@ -71,10 +69,17 @@ class RankIslands(Part):
 
     def attach(self, run: Any) -> None:
         self._run = run
-
-    @property
-    def observers(self) -> Sequence[Observer]:
-        return [self.monitor] if self.config.sync_method != "none" else []
+        run.job_group = self
+        if self.config.sync_method != "none":
+            run.observers.append(self.monitor)
+        run.events.on(
+            built=self.ready,
+            iteration_begins=self.begin_iteration,
+            iteration_ends=self.end_iteration,
+            restart=self.restart,
+            leave=self.leave,
+            close=self.close,
+        )
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -101,7 +106,7 @@ class RankIslands(Part):
         self._made.add(number)
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
-        """See :meth:`Part.begin_stopping`. The function that it returns waits for the ranks of this island.
+        """See :meth:`.JobGroup.begin_stopping`. The function that it returns waits for the ranks of this island.
 
         Its result is the largest signal of any rank of any island if all of them stop after this iteration, else 0.
         Other islands are waited for only to agree on that iteration.
@@ -111,7 +116,7 @@ class RankIslands(Part):
         if self.config.sync_method == "none" and self._iterations % _ASKS == 0:  # there are no messages to hear it by
             self._stopping.ask()
         with self._waiting():
-            known = copies.to_device(np.array(self._stopping.begin(), dtype=np.int32), device.current_device())
+            known = to_device(np.array(self._stopping.begin(), dtype=np.int32), device.current_device())
         iteration, work = self._iterations, dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
 
         def finish() -> int:
@@ -293,9 +298,6 @@ class RankIslands(Part):
         return rewind(folder, self.world, self.total)
 
     def restart(self, iteration: int) -> None:
-        self.check_iteration(iteration)
-
-    def check_iteration(self, iteration: int) -> None:
         """Raise :class:`UsageError` unless all islands were loaded at the same ``iteration``. A collective call."""
         found = self._control.all_gather(torch.tensor([iteration])).view(-1).tolist()
         if len(set(found)) > 1:

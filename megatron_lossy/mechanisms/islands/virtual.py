@@ -22,6 +22,7 @@ import torch
 
 from ...base.errors import refuse
 from ...base.exchange import Delivery, Stream
+from ...base.jobs import JobGroup
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes
 from ...hooks.rng import on_cpu, rng_state, set_rng_state
@@ -42,16 +43,19 @@ from .subset import Subset
 from .virtual_state import RANDOM, island_state, load_island_state, load_islands, save_islands
 
 
-class VirtualIslands(Run):
+class VirtualIslands(Run, JobGroup):
     """``config.islands`` islands with ``workers`` workers altogether, in the place of :class:`VirtualCluster`.
 
     Build the model within :meth:`building`, call :meth:`attach`, then :meth:`start`. ``steps``: iterations of the
     slowest island. ``seed``: for the exchanges. Raises :class:`UsageError` if the flags do not fit.
     """
 
+    kind = "virtual"
+
     def __init__(self, config: LossyConfig, workers: int, steps: int, seed: int, gapless: bool = False) -> None:
         self.clusters: list[VirtualCluster] = []
         super().__init__(config, steps, gapless)
+        self.job_group = self
         self.workers, self.local = workers, range(workers)
         size = workers // config.islands
         for island in range(config.islands):
@@ -182,7 +186,7 @@ class VirtualIslands(Run):
             yield
 
     @contextlib.contextmanager
-    def consensus_weights(self, model_chunks: ModelChunks) -> Iterator[None]:
+    def consensus_weights(self, model_chunks: ModelChunks | None = None) -> Iterator[None]:
         """A context in which the model has the mean of the islands' owners' weights, reliably."""
         with torch.no_grad():
             for number, bucket in enumerate(self._buckets):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...run.mechanism import Mechanism, Part, Sending
+from ...run.mechanism import Mechanism
 from .flags import LeadFlags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
-    from ...recovery import Stale
-    from ...transport import LossyGroup, Wire
-
-_FLOAT32 = 4
+    from ...transport import Wire
 
 
 class Lead(Mechanism):
@@ -30,25 +26,15 @@ class Lead(Mechanism):
         return LEAD
 
     @classmethod
-    def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
-        from ...lab.launch.memory import Kept
+    def attach(cls, run: Any) -> None:
+        if run.kind == "Megatron" and not run.config.sends_weights():
+            from .part import LeadPart
 
-        if not held.lost["param"] or config.sends_weights():
-            return []
-        own = held.compute if held.compute < _FLOAT32 else 0  # a copy of the own shard in fewer bytes
-        return [Kept("lead", held.weights / held.shards * (2 * _FLOAT32 + own))]
+            run.add_part(LeadPart())
 
     @classmethod
-    def part(cls, config: LossyConfig, world: Any) -> Part | None:
-        if config.sends_weights():
-            return None
-        from .part import LeadPart
-
-        return LeadPart()
-
-    @classmethod
-    def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
-        if config.sends_weights() or wire.lossless("param"):
+    def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:
+        if phase != "param" or config.sends_weights() or wire.lossless("param"):
             return rules
         from ...recovery.stale import check_plain
         from .compensated import Compensated
@@ -57,15 +43,3 @@ class Lead(Mechanism):
         check_plain(rules, "--param-send", config.param_send)
         lag = Lag(config, wire)
         return [Compensated(rule.units, rule.rank, lag) for rule in rules]
-
-    @classmethod
-    def sending(
-        cls, groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers: Callable[[], list[Any]]
-    ) -> Sending | None:
-        from .compensated import Compensated
-
-        if not isinstance(groups[0].params[0], Compensated):
-            return None
-        from .virtual import Leads
-
-        return Leads(groups, buckets, optimizers)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...base.exchange import BucketUnits, Delivery
-from ...recovery import copies
 from ...recovery.base import Parameters
+from ...recovery.rows import used_here
 from ...recovery.stale import Stale
 from .lag import Lag
 
@@ -102,7 +102,7 @@ class Compensated(Stale):
             self.lag.counted.count(x.bucket, self.units, delivery)
         if own is None:
             return
-        copies.used_here((own,))
+        used_here((own,))
         x.sent.copy_(own)
         mine = x.buffer[self.rank * self.units.shard : (self.rank + 1) * self.units.shard]
         if mine.data_ptr() != x.sent.data_ptr():

@@ -43,6 +43,7 @@ class LeadFlags(Flags):
         _ = self.lead
 
     def sends_weights(self) -> bool:
+        """Return whether owners send their weights as they are."""
         return self.param_send == "plain"
 
     def idle(self) -> dict[str, tuple[bool, set[str]]]:

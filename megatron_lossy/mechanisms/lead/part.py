@@ -31,8 +31,10 @@ class LeadPart(Part):
 
     def attach(self, run: Lossy) -> None:
         self._run = run
+        run.events.on(chunk_added=self.add_model_chunk, update_begins=self.begin_update, save_begins=self.begin_saving)
 
     def add_model_chunk(self, ddp: Any) -> None:
+        """Let the rules of new groups find the weights of their owners."""
         for group, rules, ranks, buckets in self._exchanged():
             if rules[0].weights is not None:  # of an earlier chunk
                 continue
@@ -54,6 +56,7 @@ class LeadPart(Part):
         return lambda: found()()
 
     def begin_update(self) -> None:
+        """Keep the weights before the update."""
         for _, rules, _, _ in self._exchanged():
             for rule in rules:
                 assert rule.weights is not None
@@ -62,6 +65,7 @@ class LeadPart(Part):
             sums.begin_update()
 
     def begin_saving(self) -> None:
+        """End the sums and the gather that are under way. A collective call."""
         for sums in self._sums:
             sums.finish()
         if any(True for _ in self._exchanged()):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...run.mechanism import Sending
+from ...lab.virtual.sending import Sending
 from ...transport import LossyGroup
 from ...transport.peers import LocalPeers
 from .compensated import Compensated

@@ -11,7 +11,6 @@ from .flags import PriorityFlags
 if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
-    from ...recovery import GradRecovery, Stale
     from ...run.monitor import Observer
     from ...transport import Wire
 
@@ -36,24 +35,12 @@ class Priorities(Mechanism):
         return PRIORITY
 
     @classmethod
-    def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
-        from ...lab.launch.memory import Kept
+    def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:
+        if phase == "grad" and config.at_sender:
+            from .protected import protected
 
-        if held.shards == 1 or config.param_priority == "none":
-            return []
-        return [Kept("parameters delivered for certain", held.weights / held.shards * held.compute)]
-
-    @classmethod
-    def grad_rules(cls, config: LossyConfig, rules: list[GradRecovery], wire: Wire) -> list[GradRecovery]:
-        if not config.at_sender:
-            return rules
-        from .protected import protected
-
-        return protected(config, rules, wire)
-
-    @classmethod
-    def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
-        if config.param_priority == "none":
+            return protected(config, rules, wire)
+        if phase == "grad" or config.param_priority == "none":
             return rules
         from ...recovery.stale import check_plain
         from .protected import Prioritised

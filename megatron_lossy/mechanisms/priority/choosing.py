@@ -16,9 +16,8 @@ import numpy as np
 
 from ...base.exchange import BucketUnits, Exchange, Lost
 from ...base.fetch import Fetched, at_hand, is_here
-from ...recovery import copies
 from ...recovery.base import Told
-from ...recovery.rows import unit_views
+from ...recovery.rows import to_device, unit_views
 
 if TYPE_CHECKING:
     import torch
@@ -172,11 +171,11 @@ class Priority:
         keys = on_device.keys(sizes, None if crossing.all() else self.rank)
         high = keys == -1
         if self.always is not None:
-            high |= copies.to_device(self.always & crossing[:, None], sizes.device)
+            high |= to_device(self.always & crossing[:, None], sizes.device)
         if self.protection.kind == "packet-mean":
             on_device.choose_top_(high, keys, share_of(len(rows) * self.units.count, self.protection.fraction))
         elif self.protection.kind != "none" and len(rows):
-            places = copies.to_device(self._sample(buffer, rows, exchange), buffer.device)
+            places = to_device(self._sample(buffer, rows, exchange), buffer.device)
             high |= keys >= on_device.quantile(buffer[places].abs().float(), 1 - self.protection.fraction)
         return high
 

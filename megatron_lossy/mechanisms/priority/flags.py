@@ -49,6 +49,7 @@ class PriorityFlags(Flags):
         return self.grad_priority != "none" or self.feeds_back
 
     def chosen(self) -> tuple[str, ...]:
+        """Return the phases whose senders choose units that must arrive."""
         return ("grad",) * self.at_sender + ("param",) * (self.param_priority != "none")
 
     def resolve(self) -> None:

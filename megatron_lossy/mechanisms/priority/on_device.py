@@ -11,7 +11,7 @@ import functools
 import numpy as np
 import torch
 
-from ...recovery import copies
+from ...recovery.rows import to_device
 
 
 def keys(sizes: torch.Tensor, left_out: int | None) -> torch.Tensor:
@@ -33,7 +33,7 @@ def quantile(values: torch.Tensor, share: float) -> torch.Tensor:
     finite = values.isfinite()
     ordered = values.masked_fill(~finite, torch.inf).sort().values
     count = finite.sum(dim=0, keepdim=True)
-    low, high, weight, above = copies.to_device(_mixes(len(values), share), values.device).index_select(1, count)
+    low, high, weight, above = to_device(_mixes(len(values), share), values.device).index_select(1, count)
     low, high = ordered.index_select(0, low.long()), ordered.index_select(0, high.long())
     step = (high - low) * weight
     return torch.where(count > 0, torch.where(above > 0, high - step, low + step), torch.inf)[0]

@@ -19,7 +19,7 @@ from ...base.errors import refuse
 from ...base.exchange import BucketUnits, Delivery, Exchange, Lost
 from ...base.fetch import Fetched
 from ...channel.draws import generator
-from ...recovery.base import Gradients, GradRecovery, add_up
+from ...recovery.base import Gradients, GradRecovery, Told, add_up
 from ...recovery.stale import Stale
 from .choosing import SAMPLE, ParamPriority, Priority, Protection
 
@@ -35,20 +35,39 @@ logger = logging.getLogger(__name__)
 class Protected(GradRecovery):
     """``rule`` with a ``priority`` that chooses the units that have to arrive."""
 
+    #: bool[N, count]: the units of the latest exchange that must arrive, if only the network knows its losses.
+    must: np.ndarray | Fetched | None = None
+    #: The record of the latest step that is over.
+    told: Told | None = None
+
     def __init__(self, rule: GradRecovery, priority: Priority) -> None:
         super().__init__(rule.units, rule.rank)
         self.rule = rule
+        #: The rule if it keeps what it loses.
+        self.feedback: Any = rule if rule.feeds_back else None
         self.priority = priority
         self.name = rule.name  # type: ignore[misc]
         self.foresight, self.carries_over, self.shared = rule.foresight, rule.carries_over, rule.shared
 
     def correct(self, buffer: torch.Tensor, x: Gradients) -> None:
-        self.rule.correct(buffer, x)
+        """Add what the rule kept of earlier steps to ``buffer`` [N * shard]."""
+        if self.feedback is not None:
+            self.feedback.correct(buffer, x)
 
     def after(self, shard: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
         self.rule.after(shard, delivery, kept, x)
 
+    @property
+    def protected(self) -> Protected:
+        """This rule: see :attr:`GradRecovery.protected`."""
+        return self  # kept as an attribute, it would keep payloads until garbage is collected
+
+    def _note(self, lost: Lost) -> None:
+        if self.feedback is not None:
+            self.feedback.note(self.priority.told, lost)
+
     def share(self, replicated: np.ndarray) -> None:
+        """Let the units ``replicated`` bool[N, count], with copies at other ranks, always arrive: copies lose the same."""
         # A unit may hold other values than the copies, and these differ between ranks: a choice would differ too.
         self.priority.always = replicated
 
@@ -69,6 +88,7 @@ class Protected(GradRecovery):
 class Spared(Protected):
     """The rule for drawn losses: chosen units arrive even if the draw loses them."""
 
+    rounds = True
     _final: Lost | None = None
 
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
@@ -76,19 +96,25 @@ class Spared(Protected):
         final: Lost | None = self.priority.spare(buffer, lost, x.exchange)
         if final.spared is not None and not self.rule.minds_spared:
             final = self.priority.settle()
-        kept = self.rule.leave(buffer, final, delivery, x)
+        if self.feedback is not None:
+            kept = self.feedback.remove(buffer, final, delivery, x)
+        else:
+            if x.rounding is not None:
+                x.rounding(buffer)
+            kept = self.rule.before(buffer, final, delivery, x)
         if final.spared is None:
-            self.rule.note(self.priority.told, final)
+            self._note(final)
         self._final = final
         return kept
 
     @property
-    def final(self) -> Lost | None:  # type: ignore[override]
-        """See :attr:`GradRecovery.final`. On an accelerator it waits for the choice."""
+    def final(self) -> Lost | None:
+        """The units of the latest exchange that were lost for good. On an accelerator it waits for the choice."""
         if self._final is not None and self._final.spared is not None:
             self._final = self.priority.settle()
-            self.rule.settle(self._final)
-            self.rule.note(self.priority.told, self._final)
+            if self.feedback is not None:
+                self.feedback.settle(self._final)
+            self._note(self._final)
         return self._final
 
     def finish_step(self, step: int, successful: bool) -> None:
@@ -100,6 +126,7 @@ class Spared(Protected):
         self._final = None
 
     def leave_out(self, delivery: Delivery, x: Gradients) -> Any:
+        """Remove lost units at the sender although owners get pieces: only the sender knows its priorities."""
         return self.before(x.buffer, delivery.lost_there(self.units), delivery, x)
 
     def combine(self, pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
@@ -110,6 +137,9 @@ class Spared(Protected):
 class Required(Protected):
     """The rule for losses that only the network knows: chosen units must arrive; other losses are reported."""
 
+    #: The units of the latest exchange that were lost for good, once they are reported.
+    final: Lost | None = None
+
     def __init__(self, rule: GradRecovery, priority: Priority) -> None:
         super().__init__(rule, priority)
         #: The payload without a report yet: step, payload, loss scale.
@@ -117,38 +147,45 @@ class Required(Protected):
         self._late: list[int] = []
 
     def choose(self, x: Gradients) -> np.ndarray | Fetched:
+        """Return bool[N, count]: the units that must arrive, here or on their way."""
         self.correct(x.buffer, x)
         self.must = self.priority.choose(x.buffer, x.exchange)
         self._sent = (x.exchange.step, x.buffer, x.loss_scale())
         return self.must
 
     def combine(self, pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
-        self.rows(pieces).zero_(pieces, self.units, delivery.lost_here(self.units))
+        self.rows.zero_(pieces, self.units, delivery.lost_here(self.units))
         add_up(pieces, delivery, x)
         self.after(x.output, delivery, None, x)
 
     @property
     def late(self) -> list[int]:
+        """Steps that are over while no report says yet which of their units arrived."""
         return list(self._late)
 
     def sent_in(self, step: int) -> bool:
+        """Return whether units were sent in ``step`` and no report says yet which of them arrived."""
         return self._sent is not None and self._sent[0] == step
 
     def reported(self, step: int, lost: np.ndarray | None) -> None:
+        """Take the report for ``step``: ``lost`` bool[N, count], units that did not arrive; ``None``: missing."""
         if self._sent is not None and self._sent[0] == step:
             _, payload, loss_scale = self._sent
             self._sent = None
             if lost is None:
                 self._late.append(step)
-                self.rule.keep_all(step, payload, loss_scale)
+                if self.feedback is not None:
+                    self.feedback.keep_all(step, payload, loss_scale)
                 return
             self.final = Lost(lost)
             self.priority.tell(self.final)
-            self.rule.keep(step, payload, self.final, loss_scale)
-            self.rule.note(self.priority.told, self.final)
+            if self.feedback is not None:
+                self.feedback.keep(step, payload, self.final, loss_scale)
+            self._note(self.final)
         elif lost is not None:
             self._late.remove(step)
-            self.rule.keep_late(step, Lost(lost))
+            if self.feedback is not None:
+                self.feedback.keep_late(step, Lost(lost))
 
     def restart(self) -> None:
         super().restart()
@@ -181,12 +218,9 @@ def protected(config: LossyConfig, rules: Sequence[GradRecovery], wire: Wire) ->
     Raises :class:`UsageError` for rules with a verb of their own that would not be called.
     """
     for rule in rules:
-        for verb in ("before", "combine", "leave_out"):
-            if getattr(type(rule), verb) is not getattr(GradRecovery, verb):
-                why = (
-                    f"--grad-recovery {rule.name} has its own {verb}(), which would not be called; omit --grad-priority"
-                )
-                raise refuse("--grad-priority", config.grad_priority, why)
+        if type(rule).combine is not GradRecovery.combine:
+            why = f"--grad-recovery {rule.name} has its own combine(), which would not be called; omit --grad-priority"
+            raise refuse("--grad-priority", config.grad_priority, why)
     if config.grad_priority == "none":
         _warn_of_no_priority(config)
     kind, protection = Required if wire.observed else Spared, protection_of(config)

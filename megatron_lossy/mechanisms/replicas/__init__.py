@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...run.mechanism import Mechanism, Part
+from ...run.mechanism import Mechanism
 from .flags import ReplicaFlags
 
 if TYPE_CHECKING:
-    from ...config import LossyConfig
     from ...config.refusal import Section
-    from ...run.base import Run
+    from ...delivery_log.kinds import Kinds
     from ...run.monitor import Observer
     from .full_replicas import FullReplicas
 
@@ -38,40 +37,21 @@ class Replicas(Mechanism):
         return REPLICAS
 
     @classmethod
-    def part(cls, config: LossyConfig, world: Any) -> Part | None:
-        from .ranks import RankReplica
+    def attach(cls, run: Any) -> None:
+        if run.kind == "Megatron":
+            from .ranks import RankReplica
 
-        return RankReplica()
+            run.add_part(RankReplica())
+        elif run.kind == "DDP":
+            from .ddp import DDPReplica
 
-    @classmethod
-    def ddp_part(cls, config: LossyConfig) -> Part | None:
-        if config.inert:
-            return None
-        from .ddp import DDPReplica
-
-        return DDPReplica()
+            run.add_part(DDPReplica())
 
     @classmethod
-    def columns(cls) -> list[Any]:
-        from .log import columns
+    def events(cls) -> type[Kinds]:
+        from .events import ReplicaEvents
 
-        return columns()
-
-    @classmethod
-    def check_row(cls, config: LossyConfig, row: Mapping[str, Any]) -> bool:
-        from .log import check_row
-
-        return check_row(config, row)
-
-    @classmethod
-    def virtual_run(
-        cls, config: LossyConfig, workers: int, iterations: int, seed: int, whole_optimizers: bool
-    ) -> Run | None:
-        if not whole_optimizers:
-            return None
-        from .virtual import VirtualReplicas
-
-        return VirtualReplicas(config, workers, iterations, gapless=True)
+        return ReplicaEvents
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:

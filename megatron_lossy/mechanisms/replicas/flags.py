@@ -119,8 +119,9 @@ class ReplicaFlags(Flags):
         }
         return replace(self, **reset, **grad)
 
-    def drawn_with(self, phase: str) -> LossyConfig | None:
-        return self.all_reduced() if self.phase(phase).lossless else None  # the second half of an all-reduce
+    def drawn_with(self, phase: str) -> Any:
+        """Return the flags that exchanges of ``phase`` lose by; the second half of an all-reduce loses as the first."""
+        return self.all_reduced() if self.phase(phase).lossless else self
 
     def acts(self) -> bool:
         return self.synchronises or self.replica_check != "none"

@@ -48,8 +48,8 @@ class Mismatch:
     repaired: str
 
     def rows(self) -> list[dict[str, Any]]:
-        """Rows for the log of errors: one for each replica that differed."""
-        row = {"stream": self.stream.name, "bucket": self.bucket, "kind": "mismatch", "repaired": self.repaired}
+        """Return rows for the log of events: one for each replica that differed."""
+        row = {"stream": self.stream.name, "bucket": self.bucket, "kind": "mismatch", "action": self.repaired}
         return [{**row, "rank": rank} for rank in self.outside]
 
 

@@ -52,6 +52,9 @@ class HeldReplicas(Part, ABC):
 
     def attach(self, run: Any) -> None:
         self._run, self._corruption = run, run.corruption
+        run.keeper = self
+        run.sources.append(self.happened)
+        run.events.on(update_begins=self.begin_update, restart=self.restart)
 
     def add(self, ddp: Any) -> None:
         """Register the buckets of a model chunk."""
@@ -161,6 +164,7 @@ class HeldReplicas(Part, ABC):
         return 1.0 if scale is None else scaled_unit(1.0, scale)
 
     def begin_update(self) -> None:
+        """Let a mean under way arrive."""
         if self.together is not None:
             self.together.arrive(self._gradient(self.together))
 
@@ -179,7 +183,7 @@ class HeldReplicas(Part, ABC):
         return [own for own, peers in zip(sums, self.peers, strict=True) if peers.size > 1]
 
     def happened(self, iteration: int) -> list[Any]:
-        """Events of ``iteration``: :class:`Reduction`, :class:`Mismatch`, :class:`Synced`."""
+        """Return the events of ``iteration``: :class:`Reduction`, :class:`Mismatch`, :class:`Synced`."""
         everywhere = self._run.config.grad_error_at == "reduce"  # all have the same, and the first one reports it
         reductions = [
             one
@@ -193,16 +197,19 @@ class HeldReplicas(Part, ABC):
     # --- weights and saved state -----------------------------------------------------------------------------------
 
     def owner_weights(self) -> contextlib.AbstractContextManager[None] | None:
-        """A context in which the model has the mean of the finite replicas."""
+        """Return a context with the mean of the finite replicas in the model; ``None`` while all are equal."""
         return None if self.together is None else self.together.averaged()
 
     def replica_state(self) -> Any:
+        """Return the whole state of the replicas of this process; ``None`` while they are equal."""
         return None if self.together is None else self.together.state_dict()
 
     def load_replica_state(self, state: Any) -> None:
+        """Restore :meth:`replica_state`."""
         assert self.together is not None
         self.together.load_state_dict(state)
 
     def restart(self, iteration: int) -> None:
+        """Begin again with replicas that are all equal."""
         if self.together is not None:
             self.together.restart()

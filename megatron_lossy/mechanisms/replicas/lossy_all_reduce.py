@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...base.device import all_gather_single, reduce_scatter_single
+from ...base.exchange import Exchange
 from ...base.ledger import Patch
 from ...config import PHASES
 from ...hooks.exchanges import Exchanges, share_copies
 from ...hooks.seam import Slot, attach, begun, slot_of
+from ...recovery import Gradients
+from ...recovery.base import nothing
 from ...run.base import Run
-from ...transport import LossyGroup, Network, Transfer, wire_for
+from ...transport import LossyGroup, Network, wire_for
 from ...transport.all_reduce import begin_all_reduce, specs_of
 from .streams import ReplicaStream
 
@@ -34,26 +38,6 @@ def group_of(exchanges: Exchanges, one: ReplicaStream, steps: int | None) -> Los
     return group
 
 
-def begin(
-    run: Run, slot: Slot, gradient: torch.Tensor, averaged: bool, scatter: Callable, gather: Callable
-) -> Transfer:
-    """Begin to all-reduce ``gradient`` [n], scaled as Megatron scales it, in place. The wait for the result ends it.
-
-    ``scatter(output, input)``, ``gather(output, input)``: run the collectives. ``averaged``: they give a mean.
-    """
-    return begin_all_reduce(
-        slot.group,
-        slot.bucket,
-        gradient,
-        run.iteration,
-        scatter,
-        gather,
-        averaged,
-        run.loss_scale,
-        run.gapless,
-    )
-
-
 def all_reduce(
     run: Run,
     original: Callable,
@@ -66,14 +50,11 @@ def all_reduce(
     slot = slot_of(tensor)
     if slot is None or slot.group.lossless("grad"):
         return original(tensor, op=op, group=group, async_op=async_op)
-
-    def scatter(output: torch.Tensor, input: torch.Tensor) -> Any:
-        return reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
-
-    def gather(output: torch.Tensor, input: torch.Tensor) -> Any:
-        return all_gather_single(output, input, group=group, async_op=True)
-
-    return begun(begin(run, slot, tensor, op == dist.ReduceOp.AVG, scatter, gather))
+    exchange, averaged = Exchange("grad", slot.group.stream, run.iteration), op == dist.ReduceOp.AVG
+    x = Gradients(exchange, slot.bucket, tensor, tensor, nothing, averaged, run.loss_scale, run.gapless)
+    scatter = partial(reduce_scatter_single, op=op, group=group, async_op=async_op)
+    gather = partial(all_gather_single, group=group, async_op=True)
+    return begun(begin_all_reduce(slot.group, x, scatter, gather))
 
 
 class _Changed(types.ModuleType):

@@ -8,17 +8,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...base.ledger import Patch
 from ...config.facts import Facts
 from ...config.refusal import check_refusals
 from ...hooks.facts import of_model
-from ...hooks.seam import all_reduce
 from ...hooks.versions import main_gradients
 from ...transport import LossyGroup
 from ...transport.peers import Peers, RankPeers
@@ -33,29 +30,54 @@ from .synchroniser import Tensors
 logger = logging.getLogger(__name__)
 
 
-class RankReplica(HeldReplicas):
+class OneReplica(HeldReplicas):
+    """The one full replica of a real rank: the state of its model and optimizer."""
+
+    @property
+    def there(self) -> bool:
+        return bool(self.streams)
+
+    def attach(self, run: Any) -> None:
+        super().attach(run)
+        run.events.on(iteration_begins=self.begin_iteration)
+
+    def begin_iteration(self) -> None:
+        """Compare the gradients of replicas."""
+        if self.together is not None:
+            self.together.check()
+
+    def turn(self, replica: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def weights(self, replica: int, own: Sequence[Main]) -> list[torch.Tensor]:
+        return [main.data for main, _ in own]
+
+    def states(self, replica: int, own: Sequence[Main]) -> list[dict[str, Any]]:
+        return [inner.state.get(main, {}) for main, inner in own]  # loading replaces them
+
+
+class RankReplica(OneReplica):
     """The full replica of this rank: model chunks whose optimizer is not distributed."""
 
     def __init__(self) -> None:
         super().__init__()
         self._places: dict[int, tuple[int, int]] = {}  # of a bucket, by its id: its stream and its number there
 
-    @property
-    def there(self) -> bool:
-        return bool(self.streams)
-
     # --- building --------------------------------------------------------------------------------------------------
 
-    def patches(self) -> list[Patch]:
-        config = self._run.config
-        loses = config.needs_whole_optimizers() and not config.untouched("grad")
-        return [lossy_all_reduce.patch(self._run)] if loses else []
+    def attach(self, run: Any) -> None:
+        super().attach(run)
+        run.take_over = self.take_over
+        run.events.on(optimizer_added=self.check_optimizer)
+        if run.config.needs_whole_optimizers() and not run.config.untouched("grad"):
+            run.patches.append(lossy_all_reduce.patch(run))
 
     def take_over(self, ddp: Any) -> list[LossyGroup] | None:
+        """Return the groups that exchange ``ddp``, if its optimizer is not distributed. A collective call."""
         if ddp.ddp_config.use_distributed_optimizer:
             return None
         run, known = self._run, len(self.streams)
-        self.reducing = self._reducing
+        run.around_all_reduce = self._before_reduction, self._after_reduction
         self.add(ddp)
         replicas = self.peers[known].size
         check_refusals(run.config, of_model(ddp, workers=replicas))
@@ -70,15 +92,13 @@ class RankReplica(HeldReplicas):
         for number, one in enumerate(self.streams[known:], known):
             self._places |= {id(bucket): (number, k) for k, bucket in enumerate(one.buckets)}
 
-    def add_optimizer(self, optimizer: Any) -> None:
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raise :class:`UsageError` if the loss scale of ``optimizer`` cannot go with replicas."""
         scaler = getattr(optimizer, "grad_scaler", None)
         if scaler is not None and self.there:
             check_refusals(self._run.config, Facts(distributed_optimizer=False, loss_scale=scaler.scale.item()))
 
     # --- an iteration ----------------------------------------------------------------------------------------------
-
-    def _reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
-        return all_reduce(partial(self._before_reduction, bucket_group), partial(self._after_reduction, bucket_group))
 
     def _before_reduction(self, bucket_group: Any) -> None:
         """Note the lengths of the gradients, which Megatron has scaled; the lengths are free of the scale."""
@@ -95,17 +115,10 @@ class RankReplica(HeldReplicas):
                 stream, number = self._places[id(bucket)]
                 self.hit(stream, 0, number, bucket.grad_data)
 
-    def begin_iteration(self) -> None:
-        if self.together is not None:
-            self.together.check()
-
     # --- what a rank has -------------------------------------------------------------------------------------------
 
     def peers_of(self, one: ReplicaStream) -> Peers:
         return RankPeers(one.group, one.buckets[0].grad_data.device)
-
-    def turn(self, replica: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def gradients(self, stream: int) -> Buckets:
         """The tensors that the optimizer reads of each bucket: from megatron-core 0.17 on not only the buffer.
@@ -114,12 +127,6 @@ class RankReplica(HeldReplicas):
         gradient into it, and adds up the gradients of tied embeddings there.
         """
         return [[[bucket.grad_data, *main_gradients(bucket)] for bucket in self.streams[stream].buckets]]
-
-    def weights(self, replica: int, own: Sequence[Main]) -> list[torch.Tensor]:
-        return [main.data for main, _ in own]
-
-    def states(self, replica: int, own: Sequence[Main]) -> list[dict[str, Any]]:
-        return [inner.state.get(main, {}) for main, inner in own]  # loading replaces them
 
     def models(self, mains: Mains) -> Sequence[Tensors]:
         aside = [model for model, (main, _) in mains.items() if model is not main]

@@ -11,6 +11,7 @@ import torch
 
 from ...base.exchange import Delivery, Exchange
 from ...config import LossyConfig
+from ...recovery import Gradients
 from ...run.base import Run
 from ...transport import Transfer
 from ...transport.all_reduce import padded, specs_of
@@ -51,10 +52,9 @@ class LossyReduction:
                 else:
                     total.copy_(sent)
 
-            group = self.groups[worker]
-            self._begun.append(
-                group.reduce_scatter(number, sent, output, step, add, False, run.loss_scale, run.gapless)
-            )
+            exchange = Exchange("grad", self._stream, step)
+            x = Gradients(exchange, number, sent, output, add, False, run.loss_scale, run.gapless)
+            self._begun.append(self.groups[worker].reduce_scatter(x))
         self._own.append(own)
 
     def reduce(self) -> None:

@@ -83,9 +83,9 @@ class Synced:
     not_finite: int
 
     def rows(self) -> list[dict[str, Any]]:
-        """Rows for the log of errors: one for each stream."""
+        """Return rows for the log of events: one for each stream."""
         row = {"kind": "sync", "interval": self.interval, "divergence": self.divergence}
-        return [{**row, "stream": stream, "repaired": kind} for stream, kind in self.kinds.items()]
+        return [{**row, "stream": stream, "action": kind} for stream, kind in self.kinds.items()]
 
 
 @dataclass

@@ -98,7 +98,7 @@ class VirtualReplicas(VirtualRun):
 
     def step(self, optimizer: Any) -> Any:
         self._collected = 0
-        self.begin_iteration()
+        self.events.iteration_begins()
         scale = self._per_token()
         if self.differ:
             self.held.begin()
@@ -111,7 +111,7 @@ class VirtualReplicas(VirtualRun):
             successful = all(bool(result[0]) for result in results)
             if successful:
                 self.update = self.iteration
-        self.end_iteration()
+        self.events.iteration_ends()
         self.finish_iteration(successful)
         return results[0]
 

@@ -59,9 +59,10 @@ class Observer:
         """
 
     def happened(self, iteration: int, what: Sequence[Any]) -> None:
-        """Called with other events of the iteration that just ended, before :meth:`finish_iteration`.
+        """Called with other events of an iteration, before its :meth:`finish_iteration`.
 
-        These are errors of :mod:`megatron_lossy.channel.corruption`, and actions of mechanisms on what they lead to.
+        These are errors of :mod:`megatron_lossy.channel.corruption`, and events of mechanisms, with a verb ``rows`` for the
+        log. An event may come as soon as it happens, while the iteration before is not finished.
         """
 
     def restart(self, iteration: int) -> None:

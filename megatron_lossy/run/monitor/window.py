@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ...base import device
 from ...base.device import all_gather_single
 from ...base.fetch import Fetched
-from ...recovery import copies
+from ...recovery.rows import to_device
 
 
 class Window:
@@ -61,7 +61,7 @@ def of_all_ranks(values: np.ndarray) -> np.ndarray:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return values[None].copy()
-    mine = copies.to_device(values.view(np.uint8), device.current_device())
+    mine = to_device(values.view(np.uint8), device.current_device())
     rows = torch.empty(world * mine.numel(), dtype=torch.uint8, device=mine.device)
     all_gather_single(rows, mine)
     return Fetched(rows).wait().view(np.float64).reshape(world, -1)

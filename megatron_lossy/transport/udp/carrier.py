@@ -11,7 +11,6 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,13 +20,11 @@ import torch.distributed as dist
 
 from ...base.exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ...base.fetch import at_hand
-from ...recovery import Gradients, GradRecovery, Parameters, Stale, copies
-from ...recovery.rows import Rows, Saved
-from ..base import Crossing, Transfer
+from ...recovery import Gradients, GradRecovery, Parameters, Stale
+from ...recovery.rows import used_here
+from ..base import Latest, Networks, Transfer, draw
 from ..coded import Coded
-from ..drawn import Latest, Networks, draw
-from ..pieces import PieceWire, combine, room_for
-from .channels import Channels
+from ..pieces import PieceWire, room_for
 from .engine import Channel
 from .engine import Transfer as Datagrams
 from .parity import Code
@@ -40,13 +37,15 @@ Must = Callable[[], np.ndarray]
 Dtypes = dict[str, Sequence[torch.dtype]]
 #: Seconds for the data of an exchange that nobody waits for to leave, when the wire is closed.
 _LEAVING = 5.0
+#: How the rates of several sockets towards one process become one; the others are added up.
+_TOGETHER = {"rtt_min": min, "foreign_loss": max}
 
 
 class UdpWire(PieceWire):
     """One rank's exchanges with the other ranks of ``group``, over a channel of ``engine``.
 
     ``networks``: draws losses beside the real ones; with nodes, ranks of one node exchange over ``group``.
-    ``open_channel(buckets, peers=ranks, reported=phases)``: opens the channel, a collective call. ``memory``: bytes of
+    ``open_channels(buckets, peers=ranks, reported=phases)``: opens one for each socket, a collective call. ``memory``: bytes of
     page-locked memory for exchanges of a device; larger exchanges cross in windows. ``codes``: by phase, the code that
     protects the units that must arrive, for phases whose senders choose. ``threads``: that carry windows beside each other.
     ``passes``: by phase, how often all units of a message are sent.
@@ -63,16 +62,15 @@ class UdpWire(PieceWire):
         cut: dict[str, Sequence[BucketUnits]],
         dtypes: Dtypes,
         group: dist.ProcessGroup | None,
-        open_channel: Callable[..., Channel | Channels],
+        open_channels: Callable[..., list[Channel]],
         memory: int,
         codes: Mapping[str, Code] | None = None,
         threads: int = 1,
         coded: Mapping[str, Coded] | None = None,
         passes: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(stream, members, rank, cut, coded)
+        super().__init__(networks, stream, members, rank, cut, coded)
         self.name = stream.name
-        self.networks = networks
         self.group = group
         nodes = networks["grad"].nodes
         here = nodes[list(members)] if nodes is not None else np.arange(self.size)
@@ -99,12 +97,13 @@ class UdpWire(PieceWire):
             for phase in cut
         }
         self._codes = dict(codes or {})
-        self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(self._codes))
+        #: Of each socket. All know all windows, which cross over one after the other.
+        self._channels = [] if self._alone else open_channels(sizes, peers=self.far, reported=tuple(self._codes))
         self._passes = passes or dict.fromkeys(cut, 1)
         for phase, times in self._passes.items():
-            for window in (one for parts in self._windows[phase] for one in parts if times > 1 and self._channel):
+            for window in (one for parts in self._windows[phase] for one in parts if times > 1 and self._channels):
                 units = window.units.stop - window.units.start
-                self._channel.copies(phase, window.number, np.zeros(units, dtype=bool), times)
+                self._channel_of(window).copies(phase, window.number, np.zeros(units, dtype=bool), times)
         self._unreported: dict[tuple[Exchange, int], tuple[_Exchange, Must]] = {}
         self._known = Latest()  # an _Arriving for each exchange
         self._draws = Latest()
@@ -113,17 +112,20 @@ class UdpWire(PieceWire):
         self._begun: _Exchange | None = None  # the latest exchange
         self._patience = patience_of(group)
 
+    def _channel_of(self, window: Window) -> Channel:
+        return self._channels[window.number % len(self._channels)]
+
     def lossless(self, phase: str) -> bool:
         return self._alone
 
     # --- exchanges -----------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
-        self.hear_late(rule, x.bucket, 0.0)
+        self.take_reports(rule, x.bucket, 0.0)
         if "grad" in self.coded:
             x = self._wide(x)
         with torch.no_grad():
-            chosen = rule.choose(x)
+            chosen = None if rule.protected is None else rule.protected.choose(x)
         must = None if chosen is None else functools.cache(partial(at_hand, chosen))
         if self._arriving(x.exchange).was_begun(x.bucket):  # it crosses reliably, and its losses are known
             return self._scatter_reliably(x, rule, None, lambda: self.delivery(x.exchange))
@@ -140,23 +142,24 @@ class UdpWire(PieceWire):
         into = list(landing) if in_place else [rows[other] for other in self.near]
         near = self._exchange_near([own[other] for other in self.near], into)
         bring = into_pieces(pieces, self.size, self.far) if on_device else None
-        udp = self._over_udp(x.exchange, x.bucket, sent, pieces, must, bring)
+        udp = self._over_udp(x.exchange, x.bucket, near, sent, pieces, must, bring)
 
         def arrived() -> Delivery:
             delivery = self._record(x.exchange, x.bucket, udp)
             if in_place:
-                copies.used_here((landing,))
+                used_here((landing,))
                 for group, places in runs(self.near):
                     pieces.view(self.size, -1)[group].copy_(landing[places])
-            combine(pieces if coded is None else self._decoded(coded, pieces, x, rule), delivery, None, x, rule)
+            self._combine(pieces, delivery, None, x, rule)
             return delivery
 
-        return Crossing(_Waits([*near, udp]), arrived)
+        return Transfer(udp, arrived, apart=True)
 
     def all_gather(self, x: Parameters, rule: Stale) -> Transfer:
         must = self._must_arrive(x, rule)
         if self._arriving(x.exchange).was_begun(x.bucket):
             return self._gather_reliably(x, rule, lambda: self.delivery(x.exchange))
+        self._ask_for_reports(x.bucket)
         with torch.no_grad():
             own = rule.send(x)
         if "param" in self.coded:
@@ -167,23 +170,24 @@ class UdpWire(PieceWire):
         drawn = None if self.networks["param"].lossless else self._drawn(x.exchange)[:, units.numbers]
         on_device = staged(buffer)
         withdrawn = self._may_be_withdrawn(x.bucket, None if on_device else drawn)
-        row_operations = rule.rows(buffer)
-        old = row_operations.take(buffer, units, withdrawn) if withdrawn is not None else None
+        old = rule.rows.take(buffer, units, withdrawn) if withdrawn is not None else None
         near = self._exchange_near([x.sent] * len(self.near), [rows[other] for other in self.near])
-        self._ask_for_reports(x.bucket)
-        bring = into_replica(buffer, self.size, self.far, units, drawn, row_operations) if on_device else None
-        udp = self._over_udp(x.exchange, x.bucket, x.sent, buffer, must, bring)
+        bring = into_replica(buffer, self.size, self.far, units, drawn, rule.rows) if on_device else None
+        udp = self._over_udp(x.exchange, x.bucket, near, x.sent, buffer, must, bring)
 
         def arrived() -> Delivery:
             delivery = self._record(x.exchange, x.bucket, udp)
             if rows[self.rank].data_ptr() != x.sent.data_ptr():
                 rows[self.rank].copy_(x.sent)
-            if withdrawn is not None:
-                _restore(row_operations, buffer, units, withdrawn, old, delivery)
+            if withdrawn is not None:  # units that were written and count as lost get their old values back
+                fresh = Lost(withdrawn.mask & delivery.incoming(units))
+                new = rule.rows.take(buffer, units, fresh)
+                rule.rows.put_(buffer, units, withdrawn, old)
+                rule.rows.put_(buffer, units, fresh, new)
             rule.sent(x, own, delivery)
             return delivery
 
-        return Crossing(_Waits([*near, udp]), arrived)
+        return Transfer(udp, arrived, apart=True)
 
     def _gather_coded(self, x: Parameters, rule: Stale, own: Any, must: Must | None) -> Transfer:
         """Exchange parameters in codes: what arrives is decoded into the replica once the exchange is over."""
@@ -192,16 +196,15 @@ class UdpWire(PieceWire):
         received = sent.new_empty(self.size * len(sent))
         rows = received.chunk(self.size)
         near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
-        self._ask_for_reports(x.bucket)
         bring = into_pieces(received, self.size, self.far) if staged(sent) else None
-        udp = self._over_udp(x.exchange, x.bucket, sent, received, must, bring)
+        udp = self._over_udp(x.exchange, x.bucket, near, sent, received, must, bring)
 
         def arrived() -> Delivery:
             delivery = self._record(x.exchange, x.bucket, udp)
-            self._decode_replica(coded, received, x, rule, own, delivery)
+            self._renew(received, x, rule, own, delivery)
             return delivery
 
-        return Crossing(_Waits([*near, udp]), arrived)
+        return Transfer(udp, arrived, apart=True)
 
     def _ask_for_reports(self, bucket: int) -> None:
         """Take the reports of parameters that have come: the code needs them, and nobody else asks for them."""
@@ -243,6 +246,7 @@ class UdpWire(PieceWire):
         self,
         exchange: Exchange,
         bucket: int,
+        near: list[Any],
         sent: torch.Tensor,
         received: torch.Tensor,
         must: Must | None,
@@ -250,13 +254,13 @@ class UdpWire(PieceWire):
     ) -> _Exchange:
         """Begin to exchange ``sent`` [N * shard], or [shard] for all, and to write into ``received`` [N * shard].
 
-        ``bring(window, arrived, data)``: copies data of ``window`` from page-locked memory to the device.
+        ``near``: handles of the exchange with ranks of this node. ``bring(window, arrived, data)``: copies data of ``window`` from page-locked memory to the device.
         """
         phase, itemsize = exchange.phase, sent.element_size()
         number = self._numbers[phase, bucket] = self._numbers.get((phase, bucket), -1) + 1
         shard = self._crossing[phase][bucket].shard
         own_pieces = phase == "grad"  # each destination gets another piece
-        parts: list[_Part | Parcel] = []
+        parts: list[Datagrams | Parcel] = []
         for window in self._windows[phase][bucket]:
             post = partial(self._post, phase, number, window, must is not None)
             send = partial(self._send, phase, number, window, must)
@@ -265,7 +269,7 @@ class UdpWire(PieceWire):
                 transfer = post(start + received.data_ptr(), each, self.far)
                 transfer.keep = received, sent
                 send(start + sent.data_ptr(), each * own_pieces, self.far)
-                parts.append(_Part(transfer, self._patience))
+                parts.append(transfer)
                 continue
             pieces, places, each = (
                 sent.view(-1, shard)[:, window.part],
@@ -282,7 +286,7 @@ class UdpWire(PieceWire):
             )
             courier_of(sent.device, self._memory).carry(parcel)
             parts.append(parcel)
-        self._begun = _Exchange(parts)
+        self._begun = _Exchange(near, parts, self._patience)
         if must is not None:
             self._unreported[exchange, bucket] = self._begun, must
         return self._begun
@@ -291,7 +295,7 @@ class UdpWire(PieceWire):
         self, phase: str, number: int, window: Window, reports: bool, data: int, each: int, places: Sequence[int]
     ) -> Datagrams:
         """Post ``window``: its data of the far ranks arrive at ``data`` plus ``each`` bytes times their ``places``."""
-        transfer = self._channel.post(phase, number, window.number, self._to_far(data, each, places))
+        transfer = self._channel_of(window).post(phase, number, window.number, self._to_far(data, each, places))
         transfer.expects_reports(reports)
         return transfer
 
@@ -307,7 +311,7 @@ class UdpWire(PieceWire):
     ) -> None:
         required = None if must is None else must()[:, window.units]
         code = (1, 0) if required is None else self._codes[phase].of(required[self.far])
-        self._channel.send(phase, number, window.number, self._to_far(data, each, places), required, code)
+        self._channel_of(window).send(phase, number, window.number, self._to_far(data, each, places), required, code)
 
     def _to_far(self, data: int, each: int, places: Sequence[int]) -> list[int | None]:
         known = {other: data + place * each for other, place in zip(self.far, places, strict=True)}
@@ -377,7 +381,7 @@ class UdpWire(PieceWire):
         self._agreements[phase, bucket] = mine, group
         for window in self._windows[phase][bucket]:
             units = replicated.any(axis=0)[window.units]
-            self._channel.copies(phase, window.number, units, self._passes[phase])
+            self._channel_of(window).copies(phase, window.number, units, self._passes[phase])
 
     def _agreed(self, phase: str, bucket: int, arrived: np.ndarray) -> np.ndarray:
         mask, group = self._agreements[phase, bucket]
@@ -388,13 +392,12 @@ class UdpWire(PieceWire):
 
     # --- units that must arrive ----------------------------------------------------------------------------------
 
-    def hear(self, rule: GradRecovery, bucket: int, step: int, seconds: float) -> None:
-        if rule.sent_in(step):
-            rule.reported(step, self.reports(Exchange("grad", self.stream, step), bucket, seconds))
-
-    def hear_late(self, rule: GradRecovery, bucket: int, seconds: float) -> None:
-        for step in rule.late:
-            rule.reported(step, self.reports(Exchange("grad", self.stream, step), bucket, seconds))
+    def take_reports(self, rule: GradRecovery, bucket: int, seconds: float, step: int | None = None) -> None:
+        if rule.protected is None:
+            return
+        asked = rule.protected.late if step is None else [step] * rule.protected.sent_in(step)
+        for number in asked:
+            rule.protected.reported(number, self.reports(Exchange("grad", self.stream, number), bucket, seconds))
 
     def reports(self, exchange: Exchange, bucket: int, seconds: float) -> np.ndarray | None:
         """bool[N, count]: the units of this rank's ``bucket`` that others lost; ``None`` if a report is missing.
@@ -421,23 +424,31 @@ class UdpWire(PieceWire):
 
     def counters(self) -> dict[int, dict[str, int]]:
         """Counters of each peer, by its rank in the group."""
-        return {} if self._channel is None else self._channel.counters()
+        return _joined([channel.counters() for channel in self._channels], {})
 
     def rates(self) -> dict[int, dict[str, float]]:
         """Rates towards each peer: bytes per second, least round trip in seconds, and more."""
-        return {} if self._channel is None else self._channel.rates()
+        return _joined([channel.rates() for channel in self._channels], _TOGETHER)
 
     def close(self) -> None:
         """Close the wire after the last exchange. Exchanges under way may stay incomplete. Nothing is reported afterwards."""
         try:
             if self._begun is not None:
                 self._begun.leave(_LEAVING)
-            if self._channel is not None:
-                self._channel.close()
+            for channel in self._channels:
+                channel.close()
         finally:
             # Exchanges refer to the wire, and it would keep the process group and its threads until garbage is collected.
             self._begun = None
             self._unreported.clear()
+
+
+def _joined(found: Sequence[dict[int, dict[str, Any]]], how: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Join what sockets ``found`` of each peer: by ``how`` for a name, else by their sum."""
+    return {
+        peer: {name: how.get(name, sum)([one[peer][name] for one in found]) for name in values}
+        for peer, values in (found[0] if found else {}).items()
+    }
 
 
 class _Arriving:
@@ -474,51 +485,40 @@ class _Arriving:
         return Delivery(self._exchange, self._members, [self._me], arrived, self._cut)
 
 
-def _restore(
-    rows: Rows, buffer: torch.Tensor, units: BucketUnits, withdrawn: Lost, old: Saved, delivery: Delivery
-) -> None:
-    """Put the old values back into units of ``buffer`` that were written and count as lost.
-
-    ``old``: copies of all units that may be ``withdrawn``.
-    """
-    fresh = Lost(withdrawn.mask & delivery.incoming(units))
-    new = rows.take(buffer, units, fresh)
-    rows.put_(buffer, units, withdrawn, old)
-    rows.put_(buffer, units, fresh, new)
-
-
-@dataclass
-class _Part:
-    """A window whose data the engine reads and writes where they are."""
-
-    transfer: Datagrams
-    patience: float
-
-    def wait(self) -> None:
-        self.transfer.finish(self.patience)
-
-
 class _Exchange:
-    """An exchange as datagrams, in windows. Its wait ends when nothing more will arrive and all units were sent."""
+    """An exchange. Its wait ends when nothing more will arrive and all units were sent.
 
-    def __init__(self, parts: Sequence[_Part | Parcel]) -> None:
-        self._parts = parts
+    ``near``: handles of the collectives on this node. ``parts``: its windows as datagrams. ``patience``: seconds for a
+    live process that sends nothing.
+    """
+
+    def __init__(self, near: list[Any], parts: Sequence[Datagrams | Parcel], patience: float) -> None:
+        self._near, self._parts, self._patience = near, parts, patience
         self._reports: dict[int, np.ndarray] = {}
 
     def wait(self) -> None:
         """Wait for the exchange. Raises :class:`PeerLost`, also if a live process has sent nothing for a while."""
+        while self._near:  # they hold buffers
+            self._near.pop(0).wait()
         for part in self._parts:
-            part.wait()
+            if isinstance(part, Parcel):
+                part.wait()
+            else:
+                part.finish(self._patience)
+
+    @property
+    def _transfers(self) -> list[Datagrams | None]:
+        return [part.transfer if isinstance(part, Parcel) else part for part in self._parts]
 
     def arrived(self) -> np.ndarray:
         """bool[N, count]: the units that arrived, after :meth:`wait`."""
-        return np.concatenate([part.transfer.arrived for part in self._parts], axis=1)
+        return np.concatenate([transfer.arrived for transfer in self._transfers], axis=1)
 
     def reports(self) -> np.ndarray | None:
         """bool[N, count]: the sent units that did not arrive; ``None`` while a report is missing."""
-        for number, part in enumerate(self._parts):
+        for number, transfer in enumerate(self._transfers):
             if number not in self._reports:
-                lost = None if part.transfer is None else part.transfer.reports()
+                lost = None if transfer is None else transfer.reports()
                 if lost is None:
                     return None
                 self._reports[number] = lost
@@ -527,14 +527,3 @@ class _Exchange:
     def leave(self, seconds: float) -> None:
         """Wait at most ``seconds`` until the engine has all data: others may still want them."""
         wait([part.gone for part in self._parts if isinstance(part, Parcel)], seconds)
-
-
-class _Waits:
-    """Several handles as one handle."""
-
-    def __init__(self, handles: Sequence[Any]) -> None:
-        self._handles = handles
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()

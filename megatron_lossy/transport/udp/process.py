@@ -14,12 +14,11 @@ import torch.distributed as dist
 
 from ...base.exchange import BucketUnits, Stream
 from ...config import LossyConfig
+from ..base import Networks
 from ..coded import Coded
-from ..drawn import Networks
-from ..key_file import read_key_file
+from ..network import read_key_file
 from .address import find_addresses
 from .carrier import Dtypes, UdpWire
-from .channels import Channels
 from .engine import Channel, Engine
 from .parity import Code
 from .paths import job_name
@@ -144,7 +143,7 @@ def open_wire(
     codes_of_values = {phase: str(one.code) for phase, one in coded.items()}
     alike = repr((dtypes, dist.get_process_group_ranks(group), [one.code for one in coded.values()]))
 
-    def open_channel(buckets: Buckets, **options: Any) -> Channel | Channels:
+    def open_channels(buckets: Buckets, **options: Any) -> list[Channel]:
         channels: list[Channel] = []
         try:
             for number, engine in enumerate(engines):
@@ -165,7 +164,7 @@ def open_wire(
             for channel in channels:
                 channel.close(0.0)
             raise
-        return channels[0] if len(channels) == 1 else Channels(channels)
+        return channels
 
     code = Code(config.udp_fec_code, config.udp_fec_budget / 100)
     codes = dict.fromkeys(config.chosen(), code)
@@ -177,7 +176,7 @@ def open_wire(
         cut,
         dtypes,
         group,
-        open_channel,
+        open_channels,
         config.udp_memory,
         codes,
         len(engines),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..key_file import LEAST_BYTES
+from ..network import LEAST_BYTES
 
 MIB = 1 << 20
 

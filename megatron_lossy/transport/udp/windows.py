@@ -15,8 +15,7 @@ import torch
 from ...base.errors import refuse
 from ...base.exchange import BucketUnits, Lost
 from ...config.transport import UDP_WINDOWS
-from ...recovery import copies
-from ...recovery.rows import Rows, unit_views
+from ...recovery.rows import Rows, to_device, unit_views, used_here
 
 #: A datagram has 16 bits for the number of a window.
 _NUMBERS = 2**16
@@ -85,7 +84,7 @@ def into_pieces(pieces: torch.Tensor, size: int, sources: Sequence[int]) -> Brin
     """Copies all data from ``sources`` into ``pieces`` [N * shard]; a unit that did not arrive has any value."""
 
     def bring(window: Window, arrived: np.ndarray, data: torch.Tensor) -> None:
-        copies.used_here((pieces,))
+        used_here((pieces,))
         for group, places in runs(sources):
             pieces.view(size, -1)[group, window.part].copy_(data[places], non_blocking=True)
 
@@ -103,11 +102,11 @@ def into_replica(
     def bring(window: Window, arrived: np.ndarray, data: torch.Tensor) -> None:
         if drawn is not None:
             arrived = arrived & drawn[list(sources), window.units]
-        copies.used_here((replica,))
+        used_here((replica,))
         whole = rows.nothing(Lost(~arrived))
         if not whole:
             data = data.to(replica.device, non_blocking=True)
-            mask = copies.to_device(np.ascontiguousarray(arrived), replica.device)
+            mask = to_device(np.ascontiguousarray(arrived), replica.device)
         for group, places in runs(sources):
             mine = replica.view(size, -1)[group]
             if whole:

@@ -69,11 +69,13 @@ class TrainingElasticIslands(ElasticIslands):
     _last: int | None = None  # of the run
     _agreed = -1  # the iterations that were over when the ranks agreed on what they know
 
-    def training_patches(self) -> list[Patch]:
-        return [*super().training_patches(), *patches(self.train)]
+    def attach(self, run: Any) -> None:
+        super().attach(run)
+        run.training_patches += patches(self.train)
+        run.events.on(arguments_checked=self.after_arguments)
 
     def after_arguments(self, args: Any) -> None:
-        super().after_arguments(args)
+        """Raise :class:`UsageError` if the run cannot skip iterations that others have made; else let it."""
         given = getattr(args, "iterations_to_skip", None)
         if given is None:
             raise refuse("--rendezvous", self.config.rendezvous, "needs a Megatron with --iterations-to-skip (0.12)")
@@ -101,7 +103,7 @@ class TrainingElasticIslands(ElasticIslands):
             if self._entered and self._agreed < now:
                 self.agree(0)
             assert self._last is not None
-            self._until = min(self._run.catch_up(now), self._last)
+            self._until = min(self.catch_up(now), self._last)
             if self._until > now:
                 self._run.begin_equal()
                 if not self.world.rank:

@@ -29,8 +29,7 @@ from ....base.fetch import Fetched
 from ....base.flags import identity, texts_by_flag
 from ....config import LossyConfig
 from ....hooks.versions import tensor_group
-from ....recovery import copies
-from ....run.monitor import Observer
+from ....recovery.rows import to_device
 from ..between_members import BetweenMembers
 from ..between_ranks import BetweenRanks
 from ..carrying import Among
@@ -91,14 +90,14 @@ class ElasticIslands(TrainingIslands):
         folder = None if config.delivery_log is None else config.jobs().folder(config.delivery_log, world.island)
         self._diary = Diary(world.island, None if world.rank else folder)
 
-    @property
-    def observers(self) -> Sequence[Observer]:
-        return [*super().observers, self._diary]
+    def attach(self, run: Any) -> None:
+        super().attach(run)
+        run.observers.append(self._diary)
 
     # --- who is there ----------------------------------------------------------------------------------------------
 
     def catch_up(self, iteration: int) -> int:
-        """See :meth:`Part.catch_up`."""
+        """See :meth:`.JobGroup.catch_up`."""
         if not self._entered:
             return self._enter(iteration)
         jump, self._jump = self._up_to_the_last(self._jump), 0
@@ -356,7 +355,7 @@ class ElasticIslands(TrainingIslands):
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
-        """See :meth:`Part.begin_stopping`. Other islands go on."""
+        """See :meth:`.JobGroup.begin_stopping`. Other islands go on."""
         return self.begin_agreeing(signal, self._run.iteration + 1)
 
     def begin_agreeing(self, signal: int, made: int) -> Callable[[], int]:
@@ -373,7 +372,7 @@ class ElasticIslands(TrainingIslands):
         said = np.array(
             [signal, *epochs, ahead, -self._visits_here(), len(requests), *self._rejoining.said], dtype=np.int64
         )
-        known = copies.to_device(said, device.current_device())
+        known = to_device(said, device.current_device())
         work = dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
 
         def finish() -> int:
