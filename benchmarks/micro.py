@@ -29,9 +29,9 @@ from megatron_lossy.base.coding.blocks import BlockCode
 from megatron_lossy.base.exchange import BucketUnits, Delivery, Exchange, Stream, cut
 from megatron_lossy.config import PHASES, LossyConfig
 from megatron_lossy.delivery_log.writer import DeliveryLog
+from megatron_lossy.lab.virtual.in_memory import Memory
 from megatron_lossy.transport import Network
 from megatron_lossy.transport.base import CollectiveWire, draw
-from megatron_lossy.transport.in_memory import Memory
 
 WORKERS, PACKET, REPEATS = 64, 4096, 15
 RANK_BYTES, CLUSTER_BYTES = 2 * 7_000_000_000, 2 * 100_000_000

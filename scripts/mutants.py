@@ -23,7 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_lossy"
-ROOMS = ("recovery", "channel", "transport", "mechanisms", "hooks", "delivery_log", "coding")
+HOLDERS = ("base", "config", "run", "mechanisms", "lab")  # of rooms
+ROOMS = ("recovery", "channel", "transport", "mechanisms", "hooks", "delivery_log", "base/coding")
 _OPERATORS = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="),
     ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"),
@@ -56,9 +57,9 @@ class Mutant:
 
 
 def room_of(file: str) -> str:
-    """Return the room of the tests of ``file``: a mechanism has one of its own."""
+    """Return the room of the tests of ``file``; see ``tests/rooms.py``."""
     parts = Path(file).with_suffix("").parts
-    return parts[2] if parts[1] == "mechanisms" and len(parts) > 3 else parts[1]
+    return parts[2] if parts[1] in HOLDERS and len(parts) > 3 else parts[1]
 
 
 def _nodes(tree: ast.AST) -> Iterator[ast.AST]:

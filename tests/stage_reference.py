@@ -23,11 +23,11 @@ def observed_run(rank: int, config: dict, loss: dict, first: dict | None = None)
     """
     warnings.simplefilter("ignore")
     from megatron_lossy.config import LossyConfig
+    from megatron_lossy.lab.async_pipeline.workers import StageWorkers
     from megatron_lossy.lab.train import build, loop
     from megatron_lossy.lab.train.config import TrainConfig
     from megatron_lossy.lab.train.log import Console
     from megatron_lossy.lab.train.workers import Workers
-    from megatron_lossy.mechanisms.async_pipeline.workers import StageWorkers
 
     seen: dict = {"weights": [], "norms": [], "logged": []}
 

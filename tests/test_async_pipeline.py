@@ -264,7 +264,7 @@ def test_evaluating_and_saving_change_nothing(data, tmp_path):
 
 def signalled_run(rank, *run):
     """As :func:`train_runs` of one run, whose second stage is told to stop in its fifth iteration."""
-    from megatron_lossy.mechanisms.async_pipeline.workers import StageWorkers
+    from megatron_lossy.lab.async_pipeline.workers import StageWorkers
 
     def iterate(self, *arguments, original=StageWorkers.iterate):
         if rank == 1 and self._iteration == 4:

@@ -18,12 +18,12 @@ from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory.islands import STREAM, deviation, rounds_of, simulate, spread
+from megatron_lossy.lab.virtual.islands import _squares as squares_of
 from megatron_lossy.mechanisms.islands.advice import advice
 from megatron_lossy.mechanisms.islands.correction import Mixing, SmithPredictor, predictor_gain, stability_bound
 from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.shard import make_rule
 from megatron_lossy.mechanisms.islands.subset import Subset
-from megatron_lossy.mechanisms.islands.virtual import _squares as squares_of
 
 pytestmark = pytest.mark.shows("subsets, corrections, outer optimizers: definitions and closed forms")
 

@@ -11,8 +11,9 @@ from megatron_lossy.base.coding.blocks import BlockCode
 from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.channel.draws import coding_keys
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.virtual.in_memory import LossyWorkers
 from megatron_lossy.mechanisms.compression.monitor import WireMonitor
-from megatron_lossy.transport import BucketSpec, LossyGroup, LossyWorkers, lossy_all_gather, lossy_reduce_scatter
+from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
 from tests import test_transport_in_memory as in_memory
 from tests.ranks import each, run_ranks
 from tests.reference import ReferenceReduce, block_payload, block_values, hashed_uniforms, reference_gather

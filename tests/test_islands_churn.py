@@ -593,7 +593,7 @@ def train_in_folders(data, folder, cases):
 
 def returned(rank, given, loss):
     """What slot 1 has right after it has returned, against slot 2."""
-    from megatron_lossy.mechanisms.islands.virtual_churn import ChurningIslands
+    from megatron_lossy.lab.virtual.island_churn import ChurningIslands
     from tests.trainer import train_runs
 
     seen = {}

@@ -185,7 +185,7 @@ def test_islands_lose_other_things(data, tmp_path):
 
 
 def look_at_losses(rank: int, config: dict, loss: dict) -> None:
-    from megatron_lossy.mechanisms.islands.virtual import VirtualIslands
+    from megatron_lossy.lab.virtual.islands import VirtualIslands
 
     seen = []
     exchange = VirtualIslands.exchange

@@ -80,7 +80,7 @@ def on_ranks(rank, cases, steps=STEPS):
 
 def virtually(rank, size, cases, steps=STEPS):
     """The same by virtual workers; losses and replicas are lists of the workers' own."""
-    from megatron_lossy.mechanisms.replicas.virtual import VirtualReplicas
+    from megatron_lossy.lab.virtual.replicas import VirtualReplicas
     from tests.tiny_gpt import build
 
     results = {}
@@ -343,8 +343,8 @@ def memory(rank):
     import types
 
     from megatron_lossy.base.errors import UsageError
-    from megatron_lossy.mechanisms.replicas import virtual as replicas
-    from megatron_lossy.mechanisms.replicas.virtual import VirtualReplicas
+    from megatron_lossy.lab.virtual import replicas as replicas
+    from megatron_lossy.lab.virtual.replicas import VirtualReplicas
     from tests.tiny_gpt import build
 
     def fits(config):

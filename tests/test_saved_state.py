@@ -11,9 +11,10 @@ import torch
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.theory.churn import ChurningRows
 from megatron_lossy.lab.theory.islands import rounds_of
+from megatron_lossy.lab.virtual.in_memory import LossyWorkers
 from megatron_lossy.mechanisms.lead.compensated import Compensated
 from megatron_lossy.mechanisms.replicas import average
-from megatron_lossy.transport import BucketSpec, LossyWorkers
+from megatron_lossy.transport import BucketSpec
 from megatron_lossy.transport.peers import LocalPeers
 from tests.full_replicas import FullReplicas
 from tests.saved_state import unmissed, walk
@@ -43,14 +44,14 @@ WALKED = {
     "mechanisms.islands.rounds.Rounds": "test_islands",
     "mechanisms.islands.member_rounds.MemberRounds": "test_islands_that_come_and_go",
     "mechanisms.islands.presence.Presence": "test_islands_that_come_and_go",
-    "mechanisms.islands.virtual_churn.Churn": "test_islands_that_come_and_go",
+    "lab.virtual.island_churn.Churn": "test_islands_that_come_and_go",
     "mechanisms.islands.rule.Rule": "test_islands",
     "mechanisms.islands.outer.DiLoCo": "test_islands",
     "mechanisms.islands.correction.MovingAverage": "test_islands",
     "mechanisms.islands.correction.SmithPredictor": "test_islands",
     "mechanisms.islands.rest.Rest": "test_islands",
     "lab.virtual.versions.Versions": "test_saved_state_virtual.py",
-    "mechanisms.async_pipeline.virtual.Stages": "test_saved_state_virtual.py",
+    "lab.async_pipeline.virtual.Stages": "test_saved_state_virtual.py",
     "run.monitor.observer.Observer": "test_saved_state_virtual.py",
     "run.monitor.window.Window": "test_saved_state_virtual.py",
     "run.monitor.exchanges.ExchangeMonitor": "test_saved_state_virtual.py",
@@ -63,8 +64,8 @@ WALKED = {
     "mechanisms.islands.ranks.RankIslands": "test_islands_ranks.py, saved and resumed",
     "mechanisms.islands.fsdp.FSDPIslands": "test_pytorch_islands.py, saved and resumed",
     "run.mechanism.Part": "no state of its own: test_islands_ranks.py",
-    "mechanisms.async_pipeline.stash.Stash": "test_async_pipeline.py, saved and resumed",
-    "mechanisms.async_pipeline.workers.StageWorkers": "test_async_pipeline.py, saved and resumed",
+    "lab.async_pipeline.stash.Stash": "test_async_pipeline.py, saved and resumed",
+    "lab.async_pipeline.workers.StageWorkers": "test_async_pipeline.py, saved and resumed",
     "pytorch.base.LossyRun": "test_pytorch_run.py, test_pytorch_ddp.py, saved and resumed",
     "pytorch.fsdp.LossyFSDP": "test_pytorch_run.py, saved and resumed",
     "pytorch.lightning.LossyCallback": "test_pytorch_doors.py, saved and resumed",

@@ -33,7 +33,7 @@ class Virtual:
     def __init__(self, config, folder):
         from megatron_lossy.hooks.versions import optimizers
         from megatron_lossy.lab.virtual import VirtualCluster
-        from megatron_lossy.mechanisms.replicas.virtual import VirtualReplicas
+        from megatron_lossy.lab.virtual.replicas import VirtualReplicas
         from tests.tiny_gpt import TinyGPT, build
 
         make = VirtualReplicas if config.needs_whole_optimizers() else VirtualCluster

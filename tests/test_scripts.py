@@ -217,7 +217,7 @@ def root(tmp_path):
 
 
 def test_slips_change_one_place_and_leave_words_alone(root):
-    told = {one.told(root).partition(": ")[2] for one in mutants.draw(root, 1, ["coding"])}
+    told = {one.told(root).partition(": ")[2] for one in mutants.draw(root, 1, ["base/coding"])}
     head, sum_ = (
         "def grow(self, by: float | None, ä: int = {}) -> int | None:",
         "return ä {} (by) if self.size {} None else {}",
@@ -232,5 +232,5 @@ def test_slips_change_one_place_and_leave_words_alone(root):
 
 
 def test_a_seed_gives_the_same_draw_and_another_does_not(root):
-    draws = [mutants.draw(root, seed, ["coding"]) for seed in (1, 1, *range(2, 8))]
+    draws = [mutants.draw(root, seed, ["base/coding"]) for seed in (1, 1, *range(2, 8))]
     assert draws[0] == draws[1] and len({str(one) for one in draws}) > 1

@@ -15,6 +15,7 @@ from megatron_lossy.base.registry import MECHANISMS
 from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import Section
+from megatron_lossy.lab.virtual.in_memory import Memory
 from megatron_lossy.mechanisms.priority.protected import Spared
 from megatron_lossy.recovery.base import Zero
 from megatron_lossy.run.mechanism import Mechanism
@@ -28,7 +29,6 @@ from megatron_lossy.transport import (
     lossy_reduce_scatter,
 )
 from megatron_lossy.transport.base import CollectiveWire
-from megatron_lossy.transport.in_memory import Memory
 from megatron_lossy.transport.network import consecutive_nodes, find_nodes
 from tests.ranks import RankFailed, each, run_ranks
 from tests.reference import ReferenceReduce, pieces, reference_gather

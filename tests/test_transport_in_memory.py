@@ -11,7 +11,8 @@ import torch
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.transport import BucketSpec, LossyGroup, LossyWorkers, lossy_all_gather, lossy_reduce_scatter
+from megatron_lossy.lab.virtual.in_memory import LossyWorkers
+from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
 from tests.ranks import each, run_ranks
 
 pytestmark = pytest.mark.shows("all ranks in one process are two ranks, bit for bit")

@@ -3,14 +3,12 @@
 from .base import Network, Transfer, Wire
 from .choice import BucketSpec, cut_buckets, settled, wire_for
 from .group import LossyGroup
-from .in_memory import LossyWorkers
 from .network import check_channels, check_owners, check_ranks, find_nodes, read_key_file
 from .ops import check_average, lossy_all_gather, lossy_reduce_scatter
 
 __all__ = [
     "BucketSpec",
     "LossyGroup",
-    "LossyWorkers",
     "Network",
     "Transfer",
     "Wire",

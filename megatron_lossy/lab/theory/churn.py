@@ -14,7 +14,7 @@ from ...mechanisms.islands.member_rounds import MemberRounds
 from ...mechanisms.islands.rounds import Rounds
 from ...mechanisms.islands.shard import Shard
 from ...mechanisms.islands.subset import Subset
-from ...mechanisms.islands.virtual_churn import Churn
+from ..virtual.island_churn import Churn
 from .islands import STREAM, Row
 
 Act = Callable[[int, torch.Tensor, list[int]], object]

@@ -19,7 +19,7 @@ from ...base.theory import Lead
 from ...config import LossyConfig
 from ...recovery import Gradients
 from ...transport import Network
-from ...transport.in_memory import Memory
+from ..virtual.in_memory import Memory
 
 #: The elements of a unit in :func:`estimates`.
 TOTAL, OWN, GRADIENT = range(3)

@@ -6,8 +6,7 @@ from ... import hooks
 from ...base.jobs import World
 from ...config import LossyConfig
 from ...run.base import Run
-from ..virtual import VirtualCluster
-from ..virtual.twins import run_of, workers_of
+from ..virtual.choice import virtual_run, workers_of
 from .config import TrainConfig
 from .model import build_model
 from .workers import Workers
@@ -17,10 +16,9 @@ def build_run(config: TrainConfig, lossy_config: LossyConfig, launched: World | 
     """The run that makes the exchanges: hooks in Megatron, or virtual workers. ``launched``: the jobs of real ranks."""
     if not config.virtual_workers:
         return hooks.install(lossy_config, config.train_iters, gapless=True, world=launched, asynchronous=True)
-    workers, iterations = config.virtual_workers, lossy_config.iterations(config.train_iters)
+    iterations = lossy_config.iterations(config.train_iters)
     whole = not config.use_distributed_optimizer
-    run = run_of(lossy_config, workers, iterations, config.seed, whole)
-    return VirtualCluster(lossy_config, workers, iterations, gapless=True) if run is None else run
+    return virtual_run(lossy_config, config.virtual_workers, iterations, config.seed, whole)
 
 
 def build_workers(config: TrainConfig, vocab_size: int, run: Run) -> tuple[list, Workers]:

@@ -8,5 +8,6 @@ the model.
 
 from .base import VirtualRun
 from .cluster import VirtualCluster
+from .in_memory import LossyWorkers
 
-__all__ = ["VirtualCluster", "VirtualRun"]
+__all__ = ["LossyWorkers", "VirtualCluster", "VirtualRun"]

@@ -22,7 +22,7 @@ from ...hooks.exchanges import specs_of
 from ...hooks.grad_errors import errors_of_owner
 from ...recovery import Gradients, LossScale
 from ...transport import Transfer
-from ...transport.in_memory import groups_in_memory
+from .in_memory import groups_in_memory
 from .rounded import Rounded
 from .twins import sending_of
 from .versions import Versions

@@ -33,14 +33,9 @@ class IslandJobs(Jobs):
 
             check_between(config, train_iters)
         if config.averages and config.island_schedule is not None:
-            if config.replays_islands:
-                from .recorded import read_recorded
+            from .schedule import read_schedule
 
-                read_recorded(config.island_schedule, config)
-            else:
-                from .schedule import read_schedule
-
-                read_schedule(config.island_schedule, config.islands, train_iters)
+            read_schedule(config.island_schedule, config.islands, train_iters)
 
     def advice(self, iterations: int | None) -> list[str]:
         from .advice import advice

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ...base.errors import refuse
+from ...mechanisms.replicas.held import HeldReplicas
+from ...mechanisms.replicas.optimizers import Main, Mains
+from ...mechanisms.replicas.repair import Buckets
+from ...mechanisms.replicas.streams import ReplicaStream
+from ...mechanisms.replicas.synchroniser import Tensors
 from ...transport.peers import LocalPeers, Peers
-from .held import HeldReplicas
-from .optimizers import Main, Mains
-from .repair import Buckets
-from .states import TrainingStates
-from .streams import ReplicaStream
-from .synchroniser import Tensors
+from .replica_states import TrainingStates
 
 
 class WorkerReplicas(HeldReplicas):

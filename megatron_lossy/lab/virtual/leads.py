@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from ...lab.virtual.sending import Sending
+from ...mechanisms.lead.compensated import Compensated
+from ...mechanisms.lead.main_weights import MainWeights
+from ...mechanisms.lead.sums import Sums
 from ...transport import LossyGroup
 from ...transport.peers import LocalPeers
-from .compensated import Compensated
-from .main_weights import MainWeights
-from .sums import Sums
+from .sending import Sending
 
 
 class Leads(Sending):

@@ -27,20 +27,20 @@ from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes
 from ...hooks.rng import on_cpu, rng_state, set_rng_state
 from ...hooks.versions import optimizers as inner_optimizers
-from ...lab.virtual.cluster import VirtualCluster
-from ...lab.virtual.layout import buffers_for
+from ...mechanisms.islands.flags import CONSENSUS_FOLDER
+from ...mechanisms.islands.main_vector import Vector, shard_vector
+from ...mechanisms.islands.mean import InMemory
+from ...mechanisms.islands.monitor import IslandMonitor
+from ...mechanisms.islands.rounds import Rounds
+from ...mechanisms.islands.shard import Shard
+from ...mechanisms.islands.subset import Subset
 from ...run.base import Run
 from ...run.monitor import load_states, states_of
 from ...run.weights import ModelChunks
 from ...transport import LossyGroup
-from .flags import CONSENSUS_FOLDER
-from .main_vector import Vector, shard_vector
-from .mean import InMemory
-from .monitor import IslandMonitor
-from .rounds import Rounds
-from .shard import Shard
-from .subset import Subset
-from .virtual_state import RANDOM, island_state, load_island_state, load_islands, save_islands
+from .cluster import VirtualCluster
+from .island_state import RANDOM, island_state, load_island_state, load_islands, save_islands
+from .layout import buffers_for
 
 
 class VirtualIslands(Run, JobGroup):

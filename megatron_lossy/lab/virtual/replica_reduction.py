@@ -11,12 +11,12 @@ import torch
 
 from ...base.exchange import Delivery, Exchange
 from ...config import LossyConfig
+from ...mechanisms.replicas.streams import ReplicaStream
 from ...recovery import Gradients
 from ...run.base import Run
 from ...transport import Transfer
 from ...transport.all_reduce import padded, specs_of
-from ...transport.in_memory import groups_in_memory
-from .streams import ReplicaStream
+from .in_memory import groups_in_memory
 
 
 class LossyReduction:

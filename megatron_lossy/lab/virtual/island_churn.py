@@ -15,13 +15,13 @@ import numpy as np
 from ...base.errors import refuse
 from ...base.exchange import Delivery
 from ...config import LossyConfig
-from .epoch_log import EpochLog, line
-from .epochs import Epoch
-from .member_rounds import MemberRounds
-from .presence import Presence, Return
-from .rounds import Rounds
-from .schedule import FLAG, Schedule, read_schedule
-from .virtual import VirtualIslands
+from ...mechanisms.islands.epoch_log import EpochLog, line
+from ...mechanisms.islands.epochs import Epoch
+from ...mechanisms.islands.member_rounds import MemberRounds
+from ...mechanisms.islands.presence import Presence, Return
+from ...mechanisms.islands.rounds import Rounds
+from ...mechanisms.islands.schedule import FLAG, Schedule, read_schedule
+from .islands import VirtualIslands
 
 
 class Churn:

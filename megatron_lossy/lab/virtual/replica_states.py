@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .optimizers import Main
+from ...mechanisms.replicas.optimizers import Main
 
 
 @dataclass

@@ -24,12 +24,12 @@ from ...config.refusal import check_refusals
 from ...hooks.facts import of_model
 from ...hooks.rng import on_cpu, rng_state, set_rng_state
 from ...hooks.versions import backward_step, optimizers
-from ...lab.train.config import TrainConfig
-from ...lab.train.data import RankBatches
-from ...lab.train.model import forward_step
-from ...lab.train.workers import Begun, Workers
 from ...run.base import Run
 from ...run.mechanism import Part
+from ..train.config import TrainConfig
+from ..train.data import RankBatches
+from ..train.model import forward_step
+from ..train.workers import Begun, Workers
 from .schedule import Pass, Stage
 from .stage_messages import StageMessages
 from .stash import Stash, Version

@@ -18,17 +18,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from ..base.exchange import BucketUnits, Delivery, Exchange, Stream, units_of
-from ..config import PHASES, LossyConfig
-from ..config.facts import Facts
-from ..config.refusal import check_refusals
-from ..recovery import Gradients, GradRecovery
-from ..recovery.base import nothing, ordered_sum
-from .base import DrawnWire, Latest, Network, Networks, Transfer, check_links, draw
-from .choice import BucketSpec, cut_buckets, shard_bytes
-from .coded import Coded, coded_of
-from .group import LossyGroup
-from .network import consecutive_nodes
+from ...base.exchange import BucketUnits, Delivery, Exchange, Stream, units_of
+from ...config import PHASES, LossyConfig
+from ...config.facts import Facts
+from ...config.refusal import check_refusals
+from ...recovery import Gradients, GradRecovery
+from ...recovery.base import nothing, ordered_sum
+from ...transport.base import DrawnWire, Latest, Network, Networks, Transfer, check_links, draw
+from ...transport.choice import BucketSpec, cut_buckets, shard_bytes
+from ...transport.coded import Coded, coded_of
+from ...transport.group import LossyGroup
+from ...transport.network import consecutive_nodes
 
 
 @dataclass

@@ -17,11 +17,11 @@ import torch
 from ...base.errors import refuse
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes
-from ...lab.virtual.base import VirtualRun
 from ...run.weights import ModelChunks
 from ...transport import LossyGroup
-from .reduction import LossyReduction
-from .workers import WorkerReplicas
+from .base import VirtualRun
+from .replica_reduction import LossyReduction
+from .replica_workers import WorkerReplicas
 
 # Bytes per element: weights and two moments in float32, and a copy of the weights in the model's precision or of the
 # gradients; and the gradients of a worker, if they are kept for comparison or as substitutes for lost ones.
