@@ -52,7 +52,7 @@ class Mechanism:
         """Its rows of the table of refusals; none by default."""
         from .config.refusal import Section
 
-        return Section(cls.name, cls.name, ())
+        return Section(cls.name, cls.name)
 
     # --- before a run ----------------------------------------------------------------------------------------------
 

@@ -176,8 +176,8 @@ REFUSALS = Registry(
     "megatron_lossy.refusals",
     {
         "core": "megatron_lossy.refusals.core:CORE",
-        "pytorch": "megatron_lossy.refusals.pytorch:PYTORCH",
-        "transport": "megatron_lossy.refusals.transport:TRANSPORT",
-        "workers": "megatron_lossy.refusals.workers:WORKERS",
+        "pytorch": "megatron_lossy.refusals.core:PYTORCH",
+        "transport": "megatron_lossy.refusals.core:TRANSPORT",
+        "workers": "megatron_lossy.refusals.core:WORKERS",
     },
 )

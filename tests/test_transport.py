@@ -242,7 +242,7 @@ class Mine(Mechanism):
 
     @classmethod
     def refusals(cls):
-        return Section("mine", "Mine", ())
+        return Section("mine", "Mine")
 
     @classmethod
     def grad_rules(cls, config, rules, wire):

@@ -10,79 +10,79 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeAlias
 
 from ..errors import UsageError, origin_of
 from ..flags import shown
 from ..registry import MECHANISMS, REFUSALS
 from .facts import Facts
 
-Config = TypeVar("Config")
-_NOTHING_KNOWN = Facts()
+#: Returns whether a :class:`.LossyConfig` is refused in a run with these facts; a mapping has values that the text names.
+Condition: TypeAlias = Callable[[Any, Facts], object]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refusal(Generic[Config]):
-    """A flag that does not go with something.
+@dataclass(frozen=True)
+class Refusal:
+    """A flag that does not go with something: a row of the table.
 
-    ``flag``: its name, or several names. With several, the refusal is about the first that was given, and does not
-    apply if none was. ``beside``: the setting that it does not go with. ``why`` ends the error message. It may name
-    values: ``{config.…}``, ``{facts.…}``, and the keys of ``terms``. ``value``: the text of the value in the message;
-    by default the given value of a loss flag, and nothing for other flags. ``when``: whether the refusal applies. It
+    ``flags``: its name, or several names. With several, the refusal is about the first that was given, and does not
+    apply if none was. ``value``: the text of the value in the message; by default the given value of a loss flag, and
+    nothing for other flags. ``beside``: the setting that it does not go with. ``why`` ends the message. ``value`` and
+    ``why`` may name values: ``{config.…}``, ``{facts.…}``, and the keys of the mapping that ``when`` returns. ``when``
     must be false if a fact that it needs is ``None``.
     """
 
-    flag: str | tuple[str, ...]
+    flags: tuple[str, ...]
+    value: str | None
     beside: str
     why: str
-    when: Callable[[Config, Facts], object]
-    value: str | None = None
-    terms: Callable[[Config, Facts], Mapping[str, object]] | None = None
+    when: Condition
 
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """All names of flags."""
-        return (self.flag,) if isinstance(self.flag, str) else self.flag
-
-    def applies(self, config: Config, facts: Facts) -> bool:
-        """Whether ``config`` is refused in a run with ``facts``."""
-        return bool(self.when(config, facts)) and self._given(config) is not None
-
-    def error(self, config: Config, facts: Facts) -> Refused:
-        """The error to raise if the refusal applies."""
-        flag = self._given(config)
-        assert flag is not None, "the refusal does not apply"
-        terms = {} if self.terms is None else self.terms(config, facts)
-        value = _value(config, flag) if self.value is None else self.value.format(config=config, facts=facts, **terms)
-        why = self.why.format(config=config, facts=facts, **terms)
-        return Refused(self, f"{flag} {value}: {why}" if value else f"{flag}: {why}")
+    def error(self, config: Any, facts: Facts) -> Refused | None:
+        """Return the error if ``config`` is refused in a run with ``facts``; else ``None``."""
+        found = self.when(config, facts)
+        flag = self._given(config) if found else None
+        if flag is None:
+            return None
+        values = {"config": config, "facts": facts, **(found if isinstance(found, Mapping) else {})}
+        value = _value(config, flag) if self.value is None else self.value.format(**values)
+        return Refused(self, f"{flag} {value}".rstrip() + f": {self.why.format(**values)}")
 
     def cells(self) -> tuple[str, str, str]:
         """The row of a table: flags, the setting that they do not go with, and why, with an ellipsis for each value."""
         return ", ".join(self.flags), self.beside, re.sub(r"\{[^}]*\}", "…", self.why)
 
-    def _given(self, config: Config) -> str | None:
-        if isinstance(self.flag, str):
-            return self.flag
-        fields = type(config).__dataclass_fields__  # type: ignore[attr-defined]
-        return next((flag for flag in self.flag if vars(config)[_name(flag)] != fields[_name(flag)].default), None)
+    def _given(self, config: Any) -> str | None:
+        if len(self.flags) == 1:
+            return self.flags[0]
+        fields = type(config).__dataclass_fields__
+        return next((flag for flag in self.flags if vars(config)[_name(flag)] != fields[_name(flag)].default), None)
 
 
 class Refused(UsageError):
     """The error of a row of the table. ``refusal`` is that row."""
 
-    def __init__(self, refusal: Refusal[Any], text: str) -> None:
+    def __init__(self, refusal: Refusal, text: str) -> None:
         super().__init__(text)
         self.refusal = refusal
 
 
-@dataclass(frozen=True)
 class Section:
-    """The refusals of one mechanism, in order. ``name``: its name in the registry."""
+    """The refusals of one mechanism, in order. ``name``: its name in the registry. ``about``: its heading.
 
-    name: str
-    about: str
-    rows: tuple[Refusal[Any], ...]
+    ``cells``: two for each row. The first is its text, ``FLAG[, FLAG …][ = VALUE] | NOT WITH | WHY``, the second the
+    condition; see :class:`Refusal`.
+    """
+
+    def __init__(self, name: str, about: str, *cells: str | Condition) -> None:
+        self.name, self.about = name, about
+        self.rows = tuple(map(_row, cells[::2], cells[1::2]))
+
+
+def _row(text: Any, when: Any) -> Refusal:
+    flags, beside, why = text.split(" | ", 2)
+    names, _, value = flags.partition(" = ")
+    return Refusal(tuple(names.split(", ")), value or None, beside, why, when)
 
 
 def sections(ours: bool = False) -> Iterator[Section]:
@@ -92,13 +92,13 @@ def sections(ours: bool = False) -> Iterator[Section]:
         yield mechanism.refusals()
 
 
-def check_refusals(config: Any, facts: Facts = _NOTHING_KNOWN) -> None:
+def check_refusals(config: Any, facts: Facts | None = None) -> None:
     """Raise the :class:`Refused` of the first row that applies to the loss flags ``config`` in a run with ``facts``.
 
     Rows about typed values come before those about values of files, presets and defaults.
     """
     rows = (row for section in sections() for row in section.rows)
-    refused = (row.error(config, facts) for row in rows if row.applies(config, facts))
+    refused = filter(None, (row.error(config, facts or Facts()) for row in rows))
     first = next(refused, None)
     if first is not None:
         raise first if origin_of(first) is None else next((error for error in refused if not origin_of(error)), first)
