@@ -238,6 +238,6 @@ def test_without_the_flag_nothing_changes():
 @refuses
 def test_megatrons_own_loop_is_refused():
     with pytest.raises(UsageError, match=r"--async-pipeline on: needs python -m megatron_lossy\.train"):
-        plugin.install(LossyConfig(**TWO_STAGES), None)
+        plugin.check_command_line(LossyConfig(**TWO_STAGES), [])
     with pytest.raises(UsageError, match=r"--async-pipeline on: needs python -m megatron_lossy\.train"):
         hooks.install(LossyConfig(async_pipeline=True))

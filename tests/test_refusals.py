@@ -130,7 +130,7 @@ class Trained:
         settings = types.SimpleNamespace(use_distributed_optimizer=distributed)
         ddp = types.SimpleNamespace(config=types.SimpleNamespace(**sizes), ddp_config=settings, module=module)
         ddp.buffers = ddp.expert_parallel_buffers = []
-        self.model = of_model(ddp, workers=4)
+        self.model = Facts(workers=4) | of_model(ddp)
 
     def lines(self, **flags):
         """How each refuses ``flags``."""

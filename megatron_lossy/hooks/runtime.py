@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from ..config import LossyConfig
-from ..config.refusal import check_refusals
 from ..device import all_gather_single
 from ..ledger import Ledger
 from ..mechanism import Part
@@ -84,7 +83,7 @@ class Lossy(Run):
         """Make the exchanges of a model chunk lossy. A collective call: all ranks wrap their chunks alike."""
         if self.config.inert:
             return
-        check_refusals(self.config, of_model(ddp))
+        self.add_facts(of_model(ddp))
         for one in self.parts:
             one.meet(ddp)
         self.exchanges.find_nodes()

@@ -71,13 +71,14 @@ def check_training(plan: Plan) -> None:
 
         check_flags(train, lossy, plan.ranks)
         return
-    check_refusals(lossy, Facts(flushes=True))
+    facts = Facts(flushes=True)
     if plan.jobs.several:  # Megatron-LM, which checks the rest, sees one job
         from ..train.facts import of_trainer
 
-        check_refusals(lossy, of_trainer(train, plan.ranks))
-        for mechanism in MECHANISMS.all():
-            mechanism.check(lossy, train.train_iters)
+        facts = of_trainer(train, plan.ranks) | facts
+    check_refusals(lossy, facts)
+    for mechanism in MECHANISMS.all() if plan.jobs.several else ():
+        mechanism.check(lossy, train.train_iters)
 
 
 def check_trainer(device: Device) -> None:

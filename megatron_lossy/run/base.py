@@ -13,6 +13,8 @@ import torch
 
 from ..channel.corruption import Corruption, make_corruption
 from ..config import PHASES, LossyConfig
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
 from ..delivery_log.error_rows import recorded_events
 from ..exchange import Delivery
 from ..mechanism import Part
@@ -46,6 +48,8 @@ class Run(RunWeights):
     workers: int
     local: Sequence[int]
     job, jobs = 0, 1
+    #: The facts of the run that are known by now.
+    facts = Facts()
 
     def __init__(
         self, config: LossyConfig, steps: int | None = None, gapless: bool = False, writer: int | None = None
@@ -62,6 +66,11 @@ class Run(RunWeights):
     def corruption(self) -> Corruption:
         """Draws or replays the errors that hit gradients."""
         return make_corruption(self.config, recorded_events(self.config))
+
+    def add_facts(self, facts: Facts) -> None:
+        """Add ``facts`` to those of the run. Raise :class:`UsageError` if the loss flags do not go with them all."""
+        self.facts |= facts
+        check_refusals(self.config, self.facts)
 
     def add_part(self, part: Part) -> None:
         """Let a mechanism take part in the run, with its observers."""

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from ...config import LossyConfig
-from ...config.refusal import check_refusals
 from ...errors import UsageError
 from ...hooks.facts import of_communicator
 from ...hooks.versions import data_parallel_rank, decoder_layers, innermost, schedule_table, sequence_parallel_rank
@@ -93,7 +92,7 @@ class Boundaries:
     def check(self, communicator: Any) -> None:
         """Raise :class:`UsageError` for a ``communicator`` of messages that cannot be; each kind is checked once."""
         if type(communicator) not in self._known:
-            check_refusals(self.config, of_communicator(communicator))
+            self.run.add_facts(of_communicator(communicator))
             self._known.add(type(communicator))
 
     @contextlib.contextmanager

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 
 from ...config.facts import Facts
-from ...config.refusal import check_refusals
-from ...hooks.facts import of_model
 from ...hooks.seam import all_reduce
 from ...hooks.versions import main_gradients
 from ...ledger import Patch
@@ -58,7 +56,7 @@ class RankReplica(HeldReplicas):
         self.reducing = self._reducing
         self.add(ddp)
         replicas = self.peers[known].size
-        check_refusals(run.config, of_model(ddp, workers=replicas))
+        run.add_facts(Facts(workers=replicas))
         if not known:
             warn_of_one_replica(run.config, replicas)
         lossy = [] if run.config.untouched("grad") else self.streams[known:]
@@ -73,7 +71,7 @@ class RankReplica(HeldReplicas):
     def add_optimizer(self, optimizer: Any) -> None:
         scaler = getattr(optimizer, "grad_scaler", None)
         if scaler is not None and self.there:
-            check_refusals(self._run.config, Facts(distributed_optimizer=False, loss_scale=scaler.scale.item()))
+            self._run.add_facts(Facts(loss_scale=scaler.scale.item()))
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
