@@ -275,7 +275,6 @@ BOUNDARIES = [
 ]
 
 ASYNC_PIPELINE = [
-    (STAGES | {"weight_stashing": "off"}, {}, "--weight-stashing off: needs real stages: a virtual backward pass"),
     (ASYNC, {"flushes": True}, "--async-pipeline on: needs python -m megatron_lossy.train; the loop of Megatron-LM"),
     (STAGES, {"virtual": False}, "--virtual-stages 2: needs --virtual-workers"),
     (ASYNC | ACT, {"virtual": False}, "--p-act 0.1: cannot be with --async-pipeline, whose messages between stages"),
@@ -283,11 +282,6 @@ ASYNC_PIPELINE = [
         ASYNC,
         {"virtual": False, "optimizer_instances": 2},
         "--num-distributed-optimizer-instances 2: must be 1 with --async-pipeline",
-    ),
-    (
-        ASYNC | {"save_replicas": True, "weight_stashing": "off"},
-        {"pipeline": 2},
-        "--save-replicas on: cannot compute again what is under way",
     ),
     (ASYNC, {"virtual": True}, "--async-pipeline on: needs --virtual-stages with --virtual-workers"),
     (STAGES, FULL, "--virtual-stages 2: needs --use-distributed-optimizer"),

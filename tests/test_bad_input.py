@@ -69,7 +69,7 @@ TRAIN = [
     Case("--p-act 1.0", "--p-act 1.0: must be in [0, 1)"),
     Case("--p-act 0.1", "--p-act 0.1: nothing is sent with one pipeline stage; needs more of them, or --virtual-boun"),
     Case("--p-act 0.1 --virtual-boundaries 2", "--virtual-boundaries 2: must be layers from 1 to 1 of the 2"),
-    Case("--p-act 0.1 --act-fec-low 10 11 0", "--act-fec-low 10 11: needs 1 <= C <= B"),
+    Case("--p-act 0.1 --act-fec 9,1,0 10,11,0 0.5", "--act-fec 10 11: needs 1 <= C <= B"),
     Case(
         "--p-param 0.1 --loss-unit packet --param-priority change",
         "--param-priority change with --transport torch: needs virtual workers or --transport udp",

@@ -77,15 +77,15 @@ def test_the_loss_flags_take_at_most_90_lines_of_help(parser, columns, monkeypat
     assert part.count("\n") <= 90
     shown = flags_in(part)
     assert 25 <= len(shown & set(ALL.values())) <= 32 and {"--loss-preset", "--help-loss"} <= shown
-    assert {"--p-grad", "--transport", "--islands"} <= shown and "--udp-cipher" not in shown
+    assert {"--p-grad", "--transport", "--islands"} <= shown and "--udp-fec" not in shown
     assert all(re.search(rf"{name}\b", " ".join(part.split()).replace("- ", "-")) for name in sections())
 
 
 def test_what_help_hides_is_accepted_and_proposed():
     parser = make_parser("test", "")
-    assert parser.parse_args(["--udp-cipher", "none"]).udp_cipher == "none"
-    with pytest.raises(UsageError, match="did you mean --udp-cipher$"):
-        parser.parse_args(["--udp-cipherr", "3"])
+    assert parser.parse_args(["--udp-rate", "1gbit"]).udp_rate == "1gbit"
+    with pytest.raises(UsageError, match="did you mean --udp-rate$"):
+        parser.parse_args(["--udp-rates", "3"])
 
 
 def test_short_helps_begin_the_long_ones():

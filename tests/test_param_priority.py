@@ -29,7 +29,7 @@ pytestmark = pytest.mark.shows(
     "copies on tensor-parallel ranks stay equal where senders choose",
 )
 
-UDP = LossyConfig(transport="udp", packet_bytes=256, param_priority="change:0.1", udp_cipher="none")
+UDP = LossyConfig(transport="udp", packet_bytes=256, param_priority="change:0.1", udp_key_file="none")
 VIRTUAL = LossyConfig(p_param=0.5, loss_unit="packet", packet_bytes=256, param_priority="change")
 
 
@@ -313,7 +313,7 @@ def test_copies_stay_equal_with_drawn_losses():
 
 
 def test_copies_stay_equal_with_losses_of_a_network():
-    udp = {"transport": "udp", "packet_bytes": 256, "udp_cipher": "none"}
+    udp = {"transport": "udp", "packet_bytes": 256, "udp_key_file": "none"}
     cases = [
         ({}, LossyConfig(**FEEDBACK, **udp)),
         ({}, LossyConfig(grad_recovery="zero", **CHOSEN, **udp)),

@@ -32,7 +32,7 @@ EARLY, LATE = Boundary(stage=1, layer=2, layers=8), Boundary(stage=3, layer=6, l
 def test_what_the_parity_does_not_bring_back_and_the_bound(packets, block, data):
     parity = data.draw(st.integers(1, block))
     bound = data.draw(st.sampled_from([0.0, 0.01, 0.1, 0.29, 0.5, 0.99]))
-    config = LossyConfig(p_act=0.1, act_fec_low=(block, parity, bound))
+    config = LossyConfig(p_act=0.1, act_fec=("1,1,0", f"{block},{parity},{bound}", "0.5"))
     loss = BoundaryLoss(config, "act")
     units = boundary_units(packets, block, parity)
     assert loss.units(LATE, packets) == units
@@ -45,7 +45,7 @@ def test_what_the_parity_does_not_bring_back_and_the_bound(packets, block, data)
 
 
 def test_depth_decides_code_and_bound():
-    config = LossyConfig(p_act=0.1, act_fec_high=(10, 5, 0.1), act_fec_low=(10, 1, 0.2))
+    config = LossyConfig(p_act=0.1, act_fec=("10,5,0.1", "10,1,0.2", "0.5"))
     loss = BoundaryLoss(config, "act")
     for layer in range(1, 8):
         boundary = Boundary(stage=1, layer=layer, layers=8)
@@ -54,7 +54,7 @@ def test_depth_decides_code_and_bound():
         assert loss.units(boundary, 100) == (150 if high else 110)
         assert loss.bound(boundary, 100) == (10 if high else 20)
     for share, last in ((0.0, 0), (0.29, 29), (1.0, 100)):
-        loss = BoundaryLoss(LossyConfig(p_act=0.1, act_high_depth=share), "act")
+        loss = BoundaryLoss(LossyConfig(p_act=0.1, act_fec=("100,34,0.01", "100,10,0.02", str(share))), "act")
         assert [loss.high(Boundary(1, layer, 100)) for layer in (max(last, 1), last + 1)] == [last > 0, False]
 
 
@@ -70,7 +70,7 @@ def test_without_retransmission_all_that_is_lost_is_lost():
 @pytest.mark.parametrize("phase", ["act", "act-grad"])
 def test_messages_are_numbered_on_and_lose_what_the_generator_says(phase):
     config = LossyConfig(
-        p_act=0.2, p_act_grad=0.2, act_fec_high=(100, 34, 0.5), act_fec_low=(100, 10, 0.5), loss_seed=7
+        p_act=0.2, p_act_grad=0.2, act_fec=("100,34,0.5", "100,10,0.5", "0.5"), loss_seed=7
     )
     messages = Messages(config)
     for step in (0, 5):
@@ -100,7 +100,7 @@ def test_everything_in_the_key_matters():
 def test_the_residual_rate_is_the_closed_form(code, group):
     """p (1 - q^g), at 4 standard errors; whole groups are independent of each other."""
     p, packets = 0.05, 10000
-    config = LossyConfig(p_act=p, act_fec_high=(*code, 0.9))
+    config = LossyConfig(p_act=p, act_fec=("{},{},0.9".format(*code), "1,1,0", "0.5"))
     loss = BoundaryLoss(config, "act")
     residual = []
     for step in range(30):
@@ -206,18 +206,19 @@ def test_a_packet_holds_an_element():
         ({"p_act_grad": -0.1}, r"--p-act-grad -0.1: must be in \[0, 1\)"),
         ({"p_act": float("nan")}, r"--p-act nan: must be in"),
         ({"p_act": 0.1, "act_packet_bytes": 0}, "--act-packet-bytes 0: must be at least 1"),
-        ({"p_act": 0.1, "act_high_depth": 1.1}, r"--act-high-depth 1.1: must be in \[0, 1\]"),
-        ({"p_act": 0.1, "act_fec_high": (0, 0, 0.01)}, "--act-fec-high 0 0: needs 1 <= C <= B"),
-        ({"p_act": 0.1, "act_fec_low": (10, 11, 0.01)}, "--act-fec-low 10 11: needs 1 <= C <= B"),
-        ({"p_act": 0.1, "act_fec_high": (100, 34, 1.0)}, r"--act-fec-high 100 34 1.0: must be two whole numbers"),
-        ({"p_act": 0.1, "act_fec_low": (100, 10.5, 0.1)}, r"--act-fec-low 100 10.5 0.1: must be two whole numbers"),
+        ({"p_act": 0.1, "act_fec": ("9,1,0", "9,1,0", "1.1")}, r"--act-fec 9,1,0 9,1,0 1.1: must be B,C,SHARE of high"),
+        ({"p_act": 0.1, "act_fec": ("0,0,0.01", "9,1,0", "0")}, "--act-fec 0 0: needs 1 <= C <= B"),
+        ({"p_act": 0.1, "act_fec": ("9,1,0", "10,11,0.01", "0")}, "--act-fec 10 11: needs 1 <= C <= B"),
+        ({"p_act": 0.1, "act_fec": ("100,34,1.0", "9,1,0", "0")}, "--act-fec 100,34,1.0 9,1,0 0: must be B,C,SHARE"),
+        ({"p_act": 0.1, "act_fec": ("100,10.5,0.1", "9,1,0", "0")}, "--act-fec 100,10.5,0.1 9,1,0 0: must be"),
+        ({"p_act": 0.1, "act_fec": ("9,1,0", "0")}, "--act-fec 9,1,0 0: must be"),
         ({"p_act": 0.1, "act_retransmit": "maybe"}, "--act-retransmit maybe: must be one of on, off"),
         ({"p_act": 0.1, "act_transport": "x"}, "--act-transport x: must be one of torch"),
         ({"p_act": 0.1, "virtual_boundaries": (0,)}, "--virtual-boundaries 0: must be different layers, from 1 on"),
         ({"p_act": 0.1, "virtual_boundaries": (1, 1)}, "--virtual-boundaries 1 1: must be different layers"),
         (
-            {"p_act": 0.1, "act_retransmit": "off", "act_fec_low": (100, 10, 0.1)},
-            "--act-fec-low 100 10 0.1: does nothing with --act-retransmit off",
+            {"p_act": 0.1, "act_retransmit": "off", "act_fec": ("100,10,0.1", "9,1,0", "0")},
+            "--act-fec 100,10,0.1 9,1,0 0: does nothing with --act-retransmit off",
         ),
         (
             {"p_act": 0.1, "virtual_boundaries": (1,), "lossy_links": "inter-node"},

@@ -45,8 +45,7 @@ BOTH = LossyConfig(
     p_act=0.3,
     p_act_grad=0.2,
     act_packet_bytes=200,
-    act_fec_high=(4, 2, 0.15),
-    act_fec_low=(6, 1, 0.3),
+    act_fec=("4,2,0.15", "6,1,0.3", "0.5"),
 )
 PLAIN = TinyGPT(pipeline=2, accumulation=3, tied=False)
 DEEP = TinyGPT(pipeline=2, virtual=2, layers=4, accumulation=4, tied=False)
@@ -241,7 +240,7 @@ def same(mine, theirs):
 @pytest.mark.parametrize("tiny", [PLAIN, DEEP], ids=["plain", "interleaved"])
 def test_beyond_the_bound_nothing_is_lost(tiny, pool, unhooked):
     """All that the parity does not bring back is sent again: to the last bit it is Megatron."""
-    config = LossyConfig(**vars(BOTH) | {"act_fec_high": (4, 2, 0.0), "act_fec_low": (6, 1, 0.0)})
+    config = LossyConfig(**vars(BOTH) | {"act_fec": ("4,2,0", "6,1,0", "0.5")})
     same(pool.run(contract.plain, 2, tiny, config, 3), unhooked.run(contract.plain, 2, tiny, None, 3))
 
 

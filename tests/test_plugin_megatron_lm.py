@@ -302,5 +302,5 @@ def test_stage_boundaries(megatron_lm):
     assert len(lossy) == len(lossless) == 24 and lossy[0] != lossless[0]
     [rate, *_] = re.findall(r"loss rate act: ([\d.]+)", done.stdout)
     assert 0.2 < float(rate) < 0.4
-    bound = ("--act-fec-high", 100, 34, 0, "--act-fec-low", 100, 10, 0)
+    bound = ("--act-fec", "100,34,0", "100,10,0", 0.5)
     assert pretrain(megatron_lm, *pipeline, *rates, *bound)[0] == lossless

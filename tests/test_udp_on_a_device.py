@@ -16,7 +16,7 @@ pytestmark = pytest.mark.shows("datagrams on a pretended device: one synchronisa
 
 STEPS, BUCKETS = 4, 2
 UDP = {"transport": "udp", "loss_unit": "packet", "packet_bytes": 64, "p_grad": 0.4, "p_param": 0.4}
-LITTLE = {"udp_memory": 2**16, "udp_eager_bytes": 2**12}
+LITTLE = {"udp_memory": 2**16}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.shows(
     "a killed stage ends all others over UDP",
 )
 
-UDP = {"transport": "udp", "act_transport": "udp", "udp_cipher": "none", "loss_unit": "packet", "packet_bytes": 1408}
+UDP = {"transport": "udp", "act_transport": "udp", "udp_key_file": "none", "loss_unit": "packet", "packet_bytes": 1408}
 #: The losses of the drawn world: datagrams are dropped when they come.
 DRAWN = LossyConfig(**vars(BOTH) | UDP)
 LOSSLESS = LossyConfig(**UDP, act_packet_bytes=200)
@@ -157,7 +157,7 @@ def punctual():
 @pytest.mark.slow
 def test_a_late_stage_loses_nothing(late, punctual):
     """Nor is anything kept beyond what may wait: messages are larger than that, and many."""
-    config = LossyConfig(**UDP, act_retransmit="off", udp_eager_bytes=100_000, udp_memory=2**20)
+    config = LossyConfig(**UDP, act_retransmit="off", udp_memory=2**20)
     mine = run_ranks(with_a_late_stage, 2, LARGE, config, late)
     for (losses, weights), (expected, right) in zip(mine, punctual, strict=True):
         assert losses == expected
@@ -212,9 +212,7 @@ def copies_lose_apart(rank, tiny, config):
 
 def test_tensor_parallel_peers_lose_what_one_of_them_lost():
     tiny = TinyGPT(tensor=2, pipeline=2, accumulation=2, tied=False)
-    config = dataclasses.replace(
-        DRAWN, act_fec_high=(*DRAWN.act_fec_high[:2], 0.3), act_fec_low=(*DRAWN.act_fec_low[:2], 0.3)
-    )
+    config = dataclasses.replace(DRAWN, act_fec=("4,2,0.3", "6,1,0.3", "0.5"))
     ranks = run_ranks(copies_lose_apart, 4, tiny, config)
     assert_peers_equal(ranks, ((0, 1), (2, 3)))
     assert sum(observed([ranks[0], ranks[2]], tiny, config, 2).values()) > 0
@@ -297,7 +295,7 @@ def test_over_a_link_that_loses_a_seventh(name, tmp_path):
     """About a third of the messages lose a packet for good, and a fifth is sent again in part."""
     (sites, model, bound), steps = IN_THE_LAB[name], 8
     flags = {
-        **UDP, "act_packet_bytes": 200, "act_fec_high": (4, 2, bound), "act_fec_low": (4, 1, bound),
+        **UDP, "act_packet_bytes": 200, "act_fec": (f"4,2,{bound}", f"4,1,{bound}", "0.5"),
         "udp_interface": "lab0", "delivery_log": str(tmp_path / "log"),
     }  # fmt: skip
     arguments = (json.dumps(flags), json.dumps(model), str(steps), str(tmp_path))
@@ -388,8 +386,8 @@ def test_the_trainer_sends_messages_over_udp(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ({"transport": "torch", "udp_cipher": "aes-128-gcm"}, "--act-transport udp: needs --transport udp"),
-        ({"transport": "pieces", "udp_cipher": "aes-128-gcm"}, "--act-transport udp: needs --transport udp"),
+        ({"transport": "torch", "udp_key_file": None}, "--act-transport udp: needs --transport udp"),
+        ({"transport": "pieces", "udp_key_file": None}, "--act-transport udp: needs --transport udp"),
         ({"virtual_boundaries": (1,)}, "--act-transport udp: needs real stages"),
         ({"act_packet_bytes": 1409}, "--act-packet-bytes 1409: must be at most --packet-bytes (1408) with --act-trans"),
         ({"packet_bytes": 12}, "--packet-bytes 12: must be at least 16 with --act-transport udp"),

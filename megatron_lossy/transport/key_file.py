@@ -17,8 +17,8 @@ LEAST_BYTES = 16
 
 
 def read_key_file(path: str | None) -> bytes | None:
-    """The secret in ``path``. Raises :class:`UsageError` if the file cannot be read or is too short."""
-    if path is None:
+    """The secret in ``path``; ``None`` for ``None`` and "none". Raises :class:`UsageError` if the file cannot be read or is too short."""
+    if path in (None, "none"):
         return None
     try:
         key, mode = Path(path).read_bytes(), stat.S_IMODE(Path(path).stat().st_mode)

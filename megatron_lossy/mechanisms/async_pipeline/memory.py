@@ -16,7 +16,7 @@ from ...launch.memory import Held, Kept
 
 def kept(config: LossyConfig, held: Held) -> list[Kept]:
     """The weights that a device keeps for backward passes to come."""
-    if not config.async_pipeline or config.weight_stashing == "off":
+    if not config.async_pipeline:
         return []
     stages = config.virtual_stages or held.stages
     sizes = held.cut(stages)

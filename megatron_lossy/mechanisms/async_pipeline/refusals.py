@@ -24,9 +24,6 @@ def _cannot_divide(config: LossyConfig, facts: Facts) -> bool:
 ASYNC_PIPELINE = Section(
     "async-pipeline",
     "Asynchronous pipeline",
-    "--weight-stashing | --virtual-stages | "
-    "needs real stages: a virtual backward pass has no other weights than its forward pass",
-    lambda c, f: c.async_pipeline and c.virtual_stages is not None and c.weight_stashing == "off",
     "--async-pipeline | Megatron-LM's own loop | "
     "needs python -m megatron_lossy.train; the loop of Megatron-LM flushes the pipeline in every iteration",
     lambda c, f: c.async_pipeline and f.flushes,
@@ -37,9 +34,6 @@ ASYNC_PIPELINE = Section(
     "--num-distributed-optimizer-instances = {facts.optimizer_instances} | --async-pipeline | "
     "must be 1 with --async-pipeline, whose gradient norms are over the ranks of a stage",
     lambda c, f: c.async_pipeline and f.virtual is False and above(f.optimizer_instances, 1),
-    "--save-replicas | --async-pipeline --weight-stashing off | "
-    "cannot compute again what is under way without the weights it began with; needs --weight-stashing on",
-    lambda c, f: c.save_replicas and c.weight_stashing == "off" and _stages(c, f) > 1,
     "--async-pipeline | --virtual-workers without --virtual-stages | needs --virtual-stages with --virtual-workers",
     lambda c, f: c.async_pipeline and c.virtual_stages is None and f.virtual,
     "--virtual-stages | no distributed optimizer | needs --use-distributed-optimizer",

@@ -82,7 +82,7 @@ class StageWorkers(Workers):
             (config.seq_length, config.micro_batch_size, config.hidden_size), self._megatron.pipeline_dtype
         )
         self._stash = Stash(self._chunk.module.parameters())
-        self._stashes = self._stage.delay > 0 and flags.weight_stashing == "on"
+        self._stashes = self._stage.delay > 0
         self._saves_draws = flags.save_replicas and self._draws
         self._iteration = 0
         self._under_way: deque[_UnderWay] = deque()

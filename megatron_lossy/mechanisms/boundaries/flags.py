@@ -6,12 +6,11 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from ...errors import refuse
-from ...flags import as_text, check_choice, check_code, flag, flag_name, in_unit_interval, number, refuse_unused
+from ...flags import as_text, check_choice, check_code, flag, flag_name, in_unit_interval, refuse_unused
 from ...section import Flags
 
 #: Messages between pipeline stages: forward, and backward.
 BOUNDARY_PHASES = ("act", "act-grad")
-_OF_RECOVERY = ("act_high_depth", "act_fec_high", "act_fec_low")
 
 
 @dataclass(frozen=True)
@@ -43,21 +42,14 @@ class BoundaryFlags(Flags):
         type=int,
         metavar="BYTES",
     )
-    act_high_depth: float = flag(
-        0.5,
-        "boundaries after at most this share of the layers count as high, the others as low; in [0, 1]",
-        metavar="SHARE",
-    )
-    act_fec_high: tuple[float, ...] = flag(
-        (100, 34, 0.01),
-        "high boundaries: C packets of XOR parity for each B of a message; if more than this share of it, in [0, 1), is lost "
-        "after the parity, it is sent again and nothing of it is lost",
-        type=number,
-        nargs=3,
-        metavar=("B", "C", "SHARE"),
-    )
-    act_fec_low: tuple[float, ...] = flag(
-        (100, 10, 0.02), "low boundaries: as --act-fec-high", type=number, nargs=3, metavar=("B", "C", "SHARE")
+    act_fec: tuple[str, ...] = flag(
+        ("100,34,0.01", "100,10,0.02", "0.5"),
+        "parity of messages over high boundaries and over low ones: C packets of XOR parity for each B; if more than SHARE of a "
+        "message, in [0, 1), is lost after it, the message is sent again and nothing of it is lost; boundaries after at most "
+        "DEPTH of the layers, in [0, 1], are high",
+        type=str,
+        nargs="+",
+        metavar="B,C,SHARE B,C,SHARE DEPTH",
     )
     act_retransmit: str = flag(
         "on", "off: no parity and nothing is sent again, so that all that is lost becomes zeros", choices=("on", "off")
@@ -81,31 +73,40 @@ class BoundaryFlags(Flags):
             check_choice(self, name)
         for name in ("p_act", "p_act_grad"):
             in_unit_interval(flag_name(BoundaryFlags, name), getattr(self, name))
-        if not 0 <= self.act_high_depth <= 1:
-            raise refuse("--act-high-depth", self.act_high_depth, "must be in [0, 1]")
         if self.act_packet_bytes is not None and self.act_packet_bytes < 1:
             raise refuse("--act-packet-bytes", self.act_packet_bytes, "must be at least 1")
-        for name in ("act_fec_high", "act_fec_low"):
-            block, parity, share = getattr(self, name)
-            if block != int(block) or parity != int(parity) or not 0 <= share < 1:
-                allowed = "must be two whole numbers of packets, and a share in [0, 1)"
-                raise refuse(flag_name(BoundaryFlags, name), as_text(getattr(self, name)), allowed)
-            check_code(flag_name(BoundaryFlags, name), int(block), int(parity))
+        _ = self.act_recovery
         layers = self.virtual_boundaries
         if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
             raise refuse("--virtual-boundaries", " ".join(map(str, layers)), "must be different layers, from 1 on")
-        for name in _OF_RECOVERY if self.act_retransmit == "off" else ():
-            refuse_unused(self, name, "does nothing with --act-retransmit off")
+        if self.act_retransmit == "off":
+            refuse_unused(self, "act_fec", "does nothing with --act-retransmit off")
 
     @property
     def loses_at_boundaries(self) -> bool:
         """Whether messages between pipeline stages can lose anything."""
         return self.act_transport == "udp" or any(map(self.boundary_rate, BOUNDARY_PHASES))
 
-    def recovery_of(self, high: bool) -> tuple[tuple[int, int], float]:
-        """The code of a boundary, B and C, and the share of a message that may be lost; ``high``: which kind."""
-        block, parity, share = self.act_fec_high if high else self.act_fec_low
-        return (int(block), int(parity)), share
+    @property
+    def act_recovery(self) -> tuple[list[tuple[tuple[int, int], float]], float]:
+        """``--act-fec``: B and C, and the share that may be lost, of high and of low boundaries; and the depth.
+
+        Raises :class:`UsageError`.
+        """
+        kinds = []
+        try:
+            *texts, depth = self.act_fec
+            for text in texts:
+                block, parity, share = text.split(",")
+                kinds.append(((int(block), int(parity)), float(share)))
+            if len(kinds) != 2 or not all(0 <= share < 1 for _, share in kinds) or not 0 <= float(depth) <= 1:
+                raise ValueError
+        except ValueError:
+            allowed = "must be B,C,SHARE of high and of low boundaries and DEPTH, with SHARE in [0, 1), DEPTH in [0, 1]"
+            raise refuse("--act-fec", as_text(self.act_fec), allowed) from None
+        for code, _ in kinds:
+            check_code("--act-fec", *code)
+        return kinds, float(depth)
 
     def boundary_rate(self, phase: str) -> float:
         """The loss rate of ``phase`` ("act" or "act-grad")."""
@@ -136,7 +137,7 @@ class BoundaryFlags(Flags):
             rates = "activations and their gradients over UDP" + (f" and, drawn, {rates}" if drawn else "")
         recovery = "without parity"
         if self.act_retransmit == "on":
-            kinds = (self.recovery_of(high=True), self.recovery_of(high=False))
+            kinds, _ = self.act_recovery
             recovery = "parity " + " and ".join(f"{as_text(code)} up to {bound:g}" for code, bound in kinds)
         where = "" if self.virtual_boundaries is None else f" after layers {as_text(self.virtual_boundaries)}"
         return [f"{rates}{where}, {recovery}"]
