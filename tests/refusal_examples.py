@@ -47,9 +47,9 @@ CORE = [
         "--packet-bytes 3: must hold at least one element of 4 bytes",
     ),
     (
-        {"grad_error": "bit-flip", "grad_error_bits": (10, 20)},
+        {"grad_error": "bit-flip:1,10,20"},
         {"gradient_bytes": 2},
-        "--grad-error-bits 10 20: needs 0 <= LOW <= HIGH <= 15",
+        "--grad-error bit-flip:1,10,20: needs 0 <= LOW <= HIGH <= 15",
     ),
     (
         GRAD | {"save_replicas": True},
@@ -239,11 +239,6 @@ BOUNDARIES = [
     ({"act_transport": "udp"}, {}, "--act-transport udp: needs --transport udp"),
     (ACT_UDP | {"virtual_boundaries": (1,)}, {}, "--act-transport udp: needs real stages: --virtual-boundaries are"),
     (ACT_UDP | {"packet_bytes": 12}, {}, "--packet-bytes 12: must be at least 16 with --act-transport udp"),
-    (
-        ACT_UDP | {"act_packet_bytes": 1409},
-        {},
-        "--act-packet-bytes 1409: must be at most --packet-bytes (1408) with --act-transport udp",
-    ),
     (ACT_UDP, {"pipeline": 1}, "--act-transport udp: nothing is sent with one pipeline stage; needs more of them"),
     (
         {"p_act_grad": 0.2},
@@ -264,9 +259,9 @@ BOUNDARIES = [
     (ACT, on("--use-ring-exchange-p2p"), "--use-ring-exchange-p2p on: nothing can be lost at stage boundaries"),
     (ACT, on("--mtp-standalone"), "multi-token prediction on a stage of its own: cannot go with --p-act and"),
     (
-        ACT | {"act_packet_bytes": 3},
+        ACT | {"packet_bytes": 3},
         {"message_bytes": 4},
-        "--act-packet-bytes 3: must hold at least one element of 4 bytes",
+        "--packet-bytes 3: must hold at least one element of 4 bytes",
     ),
     (ACT, {"pipelines": 2}, "pipelines of encoder and decoder with their own sizes: cannot go with --p-act and"),
     (ACT, {"several_modules": True}, "MultiModulePipelineCommunicator: cannot go with --p-act and --p-act-grad, which"),
@@ -333,10 +328,8 @@ REPLICAS = [
     ),
     (AVERAGED, SHARDED, f"--param-sync-interval 5: {_WHOLE}; with the distributed optimizer the all-gather already"),
     ({"replica_check": "log"}, SHARDED, f"--replica-check log: {_WHOLE}; with the distributed optimizer each"),
-    ({"allow_divergence": True}, SHARDED, f"--allow-divergence on: {_WHOLE}; with the distributed optimizer the"),
     (NOISE, SHARDED, f"--grad-error-at broadcast: {_WHOLE}; with the distributed optimizer choose reduce"),
     (PARAM, FULL, "--p-param 0.1: needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"),
-    (AVERAGED, FULL | {"train_iters": 4}, "--param-sync-interval 5: is above --train-iters 4: replicas would drift"),
     (GRAD, FULL, "--p-grad 0.1: drives replicas apart without the distributed optimizer; needs --param-sync-interval"),
     (NOISE, FULL | {"fp16": True}, f"--fp16 on: {_APART}"),
     (AVERAGED, FULL | {"loss_scale": 64.0}, f"--loss-scale 64: {_APART}"),
@@ -388,7 +381,7 @@ PRIORITY = [
         "--grad-priority packet-mean with --grad-recovery renormalize: needs virtual workers",
     ),
     (
-        CHANGED | GRAD | {"allow_divergence": True},
+        CHANGED | GRAD | {"param_sync_interval": 10**6},
         FULL,
         "--param-priority change: no parameters are sent, and the second half of an all-reduce",
     ),
@@ -407,7 +400,7 @@ PRIORITY = [
 
 LEAD = [
     (
-        GRAD | {"allow_divergence": True, "param_send": "compensated"},
+        GRAD | {"param_sync_interval": 10**6, "param_send": "compensated"},
         FULL,
         "--param-send compensated: no parameters are sent, and the second half of an all-reduce",
     ),
@@ -426,7 +419,7 @@ COMPRESSION = [
         "--grad-wire int8: needs --transport pieces or udp on real ranks (torch's collectives carry raw values)",
     ),
     (
-        {"grad_wire": "int4", "allow_divergence": True},
+        {"grad_wire": "int4", "param_sync_interval": 10**6},
         FULL,
         "--grad-wire int4: no all-reduce carries codes; needs Megatron's distributed optimizer",
     ),

@@ -62,10 +62,6 @@ TRAIN = [
         "--islands 2: islands of one worker exchange no gradients and no parameters; choose fewer, or --p-sync",
     ),
     Case("--sgd-momentum 0.5", "--sgd-momentum 0.5: needs --optimizer sgd, not adam"),
-    Case(
-        "--virtual-workers 2 --no-use-distributed-optimizer --param-sync-interval 100",
-        "--param-sync-interval 100: is above --train-iters 2: replicas would drift apart to the end; or give --allow-d",
-    ),
     Case("--p-act 1.0", "--p-act 1.0: must be in [0, 1)"),
     Case("--p-act 0.1", "--p-act 0.1: nothing is sent with one pipeline stage; needs more of them, or --virtual-boun"),
     Case("--p-act 0.1 --virtual-boundaries 2", "--virtual-boundaries 2: must be layers from 1 to 1 of the 2"),

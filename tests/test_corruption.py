@@ -103,7 +103,7 @@ def test_bursts_replace_the_noise_of_every_nth_iteration():
 @pytest.mark.parametrize("width", TYPES)
 def test_flips_are_exact(width):
     """Flipped again, everything is as before; each flip changes the bit it names and no other."""
-    flips = model(grad_error="bit-flip", grad_error_flips=50)
+    flips = model(grad_error="bit-flip:50")
     hit = flips.events(exchange(), 0, SIZES, width)
     assert sum(len(event.elements) for event in hit) == 50
     data = buffers(TYPES[width])
@@ -129,7 +129,7 @@ def test_flips_are_exact(width):
 
 def test_flips_are_uniform_over_elements_and_bits():
     """1e5 flips of 16 bits and of three buckets: each count within five standard errors (6e-7 a bit by chance)."""
-    flips = model(grad_error="bit-flip", grad_error_flips=1000, grad_error_bits=(4, 19))
+    flips = model(grad_error="bit-flip:1000,4,19")
     hit = [event for t in range(100) for event in flips.events(exchange(t), 0, (10000, 5000, 25000), 32)]
     bits = np.bincount([bit for event in hit for bit in event.bits], minlength=20)
     assert not bits[:4].any() and len(bits) == 20
@@ -139,7 +139,7 @@ def test_flips_are_uniform_over_elements_and_bits():
 
 
 def test_more_flips_than_elements_hit_all():
-    [event] = model(grad_error="bit-flip", grad_error_flips=100).events(exchange(), 0, (7,), 32)
+    [event] = model(grad_error="bit-flip:100").events(exchange(), 0, (7,), 32)
     assert sorted(event.elements) == list(range(7))
 
 
@@ -156,7 +156,7 @@ def test_the_rate_and_the_ranks_are_those_of_the_flags():
 
 def test_only_the_key_matters():
     """Another object, another order, another process: the same. Another rank, step, stream, seed: something else."""
-    flags = dict(grad_error="bit-flip", grad_error_flips=20)
+    flags = dict(grad_error="bit-flip:20")
     keys = [(exchange(t, stage=stage), rank) for t in range(3) for stage in range(2) for rank in range(3)]
     forwards = {key: model(**flags).events(*key, SIZES, 32) for key in keys}
     one = model(**flags)
@@ -177,7 +177,7 @@ def test_tensor_parallel_peers_and_tied_embeddings_are_hit_alike():
 
 
 @pytest.mark.parametrize(
-    "flags", [dict(grad_error="gaussian", grad_error_relative=2.0), dict(grad_error="bit-flip", grad_error_flips=90)]
+    "flags", [dict(grad_error="gaussian", grad_error_relative=2.0), dict(grad_error="bit-flip:90")]
 )
 def test_padding_is_never_hit(flags):
     ranges = [(0, 30), (40, 41), (50, 100)]
@@ -268,11 +268,11 @@ REFUSED = [
     (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_ranks=(1, 1)), "--grad-error-ranks 1 1: must be different"),
     (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_ranks=(-1,)), "--grad-error-ranks -1: must be"),
     (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_at="owner"), "--grad-error-at owner: must be one of"),
-    (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_flips=2), "--grad-error-flips 2: needs --grad-error bit-flip"),
+    (dict(grad_error="gaussian:2", grad_error_std=1.0), "--grad-error gaussian:2: must be one of none, gaussian"),
     (dict(grad_error="bit-flip", grad_error_std=1.0), "--grad-error-std 1.0: needs --grad-error gaussian, not bit-flip"),
-    (dict(grad_error="bit-flip", grad_error_flips=0), "--grad-error-flips 0: must be at least 1"),
-    (dict(grad_error="bit-flip", grad_error_bits=(3, 32)), "--grad-error-bits 3 32: needs 0 <= LOW <= HIGH <= 31"),
-    (dict(grad_error="bit-flip", grad_error_bits=(5, 4)), "--grad-error-bits 5 4: needs"),
+    (dict(grad_error="bit-flip:0"), "--grad-error bit-flip:0: must be bit-flip, bit-flip:K or"),
+    (dict(grad_error="bit-flip:1,3,32"), "--grad-error bit-flip:1,3,32: needs 0 <= LOW <= HIGH <= 31"),
+    (dict(grad_error="bit-flip:1,5,4"), "--grad-error bit-flip:1,5,4: needs"),
     (dict(grad_error="trace"), "--grad-error trace: needs the folder"),
     (dict(grad_error="trace:x", grad_error_rate=0.5), "--grad-error-rate 0.5: needs --grad-error gau"),
     (dict(grad_error_std=1.0), "--grad-error-std 1.0: needs --grad-error gaussian, not none"),
@@ -289,7 +289,7 @@ def test_what_is_refused(flags, line):
 
 
 def test_bits_of_short_gradients():
-    config = LossyConfig(grad_error="bit-flip", grad_error_bits=(10, 16))
-    with pytest.raises(UsageError, match="--grad-error-bits 10 16: needs 0 <= LOW <= HIGH <= 15"):
+    config = LossyConfig(grad_error="bit-flip:1,10,16")
+    with pytest.raises(UsageError, match="--grad-error bit-flip:1,10,16: needs 0 <= LOW <= HIGH <= 15"):
         check_bits(config, 16)
     assert LossyConfig(grad_error="bit-flip", grad_error_at="reduce", p_param=0.1).errs

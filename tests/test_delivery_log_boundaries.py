@@ -29,7 +29,7 @@ from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows("messages between stages in the log: by value, drawn again, resumed")
 
-UDP = {"transport": "udp", "act_transport": "udp", "udp_key_file": "none", "loss_unit": "packet", "packet_bytes": 1408}
+UDP = {"transport": "udp", "act_transport": "udp", "udp_key_file": "none", "loss_unit": "packet"}
 #: Of messages of the tiny model.
 PACKETS = 21
 COUNTED = ("packets", "lost", "repaired", "again", "zeros")

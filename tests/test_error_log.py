@@ -33,7 +33,7 @@ RANKS, STEPS, SIZES = 3, 9, (6, 5000, 3)
 KINDS = {
     "noise": {"grad_error": "gaussian", "grad_error_std": 0.5},
     "relative": {"grad_error": "gaussian", "grad_error_relative": 2.0, "grad_error_rate": 0.8},
-    "flips": {"grad_error": "bit-flip", "grad_error_flips": 4, "grad_error_rate": 0.5},
+    "flips": {"grad_error": "bit-flip:4", "grad_error_rate": 0.5},
     "reduce": {"grad_error": "bit-flip", "grad_error_at": "reduce", "grad_error_ranks": (0, 2)},
 }
 KEPT = {"replica_check": "repair", "param_sync_interval": 4}

@@ -69,9 +69,7 @@ def test_without_retransmission_all_that_is_lost_is_lost():
 
 @pytest.mark.parametrize("phase", ["act", "act-grad"])
 def test_messages_are_numbered_on_and_lose_what_the_generator_says(phase):
-    config = LossyConfig(
-        p_act=0.2, p_act_grad=0.2, act_fec=("100,34,0.5", "100,10,0.5", "0.5"), loss_seed=7
-    )
+    config = LossyConfig(p_act=0.2, p_act_grad=0.2, act_fec=("100,34,0.5", "100,10,0.5", "0.5"), loss_seed=7)
     messages = Messages(config)
     for step in (0, 5):
         for again in range(2):  # a rerun of the schedule draws alike, whatever number of messages was foretold
@@ -192,7 +190,7 @@ def test_nothing_lost_is_nothing_done():
 
 def test_a_packet_holds_an_element():
     assert elements_of(4096, torch.bfloat16) == 2048
-    with pytest.raises(UsageError, match=r"--act-packet-bytes 3: must hold at least one element of 4 bytes"):
+    with pytest.raises(UsageError, match=r"--packet-bytes 3: must hold at least one element of 4 bytes"):
         elements_of(3, torch.float32)
 
 
@@ -205,7 +203,7 @@ def test_a_packet_holds_an_element():
         ({"p_act": 1.0}, r"--p-act 1.0: must be in \[0, 1\)"),
         ({"p_act_grad": -0.1}, r"--p-act-grad -0.1: must be in \[0, 1\)"),
         ({"p_act": float("nan")}, r"--p-act nan: must be in"),
-        ({"p_act": 0.1, "act_packet_bytes": 0}, "--act-packet-bytes 0: must be at least 1"),
+        ({"p_act": 0.1, "packet_bytes": 0}, "--packet-bytes 0: must be at least 1"),
         ({"p_act": 0.1, "act_fec": ("9,1,0", "9,1,0", "1.1")}, r"--act-fec 9,1,0 9,1,0 1.1: must be B,C,SHARE of high"),
         ({"p_act": 0.1, "act_fec": ("0,0,0.01", "9,1,0", "0")}, "--act-fec 0 0: needs 1 <= C <= B"),
         ({"p_act": 0.1, "act_fec": ("9,1,0", "10,11,0.01", "0")}, "--act-fec 10 11: needs 1 <= C <= B"),

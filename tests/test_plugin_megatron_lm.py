@@ -297,7 +297,7 @@ def test_stage_boundaries(megatron_lm):
     """Two stages: training loses activations, evaluation does not, and beyond the bound nothing is lost."""
     pipeline = ("--pipeline-model-parallel-size", 2, "--untie-embeddings-and-output-weights")
     lossless, _ = pretrain(megatron_lm, *pipeline)
-    rates = ("--p-act", 0.3, "--p-act-grad", 0.3, "--act-packet-bytes", 512)
+    rates = ("--p-act", 0.3, "--p-act-grad", 0.3, "--packet-bytes", 512)
     lossy, done = pretrain(megatron_lm, *pipeline, *rates, "--act-retransmit", "off")
     assert len(lossy) == len(lossless) == 24 and lossy[0] != lossless[0]
     [rate, *_] = re.findall(r"loss rate act: ([\d.]+)", done.stdout)

@@ -94,9 +94,7 @@ def test_a_checkpoint_holds_the_mean_and_fits_other_numbers_of_ranks(data, tmp_p
 
 @pytest.mark.parametrize("kind", [pytest.param("gaussian", marks=pytest.mark.slow), "bit-flip"])
 def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
-    errors = (
-        NOISE if kind == "gaussian" else {"grad_error": "bit-flip", "grad_error_rate": 0.5, "grad_error_bits": (0, 25)}
-    )
+    errors = NOISE if kind == "gaussian" else {"grad_error": "bit-flip:1,0,25", "grad_error_rate": 0.5}
     base = TINY | data | FULL
     logs = {name: tmp_path / f"log {name}" for name in ("real", "virtual", "replay")}
     curves = {}
@@ -129,7 +127,6 @@ REFUSED = [
     (SHARDED, {"grad_error": "trace:/nowhere"}, "--grad-error-at broadcast: needs replicas"),
     (SHARDED, {"param_sync_interval": 2}, "--param-sync-interval 2: needs replicas"),
     (SHARDED, {"replica_check": "log"}, "--replica-check log: needs replicas"),
-    (SHARDED, {"allow_divergence": True}, "--allow-divergence on: needs replicas"),
     ({}, {"p_param": 0.1}, "--p-param 0.1: needs Megatron's distributed optimizer"),
     ({}, {"p_grad": 0.1}, "--p-grad 0.1: drives replicas apart without the distributed optimizer"),
     ({}, {"p_param": 0.1, "param_sync_interval": 2}, "--param-sync-interval 2: needs"),
@@ -138,7 +135,7 @@ REFUSED = [
     ({"calculate_per_token_loss": True}, {"grad_error": "gaussian", "grad_error_std": 1.0}, "--grad-error-std 1.0: gradients are sums"),
     ({}, {**NOISE, "grad_error_ranks": (4,)}, "--grad-error-ranks 4: must be below the 2 data-parallel ranks"),
     ({}, {"grad_error": "trace:/nowhere"}, "--grad-error trace /nowhere: holds no errors"),
-    ({}, {"grad_error": "bit-flip", "grad_error_bits": (0, 32)}, "--grad-error-bits 0 32: needs 0 <= LOW <= HIGH <= 31"),
+    ({}, {"grad_error": "bit-flip:1,0,32"}, "--grad-error bit-flip:1,0,32: needs 0 <= LOW <= HIGH <= 31"),
 ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ CLUSTERS = {
     "lead, counted": SMALL_PACKETS | LEAD | {"loss_model": ("trace",), "save_replicas": True},
     "priority of parameters": BOTH | SMALL_PACKETS | {"param_priority": "change"},
     "stages": BOTH | SMALL_PACKETS | {"async_pipeline": True, "virtual_stages": 2},
-    "boundaries": {"p_act": 0.3, "p_act_grad": 0.3, "virtual_boundaries": (1,), "act_packet_bytes": 256}
+    "boundaries": {"p_act": 0.3, "p_act_grad": 0.3, "virtual_boundaries": (1,), "packet_bytes": 256}
     | {"p_param": 0.4, "save_replicas": True},
     "replicas": {"p_grad": 0.3, "grad_recovery": "previous", "save_replicas": True}
     | SMALL_PACKETS | ERRORS | {"param_sync_interval": 4, "param_sync_overlap": True, "drift_interval": 3},

@@ -264,8 +264,8 @@ OPTIONS = [
     NOISE | dict(param_sync_interval=2, param_sync_overlap=True, param_sync_state="all", optimizer="adam"),
     NOISE | dict(param_sync_interval=2, param_sync_overlap=True, aside=True, param_sync_rule="divergence"),
     NOISE | dict(param_sync_interval=2, param_sync_rule="snr", param_sync_source="first", momentum=0.9),
-    dict(grad_error="bit-flip", grad_error_rate=0.4, grad_error_bits=(20, 26), replica_check="repair"),
-    dict(grad_error="bit-flip", grad_error_rate=0.4, grad_error_bits=(20, 26), param_sync_interval=2),
+    dict(grad_error="bit-flip:1,20,26", grad_error_rate=0.4, replica_check="repair"),
+    dict(grad_error="bit-flip:1,20,26", grad_error_rate=0.4, param_sync_interval=2),
     NOISE | dict(param_sync_interval=3, param_sync_always=True, grad_error_burst=(3, 9.0)),
 ]
 
@@ -427,24 +427,8 @@ REFUSED = [
         "--param-sync-rule snr:0.2: must be fixed, snr, divergence or",
     ),
     (
-        dict(param_sync_interval=1, param_sync_bounds=(1, 5)),
-        "--param-sync-bounds 1 5: needs --param-sync-rule snr or",
-    ),
-    (
-        dict(param_sync_interval=1, param_sync_rule="snr", param_sync_bounds=(0, 9)),
-        "--param-sync-bounds 0 9: must be",
-    ),
-    (
-        dict(param_sync_interval=1, param_sync_rule="snr", param_sync_bounds=(9, 5)),
-        "--param-sync-bounds 9 5: must be 1 <= MIN <= MAX",
-    ),
-    (
         dict(param_sync_interval=5000, param_sync_rule="divergence"),
-        "--param-sync-interval 5000: must be within --param-sync-bounds 1 1000",
-    ),
-    (
-        dict(param_sync_interval=2, param_sync_rule="snr", param_sync_bounds=(3, 1000)),
-        "--param-sync-interval 2: must be within --param-sync-bounds 3",
+        "--param-sync-interval 5000: must be at most 1000 with this rule",
     ),
     (dict(replica_check="mend"), "--replica-check mend: must be one of none, log, repair, abort"),
     (dict(param_sync_interval=1, p_param=0.1), "--param-sync-interval 1: needs replicas that each update everything"),

@@ -175,7 +175,7 @@ def messages(rank):
     from megatron_lossy.mechanisms.boundaries.links import StageLinks
 
     tracker, made, watched = pretend()
-    links = StageLinks(LossyConfig(transport="udp", act_transport="udp", packet_bytes=64, act_packet_bytes=64))
+    links = StageLinks(LossyConfig(transport="udp", act_transport="udp", packet_bytes=64))
     tensors = [torch.full((100,), float(number), device="cuda") for number in range(MESSAGES)]
     arrived = [torch.zeros(100, device="cuda") for _ in tensors]
     watched(True)

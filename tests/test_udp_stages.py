@@ -44,12 +44,12 @@ pytestmark = pytest.mark.shows(
     "a killed stage ends all others over UDP",
 )
 
-UDP = {"transport": "udp", "act_transport": "udp", "udp_key_file": "none", "loss_unit": "packet", "packet_bytes": 1408}
+UDP = {"transport": "udp", "act_transport": "udp", "udp_key_file": "none", "loss_unit": "packet"}
 #: The losses of the drawn world: datagrams are dropped when they come.
 DRAWN = LossyConfig(**vars(BOTH) | UDP)
-LOSSLESS = LossyConfig(**UDP, act_packet_bytes=200)
+LOSSLESS = LossyConfig(**UDP, packet_bytes=200)
 #: Who waited for a peer that is gone would wait longer than a test may take.
-PATIENT = LossyConfig(**UDP, act_packet_bytes=200, udp_peer_timeout=1000)
+PATIENT = LossyConfig(**UDP, packet_bytes=200, udp_peer_timeout=1000)
 
 
 # --- by value ------------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_every_message_loses_what_is_drawn_for_it(name, pool):
 
 @pytest.mark.parametrize("flags", [{}, {"act_retransmit": "off"}])
 def test_without_recovery_and_straight_through(flags, pool):
-    settings = {"p_act": 0.3, "p_act_grad": 0.2, "act_packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
+    settings = {"p_act": 0.3, "p_act_grad": 0.2, "packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
     config = LossyConfig(**settings | flags | UDP)
     zeros = check(pool.run(record, 2, PLAIN, config), PLAIN, config)
     assert zeros["act"] and zeros["act-grad"]
@@ -255,7 +255,7 @@ def test_what_one_stage_sends_the_next_one_receives(group):
 
 def observed(ranks, tiny, config, steps, itemsize=4):
     """What a network lost: packets of zeros, no more than the bound of each message, and of the gradient sent back."""
-    elements = config.act_packet_bytes // itemsize
+    elements = config.packet_bytes // itemsize
     zeros = {"act": 0, "act-grad": 0}
     [recorded] = by_replica(ranks).values()
     for step in range(steps):
@@ -295,7 +295,7 @@ def test_over_a_link_that_loses_a_seventh(name, tmp_path):
     """About a third of the messages lose a packet for good, and a fifth is sent again in part."""
     (sites, model, bound), steps = IN_THE_LAB[name], 8
     flags = {
-        **UDP, "act_packet_bytes": 200, "act_fec": (f"4,2,{bound}", f"4,1,{bound}", "0.5"),
+        **UDP, "packet_bytes": 200, "act_fec": (f"4,2,{bound}", f"4,1,{bound}", "0.5"),
         "udp_interface": "lab0", "delivery_log": str(tmp_path / "log"),
     }  # fmt: skip
     arguments = (json.dumps(flags), json.dumps(model), str(steps), str(tmp_path))
@@ -389,7 +389,6 @@ def test_the_trainer_sends_messages_over_udp(tmp_path):
         ({"transport": "torch", "udp_key_file": None}, "--act-transport udp: needs --transport udp"),
         ({"transport": "pieces", "udp_key_file": None}, "--act-transport udp: needs --transport udp"),
         ({"virtual_boundaries": (1,)}, "--act-transport udp: needs real stages"),
-        ({"act_packet_bytes": 1409}, "--act-packet-bytes 1409: must be at most --packet-bytes (1408) with --act-trans"),
         ({"packet_bytes": 12}, "--packet-bytes 12: must be at least 16 with --act-transport udp"),
         ({"act_transport": "tcp"}, "--act-transport tcp: must be one of torch, udp"),
     ],
@@ -419,7 +418,7 @@ def test_virtual_workers_have_no_network():
 
 
 def test_a_packet_is_a_datagram():
-    assert LossyConfig(**UDP).act_packet_bytes == 1408 and LossyConfig().act_packet_bytes == 4096
+    assert LossyConfig(**UDP).packet_bytes == 1408 and LossyConfig().packet_bytes == 4096
     assert "activations and their gradients over UDP, parity" in LOSSLESS.describe()
 
 

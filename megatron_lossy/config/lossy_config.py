@@ -190,7 +190,8 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         }
         for answer in all_of(SECTIONS, "idle", of=self):
             for why, (used, names) in answer.items():
-                about[why] = (used, names | about.get(why, (used, set()))[1])
+                others = about.get(why, (False, set()))
+                about[why] = (used or others[0], names | others[1])
         return about
 
     @property

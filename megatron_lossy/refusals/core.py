@@ -119,8 +119,8 @@ CORE = Section(
     "--packet-bytes | the type of gradients, weights or --sync-dtype | "
     "must hold at least one element of {needed} bytes",
     _too_small,
-    f"--grad-error-bits | --grad-reduce-in-bf16 | {ALLOWED_BITS.format(last=15)}",
-    lambda c, f: not c.inert and f.gradient_bytes == 2 and c.grad_error_bits is not None and c.grad_error_bits[1] > 15,
+    f"--grad-error | --grad-reduce-in-bf16 | {ALLOWED_BITS.format(last=15)}",
+    lambda c, f: c.errs and f.gradient_bytes == 2 and c.error_kind == "bit-flip" and (c.flips[1] or (0, 0))[1] > 15,
     "--non-persistent-ckpt-type = {facts.non_persistent_checkpoints} | --save-replicas | "
     "such checkpoints hold no replicas, and a run that resumes from "
     "one would not continue bit for bit; omit it or --save-replicas",

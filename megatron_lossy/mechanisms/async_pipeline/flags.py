@@ -26,6 +26,7 @@ class AsyncPipelineFlags(Flags):
         type=int,
         metavar="P",
     )
+
     def changes(self) -> bool:
         return self.async_pipeline
 

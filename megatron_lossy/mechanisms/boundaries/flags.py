@@ -36,12 +36,6 @@ class BoundaryFlags(Flags):
         "that may really be lost, with --transport udp (docs/boundaries.md)",
         choices=("torch", "udp"),
     )
-    act_packet_bytes: int = flag(
-        None,
-        "payload bytes of a packet between pipeline stages; default 4096, with --act-transport udp that of --packet-bytes",
-        type=int,
-        metavar="BYTES",
-    )
     act_fec: tuple[str, ...] = flag(
         ("100,34,0.01", "100,10,0.02", "0.5"),
         "parity of messages over high boundaries and over low ones: C packets of XOR parity for each B; if more than SHARE of a "
@@ -63,18 +57,11 @@ class BoundaryFlags(Flags):
         metavar="LAYER",
     )
 
-    def resolve(self) -> None:
-        own = self.packet_bytes if self.act_transport == "udp" else 4096
-        if self.act_packet_bytes is None and own != "auto":  # which ranks will agree on
-            object.__setattr__(self, "act_packet_bytes", own)
-
     def check(self) -> None:
         for name in ("act_retransmit", "act_transport"):
             check_choice(self, name)
         for name in ("p_act", "p_act_grad"):
             in_unit_interval(flag_name(BoundaryFlags, name), getattr(self, name))
-        if self.act_packet_bytes is not None and self.act_packet_bytes < 1:
-            raise refuse("--act-packet-bytes", self.act_packet_bytes, "must be at least 1")
         _ = self.act_recovery
         layers = self.virtual_boundaries
         if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
@@ -126,7 +113,10 @@ class BoundaryFlags(Flags):
 
     def idle(self) -> dict[str, tuple[bool, set[str]]]:
         of_recovery = {own.name for own in fields(BoundaryFlags)} - {"p_act", "p_act_grad", "act_transport"}
-        return {"nothing between stages is lost": (self.loses_at_boundaries, of_recovery)}
+        return {
+            "nothing between stages is lost": (self.loses_at_boundaries, of_recovery),
+            f"the unit of loss is a {self.loss_unit}": (self.loses_at_boundaries, {"packet_bytes"}),
+        }
 
     def notes(self) -> list[str]:
         if not self.loses_at_boundaries:

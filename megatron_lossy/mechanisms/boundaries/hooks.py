@@ -160,7 +160,7 @@ class Boundaries:
         if chunk is None or reliable or self.messages.loss[phase].lossless or not self.loses():
             return None
         module = self.module(chunk)
-        elements = elements_of(self.config.act_packet_bytes, tensor.dtype)
+        elements = elements_of(self.config.packet_bytes, tensor.dtype)
         fate = self._next(
             phase,
             boundary_of(phase, module, chunk, group.rank(), group.size()),
@@ -190,7 +190,7 @@ class Boundaries:
         if not self.loses():
             return None
         hidden, *rest = output if isinstance(output, tuple) else (output,)
-        elements = elements_of(self.config.act_packet_bytes, hidden.dtype)
+        elements = elements_of(self.config.packet_bytes, hidden.dtype)
         packets = -(-hidden.numel() // elements)
         crossing = {"act": True, "act-grad": self._trains()}
         lost = [

@@ -42,9 +42,6 @@ BOUNDARIES = Section(
     lambda c, f: c.act_transport == "udp" and c.virtual_boundaries is not None,
     f"--packet-bytes | --act-transport udp | must be at least {UDP_REPORT_BYTES} with --act-transport udp",
     lambda c, f: c.act_transport == "udp" and c.packet_range[0] < UDP_REPORT_BYTES,
-    "--act-packet-bytes | --act-transport udp | "
-    "must be at most --packet-bytes ({config.packet_bytes}) with --act-transport udp, where it is a datagram",
-    lambda c, f: c.act_transport == "udp" and above(c.act_packet_bytes, c.packet_range[1]),
     f"{_LOSING} | one pipeline stage | nothing is sent with one pipeline stage; needs more of them",
     lambda c, f: _of_one_stage(c, f) and c.act_transport == "udp",
     f"{_LOSING} | one pipeline stage without --virtual-boundaries | "
@@ -71,8 +68,8 @@ BOUNDARIES = Section(
     lambda c, f: c.loses_at_boundaries and "--use-ring-exchange-p2p" in f.switches,
     f"multi-token prediction on a stage of its own | {_BESIDE} | cannot go with --p-act and --p-act-grad",
     lambda c, f: c.loses_at_boundaries and "--mtp-standalone" in f.switches,
-    "--act-packet-bytes | the type of messages | must hold at least one element of {facts.message_bytes} bytes",
-    lambda c, f: c.loses_at_boundaries and above(f.message_bytes, c.act_packet_bytes or c.packet_range[0]),
+    "--packet-bytes | the type of messages | must hold at least one element of {facts.message_bytes} bytes",
+    lambda c, f: c.loses_at_boundaries and above(f.message_bytes, c.packet_range[0]),
     f"pipelines of encoder and decoder with their own sizes | {_BESIDE} | cannot go with --p-act and --p-act-grad",
     lambda c, f: c.loses_at_boundaries and above(f.pipelines, 1),
     f"MultiModulePipelineCommunicator | {_BESIDE} | cannot go with --p-act and --p-act-grad, which know one pipeline",

@@ -73,7 +73,7 @@ ISLANDS = Section(
     "islands",
     "Islands",
     "--param-send, --drift-interval, --p-act, --p-act-grad, --lossy-links, --grad-error, "
-    "--param-sync-interval, --replica-check, --allow-divergence | --islands | "
+    "--param-sync-interval, --replica-check | --islands | "
     "cannot be combined with --islands",
     lambda c, f: c.averages,
     "--eval-weights = owner | --islands | every island has owners; with --islands choose consensus or replica",

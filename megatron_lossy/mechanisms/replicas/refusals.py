@@ -76,23 +76,13 @@ REPLICAS = Section(
     lambda c, f: f.distributed_optimizer and c.synchronises,
     f"--replica-check | {_SHARDED} | {_FULL}each gradient is at one rank",
     lambda c, f: f.distributed_optimizer and c.replica_check != "none",
-    f"--allow-divergence | {_SHARDED} | {_GATHERS}",
-    lambda c, f: f.distributed_optimizer and c.allow_divergence,
     f"--grad-error-at | {_SHARDED} | {_FULL}choose reduce: an error of an owner's shard",
     lambda c, f: f.distributed_optimizer and c.errs_apart,
     f"--p-param | no distributed optimizer | {OFF}",
     lambda c, f: f.distributed_optimizer is False and not c.phase("param").lossless,
-    "--param-sync-interval | fewer --train-iters | "
-    "is above --train-iters {facts.train_iters}: replicas would drift apart to the end; or give --allow-divergence",
-    lambda c, f: (
-        f.distributed_optimizer is False
-        and f.train_iters is not None
-        and c.param_sync_interval > f.train_iters
-        and not c.allow_divergence
-    ),
-    "--p-grad | no distributed optimizer | "
-    "drives replicas apart without the distributed optimizer; needs --param-sync-interval or --allow-divergence",
-    lambda c, f: f.distributed_optimizer is False and not (c.untouched("grad") or c.synchronises or c.allow_divergence),
+    "--p-grad | no distributed optimizer | drives replicas apart without the distributed optimizer; "
+    "needs --param-sync-interval, of more updates than the run has if they may drift",
+    lambda c, f: f.distributed_optimizer is False and not (c.untouched("grad") or c.synchronises),
     f"--fp16 = {{scale}} | replicas that differ | {_OVERFLOWS}",
     _scale,
     f"--loss-scale = {{facts.loss_scale:g}} | replicas that differ | {_OVERFLOWS}",
