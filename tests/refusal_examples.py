@@ -12,7 +12,6 @@ STAGES = ASYNC | {"virtual_stages": 2}
 NOISE = {"grad_error": "gaussian", "grad_error_relative": 1.0}
 AVERAGED = {"param_sync_interval": 5}
 FIRST = PACKETS | {"grad_priority": "packet-mean"}
-CHANGED = PACKETS | {"param_priority": "change"}
 FEEDBACK = UDP | {"grad_recovery": "error-feedback"}
 ISLANDS = {"islands": 2, "sync_method": "parameters"}
 CHURN = {"island_schedule": "events"}
@@ -355,35 +354,16 @@ PRIORITY = [
         {},
         "--grad-priority packet-mean with --grad-recovery previous: cannot be: what a packet",
     ),
-    ({"param_priority": "change"}, {}, "--param-priority change: needs --loss-unit packet"),
-    (
-        CHANGED | {"param_send": "compensated"},
-        {},
-        "--param-priority change with --param-send compensated: cannot be: a packet that always",
-    ),
     (
         UDP | FIRST | GRAD,
         {},
         "--transport udp with gradients lost by drawing, and --grad-priority or error-feedback: cannot be",
     ),
     (UDP | FIRST | {"packet_bytes": 8}, {}, "--packet-bytes 8: must be at least 16 with --grad-priority over UDP"),
-    (UDP | CHANGED | PARAM, {}, "--param-priority change over UDP with parameters lost by drawing: cannot be"),
-    (UDP | CHANGED | {"packet_bytes": 8}, {}, "--packet-bytes 8: must be at least 16 with --param-priority over UDP"),
-    (
-        CHANGED | PARAM,
-        {"virtual": False},
-        "--param-priority change with --transport torch: needs virtual workers or --transport udp",
-    ),
-    (CHANGED | PARAM, {"in_memory": True}, "--param-priority change: must be none: workers of one process exchange"),
     (
         FIRST | GRAD,
         {"virtual": False},
         "--grad-priority packet-mean with --grad-recovery renormalize: needs virtual workers",
-    ),
-    (
-        CHANGED | GRAD | {"param_sync_interval": 10**6},
-        FULL,
-        "--param-priority change: no parameters are sent, and the second half of an all-reduce",
     ),
     (
         FEEDBACK,

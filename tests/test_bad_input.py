@@ -66,12 +66,6 @@ TRAIN = [
     Case("--p-act 0.1", "--p-act 0.1: nothing is sent with one pipeline stage; needs more of them, or --virtual-boun"),
     Case("--p-act 0.1 --virtual-boundaries 2", "--virtual-boundaries 2: must be layers from 1 to 1 of the 2"),
     Case("--p-act 0.1 --act-fec 9,1,0 10,11,0 0.5", "--act-fec 10 11: needs 1 <= C <= B"),
-    Case(
-        "--p-param 0.1 --loss-unit packet --param-priority change",
-        "--param-priority change with --transport torch: needs virtual workers or --transport udp",
-        ranks=2,
-    ),
-    Case("--param-priority change:2", "--param-priority change:2: must be one of none, change[:K], with K in [0, 1]"),
     Case("--islands 3 --sync-method gradients --virtual-workers 4", "--islands 3: must divide the 4 virtual workers"),
     Case("--islands 2 --virtual-workers 4", "--islands 2: needs --sync-method: parameters, diloco, eager-diloco, no"),
     Case("--wandb-mode offline", "--wandb-mode offline: needs --wandb-project"),
@@ -82,10 +76,6 @@ TRAIN = [
     Case(
         "--loss-preset smart --loss-unit shard",
         "--grad-priority packet-mean:0.01 (of the preset smart): needs --loss-unit packet, or --grad-priority none",
-    ),
-    Case(
-        "--loss-preset smart --loss-unit shard --param-priority change",
-        "--param-priority change: needs --loss-unit packet",
     ),
     Case(
         "--grad-recovery error-feedback --loss-unit shard",

@@ -128,7 +128,6 @@ def _priority() -> Iterator[Row]:
         lossy = {**_LOST, "grad_recovery": "zero", "grad_priority": f"{kind}:0.3"}
         yield Row(f"{kind}-overlap", _OVERLAP, lossy)
         yield Row(f"{kind}-udp-overlap", _OVERLAP, {**lossy, **_UDP, "p_grad": 0.0, "p_param": 0.0})
-    yield Row("param-priority-udp-overlap", _OVERLAP, {**_UDP, "param_priority": "change:0.2"})
 
 
 def _replicas() -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Priority: what must arrive of gradients and parameters (docs/choosing.md)."""
+"""Priority: what must arrive of gradients (docs/choosing.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
     from ...monitor import Observer
-    from ...recovery import GradRecovery, Stale
+    from ...recovery import GradRecovery
     from ...transport import Wire
 
 
@@ -36,30 +36,12 @@ class Priorities(Mechanism):
         return PRIORITY
 
     @classmethod
-    def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
-        from ...launch.memory import Kept
-
-        if held.shards == 1 or config.param_priority == "none":
-            return []
-        return [Kept("parameters delivered for certain", held.weights / held.shards * held.compute)]
-
-    @classmethod
     def grad_rules(cls, config: LossyConfig, rules: list[GradRecovery], wire: Wire) -> list[GradRecovery]:
         if not config.at_sender:
             return rules
         from .protected import protected
 
         return protected(config, rules, wire)
-
-    @classmethod
-    def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
-        if config.param_priority == "none":
-            return rules
-        from ...recovery.stale import check_plain
-        from .protected import Prioritised
-
-        check_plain(rules, "--param-priority", config.param_priority)
-        return [Prioritised(rule.units, rule.rank, config.param_priority_rule[1]) for rule in rules]
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:

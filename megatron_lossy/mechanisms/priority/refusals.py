@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...config import LossyConfig
 from ...config.refusal import Section
 from ...config.transport import UDP_REPORT_BYTES
-from ...refusals.core import NO_PARAMETERS, ONE_EMBEDDING, above
+from ...refusals.core import ONE_EMBEDDING, above
 
 _TOLD_LATE = "is told late what was lost, when "
 _WITH_UDP = "{config.grad_recovery} with --transport udp"
@@ -14,10 +14,6 @@ _WITH_UDP = "{config.grad_recovery} with --transport udp"
 def _over_udp(config: LossyConfig) -> bool:
     """Whether senders decide what becomes of gradients that a network loses."""
     return config.transport == "udp" and config.at_sender
-
-
-def _changed_over_udp(config: LossyConfig) -> bool:
-    return config.transport == "udp" and config.param_priority != "none"
 
 
 def _is_told(config: LossyConfig) -> bool:
@@ -36,11 +32,6 @@ PRIORITY = Section(
     "--grad-priority = {config.grad_priority} with --grad-recovery previous | --grad-recovery previous | "
     "cannot be: what a packet is replaced with would depend on what it was; use error-feedback or zero",
     lambda c, f: c.grad_priority != "none" and c.grad_recovery == "previous",
-    "--param-priority | --loss-unit shard or bucket | needs --loss-unit packet",
-    lambda c, f: c.param_priority != "none" and c.loss_unit != "packet",
-    "--param-priority = {config.param_priority} with --param-send {config.param_send} | --param-send compensated | "
-    "cannot be: a packet that always arrives is not late, and a lead would put it ahead",
-    lambda c, f: c.param_priority != "none" and not c.sends_weights(),
     "--transport = udp with gradients lost by drawing, and --grad-priority or "
     "error-feedback | lost gradients and --grad-priority or error-feedback | "
     "cannot be: what a channel draws beside the network nobody reports to its sender; omit the loss rate",
@@ -48,27 +39,12 @@ PRIORITY = Section(
     "--packet-bytes | --transport udp and --grad-priority or error-feedback | "
     f"must be at least {UDP_REPORT_BYTES} with --grad-priority over UDP",
     lambda c, f: _over_udp(c) and c.packet_range[0] < UDP_REPORT_BYTES,
-    "--param-priority = {config.param_priority} over UDP with parameters "
-    "lost by drawing | --transport udp and lost parameters | "
-    "cannot be: what a channel draws beside the network nobody sends again; omit the loss rate",
-    lambda c, f: _changed_over_udp(c) and not c.phase("param").lossless,
-    "--packet-bytes | --transport udp and --param-priority | "
-    f"must be at least {UDP_REPORT_BYTES} with --param-priority over UDP",
-    lambda c, f: _changed_over_udp(c) and c.packet_range[0] < UDP_REPORT_BYTES,
-    "--param-priority = {config.param_priority} with --transport "
-    "{config.transport} | real ranks without --transport udp | "
-    "needs virtual workers or --transport udp: receivers would have to be told what each owner chose",
-    lambda c, f: f.virtual is False and not c.inert and c.param_priority != "none" and c.transport != "udp",
-    "--param-priority | LossyWorkers | must be none: workers of one process exchange in memory",
-    lambda c, f: c.param_priority != "none" and f.in_memory,
     "--grad-priority = {config.grad_priority} with --grad-recovery {config.grad_recovery} "
     "| real ranks and --grad-recovery renormalize, renormalize-remote | "
     "needs virtual workers: an owner would have to be told what each sender chose; use error-feedback or zero",
     lambda c, f: (
         f.virtual is False and not c.inert and c.grad_priority != "none" and c.grad_recovery.startswith("renormalize")
     ),
-    f"--param-priority | lost gradients and no distributed optimizer | {NO_PARAMETERS}",
-    lambda c, f: c.param_priority != "none" and f.distributed_optimizer is False and not c.untouched("grad"),
     f"--grad-recovery = {_WITH_UDP} | --transport udp and --calculate-per-token-loss | "
     f"{_TOLD_LATE}--calculate-per-token-loss has scaled it; omit that flag",
     lambda c, f: _is_told(c) and f.per_token_loss,
