@@ -203,7 +203,7 @@ def test_a_packet_holds_an_element():
         ({"p_act": 1.0}, r"--p-act 1.0: must be in \[0, 1\)"),
         ({"p_act_grad": -0.1}, r"--p-act-grad -0.1: must be in \[0, 1\)"),
         ({"p_act": float("nan")}, r"--p-act nan: must be in"),
-        ({"p_act": 0.1, "packet_bytes": 0}, "--packet-bytes 0: must be at least 1"),
+        ({"p_act": 0.1, "packet_bytes": 0}, "--packet-bytes 0: must be auto or at least 1"),
         ({"p_act": 0.1, "act_fec": ("9,1,0", "9,1,0", "1.1")}, r"--act-fec 9,1,0 9,1,0 1.1: must be B,C,SHARE of high"),
         ({"p_act": 0.1, "act_fec": ("0,0,0.01", "9,1,0", "0")}, "--act-fec 0 0: needs 1 <= C <= B"),
         ({"p_act": 0.1, "act_fec": ("9,1,0", "10,11,0.01", "0")}, "--act-fec 10 11: needs 1 <= C <= B"),

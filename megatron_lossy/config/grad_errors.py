@@ -38,7 +38,6 @@ class ErrorFlags(Flags):
         "--grad-error-std; with 1 the error is as long as the gradient",
         type=float,
         metavar="R",
-        basic=True,
     )
     grad_error_rate: float = flag(
         1.0, "probability that the error happens, per iteration, rank and stream; in [0, 1]", metavar="P"
@@ -78,6 +77,8 @@ class ErrorFlags(Flags):
     @property
     def flips(self) -> tuple[int, tuple[int, int] | None]:
         """K of ``bit-flip``, and LOW and HIGH if they are given. Raises :class:`UsageError`."""
+        if self.error_kind != "bit-flip":
+            return 1, None
         try:
             count, *bits = map(int, (self.grad_error.partition(":")[2] or "1").split(","))
         except ValueError:

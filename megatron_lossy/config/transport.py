@@ -46,14 +46,12 @@ class TransportFlags(Flags):
         "in turns, and where nothing comes over one the next is taken",
         metavar="NAME",
         incidental=True,
-        basic=True,
     )
     udp_port: int = flag(
         0,
         "udp: port of local rank 0, the next are the others'; 0 takes free ones",
         metavar="BASE",
         incidental=True,
-        basic=True,
     )
     udp_threads: int = flag(
         1,
@@ -97,7 +95,6 @@ class TransportFlags(Flags):
         "networks: datagrams are neither encrypted nor authenticated",
         metavar="{FILE,none}",
         incidental=True,
-        basic=True,
     )
     udp_fec: tuple[str, ...] = flag(
         ("auto",),

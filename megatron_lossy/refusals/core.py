@@ -120,7 +120,7 @@ CORE = Section(
     "must hold at least one element of {needed} bytes",
     _too_small,
     f"--grad-error | --grad-reduce-in-bf16 | {ALLOWED_BITS.format(last=15)}",
-    lambda c, f: c.errs and f.gradient_bytes == 2 and c.error_kind == "bit-flip" and (c.flips[1] or (0, 0))[1] > 15,
+    lambda c, f: c.errs and f.gradient_bytes == 2 and max(c.flips[1] or (0,)) > 15,
     "--non-persistent-ckpt-type = {facts.non_persistent_checkpoints} | --save-replicas | "
     "such checkpoints hold no replicas, and a run that resumes from "
     "one would not continue bit for bit; omit it or --save-replicas",

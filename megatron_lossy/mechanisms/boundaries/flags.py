@@ -28,7 +28,7 @@ class BoundaryFlags(Flags):
         basic=True,
     )
     p_act_grad: float = flag(
-        0.0, "mean loss rate of gradients of activations between pipeline stages, in [0, 1)", metavar="P", basic=True
+        0.0, "mean loss rate of gradients of activations between pipeline stages, in [0, 1)", metavar="P"
     )
     act_transport: str = flag(
         "torch",
