@@ -112,8 +112,3 @@ class Flags:
     def taints(self) -> bool:
         """Whether a run with these flags is no baseline, even if nothing is lost and nothing is late."""
         return False
-
-
-def all_of(sections: tuple[type, ...], question: str, *arguments: Any, of: Any) -> list[Any]:
-    """The answers of all ``sections`` to ``question`` about the flags ``of``."""
-    return [getattr(section, question)(of, *arguments) for section in sections]

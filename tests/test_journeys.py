@@ -15,6 +15,7 @@ import megatron_lossy
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.theory.islands import rounds_of
+from megatron_lossy.plugin import parse_loss_flags
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatter
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
@@ -72,6 +73,7 @@ CEILINGS = {
     "a gradient bucket over datagrams": (14, 45),
     # A rule is told that an exchange is over, since of islands that come and go none is the last; what crosses is numbers or codes.
     "an exchange between islands": (15, 41),
+    "two flags, read and checked": (39, 205),
 }
 
 
@@ -109,10 +111,19 @@ def between_islands(rank):
     return {"an exchange between islands": journey.files}
 
 
+def reads_flags(rank):
+    words = ["--p-grad", "0.1", "--loss-seed", "7"]
+    parse_loss_flags(words)
+    with Journey() as journey:
+        parse_loss_flags(words)
+    return {"two flags, read and checked": journey.files}
+
+
 @pytest.fixture(scope="module")
 def journeys():
     # Each in a process of its own, where nobody else's objects are cleaned up meanwhile.
     found = {**run_ranks(under_megatron, 2)[0], **run_ranks(over_datagrams, 2)[0], **run_ranks(between_islands, 1)[0]}
+    found |= run_ranks(reads_flags, 1)[0]
     return {what: _of(files) for what, files in found.items()}
 
 

@@ -8,7 +8,7 @@ come first, in the order of :data:`megatron_lossy.registry.REFUSALS`, then those
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from .facts import Facts
 
 #: Returns whether a :class:`.LossyConfig` is refused in a run with these facts; a mapping has values that the text names.
 Condition: TypeAlias = Callable[[Any, Facts], object]
+_NOTHING_KNOWN = Facts()
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,9 @@ class Refusal:
     why: str
     when: Condition
 
-    def error(self, config: Any, facts: Facts) -> Refused | None:
-        """Return the error if ``config`` is refused in a run with ``facts``; else ``None``."""
-        found = self.when(config, facts)
-        flag = self._given(config) if found else None
+    def error(self, config: Any, facts: Facts, found: object) -> Refused | None:
+        """Return the error for ``config`` in a run with ``facts``, of which :attr:`when` returned ``found``."""
+        flag = self._given(config)
         if flag is None:
             return None
         values = {"config": config, "facts": facts, **(found if isinstance(found, Mapping) else {})}
@@ -71,11 +71,13 @@ class Section:
     """The refusals of one mechanism, in order. ``name``: its name in the registry. ``about``: its heading.
 
     ``cells``: two for each row. The first is its text, ``FLAG[, FLAG …][ = VALUE] | NOT WITH | WHY``, the second the
-    condition; see :class:`Refusal`.
+    condition; see :class:`Refusal`. ``when``: whether the loss flags are of the kind that the section is about.
     """
 
-    def __init__(self, name: str, about: str, *cells: str | Condition) -> None:
-        self.name, self.about = name, about
+    def __init__(
+        self, name: str, about: str, *cells: str | Condition, when: Callable[[Any], object] = lambda config: True
+    ) -> None:
+        self.name, self.about, self.when = name, about, when
         self.rows = tuple(map(_row, cells[::2], cells[1::2]))
 
 
@@ -85,23 +87,27 @@ def _row(text: Any, when: Any) -> Refusal:
     return Refusal(tuple(names.split(", ")), value or None, beside, why, when)
 
 
-def sections(ours: bool = False) -> Iterator[Section]:
+def sections(ours: bool = False) -> list[Section]:
     """All sections of the table, in its one order. ``ours``: without those of other packages."""
-    yield from REFUSALS.ours() if ours else REFUSALS.all()
-    for mechanism in MECHANISMS.ours() if ours else MECHANISMS.all():
-        yield mechanism.refusals()
+    core, mechanisms = (REFUSALS.ours(), MECHANISMS.ours()) if ours else (REFUSALS.all(), MECHANISMS.all())
+    return [*core, *(mechanism.refusals() for mechanism in mechanisms)]
 
 
-def check_refusals(config: Any, facts: Facts | None = None) -> None:
+def check_refusals(config: Any, facts: Facts = _NOTHING_KNOWN) -> None:
     """Raise the :class:`Refused` of the first row that applies to the loss flags ``config`` in a run with ``facts``.
 
     Rows about typed values come before those about values of files, presets and defaults.
     """
-    rows = (row for section in sections() for row in section.rows)
-    refused = filter(None, (row.error(config, facts or Facts()) for row in rows))
-    first = next(refused, None)
+    first = None
+    for section in sections():
+        for row in section.rows if section.when(config) else ():
+            found = row.when(config, facts)
+            error = row.error(config, facts, found) if found else None
+            if error is not None and origin_of(error) is None:
+                raise error
+            first = first or error
     if first is not None:
-        raise first if origin_of(first) is None else next((error for error in refused if not origin_of(error)), first)
+        raise first
 
 
 def _name(flag: str) -> str:

@@ -35,7 +35,7 @@ def switches(text: str, refused: Callable[[LossyConfig], object], whys: Mapping[
     """Yield the cells of a row for each switch of Megatron in ``whys``; ``text`` names the reason as ``{why}``."""
     for flag, why in whys.items():
         yield f"{flag} | {text.format(why=why)}"
-        yield lambda c, f, flag=flag: refused(c) and flag in f.switches  # type: ignore[misc]
+        yield lambda c, f, flag=flag: flag in f.switches and refused(c)  # type: ignore[misc]
 
 
 def _adds_up_steps(config: LossyConfig) -> bool:
@@ -98,9 +98,9 @@ CORE = Section(
     "core",
     "Megatron and losses",
     f"--optimizer = {{facts.optimizer}} | losses | {_LAYER_WISE}",
-    lambda c, f: not c.inert and f.layer_wise,
+    lambda c, f: f.layer_wise and not c.inert,
     f"LayerWiseDistributedOptimizer | losses | {_LAYER_WISE}",
-    lambda c, f: not c.inert and f.layer_wise_parameters,
+    lambda c, f: f.layer_wise_parameters and not c.inert,
     *switches(
         "losses | cannot go with loss ({why}); turn it off",
         lambda c: not c.inert,
@@ -112,19 +112,19 @@ CORE = Section(
         },
     ),
     f"--cuda-graph-scope full_iteration | losses | {_ONE_DRAW}; turn it off",
-    lambda c, f: not c.inert and f.full_iteration_graph,
+    lambda c, f: f.full_iteration_graph and not c.inert,
     "--fp8-param-gather = with parameter loss | lost parameters | "
     "stale bytes would be read at new scales; turn one off",
-    lambda c, f: not c.untouched("param") and "--fp8-param-gather" in f.switches,
+    lambda c, f: "--fp8-param-gather" in f.switches and not c.untouched("param"),
     "--packet-bytes | the type of gradients, weights or --sync-dtype | "
     "must hold at least one element of {needed} bytes",
     _too_small,
     f"--grad-error | --grad-reduce-in-bf16 | {ALLOWED_BITS.format(last=15)}",
-    lambda c, f: c.errs and f.gradient_bytes == 2 and max(c.flips[1] or (0,)) > 15,
+    lambda c, f: f.gradient_bytes == 2 and c.errs and max(c.flips[1] or (0,)) > 15,
     "--non-persistent-ckpt-type = {facts.non_persistent_checkpoints} | --save-replicas | "
     "such checkpoints hold no replicas, and a run that resumes from "
     "one would not continue bit for bit; omit it or --save-replicas",
-    lambda c, f: not c.inert and c.save_replicas and f.non_persistent_checkpoints is not None,
+    lambda c, f: f.non_persistent_checkpoints is not None and not c.inert and c.save_replicas,
     "--grad-recovery | --calculate-per-token-loss | "
     "mixes gradients of several steps, which --calculate-per-token-loss makes sums "
     "over as many tokens as each step has; choose another rule or omit that flag",
@@ -158,19 +158,20 @@ TRANSPORT = Section(
     "--lossy-self = with --transport udp | --transport udp | cannot be: the own shard never crosses the network",
     lambda c, f: c.transport == "udp" and c.lossy_self,
     "--transport | torch before 2.8 | needs torch 2.8 or later under Megatron, this is {facts.torch}",
-    lambda c, f: c.transport != "torch" and _older_torch(f),
+    lambda c, f: _older_torch(f),
     "--transport | --virtual-workers | needs real ranks: virtual workers exchange in memory; choose pieces",
-    lambda c, f: c.transport == "udp" and f.virtual,
+    lambda c, f: f.virtual and c.transport == "udp",
     "--transport | LossyWorkers | must be torch or pieces: workers of one process exchange in memory",
-    lambda c, f: c.transport == "udp" and f.in_memory,
+    lambda c, f: f.in_memory and c.transport == "udp",
     f"--transport | no distributed optimizer | carries no all-reduce; {OFF}; choose pieces or torch",
-    lambda c, f: c.transport == "udp" and f.distributed_optimizer is False,
+    lambda c, f: f.distributed_optimizer is False and c.transport == "udp",
     "--udp-port | the ranks of a host | "
     "must be at most {last}: each of the {facts.ranks_of_host} ranks of a node takes the next one{each}",
     _beyond_ports,
     "--udp-memory | the ranks of a group | "
     "must be at least {least}: room for packets to and from each of {facts.largest_group} ranks",
     _less_memory,
+    when=lambda c: c.transport != "torch",
 )
 
 WORKERS = Section(
@@ -180,7 +181,7 @@ WORKERS = Section(
     lambda c, f: _on_one_node(c, f) and not c.ranks_of_node,
     "--lossy-links | no more --virtual-workers | "
     "puts all {facts.workers} ranks on one node: no link leaves a node, and nothing can be lost",
-    lambda c, f: _on_one_node(c, f) and f.workers is not None and 1 < f.workers <= c.ranks_of_node,
+    lambda c, f: f.workers is not None and _on_one_node(c, f) and 1 < f.workers <= c.ranks_of_node,
     "--ddp-param-name-patterns-for-fp32-local-accumulation | --virtual-workers | "
     "virtual workers take gradients from Megatron's buffers; needs real ranks",
     lambda c, f: f.virtual and f.gradients_beside_buffers,

@@ -12,8 +12,6 @@ _LOSING = ", ".join(STAGE_LOSSES)
 
 def _stages(config: LossyConfig, facts: Facts) -> int:
     """Stages that update by themselves; 1 if they are not known."""
-    if not config.async_pipeline:
-        return 1
     return (facts.pipeline if config.virtual_stages is None else config.virtual_stages) or 1
 
 
@@ -26,18 +24,18 @@ ASYNC_PIPELINE = Section(
     "Asynchronous pipeline",
     "--async-pipeline | Megatron-LM's own loop | "
     "needs python -m megatron_lossy.train; the loop of Megatron-LM flushes the pipeline in every iteration",
-    lambda c, f: c.async_pipeline and f.flushes,
+    lambda c, f: f.flushes,
     "--virtual-stages | real ranks | needs --virtual-workers",
-    lambda c, f: c.async_pipeline and c.virtual_stages is not None and f.virtual is False,
+    lambda c, f: f.virtual is False and c.virtual_stages is not None,
     f"{_LOSING} | --async-pipeline | cannot be with --async-pipeline, whose messages between stages are its own",
-    lambda c, f: c.async_pipeline and c.loses_between_stages() and f.virtual is False,
+    lambda c, f: f.virtual is False and c.loses_between_stages(),
     "--num-distributed-optimizer-instances = {facts.optimizer_instances} | --async-pipeline | "
     "must be 1 with --async-pipeline, whose gradient norms are over the ranks of a stage",
-    lambda c, f: c.async_pipeline and f.virtual is False and above(f.optimizer_instances, 1),
+    lambda c, f: f.virtual is False and above(f.optimizer_instances, 1),
     "--async-pipeline | --virtual-workers without --virtual-stages | needs --virtual-stages with --virtual-workers",
-    lambda c, f: c.async_pipeline and c.virtual_stages is None and f.virtual,
+    lambda c, f: f.virtual and c.virtual_stages is None,
     "--virtual-stages | no distributed optimizer | needs --use-distributed-optimizer",
-    lambda c, f: c.async_pipeline and c.virtual_stages is not None and f.distributed_optimizer is False,
+    lambda c, f: f.distributed_optimizer is False and c.virtual_stages is not None,
     "--virtual-stages | layers that they do not divide | must divide the {facts.layers} layers",
     lambda c, f: c.virtual_stages is not None and _cannot_divide(c, f),
     "--pipeline-model-parallel-size = {facts.pipeline} | --async-pipeline and layers that it does not divide | "
@@ -45,22 +43,23 @@ ASYNC_PIPELINE = Section(
     _cannot_divide,
     "--share-embeddings-and-output-weights = on | --async-pipeline | "
     "cannot be with --async-pipeline: the first and the last stage would add up a gradient, and wait for each other",
-    lambda c, f: _stages(c, f) > 1 and f.tied,
+    lambda c, f: f.tied and _stages(c, f) > 1,
     "--overlap-param-gather = on | --async-pipeline | "
     "cannot be with --async-pipeline: forward passes use weights that were gathered long before",
-    lambda c, f: _stages(c, f) > 1 and f.overlap_param_gather,
+    lambda c, f: f.overlap_param_gather and _stages(c, f) > 1,
     "--fp16 | --async-pipeline | "
     "cannot be with --async-pipeline: an overflow in one stage would have to stop all others; choose --bf16",
-    lambda c, f: _stages(c, f) > 1 and f.fp16,
+    lambda c, f: f.fp16 and _stages(c, f) > 1,
     "--num-experts | --async-pipeline | "
     "cannot be with --async-pipeline: its balance of load is counted over all stages",
-    lambda c, f: _stages(c, f) > 1 and f.experts,
+    lambda c, f: f.experts and _stages(c, f) > 1,
     "--num-layers-per-virtual-pipeline-stage | --async-pipeline | "
     "cannot be with --async-pipeline: a stage would have weights of several ages",
-    lambda c, f: _stages(c, f) > 1 and f.virtual_pipeline,
+    lambda c, f: f.virtual_pipeline and _stages(c, f) > 1,
     "CUDA graphs | --async-pipeline | "
     "cannot be with --async-pipeline: a captured graph has one version of the weights; turn them off",
-    lambda c, f: _stages(c, f) > 1 and f.layer_graphs,
+    lambda c, f: f.layer_graphs and _stages(c, f) > 1,
     "--mtp-num-layers | --async-pipeline | cannot be with --async-pipeline: its layers are shared by stages",
-    lambda c, f: _stages(c, f) > 1 and f.predicts_more_tokens,
+    lambda c, f: f.predicts_more_tokens and _stages(c, f) > 1,
+    when=lambda c: c.async_pipeline,
 )

@@ -45,4 +45,5 @@ COMPRESSION = Section(
     f"{_FLAGS} | copies of a parameter on tensor-parallel ranks | "
     "tensor-parallel copies that Megatron does not add up drift apart; turn on --sequence-parallel",
     _apart,
+    when=lambda c: c.wire_bits or c.sync_bits,
 )

@@ -78,12 +78,12 @@ ISLANDS = Section(
     lambda c, f: c.averages,
     "--eval-weights = owner | --islands | every island has owners; with --islands choose consensus or replica",
     # A folder's flags do not have --rendezvous, which may change; the run's own have.
-    lambda c, f: c.averages and c.eval_weights == "owner" and c.rendezvous is None and f.virtual is not None,
+    lambda c, f: f.virtual is not None and c.averages and c.eval_weights == "owner" and c.rendezvous is None,
     "--delivery-log, --trace | --island-speeds | "
     "cannot be combined with --island-speeds: islands would be in different iterations",
     lambda c, f: c.averages and c.island_speeds is not None,
     "--islands | a program of one's own | needs a launcher of this package: each island is a world of its own",
-    lambda c, f: c.averages and f.worlds_apart is False,
+    lambda c, f: f.worlds_apart is False and c.averages,
     *switches(
         "--islands | cannot go with --islands ({why}); turn it off",
         lambda c: c.averages,
@@ -101,18 +101,18 @@ ISLANDS = Section(
         },
     ),
     "--save-consensus | no --save | needs --save",
-    lambda c, f: c.save_consensus and f.saves is False,
+    lambda c, f: f.saves is False and c.save_consensus,
     "--dataloader-type = external | --islands | its samples cannot be divided among islands",
-    lambda c, f: c.averages and f.dataloader == "external",
+    lambda c, f: f.dataloader == "external" and c.averages,
     "--sync-method | --save without --save-replicas, of diloco and eager-diloco | "
     "keeps its outer weights in a checkpoint with --save-replicas only; give it too, or leave it and --save out",
-    lambda c, f: _real(c, f) and c.has_outer_optimizer and f.saves and not c.save_replicas,
+    lambda c, f: f.saves and _real(c, f) and c.has_outer_optimizer and not c.save_replicas,
     "--num-distributed-optimizer-instances = {facts.optimizer_instances} | --islands | "
     "several ranks of an island would send the same; must be 1 with --islands",
     lambda c, f: _real(c, f) and above(f.optimizer_instances, 1),
     f"--pipeline-model-parallel-size = {{facts.pipeline}} | --islands and an embedding on two stages | "
     f"two stages have a copy of the embedding, which --islands would average apart; {ONE_EMBEDDING}",
-    lambda c, f: _real(c, f) and above(f.pipeline, 1) and f.copies_embedding,
+    lambda c, f: f.copies_embedding and _real(c, f) and above(f.pipeline, 1),
     "--sync-dtype = int8 | --delay-correction none, and outer optimizers | "
     "with {replacing} steps smaller than the rounding are lost",
     lambda c, f: c.averages and c.sync_bits and _replacing(c),
@@ -123,7 +123,7 @@ ISLANDS = Section(
     "tensor-parallel ranks would lose other averages of what all {facts.tensor} have a copy of; choose torch",
     lambda c, f: _real(c, f) and c.transport == "udp" and above(f.tensor, 1),
     "--islands | no distributed optimizer | each shards its optimizer; needs --use-distributed-optimizer",
-    lambda c, f: c.averages and f.distributed_optimizer is False,
+    lambda c, f: f.distributed_optimizer is False and c.averages,
     "--islands | a number of workers that they do not divide | must divide the {workers}",
     _cannot_divide,
     "--island-speeds | real ranks | needs --virtual-workers: real ones have their own",
@@ -131,7 +131,7 @@ ISLANDS = Section(
     "--island-schedule | megatron.training, PyTorch's FSDP2 or DDP, and a program of one's own | "
     "needs a training loop that can sit iterations out: python -m megatron_lossy.train",
     # Of all programs only that one does not empty the pipeline in every iteration.
-    lambda c, f: c.averages and c.island_schedule is not None and f.flushes,
+    lambda c, f: f.flushes and c.averages and c.island_schedule is not None,
     "--island-schedule | --async-pipeline on real ranks | "
     "cannot go with --async-pipeline of real ranks: batches under way belong to iterations that an island may sit out",
     lambda c, f: _real(c, f) and c.island_schedule is not None and c.holds_samples(),
@@ -147,15 +147,15 @@ ISLANDS = Section(
     "--island-keep, --island-rejoin | neither --island-schedule nor --rendezvous | "
     "needs --island-schedule or --rendezvous",
     # A folder's flags do not have --rendezvous.
-    lambda c, f: c.averages and not c.comes_and_goes and f.virtual is not None,
+    lambda c, f: f.virtual is not None and c.averages and not c.comes_and_goes,
     "--rendezvous | PyTorch's FSDP2 or DDP | "
     "needs a training loop that can go on at a later iteration: python -m megatron_lossy.train, or megatron.training",
-    lambda c, f: c.averages and c.rendezvous is not None and f.data_parallel is not None,
+    lambda c, f: f.data_parallel is not None and c.averages and c.rendezvous is not None,
     "--rendezvous | --virtual-workers | is for real ranks: islands in one process come and go by --island-schedule",
-    lambda c, f: c.averages and c.rendezvous is not None and f.virtual,
+    lambda c, f: f.virtual and c.averages and c.rendezvous is not None,
     "--save | --rendezvous, or --island-schedule of real ranks, without --save-replicas | "
     "keeps who is there, and who listens, with --save-replicas only; give it too, or leave --save out",
-    lambda c, f: _real(c, f) and c.comes_and_goes and f.saves and not c.save_replicas,
+    lambda c, f: f.saves and _real(c, f) and c.comes_and_goes and not c.save_replicas,
     "--rendezvous | --async-pipeline | "
     "cannot go with --async-pipeline: batches under way belong to iterations that others may have left behind",
     lambda c, f: c.averages and c.rendezvous is not None and c.holds_samples(),
@@ -171,8 +171,8 @@ ISLANDS = Section(
     "--sync-subset | Gaudi (HPU) | "
     "draws other elements in each round, and Gaudi would compile as many graphs; choose cyclic",
     lambda c, f: (
-        c.averages
-        and f.device == "hpu"
+        f.device == "hpu"
+        and c.averages
         and c.sync_method != "none"
         and c.sync_fraction < 1
         and c.sync_subset != "cyclic"
@@ -186,7 +186,7 @@ ISLANDS = Section(
     "--sync-method | exchanges that can be lost, of eager-diloco | "
     "cannot lose exchanges (--p-sync, traces, --transport udp): "
     "nothing would pull islands together again; choose diloco",
-    lambda c, f: c.averages and f.workers is not None and c.sync_method == "eager-diloco" and not c.sync_lossless,
+    lambda c, f: f.workers is not None and c.averages and c.sync_method == "eager-diloco" and not c.sync_lossless,
     "--islands | one worker each, and lost gradients or parameters | "
     "islands of one worker exchange no gradients and no parameters; choose fewer, or --p-sync for what they average",
     lambda c, f: c.averages and _one_worker_each(c, f),
@@ -204,4 +204,5 @@ ISLANDS = Section(
     lambda c, f: f.workers is not None and _corrects(c, "ema") and _diverges(c, c.ema_coefficient[0]),
     "--mixing-gain | a delay with which it diverges | diverges: must be below {bound} with {under_way}",
     lambda c, f: f.workers is not None and _corrects(c, "mixing") and _diverges(c, c.gain),
+    when=lambda c: c.islands > 1,
 )

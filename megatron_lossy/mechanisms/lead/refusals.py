@@ -9,5 +9,5 @@ LEAD = Section(
     "lead",
     "Lead of parameters",
     f"--param-send | lost gradients and no distributed optimizer | {NO_PARAMETERS}",
-    lambda c, f: not c.sends_weights() and f.distributed_optimizer is False and not c.untouched("grad"),
+    lambda c, f: f.distributed_optimizer is False and not c.sends_weights() and not c.untouched("grad"),
 )

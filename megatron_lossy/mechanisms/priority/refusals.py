@@ -47,11 +47,12 @@ PRIORITY = Section(
     ),
     f"--grad-recovery = {_WITH_UDP} | --transport udp and --calculate-per-token-loss | "
     f"{_TOLD_LATE}--calculate-per-token-loss has scaled it; omit that flag",
-    lambda c, f: _is_told(c) and f.per_token_loss,
+    lambda c, f: f.per_token_loss and _is_told(c),
     f"--grad-recovery = {_WITH_UDP} | --transport udp and an embedding on two stages | "
     f"{_TOLD_LATE}two stages have added up the gradients of the embedding; {ONE_EMBEDDING}",
-    lambda c, f: _is_told(c) and above(f.pipeline, 1) and f.copies_embedding,
+    lambda c, f: f.copies_embedding and _is_told(c) and above(f.pipeline, 1),
     "--udp-deadline | --grad-recovery error-feedback and tensor parallelism | "
     "would keep other residuals on each tensor-parallel rank, with --grad-recovery error-feedback; must be off",
     lambda c, f: _is_told(c) and above(f.tensor, 1) and c.udp_deadline_seconds is not None,
+    when=lambda c: c.at_sender,
 )

@@ -88,7 +88,7 @@ REPLICAS = Section(
     f"--loss-scale = {{facts.loss_scale:g}} | replicas that differ | {_OVERFLOWS}",
     lambda c, f: f.distributed_optimizer is False and f.loss_scale and _apart(c),
     "--optimizer-cpu-offload | full replicas | replicas are averaged where they are; turn it off",
-    lambda c, f: f.distributed_optimizer is False and not c.inert and "--optimizer-cpu-offload" in f.switches,
+    lambda c, f: f.distributed_optimizer is False and "--optimizer-cpu-offload" in f.switches and not c.inert,
     "--check-weight-hash-across-dp-replicas-interval = {facts.weight_hash_interval} | replicas that differ | "
     "ends runs whose replicas differ; turn it off",
     lambda c, f: (
