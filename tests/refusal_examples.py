@@ -216,16 +216,16 @@ ISLAND = [
         {"train_iters": 8},
         "--sync-delay 7: must be at most 6, for the first mean to be used in a run of 8 iterations",
     ),
-    (EMA, {"ends": False}, "--ema-coefficient 0.5 0.01 1000: falls until --train-iters, which is not known"),
+    (EMA, {"ends": False}, "--delay-correction ema: falls until --train-iters, which is not known"),
     (
-        EMA | {"sync_delay": 3, "ema_coefficient": (0.9, 0.9, 1000)},
+        EMA | {"sync_delay": 3, "delay_correction": "ema:0.9,0.9,1000"},
         {"workers": 4},
-        "--ema-coefficient 0.9 0.9 1000: diverges: must be below 0.445 with 3 later exchanges of an element under way",
+        "--delay-correction ema:0.9,0.9,1000: diverges: must be below 0.445 with 3 later exchanges of an element under way",
     ),
     (
-        ISLANDS | {"sync_delay": 3, "mixing_gain": "0.5"},
+        ISLANDS | {"sync_delay": 3, "delay_correction": "mixing:0.5"},
         {"workers": 4},
-        "--mixing-gain 0.5: diverges: must be below 0.445 with 3 later exchanges of an element under way",
+        "--delay-correction mixing:0.5: diverges: must be below 0.445 with 3 later exchanges of an element under way",
     ),
 ]
 

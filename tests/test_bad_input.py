@@ -92,8 +92,8 @@ TRAIN = [
     ),
     Case("--sync-method parameters", "--sync-method parameters: needs --islands of at least 2"),
     Case(
-        "--virtual-workers 2 --train-iters 60 --islands 2 --sync-method parameters --sync-fraction 0.05 --sync-delay 50 --mixing-gain 0.7",
-        "--mixing-gain 0.7: diverges: must be below 0.618 with 2 later exchanges of an element under way",
+        "--virtual-workers 2 --train-iters 60 --islands 2 --sync-method parameters --sync-fraction 0.05 --sync-delay 50 --delay-correction mixing:0.7",
+        "--delay-correction mixing:0.7: diverges: must be below 0.618 with 2 later exchanges of an element under way",
     ),
     Case("--virtual-stages 2", "--virtual-stages 2: needs --async-pipeline"),
     Case("--async-pipeline --virtual-workers 2", "--async-pipeline on: needs --virtual-stages with --virtual-workers"),

@@ -274,8 +274,8 @@ def look_at_losses(rank: int, config: dict, loss: dict) -> None:
         ({}, {**ISLANDS, "p_grad": 0.1}, "--islands 4: islands of one worker exchange no gradients and no parameters"),
         (
             {"train_iters": 60},
-            {**ISLANDS, "sync_fraction": 0.05, "sync_delay": 50, "mixing_gain": "0.7"},
-            "--mixing-gain 0.7: diverges",
+            {**ISLANDS, "sync_fraction": 0.05, "sync_delay": 50, "delay_correction": "mixing:0.7"},
+            "--delay-correction mixing:0.7: diverges",
         ),
         (
             {"train_iters": 3},

@@ -285,8 +285,8 @@ ISLANDS = {
     "mixing, bf16": LATE | {"sync_dtype": "bf16"},
     "int8": LATE | {"sync_dtype": "int8", "wire_block": 32},
     "ema": LATE | {"delay_correction": "ema"},
-    "smith": LATE | {"delay_correction": "smith", "mixing_gain": "0.5", "sync_subset": "partition"},
-    "lost": LATE | {"p_sync": 0.3, "delay_correction": "smith", "mixing_gain": "0.5"},
+    "smith": LATE | {"delay_correction": "smith:0.5", "sync_subset": "partition"},
+    "lost": LATE | {"p_sync": 0.3, "delay_correction": "smith:0.5"},
     "diloco": {"islands": 3, "sync_method": "diloco", "sync_interval": 3},
     "eager": {"islands": 3, "sync_method": "eager-diloco", "sync_interval": 3, "sync_delay": 3},
 }
@@ -349,7 +349,7 @@ COME_AND_GO = {
     "copies": SOON,
     "listens": SOON | {"island_rejoin": "listen", "island_keep": 4},
     "keeps, smith": LATE
-    | {"islands": 4, "island_keep": 100, "delay_correction": "smith", "mixing_gain": "0.5", "island_rejoin": "listen"},
+    | {"islands": 4, "island_keep": 100, "delay_correction": "smith:0.5", "island_rejoin": "listen"},
     "ema": SOON | {"delay_correction": "ema", "p_sync": 0.3, "island_rejoin": "listen"},
     "diloco": {"islands": 4, "sync_method": "diloco", "sync_interval": 3},
 }

@@ -47,9 +47,9 @@ def _between(config: LossyConfig, elements: float, islands: int, saved: bool) ->
     means = 1 if config.sync_lossless else islands
     under_way = sent * ((islands + means) * _FLOAT32 + (_PLACE if config.sync_fraction < 1 else 0))
     copies = 2 if config.has_outer_optimizer else 0
-    if config.sync_method == "parameters" and config.delay_correction == "ema":
+    if config.sync_method == "parameters" and config.correction == "ema":
         copies = 1
-    if config.sync_method == "parameters" and config.delay_correction == "smith" and config.may_overlap:
+    if config.sync_method == "parameters" and config.correction == "smith" and config.may_overlap:
         copies = 1
         under_way += sent * islands * _FLOAT32
     found = [Kept("averages under way", under_way, saved)]

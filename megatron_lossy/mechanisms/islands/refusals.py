@@ -59,7 +59,7 @@ def _diverges(config: LossyConfig, gain: float | None) -> Mapping[str, Any] | No
 
 def _corrects(config: LossyConfig, correction: str) -> bool:
     """Whether islands average parameters with ``correction``."""
-    return config.averages and config.sync_method == "parameters" and config.delay_correction == correction
+    return config.averages and config.sync_method == "parameters" and config.correction == correction
 
 
 def _replacing(config: LossyConfig) -> Mapping[str, str] | None:
@@ -197,12 +197,12 @@ ISLANDS = Section(
     "--sync-delay | fewer iterations | "
     "must be at most {latest}, for the first mean to be used in a run of {steps} iterations",
     lambda c, f: c.averages and _too_short(c, f, c.sync_interval + c.sync_delay),
-    "--ema-coefficient | a run of unknown length | "
-    "falls until --train-iters, which is not known (--train-samples?); give that, or the same number twice",
+    "--delay-correction | a run of unknown length | "
+    "falls until --train-iters, which is not known (--train-samples?); give that, or the same FIRST and LAST",
     lambda c, f: f.ends is False and _corrects(c, "ema") and c.ema_coefficient[0] != c.ema_coefficient[1],
-    "--ema-coefficient | a delay with which it diverges | diverges: must be below {bound} with {under_way}",
+    "--delay-correction | ema, and a delay with which it diverges | diverges: must be below {bound} with {under_way}",
     lambda c, f: f.workers is not None and _corrects(c, "ema") and _diverges(c, c.ema_coefficient[0]),
-    "--mixing-gain | a delay with which it diverges | diverges: must be below {bound} with {under_way}",
+    "--delay-correction | mixing, and a delay with which it diverges | diverges: must be below {bound} with {under_way}",
     lambda c, f: f.workers is not None and _corrects(c, "mixing") and _diverges(c, c.gain),
     when=lambda c: c.islands > 1,
 )
