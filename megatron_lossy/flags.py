@@ -21,6 +21,7 @@ GONE = {
     "act-fec-low": "give --act-fec B,C,SHARE B,C,SHARE DEPTH",
     "act-high-depth": "give --act-fec B,C,SHARE B,C,SHARE DEPTH",
     "act-packet-bytes": "give --packet-bytes",
+    "act-retransmit": "give --act-fec off",
     "allow-divergence": "give a --param-sync-interval of more updates than the run has",
     "ema-coefficient": "give --delay-correction ema:FIRST,LAST,N",
     "grad-error-bits": "give --grad-error bit-flip:K,LOW,HIGH",

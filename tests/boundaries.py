@@ -11,10 +11,10 @@ from tests.reference import boundary_residual, boundary_units
 
 def boundary_lost(config, phase, boundary, rank, tensor, step, micro_batch, packets, earlier=None):
     """bool[packets]: what is lost for good of a message. ``earlier``: packets of those before it; default as many in each."""
-    *kinds, depth = config.act_fec
+    recovers = config.act_fec != ("off",)
+    *kinds, depth = config.act_fec if recovers else ("1,1,0", "1,1,0", "0")
     high = Fraction(boundary.layer, boundary.layers) <= Fraction(depth)
     block, parity, bound = kinds[not high].split(",")
-    recovers = config.act_retransmit == "on"
     earlier = [packets] * micro_batch if earlier is None else earlier
     units, *others = (boundary_units(one, int(block), int(parity)) if recovers else one for one in (packets, *earlier))
     first = sum(others)

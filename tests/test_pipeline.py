@@ -50,16 +50,16 @@ def test_depth_decides_code_and_bound():
     for layer in range(1, 8):
         boundary = Boundary(stage=1, layer=layer, layers=8)
         high = layer <= 4
-        assert loss.high(boundary) == high
         assert loss.units(boundary, 100) == (150 if high else 110)
         assert loss.bound(boundary, 100) == (10 if high else 20)
     for share, last in ((0.0, 0), (0.29, 29), (1.0, 100)):
         loss = BoundaryLoss(LossyConfig(p_act=0.1, act_fec=("100,34,0.01", "100,10,0.02", str(share))), "act")
-        assert [loss.high(Boundary(1, layer, 100)) for layer in (max(last, 1), last + 1)] == [last > 0, False]
+        bounds = [loss.bound(Boundary(1, layer, 100), 100) for layer in (max(last, 1), last + 1)]
+        assert bounds == [1 if last else 2, 2]
 
 
 def test_without_retransmission_all_that_is_lost_is_lost():
-    loss = BoundaryLoss(LossyConfig(p_act=0.1, act_retransmit="off"), "act")
+    loss = BoundaryLoss(LossyConfig(p_act=0.1, act_fec=("off",)), "act")
     lost = np.arange(50) % 2 == 0
     assert loss.units(EARLY, 50) == 50
     fate = loss.fate(EARLY, 50, lost)
@@ -83,7 +83,7 @@ def test_messages_are_numbered_on_and_lose_what_the_generator_says(phase):
 
 
 def test_everything_in_the_key_matters():
-    config = LossyConfig(p_act=0.5, p_act_grad=0.5, act_retransmit="off")
+    config = LossyConfig(p_act=0.5, p_act_grad=0.5, act_fec=("off",))
 
     def draw(phase="act", stage=1, chunk=0, rank=0, tensor=0, step=0, seed=1234):
         loss = BoundaryLoss(LossyConfig(**{**vars(config), "loss_seed": seed}), phase)
@@ -204,20 +204,16 @@ def test_a_packet_holds_an_element():
         ({"p_act_grad": -0.1}, r"--p-act-grad -0.1: must be in \[0, 1\)"),
         ({"p_act": float("nan")}, r"--p-act nan: must be in"),
         ({"p_act": 0.1, "packet_bytes": 0}, "--packet-bytes 0: must be auto or at least 1"),
-        ({"p_act": 0.1, "act_fec": ("9,1,0", "9,1,0", "1.1")}, r"--act-fec 9,1,0 9,1,0 1.1: must be B,C,SHARE of high"),
+        ({"p_act": 0.1, "act_fec": ("9,1,0", "9,1,0", "1.1")}, r"--act-fec 9,1,0 9,1,0 1.1: must be off, or B,C,SHARE"),
         ({"p_act": 0.1, "act_fec": ("0,0,0.01", "9,1,0", "0")}, "--act-fec 0 0: needs 1 <= C <= B"),
         ({"p_act": 0.1, "act_fec": ("9,1,0", "10,11,0.01", "0")}, "--act-fec 10 11: needs 1 <= C <= B"),
-        ({"p_act": 0.1, "act_fec": ("100,34,1.0", "9,1,0", "0")}, "--act-fec 100,34,1.0 9,1,0 0: must be B,C,SHARE"),
+        ({"p_act": 0.1, "act_fec": ("100,34,1.0", "9,1,0", "0")}, "--act-fec 100,34,1.0 9,1,0 0: must be off, or"),
         ({"p_act": 0.1, "act_fec": ("100,10.5,0.1", "9,1,0", "0")}, "--act-fec 100,10.5,0.1 9,1,0 0: must be"),
         ({"p_act": 0.1, "act_fec": ("9,1,0", "0")}, "--act-fec 9,1,0 0: must be"),
-        ({"p_act": 0.1, "act_retransmit": "maybe"}, "--act-retransmit maybe: must be one of on, off"),
+        ({"p_act": 0.1, "act_fec": ("maybe",)}, "--act-fec maybe: must be off, or B,C,SHARE of high"),
         ({"p_act": 0.1, "act_transport": "x"}, "--act-transport x: must be one of torch"),
         ({"p_act": 0.1, "virtual_boundaries": (0,)}, "--virtual-boundaries 0: must be different layers, from 1 on"),
         ({"p_act": 0.1, "virtual_boundaries": (1, 1)}, "--virtual-boundaries 1 1: must be different layers"),
-        (
-            {"p_act": 0.1, "act_retransmit": "off", "act_fec": ("100,10,0.1", "9,1,0", "0")},
-            "--act-fec 100,10,0.1 9,1,0 0: does nothing with --act-retransmit off",
-        ),
         (
             {"p_act": 0.1, "virtual_boundaries": (1,), "lossy_links": "inter-node"},
             "--virtual-boundaries 1: cannot be on a node",
@@ -237,7 +233,7 @@ def test_a_run_that_loses_only_activations_is_lossy():
         "activations 10 %, their gradients 0 % after layers 2, parity 100 34 up to 0.01 and 100 10 up to 0.02; "
         "seed 1234; simulated"
     )
-    both = LossyConfig(p_grad=0.1, p_act_grad=0.05, act_retransmit="off").describe()
+    both = LossyConfig(p_grad=0.1, p_act_grad=0.05, act_fec=("off",)).describe()
     assert "gradients 10 %, parameters 0 %" in both
     assert "; activations 0 %, their gradients 5 %, without parity; simulated" in both
     assert "activations" not in LossyConfig(p_grad=0.1).describe()

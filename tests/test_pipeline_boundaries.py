@@ -201,9 +201,9 @@ def test_every_message_loses_what_is_drawn_for_it(name, pool):
     assert zeros["act"] and zeros["act-grad"]
 
 
-@pytest.mark.parametrize("flags", [{"act_retransmit": "off"}])
+@pytest.mark.parametrize("flags", [{"act_fec": ("off",)}])
 def test_without_recovery_and_straight_through(flags, pool):
-    settings = {"p_act": 0.3, "p_act_grad": 0.2, "packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
+    settings = {"p_act": 0.3, "p_act_grad": 0.2, "packet_bytes": 200} if "act_fec" in flags else vars(BOTH)
     config = LossyConfig(**settings | flags)
     zeros = check(pool.run(record, 2, PLAIN, config), PLAIN, config)
     assert zeros["act"] and zeros["act-grad"]
@@ -396,10 +396,10 @@ def whole(results):
     return [loss for loss, _ in results if loss[0] is not None], weights
 
 
-@pytest.mark.parametrize("flags", [{}, {"act_retransmit": "off"}])
+@pytest.mark.parametrize("flags", [{}, {"act_fec": ("off",)}])
 def test_two_stages_are_one_with_a_virtual_boundary(flags, pool):
     """Bit for bit, with the same draws."""
-    settings = {"p_act": 0.3, "p_act_grad": 0.2, "packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
+    settings = {"p_act": 0.3, "p_act_grad": 0.2, "packet_bytes": 200} if "act_fec" in flags else vars(BOTH)
     real = LossyConfig(**settings | flags)
     tiny = TinyGPT(layers=4, accumulation=3, tied=False, clip_grad=0.0)
     virtual = LossyConfig(**settings | flags | {"virtual_boundaries": (2,)})
@@ -457,7 +457,7 @@ def test_evaluation_of_virtual_workers(pool):
     without = [losses[0] for losses in pool.run(evaluated, 2, LossyConfig())]
     for in_eval in (False, True):
         config = LossyConfig(
-            p_act=0.3, packet_bytes=200, act_retransmit="off", virtual_boundaries=(1,), act_loss_in_eval=in_eval
+            p_act=0.3, packet_bytes=200, act_fec=("off",), virtual_boundaries=(1,), act_loss_in_eval=in_eval
         )
         real = [losses[0] for losses in pool.run(evaluated, 2, config)]
         assert pool.run(evaluated, 1, config, 2) == [real]
@@ -628,7 +628,7 @@ def test_virtual_workers_train_as_ranks(data, tmp_path):
 def test_a_resumed_run_goes_on_with_the_same_losses(data, tmp_path):
     """Of activations alone, in two stages; nobody needs saved replicas for that. The log says so, too."""
     settings = data | {"pipeline_model_parallel_size": 2, "hidden_dropout": 0.0, "save_interval": 4}
-    loss = {"p_act": 0.3, "p_act_grad": 0.3, "packet_bytes": 200, "act_retransmit": "off"}
+    loss = {"p_act": 0.3, "p_act_grad": 0.3, "packet_bytes": 200, "act_fec": ("off",)}
     whole, parts = (settings | {"save": str(tmp_path / name)} for name in ("whole", "parts"))
     logs = {name: tmp_path / f"log of {name}" for name in ("whole", "parts")}
     once, twice = (loss | {"delivery_log": str(log), "delivery_log_chunk": 3} for log in logs.values())

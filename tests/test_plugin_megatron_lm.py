@@ -298,7 +298,7 @@ def test_stage_boundaries(megatron_lm):
     pipeline = ("--pipeline-model-parallel-size", 2, "--untie-embeddings-and-output-weights")
     lossless, _ = pretrain(megatron_lm, *pipeline)
     rates = ("--p-act", 0.3, "--p-act-grad", 0.3, "--packet-bytes", 512)
-    lossy, done = pretrain(megatron_lm, *pipeline, *rates, "--act-retransmit", "off")
+    lossy, done = pretrain(megatron_lm, *pipeline, *rates, "--act-fec", "off")
     assert len(lossy) == len(lossless) == 24 and lossy[0] != lossless[0]
     [rate, *_] = re.findall(r"loss rate act: ([\d.]+)", done.stdout)
     assert 0.2 < float(rate) < 0.4

@@ -70,9 +70,9 @@ def test_every_message_loses_what_is_drawn_for_it(name, pool):
     assert metrics["udp sent again"] > 0 and metrics["udp put together"] > 0
 
 
-@pytest.mark.parametrize("flags", [{}, {"act_retransmit": "off"}])
+@pytest.mark.parametrize("flags", [{}, {"act_fec": ("off",)}])
 def test_without_recovery_and_straight_through(flags, pool):
-    settings = {"p_act": 0.3, "p_act_grad": 0.2, "packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
+    settings = {"p_act": 0.3, "p_act_grad": 0.2, "packet_bytes": 200} if "act_fec" in flags else vars(BOTH)
     config = LossyConfig(**settings | flags | UDP)
     zeros = check(pool.run(record, 2, PLAIN, config), PLAIN, config)
     assert zeros["act"] and zeros["act-grad"]
@@ -157,7 +157,7 @@ def punctual():
 @pytest.mark.slow
 def test_a_late_stage_loses_nothing(late, punctual):
     """Nor is anything kept beyond what may wait: messages are larger than that, and many."""
-    config = LossyConfig(**UDP, act_retransmit="off", udp_memory=2**20)
+    config = LossyConfig(**UDP, act_fec=("off",), udp_memory=2**20)
     mine = run_ranks(with_a_late_stage, 2, LARGE, config, late)
     for (losses, weights), (expected, right) in zip(mine, punctual, strict=True):
         assert losses == expected

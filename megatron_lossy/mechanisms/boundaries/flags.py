@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from ...errors import refuse
-from ...flags import as_text, check_choice, check_code, flag, flag_name, in_unit_interval, refuse_unused
+from ...flags import as_text, check_choice, check_code, flag, flag_name, in_unit_interval
 from ...section import Flags
 
 #: Messages between pipeline stages: forward, and backward.
@@ -40,13 +40,10 @@ class BoundaryFlags(Flags):
         ("100,34,0.01", "100,10,0.02", "0.5"),
         "parity of messages over high boundaries and over low ones: C packets of XOR parity for each B; if more than SHARE of a "
         "message, in [0, 1), is lost after it, the message is sent again and nothing of it is lost; boundaries after at most "
-        "DEPTH of the layers, in [0, 1], are high",
+        "DEPTH of the layers, in [0, 1], are high; off: no parity and nothing is sent again, so that all that is lost becomes zeros",
         type=str,
         nargs="+",
-        metavar="B,C,SHARE B,C,SHARE DEPTH",
-    )
-    act_retransmit: str = flag(
-        "on", "off: no parity and nothing is sent again, so that all that is lost becomes zeros", choices=("on", "off")
+        metavar="B,C,SHARE B,C,SHARE DEPTH | off",
     )
     act_loss_in_eval: bool = flag(False, "activations are lost in forward passes without gradients, too")
     virtual_boundaries: tuple[int, ...] | None = flag(
@@ -58,16 +55,13 @@ class BoundaryFlags(Flags):
     )
 
     def check(self) -> None:
-        for name in ("act_retransmit", "act_transport"):
-            check_choice(self, name)
+        check_choice(self, "act_transport")
         for name in ("p_act", "p_act_grad"):
             in_unit_interval(flag_name(BoundaryFlags, name), getattr(self, name))
         _ = self.act_recovery
         layers = self.virtual_boundaries
         if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
             raise refuse("--virtual-boundaries", " ".join(map(str, layers)), "must be different layers, from 1 on")
-        if self.act_retransmit == "off":
-            refuse_unused(self, "act_fec", "does nothing with --act-retransmit off")
 
     @property
     def loses_at_boundaries(self) -> bool:
@@ -75,11 +69,13 @@ class BoundaryFlags(Flags):
         return self.act_transport == "udp" or any(map(self.boundary_rate, BOUNDARY_PHASES))
 
     @property
-    def act_recovery(self) -> tuple[list[tuple[tuple[int, int], float]], float]:
+    def act_recovery(self) -> tuple[list[tuple[tuple[int, int], float]], float] | None:
         """``--act-fec``: B and C, and the share that may be lost, of high and of low boundaries; and the depth.
 
-        Raises :class:`UsageError`.
+        ``None`` if it is off. Raises :class:`UsageError`.
         """
+        if self.act_fec == ("off",):
+            return None
         kinds = []
         try:
             *texts, depth = self.act_fec
@@ -89,7 +85,7 @@ class BoundaryFlags(Flags):
             if len(kinds) != 2 or not all(0 <= share < 1 for _, share in kinds) or not 0 <= float(depth) <= 1:
                 raise ValueError
         except ValueError:
-            allowed = "must be B,C,SHARE of high and of low boundaries and DEPTH, with SHARE in [0, 1), DEPTH in [0, 1]"
+            allowed = "must be off, or B,C,SHARE of high and of low boundaries and DEPTH, with SHARE in [0, 1), DEPTH in [0, 1]"
             raise refuse("--act-fec", as_text(self.act_fec), allowed) from None
         for code, _ in kinds:
             check_code("--act-fec", *code)
@@ -126,7 +122,7 @@ class BoundaryFlags(Flags):
             drawn = any(map(self.boundary_rate, BOUNDARY_PHASES))
             rates = "activations and their gradients over UDP" + (f" and, drawn, {rates}" if drawn else "")
         recovery = "without parity"
-        if self.act_retransmit == "on":
+        if self.act_recovery is not None:
             kinds, _ = self.act_recovery
             recovery = "parity " + " and ".join(f"{as_text(code)} up to {bound:g}" for code, bound in kinds)
         where = "" if self.virtual_boundaries is None else f" after layers {as_text(self.virtual_boundaries)}"
