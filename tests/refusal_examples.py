@@ -311,9 +311,9 @@ REPLICAS = [
     (PARAM | {"replica_check": "log"}, {}, f"--replica-check log: {_UPDATES}"),
     (PARAM | NOISE, {}, f"--grad-error-at broadcast: {_UPDATES}"),
     (
-        {"grad_error": "gaussian", "grad_error_std": 0.5},
+        {"grad_error": "gaussian:0.5"},
         {"per_token_loss": True},
-        "--grad-error-std 0.5: gradients are sums over tokens where errors hit them",
+        "--grad-error gaussian:0.5: gradients are sums over tokens where errors hit them",
     ),
     (
         {"grad_error": "gaussian", "grad_error_burst": (5, 0.25)},

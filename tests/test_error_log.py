@@ -31,7 +31,7 @@ pytestmark = [
 
 RANKS, STEPS, SIZES = 3, 9, (6, 5000, 3)
 KINDS = {
-    "noise": {"grad_error": "gaussian", "grad_error_std": 0.5},
+    "noise": {"grad_error": "gaussian:0.5"},
     "relative": {"grad_error": "gaussian", "grad_error_relative": 2.0, "grad_error_rate": 0.8},
     "flips": {"grad_error": "bit-flip:4", "grad_error_rate": 0.5},
     "reduce": {"grad_error": "bit-flip", "grad_error_at": "reduce", "grad_error_ranks": (0, 2)},
@@ -202,7 +202,7 @@ def test_a_folder_with_the_errors_of_another_run_is_refused(tmp_path):
     record(tmp_path, KINDS["noise"])
     for changes, resumes, message in (
         ({}, False, "holds the log of a run with these settings"),
-        ({"grad_error_std": 0.25}, True, "--grad-error-std was 0.5 there and is 0.25 here"),
+        ({"grad_error": "gaussian:0.25"}, True, "--grad-error was gaussian:0.5 there and is gaussian:0.25 here"),
     ):
         with pytest.raises(UsageError, match=message):
             claim_delivery_log(dataclasses.replace(config, **changes), RANKS, resumes, {})

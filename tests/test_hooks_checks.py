@@ -309,12 +309,12 @@ def test_sums_over_tokens_take_no_absolute_noise(distributed):
     facts = Facts(per_token_loss=True, distributed_optimizer=distributed)
     burst = {"grad_error_burst": (5, 0.25)}
     for flags, line in (
-        ({"grad_error_std": 0.5}, "--grad-error-std 0.5: gradients are sums"),
-        ({"grad_error_std": 0.5, **burst}, "--grad-error-std 0.5: gradients are sums"),
+        ({"grad_error": "gaussian:0.5"}, "--grad-error gaussian:0.5: gradients are sums"),
+        ({"grad_error": "gaussian:0.5", **burst}, "--grad-error gaussian:0.5: gradients are sums"),
         (burst, "--grad-error-burst 5 0.25: gradients are sums"),
         ({"grad_error_relative": 0.0, **burst}, None),
     ):
-        config = LossyConfig(grad_error="gaussian", grad_error_at="reduce", **flags)
+        config = LossyConfig(**{"grad_error": "gaussian", "grad_error_at": "reduce"} | flags)
         with pytest.raises(UsageError, match="^" + line) if line else contextlib.nullcontext():
             check_refusals(config, facts)
 

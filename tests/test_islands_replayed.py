@@ -45,7 +45,7 @@ def test_real_kills_are_made_again(data, tmp_path, serve, rejoin, transport, mor
     settings = MODEL | data | SYNC | {"train_iters": 1200, "eval_interval": 1200, "log_interval": 10} | more
     settings |= {"island_rejoin": rejoin, "transport": transport}
     saved = {"save": tmp_path / "saved", "load": tmp_path / "saved", "save_replicas": True, "save_interval": 20}
-    run = Run(url, settings | saved | {"delivery_log": log, "island_poll": 0.2}, ranks)
+    run = Run(url, settings | saved | {"delivery_log": log}, ranks)
     run.start(0, 1, 2)
     run.until(1, r"iteration +50/")
     run.kill(2)

@@ -144,14 +144,17 @@ def test_a_mean_of_equal_replicas_is_none_from_three_on(pool):
 
 CASES = {
     "noise": (full(), NOISE),
-    "noise, bf16, buckets": (full(dtype="bf16", **BUCKETS), changed(grad_error_std=1e-3, grad_error_relative=None)),
+    "noise, bf16, buckets": (
+        full(dtype="bf16", **BUCKETS),
+        changed(grad_error="gaussian:1e-3", grad_error_relative=None),
+    ),
     "of the reduction": (full(), changed(grad_error_at="reduce")),
     "now and then": (full(accumulation=2), changed(grad_error_rate=0.5, grad_error_ranks=(1,))),
     "bursts": (full(), changed(grad_error_burst=(3, 9.0))),
     "flips": (full(dtype="bf16"), LossyConfig(grad_error="bit-flip:3,0,29")),
     "mean": (full(), changed(param_sync_interval=2)),
     "mean, bf16, of all": (full(dtype="bf16"), changed(param_sync_interval=2, param_sync_state="all")),
-    "first": (full(), changed(param_sync_interval=3, param_sync_source="first", param_sync_state="all")),
+    "first": (full(), changed(param_sync_interval=3, param_sync_state="all:first")),
     "overlapped": (full(), changed(param_sync_interval=2, param_sync_overlap=True)),
     "overlapped, bf16": (
         full(dtype="bf16", **BUCKETS),

@@ -132,7 +132,7 @@ REFUSED = [
     ({}, {"p_param": 0.1, "param_sync_interval": 2}, "--param-sync-interval 2: needs"),
     ({**OVERLAP, "overlap_param_gather": True}, {}, "--overlap-param-gather on: nothing is gathered"),
     ({"num_distributed_optimizer_instances": 2}, {}, "--num-distributed-optimizer-instances 2: must be 1"),
-    ({"calculate_per_token_loss": True}, {"grad_error": "gaussian", "grad_error_std": 1.0}, "--grad-error-std 1.0: gradients are sums"),
+    ({"calculate_per_token_loss": True}, {"grad_error": "gaussian:1.0"}, "--grad-error gaussian:1.0: gradients are sums"),
     ({}, {**NOISE, "grad_error_ranks": (4,)}, "--grad-error-ranks 4: must be below the 2 data-parallel ranks"),
     ({}, {"grad_error": "trace:/nowhere"}, "--grad-error trace /nowhere: holds no errors"),
     ({}, {"grad_error": "bit-flip:1,0,32"}, "--grad-error bit-flip:1,0,32: needs 0 <= LOW <= HIGH <= 31"),

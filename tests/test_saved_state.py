@@ -224,7 +224,7 @@ REPLICAS = {
     "in place": ERRORS
     | {"param_sync_interval": 2, "param_sync_overlap": True, "param_sync_rule": "divergence", "aside": True},
     "by divergence": ERRORS | {"param_sync_interval": 2, "param_sync_rule": "divergence"},
-    "first": ERRORS | {"param_sync_interval": 2, "param_sync_overlap": True, "param_sync_source": "first"},
+    "first": ERRORS | {"param_sync_interval": 2, "param_sync_overlap": True, "param_sync_state": "params:first"},
     "one is not finite": ERRORS | {"param_sync_interval": 2, "param_sync_overlap": True, "added": torch.nan},
     "one is wrong": {"param_sync_interval": 2, "param_sync_overlap": True, "added": 3.0},
 }

@@ -75,7 +75,7 @@ def toy(replicas=N, **options):
         sizes=(D,),
         lr=ETA,
         scale=0.0,
-        **(dict(grad_error="gaussian", grad_error_std=SIGMA) | options),
+        **(dict(grad_error=f"gaussian:{SIGMA}") | options),
     )
 
 
@@ -149,7 +149,7 @@ def test_adam_does_not_drift_further_with_larger_errors(std):
 
     Over a hundred steps after the moments are warm: those of a decaying mean, which in the long run is 1 a step.
     """
-    run = toy(optimizer="adam", grad_error_std=std)
+    run = toy(optimizer="adam", grad_error=f"gaussian:{std}")
     seen = []
     for step in range(300):
         run.step()

@@ -140,7 +140,7 @@ def _replicas() -> Iterator[Row]:
     yield Row(
         "errors-in-the-reduce",
         _OVERLAP,
-        {**_LOST, "grad_error": "gaussian", "grad_error_std": 0.01, "grad_error_at": "reduce"},
+        {**_LOST, "grad_error": "gaussian:0.01", "grad_error_at": "reduce"},
     )
 
 

@@ -139,15 +139,17 @@ class IslandFlags(Flags):
         metavar="S",
         incidental=True,
     )
-    island_poll: float = flag(
-        1.0, "with --rendezvous: seconds between two questions who is there", metavar="S", incidental=True
-    )
     island_join: float = flag(
         60.0,
         "with --rendezvous: seconds that a start waits for a lighthouse, and a run which begins for other islands",
         metavar="S",
         incidental=True,
     )
+
+    @property
+    def island_poll(self) -> float:
+        """Seconds between two questions to the lighthouse."""
+        return min(1.0, self.island_patience / 10)
 
     @property
     def averages(self) -> bool:
@@ -371,8 +373,7 @@ class IslandFlags(Flags):
         if self.island is None:
             raise UsageError(f"--island: needs a value: {slots}")
         self._need("island", 0 <= self.island < self.islands, slots)
-        for name in ("island_patience", "island_poll"):
-            self._need(name, 0 < getattr(self, name) < math.inf, "must be seconds above 0")
+        self._need("island_patience", 0 < self.island_patience < math.inf, "must be seconds above 0")
         self._need("island_join", 0 <= self.island_join < math.inf, "must be seconds of at least 0")
 
     def _need(self, name: str, fine: bool, allowed: str) -> None:
@@ -402,7 +403,7 @@ class IslandFlags(Flags):
             ),
             "rendezvous": (self.averages and corrected, "--islands and --sync-method parameters"),
             **dict.fromkeys(
-                ("island", "island_patience", "island_poll", "island_join"),
+                ("island", "island_patience", "island_join"),
                 (self.rendezvous is not None, "--rendezvous"),
             ),
             "island_keep": (

@@ -42,10 +42,9 @@ class ReplicaFlags(Flags):
         False, "parameters are averaged during the next forward and backward pass, and applied before the next update"
     )
     param_sync_state: str = flag(
-        "params", "what is averaged: parameters; or the optimizer's moments too", choices=("params", "all")
-    )
-    param_sync_source: str = flag(
-        "mean", "what replicas are set to: their mean; or the first of them", choices=("mean", "first")
+        "params",
+        "what is averaged: parameters; or the optimizer's moments too; with first, replicas are set to the first of them instead",
+        choices=("params", "all", "params:first", "all:first"),
     )
     param_sync_always: bool = flag(
         False, "average even if all replicas are equal, or most of them; without it those that are equal win"
@@ -72,12 +71,22 @@ class ReplicaFlags(Flags):
         return name, tolerance
 
     @property
+    def averages_moments(self) -> bool:
+        """Whether the optimizer's moments are averaged too."""
+        return self.param_sync_state.startswith("all")
+
+    @property
+    def copies_first(self) -> bool:
+        """Whether replicas are set to the first of them, not to their mean."""
+        return self.param_sync_state.endswith(":first")
+
+    @property
     def synchronises(self) -> bool:
         """Whether replicas are averaged at all."""
         return self.param_sync_interval > 0
 
     def check(self) -> None:
-        for name in ("param_sync_state", "param_sync_source", "replica_check"):
+        for name in ("param_sync_state", "replica_check"):
             check_choice(self, name)
         if self.param_sync_interval < 0:
             raise refuse("--param-sync-interval", self.param_sync_interval, "must be at least 0")
@@ -130,8 +139,8 @@ class ReplicaFlags(Flags):
     def notes_beside(self) -> list[str]:
         parts = []
         if self.synchronises:
-            what = {"params": "parameters", "all": "parameters and moments"}[self.param_sync_state]
-            source = {"mean": "averaged", "first": "copied from the first replica"}[self.param_sync_source]
+            what = "parameters and moments" if self.averages_moments else "parameters"
+            source = "copied from the first replica" if self.copies_first else "averaged"
             rule = "" if self.sync_rule[0] == "fixed" else f" at first, then by {self.sync_rule[0]}"
             overlap = ", overlapped" if self.param_sync_overlap else ""
             parts.append(f"{what} {source} every {self.param_sync_interval} updates{rule}{overlap}")

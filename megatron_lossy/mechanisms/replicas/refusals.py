@@ -66,7 +66,7 @@ REPLICAS = Section(
     lambda c, f: not c.phase("param").lossless and c.replica_check != "none",
     f"--grad-error-at | {_LOST} | {_UPDATES}",
     lambda c, f: not c.phase("param").lossless and c.errs_apart,
-    f"--grad-error-std | --calculate-per-token-loss | {_SUMS}choose --grad-error-relative",
+    f"--grad-error | --calculate-per-token-loss | {_SUMS}choose --grad-error-relative",
     lambda c, f: c.grad_error_std and _sums_absolute_noise(c, f),
     f"--grad-error-burst | --calculate-per-token-loss | {_SUMS}choose --grad-error-relative",
     _sums_absolute_noise,
