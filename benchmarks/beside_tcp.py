@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import Team, our_config
 from benchmarks.lab import Lab, Link, Missing, end_in_order
-from megatron_lossy.errors import refuse, usage_errors
+from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.transport.udp.engine import RULES
 
 #: Of TCP, as the kernel calls it: its name.

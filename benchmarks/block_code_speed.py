@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, made_with, today, write_results
-from megatron_lossy.coding import compiled
-from megatron_lossy.coding.blocks import BlockCode
-from megatron_lossy.exchange import cut
+from megatron_lossy.base.coding import compiled
+from megatron_lossy.base.coding.blocks import BlockCode
+from megatron_lossy.base.exchange import cut
 
 _REPEATS, _PACKET = 30, 1408
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.common import RESULTS, made_with, today, write_results
-from megatron_lossy.coding import Layout, decode, encode
+from megatron_lossy.base.coding import Layout, decode, encode
 
 CODES = ((100, 10), (100, 34), (100, 50))
 PACKETS = (4096, 1408)

@@ -14,10 +14,10 @@ import pyarrow
 import pyarrow.parquet  # here, so that no measurement waits for it
 
 from benchmarks.common import RESULTS, today, version_list, write_results
+from megatron_lossy.base.device.environment import processor
+from megatron_lossy.base.exchange import Delivery, Exchange, Stream, cut
 from megatron_lossy.config import PHASES, LossyConfig
 from megatron_lossy.delivery_log.writer import DeliveryLog
-from megatron_lossy.device.environment import processor
-from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
 from megatron_lossy.transport import Network
 from megatron_lossy.transport.drawn import draw
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 
 from benchmarks.common import RESULTS, today, version_list, write_results
+from megatron_lossy.base.device.environment import processor
+from megatron_lossy.base.exchange import BucketUnits, Exchange, Stream
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.device.environment import processor
-from megatron_lossy.exchange import BucketUnits, Exchange, Stream
 from megatron_lossy.transport import Network
 from megatron_lossy.transport.drawn import CollectiveWire
 from megatron_lossy.transport.memory import Memory

@@ -22,10 +22,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.common import heading, run_ranks
 from benchmarks.step_overhead import compare, make_parser, ratios, settings_from, spread, turns
-from megatron_lossy import device
+from megatron_lossy.base import device
+from megatron_lossy.base.device import all_gather_single, reduce_scatter_single
+from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.device import all_gather_single, reduce_scatter_single
-from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.pytorch import make_lossy
 
 BASELINE, AGAIN = "FSDP2", "FSDP2 again"

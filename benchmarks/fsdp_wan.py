@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.common import RESULTS, free_port, made_with, today, write_results
 from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
-from megatron_lossy.device.environment import without_ranks
-from megatron_lossy.errors import refuse, usage_errors
+from megatron_lossy.base.device.environment import without_ranks
+from megatron_lossy.base.errors import refuse, usage_errors
 
 #: What is trained: loss flags; ``None`` is plain FSDP2.
 RUNS: dict[str, dict[str, Any] | None] = {
@@ -39,7 +39,7 @@ def rank(name: str, steps: int, hidden: int, out: str) -> None:
     import torch.distributed as dist
 
     from benchmarks.fsdp_step import Settings, Trainer
-    from megatron_lossy import device
+    from megatron_lossy.base import device
 
     torch.set_num_threads(1)
     device.init_process_group("gloo")

@@ -32,8 +32,8 @@ from benchmarks.step_overhead import (
     spread,
     turns,
 )
+from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.mechanisms.islands.world import IslandWorld
 
 _FEW = {"sync_method": "parameters", "sync_fraction": 0.05}

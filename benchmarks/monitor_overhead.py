@@ -31,8 +31,8 @@ from benchmarks.step_overhead import (
     spread,
     turns,
 )
-from megatron_lossy.errors import refuse, usage_errors
-from megatron_lossy.monitor import Drift, ExchangeMonitor
+from megatron_lossy.base.errors import refuse, usage_errors
+from megatron_lossy.run.monitor import Drift, ExchangeMonitor
 
 UNITS = {"shard": {"loss_unit": "shard"}, "packet 4 KiB": {"loss_unit": "packet", "packet_bytes": 4096}}
 INTERVAL = 50

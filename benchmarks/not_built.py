@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, made_with, today
-from megatron_lossy.coding.blocks import BlockCode
-from megatron_lossy.data import stdlib_documents
-from megatron_lossy.errors import usage_errors
-from megatron_lossy.exchange import cut
-from megatron_lossy.files import write_text
+from megatron_lossy.base.coding.blocks import BlockCode
+from megatron_lossy.base.errors import usage_errors
+from megatron_lossy.base.exchange import cut
+from megatron_lossy.base.files import write_text
+from megatron_lossy.lab.data import stdlib_documents
 
 WORKERS, BATCH, CONTEXT, BYTES = 8, 64, 4, 256
 SHAPES = {

@@ -31,9 +31,9 @@ from benchmarks.step_overhead import (
     spread,
     turns,
 )
+from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import refuse, usage_errors
-from megatron_lossy.theory.divergence import overhead
+from megatron_lossy.lab.theory.divergence import overhead
 
 #: Seconds of an iteration of ResNet-50, by workers: DSGD, PAFT-Sync, PAFT.
 TABLE_1 = {4: (0.201, 0.243, 0.237), 8: (0.212, 0.254, 0.244), 16: (0.228, 0.276, 0.253), 32: (0.333, 0.411, 0.373)}

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, made_with, today, write_results
+from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.channel.corruption import apply, make_corruption
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.exchange import Exchange, Stream
+from megatron_lossy.lab.theory import divergence as theory
 from megatron_lossy.mechanisms.replicas.synchroniser import Copies, Replica, Synchroniser
-from megatron_lossy.peers import LocalPeers
-from megatron_lossy.theory import divergence as theory
+from megatron_lossy.transport.peers import LocalPeers
 
 D, ETA, SIGMA = 20_000, 0.1, 0.01
 

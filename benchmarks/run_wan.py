@@ -35,11 +35,11 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import free_port, made_with
 from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
-from megatron_lossy.device.environment import without_ranks
-from megatron_lossy.errors import refuse, usage_errors
-from megatron_lossy.files import replace_file, write_text
-from megatron_lossy.train.log import clock
-from megatron_lossy.train.metrics import METRICS_FILE
+from megatron_lossy.base.device.environment import without_ranks
+from megatron_lossy.base.errors import refuse, usage_errors
+from megatron_lossy.base.files import replace_file, write_text
+from megatron_lossy.lab.train.log import clock
+from megatron_lossy.lab.train.metrics import METRICS_FILE
 
 _UDP = ("--transport", "udp", "--loss-unit", "packet", "--udp-interface", INTERFACE)
 _ISLANDS = ("--islands", "2", "--sync-method")

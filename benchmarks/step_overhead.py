@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import RESULTS, heading, run_ranks
-from megatron_lossy import device
+from megatron_lossy.base import device
+from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.mechanisms.islands.world import IslandWorld
 
 BASELINE = "megatron-core"

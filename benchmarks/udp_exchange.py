@@ -27,8 +27,8 @@ from benchmarks.exchange.limits import best, limits, limits_table
 from benchmarks.exchange.results import Cell, Share, markdown, picture, table_of
 from benchmarks.exchange.rows import PARTS, Row, choose
 from benchmarks.lab import Counters, Lab, Link, Missing, check_lab, end_in_order
-from megatron_lossy.errors import refuse, usage_errors
-from megatron_lossy.files import replace_file, write_text
+from megatron_lossy.base.errors import refuse, usage_errors
+from megatron_lossy.base.files import replace_file, write_text
 
 #: Exchanges of a phase that a row has at most, and those that it has although they take longer than its share.
 MOST, LEAST = 200, 3

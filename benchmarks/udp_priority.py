@@ -18,7 +18,7 @@ from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import Team, our_config, span
 from benchmarks.exchange.rows import Row
 from benchmarks.lab import Lab, Missing, end_in_order
-from megatron_lossy.errors import refuse, usage_errors
+from megatron_lossy.base.errors import refuse, usage_errors
 
 NAMES = ("none", "protected")
 _WARM_UP = 20

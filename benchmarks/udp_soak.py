@@ -31,7 +31,7 @@ from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import PHASES, Team, our_config, span
 from benchmarks.exchange.rows import Row
 from benchmarks.lab import Lab, Link, Missing, end_in_order
-from megatron_lossy.errors import refuse, usage_errors
+from megatron_lossy.base.errors import refuse, usage_errors
 
 #: An exchange that takes so many times the median is one that stalls.
 STALL = 5.0

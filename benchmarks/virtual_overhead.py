@@ -28,11 +28,11 @@ from typing import Any
 import torch
 
 from benchmarks.common import RESULTS, machine, today, version_list, write_results
-from megatron_lossy import device
+from megatron_lossy.base import device
+from megatron_lossy.base.errors import refuse, usage_errors
+from megatron_lossy.base.files import replace_file
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import refuse, usage_errors
-from megatron_lossy.files import replace_file
-from megatron_lossy.train.config import TrainConfig
+from megatron_lossy.lab.train.config import TrainConfig
 
 P = 0.1
 LOSSY = LossyConfig(p_grad=P, p_param=P)
@@ -64,9 +64,9 @@ class Run:
 
     def __init__(self, shape: dict[str, int], workers: int, lossy: LossyConfig | None) -> None:
         from megatron_lossy.hooks.runtime import Lossy
-        from megatron_lossy.train.model import build_model
-        from megatron_lossy.train.workers import Workers
-        from megatron_lossy.virtual import VirtualCluster
+        from megatron_lossy.lab.train.model import build_model
+        from megatron_lossy.lab.train.workers import Workers
+        from megatron_lossy.lab.virtual import VirtualCluster
 
         self.config = TrainConfig(
             **shape,
@@ -242,7 +242,7 @@ def main() -> None:
         if min(arguments.growth, default=1) < 1:
             raise refuse("--growth", min(arguments.growth), "must be at least 1")
     device.prepare()
-    from megatron_lossy.train import parallel
+    from megatron_lossy.lab.train import parallel
 
     config = TrainConfig(
         **SMALL, micro_batch_size=1, global_batch_size=1, train_iters=1, lr=1e-4, data_path=("random",), eval_iters=0

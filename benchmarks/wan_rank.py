@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_lossy.files import write_text
+from megatron_lossy.base.files import write_text
 
 
 class Stopwatch:
@@ -55,13 +55,13 @@ def main() -> None:
     times = sys.argv.pop(1)
     stopwatch = Stopwatch()
     atexit.register(lambda: write_text(times, json.dumps(stopwatch.seconds)))
-    from megatron_lossy.train.__main__ import main as train
-    from megatron_lossy.train.process import quiet_imports
+    from megatron_lossy.lab.train.__main__ import main as train
+    from megatron_lossy.lab.train.process import quiet_imports
 
     quiet_imports()
     import torch.distributed as dist
 
-    from megatron_lossy import device
+    from megatron_lossy.base import device
 
     device.prepare()
     from megatron.core.distributed import DistributedDataParallel

@@ -14,10 +14,10 @@ from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs, parallelize_llama
 
+from megatron_lossy.base.errors import ArgumentParser, usage_errors
+from megatron_lossy.base.flags import from_namespace
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import ArgumentParser, usage_errors
-from megatron_lossy.flags import from_namespace
-from megatron_lossy.loss_flags import add_loss_flags, with_preset
+from megatron_lossy.config.loss_flags import add_loss_flags, with_preset
 from megatron_lossy.pytorch import make_lossy
 
 TOKENS, LENGTH, BATCH = 64, 32, 4

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatron_lossy.base.errors import ArgumentParser, usage_errors
+from megatron_lossy.base.flags import from_namespace
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import ArgumentParser, usage_errors
-from megatron_lossy.flags import from_namespace
-from megatron_lossy.loss_flags import add_loss_flags, with_preset
+from megatron_lossy.config.loss_flags import add_loss_flags, with_preset
 from megatron_lossy.pytorch import make_lossy
 
 VOCABULARY, LENGTH, BATCH = 256, 64, 8

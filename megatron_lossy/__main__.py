@@ -16,11 +16,11 @@ import runpy
 import sys
 from pathlib import Path
 
-from .errors import ArgumentParser, UsageError, refuse
-from .flags import did_you_mean
-from .loss_flags import with_preset
+from .base.errors import ArgumentParser, UsageError, refuse
+from .base.flags import did_you_mean
+from .config.loss_flags import with_preset
+from .config.shipped import copy_shipped
 from .plugin import check_command_line, install, parse_loss_flags, running
-from .shipped import copy_shipped
 
 USAGE = (
     "usage: python -m megatron_lossy SCRIPT [Megatron's arguments] [loss flags]; --help after SCRIPT lists most, "
@@ -47,16 +47,20 @@ def main(arguments: list[str] | None = None) -> None:
             raise UsageError(USAGE)
         script, *rest = arguments
         if script == "doctor":  # a script of that name is ./doctor
-            from .doctor import main as doctor
-
+            try:
+                from .lab.doctor import main as doctor
+            except ModuleNotFoundError as error:
+                if error.name != "megatron_lossy.lab":
+                    raise
+                raise UsageError("doctor: needs megatron_lossy.lab, which this installation was made without") from None
             sys.exit(doctor(rest))
         if script == "refusals":
-            from .refusals.listing import main as refusals
+            from .config.refusals.listing import main as refusals
 
             refusals(rest)
             return
         if script == "lighthouse":
-            from .rendezvous.serve import main as lighthouse
+            from .mechanisms.islands.rendezvous.serve import main as lighthouse
 
             lighthouse(rest)
             return
@@ -90,7 +94,7 @@ def _copy(arguments: list[str]) -> None:
 
 
 def _import_megatron(script: str) -> None:
-    from . import device
+    from .base import device
 
     device.prepare_import()
     try:

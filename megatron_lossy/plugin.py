@@ -17,19 +17,19 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from .base.errors import ArgumentParser, UsageError, tell_torchrun, usage_errors
+from .base.flags import add_flags, from_namespace
+from .base.registry import MECHANISMS
 from .config import LossyConfig
 from .config.facts import Facts
+from .config.loss_flags import add_preset_and_help, with_preset
 from .config.refusal import check_refusals
-from .errors import ArgumentParser, UsageError, tell_torchrun, usage_errors
-from .flags import add_flags, from_namespace
-from .loss_flags import add_preset_and_help, with_preset
-from .registry import MECHANISMS
-from .settings import note_origins_of
+from .config.settings import note_origins_of
 
 if TYPE_CHECKING:
+    from .base.jobs import World
+    from .base.ledger import Ledger, Patch
     from .hooks import Lossy
-    from .jobs import World
-    from .ledger import Ledger, Patch
 
 _ledgers: dict[str, Ledger] = {}
 _lossy: Lossy | None = None
@@ -102,7 +102,8 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
         return _lossy
     import megatron.core
 
-    from . import device, hooks
+    from . import hooks
+    from .base import device
     from .hooks import megatron_training
 
     hooks.check_version(megatron.core.__version__)
@@ -187,7 +188,7 @@ def _add_distributed_args(original: Callable, parser: Any) -> Any:
 
 
 def _command_line_patches() -> list[Patch]:
-    from .ledger import Patch, Takes
+    from .base.ledger import Patch, Takes
 
     return [
         Patch(
@@ -208,7 +209,7 @@ def _pretrain(original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _program_patches() -> list[Patch]:
-    from .ledger import Patch
+    from .base.ledger import Patch
 
     return [
         Patch(
@@ -229,7 +230,7 @@ def _in_charge() -> bool:
 
 
 def _install_once(name: str, patches: Callable[[], list[Patch]]) -> None:
-    from .ledger import Ledger
+    from .base.ledger import Ledger
 
     ledger = _ledgers.setdefault(name, Ledger(f"megatron.training ({name})"))
     if not ledger.installed:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lossy.lab.commands import recorded_tables
-from megatron_lossy.lab.link import Site, of_steps, seconds
+from megatron_lossy.lab.studies.commands import recorded_tables
+from megatron_lossy.lab.studies.link import Site, of_steps, seconds
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 HEADINGS = ("link", "model", "step", "gradients add", "method", "share", "delay", "what it costs in validation loss")

@@ -29,7 +29,7 @@ import xml.etree.ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lossy.files import write_text
+from megatron_lossy.base.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "compat"

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_lossy.files import write_text
+from megatron_lossy.base.files import write_text
 from scripts.compat import BUILD, PAGE, ROOT, Megatron, _cell, _numbers, _pytest
 
 MARKS = re.compile(r"(<!-- compat-torch -->\n)(.*?)(<!-- end compat-torch -->)", re.DOTALL)

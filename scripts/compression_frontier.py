@@ -15,8 +15,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megatron_lossy.coding.blocks import BlockCode
-from megatron_lossy.files import replace_file
+from megatron_lossy.base.coding.blocks import BlockCode
+from megatron_lossy.base.files import replace_file
 
 STUDIES = Path(__file__).parents[1] / "benchmarks" / "results" / "studies"
 OUT = STUDIES / "compression" / "frontier.png"

@@ -1,4 +1,4 @@
-"""Completion times of megatron_lossy.lab.fct beside those of the same messages, with the same losses, in ns-3.
+"""Completion times of megatron_lossy.lab.studies.fct beside those of the same messages, with the same losses, in ns-3.
 
     pip install 'megatron-lossy[ns3]'
     python scripts/fct_ns3.py
@@ -27,14 +27,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lossy.coding import Layout
-from megatron_lossy.device.environment import processor, versions
-from megatron_lossy.errors import ArgumentParser, UsageError, refuse, usage_errors
-from megatron_lossy.files import check_folder, replace_file, write_text
-from megatron_lossy.lab.fct.cells import make_scheme
-from megatron_lossy.lab.fct.path import Losses
-from megatron_lossy.lab.fct.path import Path as Way
-from megatron_lossy.lab.fct.schemes import Flow, Scheme
+from megatron_lossy.base.coding import Layout
+from megatron_lossy.base.device.environment import processor, versions
+from megatron_lossy.base.errors import ArgumentParser, UsageError, refuse, usage_errors
+from megatron_lossy.base.files import check_folder, replace_file, write_text
+from megatron_lossy.lab.studies.fct.cells import make_scheme
+from megatron_lossy.lab.studies.fct.path import Losses
+from megatron_lossy.lab.studies.fct.path import Path as Way
+from megatron_lossy.lab.studies.fct.schemes import Flow, Scheme
 
 ROOT = Path(__file__).resolve().parent.parent
 APPLICATIONS = Path(__file__).with_suffix(".cc")

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from megatron_lossy.files import replace_file
+from megatron_lossy.base.files import replace_file
 
 OUT = Path(__file__).parent.parent / "docs" / "idea.png"
 

@@ -24,11 +24,11 @@ import torch
 from lstm_report import Results, draw, origin, tables, values
 from lstm_training import ARMS, LOSSLESS, SCALES, Run, Text, check_text, read_text, train
 
-from megatron_lossy.data import build_tokenizer
-from megatron_lossy.errors import ArgumentParser, UsageError, refuse, usage_errors
-from megatron_lossy.files import check_folder, replace_file, write_text, writing
-from megatron_lossy.settings import read_yaml
-from megatron_lossy.shipped import find_config
+from megatron_lossy.base.errors import ArgumentParser, UsageError, refuse, usage_errors
+from megatron_lossy.base.files import check_folder, replace_file, write_text, writing
+from megatron_lossy.config.settings import read_yaml
+from megatron_lossy.config.shipped import find_config
+from megatron_lossy.lab.data import build_tokenizer
 
 PROGRAM = "scripts/lstm_language_model.py"
 

@@ -14,11 +14,11 @@ from lstm_training import ARMS, LOSSLESS
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megatron_lossy.lab.summary import INTERVAL, Difference, mean_and_error
-from megatron_lossy.report import LossTable
-from megatron_lossy.report.curves import log_axis
-from megatron_lossy.report.table import Entry
-from megatron_lossy.train.metrics import perplexity
+from megatron_lossy.lab.report import LossTable
+from megatron_lossy.lab.report.curves import log_axis
+from megatron_lossy.lab.report.table import Entry
+from megatron_lossy.lab.studies.summary import INTERVAL, Difference, mean_and_error
+from megatron_lossy.lab.train.metrics import perplexity
 
 #: Best validation perplexity in the paper: without loss, and with, by rate.
 PAPER_LOSSLESS = 161.37

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from megatron_lossy.base.device.environment import processor, versions
+from megatron_lossy.base.errors import refuse
+from megatron_lossy.base.exchange import Stream
 from megatron_lossy.config import PHASES, LossyConfig
-from megatron_lossy.data import Tokenizer, stdlib_documents
-from megatron_lossy.data.documents import find_files, read_documents, validation_documents
-from megatron_lossy.device.environment import processor, versions
-from megatron_lossy.errors import refuse
-from megatron_lossy.exchange import Stream
-from megatron_lossy.lab.design import loss_seed_of
+from megatron_lossy.lab.data import Tokenizer, stdlib_documents
+from megatron_lossy.lab.data.documents import find_files, read_documents, validation_documents
+from megatron_lossy.lab.studies.design import loss_seed_of
 from megatron_lossy.transport import BucketSpec, LossyGroup, Network, wire_for
 
 LAYERS, DROPOUT, CLIP, LEARNING_RATE, LEAST = 2, 0.3, 1.0, 1e-3, 1e-6

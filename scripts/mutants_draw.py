@@ -16,7 +16,7 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
 PACKAGE = "megatron_lossy"
-ROOMS = ("recovery", "channel", "transport", "mechanisms", "virtual", "hooks", "delivery_log", "coding")
+ROOMS = ("recovery", "channel", "transport", "mechanisms", "lab/virtual", "hooks", "delivery_log", "base/coding")
 _BITS = {"RShift", "LShift", "BitOr", "BitAnd", "BitXor"}
 _SPEAKS = {"print", "warn"}
 _DECLARES = {"@abstractmethod", "@overload"}

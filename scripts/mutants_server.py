@@ -28,10 +28,10 @@ def _import() -> None:
     import pytest
     import torch.distributed
 
-    import megatron_lossy.device
+    import megatron_lossy.base.device
 
     torch.set_num_threads(1)
-    megatron_lossy.device.prepare_import()
+    megatron_lossy.base.device.prepare_import()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import megatron.core.distributed

@@ -13,7 +13,7 @@ import sys
 
 from mutants_draw import PACKAGE, ROOMS, family
 
-from megatron_lossy.device.environment import processor, versions
+from megatron_lossy.base.device.environment import processor, versions
 
 Row = dict[str, str]
 

@@ -72,12 +72,12 @@ def test_files(root: Path) -> list[Path]:
                 names |= reached(helper, seen)
         return names
 
-    rooms = {f"{PACKAGE}.{room}" for room in ROOMS}
+    rooms = tuple(f"{PACKAGE}.{room.replace('/', '.')}" for room in ROOMS)
     return [
         path
         for path in sorted((root / "tests").glob("test_*.py"))
         if path.stem.removeprefix("test_") not in _OF_OTHERS
-        and any(".".join(name.split(".")[:2]) in rooms for name in reached(path, set()))
+        and any(f"{name}.".startswith(tuple(f"{room}." for room in rooms)) for name in reached(path, set()))
     ]
 
 

@@ -117,7 +117,7 @@ def _redirect(name: str, rank: int) -> None:
 
 
 def _train(arguments: list[str]) -> None:
-    from megatron_lossy.train.__main__ import main
+    from megatron_lossy.lab.train.__main__ import main
 
     sys.argv = ["megatron_lossy.train", *arguments]
     main(arguments)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_lossy import theory
+from megatron_lossy.base.files import write_text
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.files import write_text
+from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory.islands import deviation, growth_per_iteration, speed
 from megatron_lossy.mechanisms.islands.correction import critical_gain, stability_bound
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lossy import theory
+from megatron_lossy.base.device.environment import processor, versions
+from megatron_lossy.base.errors import refuse, usage_errors
+from megatron_lossy.base.files import replace_file, write_text
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.device.environment import processor, versions
-from megatron_lossy.errors import refuse, usage_errors
-from megatron_lossy.files import replace_file, write_text
+from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory import simulate
 from megatron_lossy.lab.theory.picture import draw
 from megatron_lossy.lab.theory.rows import STABILITY, Row, agreement, markdown, write_csv
@@ -219,11 +219,11 @@ def scaled(measured: Measured, factor: float) -> Measured:
 
 def real_runs(iterations: int, ticker: Ticker) -> tuple[list[Row], list]:
     """The drift in training runs of configs/tiny/llama_1m.yaml, over what the increments of the same run predict."""
-    from megatron_lossy.train.process import quiet_imports
+    from megatron_lossy.lab.train.process import quiet_imports
 
     quiet_imports()
     from megatron_lossy.lab.theory import real_run
-    from megatron_lossy.train.arguments import configurations, make_parser, read_arguments
+    from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments
 
     rows, runs = [], []
     for p in REAL_RATES:

@@ -5,7 +5,7 @@ Between ``<!-- KIND: NAME -->`` and ``<!-- end -->`` of a page stands:
 ``flags: loss``, ``training``, ``islands``, ``pipeline``
     the loss flags, from megatron_lossy/config; those of our own trainer; those of islands and of the asynchronous pipeline
 ``refusals: all``
-    the table of refusals, from megatron_lossy/refusals
+    the table of refusals, from megatron_lossy/config/refusals
 ``table: FILE``, ``table: FILE#heading``
     the Markdown table FILE of benchmarks/results, or its section
 ``list: studies``, ``presets``, ``features``, ``machines``
@@ -27,18 +27,18 @@ from pathlib import Path
 
 import yaml
 
+from megatron_lossy.base.files import write_text
+from megatron_lossy.base.flags import flag_groups, flag_table, flag_tables
+from megatron_lossy.base.registry import MECHANISMS
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.files import write_text
-from megatron_lossy.flags import flag_groups, flag_table, flag_tables
-from megatron_lossy.lab import size
-from megatron_lossy.lab.commands import recorded_tables
-from megatron_lossy.loss_flags import presets, title
+from megatron_lossy.config.loss_flags import presets, title
+from megatron_lossy.config.refusals import listing
+from megatron_lossy.lab.report import LossTable
+from megatron_lossy.lab.studies import size
+from megatron_lossy.lab.studies.commands import recorded_tables
+from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.mechanisms.async_pipeline.flags import AsyncPipelineFlags
 from megatron_lossy.mechanisms.islands.flags import IslandFlags
-from megatron_lossy.refusals import listing
-from megatron_lossy.registry import MECHANISMS
-from megatron_lossy.report import LossTable
-from megatron_lossy.train.config import TrainConfig
 from scripts import choosing, stability
 from scripts.verified import feature_table, machine_table
 

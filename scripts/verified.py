@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from tests.features import DEVICES, TESTS, Feature, features, machines
-from tests.rooms import PACKAGE
+from tests.rooms import HOLDERS, PACKAGE
 
 PAGE = TESTS.parent / "docs" / "verified.md"
 #: How many characters a row may have, so that one reads it as a line.
@@ -17,7 +17,9 @@ def _place(room: str) -> tuple[int, str]:
     """The part of the table in which a room stands, and its name."""
     if (PACKAGE / "mechanisms" / room).is_dir():
         return 1, room
-    return (0, room) if (PACKAGE / room).exists() or (PACKAGE / f"{room}.py").exists() else (2, "the repository")
+    holders = [PACKAGE, *(PACKAGE / holder for holder in HOLDERS)]
+    known = any((holder / name).exists() for holder in holders for name in (room, f"{room}.py"))
+    return (0, room) if known else (2, "the repository")
 
 
 def _labels() -> dict[Path, str]:

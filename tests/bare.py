@@ -4,7 +4,7 @@ import os
 import runpy
 import sys
 
-from megatron_lossy import device
+from megatron_lossy.base import device
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]

@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.channel.draws import Uniforms
-from megatron_lossy.exchange import Exchange, Stream
 from tests.reference import boundary_residual, boundary_units
 
 

@@ -4,7 +4,7 @@ import multiprocessing.forkserver
 
 import pytest
 
-from megatron_lossy import device
+from megatron_lossy.base import device
 from tests.features import Record
 from tests.lighthouse import serve  # noqa: F401
 from tests.ranks import Pool

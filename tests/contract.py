@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed import param_and_grad_buffer as pgb
 
 from megatron_lossy import hooks
-from megatron_lossy.exchange import Exchange, units_of
+from megatron_lossy.base.exchange import Exchange, units_of
 from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.hooks.versions import full_group
 from megatron_lossy.transport import Network

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_lossy.lab.train.__main__ import main
 from megatron_lossy.mechanisms.islands.elastic.part import ElasticIslands
-from megatron_lossy.train.__main__ import main
 
 
 def compare(islands: ElasticIslands) -> None:

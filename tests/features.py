@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_lossy import device
+from megatron_lossy.base import device
 from tests.rooms import TESTS, room_of
 
 MACHINES = TESTS / "machines.yaml"

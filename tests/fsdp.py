@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lossy.exchange import units_of
+from megatron_lossy.base.exchange import units_of
 from megatron_lossy.pytorch import make_lossy
 
 TYPES = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.channel.corruption import apply, make_corruption
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.mechanisms.replicas.repair import compare, repair
 from megatron_lossy.mechanisms.replicas.synchroniser import Copies, Replica, Synchroniser
-from megatron_lossy.peers import LocalPeers
+from megatron_lossy.transport.peers import LocalPeers
 
 SIZES = (5, 4097, 3, 700)  # odd, and so that pieces have several
 

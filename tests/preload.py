@@ -10,7 +10,7 @@ import torch
 import torch._dynamo  # each optimizer of torch does
 import torch.distributed
 
-from megatron_lossy import device
+from megatron_lossy.base import device
 
 torch.set_num_threads(1)
 device.prepare_import()
@@ -22,15 +22,15 @@ with warnings.catch_warnings():
     import megatron.core.models.gpt
     import megatron.core.optimizer
 
+    import megatron_lossy.base.device.cpu
+    import megatron_lossy.base.device.cpu_training
     import megatron_lossy.delivery_log.verify
-    import megatron_lossy.device.cpu
-    import megatron_lossy.device.cpu_training
     import megatron_lossy.hooks
+    import megatron_lossy.lab.report
+    import megatron_lossy.lab.virtual
     import megatron_lossy.mechanisms.replicas.full_replicas
     import megatron_lossy.mechanisms.replicas.ranks
-    import megatron_lossy.report
     import megatron_lossy.transport.udp
-    import megatron_lossy.virtual
     import tests.contract
     import tests.trainer  # noqa: F401
     from megatron_lossy.config import LossyConfig
@@ -39,7 +39,7 @@ with warnings.catch_warnings():
     with contextlib.suppress(ImportError):
         import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  when it saves
 
-        import megatron_lossy.train.loop  # noqa: F401
+        import megatron_lossy.lab.train.loop  # noqa: F401
 
 # At the first row of a delivery log, and with pandas half a second.
 with contextlib.suppress(ImportError):

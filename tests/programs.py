@@ -28,7 +28,7 @@ from tests.ranks import context
 
 ROOT = Path(__file__).parents[1]
 #: Programs that start ranks: torchrun, and the launcher's agent in its place.
-TORCHRUN, AGENT = "torch.distributed.run", "megatron_lossy.launch.agent"
+TORCHRUN, AGENT = "torch.distributed.run", "megatron_lossy.lab.launch.agent"
 
 
 def _become(program: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -77,7 +77,7 @@ def _program(module, arguments, folder, environment, *streams):
 
 def _fork_cells() -> None:
     """Let a study fork its trainers, where it would start them with the same command line."""
-    from megatron_lossy.lab import runner
+    from megatron_lossy.lab.studies import runner
 
     def start(command, *, stdout, stderr, stdin, env, start_new_session):
         assert (stderr, stdin) == (subprocess.STDOUT, subprocess.DEVNULL) and start_new_session

@@ -7,6 +7,7 @@ forked from it: fresh state for every test at the price of a fork.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -40,6 +41,7 @@ def _rank_main(connection, rank, world_size, store, environment, grouped):
             **environment,
         }
     )
+    faulthandler.enable()  # a rank that a signal ends prints its stacks
     try:
         import torch
 

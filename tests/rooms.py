@@ -1,6 +1,6 @@
 """The room of a test file.
 
-``pytest --room=recovery`` runs the tests of one room or mechanism of ``megatron_lossy``: of files in ``tests/recovery``, and of files
+``pytest --room=recovery`` runs the tests of one room or mechanism of ``megatron_lossy``, at its top or in a folder of rooms: of files in ``tests/recovery``, and of files
 that :data:`ROOMS` gives to it. A file that nobody gave to a room is a room by itself.
 """
 
@@ -13,6 +13,8 @@ import pytest
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "megatron_lossy"
 
+#: Folders that hold rooms.
+HOLDERS = ("base", "config", "run", "mechanisms", "lab")
 #: How names of files begin, where not with the name of their room. The longest that fits holds.
 ROOMS = {
     "averaging": "islands",
@@ -25,6 +27,7 @@ ROOMS = {
     "patches_folder": "plugin",
     "pieces": "transport",
     "pipeline": "boundaries",
+    "saved_state": "run",
     "streams": "transport",
     "study": "lab",
     "sync": "replicas",
@@ -41,7 +44,7 @@ def room_of(path: Path) -> str:
     """The room of a test file: its folder, or what its name begins with."""
     if path.parent != TESTS:
         return path.relative_to(TESTS).parts[0]
-    folders = (PACKAGE, PACKAGE / "mechanisms")
+    folders = (PACKAGE, *(PACKAGE / name for name in HOLDERS))
     rooms = {
         one.stem: one.stem for folder in folders for one in folder.iterdir() if not one.stem.startswith("_")
     } | ROOMS

@@ -1,6 +1,6 @@
 """What rules of recovery are handed by a wire, where there is none."""
 
-from megatron_lossy.exchange import Exchange, Stream
+from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.mechanisms.priority.choosing import Priority, Protection
 from megatron_lossy.mechanisms.priority.protected import Required, Spared
 from megatron_lossy.recovery import Gradients

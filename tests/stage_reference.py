@@ -23,11 +23,11 @@ def observed_run(rank: int, config: dict, loss: dict, first: dict | None = None)
     """
     warnings.simplefilter("ignore")
     from megatron_lossy.config import LossyConfig
+    from megatron_lossy.lab.train import build, loop
+    from megatron_lossy.lab.train.config import TrainConfig
+    from megatron_lossy.lab.train.log import Console
+    from megatron_lossy.lab.train.workers import Workers
     from megatron_lossy.mechanisms.async_pipeline.workers import StageWorkers
-    from megatron_lossy.train import build, loop
-    from megatron_lossy.train.config import TrainConfig
-    from megatron_lossy.train.log import Console
-    from megatron_lossy.train.workers import Workers
 
     seen: dict = {"weights": [], "norms": [], "logged": []}
 
@@ -89,11 +89,11 @@ def reference(rank: int, config: dict, first: Sequence[dict], ranks: int = 1) ->
     ``first``: the weights of each stage at the start. ``ranks``: data-parallel. The learning rate is constant.
     """
     warnings.simplefilter("ignore")
-    from megatron_lossy import device
-    from megatron_lossy.data import build_tokenizer
-    from megatron_lossy.train import parallel
-    from megatron_lossy.train.config import TrainConfig
-    from megatron_lossy.train.data import RankBatches, build_datasets
+    from megatron_lossy.base import device
+    from megatron_lossy.lab.data import build_tokenizer
+    from megatron_lossy.lab.train import parallel
+    from megatron_lossy.lab.train.config import TrainConfig
+    from megatron_lossy.lab.train.data import RankBatches, build_datasets
 
     device.prepare()
     stages = config["pipeline_model_parallel_size"]
@@ -112,8 +112,8 @@ def _stage(config, vocab_size, first, last):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from megatron_lossy.data import padded_vocab_size
-    from megatron_lossy.train.model import transformer_config
+    from megatron_lossy.lab.data import padded_vocab_size
+    from megatron_lossy.lab.train.model import transformer_config
 
     model = GPTModel(
         transformer_config(config),

@@ -11,12 +11,12 @@ import time
 import numpy as np
 import pytest
 
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
-from megatron_lossy.errors import UsageError
-from megatron_lossy.train.config import TrainConfig
-from megatron_lossy.train.facts import of_trainer
-from megatron_lossy.train.saved import check_folders
+from megatron_lossy.lab.train.config import TrainConfig
+from megatron_lossy.lab.train.facts import of_trainer
+from megatron_lossy.lab.train.saved import check_folders
 from tests.programs import start_ranks
 from tests.ranks import run_ranks
 from tests.stage_reference import in_whole, observed_run, reference

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_lossy import hooks, plugin
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig, given
 from megatron_lossy.config.refusal import check_refusals
-from megatron_lossy.errors import UsageError
-from megatron_lossy.train.config import TrainConfig
-from megatron_lossy.train.facts import of_trainer
+from megatron_lossy.lab.train.config import TrainConfig
+from megatron_lossy.lab.train.facts import of_trainer
 from tests.ranks import run_ranks
 from tests.test_islands_train import (
     flat,

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy import theory
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.refusal import check_refusals
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Stream
+from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory.islands import STREAM, deviation, rounds_of, simulate, spread
 from megatron_lossy.mechanisms.islands.advice import advice
 from megatron_lossy.mechanisms.islands.correction import Mixing, SmithPredictor, predictor_gain, stability_bound

@@ -276,7 +276,7 @@ PROGRAMS = {
     "megatron_lossy.train": ("megatron_lossy.train", TRAIN),
     "megatron_lossy.data": ("megatron_lossy.data", DATA),
     "megatron_lossy.lab": ("megatron_lossy.lab", STUDIES),
-    "megatron_lossy.lab sweep": ("megatron_lossy.lab.sweep", SWEEP),
+    "megatron_lossy.lab sweep": ("megatron_lossy.lab.studies.sweep", SWEEP),
     "megatron_lossy.report": ("megatron_lossy.report", REPORT),
     "megatron_lossy.delivery_log": ("megatron_lossy.delivery_log", DELIVERY_LOG),
     "megatron_lossy.launch": ("megatron_lossy.launch", LAUNCH),

@@ -18,7 +18,7 @@ from benchmarks.exchange.results import Cell, Share, markdown, picture, table_of
 from benchmarks.exchange.rows import LOSSES, PARTS, QUICK, Row, choose
 from benchmarks.lab import Counters
 from benchmarks.wan_rank import Stopwatch
-from megatron_lossy.errors import UsageError
+from megatron_lossy.base.errors import UsageError
 from tests.programs import run_program
 from tests.ranks import run_ranks
 from tests.test_lab import needs_lab
@@ -34,7 +34,7 @@ def on_ranks(rank, benchmark, settings, islands=1):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_lossy import device
+    from megatron_lossy.base import device
     from megatron_lossy.mechanisms.islands.world import IslandWorld
 
     device.prepare()

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Exchange, Stream
+from megatron_lossy.base.registry import CHANNELS
 from megatron_lossy.channel import make_channel
 from megatron_lossy.channel.draws import Uniforms
 from megatron_lossy.channel.gilbert_elliott import GilbertElliott
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Exchange, Stream
-from megatron_lossy.registry import CHANNELS
 from megatron_lossy.transport import Network, check_channels
 
 pytestmark = pytest.mark.shows(

@@ -14,7 +14,7 @@ from benchmarks.churn.islands import Life
 from benchmarks.churn.picture import picture
 from benchmarks.churn.results import ALONE, LISTENS, SENDS, Island, Results, compared, markdown
 from benchmarks.churn.schedule import DEFAULT, LIGHTHOUSE, Director, Happened, Kills, first_islands, without_cuts
-from megatron_lossy.errors import UsageError
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.mechanisms.islands.schedule import Event, Schedule
 
 pytestmark = pytest.mark.shows("benchmarks of steps, parameters and islands run")

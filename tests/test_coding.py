@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.coding import AdaptiveCode, Layout, decode, encode, failure
-from megatron_lossy.errors import UsageError
+from megatron_lossy.base.coding import AdaptiveCode, Layout, decode, encode, failure
+from megatron_lossy.base.errors import UsageError
 from tests.reference import residual_rate
 
 pytestmark = pytest.mark.shows(

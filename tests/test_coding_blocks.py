@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy import native
-from megatron_lossy.coding import compiled
-from megatron_lossy.coding.blocks import BlockCode, uniforms
-from megatron_lossy.exchange import cut
+from megatron_lossy.base import native
+from megatron_lossy.base.coding import compiled
+from megatron_lossy.base.coding.blocks import BlockCode, uniforms
+from megatron_lossy.base.exchange import cut
 from tests.reference import block_payload, block_scale, block_values, hashed_uniforms
 
 pytestmark = pytest.mark.shows("codes of 8 and 4 bits: bytes, mean and variance")

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lossy import hooks, theory
+from megatron_lossy import hooks
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.hooks.buckets import own_shard
 from megatron_lossy.hooks.seam import slot_of
+from megatron_lossy.lab import theory
 from megatron_lossy.mechanisms.lead.lag import Counted
 from megatron_lossy.transport import BucketSpec, LossyGroup, LossyWorkers, lossy_all_gather
 from tests import contract
@@ -226,7 +227,7 @@ def test_the_lead_follows_the_loss_model(tmp_path):
 
 
 def virtual(rank, tiny, config, steps, skipped=()):
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
 
     cluster = VirtualCluster(config, 2)
     run = build(dataclasses.replace(tiny, overlap_param_gather=False), cluster)

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lossy.base.coding.blocks import BlockCode
+from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.channel.draws import coding_keys
-from megatron_lossy.coding.blocks import BlockCode
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.mechanisms.compression.monitor import WireMonitor
 from megatron_lossy.transport import BucketSpec, LossyGroup, LossyWorkers, lossy_all_gather, lossy_reduce_scatter
 from tests import test_transport_in_memory as in_memory

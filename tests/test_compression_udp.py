@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.errors import UsageError
 from megatron_lossy.transport import BucketSpec, LossyGroup
 from megatron_lossy.transport.udp import carrier
 from megatron_lossy.transport.udp.packet import CODES, DATA, END, encode

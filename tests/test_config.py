@@ -7,11 +7,11 @@ import re
 
 import pytest
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.flags import add_flags, flag_groups, flag_table, flag_tables, from_namespace
+from megatron_lossy.base.section import Flags
 from megatron_lossy.config import LossyConfig, Schedule, given, value_of
-from megatron_lossy.errors import UsageError
-from megatron_lossy.flags import add_flags, flag_groups, flag_table, flag_tables, from_namespace
-from megatron_lossy.section import Flags
-from megatron_lossy.train.config import TrainConfig
+from megatron_lossy.lab.train.config import TrainConfig
 
 pytestmark = pytest.mark.shows("flags: allowed values, sections, schedules, what does nothing is said", device=False)
 

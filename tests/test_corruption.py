@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.channel.corruption import Errors, Event, apply, check_bits, digest, make_corruption
 from megatron_lossy.channel.draws import _exchange_word
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Exchange, Stream
 
 pytestmark = pytest.mark.shows("errors in gradients by value: noise, flips, bursts, replayed ones")
 

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lossy.data import (
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.lab.data import (
     build_tokenizer,
     check_blend,
     check_dataset,
@@ -24,9 +25,8 @@ from megatron_lossy.data import (
     stdlib_documents,
     write_indexed,
 )
-from megatron_lossy.data.__main__ import run
-from megatron_lossy.data.documents import validation_documents
-from megatron_lossy.errors import UsageError
+from megatron_lossy.lab.data.__main__ import run
+from megatron_lossy.lab.data.documents import validation_documents
 from tests.programs import ROOT, Program
 
 pytestmark = pytest.mark.shows(
@@ -134,7 +134,7 @@ def test_a_split_is_by_name(names, fraction):
 
 def test_wrong_flags_cost_no_import_of_megatron():
     code = (
-        "import sys; from megatron_lossy.data.__main__ import main\n"
+        "import sys; from megatron_lossy.lab.data.__main__ import main\n"
         "print('torch' in sys.modules); main(['--input', 'absent'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -295,7 +295,7 @@ def test_an_absent_package_is_named(tmp_path, name):
     # An empty entry in sys.modules makes the import fail as an absent package does.
     code = (
         "import sys; sys.modules.update(transformers=None, sentencepiece=None)\n"
-        "from megatron_lossy.data.__main__ import main; main()"
+        "from megatron_lossy.lab.data.__main__ import main; main()"
     )
     arguments = ["--stdlib", "--output-prefix", str(tmp_path / "data"), "--tokenizer", name]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
@@ -357,8 +357,8 @@ def test_gpt_dataset_reads_it(tmp_path):
 def test_processes_that_need_the_same_text_write_it_once(tmp_path):
     program = (
         "import os, sys\n"
-        "from megatron_lossy.train.arguments import configurations, make_parser, read_arguments\n"
-        "from megatron_lossy.train.text import prefixes, with_data_paths, write_text\n"
+        "from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments\n"
+        "from megatron_lossy.lab.train.text import prefixes, with_data_paths, write_text\n"
         "given = ['--config', sys.argv[1], '--data', 'stdlib', '--data-cache-path', sys.argv[2]]\n"
         "paths = with_data_paths(configurations(read_arguments(make_parser('p', ''), given))[0])\n"
         "write_text(paths)\n"

@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Delivery, Exchange, Stream, cut
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log import writer
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.schema import RUN, Meta, file_name, pack, parse_name, unpack
 from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
 from megatron_lossy.transport import LossyGroup, Network, check_channels
 from megatron_lossy.transport.drawn import CollectiveWire
 from tests.programs import run_program
@@ -180,7 +180,7 @@ def real_run(config, model):
 
 
 def virtual_run(config, model):
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
     from tests.tiny_gpt import build
 
     cluster = VirtualCluster(config, RANKS, steps=STEPS)

@@ -9,19 +9,19 @@ import pytest
 from megatron.core import parallel_state
 
 from megatron_lossy import hooks
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.schema import pack, unpack
 from megatron_lossy.delivery_log.summary import summary_text
 from megatron_lossy.delivery_log.verify import verify
 from megatron_lossy.delivery_log.writer import DeliveryLog
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Stream
+from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.mechanisms.boundaries.log import BoundaryLog, boundary_files, columns
 from megatron_lossy.mechanisms.boundaries.loss import Boundary
 from megatron_lossy.mechanisms.boundaries.messages import Messages
 from megatron_lossy.mechanisms.boundaries.summary import summarize_boundaries
-from megatron_lossy.virtual import VirtualCluster
 from tests.boundaries import boundary_lost, boundary_rows
 from tests.ranks import run_ranks
 from tests.test_pipeline_boundaries import BOTH, PLAIN, place_of
@@ -109,7 +109,7 @@ def test_the_summary_for_people(tmp_path):
 
 
 def test_a_run_that_loses_nothing_there_has_no_such_files(tmp_path):
-    from megatron_lossy.run import make_observers
+    from megatron_lossy.run.observers import make_observers
 
     names = [
         {

@@ -18,10 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lossy import device
+from megatron_lossy.base import device
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.monitor.window import of_all_ranks
+from megatron_lossy.run.monitor.window import of_all_ranks
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
 from tests.ranks import run_ranks
 from tests.trainer import ROOT
@@ -52,7 +52,7 @@ def _attributes(targets):
 
 
 def _install_and_undo(rank):
-    from megatron_lossy.device.cpu import patches
+    from megatron_lossy.base.device.cpu import patches
 
     targets = [patch.target for patch in patches()]
     before = _attributes(targets)
@@ -382,7 +382,7 @@ def node(monkeypatch):
 @pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("hpu", "hccl")])
 def test_a_rank_takes_the_device_of_its_local_rank_before_any_group(node, monkeypatch, kind, backend):
     """Of the second node, say. Simulated: nobody has run several accelerators."""
-    from megatron_lossy.train import parallel
+    from megatron_lossy.lab.train import parallel
     from tests.trainer import TINY, TrainConfig
 
     accelerators = node(kind, 8, RANK=11, LOCAL_RANK=3, WORLD_SIZE=16)
@@ -427,8 +427,8 @@ def test_without_a_launcher_a_program_stays_on_its_device(node):
 )
 def test_a_rank_without_a_device_is_refused(node, tmp_path, kind, count, environment, message):
     """By the trainer and the sweep, before any process group and before anything is written."""
-    from megatron_lossy.lab import sweep
-    from megatron_lossy.train.loop import train
+    from megatron_lossy.lab.studies import sweep
+    from megatron_lossy.lab.train.loop import train
     from tests.trainer import TINY, TrainConfig
 
     accelerators = node(kind, count, RANK=0, **environment)
@@ -448,10 +448,10 @@ def test_every_process_group_of_ours_is_made_on_the_ranks_device():
     files = [*root.glob("megatron_lossy/**/*.py"), *root.glob("benchmarks/*.py")]
     calls = ("dist.init_process_group(", "distributed.init_process_group(")
     found = [file for file in files if any(call in file.read_text() for call in calls)]
-    assert found == [root / "megatron_lossy" / "device" / "__init__.py"]
+    assert found == [root / "megatron_lossy" / "base" / "device" / "__init__.py"]
 
 
-# --- ranks that torchrun starts again, beside one store that outlives them (megatron_lossy/device/attempt.py) --------
+# --- ranks that torchrun starts again, beside one store that outlives them (megatron_lossy/base/device/attempt.py) --------
 
 
 WAIT = timedelta(seconds=60)
@@ -465,7 +465,7 @@ def served():
 
 def attempt(rank: int, port: int, late: list[float], islands: int, wait: timedelta = WAIT) -> list[float]:
     """What a process group of this attempt adds up, and one between islands. A rank comes ``late`` by so many seconds."""
-    from megatron_lossy import device
+    from megatron_lossy.base import device
     from megatron_lossy.mechanisms.islands.world import IslandWorld
 
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -519,7 +519,7 @@ def test_the_old_names_of_collectives_are_in_one_file():
     """Torch's warning names a file of its own, whoever calls."""
     files = [*(ROOT / "megatron_lossy").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     found = [file.relative_to(ROOT).as_posix() for file in files if OLD.search(file.read_text())]
-    assert found == ["megatron_lossy/device/__init__.py"]
+    assert found == ["megatron_lossy/base/device/__init__.py"]
 
 
 def own_loop(rank: int) -> None:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lossy.base.errors import ArgumentParser
+from megatron_lossy.base.flags import add_flags, from_namespace
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
+from megatron_lossy.config.loss_flags import with_preset
 from megatron_lossy.config.refusal import Refused, check_refusals
-from megatron_lossy.errors import ArgumentParser
-from megatron_lossy.flags import add_flags, from_namespace
-from megatron_lossy.lab.folder import RECORD
-from megatron_lossy.loss_flags import with_preset
-from megatron_lossy.train.arguments import configurations, make_parser, read_arguments
-from megatron_lossy.train.facts import of_trainer
+from megatron_lossy.lab.studies.folder import RECORD
+from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments
+from megatron_lossy.lab.train.facts import of_trainer
 from scripts.update_docs import PAGES, RESULTS, ROOT, current, links
 from tests.pages import PAGES as SHOWN
 from tests.pages import combinations, commands
@@ -145,7 +145,7 @@ def test_the_pages_that_are_read_first_are_short():
 
 
 def test_every_key_of_a_study_file_is_explained():
-    from megatron_lossy.lab.design import Design
+    from megatron_lossy.lab.studies.design import Design
 
     page = (ROOT / "docs" / "study.md").read_text()
     table = page.partition("## What a study file can have")[2].partition("## ")[0]

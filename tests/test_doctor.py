@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_lossy.doctor import Finding, network, ready, report
-from megatron_lossy.doctor.found import apex
-from megatron_lossy.doctor.requirements import examine_requirements, requirements
-from megatron_lossy.errors import UsageError
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.hooks.versions import SUPPORTED, check_version
+from megatron_lossy.lab.doctor import Finding, network, ready, report
+from megatron_lossy.lab.doctor.found import apex
+from megatron_lossy.lab.doctor.requirements import examine_requirements, requirements
 from megatron_lossy.transport.udp import UdpSettings
 from tests.programs import Program, rank_environments, run_program
 
@@ -55,7 +55,7 @@ def test_this_machine_is_ready():
 def test_a_torch_without_places_for_exchanges_is_told(monkeypatch):
     from torch.distributed.fsdp import FSDPModule
 
-    from megatron_lossy.doctor.found import versions
+    from megatron_lossy.lab.doctor.found import versions
 
     monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter")
     [finding] = [one for one in versions(None) if one.name == "FSDP2"]

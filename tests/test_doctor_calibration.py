@@ -4,14 +4,15 @@ import json
 
 import pytest
 
-from megatron_lossy import device, doctor
-from megatron_lossy.doctor.calibration.budget import Cost
-from megatron_lossy.doctor.calibration.job import write_data
-from megatron_lossy.doctor.calibration.real import compared
-from megatron_lossy.doctor.calibration.rows import FEW, STEPS, VIRTUAL, rows
-from megatron_lossy.doctor.calibration.trace import Measured, counted
-from megatron_lossy.doctor.step import error_of_a_rank
-from megatron_lossy.errors import UsageError
+from megatron_lossy.base import device
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.lab import doctor
+from megatron_lossy.lab.calibration.budget import Cost
+from megatron_lossy.lab.calibration.job import write_data
+from megatron_lossy.lab.calibration.real import compared
+from megatron_lossy.lab.calibration.rows import FEW, STEPS, VIRTUAL, rows
+from megatron_lossy.lab.calibration.trace import Measured, counted
+from megatron_lossy.lab.doctor.step import error_of_a_rank
 
 pytestmark = pytest.mark.shows("the doctor's calibration: counts of a trace beside the budget", device=False)
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.__main__ import main
@@ -17,11 +19,9 @@ from megatron_lossy.delivery_log.error_log import ErrorLog
 from megatron_lossy.delivery_log.error_rows import error_files, read_errors, read_events, recorded_events
 from megatron_lossy.delivery_log.verify_errors import verify_errors
 from megatron_lossy.delivery_log.writer import claim_delivery_log
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.mechanisms.replicas.full_replicas import Mismatch
 from megatron_lossy.mechanisms.replicas.synchroniser import Synced
-from megatron_lossy.run import make_observers
+from megatron_lossy.run.observers import make_observers
 from tests.test_delivery_log import flip_bits, rewrite, truncate
 
 pytestmark = [

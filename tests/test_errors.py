@@ -23,7 +23,7 @@ pytestmark = pytest.mark.shows("how programs end: status and one line", device=F
     ],
 )
 def test_status_and_line(raised, status, line):
-    program = f"from megatron_lossy.errors import *\nwith usage_errors('x'):\n    raise {raised}"
+    program = f"from megatron_lossy.base.errors import *\nwith usage_errors('x'):\n    raise {raised}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout, bool(done.stderr)) == (status, "", bool(line))
     assert done.stderr.startswith(line)
@@ -33,7 +33,7 @@ def test_status_and_line(raised, status, line):
 @pytest.mark.parametrize("ranks", ["", ", rank_errors('x')"])
 def test_an_output_without_a_reader_ends_the_program_silently(options, ranks):
     """But not the pipe of somebody else: see above."""
-    program = "from megatron_lossy.errors import *\nfrom megatron_lossy.train.process import rank_errors\n"
+    program = "from megatron_lossy.base.errors import *\nfrom megatron_lossy.lab.train.process import rank_errors\n"
     program += f"input()\nwith usage_errors('x'){ranks}:\n    print('text', flush=True)"
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen([sys.executable, *options, "-c", program], **pipes)
@@ -45,7 +45,7 @@ def test_an_output_without_a_reader_ends_the_program_silently(options, ranks):
 
 
 def test_a_rank_tells_of_the_broken_pipe_of_a_library():
-    program = "from megatron_lossy.errors import *\nfrom megatron_lossy.train.process import rank_errors\n"
+    program = "from megatron_lossy.base.errors import *\nfrom megatron_lossy.lab.train.process import rank_errors\n"
     program += "with usage_errors('x'), rank_errors('x'):\n    raise BrokenPipeError(32, 'Broken pipe')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
@@ -54,7 +54,7 @@ def test_a_rank_tells_of_the_broken_pipe_of_a_library():
 
 def test_a_rank_that_loses_another_says_so_in_a_line():
     program = (
-        "from megatron_lossy.train.process import rank_errors\nfrom megatron_lossy.transport.udp import PeerLost\n"
+        "from megatron_lossy.lab.train.process import rank_errors\nfrom megatron_lossy.transport.udp import PeerLost\n"
     )
     program += "with rank_errors('x'):\n    raise PeerLost('rank 2: gone')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

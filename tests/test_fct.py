@@ -5,11 +5,11 @@ import csv
 import numpy as np
 import pytest
 
-from megatron_lossy.errors import UsageError
-from megatron_lossy.lab.fct.cells import Condition, make_scheme, run_cell
-from megatron_lossy.lab.fct.command import read
-from megatron_lossy.lab.fct.path import Losses, Path
-from megatron_lossy.lab.fct.schemes import Adaptive, SelectiveRepeat, Smart, Tolerant, Uniform
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.lab.studies.fct.cells import Condition, make_scheme, run_cell
+from megatron_lossy.lab.studies.fct.command import read
+from megatron_lossy.lab.studies.fct.path import Losses, Path
+from megatron_lossy.lab.studies.fct.schemes import Adaptive, SelectiveRepeat, Smart, Tolerant, Uniform
 from tests.programs import ROOT, run_program
 
 pytestmark = pytest.mark.shows("completion times by hand, in closed form, of every scheme", device=False)

@@ -18,10 +18,10 @@ import torch
 from benchmarks import fct_lab, udp_priority, udp_soak
 from benchmarks.exchange.timeouts import Timeouts
 from benchmarks.fct_lab import OnTimeout, contestants
-from megatron_lossy.errors import UsageError
-from megatron_lossy.lab.fct.path import Losses
-from megatron_lossy.lab.fct.path import Path as Way
-from megatron_lossy.lab.fct.schemes import SelectiveRepeat, Smart, Uniform
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.lab.studies.fct.path import Losses
+from megatron_lossy.lab.studies.fct.path import Path as Way
+from megatron_lossy.lab.studies.fct.schemes import SelectiveRepeat, Smart, Uniform
 from scripts import fct_ns3
 from tests.programs import run_program
 from tests.test_lab import needs_lab

@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from megatron_lossy import files
-from megatron_lossy.errors import UsageError, machine_error
-from megatron_lossy.files import aside_of, check_folder, naming, publish, replace_file, write_text, writing
+from megatron_lossy.base import files
+from megatron_lossy.base.errors import UsageError, machine_error
+from megatron_lossy.base.files import aside_of, check_folder, naming, publish, replace_file, write_text, writing
 
 pytestmark = pytest.mark.shows("files are whole or absent, whatever fails", device=False)
 
@@ -42,7 +42,7 @@ def test_text_is_written_over_what_is_there(tmp_path, old):
 
 
 def test_text_is_utf_8_in_every_locale(tmp_path):
-    program = "import sys; from megatron_lossy.files import write_text; write_text(sys.argv[1], '\\u00b1')"
+    program = "import sys; from megatron_lossy.base.files import write_text; write_text(sys.argv[1], '\\u00b1')"
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "text")], env=environment, check=True)
     assert (tmp_path / "text").read_bytes() == "±".encode()
@@ -189,9 +189,11 @@ def test_a_file_system_that_cannot_sync_folders_will_do(tmp_path, monkeypatch):
 
 
 def test_nothing_else_of_the_package_is_imported():
-    program = "import sys, megatron_lossy.files; print(*sorted(m for m in sys.modules if m.startswith('megatron')))"
+    program = (
+        "import sys, megatron_lossy.base.files; print(*sorted(m for m in sys.modules if m.startswith('megatron')))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    allowed = {"megatron_lossy", "megatron_lossy.errors", files.__name__}
+    allowed = {"megatron_lossy", "megatron_lossy.base.errors", files.__name__}
     assert set(done.stdout.split()) <= allowed
 
 

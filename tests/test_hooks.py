@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as pgb
 
 from megatron_lossy import hooks
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.transport import BucketSpec, LossyGroup, check_average, lossy_reduce_scatter, ops
 from tests import contract

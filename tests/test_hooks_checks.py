@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.refusal import check_refusals
-from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import Lossy, check_version, megatron_training
 from megatron_lossy.hooks.facts import _expert_data_parallel_ranks, of_arguments, of_model
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_lossy import hooks
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import seam
 from megatron_lossy.hooks.complete import check_exchanged, check_registered, warn_of_lossless
 from megatron_lossy.transport import BucketSpec, LossyGroup, check_ranks
@@ -233,7 +233,7 @@ def test_what_the_trainer_records(tmp_path):
 
 @controls
 def test_the_doctors_step(monkeypatch):
-    from megatron_lossy.doctor import step
+    from megatron_lossy.lab.doctor import step
 
     for lost, status in ((0.5, "ok"), (0.0, "problem")):
         monkeypatch.setattr(step, "_train", lambda *_, lost=lost: (5.0, lost))

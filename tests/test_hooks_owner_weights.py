@@ -7,8 +7,8 @@ import tempfile
 import numpy as np
 import pytest
 
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
 from tests.contract import installed, plain
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.transport import Network
 from tests.reference import ReferenceAdamW, ReferenceReduce, pieces, reference_gather
 
@@ -36,7 +36,8 @@ def real(rank, config):
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import MegatronModule
 
-    from megatron_lossy import device, hooks
+    from megatron_lossy import hooks
+    from megatron_lossy.base import device
     from tests.tiny_gpt import TinyGPT, _transformer_config
 
     class Linear(MegatronModule):

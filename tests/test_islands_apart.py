@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lossy.checkpoints import latest_iteration
+from megatron_lossy.base.checkpoints import latest_iteration
 from tests.programs import Program, rank_environments, run_program
 from tests.ranks import run_ranks
 from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, write_data

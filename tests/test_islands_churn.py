@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy import theory
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
+from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory.churn import ChurningRows, speed_of_mean
 from megatron_lossy.lab.theory.islands import STREAM, rounds_of
 from megatron_lossy.mechanisms.islands import Islands

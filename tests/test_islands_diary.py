@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.flags import identity, of_flags
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.flags import identity, of_flags
 from megatron_lossy.mechanisms.islands.elastic.diary import Diary
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation, Member
 

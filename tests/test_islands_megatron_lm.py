@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_lossy.checkpoints import latest_iteration
+from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.hooks.megatron_training import _weights_alone
 from megatron_lossy.mechanisms.islands import megatron_training as island_training

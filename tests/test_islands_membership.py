@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.errors import UsageError
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.mechanisms.islands.elastic import membership as module
 from megatron_lossy.mechanisms.islands.elastic.membership import Membership
 from megatron_lossy.mechanisms.islands.elastic.pace import Pace

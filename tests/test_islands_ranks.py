@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lossy.checkpoints import latest_iteration
+from megatron_lossy.base.checkpoints import latest_iteration
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
+from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.mechanisms.islands.rewind import rewind
-from megatron_lossy.train.config import TrainConfig
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs, write_data
 
@@ -210,7 +210,7 @@ def timeless(record: dict) -> dict:
 
 def die(rank: int, run: tuple[dict, dict]) -> None:
     """The last rank is gone in its fourth iteration, without a word."""
-    from megatron_lossy.train.workers import Workers
+    from megatron_lossy.lab.train.workers import Workers
 
     iterate, made = Workers.iterate, []
 
@@ -312,7 +312,7 @@ def test_losses_are_recorded_and_replayed(data, tmp_path):
     ],
 )
 def test_flags_that_do_not_fit(settings, loss, line, monkeypatch):
-    from megatron_lossy.train.loop import train
+    from megatron_lossy.lab.train.loop import train
 
     monkeypatch.setenv("WORLD_SIZE", "4")
     config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0} | settings)

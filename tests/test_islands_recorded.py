@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
 from megatron_lossy.mechanisms.islands.exchange_log import packed, unpacked
 from megatron_lossy.mechanisms.islands.recorded import Recorded
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lossy.checkpoints import latest_iteration
+from megatron_lossy.base.checkpoints import latest_iteration
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
+from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.mechanisms.islands.epoch_log import EPOCHS
-from megatron_lossy.train.config import TrainConfig
 from tests.ranks import RankFailed, run_ranks
 from tests.test_islands_churn import write
 from tests.test_islands_ranks import INSIDE, LOST, SMALL, check_weights, train_both, weights_of
@@ -177,7 +177,7 @@ def test_logs_are_those_of_virtual_islands_and_are_replayed(data, tmp_path):
 
 def told_to_stop(rank: int, run: tuple[dict, dict]) -> None:
     """The island that is away gets a SIGTERM in its fifth iteration."""
-    from megatron_lossy.train.loop import _Run
+    from megatron_lossy.lab.train.loop import _Run
 
     sit_out = _Run._sit_out
 
@@ -199,7 +199,7 @@ def test_a_signal_to_one_that_is_away_ends_all_after_the_same_iteration(data, tm
 
 def die(rank: int, run: tuple[dict, dict]) -> None:
     """The last rank, of an island that is away, is gone in its fourth iteration, without a word."""
-    from megatron_lossy.train.loop import _Run
+    from megatron_lossy.lab.train.loop import _Run
 
     sit_out = _Run._sit_out
 
@@ -328,7 +328,7 @@ def test_a_checkpoint_that_cannot_be_continued_is_refused(data, tmp_path, loss, 
     ],
 )
 def test_flags_that_do_not_fit(settings, loss, line, monkeypatch, tmp_path):
-    from megatron_lossy.train.loop import train
+    from megatron_lossy.lab.train.loop import train
 
     monkeypatch.setenv("WORLD_SIZE", "6")
     monkeypatch.chdir(tmp_path)

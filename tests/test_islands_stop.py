@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lossy import device
-from megatron_lossy.checkpoints import latest_iteration
+from megatron_lossy.base import device
+from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.mechanisms.islands.monitor import IslandMonitor
 from megatron_lossy.mechanisms.islands.ranks import RankIslands
 from megatron_lossy.mechanisms.islands.stopping import Stopping
@@ -41,7 +41,7 @@ def data(tmp_path_factory):
 
 def in_iteration(number: int, act) -> None:
     """Let ``act(made)`` be called before each iteration from ``number`` on, in this process."""
-    from megatron_lossy.train.loop import _Run
+    from megatron_lossy.lab.train.loop import _Run
 
     step, made = _Run._step, []
 

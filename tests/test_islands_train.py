@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lossy.checkpoints import TRACKER, latest_iteration
+from megatron_lossy.base.checkpoints import TRACKER, latest_iteration
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Stream
+from megatron_lossy.lab.train.config import TrainConfig
+from megatron_lossy.lab.train.facts import of_trainer
+from megatron_lossy.lab.train.saved import check_folders, in_folders_of_job
 from megatron_lossy.mechanisms.islands import Islands
-from megatron_lossy.train.config import TrainConfig
-from megatron_lossy.train.facts import of_trainer
-from megatron_lossy.train.saved import check_folders, in_folders_of_job
 from megatron_lossy.transport.network import channel_of
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
@@ -111,9 +111,9 @@ def flat_moments(island: dict) -> torch.Tensor:
 
 def same_data(rank: int, *runs):
     """Every worker reads what the first of two would, and a run of one worker too."""
+    from megatron_lossy.lab.train import workers
+    from megatron_lossy.lab.train.data import RankBatches
     from megatron_lossy.mechanisms.islands import workers as islands
-    from megatron_lossy.train import workers
-    from megatron_lossy.train.data import RankBatches
 
     def batches(dataset, config, consumed, rank, size):
         return RankBatches(dataset, config, consumed * 2 // size, 0, 2)

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import lab as lab_module
 from benchmarks.lab import Lab, Link, Missing, check_lab, nodes
 from benchmarks.lab.__main__ import main
-from megatron_lossy.errors import UsageError
+from megatron_lossy.base.errors import UsageError
 
 pytestmark = pytest.mark.shows(
     "emulated links: delay, rate, queue, losses, bursts, IPv6; nothing is left", device=False

@@ -9,13 +9,14 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_lossy.errors import UsageError
-from megatron_lossy.lab import __main__, size
-from megatron_lossy.lab.design import read_design
-from megatron_lossy.lab.folder import write_record
-from megatron_lossy.lab.summary import Results
-from megatron_lossy.report import Run
-from megatron_lossy.theory import Lag, stability_limit
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.lab import __main__
+from megatron_lossy.lab.report import Run
+from megatron_lossy.lab.studies import size
+from megatron_lossy.lab.studies.design import read_design
+from megatron_lossy.lab.studies.folder import write_record
+from megatron_lossy.lab.studies.summary import Results
+from megatron_lossy.lab.theory import Lag, stability_limit
 from tests.test_study import TINY
 
 pytestmark = pytest.mark.shows("costs against the size of models, from reports, against plain NumPy", device=False)

@@ -12,21 +12,21 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.data.manifest import BLOCK, check_manifest, write_manifest
-from megatron_lossy.errors import UsageError
-from megatron_lossy.launch.__main__ import estimates
-from megatron_lossy.launch.__main__ import main as launch
-from megatron_lossy.launch.checks import check, check_megatron, check_memory, check_training
-from megatron_lossy.launch.command import check_shape, launch_command, shell
-from megatron_lossy.launch.datagrams import check_host_memory, describe_share, node_share
-from megatron_lossy.launch.devices import DEVICES
-from megatron_lossy.launch.memory import Layout, estimate, parameters
-from megatron_lossy.launch.plan import make_plan
-from megatron_lossy.launch.rank import rank_environment
-from megatron_lossy.launch.slurm import check_job, done_iterations, job_name, run_in_job
-from megatron_lossy.train.arguments import configurations, make_parser, read_arguments
-from megatron_lossy.train.config import TrainConfig
+from megatron_lossy.lab.data.manifest import BLOCK, check_manifest, write_manifest
+from megatron_lossy.lab.launch.__main__ import estimates
+from megatron_lossy.lab.launch.__main__ import main as launch
+from megatron_lossy.lab.launch.checks import check, check_megatron, check_memory, check_training
+from megatron_lossy.lab.launch.command import check_shape, launch_command, shell
+from megatron_lossy.lab.launch.datagrams import check_host_memory, describe_share, node_share
+from megatron_lossy.lab.launch.devices import DEVICES
+from megatron_lossy.lab.launch.memory import Layout, estimate, parameters
+from megatron_lossy.lab.launch.plan import make_plan
+from megatron_lossy.lab.launch.rank import rank_environment
+from megatron_lossy.lab.launch.slurm import check_job, done_iterations, job_name, run_in_job
+from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments
+from megatron_lossy.lab.train.config import TrainConfig
 
 from .ranks import run_ranks
 from .trainer import TINY, read_records, write_data
@@ -151,14 +151,14 @@ def weights_and_saved(rank, config):
     """Parameters of this rank's stage, what memory.py says, bytes kept by autograd, and what memory.py says."""
     import torch
 
-    from megatron_lossy import device
+    from megatron_lossy.base import device
 
     device.prepare()
     from megatron.core import parallel_state
 
-    from megatron_lossy.launch import memory
-    from megatron_lossy.train.model import build_model
-    from megatron_lossy.train.parallel import model_parallel
+    from megatron_lossy.lab.launch import memory
+    from megatron_lossy.lab.train.model import build_model
+    from megatron_lossy.lab.train.parallel import model_parallel
 
     with model_parallel(config):
         chunk = build_model(config, 257)[0]
@@ -456,7 +456,7 @@ def test_commands_of_the_launchers(data, tmp_path):
     slurm = command("--launcher=srun", "--rate=0", *image, environment=job)
     assert slurm.startswith("srun --nodes 8 --ntasks 64 --ntasks-per-node 8 ")
     assert f"--output={tmp_path}/p_0.00/logs/70012.2/rank-%t.log" in slurm and "--cpus-per-task 8" in slurm
-    assert "--container-image=/images/a.sqsh --container-mounts=/d:/d python -m megatron_lossy.launch.rank" in slurm
+    assert "--container-image=/images/a.sqsh --container-mounts=/d:/d python -m megatron_lossy.lab.launch.rank" in slurm
     assert "--ranks 64" in slurm and "--master-port 29512" in slurm
 
     (tmp_path / "hosts").write_text("10.0.0.1 slots=8\n# spare\n10.0.0.2 slots=8\n")
@@ -663,7 +663,7 @@ def test_a_signal_ends_all_jobs_and_then_what_they_need(tmp_path):
     program = f"""
 import sys
 from pathlib import Path
-from megatron_lossy.launch.several import _run
+from megatron_lossy.lab.launch.several import _run
 jobs = [[sys.executable, "-c", one] for one in {[wait.format(status) for status in (0, 3, 4)]!r}]
 print("status", _run([{serve!r}], jobs, Path({str(tmp_path / "log")!r})))
 """
@@ -738,7 +738,7 @@ def test_a_dry_run_looks_at_the_version_of_megatron(data, tmp_path, monkeypatch)
 def test_gaudi_needs_the_fork(data, tmp_path, monkeypatch):
     refused = "megatron-lossy: error: --optimizer: invalid choice: 'fusedadamw' (choose from adam, sgd)\n"
     done = SimpleNamespace(returncode=2, stdout="", stderr=refused)
-    monkeypatch.setattr("megatron_lossy.launch.checks.subprocess.run", lambda command, **_: done)
+    monkeypatch.setattr("megatron_lossy.lab.launch.checks.subprocess.run", lambda command, **_: done)
     plan = make_plan(
         arguments(ROOT / "configs/llama2_7b/gaudi3_dp64.yaml", data, tmp_path, "--program=pretrain_gpt.py")
     )
@@ -777,7 +777,7 @@ def test_a_program_without_megatron_is_refused_in_one_line(tmp_path):
     code = (
         "import sys; sys.modules['megatron'] = None\n"
         f"sys.argv = ['check', {str(program)!r}, '--p-grad', '0.1']\n"
-        "from megatron_lossy.launch.megatron_flags import main; main()"
+        "from megatron_lossy.lab.launch.megatron_flags import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr

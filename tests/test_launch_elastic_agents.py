@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_lossy.launch.plan import make_plan
+from megatron_lossy.lab.launch.plan import make_plan
 
 from .ranks import run_ranks
 from .trainer import ROOT, read_records, recorded_losses, train_runs, write_data

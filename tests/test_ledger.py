@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lossy import device, hooks
-from megatron_lossy.errors import UsageError
-from megatron_lossy.ledger import Ledger, Patch, Takes, check, signature_of
+from megatron_lossy import hooks
+from megatron_lossy.base import device
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.ledger import Ledger, Patch, Takes, check, signature_of
 
 pytestmark = pytest.mark.shows("patches fit, explain themselves, come and go as a whole", device=False)
 
@@ -91,11 +92,11 @@ def test_every_patch_fits_the_megatron_that_is_here():
 
 def every_patch():
     """Every patch of the package, in the Megatron that is here."""
+    from megatron_lossy.base.device import cpu, cpu_training
     from megatron_lossy.config import LossyConfig
-    from megatron_lossy.device import cpu, cpu_training
     from megatron_lossy.hooks import megatron_core, megatron_training
     from megatron_lossy.hooks.runtime import Lossy
-    from megatron_lossy.launch import agent
+    from megatron_lossy.lab.launch import agent
     from megatron_lossy.mechanisms.islands import megatron_training as island_training
     from megatron_lossy.mechanisms.islands.elastic import megatron_training as elastic_training
     from megatron_lossy.mechanisms.replicas import lossy_all_reduce

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lossy import theory
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
 from megatron_lossy.lab import __main__ as lab
-from megatron_lossy.lab.link import Site, fraction, read
-from megatron_lossy.launch.__main__ import main as launch
+from megatron_lossy.lab import theory
+from megatron_lossy.lab.launch.__main__ import main as launch
+from megatron_lossy.lab.studies.link import Site, fraction, read
 from scripts import choosing
 
 pytestmark = pytest.mark.shows("what a link between sites has time for", device=False)

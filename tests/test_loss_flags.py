@@ -9,14 +9,11 @@ import pytest
 import yaml
 
 from megatron_lossy import plugin
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.flags import GONE, first_clause, flag_groups, flag_name
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
-from megatron_lossy.config.refusal import check_refusals
-from megatron_lossy.errors import UsageError
-from megatron_lossy.flags import GONE, first_clause, flag_groups, flag_name
-from megatron_lossy.lab import commands
-from megatron_lossy.launch.plan import make_plan
-from megatron_lossy.loss_flags import (
+from megatron_lossy.config.loss_flags import (
     add_loss_flags,
     find_preset,
     help_loss,
@@ -26,10 +23,13 @@ from megatron_lossy.loss_flags import (
     title,
     with_preset,
 )
-from megatron_lossy.train.__main__ import main as train
-from megatron_lossy.train.arguments import configurations, make_parser, read_arguments, setting_arguments
-from megatron_lossy.train.config import TrainConfig
-from megatron_lossy.train.facts import of_trainer
+from megatron_lossy.config.refusal import check_refusals
+from megatron_lossy.lab.launch.plan import make_plan
+from megatron_lossy.lab.studies import commands
+from megatron_lossy.lab.train.__main__ import main as train
+from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments, setting_arguments
+from megatron_lossy.lab.train.config import TrainConfig
+from megatron_lossy.lab.train.facts import of_trainer
 from tests.programs import run_program
 from tests.ranks import run_ranks
 from tests.trainer import ROOT, TINY, train_runs, write_data

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
-from megatron_lossy.errors import UsageError
-from megatron_lossy.lab.summary import Difference
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.lab.studies.summary import Difference
 
 pytestmark = pytest.mark.shows("an LSTM that loses gradients; without loss bit for bit")
 
@@ -71,7 +71,7 @@ def runs(text, **changes):
     from lstm_language_model import plan, read_arguments
     from lstm_training import read_text
 
-    from megatron_lossy.data import build_tokenizer
+    from megatron_lossy.lab.data import build_tokenizer
 
     read = read_text([str(text)], None, build_tokenizer("byte"))
     flags = read_arguments(["--out", "x", *TINY])
@@ -146,7 +146,7 @@ def test_blocks_and_order():
 def test_validation_text_is_not_trained_on(tmp_path):
     from lstm_training import read_text
 
-    from megatron_lossy.data import build_tokenizer
+    from megatron_lossy.lab.data import build_tokenizer
 
     for k in range(4):
         (tmp_path / f"{k}.txt").write_bytes(bytes([65 + k]) * 100)

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lossy import device
+from megatron_lossy.base import device
 from scripts.verified import LONGEST, feature_table, machine_table
 from tests import programs, test_hooks
 from tests.features import DEVICES, Feature, Record, cases, cases_of, features, machines

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy import theory
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Delivery, Exchange, Stream, cut
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
-from megatron_lossy.monitor import drift
+from megatron_lossy.lab import theory
+from megatron_lossy.lab.virtual.versions import Versions
+from megatron_lossy.run.monitor import drift
 from megatron_lossy.transport import Network
-from megatron_lossy.virtual.versions import Versions
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
 from tests.trainer import TINY, read_records, train_runs, write_data
@@ -56,7 +56,7 @@ CASES = {  # name: (TinyGPT, LossyConfig, iterations that are skipped)
 
 def test_ages_are_saved_by_the_fields_of_their_stream_alone():
     """What a stream has worked out is none of them: a checkpoint could not be loaded."""
-    from megatron_lossy.monitor.exchanges import ExchangeMonitor
+    from megatron_lossy.run.monitor.exchanges import ExchangeMonitor
 
     arrived, [units] = np.zeros((1, 2, 1), dtype=bool), cut([1], [4], "shard", 4)[0]
     config = LossyConfig(p_param=0.5)
@@ -86,7 +86,7 @@ def run_real(rank, chosen):
 
 
 def run_virtual(rank, chosen, workers):
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
 
     results = {}
     for name, (model, config, skipped) in chosen.items():
@@ -214,7 +214,7 @@ def _measure(model, config, interval):
 
 
 def drift_virtual(rank, chosen, workers):
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
 
     results = {}
     for name, (model, config) in chosen.items():
@@ -514,7 +514,7 @@ def test_priorities_and_residuals_are_counted_as_real_and_virtual_runs_count_the
 
 
 def virtual_told_of_priorities(rank, config):
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
 
     cluster = VirtualCluster(config, 2)
     run = build(TinyGPT(), cluster)

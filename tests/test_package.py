@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lossy.errors import UsageError
-from megatron_lossy.report import read_runs
-from megatron_lossy.shipped import FOLDERS, copy_shipped, find_config
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.config.shipped import FOLDERS, copy_shipped, find_config
+from megatron_lossy.lab.report import read_runs
 from tests.programs import run_program
 from tests.test_doctor import distribution
 
 pytestmark = pytest.mark.shows(
     "wheel and source distribution: complete, train in an empty folder",
+    "a wheel without the lab trains",
     "`--no-deps` leaves the torch and the Megatron of an image alone",
     device=False,
 )
@@ -75,11 +76,11 @@ def test_the_source_distribution_is_the_checkout(distributions):
 def test_the_wheel_has_all_code_and_what_the_documentation_names(distributions):
     with zipfile.ZipFile(next(distributions.glob("*.whl"))) as archive:
         inside = {entry.filename: entry.external_attr >> 16 for entry in archive.infolist()}
-    shipped = {f"megatron_lossy/shipped/{name}" for name in files_of(*FOLDERS)}
+    shipped = {f"megatron_lossy/config/shipped_files/{name}" for name in files_of(*FOLDERS)}
     assert not (files_of("megatron_lossy") | shipped) - inside.keys()
     assert all(name.startswith(("megatron_lossy/", "megatron_lossy-")) for name in inside)
     for name in ("launch/torchrun.sh", "launch/slurm/run.sbatch", "patches/check.sh"):
-        assert inside[f"megatron_lossy/shipped/{name}"] & 0o100, f"{name} is not executable"
+        assert inside[f"megatron_lossy/config/shipped_files/{name}"] & 0o100, f"{name} is not executable"
 
 
 @pytest.mark.slow
@@ -106,6 +107,84 @@ def test_make_run_from_the_wheel_in_an_empty_folder(distributions, tmp_path):
     assert str(site) in python("inspect", "megatron_lossy.lab", "--details")
     assert python("megatron_lossy", "copy", ".").split() == list(FOLDERS)
     assert os.access(empty / "launch/torchrun.sh", os.X_OK)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+#: An FSDP2 model, and the loss rate of its gradients.
+FSDP = """
+import os
+import torch
+from torch.distributed.fsdp import fully_shard
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.pytorch import make_lossy
+
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+optimizer = torch.optim.AdamW(model.parameters())
+lossy = make_lossy(model, optimizer, LossyConfig(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64))
+for _ in range(3):
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("lost", lossy.metrics()["loss rate grad"], flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def without_lab(distributions):
+    """Return a Python that finds the wheel without ``megatron_lossy/lab``, and its environment.
+
+    It has the packages of this Python but not their .pth files, by which a checkout that was installed as editable is found.
+    """
+    site, bare = distributions / "without_lab", distributions / "bare"
+    wheel = str(next(distributions.glob("*.whl")))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), wheel]
+    subprocess.run(pip, check=True)
+    shutil.rmtree(site / "megatron_lossy" / "lab")
+    venv.create(bare, with_pip=False)
+    packages = os.pathsep.join([str(site), str(Path(pytest.__file__).parents[1])])
+    return str(bare / "bin" / "python"), os.environ | {"PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
+
+
+def ran_without_lab(without_lab, folder, *arguments):
+    """Return the completed ``python arguments`` in ``folder``."""
+    python, environment = without_lab
+    command = [python, *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+def test_a_wheel_without_the_lab_trains_a_model_of_fsdp(without_lab, tmp_path):
+    (tmp_path / "train.py").write_text(FSDP)
+    done = ran_without_lab(without_lab, tmp_path, *TORCHRUN, "train.py")
+    assert done.returncode == 0, done.stderr[-2000:]
+    rates = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("lost")]
+    assert len(rates) == 2 and all(0.1 < rate < 0.5 for rate in rates)
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+def test_a_wheel_without_the_lab_says_so(without_lab, tmp_path):
+    done = ran_without_lab(without_lab, tmp_path, "-m", "megatron_lossy", "doctor")
+    assert done.returncode == 2 and "needs megatron_lossy.lab" in done.stderr.splitlines()[-1]
+    for words in (["refusals"], ["copy", "here"]):
+        assert ran_without_lab(without_lab, tmp_path, "-m", "megatron_lossy", *words).returncode == 0
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.timeout(600)
+def test_a_wheel_without_the_lab_trains_the_unmodified_pretrain_gpt(without_lab, tmp_path, megatron_lm):
+    from tests.test_plugin_megatron_lm import MODEL
+
+    script = Path(megatron_lm) / "pretrain_gpt.py"
+    loss = ["--p-grad", "0.3", "--p-param", "0.3"]
+    done = ran_without_lab(without_lab, tmp_path, *TORCHRUN, "-m", "megatron_lossy", script, *MODEL, *loss)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "loss rate grad" in done.stdout and "iteration       20/" in done.stdout
 
 
 @pytest.mark.slow

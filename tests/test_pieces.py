@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Delivery, Exchange, Stream, cut
+from megatron_lossy.base.registry import GRAD_RECOVERIES
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.refusal import check_refusals
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
 from megatron_lossy.recovery import base
 from megatron_lossy.recovery.base import ordered_sum
-from megatron_lossy.registry import GRAD_RECOVERIES
 from tests import contract
 from tests.ranks import each, run_ranks
 from tests.reference import ReferenceReduce

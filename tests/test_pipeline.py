@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Stream
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Stream
 from megatron_lossy.mechanisms.boundaries import zero_fill
 from megatron_lossy.mechanisms.boundaries.loss import Boundary, BoundaryLoss
 from megatron_lossy.mechanisms.boundaries.messages import Messages, received

@@ -15,19 +15,19 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.transformer import torch_norm
 
 from megatron_lossy import hooks
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify
-from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import versions
 from megatron_lossy.hooks.facts import of_arguments, of_communicator, of_model
 from megatron_lossy.hooks.versions import decoder_layers
+from megatron_lossy.lab.report.columns import columns
+from megatron_lossy.lab.report.read import read_runs
+from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.mechanisms.boundaries.hooks import Boundaries
 from megatron_lossy.mechanisms.boundaries.loss import Boundary
-from megatron_lossy.report.columns import columns
-from megatron_lossy.report.read import read_runs
-from megatron_lossy.virtual import VirtualCluster
 from tests import contract
 from tests.boundaries import boundary_lost, boundary_rows
 from tests.ranks import run_ranks

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
 from megatron_lossy.plugin import _nothing_lost, check_command_line
 
 pytestmark = pytest.mark.shows("`python -m megatron_lossy SCRIPT`: one line for what is wrong", device=False)

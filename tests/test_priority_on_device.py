@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.base.exchange import Lost
+from megatron_lossy.base.fetch import Fetched, at_hand
+from megatron_lossy.base.registry import GRAD_RECOVERIES
 from megatron_lossy.channel.draws import generator
-from megatron_lossy.exchange import Lost
-from megatron_lossy.fetch import Fetched, at_hand
 from megatron_lossy.mechanisms.priority import choosing, on_device
 from megatron_lossy.mechanisms.priority.choosing import Protection, top
 from megatron_lossy.recovery import IndexedRows, MaskedRows, base
 from megatron_lossy.recovery.feedback import ErrorFeedback
-from megatron_lossy.registry import GRAD_RECOVERIES
 from tests.rules import gradients, required, send, spared
 from tests.test_recovery_feedback import delivery_of, units_of
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Exchange, Stream, units_of
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Exchange, Stream, units_of
-from megatron_lossy.mechanism import Part
 from megatron_lossy.pytorch import make_lossy
+from megatron_lossy.run.mechanism import Part
 from megatron_lossy.transport import Network
 from tests import fsdp
 from tests.reference import ReferenceReduce, pieces

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_lossy.errors import UsageError
-from megatron_lossy.run import REPLICAS
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.run.saved import REPLICAS
 from tests.ranks import run_ranks
 
 pytestmark = [

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
 from megatron_lossy.pytorch import make_lossy
 from tests import fsdp
 from tests.fsdp import Tiny

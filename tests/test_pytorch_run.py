@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify
-from megatron_lossy.errors import UsageError
 from megatron_lossy.pytorch import make_lossy
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
 from tests import contract, fsdp

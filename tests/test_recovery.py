@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Exchange, Lost, Stream, cut
+from megatron_lossy.base.registry import GRAD_RECOVERIES
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Exchange, Lost, Stream, cut
 from megatron_lossy.recovery import IndexedRows, MaskedRows
-from megatron_lossy.registry import GRAD_RECOVERIES
 from megatron_lossy.transport import Network
 from megatron_lossy.transport.drawn import CollectiveWire
 from tests.rules import gradients, send

@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy import theory
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Delivery, Exchange, Lost, Stream, cut
+from megatron_lossy.base.registry import GRAD_RECOVERIES
 from megatron_lossy.channel.draws import generator
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Delivery, Exchange, Lost, Stream, cut
+from megatron_lossy.lab import theory
 from megatron_lossy.mechanisms.priority.choosing import Priority, Protection, importance, top
 from megatron_lossy.recovery import IndexedRows, MaskedRows
 from megatron_lossy.recovery.feedback import ErrorFeedback
-from megatron_lossy.registry import GRAD_RECOVERIES
 from megatron_lossy.transport import Network, check_owners
 from megatron_lossy.transport.drawn import CollectiveWire
 from tests.reference import ReferenceReduce, pieces

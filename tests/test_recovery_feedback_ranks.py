@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lossy import theory
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab import theory
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatter
 from tests.ranks import run_ranks
 from tests.rules import gradients

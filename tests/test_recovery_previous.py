@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.recovery.previous import Previous
 from megatron_lossy.transport import Network
 from megatron_lossy.transport.drawn import CollectiveWire

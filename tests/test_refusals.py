@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from megatron_lossy import __main__ as command
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.registry import MECHANISMS, REFUSALS
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.refusal import Refused, Section, check_refusals, sections
-from megatron_lossy.errors import UsageError
+from megatron_lossy.config.refusals.listing import as_markdown
 from megatron_lossy.hooks.facts import of_arguments, of_model
-from megatron_lossy.refusals.listing import as_markdown
-from megatron_lossy.registry import MECHANISMS, REFUSALS
-from megatron_lossy.train.config import TrainConfig
-from megatron_lossy.train.facts import of_trainer
+from megatron_lossy.lab.train.config import TrainConfig
+from megatron_lossy.lab.train.facts import of_trainer
 from tests.refusal_examples import EXAMPLES
 from tests.trainer import TINY
 
@@ -194,7 +194,7 @@ def test_trainer_arguments_and_model_refuse_the_same_flag_first(run, flags, line
 # --- shape ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["hooks/checks.py", "train/facts.py", "config/refusal.py", "refusals"])
+@pytest.mark.parametrize("path", ["hooks/checks.py", "lab/train/facts.py", "config/refusal.py", "config/refusals"])
 def test_checks_guess_no_attribute(path):
     """Defaults of what a Megatron may lack are in ``hooks/facts.py`` alone."""
     files = [PACKAGE / path] if path.endswith(".py") else sorted((PACKAGE / path).glob("*.py"))

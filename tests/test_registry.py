@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.flags import flag_table
+from megatron_lossy.base.registry import CHANNELS, GRAD_RECOVERIES, Registry
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.flags import flag_table
-from megatron_lossy.registry import CHANNELS, GRAD_RECOVERIES, Registry
 from tests.trainer import TINY, as_flags, read_records, write_data
 
 pytestmark = pytest.mark.shows("a channel and a rule of another package, from the command line", device=False)
@@ -138,7 +138,7 @@ def test_a_part_goes_on_where_its_run_was_saved(tmp_path):
         "        return [Shown(run)]\n"
     )
     (place / "my_monitor.py").write_text(
-        "from megatron_lossy.monitor import Observer\n\nclass Shown(Observer):\n    def __init__(self, run):\n"
+        "from megatron_lossy.run.monitor import Observer\n\nclass Shown(Observer):\n    def __init__(self, run):\n"
         "        self.run = run\n    def metrics(self):\n        return {'updates': self.run.part('updates').count}\n"
     )
     broken_mechanism(place, MECHANISM + returns.format("part") + returns.format("virtual_part") + shows)
@@ -153,9 +153,9 @@ def test_a_part_goes_on_where_its_run_was_saved(tmp_path):
 
 MECHANISM = """
 from dataclasses import dataclass
-from megatron_lossy.flags import flag
-from megatron_lossy.mechanism import Mechanism
-from megatron_lossy.section import Flags
+from megatron_lossy.base.flags import flag
+from megatron_lossy.run.mechanism import Mechanism
+from megatron_lossy.base.section import Flags
 
 @dataclass(frozen=True)
 class F(Flags):
@@ -173,7 +173,7 @@ WRONG = {
     "name": (MECHANISM.replace('"broken"', '"other"'), "its attribute name must be 'broken'"),
     "flags": (
         MECHANISM.replace("    Flags = F", ""),
-        "its attribute Flags must be a subclass of megatron_lossy.section.Flags",
+        "its attribute Flags must be a subclass of megatron_lossy.base.section.Flags",
     ),
     "default": (
         MECHANISM.replace('flag(0.0, "a number")', "0.0").replace(" = 0.0", ""),
@@ -278,7 +278,7 @@ def test_the_readmes_package_can_be_installed(tmp_path):
     pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", target]
     done = run(source, *pip, source)
     assert done.returncode == 0, done.stderr
-    rule = "from megatron_lossy.registry import GRAD_RECOVERIES as G; print(G.load('half').__module__)"
+    rule = "from megatron_lossy.base.registry import GRAD_RECOVERIES as G; print(G.load('half').__module__)"
     assert run(target, "-c", rule).stdout == "my_rule\n"
 
 
@@ -296,7 +296,7 @@ def test_what_is_wrong_is_one_line(installed):
     ):
         code = (
             "from megatron_lossy.config import LossyConfig\n"
-            f"from megatron_lossy.errors import usage_errors\nwith usage_errors(): LossyConfig(grad_recovery={value!r})"
+            f"from megatron_lossy.base.errors import usage_errors\nwith usage_errors(): LossyConfig(grad_recovery={value!r})"
         )
         done = run(installed, "-c", code)
         assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
@@ -313,7 +313,7 @@ def test_names_stand_in_the_class_and_in_the_registry():
 def test_our_names_cannot_be_taken(monkeypatch):
     """A package that adds a name we have does not replace ours."""
     points = [EntryPoint("zero", "no_module:Zero", "g"), EntryPoint("mine", "no_module:Mine", "g")]
-    monkeypatch.setattr("megatron_lossy.registry.entry_points", lambda group: points)
+    monkeypatch.setattr("megatron_lossy.base.registry.entry_points", lambda group: points)
     registry = Registry("g", {"zero": "megatron_lossy.recovery.zero:Zero"})
     assert list(registry) == ["zero", "mine"] and "mine" in registry and "other" not in registry
     assert registry.load("zero").__module__ == "megatron_lossy.recovery.zero"

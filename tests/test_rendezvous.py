@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_lossy.errors import UsageError
-from megatron_lossy.rendezvous import Rendezvous, Unreachable, Watch
-from megatron_lossy.rendezvous import lighthouse as module
-from megatron_lossy.rendezvous.lighthouse import JOIN, Lighthouse, addresses_of
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.mechanisms.islands.rendezvous import Rendezvous, Unreachable, Watch
+from megatron_lossy.mechanisms.islands.rendezvous import lighthouse as module
+from megatron_lossy.mechanisms.islands.rendezvous.lighthouse import JOIN, Lighthouse, addresses_of
 from tests.lighthouse import TIMEOUT
 from tests.programs import run_program
 

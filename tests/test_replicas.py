@@ -364,7 +364,7 @@ def memory(rank):
     """Which of some configurations fit where there are 18 bytes for each parameter of two workers."""
     import types
 
-    from megatron_lossy.errors import UsageError
+    from megatron_lossy.base.errors import UsageError
     from megatron_lossy.mechanisms.replicas import virtual as replicas
     from megatron_lossy.mechanisms.replicas.virtual import VirtualReplicas
     from tests.tiny_gpt import build
@@ -540,7 +540,7 @@ def test_errors_of_owners_are_in_units_of_what_ranks_have(per_token, pool):
 
 def noise_of_owners(rank, tiny, workers=None):
     from megatron_lossy import hooks
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
     from tests.tiny_gpt import build
 
     config = changed(grad_error_at="reduce")
@@ -567,7 +567,7 @@ def owned(rank, tiny, config, steps):
 
 
 def owned_virtually(rank, size, tiny, config, steps):
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
     from tests.tiny_gpt import build
 
     cluster = VirtualCluster(config, size)

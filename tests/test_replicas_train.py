@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.delivery_log.error_rows import error_files, read_events
 from megatron_lossy.delivery_log.verify_errors import verify_errors
-from megatron_lossy.errors import UsageError
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
 
@@ -141,7 +141,7 @@ REFUSED = [
 
 def damaged(rank, base, folder):
     """What is told of a file of recorded errors, without a process group."""
-    from megatron_lossy.train import parallel
+    from megatron_lossy.lab.train import parallel
 
     parallel.world = None
     with pytest.raises(UsageError) as caught:

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lossy.base.exchange import Stream
 from megatron_lossy.channel.corruption import Event, Hit, Reduction
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.exchange import Stream
 from megatron_lossy.mechanisms.replicas import average
 from megatron_lossy.mechanisms.replicas.full_replicas import FullReplicas
 from megatron_lossy.mechanisms.replicas.monitor import ReplicaMonitor
 from megatron_lossy.mechanisms.replicas.synchroniser import Copies, Replica
-from megatron_lossy.monitor.drift import SAMPLE
-from megatron_lossy.peers import LocalPeers
+from megatron_lossy.run.monitor.drift import SAMPLE
+from megatron_lossy.transport.peers import LocalPeers
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT
 
@@ -144,7 +144,7 @@ def test_a_sample_does_not_follow_the_columns_of_a_matrix():
 def two_streams(rank):
     """Of a model with experts: weights before and after an update that launches a mean of these and heals the others."""
     from megatron_lossy import hooks
-    from megatron_lossy.peers import Handle, RankPeers
+    from megatron_lossy.transport.peers import Handle, RankPeers
     from tests.tiny_gpt import build
 
     average.ALONE = 16

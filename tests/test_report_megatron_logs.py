@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from megatron_lossy.errors import UsageError
-from megatron_lossy.report import loss_table, read_runs
-from megatron_lossy.report.megatron_logs import read_megatron_run
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.lab.report import loss_table, read_runs
+from megatron_lossy.lab.report.megatron_logs import read_megatron_run
 
 pytestmark = pytest.mark.shows("reports from logs and TensorBoard files of Megatron-LM", device=False)
 

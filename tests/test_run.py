@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lossy import hooks, run
+from megatron_lossy import hooks
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.monitor import Observer
+from megatron_lossy.run.monitor import Observer, load_states, states_of
+from megatron_lossy.run.observers import make_observers
+from megatron_lossy.run.saved import REPLICAS
 from tests.ranks import RankFailed, run_ranks
 from tests.test_hooks_owner_weights import CONFIG, save_and_go_on
 from tests.test_hooks_owner_weights import resume as resume_rank
@@ -39,7 +41,7 @@ class Witness(Observer):
 
 def witnessed(rank, tiny, config, workers=None):
     """Four steps, the second of which overflows: what observers and ``after_update`` were told."""
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
 
     lossy = VirtualCluster(config, workers) if workers else hooks.install(config)
     witness, updates = Witness(), []
@@ -79,7 +81,7 @@ def test_overlapped_gathers_are_observed_with_their_update():
 
 def virtual_run(rank, config, folder, half=None):
     """Losses of the third and fourth of four steps; saved after two, or gone on from what ``half`` wrote there."""
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
 
     cluster = VirtualCluster(config, 3)
     model = build(OVERLAPPED, cluster)
@@ -99,19 +101,19 @@ def virtual_run(rank, config, folder, half=None):
 
 def test_replicas_of_another_format_are_refused(tmp_path):
     run_ranks(save_and_go_on, 2, OVERLAPPED, CONFIG, str(tmp_path))
-    file = tmp_path / run.REPLICAS / "rank_00001.pt"
+    file = tmp_path / REPLICAS / "rank_00001.pt"
     torch.save(torch.load(file, weights_only=True) | {"format": 99}, file)
     with pytest.raises(RankFailed, match="it has format 99; this version reads 5"):
         run_ranks(resume_rank, 2, OVERLAPPED, CONFIG, str(tmp_path), None)
 
 
 def test_a_run_without_loss_has_no_observers():
-    assert run.make_observers(SimpleNamespace(config=LossyConfig())) == []
-    assert len(run.make_observers(SimpleNamespace(config=LossyConfig(p_grad=0.1, drift_interval=3)))) == 2
+    assert make_observers(SimpleNamespace(config=LossyConfig())) == []
+    assert len(make_observers(SimpleNamespace(config=LossyConfig(p_grad=0.1, drift_interval=3)))) == 2
 
 
 def test_a_trace_that_cannot_be_read_is_named_where_replicas_are_saved(tmp_path):
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
 
     config = LossyConfig(loss_model=("trace",), trace=str(tmp_path / "none.npz"), save_replicas=True)
     with pytest.raises(UsageError, match="^--trace .*none.npz: cannot be read: No such file or directory$"):
@@ -134,7 +136,7 @@ def test_a_run_that_loads_a_checkpoint_keeps_nothing_of_what_it_did_before(flags
 
 def kept(rank, config):
     """What the rules of a virtual run keep: at first, after three steps, and when a checkpoint was loaded."""
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
 
     cluster = VirtualCluster(config, 2)
     model = build(OVERLAPPED, cluster)
@@ -144,3 +146,25 @@ def kept(rank, config):
     told.append(repr([group.state_dict() for group in cluster.groups]))
     cluster.set_iteration(0)
     return *told, repr([group.state_dict() for group in cluster.groups])
+
+
+class Counting(Observer):
+    """An observer with a state."""
+
+    count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_a_saved_state_is_found_although_its_class_has_moved():
+    counting, other = Counting(), Counting()
+    counting.count = 3
+    assert states_of([counting]) == {"tests.Counting": {"count": 3}}
+    for name in ("tests.Counting", "tests.test_run.Counting", "tests.once.elsewhere.Counting"):
+        load_states([other], {name: {"count": 4}, "their.Counting": {"count": 5}})
+        assert other.count == 4
+        other.count = 0

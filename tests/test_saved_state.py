@@ -13,8 +13,8 @@ from megatron_lossy.lab.theory.churn import ChurningRows
 from megatron_lossy.lab.theory.islands import rounds_of
 from megatron_lossy.mechanisms.lead.compensated import Compensated
 from megatron_lossy.mechanisms.replicas import average
-from megatron_lossy.peers import LocalPeers
 from megatron_lossy.transport import BucketSpec, LossyWorkers
+from megatron_lossy.transport.peers import LocalPeers
 from tests.full_replicas import FullReplicas
 from tests.saved_state import unmissed, walk
 from tests.test_transport_in_memory import SHARDS, Rank
@@ -47,12 +47,12 @@ WALKED = {
     "mechanisms.islands.correction.MovingAverage": "test_islands",
     "mechanisms.islands.correction.SmithPredictor": "test_islands",
     "mechanisms.islands.rest.Rest": "test_islands",
-    "virtual.versions.Versions": "test_saved_state_virtual.py",
+    "lab.virtual.versions.Versions": "test_saved_state_virtual.py",
     "mechanisms.async_pipeline.virtual.Stages": "test_saved_state_virtual.py",
-    "monitor.observer.Observer": "test_saved_state_virtual.py",
-    "monitor.window.Window": "test_saved_state_virtual.py",
-    "monitor.exchanges.ExchangeMonitor": "test_saved_state_virtual.py",
-    "monitor.drift.Drift": "test_saved_state_virtual.py",
+    "run.monitor.observer.Observer": "test_saved_state_virtual.py",
+    "run.monitor.window.Window": "test_saved_state_virtual.py",
+    "run.monitor.exchanges.ExchangeMonitor": "test_saved_state_virtual.py",
+    "run.monitor.drift.Drift": "test_saved_state_virtual.py",
     "mechanisms.priority.monitor.PriorityMonitor": "test_saved_state_virtual.py",
     "mechanisms.boundaries.monitor.BoundaryMonitor": "test_saved_state_virtual.py",
     "mechanisms.compression.monitor.WireMonitor": "test_compression.py, saved and resumed",
@@ -61,7 +61,7 @@ WALKED = {
     "mechanisms.islands.scheduled.ScheduledIslands": "test_islands_scheduled.py, saved and resumed",
     "mechanisms.islands.ranks.RankIslands": "test_islands_ranks.py, saved and resumed",
     "mechanisms.islands.fsdp.FSDPIslands": "test_pytorch_islands.py, saved and resumed",
-    "mechanism.Part": "no state of its own: test_islands_ranks.py",
+    "run.mechanism.Part": "no state of its own: test_islands_ranks.py",
     "mechanisms.async_pipeline.stash.Stash": "test_async_pipeline.py, saved and resumed",
     "mechanisms.async_pipeline.workers.UnderWay": "test_async_pipeline.py, saved and resumed",
     "mechanisms.async_pipeline.workers.StageWorkers": "test_async_pipeline.py, saved and resumed",

@@ -31,8 +31,8 @@ class Virtual:
 
     def __init__(self, config, folder):
         from megatron_lossy.hooks.versions import optimizers
+        from megatron_lossy.lab.virtual import VirtualCluster
         from megatron_lossy.mechanisms.replicas.virtual import VirtualReplicas
-        from megatron_lossy.virtual import VirtualCluster
         from tests.tiny_gpt import TinyGPT, build
 
         make = VirtualReplicas if config.needs_whole_optimizers() else VirtualCluster
@@ -119,7 +119,7 @@ def test_virtual_runs(tmp_path):
             "format": "the same for all",
             "identity*": "flags that are not there had their default; every other difference is refused",
             "iteration": "the checkpoint says so, too",
-            "observers/megatron_lossy.monitor.exchanges.ExchangeMonitor/ages/*/*/*": "a stream that says nothing else is the dense one",
+            "observers/megatron_lossy.run.monitor.exchanges.ExchangeMonitor/ages/*/*/*": "a stream that says nothing else is the dense one",
             "replicas/synchroniser/*": "walked above",
             "recovery/*/grad/*/received": "walked above: here is known which step comes next",
             "recovery/*/param/*/before": "walked above: here the next update begins later",

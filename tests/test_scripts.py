@@ -259,8 +259,8 @@ def mutants(monkeypatch):
 
 @pytest.fixture
 def root(tmp_path):
-    (tmp_path / "megatron_lossy" / "coding").mkdir(parents=True)
-    (tmp_path / "megatron_lossy" / "coding" / "thing.py").write_text(MODULE)
+    (tmp_path / "megatron_lossy" / "base" / "coding").mkdir(parents=True)
+    (tmp_path / "megatron_lossy" / "base" / "coding" / "thing.py").write_text(MODULE)
     return tmp_path
 
 

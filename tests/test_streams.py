@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_lossy.base.exchange import Delivery, Exchange, Lost, Stream, cut
+from megatron_lossy.base.registry import GRAD_RECOVERIES
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.exchange import Delivery, Exchange, Lost, Stream, cut
 from megatron_lossy.recovery import MaskedRows, base, copies
-from megatron_lossy.registry import GRAD_RECOVERIES
 from megatron_lossy.transport import Network
 from megatron_lossy.transport.drawn import CollectiveWire
 from tests.rules import gradients, send

@@ -16,21 +16,16 @@ import psutil
 import pytest
 import yaml
 
-from megatron_lossy.errors import UsageError
-from megatron_lossy.lab import cells, commands
-from megatron_lossy.lab.cells import CellFolder
-from megatron_lossy.lab.design import Design, loss_seed_of, read_design
-from megatron_lossy.lab.figures import _quantities, plot_comparison, plot_scalar
-from megatron_lossy.lab.folder import (
-    RECORD,
-    check_out,
-    read_record,
-    tables,
-    write_figures,
-    write_record,
-)
-from megatron_lossy.lab.runner import run_cells
-from megatron_lossy.lab.summary import (
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.lab.report import Run
+from megatron_lossy.lab.report.scalars import AXES
+from megatron_lossy.lab.studies import cells, commands
+from megatron_lossy.lab.studies.cells import CellFolder
+from megatron_lossy.lab.studies.design import Design, loss_seed_of, read_design
+from megatron_lossy.lab.studies.figures import _quantities, plot_comparison, plot_scalar
+from megatron_lossy.lab.studies.folder import RECORD, check_out, read_record, tables, write_figures, write_record
+from megatron_lossy.lab.studies.runner import run_cells
+from megatron_lossy.lab.studies.summary import (
     Difference,
     Results,
     against_best,
@@ -39,9 +34,14 @@ from megatron_lossy.lab.summary import (
     loss_metrics,
     run_table,
 )
-from megatron_lossy.lab.tables import PAPER_CHANGES, PAPER_TABLE_1, scalar_tables, share_won_back, table_1, won_back
-from megatron_lossy.report import Run
-from megatron_lossy.report.scalars import AXES
+from megatron_lossy.lab.studies.tables import (
+    PAPER_CHANGES,
+    PAPER_TABLE_1,
+    scalar_tables,
+    share_won_back,
+    table_1,
+    won_back,
+)
 from tests.programs import Program
 
 pytestmark = [
@@ -201,13 +201,13 @@ def test_per_link_rates_and_traces_are_not_where_changes_refer_to(tmp_path):
 
 
 def test_what_changes_refer_to_must_not_lose(monkeypatch):
-    monkeypatch.setattr("megatron_lossy.lab.design._KEPT", ("islands", "sync_method", "p_sync"))
+    monkeypatch.setattr("megatron_lossy.lab.studies.design._KEPT", ("islands", "sync_method", "p_sync"))
     with pytest.raises(UsageError, match="T, 0 %: what changes refer to loses or errs: 2 islands"):
         _design(settings=TINY | _ISLANDS | {"p-sync": 0.1}).study()
 
 
 def _read_changed(**content):
-    from megatron_lossy.lab.design import _design as read
+    from megatron_lossy.lab.studies.design import _design as read
 
     read({"title": "T", "levels": {"10 %": {"p": 0.1}}, **content}, Path())
 

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.base.fingerprint import COLUMNS, fingerprint, finite
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.fingerprint import COLUMNS, fingerprint, finite
 from megatron_lossy.mechanisms.replicas.classes import all_equal, largest_class, majority
 from megatron_lossy.mechanisms.replicas.interval import Interval, relative
 from megatron_lossy.mechanisms.replicas.repair import compare, repair
-from megatron_lossy.peers import LocalPeers, RankPeers
+from megatron_lossy.transport.peers import LocalPeers, RankPeers
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.shows(

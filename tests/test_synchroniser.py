@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Exchange, Stream
+from megatron_lossy.base.fingerprint import fingerprint, finite
 from megatron_lossy.channel.corruption import apply, make_corruption
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Exchange, Stream
-from megatron_lossy.fingerprint import fingerprint, finite
 from megatron_lossy.mechanisms.replicas.average import pieces
 from megatron_lossy.mechanisms.replicas.synchroniser import Copies, Replica, Synchroniser
-from megatron_lossy.peers import LocalPeers, RankPeers
+from megatron_lossy.transport.peers import LocalPeers, RankPeers
 from tests.full_replicas import SIZES, FullReplicas
 from tests.ranks import run_ranks
 

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy import theory
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
+from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory import simulate
 from tests.ranks import run_ranks
 from tests.trainer import TINY, write_data
@@ -381,7 +381,7 @@ def test_previous_repeats_its_noise():
 
 def _real_run(rank, folder):
     from megatron_lossy.lab.theory import real_run
-    from megatron_lossy.train.config import TrainConfig
+    from megatron_lossy.lab.train.config import TrainConfig
 
     write_data(rank, folder)
     settings = TINY | {

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lossy.base.exchange import Stream
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.exchange import Stream
+from megatron_lossy.lab.theory import divergence as theory
 from megatron_lossy.mechanisms.replicas.reduction import LossyReduction
 from megatron_lossy.mechanisms.replicas.streams import ReplicaStream
-from megatron_lossy.peers import LocalPeers
-from megatron_lossy.theory import divergence as theory
+from megatron_lossy.transport.peers import LocalPeers
 from tests.full_replicas import FullReplicas
 
 pytestmark = pytest.mark.shows("divergence of full replicas: closed forms against simulation", device=False)

@@ -6,13 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy import theory
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Exchange, Stream
+from megatron_lossy.base.theory.lag import HIGHEST_R
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Exchange, Stream
-from megatron_lossy.lab.theory import simulate
-from megatron_lossy.theory import Lag, Lead, lead, mean_lag, stability_limit
-from megatron_lossy.theory.lag import HIGHEST_R
+from megatron_lossy.lab import theory
+from megatron_lossy.lab.theory import Lag, Lead, lead, mean_lag, simulate, stability_limit
 from megatron_lossy.transport import Network
 
 pytestmark = pytest.mark.shows(
@@ -166,7 +165,7 @@ def test_the_simulation_of_the_picture_agrees():
 
 
 def run(*arguments):
-    from megatron_lossy.lab import lag
+    from megatron_lossy.lab.studies import lag
 
     lag.main(arguments)
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lossy import theory
+from megatron_lossy.base.coding.blocks import BlockCode
+from megatron_lossy.base.exchange import Exchange, Stream, cut
 from megatron_lossy.channel import make_channel
 from megatron_lossy.channel.draws import coding_keys
-from megatron_lossy.coding.blocks import BlockCode
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.exchange import Exchange, Stream, cut
+from megatron_lossy.lab import theory
 
 pytestmark = pytest.mark.shows("what rounding costs: closed form, real draws and codes", device=False)
 

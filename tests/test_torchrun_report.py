@@ -19,8 +19,8 @@ pytestmark = pytest.mark.shows("what torchrun reports when ranks fail or are kil
 
 BEGIN = """
 import os, pathlib, signal, time
-from megatron_lossy.errors import UsageError, usage_errors
-from megatron_lossy.train.process import rank_errors
+from megatron_lossy.base.errors import UsageError, usage_errors
+from megatron_lossy.lab.train.process import rank_errors
 from megatron_lossy.transport.udp import PeerLost
 rank, here = int(os.environ["RANK"]), pathlib.Path(__file__).parent
 def wait(*ranks):  # until they are where they call at()
@@ -86,7 +86,7 @@ def test_ranks_that_lose_contact_leave_the_word_to_the_one_that_failed(tmp_path)
         "        wait(0, 2)\n"
         "        raise ValueError('ours')\n"
         "    at()\n"
-        "    from megatron_lossy.train.process import told_to_end\n"
+        "    from megatron_lossy.lab.train.process import told_to_end\n"
         "    signal.signal(signal.SIGTERM, lambda *_: told_to_end()) if rank == 0 else None\n"
         "    time.sleep(2)\n"
         "    raise PeerLost('rank 1: gone')\n",
@@ -126,7 +126,7 @@ def test_a_rank_that_somebody_else_told_to_end_and_that_fails_is_started_again(t
     """It says nothing by itself, but it has not ended well."""
     (tmp_path / "script.py").write_text(
         BEGIN
-        + "from megatron_lossy.train.process import told_to_end\n"
+        + "from megatron_lossy.lab.train.process import told_to_end\n"
         + "with usage_errors('x'), rank_errors('x'):\n"
         + "    if not (here / '0').exists():\n"
         + "        at()\n"

@@ -14,13 +14,13 @@ import time
 
 import pytest
 
-from megatron_lossy.checkpoints import latest_iteration
+from megatron_lossy.base.checkpoints import latest_iteration
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.train.arguments import configurations, make_parser, read_arguments
-from megatron_lossy.train.config import TrainConfig
-from megatron_lossy.train.saved import check_folders
-from megatron_lossy.train.text import same_everywhere
+from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments
+from megatron_lossy.lab.train.config import TrainConfig
+from megatron_lossy.lab.train.saved import check_folders
+from megatron_lossy.lab.train.text import same_everywhere
 from tests.programs import Program, run_program
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import (
@@ -178,7 +178,7 @@ def _interrupt(rank: int, config: dict, number: int) -> tuple:
     """A run of which rank 1 alone gets signal ``number`` while it computes an iteration; what megatron-core logs."""
     import logging
 
-    from megatron_lossy.train import loop
+    from megatron_lossy.lab.train import loop
 
     logged = []
     handler = logging.Handler()
@@ -210,7 +210,7 @@ def test_a_signal_saves_on_all_ranks(data, tmp_path, number):
 
 def _interrupt_twice(rank: int, config: dict) -> None:
     """A run that gets Ctrl-C twice in one iteration."""
-    from megatron_lossy.train import loop
+    from megatron_lossy.lab.train import loop
 
     def signals(self, batches):
         os.kill(os.getpid(), signal.SIGINT)
@@ -266,7 +266,7 @@ def test_what_a_fresh_checkout_lacks_is_built(tmp_path, monkeypatch):
 
 def _kill_while_saving(rank: int, config: dict, when: str) -> None:
     """A run that dies in its second save, before or after one of its steps."""
-    from megatron_lossy.train import checkpoint
+    from megatron_lossy.lab.train import checkpoint
 
     original = getattr(checkpoint, when)
     calls = []
@@ -301,7 +301,7 @@ def _disk_full_at(rank: int, iteration: int, *runs: tuple[dict, dict]):
     """:func:`train_runs`, in which no file may become longer than 60,000 bytes while ``iteration`` is saved."""
     import resource
 
-    from megatron_lossy.train.checkpoint import Checkpoints
+    from megatron_lossy.lab.train.checkpoint import Checkpoints
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that the write fails, and not the process
     save, before = Checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -334,7 +334,7 @@ def test_a_failed_save_ends_no_run_that_has_a_checkpoint(data, tmp_path, ranks):
 
 def test_older_checkpoints_are_removed_and_nothing_else(tmp_path):
     """Not the one just saved, nor later ones, which a run that began again at an earlier one has there."""
-    from megatron_lossy.train.checkpoint import _remove_older
+    from megatron_lossy.lab.train.checkpoint import _remove_older
 
     for name in ("iter_0000002", "iter_0000004", "iter_0000006", "iter_0000040", "iter_0000008.tmp", "consensus"):
         (tmp_path / name).mkdir()
@@ -363,7 +363,7 @@ def test_what_changes_with_a_checkpoint_of_another_run_is_said(data, tmp_path):
 
 def _diverge(rank: int, config: dict):
     """A run whose weights become NaN in iteration 3, and another one after it in the same processes."""
-    from megatron_lossy.train import loop
+    from megatron_lossy.lab.train import loop
 
     step = loop._Run._step
 

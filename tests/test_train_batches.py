@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.train.data import on_device
+from megatron_lossy.lab.train.data import on_device
 
 pytestmark = pytest.mark.shows("a micro-batch is the stack of its samples", device=False)
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lossy.errors import UsageError
-from megatron_lossy.train.process import lost_contact
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.lab.train.process import lost_contact
 from tests.programs import Program, run_program, start_ranks
 from tests.ranks import run_ranks
 from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, write_data
@@ -37,7 +37,7 @@ def _failure(error: Exception) -> torch.distributed.checkpoint.CheckpointExcepti
 
 def _load(monkeypatch, error: BaseException) -> None:
     """Load a checkpoint while ``error`` happens."""
-    from megatron_lossy.train import checkpoint
+    from megatron_lossy.lab.train import checkpoint
 
     def fail(state, path):
         raise error
@@ -80,7 +80,7 @@ def test_a_damaged_checkpoint_is(monkeypatch, error, elsewhere):
 
 
 def test_an_older_checkpoint_is_named_if_there_is_one(tmp_path):
-    from megatron_lossy.train.checkpoint import _reading
+    from megatron_lossy.lab.train.checkpoint import _reading
 
     for iteration in (2, 4, 6):
         (tmp_path / f"iter_{iteration:07d}").mkdir()
@@ -93,7 +93,7 @@ def test_an_older_checkpoint_is_named_if_there_is_one(tmp_path):
 
 def _save_on_a_full_disk(rank: int, folder: str) -> str:
     """Both ranks fail, and torch does not say why; rank 1 looks for the reason a second later than rank 0."""
-    from megatron_lossy.train import checkpoint
+    from megatron_lossy.lab.train import checkpoint
 
     def write(self, aside, final, iteration, common):
         if rank == 0:
@@ -125,7 +125,7 @@ def test_all_ranks_know_of_a_full_disk_and_leave_nothing(tmp_path):
 def _tried_on_a_full_disk(rank: int, folder: str) -> int:
     from pathlib import Path
 
-    from megatron_lossy.train import checkpoint
+    from megatron_lossy.lab.train import checkpoint
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     return checkpoint._tried(Path(folder)).errno
@@ -138,9 +138,9 @@ def test_looking_for_the_reason_leaves_nothing(tmp_path):
 
 def _build(rank: int, folder: str, names: list[str | None]) -> list[str | None]:
     """The names of the errors that building data sets raises, where the error itself has ``names``."""
-    from megatron_lossy.data import build_tokenizer
-    from megatron_lossy.train import data
-    from megatron_lossy.train.config import TrainConfig
+    from megatron_lossy.lab.data import build_tokenizer
+    from megatron_lossy.lab.train import data
+    from megatron_lossy.lab.train.config import TrainConfig
     from tests.trainer import TINY, write_data
 
     write_data(0, folder)
@@ -172,7 +172,7 @@ def test_a_data_set_that_cannot_be_read_is_not_called_the_cache(tmp_path):
 
 
 def test_a_building_folder_that_another_run_finishes_meanwhile_is_no_error(tmp_path):
-    from megatron_lossy.train.data import _building_folder
+    from megatron_lossy.lab.train.data import _building_folder
 
     (tmp_path / "cache.building.gone").symlink_to(tmp_path / "nothing")  # listed, and not there when it is asked
     old, new = tmp_path / "cache.building.old", tmp_path / "cache.building.new"

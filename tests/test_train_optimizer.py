@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_lossy.errors import UsageError
-from megatron_lossy.train.config import TrainConfig
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.lab.train.config import TrainConfig
 from tests.ranks import run_ranks
 from tests.trainer import TINY, read_records, train_runs, write_data
 
@@ -18,12 +18,12 @@ def _descend(rank: int, settings: dict, steps: int):
     import torch
     from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-    from megatron_lossy import device
+    from megatron_lossy.base import device
 
     device.prepare()
-    from megatron_lossy.train import parallel
-    from megatron_lossy.train.model import build_model
-    from megatron_lossy.train.optimizer import build_optimizer, lr_scale
+    from megatron_lossy.lab.train import parallel
+    from megatron_lossy.lab.train.model import build_model
+    from megatron_lossy.lab.train.optimizer import build_optimizer, lr_scale
 
     config = TrainConfig(**settings)
     history, rates = {}, []
@@ -85,7 +85,7 @@ def test_nadam_is_torchs_with_decoupled_decay(step_in_group):
     """Within rounding, through 60 steps with a learning rate that changes, and after its state was saved and loaded."""
     import torch
 
-    from megatron_lossy.train.nadam import NAdamW
+    from megatron_lossy.lab.train.nadam import NAdamW
 
     options = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-7}
     start = torch.randn(40, generator=torch.Generator().manual_seed(1))

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.checkpoints import latest_iteration
+from megatron_lossy.base.checkpoints import latest_iteration
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.theory import Lag, stability_limit
-from megatron_lossy.train.config import TrainConfig
-from megatron_lossy.train.facts import check_flags
+from megatron_lossy.lab.theory import Lag, stability_limit
+from megatron_lossy.lab.train.config import TrainConfig
+from megatron_lossy.lab.train.facts import check_flags
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs, write_data
 
@@ -50,7 +50,7 @@ def quadratic(eigenvalues, seed):
 
 
 def largest(matrix, start, products):
-    from megatron_lossy.train.sharpness import largest_eigenvalue
+    from megatron_lossy.lab.train.sharpness import largest_eigenvalue
 
     return largest_eigenvalue(lambda vector: matrix @ vector, start, products)
 
@@ -89,13 +89,13 @@ def test_what_is_not_finite_is_no_number():
 
 def against_dense(rank, lag):
     """The largest eigenvalue found at a trained point, that of the dense matrix in float64, and what is beside it."""
-    from megatron_lossy import device
+    from megatron_lossy.base import device
 
     device.prepare()
     from megatron_lossy.hooks.versions import innermost
-    from megatron_lossy.train import parallel, sharpness
-    from megatron_lossy.train.model import build_model
-    from megatron_lossy.train.optimizer import build_optimizer
+    from megatron_lossy.lab.train import parallel, sharpness
+    from megatron_lossy.lab.train.model import build_model
+    from megatron_lossy.lab.train.optimizer import build_optimizer
 
     config = TrainConfig(**SMALL, sharpness_interval=1, adam_beta1=0.8)
     generator = torch.Generator().manual_seed(5)

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import BucketUnits, Delivery, Exchange, Stream
+from megatron_lossy.base.registry import MECHANISMS
 from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import Section
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import BucketUnits, Delivery, Exchange, Stream
-from megatron_lossy.mechanism import Mechanism
 from megatron_lossy.mechanisms.priority.protected import Spared
 from megatron_lossy.recovery.zero import Zero
-from megatron_lossy.registry import MECHANISMS
+from megatron_lossy.run.mechanism import Mechanism
 from megatron_lossy.transport import (
     BucketSpec,
     LossyGroup,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
 from megatron_lossy.transport import BucketSpec, LossyGroup, LossyWorkers, lossy_all_gather, lossy_reduce_scatter
 from tests.ranks import each, run_ranks
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from megatron_lossy import hooks
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.errors import UsageError
+from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.transport.udp import carrier
 from megatron_lossy.transport.udp.carrier import UdpWire
 from megatron_lossy.transport.udp.process import engines_for
-from megatron_lossy.virtual import VirtualCluster
 from tests import contract
 from tests.ranks import run_ranks
 from tests.test_hooks import BOTH, FEW_SETTINGS, OVERLAPS, RULES, SETTINGS, contract_holds

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.channel import make_channel
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify
-from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Exchange, Stream
-from megatron_lossy.monitor.drift import predicted
+from megatron_lossy.run.monitor.drift import predicted
 from megatron_lossy.transport import BucketSpec, LossyWorkers
 from megatron_lossy.transport.udp.engine import Channel
 from megatron_lossy.transport.udp.packet import DATA, END

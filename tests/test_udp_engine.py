@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_lossy.errors import UsageError
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings, build, session
 from megatron_lossy.transport.udp.address import find_address
 from megatron_lossy.transport.udp.engine import charge, load, windows

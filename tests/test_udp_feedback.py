@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
 from megatron_lossy.transport.udp.parity import Code
 from tests import contract
 from tests.in_lab import run_in_lab, telescopes

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.report.scalars import AXES
+from megatron_lossy.lab.report.scalars import AXES
 from megatron_lossy.transport.udp.monitor import DatagramMonitor, advice, summary, totals
 from megatron_lossy.transport.udp.process import close_engines
 from tests.ranks import run_ranks

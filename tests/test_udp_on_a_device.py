@@ -39,7 +39,7 @@ def pretend():
 
     tracker = Tracker()
     device.install(tracker)
-    from megatron_lossy.device import init_process_group
+    from megatron_lossy.base.device import init_process_group
 
     init_process_group("cpu:gloo,cuda:nccl")
     made, plain = collections.Counter(), (torch.cuda.Stream, torch.cuda.Event)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from benchmarks.lab import Lab, Link
 from megatron_lossy import transport
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.transport import UDP_PACKET_BYTES, UDP_PACKETS
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.errors import UsageError
 from megatron_lossy.transport.udp import packet_size
 from megatron_lossy.transport.udp.packet_size import AGAIN, ENOUGH, PATIENCE, Search, candidates, choose
 from tests.programs import Program, rank_environments, run_program

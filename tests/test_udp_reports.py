@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.coding import Layout
-from megatron_lossy.coding import encode as encode_parity
+from megatron_lossy.base.coding import Layout
+from megatron_lossy.base.coding import encode as encode_parity
 from megatron_lossy.transport.udp import packet
 from megatron_lossy.transport.udp.engine import SECOND
 from megatron_lossy.transport.udp.packet import DATA, END, NACK, PARITY, READY, encode

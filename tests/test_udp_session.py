@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
 from megatron_lossy.transport.key_file import _say_open, read_key_file
 from megatron_lossy.transport.udp import Engine, UdpSettings, session
 from megatron_lossy.transport.udp.process import settings_of

@@ -18,18 +18,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_lossy import hooks
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify
-from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks.facts import of_arguments
+from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.mechanisms.boundaries import datagrams
 from megatron_lossy.mechanisms.boundaries import links as stages
 from megatron_lossy.mechanisms.boundaries.loss import BoundaryLoss
 from megatron_lossy.mechanisms.boundaries.messages import received, sent
 from megatron_lossy.transport.udp.process import close_engines
-from megatron_lossy.virtual import VirtualCluster
 from tests import contract
 from tests.boundaries import boundary_rows
 from tests.in_lab import run_in_lab

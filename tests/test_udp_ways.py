@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lab import Lab
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
 from megatron_lossy.transport.udp import process
 from tests.test_lab import needs_lab
 from tests.test_udp_moved import exchange, world

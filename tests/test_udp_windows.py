@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.base.exchange import cut
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.exchange import cut
 from megatron_lossy.transport.udp import carrier
 from megatron_lossy.transport.udp.staging import Courier, Parcel, Ring
 from megatron_lossy.transport.udp.windows import runs, windows

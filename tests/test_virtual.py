@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.base.exchange import cut
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.exchange import cut
-from megatron_lossy.virtual.versions import FIRST, Versions
+from megatron_lossy.lab.virtual.versions import FIRST, Versions
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.shows("two virtual workers are two ranks bit for bit, more within rounding")
@@ -108,7 +108,7 @@ def real_runs(rank, chosen):
 
 
 def virtual_runs(rank, chosen, size):
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
     from tests.tiny_gpt import TinyGPT, build
 
     results = {}
@@ -157,7 +157,7 @@ def test_two_workers_are_two_ranks_bit_for_bit(tmp_path, others):
 
 def from_real_states(rank, chosen, size, real):
     """The virtual cluster's owners and replicas after each step that starts where the real ranks were."""
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
     from tests.tiny_gpt import TinyGPT, build
 
     results = {}
@@ -196,7 +196,7 @@ def adopt(run, replicas, owners):
             lost[:, numbers] |= (fresh != stale).any(dim=2).numpy()
         version = FIRST - 1 - worker
         versions.held[worker][lost] = version
-        from megatron_lossy.virtual.versions import Block
+        from megatron_lossy.lab.virtual.versions import Block
 
         versions._blocks[version] = [Block(view, lost[:, numbers]) for view, numbers in mine._views]
 

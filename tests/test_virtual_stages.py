@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
 from megatron_lossy.mechanisms.async_pipeline.memory import old_weights
 from tests.ranks import run_ranks
 
@@ -29,7 +29,7 @@ def config_of(**changes):
 
 
 def virtual_run(config, stages: int, workers: int, **flags):
-    from megatron_lossy.virtual import VirtualCluster
+    from megatron_lossy.lab.virtual import VirtualCluster
     from tests.tiny_gpt import build
 
     flags = {"async_pipeline": True, "virtual_stages": stages, **flags} if stages else flags

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lossy.checkpoints import latest_iteration
-from megatron_lossy.errors import UsageError
-from megatron_lossy.train.config import TrainConfig
+from megatron_lossy.base.checkpoints import latest_iteration
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.lab.train.config import TrainConfig
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import (
     TINY,
@@ -119,7 +119,7 @@ def test_more_workers_train_as_ranks_within_rounding(tmp_path, data, workers, ba
 
 def die_in_second_save(rank: int, config: dict, loss: dict) -> None:
     """A run that is killed when its second checkpoint is written but not yet in place."""
-    from megatron_lossy.train import checkpoint
+    from megatron_lossy.lab.train import checkpoint
 
     original, calls = checkpoint.publish, []
 
@@ -135,7 +135,7 @@ def die_in_second_save(rank: int, config: dict, loss: dict) -> None:
 
 def signalled(rank: int, config: dict, loss: dict) -> list:
     """A run that gets SIGTERM while it computes iteration 6."""
-    from megatron_lossy.train import loop
+    from megatron_lossy.lab.train import loop
 
     step = loop._Run._step
 
@@ -297,7 +297,7 @@ def test_refused_by_the_command_line(rows, data, tmp_path):
 
 def sweeps(rank: int, *commands: list[str]) -> list[str]:
     """What sweeps print, one after the other."""
-    from megatron_lossy.lab.sweep import main
+    from megatron_lossy.lab.studies.sweep import main
 
     outputs = []
     for command in commands:

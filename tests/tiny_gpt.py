@@ -29,9 +29,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron_lossy import device
+from megatron_lossy.base import device
 from megatron_lossy.hooks.versions import dense_buffers
-from megatron_lossy.virtual import VirtualRun
+from megatron_lossy.lab.virtual import VirtualRun
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.train.config import TrainConfig
+from megatron_lossy.lab.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,7 +41,7 @@ def write_data(rank: int, folder: str) -> None:
 
     Of another text a gradient may be rounding alone, of which Adam makes a whole step.
     """
-    from megatron_lossy.data import build_tokenizer, write_indexed
+    from megatron_lossy.lab.data import build_tokenizer, write_indexed
 
     text = (ROOT / "LICENSE").read_bytes()
     for split, part in (("train", text[:8000]), ("valid", text[8000:12000])):
@@ -54,7 +54,7 @@ def train_runs(rank: int, *runs: tuple[dict, dict]):
     The ranks are daemons, which may not have children: to save, too, they must do without.
     """
     warnings.simplefilter("ignore")
-    from megatron_lossy.train.loop import train
+    from megatron_lossy.lab.train.loop import train
 
     output = io.StringIO()
     with contextlib.redirect_stdout(output):

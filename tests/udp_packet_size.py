@@ -13,7 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron_lossy import device
+from megatron_lossy.base import device
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import BucketSpec, LossyGroup, settled
 

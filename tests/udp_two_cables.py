@@ -11,7 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_lossy import device
+from megatron_lossy.base import device
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import BucketSpec, LossyGroup
 from megatron_lossy.transport.udp.process import engine_counters

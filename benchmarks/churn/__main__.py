@@ -27,10 +27,10 @@ from benchmarks.churn.results import Island, Results, compared, markdown
 from benchmarks.churn.schedule import DEFAULT, DEFAULT_AWAY, Director, Events, Kills, first_islands, without_cuts
 from benchmarks.common import made_with
 from benchmarks.lab import Link, Missing, check_lab, end_in_order
-from megatron_lossy.errors import UsageError, refuse, usage_errors
-from megatron_lossy.files import replace_file, write_text
+from megatron_lossy.base.errors import UsageError, refuse, usage_errors
+from megatron_lossy.base.files import replace_file, write_text
+from megatron_lossy.mechanisms.islands.rendezvous.lighthouse import torchft
 from megatron_lossy.mechanisms.islands.schedule import Schedule, read_schedule
-from megatron_lossy.rendezvous.lighthouse import torchft
 
 _PROGRAM = "benchmarks.churn"
 #: Of every island, beside its number. Flags of --flags come after them, and count.

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from benchmarks.churn.networks import Network
-from megatron_lossy.device.environment import without_ranks
-from megatron_lossy.train.metrics import METRICS_FILE
+from megatron_lossy.base.device.environment import without_ranks
+from megatron_lossy.lab.train.metrics import METRICS_FILE
 
 #: Seconds after which the lighthouse takes a silent island for dead, and for which it waits for others that ask.
 TIMEOUT, JOIN = 2.5, 2.0

@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 from benchmarks.exchange.timeouts import Timeouts
 from benchmarks.lab import INTERFACE, Lab
+from megatron_lossy.base.device import all_gather_single, reduce_scatter_single
+from megatron_lossy.base.flags import add_flags, from_namespace
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.device import all_gather_single, reduce_scatter_single
-from megatron_lossy.flags import add_flags, from_namespace
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
 
 PHASES = ("reduce-scatter", "all-gather")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.lab import Link
-from megatron_lossy.errors import refuse
+from megatron_lossy.base.errors import refuse
 
 RTTS, LOSSES, MEGABYTES = (0.0, 20.0, 100.0), (0.0, 0.001, 0.01, 0.05, 0.1, 0.2), (4.0, 40.0)
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_lossy.errors import refuse
+from megatron_lossy.base.errors import refuse
 
 from .nodes import INTERFACE, Node, end_processes, unshare
 

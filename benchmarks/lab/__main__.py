@@ -15,7 +15,7 @@ import math
 import os
 import sys
 
-from megatron_lossy.errors import refuse, usage_errors
+from megatron_lossy.base.errors import refuse, usage_errors
 
 from . import Lab, Link, Missing, end_in_order, wait
 

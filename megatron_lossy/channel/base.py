@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..base.errors import refuse
+from ..base.exchange import Exchange, Stream
+from ..base.flags import as_text, flag_name
+from ..base.registry import CHANNELS
 from ..config import RATES, LossyConfig, PhaseLoss, Schedule, split_model
-from ..errors import refuse
-from ..exchange import Exchange, Stream
-from ..flags import as_text, flag_name
-from ..registry import CHANNELS
 
 
 class Channel(ABC):
@@ -90,7 +90,7 @@ class Channel(ABC):
     def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float] | None:
         """Drift in the steady state at the rate of ``step``: to the owner, and between two receivers.
 
-        The unit is squared increments, if these are uncorrelated (:mod:`megatron_lossy.theory`). ``units``: units of
+        The unit is squared increments, if these are uncorrelated (:mod:`megatron_lossy.base.theory`). ``units``: units of
         loss of a step. ``None`` if there is no closed form, or links differ.
         """
         return None
@@ -98,7 +98,7 @@ class Channel(ABC):
     def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float] | None:
         """The share of units that miss an update, and their mean age, over ``destinations`` at the rate of ``step``.
 
-        Both are of the steady state (:mod:`megatron_lossy.theory.lag`). ``units``: units of loss per link and step.
+        Both are of the steady state (:mod:`megatron_lossy.base.theory.lag`). ``units``: units of loss per link and step.
         ``None`` if the flags do not tell.
         """
         return None

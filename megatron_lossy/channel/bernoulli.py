@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import theory
+from ..base import theory
+from ..base.exchange import Exchange
 from ..config import PhaseLoss
-from ..exchange import Exchange
 from .draws import DrawnChannel
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..base.exchange import KINDS, Exchange
 from ..config import NUMBERS
-from ..exchange import KINDS, Exchange
 from .base import Channel
 
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)

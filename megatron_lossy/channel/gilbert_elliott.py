@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import theory
+from ..base import theory
+from ..base.errors import refuse
+from ..base.exchange import Exchange, Stream
 from ..config import LossyConfig, PhaseLoss, split_model
-from ..errors import refuse
-from ..exchange import Exchange, Stream
 from .draws import DrawnChannel
 
 _CHAIN, _LOSS, _START = 1, 2, 3  # purposes of draws

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import theory
+from ..base import theory
+from ..base.errors import refuse
+from ..base.exchange import Exchange, Stream
 from ..config import LossyConfig, PhaseLoss
-from ..errors import refuse
-from ..exchange import Exchange, Stream
 from .draws import DrawnChannel
 
 

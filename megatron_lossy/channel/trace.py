@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from ..base.errors import refuse
+from ..base.exchange import Exchange, Stream
 from ..config import RATES, LossyConfig, PhaseLoss
-from ..errors import refuse
-from ..exchange import Exchange, Stream
 from .base import Channel
 
 

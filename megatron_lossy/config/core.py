@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import refuse
-from ..flags import check_choice, flag, flag_name, in_unit_interval, number_or_auto, refuse_unused
-from ..registry import CHANNELS
-from ..section import Flags
+from ..base.errors import refuse
+from ..base.flags import check_choice, flag, flag_name, in_unit_interval, number_or_auto, refuse_unused
+from ..base.registry import CHANNELS
+from ..base.section import Flags
 from .phases import PHASES, split_model
 
 

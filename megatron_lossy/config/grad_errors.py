@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import refuse
-from ..flags import as_text, check_choice, flag, number, refuse_unused
-from ..registry import GRAD_ERRORS
-from ..section import Flags
+from ..base.errors import refuse
+from ..base.flags import as_text, check_choice, flag, number, refuse_unused
+from ..base.registry import GRAD_ERRORS
+from ..base.section import Flags
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """All loss flags in one object: the sections of the core, and one of each mechanism.
 
-:mod:`megatron_lossy.flags` makes the argparse group and the table in ``docs/flags.md`` from :class:`LossyConfig`.
+:mod:`megatron_lossy.base.flags` makes the argparse group and the table in ``docs/flags.md`` from :class:`LossyConfig`.
 ``docs/semantics.md`` has the semantics of each flag.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import Collector, UsageError, raise_postponed, refuse
-from ..flags import as_flag, flag_name, full_name
-from ..jobs import Jobs
-from ..registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
-from ..section import Flags
+from ..base.errors import Collector, UsageError, raise_postponed, refuse
+from ..base.flags import as_flag, flag_name, full_name
+from ..base.jobs import Jobs
+from ..base.registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
+from ..base.section import Flags
 from .core import CoreFlags
 from .grad_errors import ErrorFlags
 from .phases import PHASES, PhaseLoss, Schedule, split_model, value_of

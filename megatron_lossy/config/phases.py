@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import refuse
-from ..registry import MECHANISMS
+from ..base.errors import refuse
+from ..base.registry import MECHANISMS
 
 Value = TypeVar("Value")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..flags import check_choice, flag
-from ..registry import GRAD_RECOVERIES
-from ..section import Flags
+from ..base.flags import check_choice, flag
+from ..base.registry import GRAD_RECOVERIES
+from ..base.section import Flags
 
 
 @dataclass(frozen=True)

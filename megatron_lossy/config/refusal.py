@@ -1,8 +1,8 @@
 """Refusals as data: a flag, its refused companion, and the reason. One table, one order, one function that checks it.
 
-The rows of the core are in :mod:`megatron_lossy.refusals`; those of a mechanism are in its folder. Those of the core
-come first, in the order of :data:`megatron_lossy.registry.REFUSALS`, then those of
-:data:`megatron_lossy.registry.MECHANISMS`.
+The rows of the core are in :mod:`megatron_lossy.config.refusals`; those of a mechanism are in its folder. Those of the core
+come first, in the order of :data:`megatron_lossy.base.registry.REFUSALS`, then those of
+:data:`megatron_lossy.base.registry.MECHANISMS`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..errors import UsageError, origin_of
-from ..flags import shown
-from ..registry import MECHANISMS, REFUSALS
+from ..base.errors import UsageError, origin_of
+from ..base.flags import shown
+from ..base.registry import MECHANISMS, REFUSALS
 from .facts import Facts
 
 #: Returns whether a :class:`.LossyConfig` is refused in a run with these facts; a mapping has values that the text names.

@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..errors import refuse
-from ..flags import check_choice, check_code, flag, refuse_unused
-from ..section import Flags
+from ..base.errors import refuse
+from ..base.flags import check_choice, check_code, flag, refuse_unused
+from ..base.section import Flags
 from .phases import PHASES
 
 #: Payload of a datagram: with 28 bytes of header, 16 of authentication and 48 of UDP and IPv6, 1,500 bytes.

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import ArgumentParser, check_package, refuse, usage_errors
-from ..files import writing
+from ..base.errors import ArgumentParser, check_package, refuse, usage_errors
+from ..base.files import writing
 from .error_rows import error_files
 from .reader import BadLog, DeliveryLogFolder
 from .schema import check_pyarrow, parse_name

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
+from ..base.errors import refuse
+from ..base.files import replace_file
 from ..config import LossyConfig
-from ..errors import refuse
-from ..files import replace_file
-from ..monitor.observer import Look, Observer
+from ..run.monitor.observer import Look, Observer
 from . import schema
 
 if TYPE_CHECKING:

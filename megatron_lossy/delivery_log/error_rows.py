@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.errors import refuse
+from ..base.exchange import Stream
+from ..base.registry import MECHANISMS
 from ..channel.corruption import Event
 from ..config import LossyConfig
-from ..errors import refuse
-from ..exchange import Stream
-from ..registry import MECHANISMS
 from . import schema
 from .beside import FileBeside, files_beside
 

@@ -9,8 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from ..base.files import replace_file
 from ..config import PHASES
-from ..files import replace_file
 from .reader import DeliveryLogFolder
 from .scan import Rates, percent, scan
 

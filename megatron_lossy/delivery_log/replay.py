@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from ..base.errors import UsageError, refuse
+from ..base.exchange import Exchange, Stream
+from ..base.registry import MECHANISMS
 from ..channel import Channel, make_channel
 from ..config import PHASES, LossyConfig
-from ..errors import UsageError, refuse
-from ..exchange import Exchange, Stream
-from ..registry import MECHANISMS
 from .reader import BadLog, DeliveryLogFolder, Links, LogFile
 from .schema import check_pyarrow, digests, pack
 

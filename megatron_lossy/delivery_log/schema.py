@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..base.errors import check_package
+from ..base.flags import identity, of_flags
 from ..config import LossyConfig
-from ..errors import check_package
-from ..flags import identity, of_flags
 
 if TYPE_CHECKING:
     import pyarrow

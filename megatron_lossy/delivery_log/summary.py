@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import numpy as np
 
+from ..base.flags import flag_name
+from ..base.registry import MECHANISMS
 from ..config import PHASES, RATES, LossyConfig
-from ..flags import flag_name
-from ..registry import MECHANISMS
 from .reader import DeliveryLogFolder, Links
 from .scan import Rates, percent, scan
 from .schema import loss_config

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..base.exchange import Exchange, Stream
+from ..base.registry import MECHANISMS
 from ..config import RATES
-from ..exchange import Exchange, Stream
-from ..registry import MECHANISMS
 from .reader import BadLog, DeliveryLogFolder, LogFile, LogRows
 from .replay import Redrawn
 from .verdict import Verdict, check_files, check_source

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.exchange import Exchange, Stream
+from ..base.registry import MECHANISMS
 from ..channel.corruption import Event, make_corruption
 from ..config import LossyConfig
-from ..exchange import Exchange, Stream
-from ..registry import MECHANISMS
 from .beside import FileBeside
 from .error_rows import ERRORS, SPARED, ErrorMeta, Reduced, content, error_files, event_of, read_errors
 from .reader import BadLog

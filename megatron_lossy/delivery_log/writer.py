@@ -16,13 +16,13 @@ import numpy as np
 import torch.distributed as dist
 
 from .. import __version__
+from ..base.errors import cannot, refuse
+from ..base.exchange import Delivery
+from ..base.files import check_folder, replace_file, write_text
+from ..base.flags import difference, identity
+from ..base.registry import CHANNELS
 from ..config import LossyConfig
-from ..errors import cannot, refuse
-from ..exchange import Delivery
-from ..files import check_folder, replace_file, write_text
-from ..flags import difference, identity
-from ..monitor.observer import Look, Observer
-from ..registry import CHANNELS
+from ..run.monitor.observer import Look, Observer
 from . import schema
 from .error_rows import error_files
 

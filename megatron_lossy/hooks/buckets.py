@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..exchange import BucketUnits, Stream
+from ..base.exchange import BucketUnits, Stream
 from .versions import dense_buffers, expert_rank, full_group, model_chunk, pipeline_stage
 
 if TYPE_CHECKING:

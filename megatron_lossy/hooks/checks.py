@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..base.registry import MECHANISMS
 from ..channel.corruption import warn_of_one_rank
 from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..delivery_log.error_rows import recorded_events
-from ..registry import MECHANISMS
 from ..transport import check_channels, check_key_file
 
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..base.errors import UsageError
 from ..config import PHASES, LossyConfig
-from ..errors import UsageError
 from ..transport import LossyGroup
 from .seam import slot_of
 from .versions import optimizers

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import megatron.core.datasets
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 
 
 def build_helper() -> None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ..base.exchange import Stream
 from ..channel.corruption import Corruption
 from ..config import PHASES, LossyConfig
-from ..exchange import Stream
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes, wire_for
 from .buckets import apart, buckets_by_stream, replicated_units
 from .grad_errors import errors_of_owner

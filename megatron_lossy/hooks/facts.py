@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ..base.device import device_type
 from ..config.facts import Facts
-from ..device import device_type
 from .versions import dense_buffers, main_gradients, pipeline_groups
 
 #: Attributes of Megatron's arguments that are switches of :class:`Facts`.

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..base.exchange import Stream
 from ..channel.corruption import Corruption, Errors, check_bits
-from ..exchange import Stream
-from ..peers import RankPeers
+from ..transport.peers import RankPeers
 from .buckets import owned_ranges, used_ranges
 from .versions import tensor_group
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 
+from ..base.errors import UsageError
+from ..base.jobs import World
+from ..base.ledger import Check, check
+from ..base.registry import MECHANISMS
 from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..errors import UsageError
-from ..jobs import World
-from ..ledger import Check, check
-from ..registry import MECHANISMS
 from . import megatron_core
 from .runtime import Lossy
 from .versions import check_version

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError
+from ..base.errors import UsageError
 
 
 def main_pieces(optimizers: Iterable[Any], bucket: Any, own: torch.Tensor, flag: str) -> list[tuple[int, torch.Tensor]]:

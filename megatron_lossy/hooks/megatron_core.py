@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..ledger import Patch, Takes
+from ..base.ledger import Patch, Takes
 from . import seam
 from .runtime import Lossy
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import names_checkpoint
+from ..base.checkpoints import names_checkpoint
+from ..base.device.attempt import with_attempt_store
+from ..base.errors import usage_errors
+from ..base.ledger import Patch, Takes
+from ..base.registry import MECHANISMS
 from ..config import LossyConfig
+from ..config.loss_flags import add_loss_flags
 from ..delivery_log.writer import claim_delivery_log
-from ..device.attempt import with_attempt_store
-from ..errors import usage_errors
-from ..ledger import Patch, Takes
-from ..loss_flags import add_loss_flags
-from ..registry import MECHANISMS
 from .checks import check_run
 from .facts import of_arguments
 from .rng import rng_state, set_rng_state

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import device
+from ..base import device
 
 
 def rng_state() -> dict[str, Any]:

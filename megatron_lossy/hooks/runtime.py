@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..base.device import all_gather_single
+from ..base.ledger import Ledger
+from ..base.registry import first
 from ..config import LossyConfig
-from ..device import all_gather_single
-from ..ledger import Ledger
-from ..mechanism import Part
-from ..registry import first
-from ..run import ModelChunks, Run
+from ..run.base import Run
+from ..run.mechanism import Part
+from ..run.weights import ModelChunks
 from ..transport import LossyGroup
 from .buckets import bucket_sizes, buckets_by_stream, own_shard
 from .complete import (

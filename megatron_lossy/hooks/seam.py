@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..run import Run
+from ..run.base import Run
 from ..transport import LossyGroup, Transfer
 
 _ATTRIBUTE = "_megatron_lossy_slot"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import refuse
+from ..base.errors import refuse
 
 #: Versions of megatron-core that the hooks are tested with: at least the first, below the second. A newer one is
 #: refused even where all signatures match: 0.17 moved a copy of gradients without changing a single signature.

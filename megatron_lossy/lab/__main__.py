@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ..errors import UsageError, usage_errors
+from ..base.errors import UsageError, usage_errors
 
 PROGRAM = "megatron_lossy.lab"
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; wrong input is one line and exit status 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["sweep"]:
-        from . import sweep
+        from .studies import sweep
 
         sweep.main(arguments[1:])
         return
@@ -37,26 +37,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 return
             raise UsageError("needs a study file, table1, report, size, lag, link, fct or sweep")
         if arguments[0] == "size":
-            from . import size
+            from .studies import size
 
             size.main(arguments[1:])
             return
         if arguments[0] == "lag":
-            from . import lag
+            from .studies import lag
 
             lag.main(arguments[1:])
             return
         if arguments[0] == "link":
-            from . import link
+            from .studies import link
 
             link.main(arguments[1:])
             return
         if arguments[0] == "fct":
-            from .fct import command
+            from .studies.fct import command
 
             command.main(arguments[1:])
             return
-        from . import commands
+        from .studies import commands
 
         if arguments[0] == "table1":
             sys.exit(commands.table1(arguments[1:]))

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.errors import ArgumentParser, refuse
+from ..base.flags import add_flags, from_namespace
 from ..config import LossyConfig
-from ..errors import ArgumentParser, refuse
-from ..flags import add_flags, from_namespace
-from ..loss_flags import PRESET, preset_arguments
-from ..settings import arguments_of
+from ..config.loss_flags import PRESET, preset_arguments
+from ..config.settings import arguments_of
 from .layout import ParameterGroup
 
 #: The first torch whose FSDP2 lets others make its exchanges.

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..base.errors import refuse
+from ..base.exchange import Stream
 from ..channel.corruption import Errors, check_bits
 from ..config import LossyConfig
-from ..errors import refuse
-from ..exchange import Stream
-from ..run import Run
+from ..run.base import Run
 from ..run.saved import REPLICAS, check_identity, flags_of, read, write
 from .arguments import check_still_alike, parameters_of
 from .steps import Kind, Steps

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..base.device import all_gather_single, reduce_scatter_single
+from ..base.errors import refuse
+from ..base.exchange import Delivery
+from ..base.registry import MECHANISMS
 from ..config import PHASES, LossyConfig
-from ..device import all_gather_single, reduce_scatter_single
-from ..errors import refuse
-from ..exchange import Delivery
-from ..registry import MECHANISMS
 from ..run.base import Observed
 from ..transport import LossyGroup, Network, find_nodes, wire_for
 from ..transport.all_reduce import begin_all_reduce, specs_of

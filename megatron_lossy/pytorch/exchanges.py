@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..device import all_gather_single, reduce_scatter_single
-from ..errors import refuse
+from ..base.device import all_gather_single, reduce_scatter_single
+from ..base.errors import refuse
 from ..transport import LossyGroup, Transfer
 from .layout import ParameterGroup
 from .steps import within_step

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..base.device import all_gather_single
+from ..base.exchange import Delivery
+from ..base.registry import MECHANISMS
 from ..channel.corruption import Errors
 from ..config import PHASES, LossyConfig
-from ..device import all_gather_single
-from ..exchange import Delivery
-from ..registry import MECHANISMS
 from ..run.base import Observed
 from ..run.sampling import RankSampler
 from ..run.stale import Held, load_stale_state, stale_state

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..errors import refuse
-from ..exchange import Stream
+from ..base.errors import refuse
+from ..base.exchange import Stream
 from ..transport import BucketSpec
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..base.errors import refuse
 from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..errors import refuse
 from ..transport import settled
 from .arguments import (
     check_called_once,

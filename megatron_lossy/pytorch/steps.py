@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import refuse
+from ..base.errors import refuse
 
 #: The arguments of a step: positional ones, the optimizer among them, and the others.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

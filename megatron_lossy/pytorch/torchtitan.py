@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torchtitan.trainer import Trainer
 
+from ..base.errors import refuse
 from ..config import LossyConfig
-from ..errors import refuse
 from .base import LossyRun
 from .make import make_lossy
 

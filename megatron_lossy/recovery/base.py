@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ..exchange import BucketUnits, Delivery, Exchange, Lost
-from ..fetch import Fetched
+from ..base.exchange import BucketUnits, Delivery, Exchange, Lost
+from ..base.fetch import Fetched
 from .rows import Rows, rows_for
 
 if TYPE_CHECKING:

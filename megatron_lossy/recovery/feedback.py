@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ..exchange import BucketUnits, Delivery, Lost
+from ..base.exchange import BucketUnits, Delivery, Lost
 from .base import Gradients, GradRecovery, Told
 from .rows import Saved, rows_for, times
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..exchange import BucketUnits, Delivery, Lost
+from ..base.exchange import BucketUnits, Delivery, Lost
 from . import copies
 from .base import Gradients, GradRecovery
 from .rows import Saved

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..exchange import Delivery
+from ..base.exchange import Delivery
 from .base import Gradients, GradRecovery
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import refuse
-from ..exchange import Delivery, Lost
+from ..base.errors import refuse
+from ..base.exchange import Delivery, Lost
 from .base import Gradients, GradRecovery
 from .rows import Saved
 

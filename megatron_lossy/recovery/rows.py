@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..exchange import BucketUnits, Lost
+from ..base.exchange import BucketUnits, Lost
 from . import copies
 
 if TYPE_CHECKING:

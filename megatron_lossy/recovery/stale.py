@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import refuse
-from ..exchange import Delivery, Lost
-from ..fetch import Fetched
+from ..base.errors import refuse
+from ..base.exchange import Delivery, Lost
+from ..base.fetch import Fetched
 from .base import Parameters, Rule
 from .rows import Saved
 

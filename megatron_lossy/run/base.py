@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 import torch
 
+from ..base.exchange import Delivery
 from ..channel.corruption import Corruption, make_corruption
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..delivery_log.error_rows import recorded_events
-from ..exchange import Delivery
-from ..mechanism import Part
-from ..monitor import Replicas, metrics_of
+from .mechanism import Part
+from .monitor import Replicas, metrics_of
 from .observers import make_observers
 from .weights import RunWeights
 

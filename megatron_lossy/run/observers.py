@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..base.registry import MECHANISMS
 from ..delivery_log.error_log import ErrorLog
 from ..delivery_log.writer import DeliveryLog
-from ..monitor import Drift, ExchangeMonitor, Observer
-from ..registry import MECHANISMS
+from .monitor import Drift, ExchangeMonitor, Observer
 
 
 def make_observers(run: Any, writer: int | None = None) -> list[Observer]:

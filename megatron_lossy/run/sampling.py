@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..device import all_gather_single
-from ..exchange import Stream
+from ..base.device import all_gather_single
+from ..base.exchange import Stream
 from ..recovery.copies import to_device
 from ..transport import LossyGroup
 
@@ -19,7 +19,7 @@ Used = Callable[[], list[np.ndarray]]
 
 
 class Sampler(ABC):
-    """Samples replicas of the buckets of ``stream``; see :class:`megatron_lossy.monitor.Replicas`.
+    """Samples replicas of the buckets of ``stream``; see :class:`megatron_lossy.run.monitor.Replicas`.
 
     ``shards``: elements of a shard of each bucket. ``weights``: of each bucket, the owner's where this process owns a
     place.
@@ -57,7 +57,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
-        """See :meth:`megatron_lossy.monitor.Replicas.everyone`."""
+        """See :meth:`megatron_lossy.run.monitor.Replicas.everyone`."""
 
 
 class RankSampler(Sampler):

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from ..base.errors import refuse
+from ..base.files import replace_file
+from ..base.flags import as_text, flag_name, identity
 from ..config import LossyConfig, PhaseLoss
-from ..errors import refuse
-from ..files import replace_file
-from ..flags import as_text, flag_name, identity
 
 #: The folder of saved replicas in a checkpoint.
 REPLICAS = "lossy_replicas"

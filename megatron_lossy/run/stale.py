@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..exchange import Lost
+from ..base.exchange import Lost
 from ..recovery import rows_for
 from ..transport import LossyGroup
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from ..base.errors import UsageError, refuse
+from ..base.registry import first
 from ..config import LossyConfig
-from ..errors import UsageError, refuse
-from ..mechanism import Part
-from ..monitor import Observer, load_states, states_of
-from ..registry import first
 from ..transport import LossyGroup
+from .mechanism import Part
+from .monitor import Observer, load_states, states_of
 from .saved import REPLICAS, flags_of, read, write
 
 #: Megatron's ``model``.

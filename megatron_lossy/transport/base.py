@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..exchange import BucketUnits, Delivery, Exchange, Stream, units_of
+from ..base.exchange import BucketUnits, Delivery, Exchange, Stream, units_of
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
 from .coded import Coded
 

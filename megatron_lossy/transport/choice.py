@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..base.errors import refuse
+from ..base.exchange import BucketUnits, Stream, cut
+from ..base.registry import GRAD_RECOVERIES, MECHANISMS
 from ..config import PHASES, LossyConfig
-from ..errors import refuse
-from ..exchange import BucketUnits, Stream, cut
 from ..recovery import GradRecovery, Stale
-from ..registry import GRAD_RECOVERIES, MECHANISMS
 from .base import Wire
 from .coded import coded_of, codes_of
 from .drawn import CollectiveWire, Networks, check_links

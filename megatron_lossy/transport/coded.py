@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..base.coding.blocks import BlockCode
+from ..base.exchange import BucketUnits, Exchange
+from ..base.registry import MECHANISMS
 from ..channel.draws import coding_keys
-from ..coding.blocks import BlockCode
 from ..config import LossyConfig
-from ..exchange import BucketUnits, Exchange
 from ..recovery import copies
-from ..registry import MECHANISMS
 
 #: The first elements of buckets are numbered in multiples of this, which is a multiple of all blocks.
 _ALIGNMENT = 256

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
+from ..base.exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
 from .base import Transfer, Wire
 from .coded import Coded

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..base.errors import UsageError
+from ..base.exchange import Delivery, Exchange, Stream
 from ..channel.corruption import Errors, scaled_unit
 from ..config import PHASES, LossyConfig
-from ..errors import UsageError
-from ..exchange import Delivery, Exchange, Stream
 from ..recovery import Gradients, Parameters
 from ..recovery.base import Collective, LossScale, Told, unscaled
 from .base import Transfer, Wire

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ..base.exchange import Stream
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..exchange import Stream
 from ..recovery.base import ordered_sum
 from .choice import BucketSpec, cut_buckets, shard_bytes
 from .coded import coded_of

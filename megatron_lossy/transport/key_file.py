@@ -8,7 +8,7 @@ import stat
 from functools import cache
 from pathlib import Path
 
-from ..errors import cannot, refuse
+from ..base.errors import cannot, refuse
 
 logger = logging.getLogger(__name__)
 

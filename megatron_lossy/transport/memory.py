@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..exchange import BucketUnits, Delivery, Exchange, Stream, units_of
+from ..base.exchange import BucketUnits, Delivery, Exchange, Stream, units_of
 from ..recovery import Gradients, GradRecovery
 from .base import Transfer
 from .coded import Coded

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from ..base.errors import refuse
+from ..base.exchange import Exchange, Stream
 from ..channel import Channel, make_channel
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..delivery_log.replay import Recorded
-from ..errors import refuse
-from ..exchange import Exchange, Stream
 from .key_file import read_key_file
 
 _NOTHING = "no link leaves a node, and nothing can be lost"

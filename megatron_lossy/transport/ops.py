@@ -17,8 +17,8 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from ..device import all_gather_single, reduce_scatter_single
-from ..errors import refuse
+from ..base.device import all_gather_single, reduce_scatter_single
+from ..base.errors import refuse
 from .base import Transfer
 from .group import LossyGroup
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..exchange import BucketUnits, Delivery, Exchange, Lost
+from ..base.exchange import BucketUnits, Delivery, Exchange, Lost
 from ..recovery import Gradients, GradRecovery, Parameters, Stale, copies
 from .base import Crossing, Transfer, Wire
 from .coded import Coded

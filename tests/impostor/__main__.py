@@ -2,7 +2,7 @@
 
 --all           Megatron's and torch's own synchronisations too; without it those beyond the unhooked step
 --kernels       kernels by place too
---write-budget  write what these rows (none given: all) cost into megatron_lossy/doctor/calibration/budget.yaml
+--write-budget  write what these rows (none given: all) cost into megatron_lossy/lab/calibration/budget.yaml
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import re
 import tempfile
 import time
 
-from megatron_lossy.doctor.calibration import budget
-from megatron_lossy.doctor.calibration.job import write_data
-from megatron_lossy.doctor.calibration.rows import STEPS, Row, rows
+from megatron_lossy.lab.calibration import budget
+from megatron_lossy.lab.calibration.job import write_data
+from megatron_lossy.lab.calibration.rows import STEPS, Row, rows
 from tests.ranks import RankFailed
 
 from .build import library

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_lossy.doctor.calibration.job import write_data
+from megatron_lossy.lab.calibration.job import write_data
 
 from .build import CannotBuild, library
 from .job import Runs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megatron_lossy.doctor.calibration.budget import ASIDE, Cost
-from megatron_lossy.doctor.calibration.rows import STEPS
+from megatron_lossy.lab.calibration.budget import ASIDE, Cost
+from megatron_lossy.lab.calibration.rows import STEPS
 
 from .tracker import Findings
 

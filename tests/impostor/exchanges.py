@@ -54,8 +54,8 @@ def exchange(
     """
     import torch.distributed as dist
 
+    from megatron_lossy.base.device import all_gather_single, reduce_scatter_single
     from megatron_lossy.config import LossyConfig
-    from megatron_lossy.device import all_gather_single, reduce_scatter_single
     from megatron_lossy.transport import BucketSpec, LossyGroup
 
     lossy: dict[str, Any] = dict(p_grad=0.4, p_param=0.4, grad_recovery=case.rule, loss_unit=case.unit)

@@ -6,8 +6,8 @@ import os
 import warnings
 from typing import Any
 
-from megatron_lossy.doctor.calibration import job
-from megatron_lossy.doctor.calibration.rows import Row
+from megatron_lossy.lab.calibration import job
+from megatron_lossy.lab.calibration.rows import Row
 from tests.ranks import run_ranks
 
 from .tracker import Findings

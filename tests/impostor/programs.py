@@ -137,7 +137,7 @@ def take_devices(rank: int) -> tuple[str, str, float]:
     """The device that this rank takes, that of a sum over ranks, and the sum."""
     import torch.distributed as dist
 
-    from megatron_lossy import device as product
+    from megatron_lossy.base import device as product
 
     def program() -> tuple[str, str, float]:
         product.init_process_group()
@@ -151,7 +151,7 @@ def take_devices(rank: int) -> tuple[str, str, float]:
 
 def refuse_device(rank: int) -> str:
     """What a rank is told that is one too many for this node."""
-    from megatron_lossy import device as product
+    from megatron_lossy.base import device as product
 
     os.environ["LOCAL_RANK"] = "2"
 

@@ -6,8 +6,8 @@ import warnings
 import numpy as np
 import pytest
 
-from megatron_lossy.doctor.calibration import budget
-from megatron_lossy.doctor.calibration.rows import FEW, RULES, UNITS, WIRES, rows
+from megatron_lossy.lab.calibration import budget
+from megatron_lossy.lab.calibration.rows import FEW, RULES, UNITS, WIRES, rows
 
 from .cost import cost
 

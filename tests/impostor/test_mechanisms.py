@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.doctor.calibration.rows import STEPS, Row, rows
+from megatron_lossy.lab.calibration.rows import STEPS, Row, rows
 from tests.ranks import run_ranks
 from tests.rules import gradients, send, spared
 from tests.test_islands_exchange import cross
@@ -98,7 +98,7 @@ def choices(rank):
 
     tracker = Tracker()
     install(tracker)
-    from megatron_lossy.registry import GRAD_RECOVERIES
+    from megatron_lossy.base.registry import GRAD_RECOVERIES
 
     wrong = []
     for case in CASES:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...exchange import Exchange, Stream
-from ...fetch import Fetched
+from ...base.exchange import Exchange, Stream
+from ...base.fetch import Fetched
 from .base import LARGEST, Corruption, Event
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from ...base.exchange import Exchange, Stream
+from ...base.registry import GRAD_ERRORS
 from ...config import LossyConfig
 from ...config.grad_errors import ErrorFlags
-from ...exchange import Exchange, Stream
-from ...registry import GRAD_ERRORS
 from ..draws import Uniforms
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ...base.errors import refuse
+from ...base.exchange import Exchange
 from ...config.grad_errors import ErrorFlags
-from ...errors import refuse
-from ...exchange import Exchange
 from ..draws import words
 from .base import BITS, ELEMENTS, Corruption, Event
 

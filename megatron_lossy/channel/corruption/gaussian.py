@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...base.errors import refuse
+from ...base.exchange import Exchange
+from ...base.flags import as_text
 from ...config.grad_errors import ErrorFlags
-from ...errors import refuse
-from ...exchange import Exchange
-from ...flags import as_text
 from ..draws import words
 from .base import LARGEST, NOISE, Corruption, Event
 

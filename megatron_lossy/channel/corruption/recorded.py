@@ -6,10 +6,10 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from ...base.errors import refuse
+from ...base.exchange import Exchange, Stream
 from ...config import LossyConfig
 from ...config.grad_errors import ErrorFlags
-from ...errors import refuse
-from ...exchange import Exchange, Stream
 from .base import Corruption, Event
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,14 @@
-"""Experiments on the closed forms of :mod:`megatron_lossy.theory`, with real channels and rules, and a real run."""
+"""All closed forms (docs/theory.md), and experiments on them: with real channels and rules, and in a real run."""
+
+from ...base.theory import *  # noqa: F403
+from .recovery import (  # noqa: F401
+    Weights,
+    error_feedback_residual,
+    error_feedback_variance,
+    mean_error,
+    no_survivor,
+    previous_long_run,
+    previous_staleness,
+    survivors,
+    weights,
+)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from ...base.exchange import Stream
 from ...config import LossyConfig
-from ...exchange import Stream
 from ...mechanisms.islands.mean import InMemory
 from ...mechanisms.islands.places import Places, write_at
 from ...mechanisms.islands.rounds import Rounds

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ... import theory
+from ...base import theory
 from .rows import STABILITY, Row, of
 
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#2b6cb0", "#dd7711", "#2f855a", "#c53030", "#666666"

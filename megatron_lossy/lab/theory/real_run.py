@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ... import device
+from ...base import device
+from ...base.errors import refuse
+from ...base.theory.drift import drift_between, second_moments
 from ...config import LossyConfig
-from ...data import build_tokenizer
-from ...errors import refuse
-from ...theory.drift import drift_between, second_moments
-from ...train import parallel
-from ...train.config import TrainConfig
-from ...train.data import build_datasets
-from ...train.model import build_model
-from ...train.text import prepare_text, with_data_paths
-from ...train.workers import Workers
-from ...virtual import VirtualCluster
+from ..data import build_tokenizer
+from ..train import parallel
+from ..train.config import TrainConfig
+from ..train.data import build_datasets
+from ..train.model import build_model
+from ..train.text import prepare_text, with_data_paths
+from ..train.workers import Workers
+from ..virtual import VirtualCluster
 from .simulate import Measured, squared_differences
 
 #: Groups of neighbouring coordinates. Groups share few units, so that their scatter is the error of a ratio.

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...base.exchange import BucketUnits, Exchange, Stream, cut
+from ...base.registry import GRAD_RECOVERIES
+from ...base.theory import Lead
 from ...config import LossyConfig
-from ...exchange import BucketUnits, Exchange, Stream, cut
 from ...recovery import Gradients
-from ...registry import GRAD_RECOVERIES
-from ...theory import Lead
 from ...transport import Network
 from ...transport.memory import Memory
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...mechanism import Mechanism, Part
+from ...run.mechanism import Mechanism, Part
 from .flags import AsyncPipelineFlags
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...errors import refuse
-from ...flags import flag, refuse_unused
-from ...section import Flags
+from ...base.errors import refuse
+from ...base.flags import flag, refuse_unused
+from ...base.section import Flags
 
 
 @dataclass(frozen=True)

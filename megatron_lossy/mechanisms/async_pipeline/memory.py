@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...config import LossyConfig
-from ...launch.memory import Held, Kept
+from ...lab.launch.memory import Held, Kept
 
 
 def kept(config: LossyConfig, held: Held) -> list[Kept]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...config import STAGE_LOSSES, LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
-from ...refusals.core import above
+from ...config.refusals.core import above
 
 _LOSING = ", ".join(STAGE_LOSSES)
 

@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 from torch import distributed as dist
 
-from ... import device
+from ...base import device
 
 
 class StageMessages:

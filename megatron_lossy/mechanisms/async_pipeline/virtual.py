@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from ...errors import UsageError, refuse
+from ...base.errors import UsageError, refuse
+from ...base.ledger import Ledger, Patch
 from ...hooks.buckets import buckets_by_stream
-from ...ledger import Ledger, Patch
-from ...mechanism import Part
+from ...run.mechanism import Part
 
 # Versions change places in pieces that fit into a core's cache.
 _PIECE = 2**17

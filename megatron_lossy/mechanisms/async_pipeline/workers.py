@@ -19,15 +19,15 @@ from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.pipeline_parallel.schedules import forward_step as megatron_forward_step
 
-from ... import device
+from ...base import device
 from ...hooks.rng import on_cpu, rng_state, set_rng_state
 from ...hooks.versions import backward_step, optimizers
-from ...mechanism import Part
-from ...run import Run
-from ...train.config import TrainConfig
-from ...train.data import RankBatches
-from ...train.model import forward_step
-from ...train.workers import Begun, Workers
+from ...lab.train.config import TrainConfig
+from ...lab.train.data import RankBatches
+from ...lab.train.model import forward_step
+from ...lab.train.workers import Begun, Workers
+from ...run.base import Run
+from ...run.mechanism import Part
 from .schedule import Pass, Stage
 from .stage_messages import StageMessages
 from .stash import Stash, Version

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...mechanism import Mechanism, Part
+from ...run.mechanism import Mechanism, Part
 from .flags import BoundaryFlags
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ...config.refusal import Section
     from ...delivery_log.reader import DeliveryLogFolder
     from ...delivery_log.verdict import Verdict
-    from ...monitor import Observer
+    from ...run.monitor import Observer
 
 
 class Boundaries(Mechanism):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from ...errors import refuse
-from ...flags import as_text, check_choice, check_code, flag, flag_name, in_unit_interval
-from ...section import Flags
+from ...base.errors import refuse
+from ...base.flags import as_text, check_choice, check_code, flag, flag_name, in_unit_interval
+from ...base.section import Flags
 
 #: Messages between pipeline stages: forward, and backward.
 BOUNDARY_PHASES = ("act", "act-grad")

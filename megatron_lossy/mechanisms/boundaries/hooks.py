@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ...base.errors import UsageError
+from ...base.ledger import Patch, Takes
 from ...config import LossyConfig
-from ...errors import UsageError
 from ...hooks.facts import of_communicator
 from ...hooks.versions import data_parallel_rank, decoder_layers, innermost, schedule_table, sequence_parallel_rank
-from ...ledger import Patch, Takes
-from ...run import Run
+from ...run.base import Run
 from ...transport import Transfer
 from .loss import Boundary, Fate
 from .messages import Message, Messages, received, sent

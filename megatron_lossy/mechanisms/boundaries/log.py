@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ... import __version__
+from ...base.exchange import Stream
 from ...config import LossyConfig
 from ...delivery_log import schema
 from ...delivery_log.beside import RowsBeside, files_beside, note_of
 from ...delivery_log.reader import BadLog
-from ...exchange import Stream
 from .loss import Boundary, Fate
 from .messages import Message
 from .monitor import BoundaryObserver

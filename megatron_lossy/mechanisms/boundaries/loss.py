@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...base.coding import Layout
+from ...base.exchange import Exchange, Stream
 from ...channel.bernoulli import Bernoulli
-from ...coding import Layout
 from ...config import LossyConfig, PhaseLoss, Schedule
-from ...exchange import Exchange, Stream
 
 # Products such as 0.29 x 100 are a little below the exact number.
 _ROUNDING = 1e-9

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...base.exchange import Stream
 from ...config import LossyConfig
-from ...exchange import Stream
 from .flags import BOUNDARY_PHASES
 from .loss import Boundary, BoundaryLoss, Fate
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...monitor.observer import Observer
-from ...monitor.window import Window
+from ...run.monitor.observer import Observer
+from ...run.monitor.window import Window
 from .flags import BOUNDARY_PHASES
 from .loss import Fate
 from .messages import Message

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...base.ledger import Patch
 from ...hooks.versions import data_parallel_rank, pipeline_ranks
-from ...ledger import Patch
-from ...mechanism import Part
+from ...run.mechanism import Part
 from . import hooks
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
+from ...config.refusals.core import OFF, above
 from ...config.transport import UDP_REPORT_BYTES
-from ...refusals.core import OFF, above
 from .flags import BoundaryFlags
 
 _LOSING = ", ".join(BoundaryFlags.stage_losses)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...base.exchange import Stream
 from ...config import LossyConfig
 from ...delivery_log import schema
 from ...delivery_log.reader import BadLog, DeliveryLogFolder
 from ...delivery_log.verdict import Verdict, check_files, check_source, config_of
-from ...exchange import Stream
 from .flags import BOUNDARY_PHASES
 from .log import BoundaryFile, Crossings, boundary_files
 from .loss import Boundary

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import refuse
-from ...exchange import Lost
+from ...base.errors import refuse
+from ...base.exchange import Lost
 from ...recovery import rows_for
 from ...recovery.copies import to_device
 

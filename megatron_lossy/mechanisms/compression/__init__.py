@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...mechanism import Mechanism, Part
+from ...run.mechanism import Mechanism, Part
 from .flags import CompressionFlags
 
 if TYPE_CHECKING:
-    from ...coding.blocks import BlockCode
+    from ...base.coding.blocks import BlockCode
     from ...config import LossyConfig
     from ...config.refusal import Section
-    from ...monitor import Observer
     from ...recovery import Stale
+    from ...run.monitor import Observer
     from ...transport import Wire
 
 
@@ -35,13 +35,13 @@ class Compression(Mechanism):
 
     @classmethod
     def codes(cls, config: LossyConfig) -> Mapping[str, BlockCode]:
-        from ...coding.blocks import BlockCode
+        from ...base.coding.blocks import BlockCode
 
         return {phase: BlockCode(bits, config.wire_block) for phase, bits in config.wire_bits.items()}
 
     @classmethod
     def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
-        from ...launch.memory import Kept
+        from ...lab.launch.memory import Kept
 
         if held.shards == 1 or not config.wire_bits:
             return []

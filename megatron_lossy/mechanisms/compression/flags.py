@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...flags import check_choice, flag
-from ...section import Flags
+from ...base.flags import check_choice, flag
+from ...base.section import Flags
 
 _BITS = {"int8": 8, "int4": 4}
 

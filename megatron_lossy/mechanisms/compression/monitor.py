@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ... import theory
-from ...monitor.observer import Look, Observer
-from ...monitor.window import Window
+from ...base import theory
+from ...run.monitor.observer import Look, Observer
+from ...run.monitor.window import Window
 
 logger = logging.getLogger(__name__)
 

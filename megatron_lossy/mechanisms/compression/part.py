@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...mechanism import Part
+from ...run.mechanism import Part
 
 
 class CodedParameters(Part):

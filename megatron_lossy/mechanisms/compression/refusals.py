@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...coding.blocks import BlockCode
+from ...base.coding.blocks import BlockCode
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
-from ...refusals.core import OFF, above
+from ...config.refusals.core import OFF, above
 
 _FLAGS = "--grad-wire, --param-wire"
 

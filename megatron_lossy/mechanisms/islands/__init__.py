@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...mechanism import Mechanism, Part
+from ...run.mechanism import Mechanism, Part
 from .flags import IslandFlags
 
 if TYPE_CHECKING:
+    from ...base.jobs import World
     from ...config import LossyConfig
     from ...config.refusal import Section
-    from ...jobs import World
-    from ...run import Run
+    from ...run.base import Run
 
 
 class Islands(Mechanism):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ...fetch import Fetched, aside, is_here, stream_aside
-from ...fingerprint import finite
+from ...base.fetch import Fetched, aside, is_here, stream_aside
+from ...base.fingerprint import finite
 from ...recovery import copies
 from .form import Form
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...errors import first_line
+from ...base.errors import first_line
 from .aside import Brought, Pieces
 from .between_ranks import BetweenRanks, Crossed, Keeping, Parties, Waiting
 from .carrying import Among

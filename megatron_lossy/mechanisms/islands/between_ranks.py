@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from ...base.exchange import BucketUnits, Delivery, Exchange, Stream
+from ...base.fetch import aside
 from ...config import LossyConfig
-from ...exchange import BucketUnits, Delivery, Exchange, Stream
-from ...fetch import aside
 from ...recovery import copies
 from ...transport.drawn import draw
 from .aside import ASIDE, BITS, Brought, Pieces

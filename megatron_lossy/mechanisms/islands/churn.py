@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from ...base.errors import refuse
+from ...base.exchange import Delivery
 from ...config import LossyConfig
-from ...errors import refuse
-from ...exchange import Delivery
 from .epoch_log import line
 from .epochs import Epoch
 from .presence import Presence, Return

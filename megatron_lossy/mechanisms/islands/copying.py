@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...errors import first_line
-from ...fetch import Fetched
+from ...base.errors import first_line
+from ...base.fetch import Fetched
 from .epochs import Incarnation
 
 logger = logging.getLogger(__name__)

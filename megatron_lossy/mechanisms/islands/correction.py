@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ... import theory
+from ...base import theory
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import check_refusals

@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...errors import refuse
-from ...files import write_text, writing
-from ...monitor.observer import Observer
+from ...base.errors import refuse
+from ...base.files import write_text, writing
+from ...run.monitor.observer import Observer
 from .epochs import Epoch
 
 #: The name of the file.

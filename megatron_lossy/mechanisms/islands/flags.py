@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...errors import UsageError, refuse
-from ...flags import as_text, flag, flag_name, in_unit_interval, refuse_unused
-from ...jobs import Jobs
-from ...rendezvous.lighthouse import addresses_of
-from ...section import Flags
+from ...base.errors import UsageError, refuse
+from ...base.flags import as_text, flag, flag_name, in_unit_interval, refuse_unused
+from ...base.jobs import Jobs
+from ...base.section import Flags
+from .rendezvous.lighthouse import addresses_of
 
 #: Exchanges between islands: elements go to the owners of their means, and the means come back.
 SYNC_PHASES = ("sync-reduce", "sync-gather")

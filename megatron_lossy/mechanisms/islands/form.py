@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import torch
 
-from ...coding.blocks import BlockCode
+from ...base.coding.blocks import BlockCode
+from ...base.exchange import BucketUnits, cut
 from ...config import LossyConfig
-from ...exchange import BucketUnits, cut
 
 
 class Form(ABC):

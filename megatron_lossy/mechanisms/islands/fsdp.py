@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ...base.device import all_gather_single
+from ...base.errors import UsageError, refuse
+from ...base.exchange import Delivery
 from ...config import LossyConfig
-from ...device import all_gather_single
-from ...errors import UsageError, refuse
-from ...exchange import Delivery
-from ...mechanism import Part
-from ...monitor import Observer
+from ...run.mechanism import Part
+from ...run.monitor import Observer
 from .between_ranks import BetweenRanks, carriers_of
 from .main_vector import Segment, Vector
 from .mean import Mean, distance_to

@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from ...base.exchange import BucketUnits, Delivery, Exchange, Stream
+from ...base.fingerprint import finite
 from ...config import LossyConfig
-from ...exchange import BucketUnits, Delivery, Exchange, Stream
-from ...fingerprint import finite
 from ...recovery import copies
 from ...transport import Network
 from ...transport.drawn import draw

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ... import device
-from ...ledger import Patch, Takes
+from ...base import device
+from ...base.ledger import Patch, Takes
 from .ranks import RankIslands
 
 _FOLDERS = ("save", "tensorboard_dir", "non_persistent_global_ckpt_dir")

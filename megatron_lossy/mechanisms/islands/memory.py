@@ -17,7 +17,7 @@ A rank of an island has one island, and its shard of the optimizer's part of all
 from __future__ import annotations
 
 from ...config import LossyConfig
-from ...launch.memory import STATE, Held, Kept
+from ...lab.launch.memory import STATE, Held, Kept
 
 _FLOAT32, _PLACE, _VISITS = 4, 8, 2
 

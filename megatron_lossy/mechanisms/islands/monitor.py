@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ...exchange import Delivery
-from ...fetch import Fetched
-from ...monitor.observer import Observer
-from ...monitor.window import Window
+from ...base.exchange import Delivery
+from ...base.fetch import Fetched
+from ...run.monitor.observer import Observer
+from ...run.monitor.window import Window
 from .flags import SYNC_PHASES
 
 #: The most measurements that stay on the device, if a run never asks for them.

@@ -19,17 +19,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ... import device
+from ...base import device
+from ...base.device import all_gather_single
+from ...base.errors import UsageError, refuse
+from ...base.exchange import Delivery, Stream
+from ...base.fetch import Fetched
 from ...config import LossyConfig
-from ...device import all_gather_single
-from ...errors import UsageError, refuse
-from ...exchange import Delivery, Stream
-from ...fetch import Fetched
 from ...hooks.buckets import buckets_by_stream, own_shard
 from ...hooks.versions import data_parallel_rank, pipeline_stage
-from ...mechanism import Part
-from ...monitor import Observer
 from ...recovery import copies
+from ...run.mechanism import Part
+from ...run.monitor import Observer
 from .between_ranks import BetweenRanks, carriers_of
 from .flags import CONSENSUS_FOLDER
 from .main_vector import Vector, shard_vector

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...base.errors import UsageError, cannot, refuse
+from ...base.flags import as_text, identity, texts_by_flag
+from ...base.jobs import folder_of
 from ...config import LossyConfig
-from ...errors import UsageError, cannot, refuse
-from ...flags import as_text, identity, texts_by_flag
-from ...jobs import folder_of
 from .exchange_log import MEANS, PIECES, exchanges_file
 from .schedule import FLAG
 

@@ -8,7 +8,7 @@ from typing import Any
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
-from ...refusals.core import ONE_EMBEDDING, above, draws_losses, switches
+from ...config.refusals.core import ONE_EMBEDDING, above, draws_losses, switches
 
 _FOLDER = "each island has a folder of its own; give the arguments again"
 

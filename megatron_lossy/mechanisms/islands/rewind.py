@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from ...checkpoints import TRACKER, iteration_folder, latest_iteration
-from ...files import write_text
+from ...base.checkpoints import TRACKER, iteration_folder, latest_iteration
+from ...base.files import write_text
 from .world import IslandWorld
 
 _Total = Callable[[torch.Tensor], torch.Tensor]

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from ...errors import UsageError, cannot, refuse
-from ...shipped import find_config
+from ...base.errors import UsageError, cannot, refuse
+from ...config.shipped import find_config
 
 FLAG = "--island-schedule"
 _LEAVING = ("stop", "freeze", "cut")

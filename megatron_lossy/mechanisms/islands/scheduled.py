@@ -16,13 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ... import device
+from ...base import device
+from ...base.errors import refuse
+from ...base.exchange import Delivery
+from ...base.fetch import Fetched
 from ...config import LossyConfig
-from ...errors import refuse
-from ...exchange import Delivery
-from ...fetch import Fetched
-from ...monitor import Observer
 from ...recovery import copies
+from ...run.monitor import Observer
 from .carrying import Among, Lanes
 from .churn import Churn, of_all_slots
 from .copying import ASKER, SOURCE, GlooPair, Held, receive_copy, send_copy

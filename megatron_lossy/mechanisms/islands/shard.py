@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ... import theory
+from ...base import theory
 from ...config import LossyConfig
 from .form import form_of
 from .mean import Crossing, Mean

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ...base.errors import refuse
+from ...base.exchange import Exchange, Stream
 from ...channel.draws import choosing_numbers
 from ...config import LossyConfig
-from ...errors import refuse
-from ...exchange import Exchange, Stream
 from .places import Places
 
 

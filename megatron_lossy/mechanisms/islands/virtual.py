@@ -20,17 +20,18 @@ from typing import Any
 
 import torch
 
+from ...base.errors import refuse
+from ...base.exchange import Delivery, Stream
 from ...config import LossyConfig
-from ...errors import refuse
-from ...exchange import Delivery, Stream
 from ...hooks.buckets import bucket_sizes
 from ...hooks.rng import on_cpu, rng_state, set_rng_state
 from ...hooks.versions import optimizers as inner_optimizers
-from ...monitor import load_states, states_of
-from ...run import ModelChunks, Run
+from ...lab.virtual.cluster import VirtualCluster
+from ...lab.virtual.layout import buffers_for
+from ...run.base import Run
+from ...run.monitor import load_states, states_of
+from ...run.weights import ModelChunks
 from ...transport import LossyGroup
-from ...virtual.cluster import VirtualCluster
-from ...virtual.layout import buffers_for
 from .flags import CONSENSUS_FOLDER
 from .main_vector import Vector, shard_vector
 from .mean import InMemory

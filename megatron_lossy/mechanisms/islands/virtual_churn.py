@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...base.exchange import Delivery
 from ...config import LossyConfig
-from ...exchange import Delivery
 from .churn import Churn, of_all_slots
 from .epoch_log import EpochLog
 from .member_rounds import MemberRounds

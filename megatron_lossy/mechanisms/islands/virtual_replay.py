@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...base.errors import refuse
+from ...base.exchange import Delivery, Stream
 from ...config import LossyConfig
-from ...errors import refuse
-from ...exchange import Delivery, Stream
 from .between_members import BetweenMembers
 from .carrying import Among
 from .elastic.standing import Standing

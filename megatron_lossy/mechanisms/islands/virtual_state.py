@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ...errors import refuse
-from ...files import replace_file
+from ...base.errors import refuse
+from ...base.files import replace_file
 
 #: The file of the islands in a checkpoint.
 ISLANDS = "lossy_islands.pt"

@@ -11,10 +11,10 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from ...train.config import TrainConfig
-from ...train.data import RankBatches
-from ...train.optimizer import build_optimizer
-from ...train.workers import Begun, Workers
+from ...lab.train.config import TrainConfig
+from ...lab.train.data import RankBatches
+from ...lab.train.optimizer import build_optimizer
+from ...lab.train.workers import Begun, Workers
 from .virtual import VirtualIslands
 
 

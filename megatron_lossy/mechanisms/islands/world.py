@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ...device.attempt import attempt_store
-from ...errors import refuse
+from ...base.device.attempt import attempt_store
+from ...base.errors import refuse
 
 _store: Any = None  # the store of all launched ranks in this attempt; its server must not be started twice
 _opened = 0
@@ -26,7 +26,7 @@ _LOOK = 0.1  # seconds
 class IslandWorld:
     """The place of this rank in ``islands`` islands of equally many consecutive ranks. Raises :class:`UsageError`.
 
-    ``launched_rank``, ``launched_ranks``: among all; ``island``, and ``job``: see :class:`megatron_lossy.jobs.World`;
+    ``launched_rank``, ``launched_ranks``: among all; ``island``, and ``job``: see :class:`megatron_lossy.base.jobs.World`;
     ``rank``, ``size``: within the island. ``seed``: for the exchanges, the same for all.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...mechanism import Mechanism, Part, Sending
+from ...run.mechanism import Mechanism, Part, Sending
 from .flags import LeadFlags
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Lead(Mechanism):
 
     @classmethod
     def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
-        from ...launch.memory import Kept
+        from ...lab.launch.memory import Kept
 
         if not held.lost["param"] or config.sends_weights():
             return []

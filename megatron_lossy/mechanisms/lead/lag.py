@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import theory
+from ...base import theory
+from ...base.exchange import BucketUnits, Delivery, Exchange
 from ...config import LossyConfig
-from ...exchange import BucketUnits, Delivery, Exchange
 from ...transport import Wire
 
 #: Units that must have been sent before the counts are used: the share is then right to about 0.1.

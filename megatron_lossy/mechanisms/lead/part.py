@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ...hooks.buckets import own_shard
-from ...mechanism import Part
-from ...peers import RankPeers
+from ...run.mechanism import Part
 from ...transport import LossyGroup
+from ...transport.peers import RankPeers
 from .compensated import Compensated
 from .main_weights import MainWeights
 from .sums import Sums

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...config.refusal import Section
-from ...refusals.core import NO_PARAMETERS
+from ...config.refusals.core import NO_PARAMETERS
 
 LEAD = Section(
     "lead",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...peers import Handle, Peers
+from ...transport.peers import Handle, Peers
 from .lag import Counted
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from ...mechanism import Sending
-from ...peers import LocalPeers
+from ...run.mechanism import Sending
 from ...transport import LossyGroup
+from ...transport.peers import LocalPeers
 from .compensated import Compensated
 from .main_weights import MainWeights
 from .sums import Sums

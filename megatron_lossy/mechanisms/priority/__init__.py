@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...mechanism import Mechanism
+from ...run.mechanism import Mechanism
 from .flags import PriorityFlags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
-    from ...monitor import Observer
     from ...recovery import GradRecovery
+    from ...run.monitor import Observer
     from ...transport import Wire
 
 

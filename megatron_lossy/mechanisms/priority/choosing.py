@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...exchange import BucketUnits, Exchange, Lost
-from ...fetch import Fetched, at_hand, is_here
+from ...base.exchange import BucketUnits, Exchange, Lost
+from ...base.fetch import Fetched, at_hand, is_here
 from ...recovery import copies
 from ...recovery.base import Told
 from ...recovery.rows import unit_views

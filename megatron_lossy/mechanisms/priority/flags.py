@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...errors import refuse
-from ...flags import flag
-from ...section import Flags
+from ...base.errors import refuse
+from ...base.flags import flag
+from ...base.section import Flags
 
 #: Share of the packets, unless the flag gives one.
 _SHARE = 0.01

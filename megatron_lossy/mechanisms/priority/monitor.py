@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ...monitor.observer import Look, Observer
-from ...monitor.window import Window
 from ...recovery.base import Told
+from ...run.monitor.observer import Look, Observer
+from ...run.monitor.window import Window
 
 
 class PriorityMonitor(Observer):

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...base.errors import refuse
+from ...base.exchange import Delivery, Exchange, Lost
+from ...base.fetch import Fetched
 from ...channel.draws import generator
-from ...errors import refuse
-from ...exchange import Delivery, Exchange, Lost
-from ...fetch import Fetched
 from ...recovery.base import Gradients, GradRecovery, add_up
 from .choosing import SAMPLE, Priority, Protection
 

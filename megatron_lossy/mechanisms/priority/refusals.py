@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...config import LossyConfig
 from ...config.refusal import Section
+from ...config.refusals.core import ONE_EMBEDDING, above
 from ...config.transport import UDP_REPORT_BYTES
-from ...refusals.core import ONE_EMBEDDING, above
 
 _TOLD_LATE = "is told late what was lost, when "
 _WITH_UDP = "{config.grad_recovery} with --transport udp"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...mechanism import Mechanism, Part
+from ...run.mechanism import Mechanism, Part
 from .flags import ReplicaFlags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
-    from ...monitor import Observer
-    from ...run import Run
+    from ...run.base import Run
+    from ...run.monitor import Observer
     from .full_replicas import FullReplicas
 
 

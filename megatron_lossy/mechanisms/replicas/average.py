@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...fetch import Fetched
-from ...monitor.drift import SAMPLE
-from ...peers import Handle, Peers
+from ...base.fetch import Fetched
+from ...run.monitor.drift import SAMPLE
+from ...transport.peers import Handle, Peers
 
 #: Elements that are exchanged at once. This bounds the memory for a copy.
 PIECE = 2**22

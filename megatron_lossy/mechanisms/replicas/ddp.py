@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...channel.corruption import Errors
-from ...peers import Peers, RankPeers
+from ...transport.peers import Peers, RankPeers
 from .held import HeldReplicas
 from .optimizers import Main, Mains
 from .ranks import warn_of_one_replica

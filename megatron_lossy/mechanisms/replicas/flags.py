@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...errors import refuse
-from ...flags import check_choice, flag, refuse_unused
-from ...section import Flags
+from ...base.errors import refuse
+from ...base.flags import check_choice, flag, refuse_unused
+from ...base.section import Flags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...base.exchange import Stream
+from ...base.fetch import Fetched
 from ...config import LossyConfig
-from ...exchange import Stream
-from ...fetch import Fetched
-from ...peers import Peers
+from ...transport.peers import Peers
 from .average import sampled, stride_of
 from .flags import ReplicaFlags
 from .repair import Buckets, compare, repair

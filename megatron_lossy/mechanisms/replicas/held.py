@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...base.exchange import Exchange
+from ...base.fetch import Fetched
 from ...channel.corruption import Errors, scaled_unit
-from ...exchange import Exchange
-from ...fetch import Fetched
 from ...hooks.grad_errors import errors_in
-from ...mechanism import Part
-from ...monitor.window import of_all_ranks
-from ...peers import Peers
+from ...run.mechanism import Part
+from ...run.monitor.window import of_all_ranks
+from ...transport.peers import Peers
 from .full_replicas import FullReplicas, Gradients
 from .optimizers import Main, Mains, main_parameters, moments_of
 from .repair import Buckets

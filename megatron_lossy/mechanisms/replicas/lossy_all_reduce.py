@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...base.device import all_gather_single, reduce_scatter_single
+from ...base.ledger import Patch
 from ...config import PHASES
-from ...device import all_gather_single, reduce_scatter_single
 from ...hooks.exchanges import Exchanges, share_copies
 from ...hooks.seam import Slot, attach, begun, slot_of
-from ...ledger import Patch
-from ...run import Run
+from ...run.base import Run
 from ...transport import LossyGroup, Network, Transfer, wire_for
 from ...transport.all_reduce import begin_all_reduce, specs_of
 from .streams import ReplicaStream

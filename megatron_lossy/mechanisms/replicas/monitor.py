@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...channel.corruption import Reduction
-from ...monitor import Look, Observer
-from ...monitor.window import Window
+from ...run.monitor import Look, Observer
+from ...run.monitor.window import Window
 from .full_replicas import FullReplicas, Mismatch
 from .synchroniser import Synced
 

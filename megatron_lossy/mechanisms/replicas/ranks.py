@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...base.ledger import Patch
 from ...config.facts import Facts
 from ...hooks.seam import all_reduce
 from ...hooks.versions import main_gradients
-from ...ledger import Patch
-from ...peers import Peers, RankPeers
 from ...transport import LossyGroup
+from ...transport.peers import Peers, RankPeers
 from . import lossy_all_reduce
 from .flags import ReplicaFlags
 from .held import HeldReplicas

@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
+from ...base.exchange import Delivery, Exchange
 from ...config import LossyConfig
-from ...exchange import Delivery, Exchange
-from ...run import Run
+from ...run.base import Run
 from ...transport import Transfer
 from ...transport.all_reduce import padded, specs_of
 from ...transport.in_memory import groups_in_memory

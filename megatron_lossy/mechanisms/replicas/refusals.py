@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
-from ...refusals.core import OFF, ONE_EMBEDDING, above
+from ...config.refusals.core import OFF, ONE_EMBEDDING, above
 
 _UPDATES = "needs replicas that each update everything; parameters that are lost belong to the distributed optimizer"
 _FULL = (

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...fingerprint import fingerprint, finite
-from ...peers import Peers
+from ...base.fingerprint import fingerprint, finite
+from ...transport.peers import Peers
 from .classes import largest_class
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...exchange import Stream
+from ...base.exchange import Stream
 from ...hooks.buckets import buckets_by_stream, used_ranges
 from .optimizers import Mains
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...fingerprint import fingerprint, finite
-from ...peers import Peers
+from ...base.fingerprint import fingerprint, finite
+from ...transport.peers import Peers
 from .average import Coming, Divergence, Piece, Target, measured, pieces
 from .classes import all_equal, majority
 from .flags import ReplicaFlags

@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import torch
 
+from ...base.errors import refuse
 from ...config import LossyConfig
-from ...errors import refuse
 from ...hooks.buckets import bucket_sizes
-from ...run import ModelChunks
+from ...lab.virtual.base import VirtualRun
+from ...run.weights import ModelChunks
 from ...transport import LossyGroup
-from ...virtual.base import VirtualRun
 from .reduction import LossyReduction
 from .workers import WorkerReplicas
 

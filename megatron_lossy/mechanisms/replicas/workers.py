@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...errors import refuse
-from ...peers import LocalPeers, Peers
+from ...base.errors import refuse
+from ...transport.peers import LocalPeers, Peers
 from .held import HeldReplicas
 from .optimizers import Main, Mains
 from .repair import Buckets

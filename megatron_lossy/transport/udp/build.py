@@ -6,9 +6,9 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from ... import native
-from ...errors import UsageError
-from ...native import compiler
+from ...base import native
+from ...base.errors import UsageError
+from ...base.native import compiler
 
 #: The parts are included by the first; all of them are the source.
 FOLDER = Path(__file__).with_name("c")

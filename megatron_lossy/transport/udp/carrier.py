@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
-from ...fetch import at_hand
+from ...base.exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
+from ...base.fetch import at_hand
 from ...recovery import Gradients, GradRecovery, Parameters, Stale, copies
 from ...recovery.rows import Rows, Saved
 from ..base import Crossing, Transfer

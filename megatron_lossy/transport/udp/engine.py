@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...base.errors import UsageError, refuse
 from ...config.transport import UDP_REPORT_BYTES, check_code
-from ...errors import UsageError, refuse
 from . import build, session
 from .address import any_like, resolve, speed_of
 from .packet import CODES, PHASES, overhead

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from ...monitor.observer import Look, Observer
-from ...monitor.window import Window
+from ...run.monitor.observer import Look, Observer
+from ...run.monitor.window import Window
 from .process import engine_counters
 
 logger = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...base.device.attempt import attempt_store
+from ...base.errors import refuse
 from ...config import LossyConfig
 from ...config.transport import UDP_PACKET_BYTES, UDP_PACKETS
-from ...device.attempt import attempt_store
-from ...errors import refuse
 from .address import find_addresses, mtu_of, resolve
 from .packet import overhead
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...coding import AdaptiveCode, Layout
+from ...base.coding import AdaptiveCode, Layout
 
 
 class Code:

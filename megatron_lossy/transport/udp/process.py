@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...base.exchange import BucketUnits, Stream
 from ...config import LossyConfig
-from ...exchange import BucketUnits, Stream
 from ..coded import Coded
 from ..drawn import Networks
 from ..key_file import read_key_file

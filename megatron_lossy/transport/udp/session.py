@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from ...errors import UsageError
+from ...base.errors import UsageError
 from .packet import PHASES
 
 #: The version of the datagrams and of the entries in the store.

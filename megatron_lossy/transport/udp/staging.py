@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from ...device import current_device
+from ...base.device import current_device
 from .engine import Transfer as Datagrams
 
 #: The places of the ring are multiples of this many bytes.

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...base.errors import refuse
+from ...base.exchange import BucketUnits, Lost
 from ...config.transport import UDP_WINDOWS
-from ...errors import refuse
-from ...exchange import BucketUnits, Lost
 from ...recovery import copies
 from ...recovery.rows import Rows, unit_views
 

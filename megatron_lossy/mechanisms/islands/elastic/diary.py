@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from ....monitor.observer import Observer
-from ....monitor.window import Window
+from ....run.monitor.observer import Observer
+from ....run.monitor.window import Window
 from ..epoch_log import EpochLog, line
 from ..epochs import Epoch
 

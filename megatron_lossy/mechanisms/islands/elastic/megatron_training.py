@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ....errors import refuse
-from ....flags import as_text
-from ....ledger import Patch, Takes
+from ....base.errors import refuse
+from ....base.flags import as_text
+from ....base.ledger import Patch, Takes
 from .part import ElasticIslands
 
 #: Of Megatron's arguments, those that all islands must have alike: of the model, the batch, the optimizer and its schedule.

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ....base.errors import first_line
 from ....config import LossyConfig
-from ....errors import first_line
 from ..between_ranks import Carrier
 from ..carrying import LINGER, Among, Lanes, Total
 from ..world import Meeting

@@ -23,16 +23,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .... import device
+from ....base import device
+from ....base.errors import UsageError, first_line, refuse
+from ....base.fetch import Fetched
+from ....base.flags import identity, texts_by_flag
 from ....config import LossyConfig
-from ....errors import UsageError, first_line, refuse
-from ....fetch import Fetched
-from ....flags import identity, texts_by_flag
 from ....hooks.versions import tensor_group
-from ....monitor import Observer
 from ....recovery import copies
-from ....rendezvous import Watch
-from ....rendezvous.lighthouse import LEAST_WAIT, Lighthouse, addresses_of
+from ....run.monitor import Observer
 from ..carrying import Among, Lanes
 from ..copying import Copy, Request
 from ..epochs import Incarnation, Member
@@ -40,6 +38,8 @@ from ..exchange_log import ExchangeLog
 from ..megatron_training import TrainingIslands
 from ..member_islands import MemberIslands
 from ..rank_state import held_state, put_state
+from ..rendezvous import Watch
+from ..rendezvous.lighthouse import LEAST_WAIT, Lighthouse, addresses_of
 from ..stopping import Stopping
 from .diary import Diary
 from .membership import Membership, Placed

@@ -30,7 +30,7 @@ class ElasticWorld:
         """The environment is that of the island already."""
 
     def compare(self, settings: Mapping[str, str]) -> None:
-        """See :class:`.jobs.World`. They are compared once islands meet."""
+        """See :class:`.base.jobs.World`. They are compared once islands meet."""
         self.alike = settings
 
     def open(self, init_process_group: Callable[..., Any], timeout: timedelta) -> None:

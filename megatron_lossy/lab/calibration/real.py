@@ -1,0 +1,85 @@
+"""``doctor --calibrate``: rows of the matrix on real CUDA devices, beside what the pretended one says of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ...base.device.environment import without_ranks
+from ...base.errors import refuse
+from ..doctor.found import Finding, devices
+from ..doctor.step import error_of_a_rank
+from .budget import ASIDE, Cost, read
+from .rows import FEW, VIRTUAL, Row, rows
+from .trace import Measured
+
+_SECONDS = 300
+#: Mean losses that differ by less are the same: kernels of a GPU round otherwise, and Adam makes whole steps of it.
+_LOSS = 0.02
+
+
+def calibrate() -> list[Finding]:
+    """A finding for each of the few rows: those of one rank where there is one device.
+
+    Raises :class:`UsageError` where there is no CUDA device.
+    """
+    kind, count, _ = devices()
+    if kind != "cuda":
+        raise refuse("--calibrate", f"on {kind}", "needs a CUDA device")
+    budget = read()
+    names = [name for name in (*FEW, *VIRTUAL) if rows()[name].ranks <= count]
+    found = [Finding("calibration", "rows of two ranks", "absent", "need two devices")] if count < 2 else []
+    for name in names:
+        try:
+            loss, here = _measure(name, rows()[name])
+            _, unhooked = _measure(f"{name}/unhooked", rows()[name].unhooked)
+        except (RuntimeError, OSError) as error:
+            found.append(Finding("calibration", name, "problem", f"failed: {error}"))
+            continue
+        found.append(compared(name, loss, here.beyond(unhooked), budget.losses[name], budget.rows[name]))
+    return found
+
+
+def compared(name: str, loss: float, here: Measured, expected: float, allowed: Cost) -> Finding:
+    """A row on this device (``loss``, ``here``) beside its line of the budget (``expected``, ``allowed``)."""
+    waits = sum(allowed.synchronisations.values()) + sum(allowed.blocking.values()) + sum(allowed.pageable.values())
+    apart = sum(n for place, n in allowed.synchronisations.items() if place.endswith(ASIDE))
+    pairs = (
+        ("synchronisations", here.synchronisations, waits),
+        ("pageable copies", here.pageable, sum(allowed.pageable.values())),
+        ("kernels", here.kernels, allowed.kernels),
+        ("bytes to the device", here.to_device, allowed.to_device),
+        ("bytes from the device", here.from_device, allowed.from_device),
+    )
+    text = ", ".join(f"{what} {number:.0f} (pretended: {limit:.0f})" for what, number, limit in pairs)
+    text = f"loss {loss:.4f} (CPU: {expected:.4f}); a step beyond the unhooked: {text}"
+    if abs(loss - expected) > _LOSS * expected:
+        return Finding("calibration", name, "problem", text)
+    # Kernels are told, not judged: an operator may be several kernels here. A thread aside waits as often as it looks.
+    more = here.synchronisations > waits + apart + 0.5 or here.pageable > pairs[1][2] + 0.5
+    return Finding("calibration", name, "warning" if more else "ok", text)
+
+
+def _measure(name: str, row: Row) -> tuple[float, Measured]:
+    """The loss and the counts of a run. Raises ``RuntimeError`` with its first error if it fails."""
+    from .job import write_data
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_data(folder)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.ranks}"]
+        command += ["-m", "megatron_lossy.lab.calibration", name, folder]
+        package = str(Path(__file__).parents[3])
+        environment = without_ranks() | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([package, environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"no end after {_SECONDS} s") from None
+        if done.returncode:
+            raise RuntimeError(error_of_a_rank(done.stderr) or "no reason given")
+        result = json.loads(Path(folder, "result.json").read_text())
+    return result["loss"], Measured(**result["measured"])

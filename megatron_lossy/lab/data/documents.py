@@ -1,0 +1,177 @@
+"""Sources of documents: text files, JSON lines, or the source of Python's standard library.
+
+A document is a pair of a name and its bytes. Names are relative to the input they were found in. So neither the order
+of documents nor the choice of validation documents depends on the place of the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePath
+from typing import BinaryIO
+
+from ...base.errors import cannot, refuse
+
+Document = tuple[str, bytes]
+
+# Left out: files that are not written to be read (tables, tests), or that differ between machines.
+_STDLIB_LEFT_OUT = {
+    "__pycache__",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+    "turtledemo",
+    "_bundled",
+    "sitecustomize.py",
+    "usercustomize.py",
+}
+
+
+def find_files(inputs: Iterable[str], flag: str = "--input") -> list[tuple[str, Path]]:
+    """The files that ``inputs`` (files, folders, globs), given as ``flag``, name: pairs of name and path, each once.
+
+    Inputs keep their order. The files of a folder or glob are sorted by name, without hidden ones. Raises
+    :class:`UsageError` for an input that does not exist, holds no file, or is an empty or unreadable file.
+    """
+    found: dict[Path, str] = {}
+    for given in inputs:
+        path = Path(given)
+        if path.is_dir():
+            root, matches = path, [p for p in path.rglob("*") if not _hidden(p.relative_to(path))]
+        elif glob.has_magic(given) and not path.exists():
+            literal = list(path.parts)[: next(i for i, part in enumerate(path.parts) if glob.has_magic(part))]
+            root, matches = Path(*literal), [Path(p) for p in glob.glob(given, recursive=True)]
+        else:
+            root, matches = path.parent, [path]
+            with _reading(path, flag) as stream:
+                if not stream.read(1):
+                    raise refuse(flag, given, "is empty")
+        files = sorted((p.relative_to(root).as_posix(), p) for p in matches if p.is_file())
+        if not files:
+            raise refuse(flag, given, "holds no file" if path.is_dir() else "matches no file")
+        for name, file in files:
+            found.setdefault(file.resolve(), name)
+    return [(name, path) for path, name in found.items()]
+
+
+def read_documents(
+    files: Iterable[tuple[str, Path]],
+    format: str = "text",
+    json_key: str = "text",
+    split_documents: str = "file",
+    flag: str = "--input",
+) -> Iterator[Document]:
+    """The documents of ``files``, in order; those without any text are left out.
+
+    ``format``: ``text`` or ``jsonl`` (one document per line, under ``json_key``). ``split_documents``, for text:
+    ``file`` (a file is a document) or ``blank-line`` (blank lines separate documents). A part of a file is called
+    ``NAME:LINE``. Raises :class:`UsageError` that names ``flag``, file and line.
+    """
+    for name, path in files:
+        with _reading(path, flag) as stream:
+            if format == "jsonl":
+                yield from _json_lines(name, path, stream, json_key, flag)
+            elif split_documents == "blank-line":
+                yield from _paragraphs(name, stream)
+            else:
+                data = stream.read()
+                if data.strip():
+                    yield name, data
+
+
+def stdlib_documents() -> list[Document]:
+    """The source files of the running Python's standard library, sorted by name: text every machine has.
+
+    Tests, tables of data, installed packages and generated files are left out. Raises :class:`UsageError` if this
+    Python comes without its source.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents = []
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root)
+        if _STDLIB_LEFT_OUT.isdisjoint(name.parts) and not _generated(name):
+            with _reading(path, "--stdlib") as stream:
+                data = stream.read()
+            if data.strip():
+                documents.append((name.as_posix(), data))
+    if len(documents) < 2:
+        raise refuse("--stdlib", root, "holds no source of Python's standard library")
+    return sorted(documents)
+
+
+def validation_documents(names: Sequence[str], fraction: float) -> set[int]:
+    """Positions of the documents that go to validation: a share of ``fraction`` of them, at least one.
+
+    These are the documents whose names have the lowest SHA-256. The choice is the same in every run, and nearly the
+    same when documents are added. Raises :class:`UsageError` for fewer than two documents.
+    """
+    if len(names) < 2:
+        allowed = "needs at least 2; see --split-documents and --format"
+        raise refuse("--split", f"({len(names)} documents)", allowed)
+    hashes = [hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names]
+    order = sorted(range(len(names)), key=lambda i: (hashes[i], i))
+    return set(order[: min(len(names) - 1, max(1, round(fraction * len(names))))])
+
+
+def _json_lines(name: str, path: Path, stream: Iterable[bytes], key: str, flag: str) -> Iterator[Document]:
+    for number, line in enumerate(stream, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            text = record[key]
+            data = text.encode()
+        except UnicodeError:
+            problem = "is not valid Unicode in UTF-8"
+        except ValueError as error:
+            problem = f"is not JSON: {error}"
+        except (KeyError, TypeError, AttributeError):
+            problem = f"holds no text under --json-key {key}"
+        else:
+            if data.strip():
+                yield f"{name}:{number}", data
+            continue
+        raise refuse(flag, path, f"line {number} {problem}")
+
+
+def _paragraphs(name: str, stream: Iterable[bytes]) -> Iterator[Document]:
+    lines: list[bytes] = []
+    first = 1
+    for number, line in enumerate(stream, 1):
+        if line.strip():
+            if not lines:
+                first = number
+            lines.append(line)
+        elif lines:
+            yield f"{name}:{first}", b"".join(lines)
+            lines = []
+    if lines:
+        yield f"{name}:{first}", b"".join(lines)
+
+
+@contextlib.contextmanager
+def _reading(path: Path, flag: str) -> Iterator[BinaryIO]:
+    try:
+        with open(path, "rb") as stream:
+            yield stream
+    except OSError as error:
+        raise cannot(flag, path, "read", error) from None
+
+
+def _hidden(name: PurePath) -> bool:
+    return any(part.startswith(".") for part in name.parts)
+
+
+def _generated(name: PurePath) -> bool:
+    return name.parts[0].startswith(("_sysconfigdata", "config-"))

@@ -1,0 +1,277 @@
+"""Megatron's indexed data sets, written through ``megatron.core.datasets.indexed_dataset``.
+
+A data set of prefix P is ``P.bin`` (token ids), ``P.idx`` (the beginnings of documents) and our ``P.json``. The last
+names the tokenizer and the source, so that training with another tokenizer is refused. Every document ends with the
+tokenizer's end-of-document id. All three are written aside and renamed when they are complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...base.errors import UsageError, cannot, refuse
+from ...base.files import aside_of, check_folder, publish, sync, writing
+from .documents import Document, validation_documents
+from .tokenizers import Tokenizer
+
+_FORMAT = "megatron-lossy data set 1"
+# Lengths of documents are int32 in the .idx file.
+_LONGEST_DOCUMENT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class DatasetDescription:
+    """The content of ``P.json``. ``tokens`` counts end-of-document ids too; ``dtype`` is that of the ids in ``P.bin``.
+
+    ``documents_sha256`` covers the bytes of all documents, in order.
+    """
+
+    tokenizer: str
+    fingerprint: str
+    vocab_size: int
+    eod: int
+    documents: int
+    tokens: int
+    dtype: str
+    source_bytes: int
+    documents_sha256: str
+
+
+class IndexedWriter:
+    """Writes the data set ``prefix``; a context manager. Nothing appears under ``prefix`` before :meth:`commit`.
+
+    Raises :class:`UsageError` if the data set exists already and ``overwrite`` is false, if ``prefix`` cannot be
+    written, or if it has a ``.json`` file that is not ours.
+    """
+
+    def __init__(self, prefix: str | os.PathLike, tokenizer: Tokenizer, overwrite: bool = False) -> None:
+        self.prefix = os.fspath(prefix)
+        self._tokenizer = tokenizer
+        self._documents = self._tokens = self._source_bytes = 0
+        self._sha256 = hashlib.sha256()
+        check_output(self.prefix, overwrite)
+
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+        self._dtype = DType.optimal_dtype(tokenizer.vocab_size)
+        with writing("--output-prefix", self.prefix):
+            os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
+            self._aside = aside_of(self.prefix)
+            self._aside.mkdir()
+            self._builder = IndexedDatasetBuilder(str(self._aside / "bin"), dtype=self._dtype)
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.suppress(OSError):  # on a full disk it tries once more to write the rest
+            self._builder.data_file.close()
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    def add(self, name: str, data: bytes) -> None:
+        """Append one document. Raises :class:`UsageError` if the tokenizer cannot encode it."""
+        try:
+            ids = self._tokenizer.encode(data)
+        except UnicodeDecodeError as error:
+            raise refuse(
+                "--input", name, f"is not UTF-8 (byte {error.start}); only --tokenizer byte takes any bytes"
+            ) from None
+        if len(ids) + 1 > _LONGEST_DOCUMENT:
+            raise refuse("--input", name, f"has {len(ids)} tokens; a document may have {_LONGEST_DOCUMENT - 1}")
+        with writing("--output-prefix", self.prefix):
+            self._builder.add_document(np.append(ids, self._tokenizer.eod), [len(ids) + 1])
+        self._documents += 1
+        self._tokens += len(ids) + 1
+        self._source_bytes += len(data)
+        self._sha256.update(len(data).to_bytes(8, "little"))
+        self._sha256.update(data)
+
+    def complete(self) -> DatasetDescription:
+        """Write the rest; once this returns, all is on disk. Raises :class:`UsageError` without a document."""
+        if not self._documents:
+            raise UsageError(f"--input: no document holds text, so that {self.prefix} would be empty")
+        description = DatasetDescription(
+            self._tokenizer.name,
+            self._tokenizer.fingerprint,
+            self._tokenizer.vocab_size,
+            self._tokenizer.eod,
+            self._documents,
+            self._tokens,
+            np.dtype(self._dtype).name,
+            self._source_bytes,
+            self._sha256.hexdigest(),
+        )
+        content = {"format": _FORMAT, **dataclasses.asdict(description)}
+        with writing("--output-prefix", self.prefix):
+            self._builder.finalize(str(self._aside / "idx"))
+            (self._aside / "json").write_text(json.dumps(content, indent=2) + "\n")
+            sync(self._aside)
+        return description
+
+    def commit(self) -> None:
+        """Give the complete data set its name."""
+        # The index goes first and comes last: a data set without one is incomplete to every reader, whereas an
+        # old index with new tokens would be read without complaint. So would megatron-core's cached samples.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.prefix + ".idx")
+        shutil.rmtree(os.path.join(self.prefix, "cache", "GPTDataset_indices"), ignore_errors=True)
+        with writing("--output-prefix", self.prefix):
+            for suffix in ("bin", "json", "idx"):
+                publish(self._aside / suffix, f"{self.prefix}.{suffix}")
+
+
+def write_indexed(
+    documents: Iterable[Document], prefix: str | os.PathLike, tokenizer: Tokenizer, overwrite: bool = False
+) -> DatasetDescription:
+    """Write ``documents`` as the data set ``prefix``. Errors are those of :class:`IndexedWriter`."""
+    with IndexedWriter(prefix, tokenizer, overwrite) as writer:
+        for name, data in documents:
+            writer.add(name, data)
+        description = writer.complete()
+        writer.commit()
+        return description
+
+
+def write_train_valid(
+    documents: Iterable[Document],
+    names: Sequence[str],
+    fraction: float,
+    prefix: str | os.PathLike,
+    tokenizer: Tokenizer,
+    overwrite: bool = False,
+) -> dict[str, DatasetDescription]:
+    """Write ``documents`` as the data sets ``prefix_train`` and ``prefix_valid``.
+
+    ``names`` are those of all ``documents``. :func:`validation_documents` picks a share of ``fraction`` of them.
+    Returns the descriptions by prefix. Errors are those of :class:`IndexedWriter`.
+    """
+    valid = validation_documents(names, fraction)
+    prefixes = [f"{os.fspath(prefix)}_{split}" for split in ("train", "valid")]
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(IndexedWriter(p, tokenizer, overwrite)) for p in prefixes]
+        for position, (name, data) in enumerate(documents):
+            writers[position in valid].add(name, data)
+        descriptions = {writer.prefix: writer.complete() for writer in writers}
+        for writer in writers:
+            writer.commit()
+        return descriptions
+
+
+def output_files(prefix: str) -> list[str]:
+    """The files of the data set ``prefix``."""
+    return [f"{prefix}.{suffix}" for suffix in ("bin", "idx", "json")]
+
+
+def check_output(prefix: str, overwrite: bool) -> None:
+    """Raise :class:`UsageError` unless the data set ``prefix`` may be written."""
+    if not os.path.basename(prefix):
+        raise refuse("--output-prefix", prefix, "must end with a name, to which .bin, .idx and .json are added")
+    check_folder("--output-prefix", os.path.dirname(prefix) or ".")
+    for file in output_files(prefix):
+        if os.path.exists(file):
+            if not overwrite:
+                raise refuse("--output-prefix", prefix, f"{file} exists already; give another, or --overwrite")
+            if file.endswith(".json") and read_description(prefix) is None:
+                raise refuse("--output-prefix", prefix, f"{file} is not the description of a data set; move it")
+
+
+def read_description(prefix: str | os.PathLike) -> DatasetDescription | None:
+    """The content of ``prefix.json``; None if there is none of ours (data of Megatron's own tools has none)."""
+    try:
+        content = json.loads(Path(os.fspath(prefix) + ".json").read_bytes())
+        if content.pop("format") != _FORMAT:
+            return None
+        return DatasetDescription(**content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def is_weight(text: str) -> bool:
+    """Whether ``text`` is a weight between the prefixes of ``--data-path``."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def check_blend(flag: str, texts: Sequence[str]) -> None:
+    """Raise :class:`UsageError` unless ``texts``, given with ``flag``, are prefixes, or each follows its weight."""
+    weights = [float(text) for text in texts if is_weight(text)]
+    paired = len(texts) == 2 * len(weights) and all(map(is_weight, texts[::2]))
+    if weights and not (paired and min(weights) >= 0 and 0 < sum(weights) < math.inf):
+        allowed = "must be prefixes, or each after its weight; no weight is negative, and not all are 0"
+        raise refuse(flag, " ".join(texts), allowed)
+
+
+def epochs(data_path: Sequence[str], tokens: int) -> float:
+    """The number of times that ``tokens`` tokens of training read the data of ``--data-path``; the largest number.
+
+    Raises :class:`UsageError` if there is no data set, or one without a token.
+    """
+    prefixes = [text for text in data_path if not is_weight(text)]
+    sizes = [_tokens(prefix) for prefix in prefixes]
+    weights = [float(text) for text in data_path if is_weight(text)] or sizes
+    return max(tokens * weight / sum(weights) / size for weight, size in zip(weights, sizes, strict=True))
+
+
+# Bytes of a token by the code of its type in the .idx file.
+_ITEMSIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+
+
+def _tokens(prefix: str, flag: str = "--data-path") -> int:
+    """Tokens of the data set ``prefix``, from the size of its file and the type in its index."""
+    try:
+        with open(prefix + ".idx", "rb") as index:
+            head = index.read(18)  # magic, version, type
+        tokens = os.path.getsize(prefix + ".bin") // _ITEMSIZES[head[17]]
+    except OSError as error:
+        raise cannot(flag, prefix, "read", error) from None
+    except (IndexError, KeyError):
+        raise refuse(flag, prefix, f"{prefix}.idx is not the index of a data set, or damaged") from None
+    if not tokens:
+        raise refuse(flag, prefix, f"{prefix}.bin holds no token")
+    return tokens
+
+
+def check_files(prefix: str | os.PathLike, flag: str = "--data-path") -> DatasetDescription | None:
+    """Raise :class:`UsageError` unless ``prefix`` is a complete data set. Returns the content of ``prefix.json``.
+
+    Without a ``prefix.json`` of ours only the presence of the files is checked.
+    """
+    prefix = os.fspath(prefix)
+    for suffix in ("bin", "idx"):
+        if not os.path.isfile(f"{prefix}.{suffix}"):
+            allowed = f"there is no {prefix}.{suffix}; python -m megatron_lossy.data makes data sets"
+            raise refuse(flag, prefix, allowed)
+        if not os.access(f"{prefix}.{suffix}", os.R_OK):
+            raise refuse(flag, prefix, f"{prefix}.{suffix} cannot be read")
+    description = read_description(prefix)
+    if description is not None:
+        expected = description.tokens * np.dtype(description.dtype).itemsize
+        size = os.path.getsize(prefix + ".bin")
+        if size != expected:
+            allowed = f"{prefix}.bin has {size} bytes, not the {expected} that {prefix}.json says"
+            raise refuse(flag, prefix, allowed)
+    return description
+
+
+def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "--data-path") -> None:
+    """Check as :func:`check_files`. Raises :class:`UsageError` also without tokens, or for another tokenizer."""
+    description = check_files(prefix, flag)
+    _tokens(os.fspath(prefix), flag)
+    if description is not None and description.fingerprint != tokenizer.fingerprint:
+        raise refuse(
+            "--tokenizer", tokenizer.name, f"{os.fspath(prefix)} was made with --tokenizer {description.tokenizer}"
+        )

@@ -1,0 +1,124 @@
+"""``python -m megatron_lossy doctor``: is this machine ready to train with loss, and if not, what is missing?
+
+It looks at versions, at the fit of the hooks to the installed Megatron, and at devices, and tries a lossy step on two
+processes. With ``--transport udp`` it tries the links between all ranks of a launcher instead. Exit status 0 if ready,
+1 if not, 2 for a wrong command line; ``--json`` for machines.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ... import __version__
+from ...base.errors import ArgumentParser, refuse
+from ...base.flags import add_flags, flag, from_namespace
+from ...config import LossyConfig
+from .found import Finding
+
+PROGRAM = "megatron_lossy doctor"
+_MARKS = {"ok": "ok", "absent": "-", "warning": "warning", "problem": "PROBLEM"}
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """The checks to make."""
+
+    megatron_lm: str | None = flag(
+        None,
+        "checkout of Megatron-LM, whose Megatron is looked at instead of an installed wheel",
+        type=str,
+        metavar="PATH",
+    )
+    step: str = flag(
+        "auto",
+        "two-process step: on the accelerators if there are two, else on the CPU (auto); on the CPU; or none",
+        choices=("auto", "cpu", "none"),
+    )
+    json: bool = flag(False, "print one JSON object")
+    calibrate: bool = flag(
+        False,
+        "instead, run rows of the matrix on CUDA devices, beside what a pretended one says of them (docs/impostor.md)",
+    )
+
+    def __post_init__(self) -> None:
+        if self.megatron_lm is not None and not Path(self.megatron_lm, "megatron", "core").is_dir():
+            raise refuse(
+                "--megatron-lm", self.megatron_lm, "must be a checkout of Megatron-LM; there is no megatron/core"
+            )
+
+
+def examine(config: DoctorConfig) -> list[Finding]:
+    """All findings that ``config`` asks for. It imports Megatron, so that a process can examine only one Megatron."""
+    from .found import devices, hook_targets, versions
+    from .requirements import examine_requirements, requirements
+    from .step import try_step
+
+    if config.megatron_lm is not None:
+        sys.path.insert(0, str(Path(config.megatron_lm).resolve()))
+    kind, count, found = devices()
+    findings = versions(config.megatron_lm) + examine_requirements(requirements()) + found
+    if ready(findings):
+        findings += hook_targets(config.megatron_lm is not None)
+    if not ready(findings):
+        findings.append(Finding("step", "two processes", "warning", "not tried, because of the problems above"))
+    elif config.step != "none":
+        findings.append(try_step(kind if config.step == "auto" and count >= 2 else "cpu", config.megatron_lm))
+    return findings
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """The findings as text."""
+    lines, section = [f"megatron-lossy {__version__}"], None
+    for finding in findings:
+        if finding.section != section:
+            section = finding.section
+            lines.append(f"{section}:")
+        lines.append(f"  {_MARKS[finding.status]:8} {finding.name:25} {finding.text}".rstrip())
+    return "\n".join([*lines, f"ready: {'yes' if ready(findings) else 'no'}"])
+
+
+def ready(findings: Sequence[Finding]) -> bool:
+    """Whether nothing prevents training."""
+    return all(finding.status != "problem" for finding in findings)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the findings; returns the exit status."""
+    parser = ArgumentParser(
+        f"python -m {PROGRAM}", description="Is this machine ready to train with loss?", allow_abbrev=False
+    )
+    add_flags(parser, DoctorConfig, "doctor")
+    title = "network: with --transport udp the links between all ranks are tried, and nothing else"
+    add_flags(parser, LossyConfig, title, only=_of_the_network)
+    namespace = parser.parse_args(arguments)
+    config, network = from_namespace(DoctorConfig, namespace), from_namespace(LossyConfig, namespace)
+    if network.transport == "udp":
+        from .network import examine_network
+
+        findings = examine_network(network)
+        if not findings:
+            return 0  # rank 0 says it
+    elif config.calibrate:
+        from ..calibration.real import calibrate
+
+        findings = calibrate()
+    else:
+        findings = examine(config)
+    if config.json:
+        content = {
+            "ready": ready(findings),
+            "megatron-lossy": __version__,
+            "findings": [asdict(f) for f in findings],
+        }
+        print(json.dumps(content, indent=1))
+    else:
+        print(report(findings))
+    return 0 if ready(findings) else 1
+
+
+def _of_the_network(name: str) -> bool:
+    return name in ("transport", "packet_bytes", "lossy_links") or name.startswith("udp_")

@@ -1,0 +1,156 @@
+"""The links between all ranks, tried with datagrams: which ranks reach each other, the loss, and advice.
+
+    torchrun … -m megatron_lossy doctor --transport udp
+
+Run it on every host, started like the training. Without a launcher only the engine of this host is examined.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ...base import device
+from ...base.errors import UsageError
+from ...base.exchange import Stream
+from ...config import LossyConfig
+from ...transport import BucketSpec, LossyGroup, settled
+from .found import Finding
+
+if TYPE_CHECKING:
+    from ...transport.udp.engine import Engine
+
+_SHARD = 2**18  # float32 values: 1 MiB to each rank
+_EXCHANGES = 10
+_MUCH = 0.05
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The data that one rank got from another: the share lost, round trip in seconds, bytes per second towards it."""
+
+    rank: int
+    source: int
+    lost: float
+    round_trip: float
+    rate: float
+
+
+def examine_network(config: LossyConfig) -> list[Finding]:
+    """Findings of rank 0, or of this host alone; empty on other ranks. A collective call under a launcher."""
+    from ...transport.udp.process import engine_for
+
+    try:
+        config = settled(config)
+        engine = engine_for(config)
+    except UsageError as error:
+        return [Finding("network", "engine", "problem", str(error))]
+    address = f"{engine.address}:{engine.port}, {config.udp_cipher}"
+    here = [Finding("network", "engine", "ok", address), _buffer(engine), *_packets(engine)]
+    if "RANK" not in os.environ:
+        why = "start it with torchrun on every host, as the training will be, to try them"
+        return [*here, Finding("network", "links", "absent", why)]
+    device.init_process_group(timeout=datetime.timedelta(minutes=2))
+    try:
+        return _links(config, engine, here)
+    except UsageError as error:
+        return [*here, Finding("network", "links", "problem", str(error))]
+    finally:
+        dist.destroy_process_group()
+
+
+def _buffer(engine: Engine) -> Finding:
+    from ...transport.udp.engine import LITTLE_BUFFER, MORE_BUFFER
+
+    text = f"{engine.granted / 2**20:.1f} MiB"
+    if engine.granted >= LITTLE_BUFFER:
+        return Finding("network", "receive buffer", "ok", text)
+    return Finding("network", "receive buffer", "warning", f"{text}: {MORE_BUFFER}")
+
+
+def _packets(engine: Engine) -> list[Finding]:
+    """Say which packets the interface takes; what the way to others takes is tried with those of --packet-bytes."""
+    from ...transport.udp.address import mtu_of
+
+    mtu, packet = mtu_of(engine.address), engine.settings.packet_bytes
+    if mtu is None:
+        return []
+    most = min(mtu, 65_535) - (engine.datagram - packet) - (48 if ":" in engine.address else 28)
+    text = f"MTU {mtu:,}: --packet-bytes {packet} of at most {most // 64 * 64} in steps of 64"
+    if packet > most:
+        return [
+            Finding("network", "packets", "problem", f"MTU {mtu:,}: --packet-bytes {packet} must be at most {most}")
+        ]
+    if most >= 4 * packet:
+        text += ", if all hops to all hosts have such an MTU: fewer packets take less CPU"
+    return [Finding("network", "packets", "ok", text)]
+
+
+def _paths(engine: Engine) -> list[Finding]:
+    """Say what the datagrams of others have shown of the ways between them and this rank."""
+    counts, findings = engine.counters(), []
+    if counts["moved"]:
+        text = f"{counts['moved']} ranks are reached at another address than they have: address translation; answers find them"
+        findings.append(Finding("network", "addresses", "ok", text))
+    if counts["shortened"]:
+        text = "a path takes shorter datagrams only: lower --packet-bytes, or auto"
+        findings.append(Finding("network", "packets on the way", "warning", text))
+    return findings
+
+
+def _links(config: LossyConfig, engine: Engine, here: list[Finding]) -> list[Finding]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = LossyGroup.create(config, [BucketSpec(_SHARD)], stream=Stream())
+    replica, took = torch.zeros(size * _SHARD), []
+    own = replica[rank * _SHARD : (rank + 1) * _SHARD]
+    lost = torch.zeros(size)
+    for step in range(_EXCHANGES):
+        dist.barrier()
+        started = time.monotonic()
+        delivery = group.all_gather(0, replica, own, step, lambda: None).wait()
+        took.append(time.monotonic() - started)
+        lost += torch.from_numpy((~delivery.arrived[0]).mean(axis=1)).float() / _EXCHANGES
+    rates = group.wire.rates()
+    mine = {
+        "findings": [*here, *_paths(engine)],
+        "heard": [
+            Heard(rank, peer, float(lost[peer]), found["rtt_min"], found["rate"]) for peer, found in rates.items()
+        ],
+        "seconds": sorted(took)[len(took) // 2],
+    }
+    everyone: list = [None] * size
+    dist.all_gather_object(everyone, mine)
+    group.close()
+    return [*_rule(config), *_report(everyone)] if rank == 0 else []
+
+
+def _rule(config: LossyConfig) -> list[Finding]:
+    """Say what the rule of rates needs of the network and of the hosts."""
+    needs = {
+        "shared": "needs clocks of all hosts that agree to 50 ms (NTP)",
+        "dedicated": "for a link of this training's own: others on it would get little, shared leaves them their part",
+        "fixed": "for a network that carries nothing else",
+    }
+    rule = config.udp_rate_rule[0]
+    return [Finding("network", "rates", "ok", f"--udp-rate-control {rule}: {needs[rule]}")]
+
+
+def _report(everyone: list[dict]) -> list[Finding]:
+    findings = []
+    for rank, one in enumerate(everyone):
+        for found in one["findings"]:
+            findings.append(replace(found, name=f"rank {rank}, {found.name}"))
+    for one in everyone:
+        for heard in one["heard"]:
+            status = "warning" if heard.lost > _MUCH else "ok"
+            text = f"{100 * heard.lost:.2f} % lost, round trip {1e3 * heard.round_trip:.1f} ms, {heard.rate / 1e6:.0f} MB/s at most the other way"
+            findings.append(Finding("network", f"rank {heard.source} to {heard.rank}", status, text))
+    slowest = max(one["seconds"] for one in everyone)
+    text = f"{_SHARD * 4 / 2**20:.0f} MiB from each rank to all: {1e3 * slowest:.0f} ms (median of {_EXCHANGES})"
+    return [*findings, Finding("network", "exchange", "ok", text)]

@@ -1,0 +1,94 @@
+"""A lossy step on two processes: our trainer, for a few iterations of a model of a few thousand weights."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ...base.device.environment import without_ranks
+from ..launch.devices import ENVIRONMENT
+from ..train.metrics import METRICS_FILE
+from .found import Finding
+
+_SECONDS = 300
+_ITERATIONS = 3
+_FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    f"--global-batch-size 8 --train-iters {_ITERATIONS} --lr 1e-2 --eval-iters 0 --log-interval 1 "
+    "--p-grad 0.5 --p-param 0.5 --loss-unit packet --packet-bytes 256 --distributed-timeout-minutes 2"
+).split()
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "hpu": "hccl"}
+
+
+def try_step(kind: str, checkout: str | None) -> Finding:
+    """Train on two ranks of ``kind``. ``checkout``: a Megatron-LM, to take megatron.core from."""
+    name = f"{_BACKENDS[kind]}, {kind}"
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _write_data(folder)
+            loss, lost = _train(kind, checkout, folder)
+        except (RuntimeError, OSError) as error:
+            return Finding("step", name, "problem", f"failed: {error}")
+    if not math.isfinite(loss) or not lost > 0:
+        return Finding("step", name, "problem", f"wrong: loss {loss:.3f}, {100 * lost:.0f} % of packets lost")
+    text = f"{_ITERATIONS} iterations on 2 processes, {100 * lost:.0f} % of packets lost, loss {loss:.3f}"
+    return Finding("step", name, "ok", f"{text}, {time.monotonic() - started:.0f} s")
+
+
+def _write_data(folder: str) -> None:
+    from ..data import build_tokenizer, write_indexed
+
+    text = (Path(__file__).parents[2] / "config" / "lossy_config.py").read_bytes()
+    write_indexed([("lossy_config.py", text)], os.path.join(folder, "data"), build_tokenizer("byte"))
+
+
+def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:
+    """The last training loss, and the share of lost gradient packets."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "megatron_lossy.train", *_FLAGS]
+    command += ["--data-path", os.path.join(folder, "data"), "--metrics-dir", os.path.join(folder, "run")]
+    # The step is a world of its own, wherever the doctor was started.
+    environment = without_ranks() | {"OMP_NUM_THREADS": "1"}
+    package = str(Path(__file__).parents[3])
+    first = [str(Path(checkout).resolve())] if checkout else []
+    environment["PYTHONPATH"] = os.pathsep.join([*first, package, environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    if kind == "cpu":
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "HABANA_VISIBLE_MODULES": ""}
+    environment |= ENVIRONMENT.get(kind, {})
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no end after {_SECONDS} s") from None
+    if done.returncode:
+        raise RuntimeError(_reason(done.stderr))
+    lines = Path(folder, "run", METRICS_FILE).read_text().splitlines()
+    last = [record for record in map(json.loads, lines) if record["kind"] == "train"][-1]
+    return last["lm loss"], last.get("loss rate grad", 0.0)
+
+
+def _reason(output: str) -> str:
+    """The most telling line of a failed launch: ours, else an exception's, else the first."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    ours = [line for line in lines if "megatron_lossy.train: error: " in line]
+    return ours[0][:300] if ours else error_of_a_rank(output) or (lines or ["no output"])[0][:300]
+
+
+def error_of_a_rank(output: str) -> str | None:
+    """The first exception in what ranks and torchrun printed, but torchrun's own, which says only that one failed."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in output.splitlines()]
+    errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "Refused"))]
+    first = next((line for line in errors if "ChildFailedError" not in line), None)
+    if first is None:
+        return None
+    # NCCL says last what a device has failed at.
+    last = [after for line, after in itertools.pairwise(lines) if line == "Last error:" and "NCCL" in first]
+    return "; ".join([first[:300], *last[:1]])

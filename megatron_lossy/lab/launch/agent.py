@@ -1,0 +1,71 @@
+"""``python -m megatron_lossy.lab.launch.agent …``: torchrun with the same arguments, and one line instead of its report.
+
+torchrun raises its report, so that forty lines follow the line with the error, and ends with status 1. This program
+ends with the line and the status of the rank that failed first. After SIGTERM it ends with status 0 if all ranks did, so that no
+supervisor starts again a run that has saved; torchrun itself ends with status 1 and a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from ...base.ledger import Ledger, Patch
+
+PROGRAM = "megatron_lossy.launch"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run ``torch.distributed.run`` with ``arguments``."""
+    statuses: list[int | None] = []
+    Ledger("torchrun's agent").install([_noting_ends(statuses)])
+    try:
+        run.run(run.parse_args(arguments))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"{PROGRAM}: rank {rank} failed: {_reason(failure)}", file=sys.stderr, flush=True)
+        sys.exit(max(1, failure.exitcode))
+    except SignalException as error:
+        if error.sigval == signal.SIGTERM and statuses and not any(status != 0 for status in statuses):
+            print(f"{PROGRAM}: all ranks ended well on SIGTERM", file=sys.stderr, flush=True)
+            return
+        print(f"{PROGRAM}: ended by {error.sigval.name}", file=sys.stderr, flush=True)
+        signal.signal(error.sigval, signal.SIG_DFL)
+        os.kill(os.getpid(), error.sigval)
+
+
+def _noting_ends(statuses: list[int | None]) -> Patch:
+    """Note the exit statuses of ranks once torchrun has ended them: its exception does not have them."""
+
+    def close(original: Callable[..., None], context: Any, *args: Any, **kwargs: Any) -> None:
+        original(context, *args, **kwargs)
+        statuses[:] = [handler.proc.poll() for handler in context.subprocess_handlers.values()]
+
+    return Patch(
+        target="torch.distributed.elastic.multiprocessing.api:SubprocessContext._close",
+        around=close,
+        why="torchrun's exception for a signal has no statuses of ranks",
+        versions="torch 2.6 and later",
+        until="torchrun ends with status 0 after ranks that do",
+        optional=True,
+    )
+
+
+def _reason(failure: ProcessFailure) -> str:
+    """The error that the rank reported, or its end."""
+    told = failure.message
+    if isinstance(told, dict):
+        lines = str(told.get("message", "")).strip().splitlines()
+        return lines[-1] if lines else f"status {failure.exitcode}"
+    return str(told) if failure.exitcode < 0 else f"status {failure.exitcode}"
+
+
+if __name__ == "__main__":
+    main()

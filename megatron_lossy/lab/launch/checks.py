@@ -1,0 +1,172 @@
+"""Checks of everything that can be wrong before a single rank is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+from ...base.checkpoints import latest_iteration
+from ...base.errors import Collector, UsageError, refuse
+from ...base.files import check_folder
+from ...base.registry import MECHANISMS
+from ...config.facts import Facts
+from ...config.refusal import check_refusals
+from ..data import check_files, epochs
+from ..data.manifest import check_manifest
+from ..train.saved import check_folders, in_folders_of_job
+from .command import check_shape, ranks_of_node
+from .datagrams import check_host_memory
+from .devices import GIB, Device, check_devices, check_tokenizer
+from .memory import StageMemory, estimate, tokens
+from .plan import Plan
+
+
+def check(plan: Plan, starting: bool) -> None:
+    """Raise :class:`UsageError` for anything wrong with ``plan``.
+
+    ``starting``: this node will train, so that it must have the accelerators.
+    """
+    problems = Collector()
+    with problems.noting():
+        if plan.launch.run and not (plan.jobs.apart and plan.island is None):
+            raise refuse("--run", "on", "needs --rendezvous, and no --island")
+        check_shape(plan)
+        plan.train.check_world(plan.ranks)
+        check_training(plan)
+        memory = check_memory(plan)
+        if starting:
+            check_host_memory(plan, memory)
+    if starting:
+        with problems.noting():
+            check_devices(plan.device.kind, ranks_of_node(plan))
+    with problems.noting():
+        check_folder("--out", plan.folder)
+        if plan.launch.trainer:
+            for job in range(plan.jobs.number):
+                check_folders(in_folders_of_job(plan.train, plan.jobs, job), plan.lossy)
+        for folder in plan.job_folders:
+            latest_iteration(folder)
+    with problems.noting():
+        plan.launch.check_program()
+        if plan.launch.trainer:
+            check_trainer(plan.device)
+    with problems.noting():
+        check_tokenizer(plan.train.tokenizer)
+    with problems.noting():
+        check_data(plan)
+    problems.finish()
+    if not plan.launch.trainer:
+        check_megatron(plan)
+
+
+def check_training(plan: Plan) -> None:
+    """Raise :class:`UsageError` for flags of the training that cannot run on the ranks of ``plan``."""
+    train, lossy = plan.train, plan.lossy
+    if plan.launch.trainer:
+        from ..train.facts import check_flags  # it imports torch
+
+        check_flags(train, lossy, plan.ranks)
+        return
+    facts = Facts(flushes=True)
+    if plan.jobs.several:  # Megatron-LM, which checks the rest, sees one job
+        from ..train.facts import of_trainer
+
+        facts = of_trainer(train, plan.ranks) | facts
+    check_refusals(lossy, facts)
+    for mechanism in MECHANISMS.all() if plan.jobs.several else ():
+        mechanism.check(lossy, train.train_iters)
+
+
+def check_trainer(device: Device) -> None:
+    """Raise :class:`UsageError` unless ``megatron_lossy.train`` can train with the Megatron of this machine.
+
+    It does not import Megatron. Without a Megatron, as on a login node, it checks nothing.
+    """
+    from ...hooks.versions import OLDEST_FOR_TRAIN, check_version  # it imports torch
+
+    if device.kind == "hpu":
+        oldest = ".".join(map(str, OLDEST_FOR_TRAIN))
+        why = f"needs megatron-core {oldest}; HabanaAI's forks for Gaudi are older: give pretrain_gpt.py of such a fork"
+        raise refuse("--program", "train", why)
+    try:
+        found = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        return
+    if found is not None and found.origin is not None:
+        info = Path(found.origin).with_name("package_info.py")
+        if info.is_file():
+            check_version(runpy.run_path(str(info))["__version__"], OLDEST_FOR_TRAIN)
+
+
+def check_memory(plan: Plan) -> StageMemory:
+    """The pipeline stage that needs most memory. Raises :class:`UsageError` if the device has less."""
+    found = estimate(plan.train, plan.lossy, plan.layout, plan.device)
+    memory = plan.device.memory
+    if memory is not None and found.total > memory:
+        raise refuse(
+            "--device",
+            plan.launch.device,
+            f"has {memory / GIB:.1f} GiB, pipeline stage {found.stage} needs {found.total / GIB:.1f} GiB; raise "
+            "--tensor-model-parallel-size or --pipeline-model-parallel-size, or lower --micro-batch-size",
+        )
+    return found
+
+
+def check_data(plan: Plan) -> None:
+    """Raise :class:`UsageError` unless data and manifest are there, and agree with the tokenizer."""
+    if plan.train.data is not None or plan.mock_data:
+        return
+    tokenizer, problems = plan.train.tokenizer, Collector()
+    for flag, prefix in plan.train.data_sets():
+        with problems.noting():
+            made = check_files(prefix, flag)
+            if made is not None and _vocabulary(made.tokenizer) != _vocabulary(tokenizer):
+                raise refuse("--tokenizer", tokenizer, f"{prefix} was made with --tokenizer {made.tokenizer}")
+    problems.finish()
+    if plan.launch.data_manifest is not None:
+        check_manifest(plan.launch.data_manifest, [prefix for _, prefix in plan.train.data_sets()])
+    if (seen := epochs_of(plan)) > plan.launch.max_epochs:
+        need, have = tokens(plan.train) / 1e9, tokens(plan.train) / seen / 1e9
+        raise refuse(
+            "--data-path",
+            " ".join(plan.train.data_path),
+            f"has {have:.3g} G tokens for a run of {need:.3g} G, {seen:.3g} epochs; give more text, or --max-epochs",
+        )
+
+
+def epochs_of(plan: Plan) -> float | None:
+    """The number of times that the run reads its training data; ``None`` if they are made up, or made at its start."""
+    if plan.train.data is not None or plan.mock_data:
+        return None
+    return epochs(plan.train.data_path, tokens(plan.train))
+
+
+def _vocabulary(tokenizer: str) -> str:
+    """The kind of a vocabulary. Only byte is distinct: others can have several names (a file, a model of the Hub)."""
+    return "byte" if tokenizer == "byte" else "other"
+
+
+def check_megatron(plan: Plan) -> None:
+    """Raise :class:`UsageError` unless the Megatron beside the script is supported and takes all flags.
+
+    Megatron's own parser and validation decide, in a process of their own.
+    """
+    command = [sys.executable, "-m", "megatron_lossy.lab.launch.megatron_flags", *plan.module[1:]]
+    environment = os.environ | plan.environment
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
+        environment.pop(name, None)
+    environment["WORLD_SIZE"] = str(plan.ranks // plan.jobs.number)  # each is a program of its own
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
+    if done.returncode == 2:
+        marked = [line for line in lines if "error: " in line]
+        reason = (marked or lines)[-1].partition("error: ")[2] or lines[-1]
+        if plan.device.kind == "hpu":
+            reason += "; Gaudi needs HabanaAI's fork: git clone -b 1.24.0 https://github.com/HabanaAI/Megatron-LM"
+        raise UsageError(reason)
+    if done.returncode:
+        raise refuse("--program", plan.launch.program, f"its Megatron cannot be loaded here: {lines[-1]}")

@@ -1,0 +1,106 @@
+"""Accelerators by name, with their kind and memory; what this node has of them, hosts of a hostfile, tokenizers on a disk."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...base.errors import cannot, refuse
+
+GIB = 2**30
+
+#: Variables for the environment of every rank, by kind. Without them Megatron's calls of CUDA fail on Gaudi.
+ENVIRONMENT = {"hpu": {"PT_HPU_GPU_MIGRATION": "1"}}
+
+
+#: Bytes per second and direction of 16 lanes, by generation of PCI Express. The base specifications 4.0 and 5.0 have 16
+#: and 32 GT/s per lane, in a code of 128 bits in 130. That large copies reach 0.8 of it is an assumption.
+PCIE = {generation: 0.8 * 16 * rate * 128 / 130 / 8 for generation, rate in ((4, 16e9), (5, 32e9))}
+
+
+@dataclass(frozen=True)
+class Device:
+    """``kind``: cuda, hpu or cpu. ``memory``: bytes, as nvidia-smi or hl-smi shows them; None if unlimited.
+
+    ``pcie``: the generation of its link to the host; None for a CPU.
+    """
+
+    kind: str
+    memory: int | None
+    pcie: int | None
+
+
+def _mib(value: int) -> int:
+    return value * 2**20
+
+
+DEVICES = {
+    "a100-40gb": Device("cuda", _mib(40960), 4),
+    "a100-80gb": Device("cuda", _mib(81920), 4),
+    "h100": Device("cuda", _mib(81559), 5),
+    "h200": Device("cuda", _mib(143771), 5),
+    "b200": Device("cuda", _mib(183359), 5),
+    "gaudi2": Device("hpu", _mib(98304), 4),
+    "gaudi3": Device("hpu", _mib(131072), 5),
+    "cpu": Device("cpu", None, None),
+}
+
+
+_FILES = {"cuda": ("/dev", r"nvidia\d+"), "hpu": ("/dev/accel", r"accel\d+")}
+
+
+def device_count(kind: str) -> int:
+    """Accelerators of this machine, counted by their device files, which any process may list."""
+    folder, pattern = _FILES[kind]
+    if not Path(folder).is_dir():
+        return 0
+    return sum(re.fullmatch(pattern, path.name) is not None for path in Path(folder).iterdir())
+
+
+def check_devices(kind: str, wanted: int) -> None:
+    """Raise :class:`UsageError` unless this machine has ``wanted`` accelerators of ``kind``."""
+    if kind == "cpu":
+        return
+    found = device_count(kind)
+    if found < wanted:
+        raise refuse("--device", f"({kind})", f"{wanted} accelerators are asked for on this node, {found} are there")
+
+
+def read_hostfile(file: str) -> list[tuple[str, int]]:
+    """The hosts of an Open MPI hostfile, each with its slots. Raises :class:`UsageError`."""
+    try:
+        lines = Path(file).read_text().splitlines()
+    except OSError as error:
+        raise cannot("--hostfile", file, "read", error) from None
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        text = line.split("#", 1)[0].split()
+        if not text:
+            continue
+        slots = [item.partition("=")[2] for item in text[1:] if item.startswith("slots=")]
+        if len(slots) != 1 or not slots[0].isdigit():
+            raise refuse("--hostfile", file, f"line {number} must read ADDRESS slots=N")
+        hosts.append((text[0], int(slots[0])))
+    if not hosts:
+        raise refuse("--hostfile", file, "names no host")
+    return hosts
+
+
+def check_tokenizer(name: str) -> None:
+    """Raise :class:`UsageError` unless the tokenizer is on a disk.
+
+    64 ranks must not fetch it at once, maybe without a network.
+    """
+    kind, _, source = name.partition(":")
+    if kind == "sentencepiece" and not os.path.isfile(source):
+        raise refuse("--tokenizer", name, "there is no such model file")
+    if kind == "hf" and not os.path.isdir(source):
+        cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub"))
+        if not (cache.expanduser() / f"models--{source.replace('/', '--')}").is_dir():
+            raise refuse(
+                "--tokenizer",
+                name,
+                f"is neither a folder nor in {cache}; download it once, or give hf:FOLDER or sentencepiece:FILE",
+            )

@@ -1,0 +1,284 @@
+"""Memory of a device in training, by component, with loss on: computed, not measured.
+
+Notation: s tokens of a sequence, b samples of a micro-batch, h hidden size, k = h (query groups) / (heads), f hidden
+size of the MLP, a heads, V padded vocabulary, t tensor-parallel size, N ranks that shard the optimizer, c bytes of an
+element in computing (2 in bf16, 4 in fp32). A layer has h(2h + 2k) + 3hf parameters in its matrices, split over t, and
+2h in its norms.
+
+Per parameter there are c of weight and 4 of gradient (Megatron accumulates in fp32), and the sharded optimizer: Adam's
+two moments, and in bf16 a copy of the weight, in fp32: 12/N in bf16, 8/N in fp32.
+
+A layer keeps activations for its backward pass. The numbers follow Korthikanti et al. 2022 (Reducing Activation
+Recomputation in Large Transformer Models, section 4), for a LLaMA without dropout. In units of s b c they are: input
+and output of both norms, 4h (split over t with sequence parallelism only); queries, keys, values h + 2k and the output
+of attention h; the two halves of SwiGLU's input 2f and its output f; all of those /t. A fused (flash) attention adds 4
+bytes per head and token. Another one keeps probabilities, a s^2 b c / t, unless recomputed selectively. Full
+recomputation keeps a layer's input, h, and needs one layer's activations meanwhile. With P pipeline stages, stage i
+holds min(P - i, micro-batches) micro-batches at once (1F1B). The last stage holds logits, their copy in fp32, and their
+gradient: (4 + 2c) s b V / t.
+
+Loss adds the values that are put aside. Stale units: a gather keeps the values that its losses would overwrite, p c per
+parameter on average. Saving or evaluating with the owners' weights keeps all of them at once. If whole shards are lost
+their number varies, and four standard deviations are added. ``--grad-recovery previous`` keeps the substitutes of this
+step and of the next: 2 x 4 p per parameter. On HPU shapes must not depend on the draw. So it keeps everything instead
+of a share p, and makes one full-size selection at a time: of gradients, or of weights.
+
+``--transport pieces`` keeps the pieces of all sources, as much as the gradients. Over ``udp`` they take the place of
+the gradients, which were copied to the host; but where senders choose, or on a CPU, these stay beside them. Pieces of
+ranks of the same node land beside the gradients. ``previous`` cannot foresee what a network loses, and keeps
+everything twice.
+
+Virtual workers share one device, one model and one optimizer, whole. If ranks are divided among jobs, N is that of a
+job. Mechanisms add what they keep (:class:`Kept`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ...base.registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
+from ...config import PHASES, LossyConfig
+from ..train.config import TrainConfig
+from .devices import GIB, Device
+
+#: Bytes for the driver's context, communication buffers, workspaces, and fragmentation: an assumption.
+RESERVED = 6 * GIB
+_GRADIENT = 4
+#: Bytes of a parameter in a checkpoint beside the weight itself: its copy in fp32 and two moments.
+STATE = 12.0
+# Components that --save-replicas stores.
+_SAVED = ("stale units", "last gradients")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The values outside :class:`TrainConfig` that decide the memory."""
+
+    world_size: int
+    vocab_size: int = 32000
+    sequence_parallel: bool = False
+    flash_attention: bool = True
+    recompute: str | None = None
+    """``selective``, ``full`` or None."""
+    ranks_of_node: int = 1
+
+
+@dataclass(frozen=True)
+class Held:
+    """The memory of a device of a pipeline stage, for a mechanism to tell what it keeps beside that."""
+
+    stage: int
+    #: Weights on the device, bytes of one in computing, and bytes of one optimizer.
+    weights: int
+    compute: int
+    optimizer: float
+    #: Ranks that shard the optimizer.
+    shards: int
+    #: Shares of a buffer that one exchange may lose, by phase.
+    lost: Mapping[str, float]
+    virtual_workers: int | None
+    #: Weights of each stage, if there are that many; and the number of real ones.
+    cut: Callable[[int], list[int]]
+    stages: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A component of the memory of a device. ``saved``: a checkpoint has it, too."""
+
+    name: str
+    bytes: float
+    saved: bool = False
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on each device of one pipeline stage, by component. ``saved``: bytes that a checkpoint has of them.
+
+    ``shards``: ranks that shard the optimizer. ``far``: the share of them that datagrams reach, if there are any.
+    """
+
+    stage: int
+    components: Mapping[str, float]
+    saved: float
+    shards: int = 1
+    far: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes of all components."""
+        return sum(self.components.values())
+
+
+def parameters(config: TrainConfig, vocab_size: int) -> int:
+    """Weights of the whole model, with the vocabulary as it is padded."""
+    vocab = _padded(config, vocab_size)
+    matrices = 1 if config.share_embeddings_and_output_weights else 2
+    return config.num_layers * (_matrices(config) + 2 * config.hidden_size) + (
+        matrices * vocab * config.hidden_size + config.hidden_size
+    )
+
+
+def tokens(config: TrainConfig) -> int:
+    """Tokens of the whole training."""
+    return config.train_iters * config.global_batch_size * config.seq_length
+
+
+def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> float:
+    """Size of a checkpoint: per parameter weight, copy in fp32 and two moments.
+
+    With --save-replicas every rank adds the values that it has put aside. Mechanisms add states of their own.
+    """
+    compute, virtual = 2 if config.bf16 else 4, config.virtual_workers is not None
+    weights = parameters(config, layout.vocab_size)
+    more = sum(mechanism.more_saved(lossy, weights, compute, virtual) for mechanism in MECHANISMS.all())
+    total = weights * (compute + STATE) + more
+    return total + layout.world_size * estimate(config, lossy, layout, device).saved
+
+
+def seconds(config: TrainConfig, world_size: int, tokens_per_second: float) -> float:
+    """Length of the training at ``tokens_per_second`` per accelerator, without evaluation and saves."""
+    return tokens(config) / (world_size * tokens_per_second)
+
+
+def estimate(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> StageMemory:
+    """The pipeline stage that needs most memory. ``config`` must fit ``layout.world_size``: ``check_world``."""
+    stages = range(config.pipeline_model_parallel_size)
+    return max((_stage(config, lossy, layout, device, stage) for stage in stages), key=lambda found: found.total)
+
+
+def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device, stage: int) -> StageMemory:
+    compute = 2 if config.bf16 else 4
+    pipeline, tensor = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
+    first, last = stage == 0, stage == pipeline - 1
+    weights = _weights(config, layout.vocab_size, first, last, pipeline)
+    data = config.data_parallel_size(layout.world_size)
+    shards = max(1, data // config.num_distributed_optimizer_instances)
+    if not config.virtual_workers:  # each job shards all of it
+        shards = max(1, shards // lossy.jobs().number)
+    batches = config.global_batch_size // config.micro_batch_size // data
+    at_once = MECHANISMS.first("micro_batches_at_once", lossy, stage, pipeline, batches)
+    if at_once is None:
+        at_once = min(pipeline - stage, batches)
+    sharded = config.use_distributed_optimizer and not config.virtual_workers
+    optimizer = weights * (12 if config.bf16 else 8) / (shards if sharded else 1)
+    components = {
+        "weights": weights * compute,
+        "gradients": weights * _GRADIENT,
+        "optimizer shard" if config.use_distributed_optimizer else "optimizer": optimizer,
+        "activations": at_once * _activations(config, layout, compute),
+    }
+    if last:
+        logits = config.seq_length * config.micro_batch_size * _padded(config, layout.vocab_size) / tensor
+        components["logits"] = logits * (4 + 2 * compute)
+    lost = {phase: 0.0 if shards == 1 else _share(lossy, phase, shards) for phase in PHASES}
+    near = _near(lossy, layout, tensor, shards)
+    components |= _loss(lossy, weights, compute, shards, lost, device)
+    components |= _pieces(lossy, weights, shards, near, device)
+    saved = sum(components.get(name, 0.0) for name in _SAVED) if lossy.save_replicas else 0.0
+
+    def cut(stages: int) -> list[int]:
+        return [_weights(config, layout.vocab_size, n == 0, n == stages - 1, stages) for n in range(stages)]
+
+    held = Held(stage, weights, compute, optimizer, shards, lost, config.virtual_workers, cut, pipeline)
+    kept: list[Kept] = [one for mechanism in MECHANISMS.all() for one in mechanism.memory(lossy, held)]
+    components |= {one.name: one.bytes for one in kept}
+    saved += sum(one.bytes for one in kept if one.saved)
+    components["reserved"] = RESERVED
+    return StageMemory(stage, components, saved, shards, (shards - near) / shards)
+
+
+def _weights(config: TrainConfig, vocab_size: int, first: bool, last: bool, stages: int) -> int:
+    """Parameters on one device of one of ``stages`` stages."""
+    tensor = config.tensor_model_parallel_size
+    layers = config.num_layers // stages
+    embedding = _padded(config, vocab_size) // tensor * config.hidden_size
+    shared = config.share_embeddings_and_output_weights and first and last
+    tables = int(first) + int(last and not shared)
+    norms = 2 * layers * config.hidden_size + (config.hidden_size if last else 0)
+    return layers * _matrices(config) // tensor + tables * embedding + norms
+
+
+def _matrices(config: TrainConfig) -> int:
+    """Parameters in the matrices of a layer."""
+    hidden, keys = config.hidden_size, _keys(config)
+    return 2 * hidden * (hidden + keys) + 3 * hidden * config.ffn
+
+
+def _keys(config: TrainConfig) -> int:
+    """Width of a token's keys, and of its values."""
+    return config.hidden_size * config.query_groups // config.num_attention_heads
+
+
+def _padded(config: TrainConfig, vocab_size: int) -> int:
+    multiple = config.make_vocab_size_divisible_by * config.tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def _activations(config: TrainConfig, layout: Layout, compute: int) -> float:
+    """Bytes that the layers of a stage keep for one micro-batch."""
+    tensor, hidden = config.tensor_model_parallel_size, config.hidden_size
+    layers = config.num_layers // config.pipeline_model_parallel_size
+    tokens = config.seq_length * config.micro_batch_size
+    split = tensor if layout.sequence_parallel else 1
+    kept = 4 * hidden / split + (2 * hidden + 2 * _keys(config) + 3 * config.ffn) / tensor
+    layer = tokens * compute * kept
+    if layout.flash_attention:
+        layer += tokens * 4 * config.num_attention_heads / tensor
+    elif layout.recompute is None:
+        layer += tokens * compute * config.num_attention_heads * config.seq_length / tensor
+    if layout.recompute == "full":
+        return layers * tokens * compute * hidden / split + layer
+    return layers * layer
+
+
+def _loss(
+    lossy: LossyConfig, weights: int, compute: int, shards: int, lost: Mapping[str, float], device: Device
+) -> dict[str, float]:
+    """Bytes that losses make a rank keep, by component. ``lost``: see :class:`Held`."""
+    components: dict[str, float] = {}
+    grad, param = (lost[phase] for phase in PHASES)
+    masked = device.kind == "hpu"
+    if param:
+        components["stale units"] = weights * compute * (1 if masked else param)
+    rule = GRAD_RECOVERIES.load(lossy.grad_recovery)
+    if lossy.transport == "udp" and rule.foresight and shards > 1:
+        grad = 1.0  # only drawn losses can be foreseen
+    kept = rule.kept_share(1 if masked else grad)
+    if grad and kept:
+        components["last gradients"] = kept * weights * _GRADIENT
+    if masked and (grad or param):  # the selection covers one shard at a time
+        components["selection"] = weights / shards * (_GRADIENT if grad else compute)
+    return components
+
+
+def _near(lossy: LossyConfig, layout: Layout, tensor: int, shards: int) -> int:
+    """Ranks of a group that a rank exchanges with without datagrams, itself included."""
+    node = lossy.ranks_of_node
+    if node is None:
+        return 1
+    return min(shards, max(1, (node or layout.ranks_of_node) // tensor))
+
+
+def _pieces(lossy: LossyConfig, weights: int, shards: int, near: int, device: Device) -> dict[str, float]:
+    """Bytes of the pieces of all sources, where they do not take the place of the gradients."""
+    if lossy.transport == "torch" or shards == 1 or shards == near:
+        return {}
+    apart = lossy.transport == "pieces" or device.kind == "cpu" or "grad" in lossy.chosen()
+    share = 1.0 if apart else (near - 1) / shards
+    return {"pieces": share * weights * _GRADIENT} if share else {}
+
+
+def _share(lossy: LossyConfig, phase: str, shards: int) -> float:
+    """The share of a buffer that one step may lose: the mean, and four standard deviations for whole shards."""
+    loss = lossy.phase(phase)
+    if loss.lossless:
+        return 0.0
+    rate = CHANNELS.load(loss.model).highest_rate(loss)
+    if rate is None:
+        return 1.0
+    others = shards - 1
+    spread = 0.0 if lossy.loss_unit == "packet" else 4 * math.sqrt(rate * (1 - rate) / others)
+    return min(1.0, rate + spread) * others / shards

@@ -1,0 +1,159 @@
+"""The launcher's own flags, in one frozen dataclass."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+from ...base.errors import Collector, UsageError, refuse
+from ...base.flags import flag, flag_name
+from .devices import DEVICES
+
+LAUNCHERS = ("torchrun", "srun", "mpirun")
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """The program to start, its devices, and the folder of its output. Raises :class:`UsageError`."""
+
+    program: str | None = flag(
+        None,
+        "what every rank runs: Megatron-LM's pretrain_gpt.py, by its path, or train, our own trainer",
+        type=str,
+        metavar="SCRIPT",
+    )
+    out: str | None = flag(
+        None,
+        "folder of the runs, on a disk that all nodes share; a run is a folder in it, named by its --rate",
+        type=str,
+        metavar="FOLDER",
+    )
+    rate: float | None = flag(
+        None, "loss rate of gradients and parameters; without it the loss flags decide", type=float, metavar="P"
+    )
+    rates: tuple[float, ...] = flag(
+        (0.0, 0.1, 0.2, 0.3, 0.4), "the rates of a sweep", type=float, nargs="+", metavar="P"
+    )
+    rate_index: int | None = flag(
+        None, "take this one of --rates, counted from 0: the index of a Slurm array", type=int, metavar="I"
+    )
+    launcher: str = flag(
+        "torchrun",
+        "what starts the ranks: torchrun on every node, srun in a Slurm job, or mpirun",
+        choices=LAUNCHERS,
+    )
+    device: str | None = flag(None, "accelerator, whose memory the run must fit", type=str, choices=tuple(DEVICES))
+    accelerators: int | None = flag(None, "accelerators, which is ranks, of the run", type=int, metavar="N")
+    accelerators_per_node: int = flag(8, "accelerators of a node", metavar="N")
+    vocab_size: int = flag(32000, "vocabulary for the memory estimate (that of byte is known)", metavar="N")
+    environment: tuple[str, ...] | None = flag(
+        None, "environment variables of every rank", type=str, nargs="+", metavar="NAME=VALUE"
+    )
+    data_manifest: str | None = flag(
+        None,
+        "manifest of python -m megatron_lossy.data manifest, with which the data must agree",
+        type=str,
+        metavar="FILE",
+    )
+    max_epochs: float = flag(
+        4.0,
+        "refuse a run that would read its training data more often; repeats up to 4 are about as good as new text "
+        "(Muennighoff et al., 2023)",
+        metavar="N",
+    )
+    rdzv_endpoint: str | None = flag(
+        None,
+        "torchrun on several nodes: host and port of one of them, the same on all",
+        type=str,
+        metavar="HOST:PORT",
+    )
+    max_restarts: int = flag(
+        0, "torchrun: start all ranks again, from the last checkpoint, after this many failures", metavar="N"
+    )
+    hostfile: str | None = flag(None, "mpirun: a line per node, address and slots=N", type=str, metavar="FILE")
+    master_port: int = flag(29500, "srun and mpirun: port on the first node", metavar="PORT")
+    container_image: str | None = flag(
+        None, "srun: image that pyxis (enroot) runs the ranks in", type=str, metavar="IMAGE"
+    )
+    container_mounts: str | None = flag(
+        None, "srun: what pyxis mounts in it, SOURCE:TARGET,…", type=str, metavar="MOUNTS"
+    )
+    tokens_per_second: float | None = flag(
+        None, "measured tokens per second and accelerator, to print the expected time", type=float, metavar="R"
+    )
+    run: bool = flag(
+        False,
+        "with --rendezvous and without --island: start the lighthouse and all islands here, and end all with a signal",
+    )
+    dry_run: bool = flag(False, "check everything, print the exact command and environment, and start nothing")
+
+    def __post_init__(self) -> None:
+        missing = Collector()
+        for name, what in (
+            ("program", "pretrain_gpt.py of a checkout of Megatron-LM, or train"),
+            ("out", "the folder of the runs"),
+            ("device", f"one of {', '.join(DEVICES)}"),
+        ):
+            if getattr(self, name) is None:
+                missing.note(UsageError(f"--{name}: needs a value, {what}"))
+        missing.finish()
+        assert self.device is not None
+        if self.device not in DEVICES:  # argparse does not check a default from a file
+            raise refuse("--device", self.device, f"must be one of {', '.join(DEVICES)}")
+        for name in ("accelerators", "accelerators_per_node", "vocab_size", "master_port"):
+            value = getattr(self, name)
+            self._check(name, value is None or value >= 1, "must be at least 1")
+        self._check("max_restarts", self.max_restarts >= 0, "must be at least 0")
+        self._check(
+            "tokens_per_second",
+            self.tokens_per_second is None or 0 < self.tokens_per_second < math.inf,
+            "must be a positive number",
+        )
+        self._check("max_epochs", self.max_epochs > 0, "must be above 0")
+        for pair in self.environment or ():
+            self._check("environment", "=" in pair[1:], "must be pairs NAME=VALUE")
+        if self.rate is not None and self.rate_index is not None:
+            raise refuse("--rate-index", self.rate_index, "cannot be combined with --rate")
+        self._check(
+            "rate_index",
+            self.rate_index is None or 0 <= self.rate_index < len(self.rates),
+            f"must be from 0 to {len(self.rates) - 1}, the last of --rates",
+        )
+        for name, launcher in (
+            ("rdzv_endpoint", "torchrun"),
+            ("hostfile", "mpirun"),
+            ("container_image", "srun"),
+            ("container_mounts", "srun"),
+        ):
+            self._check(name, getattr(self, name) is None or self.launcher == launcher, f"needs --launcher {launcher}")
+        if self.max_restarts and self.launcher != "torchrun":
+            raise refuse("--max-restarts", self.max_restarts, "needs --launcher torchrun")
+
+    def _check(self, name: str, good: bool, allowed: str) -> None:
+        if not good:
+            value = getattr(self, name)
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise refuse(flag_name(LaunchConfig, name), shown, allowed)
+
+    def check_program(self) -> None:
+        """Raise :class:`UsageError` unless the program is there."""
+        if not self.trainer and not os.path.isfile(self.program or ""):
+            raise refuse(
+                "--program", self.program, "must be train or a file, for example Megatron-LM's pretrain_gpt.py"
+            )
+
+    @property
+    def chosen_rate(self) -> float | None:
+        """The loss rate of this run, if the launcher sets it."""
+        return self.rates[self.rate_index] if self.rate_index is not None else self.rate
+
+    @property
+    def trainer(self) -> bool:
+        """Whether our own trainer runs, not a script of Megatron-LM."""
+        return self.program == "train"
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the run; :attr:`accelerators` must be known."""
+        return -(-self.accelerators // self.accelerators_per_node)

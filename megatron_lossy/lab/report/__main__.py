@@ -1,0 +1,83 @@
+"""``python -m megatron_lossy.report``: the table and the curves of a folder of runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...base.errors import ArgumentParser, check_package, refuse, usage_errors
+from ...base.files import check_folder
+from ...base.flags import add_flags, flag, from_namespace
+from ..train.metrics import METRICS_FILE
+from .read import read_runs
+from .scalars import DEFINITION, DEFINITION_WHOLE, axis_of, check_names, recorded
+from .table import CURVES, TABLE_CSV, TABLE_MARKDOWN, loss_table, report_files, write_report
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """The content of the report, and its folder."""
+
+    out: str | None = flag(
+        None, f"folder of {TABLE_MARKDOWN}, {TABLE_CSV} and {CURVES}; default RUNS_DIR", type=str, metavar="DIR"
+    )
+    metrics: tuple[str, ...] = flag(
+        (),
+        f"recorded scalars, a row of the table and a figure for each: {DEFINITION.replace('%', '%%')}; with (run) behind a name "
+        + DEFINITION_WHOLE,
+        type=str,
+        nargs="+",
+        metavar="NAME",
+    )
+    list_metrics: bool = flag(False, "print what --metrics can name for these runs, and write nothing")
+    overwrite: bool = flag(False, "replace the report that another --out folder holds already")
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line. Raises :class:`UsageError`."""
+    parser = ArgumentParser(
+        "python -m megatron_lossy.report",
+        description="Table of losses and training curves of a folder of runs, and of what else they recorded.",
+        epilog="Of many runs that answer one question python -m megatron_lossy.lab makes the report.",
+    )
+    parser.add_argument(
+        "runs",
+        metavar="RUNS_DIR",
+        help=f"a run's folder, with {METRICS_FILE} or with the log or the TensorBoard files of Megatron-LM; or a folder of "
+        "such folders",
+    )
+    namespace = add_flags(parser, ReportConfig, "output").parse_args(arguments)
+    config = from_namespace(ReportConfig, namespace)
+    runs = read_runs(namespace.runs)
+    names = recorded(runs)
+    if config.list_metrics:
+        for name in names:
+            having = sum(bool(run.recorded(name)) for run in runs)
+            print(f"{name}: {axis_of(name).label}; in {having} of {len(runs)} runs")
+        return
+    check_names("--metrics", config.metrics, names)
+    out = Path(config.out if config.out is not None else namespace.runs)
+    check_package("matplotlib", "--out", out, "matplotlib")
+    check_folder("--out", out)
+    # A report beside its runs belongs to them and is renewed with them; elsewhere it may belong to other runs.
+    if out.resolve() != Path(namespace.runs).resolve() and not config.overwrite:
+        for name in report_files(config.metrics):
+            if (out / name).exists():
+                raise refuse("--out", out, f"{out / name} exists already; give another, or --overwrite")
+    table = loss_table(runs, config.metrics)
+    print(table.text())
+    for file in write_report(runs, table, out, config.metrics):
+        print(f"wrote {file}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """:func:`run`, which reports wrong input as one line and exit status 2."""
+    sys.stdout.reconfigure(errors="replace")  # "±" on an ASCII terminal
+    with usage_errors("megatron_lossy.report"):
+        run(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Recorded scalars by name: their units, their predictions, and the names that a user may ask for.
+
+The names are those of docs/monitors.md and of the training records; runs of Megatron-LM may have more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...base.errors import UsageError, refuse
+from ...base.registry import MECHANISMS
+from .runs import LOSS, WHOLE, Run
+
+PREDICTED = " predicted"
+DEFINITION = (
+    "of the last 10 % of a run's iterations (at least 10; the last record if there is none in them): the mean over "
+    'records of what is finite; the largest where a name ends in "max", the smallest where it ends in "min"'
+)
+
+
+DEFINITION_WHOLE = "the median of the finite values of all records of a run"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The axis for a scalar: its label, with the unit, and whether it is logarithmic."""
+
+    label: str
+    logarithmic: bool = False
+
+
+_DRIFT_PAIRS = Axis("mean squared difference of two replicas (weight²)", True)
+_DRIFT_OWNER = Axis("mean squared difference to the owner (weight²)", True)
+AXES = {
+    LOSS: Axis("language-model loss (nats per token)", True),
+    "grad norm": Axis("gradient norm", True),
+    "learning rate": Axis("learning rate"),
+    "loss scale": Axis("loss scale", True),
+    "consumed samples": Axis("samples consumed"),
+    "skipped": Axis("skipped iterations of a record"),
+    "seconds": Axis("seconds per iteration"),
+    "loss rate grad": Axis("share of gradient units lost"),
+    "loss rate param": Axis("share of parameter units lost"),
+    "survivors mean": Axis("gradients that reach an owner, mean"),
+    "survivors min": Axis("gradients that reach an owner, fewest"),
+    "share without survivor": Axis("share of units that no gradient reached"),
+    "stale age mean": Axis("age of stale units, mean (updates)"),
+    "stale age max": Axis("age of stale units, largest (updates)"),
+    "udp sent": Axis("datagrams sent"),
+    "udp received": Axis("datagrams received"),
+    "udp units lost": Axis("units lost by the network"),
+    "udp late": Axis("datagrams that came too late"),
+    "udp duplicate": Axis("datagrams that came twice"),
+    "udp early dropped": Axis("datagrams that came too early to be kept"),
+    "udp refused": Axis("datagrams of others, malformed, or not authentic"),
+    "udp overflow": Axis("datagrams lost in receive buffers"),
+    "udp too big": Axis("datagrams larger than the interface's MTU"),
+    "udp send failed": Axis("datagrams that could not be sent"),
+    "udp unreachable": Axis("ICMP errors"),
+    "udp marked": Axis("datagrams with a mark of congestion"),
+    "udp moved": Axis("peers whose address changed"),
+    "udp switched": Axis("times that another interface was taken"),
+    "udp shortened": Axis("paths that took shorter datagrams only"),
+    "udp sent again": Axis("datagrams of high priority sent again"),
+    "udp put together": Axis("datagrams of high priority put together from parity"),
+    "gradient errors": Axis("errors in gradients of a record"),
+    "error rms": Axis("standard deviation of the errors", True),
+    "flipped bits": Axis("flipped bits of a record"),
+    "drift pairs": _DRIFT_PAIRS,
+    "drift owner": _DRIFT_OWNER,
+    "drift over weight": Axis("distance of a replica from the owner over the length of the weights", True),
+    "squared increment": Axis("mean squared change by an update (weight²)", True),
+    "drift pairs predicted": _DRIFT_PAIRS,
+    "drift owner predicted": _DRIFT_OWNER,
+    "sharpness": Axis("largest eigenvalue of the preconditioned Hessian", True),
+    "lr x sharpness": Axis("learning rate x sharpness", True),
+    "lag x lr x sharpness": Axis("lag (updates) x learning rate x sharpness"),
+    "largest lr x sharpness": Axis("largest stable learning rate x sharpness", True),
+    **{name: Axis(*axis) for mechanism in MECHANISMS.all() for name, axis in mechanism.axes.items()},
+}
+"""The scalars that training with this package records. Those of drift need ``--drift-interval``, of sharpness its interval."""
+
+
+def axis_of(name: str) -> Axis:
+    """The axis of any scalar; for a scalar that only Megatron-LM knows, the label is its name."""
+    axis = AXES.get(one := name.removesuffix(WHOLE), Axis(one))
+    return axis if one == name else Axis(f"{axis.label}, median of the run", axis.logarithmic)
+
+
+def needs_drift(name: str) -> bool:
+    """Whether only runs with ``--drift-interval`` record the scalar."""
+    return name.startswith("drift ") or name.removesuffix(WHOLE) == "squared increment"
+
+
+def needs_sharpness(name: str) -> bool:
+    """Whether only runs with ``--sharpness-interval`` record the scalar."""
+    return name.removesuffix(WHOLE).endswith("sharpness")
+
+
+def definition(name: str) -> str:
+    """The meaning of the value of the scalar ``name`` in tables, in words."""
+    return DEFINITION_WHOLE if name.endswith(WHOLE) else DEFINITION
+
+
+def recorded(runs: Sequence[Run]) -> list[str]:
+    """The names of all scalars that some of ``runs`` recorded: those of :data:`AXES` first, in their order."""
+    found = {name for run in runs for name in run.scalars} | {LOSS for run in runs if run.train}
+    return [name for name in AXES if name in found] + sorted(found - set(AXES))
+
+
+def check_names(flag: str, names: Sequence[object], allowed: Sequence[str]) -> None:
+    """Raise :class:`UsageError` for a name outside ``allowed``, or a repeated name."""
+    for name in names:
+        if str(name).removesuffix(WHOLE) not in allowed:
+            hint = "" if "drift owner" in allowed or not needs_drift(str(name)) else " (drift needs --drift-interval)"
+            raise refuse(flag, f"{name!r}", f"is not recorded{hint}; must be one of {', '.join(allowed)}")
+    if len(set(names)) != len(names):
+        raise UsageError(f"{flag} {', '.join(map(repr, names))}: must differ from each other")
+
+
+def with_predictions(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """``names`` in groups for one figure each: (X, X predicted) if both are asked for, else (X,)."""
+    asked = set(names)
+    groups = []
+    for name in names:
+        if name.endswith(PREDICTED) and name.removesuffix(PREDICTED) in asked:
+            continue
+        groups.append((name, name + PREDICTED) if name + PREDICTED in asked else (name,))
+    return groups
+
+
+def file_name(name: str) -> str:
+    """A name as part of a file's name: letters, digits, dots and dashes; all else becomes one underscore."""
+    return re.sub(r"[^\w.-]+", "_", name).strip("_")

@@ -1,0 +1,258 @@
+"""The table of final losses: the layout of Table 1 of *Distributed Training under Packet Loss*.
+
+Rows are training and validation loss and perplexity. There is one column per loss rate, and the change relative to the
+column without loss or errors. Several runs of one column give the mean and its standard error. Recorded scalars may
+follow as further rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...base.files import write_text, writing
+from ..train.log import WHOSE
+from ..train.metrics import perplexity
+from .columns import Column, baseline, columns, other_differences
+from .runs import WEIGHTS, Run
+from .scalars import definition, file_name, with_predictions
+
+ONE_SEED = "one loss seed: differences of a few percent can come from the seed alone; no ordering is claimed"
+DEFINITIONS = (
+    "train loss: mean over the last 10 % of a run's iterations (at least 10); val loss: last evaluation; "
+    "PPL = exp(min(20, loss))"
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value: ``mean`` over ``runs`` runs, its standard ``error``, and its ``change`` in percent.
+
+    ``change`` is relative to the clean column, and None if there is nothing to compare with. ``error`` is None for one
+    run. ``change_error``: the standard error of ``change`` if the runs are paired with clean ones. ``mean`` is NaN if
+    ``diverged`` of the runs have no finite loss; ``runs`` is 0 if none has recorded the value.
+    """
+
+    mean: float
+    error: float | None
+    change: float | None
+    runs: int
+    diverged: int = 0
+    change_error: float | None = None
+
+    def __str__(self) -> str:
+        if not self.runs:
+            return "-"
+        if self.diverged:
+            return "diverged" if self.diverged == self.runs else f"diverged in {self.diverged} of {self.runs} runs"
+        text = self._number(self.mean)
+        if self.error is not None:
+            text += f" ± {self._number(self.error, of_error=True)}"
+        if self.change is not None:
+            style = ".2f" if abs(self.change) < 10000 else ".1e"
+            error = f" ± {self.change_error:{style}}" if self.change_error is not None else ""
+            text += f" ({self.change:+{style}}{error} %)"
+        return text
+
+    def _number(self, value: float, of_error: bool = False) -> str:
+        return f"{value:.3f}" if abs(value) < 10000 else f"{value:.3e}"
+
+
+class ScalarEntry(Entry):
+    """An entry of any magnitude: four digits of the mean and two of the error, instead of three decimals."""
+
+    def _number(self, value: float, of_error: bool = False) -> str:
+        digits = f"{value:#.2g}" if of_error else f"{value:#.4g}"
+        return f"{value:.0f}" if value.is_integer() and abs(value) < 10000 else digits.removesuffix(".")
+
+
+@dataclass(frozen=True)
+class LossTable:
+    """Rows of entries, one per column heading, and the notes that belong under them."""
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Entry, ...]], ...]
+    notes: tuple[str, ...]
+
+    def text(self) -> str:
+        """The table for a terminal: aligned with blanks, ending in a newline."""
+        lines = [["metric", *self.headings], *([name, *map(str, entries)] for name, entries in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, ["-" * width for width in widths])
+        padded = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join([*(line.rstrip() for line in padded), "", *self.notes]) + "\n"
+
+    def markdown(self) -> str:
+        """A Markdown table, then the notes as a list."""
+        lines = [["metric", *self.headings], ["---"] * (len(self.headings) + 1)]
+        lines += [[name, *map(str, entries)] for name, entries in self.rows]
+        table = ["| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines]
+        return "\n".join([*table, "", *(f"- {note}" for note in self.notes)]) + "\n"
+
+    def latex(self) -> str:
+        """A ``tabular`` environment with the rules of the package booktabs, and the notes as comments."""
+        lines = [["metric", *self.headings], *([name, *map(str, entries)] for name, entries in self.rows)]
+        rows = [" & ".join(map(_latex, line)) + r" \\" for line in lines]
+        body = [rf"\begin{{tabular}}{{l{'r' * len(self.headings)}}}", r"\toprule", rows[0], r"\midrule", *rows[1:]]
+        return "\n".join([*body, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in self.notes)]) + "\n"
+
+    def csv(self) -> str:
+        """One line per value, in full precision: metric, loss rate, runs, mean, standard error, change."""
+        stream = io.StringIO()
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(
+            [
+                "metric",
+                "loss rate",
+                "runs",
+                "diverged runs",
+                "mean",
+                "standard error",
+                "change in percent",
+                "standard error of the change",
+            ]
+        )
+        for name, entries in self.rows:
+            for heading, entry in zip(self.headings, entries, strict=True):
+                mean = "" if math.isnan(entry.mean) else entry.mean
+                changes = [entry.change, entry.change_error]
+                row = [name, heading, entry.runs, entry.diverged, mean, entry.error, *changes]
+                writer.writerow(row)
+        return stream.getvalue()
+
+
+def loss_table(runs: Sequence[Run], scalars: Sequence[str] = ()) -> LossTable:
+    """The table of ``runs`` (at least one), with a further row for each name in ``scalars``."""
+    groups = columns(runs)
+    weights = [kind for kind in WEIGHTS if any(kind in run.valid for run in runs)]
+    metrics: list[tuple[str, Callable[[Run], float | None]]] = [("train", lambda run: run.train_loss)]
+    for kind in weights or WEIGHTS[:1]:
+        name = f"val {kind}" if len(weights) > 1 else "val"
+        metrics.append((name, lambda run, kind=kind: run.valid_loss(kind)))
+    rows = []
+    for name, loss in metrics:
+        group, _, kind = name.partition(" ")
+        suffix = f" ({kind})" if kind else ""
+        rows.append((f"{group} loss{suffix}", _entries(groups, loss)))
+        rows.append((f"{group} PPL{suffix}", _entries(groups, lambda run, loss=loss: perplexity(loss(run)))))
+    rows += [(name, _entries(groups, lambda run, name=name: run.scalar(name), ScalarEntry)) for name in scalars]
+    notes = _notes(groups, runs, weights)
+    if scalars:
+        by_definition = {
+            text: [name for name in scalars if definition(name) == text] for text in map(definition, scalars)
+        }
+        notes[1:1] = [f"{', '.join(names)}: {text}" for text, names in by_definition.items()]
+    return LossTable(tuple(group.label for group in groups), tuple(rows), tuple(notes))
+
+
+def _entries(
+    groups: Sequence[Column], value: Callable[[Run], float | None], kind: type[Entry] = Entry
+) -> tuple[Entry, ...]:
+    values = {group.label: [v for v in map(value, group.runs) if v is not None] for group in groups}
+    means = {label: float(np.mean(v)) if v else math.nan for label, v in values.items()}
+    entries = []
+    for group in groups:
+        found, mean = values[group.label], means[group.label]
+        reference = baseline(group, groups)
+        change = None
+        if reference is not None and not group.clean and means[reference.label]:
+            change = 100 * (mean / means[reference.label] - 1)
+        finite = math.isfinite(mean)
+        error = float(np.std(found, ddof=1)) / math.sqrt(len(found)) if finite and len(found) > 1 else None
+        entries.append(
+            kind(
+                mean,
+                error,
+                change if change is not None and math.isfinite(change) else None,
+                len(found),
+                sum(map(math.isnan, found)),
+            )
+        )
+    return tuple(entries)
+
+
+def _notes(groups: Sequence[Column], runs: Sequence[Run], weights: Sequence[str]) -> list[str]:
+    notes = [DEFINITIONS]
+    if weights in (["owner"], ["consensus"]):
+        notes.append(f"validation {WHOSE[weights[0]].strip()}")
+    lossy = [group for group in groups if not group.clean]
+    if not lossy:
+        notes.append("no run with loss")
+    elif all(baseline(group, groups) is None for group in lossy):
+        notes.append("no run without loss: no change can be given")
+    else:
+        notes.append("in brackets: change relative to 0 %")
+    repeated = [group for group in groups if len(group.runs) > 1]
+    if repeated:
+        counts = ", ".join(f"{group.label}: {len(group.runs)}" for group in repeated)
+        notes.append(f"mean ± standard error over runs ({counts})")
+    single = [group for group in lossy if group.repetitions == 1]
+    if single:
+        which = "" if len(single) == len(lossy) else "; ".join(group.label for group in single) + ": "
+        notes.append(which + ONE_SEED)
+    for group in repeated:
+        if group.repetitions < len(group.runs):
+            notes.append(
+                f"{group.label}: {len(group.runs)} runs with {group.repetitions} different seeds; runs with equal "
+                "seeds are not independent, the standard error is too small"
+            )
+    notes += _lengths(runs)
+    if different := other_differences(runs):
+        notes.append("runs differ in more than the loss: " + ", ".join(key.replace("_", "-") for key in different))
+    return notes
+
+
+def _lengths(runs: Sequence[Run]) -> list[str]:
+    """Notes on runs that are shorter than the longest, or were last evaluated earlier than the latest."""
+    notes = []
+    evaluated = {run.name: max((i for losses in run.valid.values() for i in losses), default=0) for run in runs}
+    trained = {run.name: run.iterations for run in runs}
+    for what, last in (("not trained to", trained), ("not evaluated at", evaluated)):
+        longest = max(last.values())
+        if short := [f"{name} (last {iteration})" for name, iteration in last.items() if iteration < longest]:
+            notes.append(f"{what} iteration {longest}: " + ", ".join(short))
+    return notes
+
+
+def _latex(text: str) -> str:
+    for character in "&%_#$":
+        text = text.replace(character, "\\" + character)
+    return text.replace("±", r"$\pm$")
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+TABLE_MARKDOWN, TABLE_CSV, CURVES = "loss_table.md", "loss_table.csv", "training_curves.png"
+
+
+def report_files(scalars: Sequence[str] = ()) -> list[str]:
+    """The names of a report's files, with a figure for each group of ``scalars``."""
+    figures = [f"{file_name(group[0])}.png" for group in with_predictions(scalars)]
+    return [TABLE_MARKDOWN, TABLE_CSV, CURVES, *figures]
+
+
+def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path, scalars: Sequence[str] = ()) -> list[Path]:
+    """Write table and curves of ``runs`` to ``folder``, replacing an older report. Returns the files.
+
+    ``scalars``: recorded scalars to draw too. A prediction is in the figure of its scalar if both are named.
+    """
+    from .curves import plot_curves, plot_scalars
+
+    files = report_files(scalars)
+    folder = Path(folder)
+    with writing("--out", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Large files go first: if they do not fit, the older report is still complete.
+        plot_curves(runs, folder / CURVES)
+        for group, figure in zip(with_predictions(scalars), files[3:], strict=True):
+            plot_scalars(runs, group, folder / figure)
+        write_text(folder / TABLE_MARKDOWN, table.markdown())
+        write_text(folder / TABLE_CSV, table.csv())
+    return [folder / name for name in files]

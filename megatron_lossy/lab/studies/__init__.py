@@ -1,0 +1,1 @@
+"""Studies: many runs of one question, their tables and figures."""

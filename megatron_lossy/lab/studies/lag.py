@@ -1,0 +1,123 @@
+"""``python -m megatron_lossy.lab lag``: the effect of lost parameters on the stability of training, with advice."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from ...base.errors import ArgumentParser, refuse
+from ...base.files import replace_file
+from ...base.theory import Lag, Lead, stability_limit
+
+BETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.0)
+_EPSILON = 1e-9
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the limits at the settings of the command line, and draw them with ``--plot``."""
+    given = _read(arguments)
+    lag = Lag.of(given.p, given.mean_burst)
+    print("\n".join(report(lag, given.beta1, given.p, given.mean_burst)))
+    if given.plot is not None:
+        if Path(given.plot).exists() and not given.overwrite:
+            raise refuse("--plot", given.plot, "is there already; --overwrite replaces it")
+        replace_file(given.plot, lambda aside: draw(lag, given.beta1, title(given.p, given.mean_burst), aside))
+        print(f"wrote {given.plot}")
+
+
+def _read(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = ArgumentParser(
+        "megatron_lossy.lab lag",
+        description="How late replicas are if a share of parameters is lost, which learning rates stay stable, and what "
+        "to set (docs/lag.md).",
+    )
+    parser.add_argument("--p", type=float, required=True, help="loss rate of parameters, as --p-param")
+    parser.add_argument("--beta1", type=float, default=0.9, help="decay of Adam's first moment; default 0.9")
+    parser.add_argument(
+        "--mean-burst", type=float, metavar="B", help="losses come in bursts of this mean length, in updates"
+    )
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the limit over beta1")
+    parser.add_argument("--overwrite", action="store_true", help="replace the figure if it is there")
+    given = parser.parse_args(arguments)
+    if not 0 <= given.p < 1:
+        raise refuse("--p", given.p, "must be in [0, 1)")
+    if not 0 <= given.beta1 < 1:
+        raise refuse("--beta1", given.beta1, "must be in [0, 1)")
+    if given.mean_burst is not None and not given.mean_burst >= max(1, given.p / (1 - given.p)) - _EPSILON:
+        raise refuse(
+            "--mean-burst", given.mean_burst, f"must be at least 1 and p/(1-p) = {given.p / (1 - given.p):.3g}"
+        )
+    return given
+
+
+def title(p: float, burst: float | None) -> str:
+    """The losses in words."""
+    return f"{100 * p:g} % of parameters lost, " + (
+        "independently" if burst is None else f"in bursts of {burst:g} updates"
+    )
+
+
+def limits(beta1: float, lag: Lag) -> tuple[float, float, float]:
+    """The largest stable learning rate x curvature: without loss, with it, and if parameters are sent with a lead."""
+    return stability_limit(beta1), stability_limit(beta1, lag), stability_limit(beta1, lag, lag.lead)
+
+
+def report(lag: Lag, beta1: float, p: float, burst: float | None) -> list[str]:
+    """Lines of text: the lag, a table over the first moment's decay, and advice."""
+    lines = [
+        f"{title(p, burst)}: replicas are {lag.mean:.3g} updates late on average.",
+        "",
+        "Largest stable (learning rate x curvature) of Adam:",
+        "",
+        "beta1    no loss      plain  compensated",
+    ]
+    for beta in sorted({*BETAS, beta1}, reverse=True):
+        none, plain, sent = limits(beta, lag)
+        lines.append(f"{beta:5g} {none:10.2f} {plain:10.2f} {sent:12.2f}" + ("   <- yours" if beta == beta1 else ""))
+    none, plain, sent = limits(beta1, lag)
+    lines.append("")
+    if plain >= none:
+        return [*lines, f"At beta1 {beta1:g} this loss makes nothing less stable."]
+    best = max(np.arange(0, beta1, 0.05), key=lambda beta: stability_limit(beta, lag))
+    lead = lag.lead
+    lines += [
+        (
+            f"At beta1 {beta1:g} this loss leaves 1/{none / plain:.1f} of the stable learning rates. What to set, alone or "
+            "together:"
+        ),
+        f"  --param-send compensated   a lead of {_words(lead)}, found by itself; the limit is {sent:.2f} again",
+        f"  --adam-beta1 {best:.2f}          less momentum; the limit without a lead is {stability_limit(best, lag):.2f}",
+        "  --loss-unit packet         where the network loses packets: small units average the age",
+        "  --loss-schedule 0:0,K:P    no loss in the first third of training, say",
+    ]
+    return lines
+
+
+def _words(lead: Lead) -> str:
+    return f"{lead.c:.3g}" if not lead.r else f"{lead.c:.3g}, r = {lead.r:.3g}"
+
+
+def draw(lag: Lag, beta1: float, what: str, path: Path) -> None:
+    """Write the PNG ``path``: the limits over the decay of the first moment."""
+    betas = np.linspace(0, 0.97, 98)
+    values = np.array([limits(beta, lag) for beta in betas])
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for column, (label, color, style) in enumerate(
+        (("no loss", "#666666", "-"), ("plain", "#c53030", "-"), ("compensated", "#2b6cb0", "--"))
+    ):
+        axes.plot(betas, values[:, column], color=color, linestyle=style, linewidth=2, label=label)
+    axes.axvline(beta1, color="#bbbbbb", linewidth=1, zorder=0)
+    axes.set_yscale("log")
+    axes.set_xlabel(r"decay of Adam's first moment, $\beta_1$")
+    axes.set_ylabel("largest stable learning rate x curvature")
+    axes.set_title(what)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(loc="upper left")
+    figure.savefig(path, format="png")

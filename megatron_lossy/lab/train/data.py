@@ -1,0 +1,175 @@
+"""Samples in Megatron's order: indexed files, GPTDataset, and the slice of each global batch that a rank takes.
+
+The order is a function of (seed, consumed samples) alone. GPTDataset shuffles by the seed. Sample ``s`` of global batch
+``b`` is sample ``b * global_batch_size + s`` of the shuffled data set, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
+
+from ...base import device
+from ...base.errors import machine_error
+from ...base.files import naming, publish, writing
+from ...hooks.dataset_helper import build_helper
+from .config import TrainConfig
+from .text import prefixes
+
+
+def build_datasets(
+    config: TrainConfig, tokenizer, iterations: int | None = None
+) -> tuple[GPTDataset, GPTDataset | None]:
+    """Training and validation data, with the samples that ``config`` needs. Collective over all ranks.
+
+    ``iterations``: those of the worker that makes most; default ``--train-iters``.
+    """
+    evaluations = -(-config.train_iters // config.eval_interval)
+    train_samples = (iterations or config.train_iters) * config.global_batch_size
+    valid_samples = evaluations * config.eval_iters * config.global_batch_size
+    cache = _cache_folder(config, train_samples, valid_samples)
+    first = torch.distributed.get_rank() == 0
+    if first:
+        build_helper()
+    # The cache is written aside, because GPTDataset takes the unfinished cache of a killed run for complete. It has a
+    # folder of its own, because another run may be building the same one.
+    place = [str(cache if cache.is_dir() else _building_folder(cache)) if first else None]
+    torch.distributed.broadcast_object_list(place)
+    folder = Path(place[0])
+    importlib.invalidate_caches()  # caches of folders may be older than the helper
+    dataset_config = GPTDatasetConfig(
+        random_seed=config.seed,
+        sequence_length=config.seq_length,
+        blend_per_split=[
+            get_blend_from_list(list(config.data_path)),
+            get_blend_from_list(list(config.valid_data_path)) if config.eval_iters else None,
+            None,
+        ],
+        path_to_cache=str(folder),
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    try:
+        with _naming_cache(folder.parent):
+            train, valid, _ = BlendedMegatronDatasetBuilder(
+                GPTDataset, [train_samples, valid_samples, 0], lambda: True, dataset_config
+            ).build()
+    except Exception:
+        if first and folder != cache:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    torch.distributed.barrier()
+    if first and folder != cache:
+        try:
+            publish(folder, cache)
+        except OSError:  # another run was faster; the loaded files stay mapped
+            shutil.rmtree(folder, ignore_errors=True)
+    return train, valid
+
+
+@contextlib.contextmanager
+def _naming_cache(cache: Path) -> Iterator[None]:
+    """A context that writes ``cache``. Its :class:`OSError` names ``cache``, or a file elsewhere."""
+    try:
+        yield
+    except Exception as error:
+        failed = error if isinstance(error, OSError) else machine_error(error)
+        name = failed.filename if failed else None
+        if isinstance(name, str) and cache.absolute() not in Path(name).absolute().parents:
+            raise
+        with naming(cache):
+            raise
+
+
+def _building_folder(cache: Path) -> Path:
+    """A new folder beside ``cache``. Folders that killed runs left there at least an hour ago are removed."""
+    with writing("--data-cache-path", cache.parent):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+    for left in cache.parent.glob(f"{cache.name}.building.*"):
+        with contextlib.suppress(FileNotFoundError):  # another run finished with it meanwhile
+            if time.time() - left.stat().st_mtime > 3600:
+                shutil.rmtree(left, ignore_errors=True)
+    folder = cache.with_name(f"{cache.name}.building.{uuid.uuid4().hex}")
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _cache_folder(config: TrainConfig, *samples: int) -> Path:
+    """A folder for exactly these sample indices: other data has another folder, even under the same name."""
+    files = [os.path.abspath(prefix) + ".idx" for prefix in prefixes(config)]
+    content = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
+    text = json.dumps([content, config.data_path, config.valid_data_path, config.seed, config.seq_length, samples])
+    base = Path(config.data_cache_path) if config.data_cache_path else Path(files[0]).parent / "cache"
+    return base / hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class RankBatches:
+    """The micro-batches of data-parallel rank ``rank`` of ``size``, from global sample ``consumed`` on, as an iterator.
+
+    Each is a dictionary of tensors [micro-batch, sequence] on the device of the rank: ``tokens``, ``labels``,
+    ``position_ids`` (int64) and ``loss_mask`` (float32). Reading a sample costs microseconds (a slice of a mapped
+    file), so that no worker process is needed.
+    """
+
+    def __init__(self, dataset: GPTDataset, config: TrainConfig, consumed: int, rank: int, size: int) -> None:
+        self._dataset = dataset
+        self._size = config.micro_batch_size
+        self._rank = rank
+        self._stride = self._size * size
+        self._consumed = consumed
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self
+
+    def skip(self, samples: int) -> None:
+        """Leave out the rank's part of the next ``samples`` of all ranks."""
+        self._consumed += samples
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        first = self._consumed + self._rank * self._size
+        samples = [self._dataset[index] for index in range(first, first + self._size)]
+        self._consumed += self._stride
+        return on_device(samples, device.current_device())
+
+
+def on_device(samples: Sequence[Mapping[str, torch.Tensor]], target: torch.device) -> dict[str, torch.Tensor]:
+    """The micro-batch of ``samples`` on ``target``; see :class:`RankBatches`.
+
+    It crosses in one piece. On CUDA it does so from page-locked memory, so that nobody waits until the device has done all
+    work that is queued.
+    """
+    shape = (len(samples), len(samples[0]["tokens"]))
+    count = shape[0] * shape[1]
+    # As words: the float32 of the masks, two each, come last.
+    words = torch.empty(len(_WORDS) * count + -(-count // 2), dtype=torch.int64, pin_memory=target.type == "cuda")
+    for key, values in _parts(words, shape).items():
+        for row, sample in zip(values, samples, strict=True):
+            row.copy_(sample[key])
+    return _parts(words.to(target, non_blocking=target.type == "cuda"), shape)
+
+
+#: Parts of a micro-batch that are int64.
+_WORDS = ("tokens", "labels", "position_ids")
+
+
+def _parts(words: torch.Tensor, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Views of ``words``: the parts of a micro-batch of ``shape``."""
+    count = shape[0] * shape[1]
+    parts = dict(zip(_WORDS, words[: len(_WORDS) * count].view(len(_WORDS), *shape), strict=True))
+    return {**parts, "loss_mask": words[len(_WORDS) * count :].view(torch.float32)[:count].view(shape)}

@@ -1,0 +1,358 @@
+"""The training loop: one run from its configuration to its summary.
+
+The steps of an iteration, and the gathers of parameters around evaluation and saving, follow
+``megatron/training/training.py`` of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+
+from ...base import device
+from ...base.checkpoints import latest_iteration
+from ...base.flags import identity
+from ...base.jobs import World
+from ...base.registry import MECHANISMS
+from ...config import LossyConfig
+from ...delivery_log.writer import claim_delivery_log
+from ...run.base import Run
+from ...transport import settled
+from ..data import build_tokenizer
+from . import parallel
+from .build import build_run, build_workers
+from .checkpoint import Checkpoints, NotSaved
+from .config import TrainConfig
+from .data import RankBatches, build_datasets
+from .evaluate import begin_mean_loss, evaluate
+from .facts import check_flags
+from .log import Console, Silent
+from .metrics import check_wandb, perplexity
+from .model import check_fp32_sums, transformer_impl
+from .optimizer import lr_scale
+from .process import launched_ranks
+from .records import Progress, header, open_writers
+from .saved import changed_settings, check_folders, in_folders_of_job, same_folder, shared_settings, write_settings
+from .sharpness import Sharpness
+from .stop import Stop
+from .text import check_data, fingerprint, prepare_text, same_everywhere, with_data_paths
+
+
+class Diverged(RuntimeError):
+    """The loss is infinite or not a number."""
+
+
+def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | None = None) -> dict[str, Any]:
+    """Train to ``--train-iters``, or until a signal or ``--exit-interval`` says to stop; returns the summary.
+
+    A collective call for all ranks of the world, which may follow another one in the same processes. The summary:
+    ``iteration``, ``finished``, ``diverged`` (why, if the loss became infinite or no number), ``lm loss`` (of the
+    last log interval) and ``valid`` (the losses of the last evaluation, by kind of weights). Raises
+    :class:`UsageError` if the configuration or the folders are wrong, before any process group exists.
+    """
+    device.prepare()
+    device.take_device()
+    jobs = lossy_config.jobs()
+    ranks = launched_ranks() * (1 if config.virtual_workers else jobs.launches)
+    config.check_world(ranks)
+    check_flags(config, lossy_config, ranks)
+    lossy_config = settled(lossy_config)
+    launched: World | None = None
+    if not config.virtual_workers:
+        launched = MECHANISMS.first("world", lossy_config, config.seed)
+    if launched is not None:
+        config = in_folders_of_job(config, lossy_config.jobs(), launched.job[0])
+    transformer_impl(config)
+    check_fp32_sums(config)
+    if config.wandb_project:
+        check_wandb(config.wandb_project)
+    if config.data is None:
+        check_data(config)
+    check_folders(config, lossy_config)
+    resumes = bool(config.load) and (same_folder(config.save, config.load) or latest_iteration(config.load) is not None)
+    claim_delivery_log(lossy_config, config.data_parallel_size(ranks), resumes, identity(config), TrainConfig)
+    with parallel.world(config, launched):
+        prepare_text(config)
+        paths = with_data_paths(config)
+        data = same_everywhere(fingerprint(paths))
+        check_folders(config, lossy_config, data)
+        if launched is not None:
+            launched.compare(shared_settings(config, data))
+        lossy = build_run(config, lossy_config, launched)
+        try:
+            with parallel.model_parallel(config):
+                first = torch.distributed.get_rank() == 0
+                speaks = first and lossy.speaks
+                run = _Run(config, lossy, paths, (console or Console()) if speaks else Silent())
+                if config.load and (changed := changed_settings(config, lossy_config, data)):
+                    run.console.note(f"--load {config.load}: goes on with other settings: {changed}")
+                if first:
+                    write_settings(config, lossy_config, data)
+                return run.run()
+        finally:
+            lossy.uninstall()
+
+
+class _Run:
+    """The state of one run on this rank."""
+
+    def __init__(self, config: TrainConfig, lossy: Run, paths: TrainConfig, console: Console) -> None:
+        self.config = config
+        self.lossy = lossy
+        self.console = console
+        self.iterations = lossy.config.iterations(config.train_iters)
+        tokenizer, most = build_tokenizer(config.tokenizer), lossy.config.most_iterations(self.iterations)
+        self.train_data, self.valid_data = build_datasets(paths, tokenizer, most)
+        self.data_path = paths.data_path
+        self.model, self.workers = build_workers(config, tokenizer.vocab_size, lossy)
+        self.optimizer = self.workers.optimizer
+        self.sharpness = Sharpness(config, self.model, self.optimizer, lossy, self.train_data)
+        self.checkpoints = Checkpoints(
+            self.model, self.optimizer, self.workers.scheduler, lossy, config.keep_checkpoints
+        )
+        self.progress = Progress()
+        self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
+        self.stop = Stop(lossy, saves=config.save is not None)
+        self.summary: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        self.console.header(header(self.config, self.lossy, self.data_path))
+        for mechanism in MECHANISMS.all():
+            for line in mechanism.advice(self.lossy.config, self.iterations):
+                self.console.note(line)
+        resumed = self._load()
+        self.writers = open_writers(self.config, self.lossy.config, self.progress.iteration if resumed else None)
+        # The first forward pass has nothing to gather, and must not gather before the first update.
+        self._gather_in_forward(False, sync=False)
+        progress = self.progress
+        batches = self.workers.training_batches(self.train_data, progress.iteration, progress.consumed_samples)
+        finished, diverged = False, None
+        now = min(self.lossy.catch_up(progress.iteration), self.iterations - 1)  # which may wait for others
+        if now > progress.iteration:
+            batches = self._go_on_at(now)
+        try:
+            with self.stop.listening():
+                finished = self._train(batches)
+                self.lossy.leave()
+        except Diverged as error:
+            diverged = str(error)
+        finally:
+            self.writers.close()
+        if self.hooked:
+            self._gather_in_forward(False)
+        iteration = self.progress.iteration
+        return {"iteration": iteration, "finished": finished, "diverged": diverged, **self.summary}
+
+    def _train(self, batches: list[RankBatches]) -> bool:
+        """Iterate to the end (true), or until somebody stops the run (false). Raises :class:`Diverged`."""
+        config, progress = self.config, self.progress
+        outcomes: deque[Callable[[], tuple[float, float, bool, int]]] = deque()
+        trains, grad_norm = True, 0.0
+        while progress.iteration < self.iterations:
+            now = min(self.lossy.catch_up(progress.iteration), self.iterations - 1)  # the last one evaluates, and saves
+            if now > progress.iteration:
+                batches = self._go_on_at(now)
+            trained, trains = trains, self.lossy.come_and_go()
+            if trained != trains:
+                job = self.lossy.config.jobs().name
+                self.console.note(
+                    f"  this {job} {'is back' if trains else 'is away'} at iteration {progress.iteration:7d}"
+                )
+            started = time.perf_counter()
+            stop, diverged = 0, None
+            if trains:
+                outcomes.append(self._step(batches))
+                if not self.hooked:
+                    self._gather_in_forward(True)
+            else:
+                stop = self._sit_out(batches)
+            progress.advance(self.workers.samples(progress.iteration))
+            last = progress.iteration == self.iterations
+            log, evaluate, save, leave = self._due(last)
+            while len(outcomes) > (0 if log or evaluate or save or leave or stop or diverged else self.workers.late):
+                loss, grad_norm, updated, stopped = outcomes.popleft()()
+                progress.add(loss, updated)
+                stop = stop or stopped
+                if diverged is None and not math.isfinite(loss):
+                    diverged = f"the loss of iteration {progress.iteration - len(outcomes)} is {loss}"
+            progress.window_seconds += time.perf_counter() - started if trains else 0.0
+            if self.sharpness.due(progress.iteration) and not diverged:
+                self.sharpness.measure(progress.consumed_samples)
+            if (log and progress.window_iterations) or diverged:
+                self._log(grad_norm)
+            if diverged:
+                raise Diverged(diverged)
+            if evaluate:
+                self._evaluate(trains)
+            leave = leave or bool(stop)
+            if config.save and (leave or save):
+                self._save(goes_on=not (leave or last))
+            if leave and not last:
+                why = f"on {signal.Signals(stop).name}" if stop else "by --exit-interval"
+                self.console.note(f"exiting {why} at iteration {progress.iteration}")
+                return False
+        return True
+
+    def _go_on_at(self, iteration: int) -> list[RankBatches]:
+        """Go on with a later ``iteration``: the run has made those before without this job. Returns its batches from there on."""
+        progress, config = self.progress, self.config
+        missed = iteration - progress.iteration
+        self.console.note(
+            f"  goes on at iteration {iteration:7d}: {missed} were made without this {self.lossy.config.jobs().name}"
+        )
+        progress.consumed_samples += sum(map(self.workers.samples, range(progress.iteration, iteration)))
+        progress.iteration = self.lossy.iteration = iteration
+        self.lossy.begin_equal()
+        self.workers.scheduler.step(increment=missed * config.global_batch_size)
+        return self.workers.training_batches(self.train_data, iteration, progress.consumed_samples)
+
+    def _due(self, last: bool) -> tuple[bool, bool, bool, bool]:
+        """Whether this iteration is one to log, to evaluate, to save, and to leave after."""
+        config = self.config
+
+        def every(interval: int | None) -> bool:
+            return bool(interval) and self.progress.iteration % interval == 0
+
+        evaluate = bool(config.eval_iters) and (every(config.eval_interval) or last)
+        return (
+            every(config.log_interval) or last,
+            evaluate,
+            every(config.save_interval) or last,
+            every(config.exit_interval),
+        )
+
+    def _step(self, batches: list[RankBatches]) -> Callable[[], tuple[float, float, bool, int]]:
+        """Make one iteration. Returns a function that waits for its results.
+
+        They are the loss per token, the gradient norm, whether the weights were updated, and a signal or 0.
+
+        The loss and the signal travel while the gradients are reduced and their norm is added up: over a long
+        link one round trip after another would take longer than the update.
+        """
+
+        def begin(sums: list[torch.Tensor]) -> tuple[Callable[[], float], Callable[[], int]]:
+            return begin_mean_loss(self.config, sums, late=bool(self.workers.late)), self.stop.begin()
+
+        begun, successful, grad_norm = self.workers.iterate(batches, begin)
+        loss, anyone_stopped = begun
+        norm = self.workers.begin_norm(grad_norm)
+
+        def finish() -> tuple[float, float, bool, int]:
+            return loss(), norm(), successful, anyone_stopped()
+
+        return finish
+
+    def _sit_out(self, batches: list[RankBatches]) -> int:
+        """Let other jobs make an iteration without this one. Returns a signal or 0."""
+        if self.hooked:
+            self._gather_in_forward(False)
+        for batch in batches:
+            batch.skip(self.config.global_batch_size)
+        stopped = self.stop.begin()()
+        self.lossy.sit_out()
+        self.workers.scheduler.step(increment=self.config.global_batch_size)
+        return stopped
+
+    def _gather_in_forward(self, on: bool, sync: bool = True) -> None:
+        """Turn the forward hooks of ``--overlap-param-gather`` on or off. Off gathers what is due, if ``sync``."""
+        if not self.config.gathers_in_forward:
+            return
+        self.hooked = on
+        for chunk in self.model:
+            if on:
+                chunk.enable_forward_pre_hook()
+            else:
+                chunk.disable_forward_pre_hook(param_sync=sync)
+
+    def _log(self, grad_norm: float) -> None:
+        loss, skipped, seconds = self.progress.close_window()
+        record = {
+            "kind": "train",
+            "iteration": self.progress.iteration,
+            "consumed samples": self.progress.consumed_samples,
+            "lm loss": loss,
+            "grad norm": grad_norm,
+            "learning rate": get_canonical_lr_for_logging(self.optimizer.param_groups) / lr_scale(self.config),
+            "loss scale": self.optimizer.get_loss_scale().item(),
+            "skipped": skipped,
+            "seconds": seconds,
+            **self.lossy.metrics(),
+            **self.sharpness.metrics(),
+        }
+        self.summary["lm loss"] = loss
+        self.console.train(record, self.iterations, self.config.global_batch_size)
+        self.writers.write(record)
+
+    def _evaluate(self, trains: bool) -> None:
+        """``trains``: whether this job made the iteration."""
+        config, iteration = self.config, self.progress.iteration
+        if self.hooked:
+            self._gather_in_forward(False)
+        number = -(-iteration // config.eval_interval) - 1
+        losses = evaluate(config, self.workers, self.model, self.valid_data, number, self.lossy, trains)
+        for whose, loss in losses.items():
+            record = {
+                "kind": "valid",
+                "iteration": iteration,
+                "lm loss": loss,
+                "lm loss PPL": perplexity(loss),
+                "weights": whose,
+            }
+            self.console.valid(record)
+            self.writers.write(record)
+        self.summary["valid"] = losses
+
+    def _save(self, goes_on: bool) -> None:
+        """Save. If the machine fails, a run that ``goes_on`` keeps its earlier checkpoint, and says so."""
+        if self.hooked:
+            self._gather_in_forward(False)
+        folder, iteration = self.config.save, self.progress.iteration
+        progress = [dataclasses.asdict(self.progress)]
+        torch.distributed.broadcast_object_list(progress)  # the seconds differ, and rank 0's are saved
+        said = f"saved checkpoint of iteration {iteration:7d} to {folder}"
+        try:
+            self.checkpoints.save(folder, iteration, {"progress": progress[0]})
+        except NotSaved as error:
+            if not goes_on:
+                raise
+            said = f"{folder}: {error.strerror}; the run goes on"
+        beside = self.lossy.saved_beside(folder)
+        if beside is not None:  # of which all jobs are a part
+            folder, writes = beside
+            try:
+                self.checkpoints.save_consensus(folder, iteration, writes)
+            except NotSaved as error:
+                if not goes_on:
+                    raise
+                said += f"; {folder}: {error.strerror}"
+        self.console.note(f"  {said}")
+
+    def _load(self) -> bool:
+        """Load the checkpoint of ``--load`` if there is one; returns whether there was."""
+        folder = self.config.load
+        if folder is None:
+            return False
+        for part in self.lossy.parts if same_folder(self.config.save, folder) else ():
+            if rewound := part.rewind(folder):
+                self.console.note(f"  {rewound}")
+        if latest_iteration(folder) is None:
+            self.console.note(f"no checkpoint in {folder}: starting from random weights")
+            self.lossy.set_iteration(0)  # what a killed run recorded before its first checkpoint no longer counts
+            return False
+        loaded = self.checkpoints.load(folder)
+        self.progress = Progress(**loaded["progress"])
+        self.console.note(f"  loaded checkpoint of iteration {self.progress.iteration:7d} from {folder}")
+        ranks = torch.distributed.get_world_size()
+        if self.progress.iteration >= self.iterations:
+            self.console.note(f"nothing is left to do: iteration {self.iterations} of --train-iters is made")
+        if loaded["ranks"] != ranks:
+            self.console.note(f"  it was saved by {loaded['ranks']} ranks, now {ranks}: random states start anew")
+        return True

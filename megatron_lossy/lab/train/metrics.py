@@ -1,0 +1,150 @@
+"""Writers of a run's records: a JSON-lines file, TensorBoard, Weights & Biases.
+
+A record is a flat dictionary with a ``kind``: "run" (the description of the run, once, first), "train" and "valid"
+(values at an ``iteration``). Every writer has ``write(record)`` and ``close()``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...base.errors import check_package
+from ...base.files import naming, write_text
+
+#: The file of a run's records, in the run's folder.
+METRICS_FILE = "metrics.jsonl"
+
+# Megatron-LM's names of the same values in TensorBoard and W&B.
+MEGATRON_NAMES = {"learning rate": "learning-rate", "grad norm": "grad-norm", "loss scale": "loss-scale"}
+
+
+class Writer(Protocol):
+    """Takes the records of a run."""
+
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLinesWriter:
+    """``metrics.jsonl`` in ``folder``, a record per line, each complete on disk when :meth:`write` returns.
+
+    A run that resumes at ``iteration`` keeps the records of iterations up to it; ``None`` starts a new file.
+    """
+
+    def __init__(self, folder: str | os.PathLike, iteration: int | None) -> None:
+        path = Path(folder) / METRICS_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [] if iteration is None else _records_until(path, iteration)
+        self.empty = not kept
+        write_text(path, "".join(map(_line, kept)))
+        self._file = open(path, "a")
+
+    def write(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "run" and not self.empty:
+            return  # the file has the record of the resumed run
+        with naming(self._file.name):
+            self._file.write(_line(record))
+            self._file.flush()
+
+    def close(self) -> None:
+        with naming(self._file.name):
+            self._file.close()
+
+
+def _line(record: dict[str, Any]) -> str:
+    """``record`` as a line of JSON. JSON has only null for infinite or undefined numbers."""
+    known = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
+    return json.dumps(known) + "\n"
+
+
+def _records_until(path: Path, iteration: int) -> list[dict[str, Any]]:
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break  # the unfinished line of a killed run
+        if record.get("iteration", 0) <= iteration:
+            records.append(record)
+    return records
+
+
+class TensorBoardWriter:
+    """TensorBoard events, under the names that Megatron-LM gives them."""
+
+    def __init__(self, folder: str, iteration: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(folder, purge_step=iteration + 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        for name, value in scalars(record):
+            self._writer.add_scalar(name, value, record["iteration"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbWriter:
+    """Weights & Biases. ``mode`` "offline" writes into ``folder`` and needs no account."""
+
+    def __init__(self, project: str, name: str | None, folder: str, mode: str) -> None:
+        check_wandb(project)
+        import wandb
+
+        os.makedirs(folder, exist_ok=True)
+        self._run = wandb.init(project=project, name=name, dir=folder, mode=mode)
+
+    def write(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "run":
+            self._run.config.update(record)
+        else:
+            self._run.log(dict(scalars(record)), step=record["iteration"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check_wandb(project: str) -> None:
+    """Raise :class:`UsageError` unless the package wandb is installed."""
+    check_package("wandb", "--wandb-project", project, "'megatron-lossy[wandb]'")
+
+
+def perplexity(loss: float | None) -> float | None:
+    """exp of a loss in nats, which is cut at 20 as in Megatron's printed perplexities; None for None."""
+    return None if loss is None else math.exp(min(20.0, loss)) if not math.isnan(loss) else math.nan
+
+
+def scalars(record: dict[str, Any]) -> Iterable[tuple[str, float]]:
+    """The values of a record with the names under which Megatron-LM plots them."""
+    if record["kind"] == "train":
+        for name, value in record.items():
+            if name not in ("kind", "iteration"):
+                yield MEGATRON_NAMES.get(name, name), value
+    elif record["kind"] == "valid":
+        whose = "" if record["weights"] == "replica" else f" ({record['weights']})"
+        yield "lm loss validation" + whose, record["lm loss"]
+        yield "lm loss validation ppl" + whose, record["lm loss PPL"]
+
+
+class Writers:
+    """Several writers as one."""
+
+    def __init__(self, writers: Iterable[Writer]) -> None:
+        self._writers = list(writers)
+
+    def write(self, record: dict[str, Any]) -> None:
+        for writer in self._writers:
+            writer.write(record)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()

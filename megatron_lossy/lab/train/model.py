@@ -1,0 +1,153 @@
+"""A LLaMA-style GPTModel (RMSNorm, rotary positions, SwiGLU, grouped-query attention) under Megatron's DDP."""
+
+from __future__ import annotations
+
+import functools
+
+import megatron.core
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from ...base import device
+from ...base.errors import refuse
+from ..data import padded_vocab_size
+from .config import TrainConfig
+
+# The defaults of megatron-core. Only Megatron-LM's training loop applies them.
+_BUCKET_PARAMETERS = 40_000_000
+_BUCKET_PARAMETERS_PER_RANK = 1_000_000
+# A field of Megatron's configuration of DDP, in some versions.
+_FP32_SUMS = "reduce_scatter_with_fp32_accumulation"
+
+
+def check_fp32_sums(config: TrainConfig) -> None:
+    """Raise :class:`UsageError` if this megatron-core lacks what ``--reduce-scatter-with-fp32-accumulation`` asks for."""
+    if config.reduce_scatter_with_fp32_accumulation and _FP32_SUMS not in vars(DistributedDataParallelConfig):
+        why = f"needs megatron-core 0.16, this is {megatron.core.__version__}"
+        raise refuse("--reduce-scatter-with-fp32-accumulation", "on", why)
+
+
+def transformer_impl(config: TrainConfig) -> str:
+    """``local`` or ``transformer_engine``. Raises :class:`UsageError` if the requested layers cannot run here."""
+    possible = HAVE_TE and device.device_type() == "cuda"
+    if config.transformer_impl == "transformer_engine" and not possible:
+        raise refuse("--transformer-impl", "transformer_engine", "needs transformer-engine and CUDA; use local")
+    return config.transformer_impl or ("transformer_engine" if possible else "local")
+
+
+def transformer_config(config: TrainConfig) -> TransformerConfig:
+    """megatron-core's model configuration."""
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    # The fused kernels are CUDA's; on another device torch would compile them, or they would be missing.
+    fused = device.device_type() == "cuda"
+    return TransformerConfig(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.query_groups,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=config.hidden_dropout,
+        attention_dropout=config.attention_dropout,
+        init_method_std=config.init_method_std,
+        bf16=config.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        calculate_per_token_loss=config.calculate_per_token_loss,
+        use_cpu_initialization=device.device_type() == "cpu",
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        cross_entropy_loss_fusion=fused,
+    )
+
+
+def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataParallel]:
+    """This rank's pipeline stage, ready to train, as the list of one model chunk that megatron-core expects.
+
+    ``vocab_size`` is the tokenizer's, before padding. Weights are random, equal on all data-parallel ranks.
+    """
+    transformer = transformer_config(config)
+    if transformer_impl(config) == "transformer_engine":
+        layer = get_gpt_layer_with_transformer_engine_spec()
+    else:
+        layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    model = GPTModel(
+        transformer,
+        layer,
+        vocab_size=padded_vocab_size(
+            vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
+        ),
+        max_sequence_length=config.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_base=config.rotary_base,
+    )
+    model.model_type = ModelType.encoder_or_decoder
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    model.to(device.current_device())
+    if config.bf16:
+        model = Float16Module(transformer, model)
+    chunk = DistributedDataParallel(transformer, _ddp_config(config), model)
+    transformer.finalize_model_grads_func = finalize_model_grads
+    if config.overlap_grad_reduce:
+        transformer.no_sync_func = chunk.no_sync
+    return [chunk]
+
+
+def _ddp_config(config: TrainConfig) -> DistributedDataParallelConfig:
+    data_parallel = config.virtual_workers or parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    bucket_size = None
+    if config.overlap_grad_reduce:
+        bucket_size = config.ddp_bucket_size or max(_BUCKET_PARAMETERS, _BUCKET_PARAMETERS_PER_RANK * data_parallel)
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.bf16,
+        use_distributed_optimizer=config.use_distributed_optimizer,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.gathers_in_forward,
+        bucket_size=bucket_size,
+        average_in_collective=config.ddp_average_in_collective,
+        num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
+        **({_FP32_SUMS: True} if config.reduce_scatter_with_fp32_accumulation else {}),
+    )
+
+
+def forward_step(data_iterator, model):
+    """Make one micro-batch's forward pass through this stage, in the form that Megatron's schedules expect.
+
+    Returns the stage's output and a function of the last stage's output, per-token losses [micro-batch, sequence]. The
+    function returns their sum, the number of tokens, and both as a vector to report.
+    """
+    batch = next(data_iterator)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, functools.partial(sum_of_losses, batch["loss_mask"])
+
+
+def sum_of_losses(mask: torch.Tensor, output: torch.Tensor):
+    """The sum of ``output``, losses per token, where ``mask`` counts; the number of tokens; and both to report."""
+    mask = mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    tokens = mask.sum()
+    return loss, tokens.to(torch.int), torch.stack([loss.detach(), tokens])

@@ -1,0 +1,110 @@
+"""The progress of a run and its records: its description in words, the first record of its metrics, its writers."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import torch
+
+from ...base import device
+from ...base.device.environment import hardware, versions
+from ...config import LossyConfig
+from ...run.base import Run
+from ..data import epochs
+from .config import TrainConfig
+from .metrics import JsonLinesWriter, TensorBoardWriter, WandbWriter, Writer, Writers
+
+
+@dataclass
+class Progress:
+    """The progress of a run. ``window_…`` sum up the iterations since the last log line. Saved in checkpoints."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    window_loss: float = 0.0
+    window_iterations: int = 0
+    window_skipped: int = 0
+    window_seconds: float = 0.0
+
+    def advance(self, samples: int) -> None:
+        """Count one more iteration; :meth:`add` completes it."""
+        self.iteration += 1
+        self.consumed_samples += samples
+
+    def add(self, loss: float, updated: bool) -> None:
+        """Add the result of the next iteration. ``updated``: it updated the weights; the optimizer did not skip it."""
+        self.window_loss += loss if updated else 0.0
+        self.window_iterations += 1
+        self.window_skipped += not updated
+
+    def close_window(self) -> tuple[float, int, float]:
+        """Return mean loss, skipped iterations and mean seconds of the window, and begin a new one."""
+        updated = self.window_iterations - self.window_skipped
+        result = (
+            self.window_loss / max(1, updated),
+            self.window_skipped,
+            self.window_seconds / self.window_iterations,
+        )
+        self.window_loss, self.window_iterations, self.window_skipped, self.window_seconds = 0.0, 0, 0, 0.0
+        return result
+
+
+def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int | None) -> Writers:
+    """The writers that the flags ask for, on rank 0, with the "run" record written.
+
+    ``resumed_at``: the iteration of the checkpoint that the run continues. Records up to it are kept.
+    """
+    if torch.distributed.get_rank() != 0:
+        return Writers([])
+    folder = config.metrics_folder
+    writers: list[Writer] = []
+    if folder:
+        writers.append(JsonLinesWriter(folder, resumed_at))
+    if config.tensorboard_dir:
+        writers.append(TensorBoardWriter(config.tensorboard_dir, resumed_at or 0))
+    name = config.wandb_exp_name or os.path.basename(os.path.normpath(folder or "run"))
+    if config.wandb_project:
+        writers.append(WandbWriter(config.wandb_project, name, folder or ".", config.wandb_mode))
+    result = Writers(writers)
+    result.write(_run_record(config, lossy_config, name))
+    return result
+
+
+def header(config: TrainConfig, run: Run, data_path: Sequence[str]) -> str:
+    """The losses, the workers, and the epochs of training data of ``run``, in words."""
+    ranks, jobs = torch.distributed.get_world_size(), run.config.jobs()
+    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    on = f", on {jobs.number} {jobs.name}s" if jobs.several else ""
+    if config.virtual_workers:
+        who = f"virtual workers {config.virtual_workers}, in memory{on}"
+    else:
+        data = run.jobs * config.data_parallel_size(ranks)
+        who = f"data-parallel ranks {data}, over {torch.distributed.get_backend()}{on}"
+        if jobs.several:
+            who += f", of which this is number {run.job}"
+        if tensor * pipeline > 1:
+            who += f", tensor {tensor} x pipeline {pipeline}"
+    seen = epochs(data_path, config.train_iters * config.global_batch_size * config.seq_length)
+    return f"loss: {run.config.describe()} | {who}, on {device.device_type()} | {seen:.3g} epochs of data"
+
+
+def _run_record(config: TrainConfig, lossy_config: LossyConfig, name: str) -> dict[str, Any]:
+    return {
+        "kind": "run",
+        "name": name,
+        "p_grad": lossy_config.p_grad,
+        "p_param": lossy_config.p_param,
+        "loss_seed": lossy_config.loss_seed,
+        "seed": config.seed,
+        "config": dataclasses.asdict(config) | dataclasses.asdict(lossy_config),
+        "versions": versions(),
+        "device": device.device_type(),
+        "hardware": hardware(),
+        "date": f"{datetime.now():%Y-%m-%d}",
+        "world_size": config.virtual_workers or torch.distributed.get_world_size(),
+    }

@@ -1,0 +1,219 @@
+"""The virtual cluster: N workers take turns on one model.
+
+An iteration: each worker's replica is swapped in, and its micro-batches leave a gradient in Megatron's buffer. Units
+that will not arrive are removed from it, and the rest is added to a sum. Then each owner's rule corrects its shard of
+the sum. The optimizer, which holds all shards, makes one update.
+
+Its twin is :mod:`megatron_lossy.hooks.runtime`, which waits for Megatron to begin exchanges; here nothing is sent, and the
+run takes gradients out of Megatron's buffers itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...base.ledger import Ledger, Patch
+from ...base.registry import first
+from ...config import LossyConfig
+from ...hooks.buckets import bucket_sizes, buckets_by_stream
+from ...run.weights import ModelChunks
+from ...transport import LossyGroup
+from .base import VirtualRun
+from .grad_norm import get_grad_norm_fp32
+from .layout import buffers_for
+from .sampling import VirtualSampler
+from .stream import StreamBuckets
+
+
+class VirtualCluster(VirtualRun):
+    """Workers whose replicas are the owners' weights except for stale units: one optimizer, and old versions of shards.
+
+    ``members``: the workers' ranks among ``ranks``; the other ranks are elsewhere. ``writer``: the rank that the
+    delivery log names as its writer; default this process's.
+    """
+
+    def __init__(
+        self,
+        config: LossyConfig,
+        workers: int,
+        steps: int | None = None,
+        gapless: bool = False,
+        members: range | None = None,
+        ranks: int | None = None,
+        writer: int | None = None,
+    ) -> None:
+        super().__init__(config, workers, steps, gapless, writer, ranks)
+        self._members, self._ranks = members, ranks
+        self._streams: list[StreamBuckets] = []
+        self._peak = 1.0
+
+    # --- building ------------------------------------------------------------------------------------------------
+
+    def building(self) -> contextlib.AbstractContextManager[None]:
+        return buffers_for(self.workers)
+
+    def _add(self, ddp: Any) -> None:
+        # Ranks divide by their number before the sum, unless gradients are sums over tokens.
+        unit = 1.0 if ddp.config.calculate_per_token_loss else float(self.workers)
+        for name, _, pairs in buckets_by_stream(ddp):
+            stream = StreamBuckets(
+                self.config, pairs, name, self.workers, unit, self.corruption, self.steps, self.living_optimizers,
+                self._members, self._ranks,
+            )  # fmt: skip
+            self._streams.append(stream)
+
+    @contextlib.contextmanager
+    def _norm_by_shards(self) -> Iterator[None]:
+        buffers = [bucket.grad_data for stream in self._streams for bucket in stream.buckets]
+        ledger = Ledger("virtual cluster")
+        ledger.install(
+            [
+                Patch(
+                    target="megatron.core.optimizer.optimizer:get_grad_norm_fp32",
+                    around=partial(get_grad_norm_fp32, buffers, self.workers),
+                    why="adds up the gradient norm shard by shard, as the ranks do, so that clipping rounds alike",
+                    versions="all",
+                    until="never: Megatron has one rank here",
+                )
+            ]
+        )
+        try:
+            yield
+        finally:
+            ledger.uninstall()
+
+    # --- an iteration --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def worker(self, worker: int, evaluates: bool = False) -> Iterator[None]:
+        with super().worker(worker, evaluates):
+            self._note_peak()
+            yield
+
+    @contextlib.contextmanager
+    def _replica(self, worker: int) -> Iterator[None]:
+        with contextlib.ExitStack() as turns:
+            with torch.no_grad():
+                for stream in self._streams:
+                    turns.enter_context(stream.turn(worker))
+            yield
+
+    def _collect_of(self, worker: int) -> None:
+        for stream in self._streams:
+            stream.collect(worker, self.iteration, self.loss_scale, self.gapless)
+
+    def step(self, optimizer: Any) -> Any:
+        result = self.make_update(optimizer)
+        self.finish_iteration(bool(result[0]))
+        return result
+
+    def make_update(self, optimizer: Any) -> Any:
+        """Make the update as :meth:`step` does, without ending the iteration."""
+        self.begin_iteration()
+        scale = self._per_token()
+        if scale is None:
+            scale = 1.0 / self.workers
+        with torch.no_grad():
+            for stream in self._streams:
+                stream.reduce(scale)
+                stream.versions.before_update(self.iteration, stream.lost(self.iteration))
+            self._note_peak()
+            self._withdraw()
+            self.begin_update()
+            with first(one.updating() for one in self.parts) or self._norm_by_shards():
+                result = optimizer.step()
+            successful = bool(result[0])
+            for stream in self._streams:
+                if successful:
+                    stream.sending.after_update()
+                    stream.choose(self.iteration)
+                stream.versions.after_update(successful, stream.lost(self.iteration))
+            if successful:
+                self.update = self.iteration
+            self._send()
+        self.end_iteration()
+        return result
+
+    # --- answers of every run --------------------------------------------------------------------------------------
+
+    def begin_update(self) -> None:
+        super().begin_update()
+        for stream in self._streams:
+            stream.sending.before_update()
+
+    def _withdraw(self) -> None:
+        for stream in self._streams:
+            stream.sending.withdraw()
+
+    def _send(self) -> None:
+        """Give receivers the last update as its owners send it."""
+        for stream in self._streams if self.update is not None else ():
+            stream.sending.send(self.update)
+
+    @property
+    def groups(self) -> list[LossyGroup]:
+        return [group for stream in self._streams for group in stream.groups]
+
+    @property
+    def device(self) -> torch.device:
+        return self._streams[0].buckets[0].param_data.device
+
+    @property
+    def streams(self) -> list[StreamBuckets]:
+        return self._streams
+
+    def replicas(self) -> list[VirtualSampler]:
+        return [
+            VirtualSampler(stream.stream, stream.pairs, stream.versions, stream.sending) for stream in self._streams
+        ]
+
+    @contextlib.contextmanager
+    def exchanged_weights(self, model_chunks: ModelChunks) -> Iterator[None]:
+        """See :meth:`Run.exchanged_weights`. Call it outside of a worker's turn."""
+        assert self._worker is None
+        with torch.no_grad():
+            self._withdraw()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self._send()
+
+    def begin_equal(self) -> None:
+        super().begin_equal()
+        for stream in self._streams:
+            stream.versions.restart()
+            stream.sending.restart()
+
+    def load_replicas(self, folder: str | os.PathLike) -> None:
+        super().load_replicas(folder)
+        with torch.no_grad():
+            self._send()
+
+    def identity(self) -> dict[str, Any]:
+        return {"workers": self.workers, **bucket_sizes([(stream.stream, stream.pairs) for stream in self._streams])}
+
+    def exchanged_state(self) -> list[Any]:
+        return [stream.versions.state_dict() for stream in self._streams]
+
+    def load_exchanged_state(self, state: list[Any]) -> None:
+        for stream, versions in zip(self._streams, state, strict=True):
+            stream.versions.load_state_dict(versions)
+
+    # --- memory ----------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_copies(self) -> float:
+        """The most memory that weights have taken so far, in copies of the model, the working one included."""
+        return self._peak
+
+    def _note_peak(self) -> None:
+        own = sum(bucket.param_data.numel() for stream in self._streams for bucket in stream.buckets)
+        kept = sum(stream.kept for stream in self._streams) + sum(one.kept_elements for one in self.parts)
+        self._peak = max(self._peak, (own + kept) / own)

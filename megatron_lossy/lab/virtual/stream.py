@@ -1,0 +1,169 @@
+"""The buckets of one stream, as all virtual workers exchange them.
+
+Their twin is Megatron's reduce-scatter: the backend of real ranks adds up in an order of its own, this module in the order
+of the workers. For two workers the bits are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...base.exchange import Delivery, Exchange, Stream, units_of
+from ...base.fetch import at_hand
+from ...base.registry import MECHANISMS
+from ...channel.corruption import Corruption
+from ...config import LossyConfig
+from ...hooks.exchanges import specs_of
+from ...hooks.grad_errors import errors_of_owner
+from ...recovery import LossScale
+from ...run.mechanism import Sending
+from ...transport import Transfer
+from ...transport.in_memory import groups_in_memory
+from .rounded import Rounded
+from .versions import Versions
+
+# Sums are added in pieces that fit into a core's cache, and each source is cleared while it is there.
+_PIECE = 2**17
+
+
+class StreamBuckets:
+    """The buckets of one stream: their losses and rules for every worker, the sum, and the replicas.
+
+    ``pairs``: Megatron's (buffer, bucket) in canonical order. ``workers``: their number. ``unit``: the sums of the
+    workers' gradients relative to those of ranks. ``corruption``: decides which errors hit the owners. ``steps``:
+    length of the run, if known. ``optimizers``: returns Megatron's, once they exist. ``members``: the workers' ranks
+    among ``ranks``; by default there are no others. Raises :class:`UsageError` if the loss flags do not fit.
+    """
+
+    def __init__(
+        self,
+        config: LossyConfig,
+        pairs: list[Any],
+        stream: Stream,
+        workers: int,
+        unit: float,
+        corruption: Corruption,
+        steps: int | None,
+        optimizers: Callable[[], list[Any]],
+        members: range | None = None,
+        ranks: int | None = None,
+    ) -> None:
+        members, ranks = members or range(workers), ranks or workers
+        self.pairs = pairs
+        self.buckets = buckets = [bucket for _, bucket in pairs]
+        self.stream = stream
+        self._memory, self.groups = groups_in_memory(config, specs_of(pairs, workers), stream, members, ranks, steps)
+        self.cut = self._memory.cut
+        if config.errs and workers > 1:
+            for rank, group in enumerate(self.groups):
+                group.errors = errors_of_owner(corruption, stream, pairs, workers, rank, rank)
+                group.gradient_unit = unit
+        self.sums = [torch.empty_like(bucket.grad_data) for bucket in buckets]
+        # Owners that add up pieces do so in float32, and round once.
+        coded = self._memory.coded[0]
+        wide = config.transport == "pieces" or "grad" in coded
+        self._totals = [total.float() if wide and total.element_size() < 4 else total for total in self.sums]
+        self._begun: list[Transfer] = []  # the transfers of this iteration, worker by worker
+        buffers = [bucket.param_data for bucket in buckets]
+        self.versions = Versions(buffers, self.cut["param"], units_of(self.cut["param"]), workers)
+        self.sending = MECHANISMS.first("sending", self.groups, buckets, optimizers) or Sending(buffers, workers)
+        if "param" in coded:
+            self.sending = Rounded(self.sending, workers, coded["param"])
+
+    @contextlib.contextmanager
+    def turn(self, worker: int) -> Iterator[None]:
+        """A context in which the parameter buffers hold the replica of ``worker``."""
+        with torch.no_grad():
+            self.versions.swap_in(worker)
+        try:
+            with self.sending.owner(worker):
+                yield
+        finally:
+            with torch.no_grad():
+                self.versions.swap_out()
+
+    def share_sums(self, other: StreamBuckets) -> None:
+        """Use the sums of ``other``, which reduces its gradients at another time."""
+        self.sums, self._totals = other.sums, other._totals
+
+    @property
+    def kept(self) -> int:
+        """Elements of weights held beside the parameter buffers."""
+        return self.versions.kept + self.sending.kept
+
+    def collect(self, worker: int, step: int, loss_scale: LossScale, gapless: bool) -> None:
+        """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards.
+
+        ``loss_scale``, ``gapless``: see :class:`Gradients`.
+        """
+        first = not self._begun
+        begun = []
+        for number, (bucket, cut) in enumerate(zip(self.buckets, self.cut["grad"], strict=True)):
+            output, gradients = self.sums[number][worker * cut.shard : (worker + 1) * cut.shard], bucket.grad_data
+            if "grad" in self._memory.coded[worker] and gradients.element_size() < 4:
+                gradients = gradients.float()  # owners add up more than half precision can hold
+                bucket.grad_data.zero_()
+
+            def add(gradients: torch.Tensor = gradients, total: torch.Tensor = self._totals[number]) -> None:
+                _move(gradients, total, add=not first)
+
+            transfer = self.groups[worker].reduce_scatter(
+                number, gradients, output, step, add, False, loss_scale, gapless
+            )
+            begun.append(transfer)
+        self._begun += begun
+
+    def reduce(self, scale: float) -> None:
+        """Let every owner correct its shard of the sum, and put ``scale`` times the result into Megatron's buffers."""
+        for rounded, total in zip(self.sums, self._totals, strict=True):
+            if rounded is not total:
+                rounded.copy_(total)
+        for transfer in self._begun:
+            transfer.wait()
+        self._begun = []
+        for bucket, total in zip(self.buckets, self.sums, strict=True):
+            torch.mul(total, scale, out=bucket.grad_data)
+
+    def lost(self, step: int) -> np.ndarray:
+        """bool[N receivers, N sources, units]: the units that the update of ``step`` loses, as far as is known."""
+        delivery = self.delivery("param", step)
+        if delivery is None:
+            return np.zeros_like(self.versions.held, dtype=bool)
+        return ~(delivery.arrived if delivery.final is None else delivery.final)
+
+    def choose(self, step: int) -> None:
+        """Let every owner choose the units of ``step``, after its update, that are delivered in any case."""
+        if self.groups[0].lossless("param"):
+            return
+        exchange = Exchange("param", self.stream, step)
+        drawn = self._memory.foresee(exchange).arrived
+        for number, (bucket, units) in enumerate(zip(self.buckets, self.cut["param"], strict=True)):
+            shards = bucket.param_data.chunk(len(self.groups))
+            for worker, (group, shard) in enumerate(zip(self.groups, shards, strict=True)):
+                chosen = group.params[number].choose(shard, step)
+                if chosen is not None:
+                    group.wire.recovered(exchange, units, ~drawn[:, worker, units.numbers] & ~at_hand(chosen))
+
+    def delivery(self, phase: str, step: int) -> Delivery | None:
+        """The delivery at all workers in ``step``; ``None`` in a phase without loss."""
+        if self.groups[0].lossless(phase):
+            return None
+        exchange = Exchange(phase, self.stream, step)
+        drawn, final = self._memory.foresee(exchange), self._memory.final(exchange)
+        return drawn if phase == "grad" or final is drawn else replace(drawn, final=final.arrived)
+
+
+def _move(source: torch.Tensor, target: torch.Tensor, add: bool) -> None:
+    pieces = 1 if source.device.type != "cpu" else max(1, source.numel() // _PIECE)
+    for part, into in zip(source.chunk(pieces), target.chunk(pieces), strict=True):
+        if add:
+            into.add_(part)
+        else:
+            into.copy_(part)
+        part.zero_()

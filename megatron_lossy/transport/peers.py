@@ -1,0 +1,148 @@
+"""The N replicas of a stream. A process holds some of them: one on a real rank, or all."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..base.fetch import Fetched, aside
+from ..recovery.copies import to_device, upload, used_here
+
+
+class Handle:
+    """An operation under way. :meth:`wait` ends it; a second call does nothing."""
+
+    def __init__(self, end: Callable[[], object] | None = None) -> None:
+        self._end = end
+
+    def wait(self) -> None:
+        """Return when the result is there; on an accelerator, when its current stream may use it."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
+class Peers(ABC):
+    """N replicas. All methods are collective calls of all processes that hold some of them.
+
+    ``size``: N. ``local``: the numbers of the replicas of this process. An argument with one item per local replica has
+    this order.
+    """
+
+    size: int
+    local: Sequence[int]
+
+    @abstractmethod
+    def gather(self, rows: np.ndarray | torch.Tensor) -> np.ndarray:
+        """[N, k]: the ``rows`` [local, k] of all replicas, int64, uint64 or float64, bit for bit.
+
+        A tensor, int64, may be on a device. Then the host waits once, for the result.
+        """
+
+    @abstractmethod
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> Handle:
+        """Replace each of ``tensors``, one per local replica, by their sum over all replicas, the same bits everywhere.
+
+        Tensors are contiguous, of the same length and dtype. The sum is in place and asynchronous: neither read nor
+        write them before the handle's end.
+        """
+
+    @abstractmethod
+    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int) -> Handle:
+        """Replace each of ``tensors``, one per local replica, by that of replica ``source``; else as :meth:`sum_`."""
+
+
+class RankPeers(Peers):
+    """One replica on each rank of a process group.
+
+    ``device``: the device that its collectives need. Tensors elsewhere are copied there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> None:
+        self.group = group or dist.group.WORLD
+        self.size = dist.get_world_size(self.group)
+        self.local = [dist.get_rank(self.group)]
+        self._device = torch.device(device)
+        self._ranks = dist.get_process_group_ranks(self.group)
+
+    def gather(self, rows: np.ndarray | torch.Tensor) -> np.ndarray:
+        # Rows travel as integers: every backend carries these unchanged.
+        if isinstance(rows, torch.Tensor):
+            words, dtype = rows[0].to(self._device), np.dtype(np.int64)
+        else:
+            words, dtype = to_device(np.ascontiguousarray(rows[0]).view(np.int64), self._device), rows.dtype
+        everyone = [torch.empty_like(words) for _ in range(self.size)]
+        dist.all_gather(everyone, words, group=self.group)
+        return Fetched(torch.stack(everyone)).wait().view(dtype)
+
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> Handle:
+        return self._exchange(tensors, partial(dist.all_reduce, group=self.group, async_op=True))
+
+    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int) -> Handle:
+        return self._exchange(
+            tensors, partial(dist.broadcast, src=self._ranks[source], group=self.group, async_op=True)
+        )
+
+    def _exchange(self, tensors: Sequence[torch.Tensor], begin: Callable[[torch.Tensor], dist.Work]) -> Handle:
+        [tensor] = tensors
+        if tensor.device.type == self._device.type:
+            return Handle(begin(tensor).wait)
+        if self._device.type == "cuda":
+            return Handle(self._beside(tensor, begin))
+        there = tensor.to(self._device)
+        work = begin(there)
+
+        def end() -> None:
+            work.wait()
+            tensor.copy_(there)
+
+        return Handle(end)
+
+    def _beside(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], dist.Work]) -> Callable[[], object]:
+        """Let ``begin`` exchange ``tensor``, in host memory, on the CUDA device. Returns a function that waits for it."""
+        there = upload(tensor, self._device)
+        work = begin(there)
+        with aside(self._device):  # so that what is computed does not wait for the others
+            work.wait()
+            used_here((there,))
+            back = Fetched(_bytes(there))
+
+        def end() -> None:
+            _bytes(tensor).copy_(torch.from_numpy(back.wait()))
+
+        return end
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+class LocalPeers(Peers):
+    """N replicas in this process. Sums go from the first to the last; of two they equal those of :class:`RankPeers`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.local = range(size)
+
+    def gather(self, rows: np.ndarray | torch.Tensor) -> np.ndarray:
+        assert len(rows) == self.size
+        return (Fetched(rows).wait() if isinstance(rows, torch.Tensor) else rows).copy()
+
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> Handle:
+        total = tensors[0].clone()
+        for tensor in tensors[1:]:
+            total += tensor
+        for tensor in tensors:
+            tensor.copy_(total)
+        return Handle()
+
+    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int) -> Handle:
+        for number, tensor in enumerate(tensors):
+            if number != source:
+                tensor.copy_(tensors[source])
+        return Handle()
