@@ -78,7 +78,7 @@ class Section:
         self, name: str, about: str, *cells: str | Condition, when: Callable[[Any], object] = lambda config: True
     ) -> None:
         self.name, self.about, self.when = name, about, when
-        self.rows = tuple(map(_row, cells[::2], cells[1::2]))
+        self.rows = tuple(_row(text, applies) for text, applies in zip(cells[::2], cells[1::2], strict=True))
 
 
 def _row(text: Any, when: Any) -> Refusal:
