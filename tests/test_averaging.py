@@ -303,7 +303,7 @@ def test_the_gain_of_a_predictor_that_does_not_know_what_is_lost():
     assert predictor_gain(flags(**late)) == 1
     assert predictor_gain(flags(**late, transport="udp")) == 1 / 3
     assert predictor_gain(flags(**late, sync_subset="bernoulli", p_sync=0.2)) == pytest.approx(1 / 1.5)
-    assert make_rule(flags(**late, delay_correction="mixing:0.7"), start(), None).gain == 0.7
+    assert make_rule(flags(**late | {"delay_correction": "smith:0.7"}), start(), None).gain == 0.7
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

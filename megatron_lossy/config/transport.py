@@ -177,7 +177,7 @@ class TransportFlags(Flags):
 
     @property
     def udp_cipher(self) -> str:
-        """How datagrams are encrypted and authenticated."""
+        """The cipher of datagrams, "aes-128-gcm" or "none"."""
         return "none" if self.udp_key_file == "none" else "aes-128-gcm"
 
     @property
