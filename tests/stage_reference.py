@@ -83,7 +83,7 @@ def _weights(module) -> dict[str, np.ndarray]:
     return {name: p.detach().float().numpy().copy() for name, p in named}
 
 
-def reference(rank: int, config: dict, first: Sequence[dict], ranks: int = 1) -> dict:
+def reference(rank: int, config: dict, first: Sequence[dict], stashing: bool = True, ranks: int = 1) -> dict:
     """``weights`` and ``norms`` of every stage, and ``losses``, as :func:`observed_run` of real ranks should find them.
 
     ``first``: the weights of each stage at the start. ``ranks``: data-parallel. The learning rate is constant.
@@ -105,7 +105,7 @@ def reference(rank: int, config: dict, first: Sequence[dict], ranks: int = 1) ->
         data, _ = build_datasets(whole, tokenizer)
         models = [_stage(piece, tokenizer.vocab_size, s == 0, s == stages - 1) for s in range(stages)]
         batches = [RankBatches(data, whole, 0, rank, ranks) for rank in range(ranks)]
-        return _pipedream(whole, models, first, batches)
+        return _pipedream(whole, models, first, batches, stashing)
 
 
 def _stage(config, vocab_size, first, last):
@@ -129,7 +129,7 @@ def _stage(config, vocab_size, first, last):
     return model.bfloat16() if config.bf16 else model
 
 
-def _pipedream(config, models, first, batches) -> dict:
+def _pipedream(config, models, first, batches, stashing) -> dict:
     stages, dtype = len(models), torch.bfloat16 if config.bf16 else torch.float32
     main = [
         [torch.from_numpy(weights[name]).clone() for name, _ in m.named_parameters()]
@@ -170,7 +170,7 @@ def _pipedream(config, models, first, batches) -> dict:
                 loss = loss / batch["loss_mask"].sum() / (micro_batches * len(batches))
             gradient = None
             for s in reversed(range(stages)):
-                load(s, old[s])
+                load(s, old[s] if stashing else history[s][-1])
                 last = s == stages - 1
                 torch.autograd.backward(loss if last else outputs[s], None if last else gradient)
                 gradient = inputs[s - 1].grad if s else None

@@ -81,7 +81,7 @@ def test_ranks_compute_what_the_definition_says(data, stages, ranks, settings, l
     config = COMPARED | data | {"pipeline_model_parallel_size": stages} | settings
     seen = run_ranks(observed_run, stages * ranks, config, ASYNC | loss)[::ranks]
     first = [one["weights"][0] for one in seen]
-    [expected] = run_ranks(reference, 1, config, first, ranks)
+    [expected] = run_ranks(reference, 1, config, first, True, ranks)
     norms = np.array([one["norms"] for one in seen])
     np.testing.assert_allclose(norms, expected["norms"], rtol=1e-4)
     assert (norms > config["clip_grad"]).any()
