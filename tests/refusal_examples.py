@@ -15,7 +15,6 @@ FIRST = PACKETS | {"grad_priority": "packet-mean"}
 FEEDBACK = UDP | {"grad_recovery": "error-feedback"}
 ISLANDS = {"islands": 2, "sync_method": "parameters"}
 CHURN = {"island_schedule": "events"}
-RECORDED = {"island_schedule": "."}  # any folder
 APART = ISLANDS | {"rendezvous": "host", "island": 1}
 OUTER = {"islands": 2, "sync_method": "diloco"}
 EMA = ISLANDS | {"delay_correction": "ema"}
@@ -143,18 +142,7 @@ ISLAND = [
     (ISLANDS, FULL, "--islands 2: each shards its optimizer; needs --use-distributed-optimizer"),
     (ISLANDS, {"workers": 3}, "--islands 2: must divide the 3 data-parallel ranks"),
     (ISLANDS | {"island_speeds": (1.0, 2.0)}, {"virtual": False}, "--island-speeds 1.0 2.0: needs --virtual-workers"),
-    (
-        ISLANDS | CHURN,
-        {"flushes": True},
-        "--island-schedule events: needs a training loop that can sit iterations out",
-    ),
-    (
-        ISLANDS | CHURN | ASYNC,
-        {"virtual": False},
-        "--island-schedule events: cannot go with --async-pipeline of real ranks",
-    ),
-    (ISLANDS | RECORDED, {"virtual": False}, "--island-schedule .: is the log of a run"),
-    (ISLANDS | RECORDED | {"delivery_log": "log"}, {}, "--delivery-log log: cannot go with the log of a run"),
+    (ISLANDS | CHURN, {"virtual": False}, "--island-schedule events: is for islands in one process"),
     (
         ISLANDS | CHURN | {"island_speeds": (1.0, 2.0)},
         {},
@@ -177,7 +165,6 @@ ISLAND = [
         {},
         "--rendezvous host: cannot go with --async-pipeline",
     ),
-    (APART | CHURN, {}, "--island-schedule events: is for islands of one launch"),
     (APART | {"island_speeds": (1.0, 2.0)}, {}, "--island-speeds 1.0 2.0: cannot go with --rendezvous"),
     (
         ISLANDS | CHURN | PACKETS | {"delivery_log": "log", "p_sync": 0.1},

@@ -21,7 +21,7 @@ from megatron_lossy.lab.theory.islands import STREAM, deviation, rounds_of, simu
 from megatron_lossy.mechanisms.islands.advice import advice
 from megatron_lossy.mechanisms.islands.correction import Mixing, SmithPredictor, predictor_gain, stability_bound
 from megatron_lossy.mechanisms.islands.mean import InMemory
-from megatron_lossy.mechanisms.islands.methods import make_rule
+from megatron_lossy.mechanisms.islands.shard import make_rule
 from megatron_lossy.mechanisms.islands.subset import Subset
 from megatron_lossy.mechanisms.islands.virtual import _squares as squares_of
 

@@ -1,9 +1,6 @@
-"""Exchanges between islands in whole numbers of 8 bits: against plain NumPy, between threads, and what owners keep of rounded means."""
+"""Exchanges between islands in whole numbers of 8 bits: against plain NumPy, and what owners keep of rounded means."""
 
 from __future__ import annotations
-
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,17 +8,12 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.theory.islands import STREAM, Row, rounds_of, simulate
-from megatron_lossy.mechanisms.islands.between_ranks import BetweenRanks
-from megatron_lossy.mechanisms.islands.datagrams import IslandLink
 from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.shard import Shard
 from megatron_lossy.mechanisms.islands.subset import Subset
-from megatron_lossy.transport.udp.engine import Engine
-from megatron_lossy.transport.udp.process import settings_of
 from tests.reference import block_payload, block_scale, block_values
-from tests.test_islands_exchange import AtTable, Table
 
-pytestmark = pytest.mark.shows("islands in 8 bits: values, rests of means, apart as together")
+pytestmark = pytest.mark.shows("islands in 8 bits: values, rests of means")
 
 ISLANDS = {"islands": 3, "sync_method": "parameters", "sync_dtype": "int8", "wire_block": 32}
 
@@ -117,93 +109,6 @@ def test_what_was_not_averaged_leaves_the_rest_as_it_is():
     crossing.begin(1, torch.full((3, 96), torch.nan)).wait()
     after = crossing.rest.state_dict()
     assert all(torch.equal(after[island], row) and row.any() for island, row in before.items())
-
-
-CASES = {
-    "all at once": {},
-    "several under way": {"sync_delay": 5, "delay_correction": "smith"},
-    "few, late": {"sync_fraction": 0.3, "sync_delay": 2, "sync_block": 16},
-    "partition, lost": {
-        "sync_fraction": 0.3,
-        "sync_delay": 4,
-        "sync_subset": "partition",
-        "p_sync": 0.3,
-        "loss_unit": "packet",
-        "packet_bytes": 70,
-        "delay_correction": "smith",
-    },
-    "ema, bernoulli": {"sync_fraction": 0.4, "sync_delay": 3, "sync_subset": "bernoulli", "delay_correction": "ema"},
-}
-
-
-def apart(config, weights, steps, make_carriers, resume_at=None):
-    """``weights`` [M, size] after ``steps`` iterations of islands on a thread each. They are saved and go on at ``resume_at``."""
-
-    def island(number):
-        row, generator = weights[number : number + 1], torch.Generator().manual_seed(number)
-        subset = Subset(config, row.shape[1], 1, STREAM)
-        carriers = make_carriers(number)
-
-        def begin():
-            crossing = BetweenRanks(config, STREAM, number, carriers, None, lambda _: None)
-            return Shard(config, subset, [Row(row[0])], crossing, 100, row.device)
-
-        shard = begin()
-        for step in range(steps):
-            if step == resume_at:
-                state = shard.rounds.state_dict()
-                shard = begin()
-                shard.rounds.load_state_dict(state)
-            row += 0.1 * torch.randn(row.shape, generator=generator)
-            shard.exchange(step)
-        for flight in shard.rounds.flights:
-            flight.pending.wait()
-
-    with ThreadPoolExecutor(len(weights)) as pool:
-        list(pool.map(island, range(len(weights))))
-    return weights
-
-
-def together(config, weights, steps):
-    generators = [torch.Generator().manual_seed(number) for number in range(len(weights))]
-
-    def local(step, rows):
-        for row, generator in zip(rows, generators, strict=True):
-            row += 0.1 * torch.randn((1, len(row)), generator=generator)[0]
-
-    return simulate(config, weights, steps, local)
-
-
-def start():
-    return torch.randn(3, 400, generator=torch.Generator().manual_seed(7))
-
-
-@pytest.mark.parametrize("resume_at", [None, 7])
-@pytest.mark.parametrize("case", CASES)
-def test_islands_apart_are_those_of_one_process(case, resume_at):
-    """Bit for bit, although their exchanges are under way on several threads, and also if they are saved and go on."""
-    config = flags(**CASES[case])
-    tables = [Table(3) for _ in range(max(1, min(4, config.rounds_under_way)))]
-    found = apart(config, start(), 14, lambda number: [AtTable(table, number, 0, False) for table in tables], resume_at)
-    assert torch.equal(found, together(config, start(), 14))
-
-
-def test_islands_apart_over_udp():
-    """Bit for bit what islands of one process have, as long as the network loses nothing."""
-    config = flags(sync_fraction=0.5, sync_delay=1, packet_bytes=102, loss_unit="packet", transport="udp")
-    store, ready = torch.distributed.HashStore(), threading.Barrier(3)
-    most = Subset(config, 400, 1, STREAM).most
-
-    def carriers(number):
-        ready.wait(timeout=20)
-        link = IslandLink(
-            config, "codes", number, 3, store, most, 20.0, engine=Engine(settings_of(config), "127.0.0.1")
-        )
-        return [link]
-
-    found = apart(config, start(), 10, carriers)
-    alike = flags(sync_fraction=0.5, sync_delay=1, packet_bytes=102, loss_unit="packet")
-    assert torch.equal(found, together(alike, start(), 10))
 
 
 def test_bytes_of_an_exchange():

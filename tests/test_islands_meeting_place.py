@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron_lossy.base.exchange import Stream
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.mechanisms.islands.between_members import BetweenMembers
+from megatron_lossy.mechanisms.islands.carrying import Among
 from megatron_lossy.mechanisms.islands.elastic.meeting_place import NotMet, meet
 from megatron_lossy.mechanisms.islands.elastic.membership import Placed
-from megatron_lossy.mechanisms.islands.elastic.opening import Opening
+from megatron_lossy.mechanisms.islands.elastic.opening import Opener, Opening
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation, Member
+from megatron_lossy.mechanisms.islands.mean import InMemory
+from megatron_lossy.transport.udp.engine import Engine
+from megatron_lossy.transport.udp.process import settings_of
 
 pytestmark = pytest.mark.shows("islands that are launches of their own meet", device=False)
 
@@ -65,3 +74,41 @@ def test_an_epoch_that_nobody_can_open_has_failed():
     assert not opening.failed
     may_fail.set()
     assert opening.among(60.0) is None and opening.failed and not opening.usable
+
+
+@pytest.mark.parametrize("transport", ["torch", "udp"])
+@pytest.mark.parametrize("roles", [("send", "send", "send"), ("send", "listen", "send")], ids=" ".join)
+def test_members_of_an_epoch_get_the_mean_of_islands_in_one_process(place, roles, transport):
+    """To the bit, over gloo and datagrams; one of four islands is away."""
+    lost = {"p_sync": 0.3, "loss_unit": "packet", "packet_bytes": 64}
+    config = LossyConfig(islands=4, sync_method="parameters", transport=transport, **lost)
+    members = tuple(Member(slot, Incarnation(1), role) for slot, role in zip((0, 2, 3), roles, strict=True))
+    epoch, stream, sent = Epoch(members, 0), Stream("islands"), torch.randn(4, 101)
+    together = InMemory(config, stream, None)
+    together.among(epoch.senders, epoch.slots)
+    expected = together.begin(0, sent.clone()).wait()
+    placed = Placed(0, epoch, dict.fromkeys(epoch.slots, place), 1.0, 30.0)
+    engines = {slot: Engine(settings_of(config), "127.0.0.1") if transport == "udp" else None for slot in epoch.slots}
+    failed = []
+
+    def mean_of(slot):
+        opener = Opener(config, slot, 0, [sent.shape[1]], engines[slot], lambda *what: failed.append(what))
+        among = Among(epoch, slot, *opener(placed, lambda: False))
+        own = {"among": lambda: among, "breaks": lambda *what: failed.append(what), "loses": failed.append}
+        crossing = BetweenMembers(config, stream, slot, None, lambda delivery: None, shard=0, **own)
+        mean = crossing.begin(0, sent[slot : slot + 1].clone()).wait()
+        crossing.close()
+        return mean, among
+
+    with ThreadPoolExecutor(3) as pool:
+        found = dict(zip(epoch.slots, pool.map(mean_of, epoch.slots), strict=True))
+    assert not failed and not expected.arrived.all()
+    for slot, (mean, among) in found.items():
+        arrived = expected.arrived[slot]
+        assert arrived.any() and torch.equal(mean.arrived[0], arrived)
+        assert torch.equal(mean.values[arrived], expected.values[arrived])
+        among.close()
+        among.wait_closed()
+    for engine in engines.values():
+        if engine is not None:
+            engine.close(linger=0.0)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.mechanisms.islands.elastic import membership as module
 from megatron_lossy.mechanisms.islands.elastic.membership import Membership
-from megatron_lossy.mechanisms.islands.elastic.pace import Pace
-from megatron_lossy.mechanisms.islands.elastic.standing import Standing
+from megatron_lossy.mechanisms.islands.elastic.standing import Pace, Standing
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation
 
 pytestmark = pytest.mark.shows("islands that are launches of their own agree on who is there", device=False)
@@ -149,7 +148,7 @@ def test_nothing_changes_while_nobody_comes_or_goes(lighthouse):
     assert lighthouse.agree(0, 1, 2) and all(one.latest == 0 for one in lighthouse.running.values())
 
 
-def test_who_dies_is_left_out_from_a_common_exchange_on(lighthouse):
+def test_who_dies_is_left_out_and_listens_and_then_sends_once_it_is_back(lighthouse):
     all_begin(lighthouse)
     for _ in range(10):
         lighthouse.turn()
@@ -158,15 +157,6 @@ def test_who_dies_is_left_out_from_a_common_exchange_on(lighthouse):
         lighthouse.turn()
     assert lighthouse.agree(0, 2)
     assert all(one.latest == 1 for one in lighthouse.running.values())
-
-
-def test_who_comes_back_listens_and_then_sends(lighthouse):
-    all_begin(lighthouse)
-    for _ in range(10):
-        lighthouse.turn()
-    del lighthouse.running[1]
-    for _ in range(12):
-        lighthouse.turn()
     back = lighthouse.start(1)
     for _ in range(15):
         lighthouse.turn()

@@ -14,9 +14,7 @@ import torch
 
 from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.train.config import TrainConfig
-from megatron_lossy.mechanisms.islands.rewind import rewind
+from megatron_lossy.mechanisms.islands.ranks import rewind
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs, write_data
 
@@ -281,44 +279,6 @@ def test_losses_are_recorded_and_replayed(data, tmp_path):
         assert any(record.get("loss rate sync-gather") for record in records)
     verdict = verify(DeliveryLogFolder(Path(log)))
     assert verdict.problems == [] and verdict.rows
-
-
-@pytest.mark.parametrize(
-    ("settings", "loss", "line"),
-    [
-        ({"global_batch_size": 12}, {**TWO, "islands": 3}, "--islands 3: must divide the 4 data-parallel ranks"),
-        ({}, {**TWO, "island_speeds": (1.0, 2.0)}, "--island-speeds 1.0 2.0: needs --virtual-workers"),
-        (
-            {"pipeline_model_parallel_size": 2, "share_embeddings_and_output_weights": True},
-            TWO,
-            "--pipeline-model-parallel-size 2: two stages have a copy of the embedding",
-        ),
-        (
-            {"num_distributed_optimizer_instances": 2},
-            TWO,
-            "--num-distributed-optimizer-instances 2: several ranks of an island would send the same",
-        ),
-        (
-            {},
-            {**LATE, "sync_subset": "bernoulli", "transport": "udp"},
-            "--sync-subset bernoulli: cannot go with --transport udp",
-        ),
-        ({"tensor_model_parallel_size": 2}, {**LATE, "transport": "udp"}, "--transport udp: tensor-parallel ranks"),
-        (
-            {},
-            {**LATE, "p_sync": 0.1, "delivery_log": "log", "transport": "udp"},
-            "--delivery-log log: cannot go with --islands and --transport udp",
-        ),
-    ],
-)
-def test_flags_that_do_not_fit(settings, loss, line, monkeypatch):
-    from megatron_lossy.lab.train.loop import train
-
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0} | settings)
-    with pytest.raises(UsageError) as error:
-        train(config, LossyConfig(**loss))
-    assert str(error.value).startswith(line) and not torch.distributed.is_initialized()
 
 
 def load_apart(rank: int, first: tuple[dict, dict], then: tuple[dict, dict]) -> None:

@@ -18,7 +18,6 @@ from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.lab.train.facts import of_trainer
 from megatron_lossy.lab.train.saved import check_folders, in_folders_of_job
-from megatron_lossy.mechanisms.islands import Islands
 from megatron_lossy.transport.network import channel_of
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
@@ -262,47 +261,6 @@ def look_at_losses(rank: int, config: dict, loss: dict) -> None:
     assert [list(delivery.sources) for delivery in seen[0]] == [[0, 1], [2, 3]]
     lost = np.array([[~delivery.arrived for delivery in iteration] for iteration in seen])
     assert 0.05 < lost.mean() < 0.25 and (lost[:, 0] & lost[:, 1]).mean() < 0.7 * lost.mean()
-
-
-@pytest.mark.parametrize(
-    ("settings", "loss", "line"),
-    [
-        ({"virtual_workers": None}, {**ISLANDS, "islands": 3}, "--islands 3: must divide the 4 data-parallel ranks"),
-        ({"virtual_workers": None}, {**ISLANDS, "island_speeds": (1.0,) * 4}, "--island-speeds 1.0 1.0 1.0 1.0: needs"),
-        ({}, {**ISLANDS, "transport": "udp"}, "--transport udp: needs real ranks"),
-        ({"virtual_workers": 6}, ISLANDS, "--islands 4: must divide the 6 virtual workers"),
-        ({}, {**ISLANDS, "p_grad": 0.1}, "--islands 4: islands of one worker exchange no gradients and no parameters"),
-        (
-            {"train_iters": 60},
-            {**ISLANDS, "sync_fraction": 0.05, "sync_delay": 50, "delay_correction": "mixing:0.7"},
-            "--delay-correction mixing:0.7: diverges",
-        ),
-        (
-            {"train_iters": 3},
-            {**ISLANDS, "island_speeds": (20.0, 20.0, 20.0, 1.0)},
-            "--train-iters 3: leaves the slowest island without an iteration",
-        ),
-        ({"train_iters": 8}, {**ISLANDS, "sync_interval": 9}, "--sync-interval 9: must be at most 8"),
-        ({"train_iters": 8}, {**ISLANDS, "sync_interval": 2, "sync_delay": 7}, "--sync-delay 7: must be at most 6"),
-        (
-            {},
-            {"islands": 4, "sync_method": "eager-diloco", "sync_interval": 2, "sync_delay": 2, "p_sync": 0.1},
-            "--sync-method eager-diloco: cannot lose exchanges",
-        ),
-        (
-            {},
-            {**ISLANDS, "loss_model": ("bernoulli", "bernoulli", "trace", "trace"), "trace": "/nowhere"},
-            "--trace /nowhere",
-        ),
-    ],
-)
-def test_flags_that_do_not_fit(settings, loss, line):
-    with pytest.raises(UsageError) as error:
-        config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0} | settings)
-        lossy = LossyConfig(**loss)
-        check_refusals(lossy, of_trainer(config, 4))
-        Islands.check(lossy, config.train_iters)
-    assert str(error.value).startswith(line)
 
 
 def test_where_an_island_finds_its_checkpoint(tmp_path):

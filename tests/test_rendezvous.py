@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.mechanisms.islands.rendezvous import Rendezvous, Unreachable, Watch
 from megatron_lossy.mechanisms.islands.rendezvous import lighthouse as module
-from megatron_lossy.mechanisms.islands.rendezvous.lighthouse import JOIN, Lighthouse, addresses_of
+from megatron_lossy.mechanisms.islands.rendezvous.lighthouse import JOIN, Lighthouse, Unreachable, addresses_of
+from megatron_lossy.mechanisms.islands.rendezvous.watch import Watch
 from tests.lighthouse import TIMEOUT
 from tests.programs import run_program
 
@@ -237,7 +237,7 @@ def test_a_connection_is_given_up_if_signs_of_life_are_late_twice_in_a_row(monke
     assert made == ([2] * (len(made) - 1) + made[-1:] if late == "always" else [sum(made)])
 
 
-class Silent(Rendezvous):
+class Silent:
     timeout = 1.0
 
     def __init__(self):

@@ -230,20 +230,8 @@ class Run(RunWeights):
             iteration = one.catch_up(iteration)
         return iteration
 
-    def come_and_go(self) -> bool:
-        """An iteration is about to begin, and jobs may come and go. Returns whether this one makes the iteration.
-
-        If not, :meth:`sit_out` follows. A collective call of all jobs.
-        """
-        makes = True
-        for one in self.parts:
-            makes = one.come_and_go() and makes
-        return makes
-
-    def sit_out(self) -> None:
-        """End an iteration that other jobs make, and this one does not."""
-        self.end_iteration()
-        self.finish_iteration(False, all_reduced=True)
+    def come_and_go(self) -> None:
+        """Let jobs of this process come and go: an iteration is about to begin."""
 
     def skip_iteration(self) -> None:
         """Count an iteration that passed without a step of the optimizer, with gradients or without."""

@@ -300,10 +300,6 @@ class Part:
         """See :meth:`Run.catch_up`. Replicas are equal if it is a later one."""
         return iteration
 
-    def come_and_go(self) -> bool:
-        """See :meth:`Run.come_and_go`."""
-        return True
-
     def training_patches(self) -> list[Patch]:
         """Patches that it needs in megatron.training."""
         return []

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from ...config import LossyConfig
-from ...mechanisms.islands.churn import Churn
 from ...mechanisms.islands.mean import InMemory
 from ...mechanisms.islands.member_rounds import MemberRounds
 from ...mechanisms.islands.rounds import Rounds
 from ...mechanisms.islands.shard import Shard
 from ...mechanisms.islands.subset import Subset
+from ...mechanisms.islands.virtual_churn import Churn
 from .islands import STREAM, Row
 
 Act = Callable[[int, torch.Tensor, list[int]], object]

@@ -28,7 +28,7 @@ def begin_mean_loss(
     """Begin to add up losses. Returns a function that waits for the loss per token over all ranks.
 
     Both are collective calls. ``sums``: on ranks of the last pipeline stage, (sum of losses, tokens) of each rank of
-    this process; of a job that sits out nothing. ``of_jobs``: adds them up over jobs; without it they cover this rank's
+    this process. ``of_jobs``: adds them up over jobs; without it they cover this rank's
     job. ``late``: the function may be called an iteration later; then no stage waits in it for another.
     """
     last_stage = parallel_state.is_pipeline_last_stage()
@@ -57,7 +57,6 @@ def evaluate(
     dataset: Any,
     number: int,
     lossy: Run,
-    trains: bool = True,
 ) -> dict[str, float]:
     """The loss of evaluation ``number`` (from 0) by its weights: "replica", "owner", "consensus" (of jobs).
 
@@ -65,8 +64,7 @@ def evaluate(
     not meet, it is that of the owners in the place of their consensus.
 
     Evaluation ``number`` has its own batches, which depend on nothing else, and uses no random state, so that
-    evaluating does not disturb training. ``trains``: whether this job makes iterations; else its replicas do not count.
-    Collective over all ranks.
+    evaluating does not disturb training. Collective over all ranks.
     """
     samples, weights = config.eval_iters * config.global_batch_size, lossy.config.eval_weights
 
@@ -76,7 +74,7 @@ def evaluate(
     losses = {}
     if weights in ("replica", "both"):
         with evaluating(model_chunks):
-            sums = workers.run(batches(), samples, forward_only=True) if trains else []
+            sums = workers.run(batches(), samples, forward_only=True)
         losses["replica"] = mean_loss(config, sums, lossy.total)
     whose = ("consensus" if lossy.config.jobs().several else "owner") if weights == "both" else weights
     if whose != "replica":

@@ -155,25 +155,17 @@ class _Run:
         """Iterate to the end (true), or until somebody stops the run (false). Raises :class:`Diverged`."""
         config, progress = self.config, self.progress
         outcomes: deque[Callable[[], tuple[float, float, bool, int]]] = deque()
-        trains, grad_norm = True, 0.0
+        grad_norm = 0.0
         while progress.iteration < self.iterations:
             now = min(self.lossy.catch_up(progress.iteration), self.iterations - 1)  # the last one evaluates, and saves
             if now > progress.iteration:
                 batches = self._go_on_at(now)
-            trained, trains = trains, self.lossy.come_and_go()
-            if trained != trains:
-                job = self.lossy.config.jobs().name
-                self.console.note(
-                    f"  this {job} {'is back' if trains else 'is away'} at iteration {progress.iteration:7d}"
-                )
+            self.lossy.come_and_go()
             started = time.perf_counter()
             stop, diverged = 0, None
-            if trains:
-                outcomes.append(self._step(batches))
-                if not self.hooked:
-                    self._gather_in_forward(True)
-            else:
-                stop = self._sit_out(batches)
+            outcomes.append(self._step(batches))
+            if not self.hooked:
+                self._gather_in_forward(True)
             progress.advance(self.workers.samples(progress.iteration))
             last = progress.iteration == self.iterations
             log, evaluate, save, leave = self._due(last)
@@ -183,7 +175,7 @@ class _Run:
                 stop = stop or stopped
                 if diverged is None and not math.isfinite(loss):
                     diverged = f"the loss of iteration {progress.iteration - len(outcomes)} is {loss}"
-            progress.window_seconds += time.perf_counter() - started if trains else 0.0
+            progress.window_seconds += time.perf_counter() - started
             if self.sharpness.due(progress.iteration) and not diverged:
                 self.sharpness.measure(progress.consumed_samples)
             if (log and progress.window_iterations) or diverged:
@@ -191,7 +183,7 @@ class _Run:
             if diverged:
                 raise Diverged(diverged)
             if evaluate:
-                self._evaluate(trains)
+                self._evaluate()
             leave = leave or bool(stop)
             if config.save and (leave or save):
                 self._save(goes_on=not (leave or last))
@@ -250,17 +242,6 @@ class _Run:
 
         return finish
 
-    def _sit_out(self, batches: list[RankBatches]) -> int:
-        """Let other jobs make an iteration without this one. Returns a signal or 0."""
-        if self.hooked:
-            self._gather_in_forward(False)
-        for batch in batches:
-            batch.skip(self.config.global_batch_size)
-        stopped = self.stop.begin()()
-        self.lossy.sit_out()
-        self.workers.scheduler.step(increment=self.config.global_batch_size)
-        return stopped
-
     def _gather_in_forward(self, on: bool, sync: bool = True) -> None:
         """Turn the forward hooks of ``--overlap-param-gather`` on or off. Off gathers what is due, if ``sync``."""
         if not self.config.gathers_in_forward:
@@ -291,13 +272,12 @@ class _Run:
         self.console.train(record, self.iterations, self.config.global_batch_size)
         self.writers.write(record)
 
-    def _evaluate(self, trains: bool) -> None:
-        """``trains``: whether this job made the iteration."""
+    def _evaluate(self) -> None:
         config, iteration = self.config, self.progress.iteration
         if self.hooked:
             self._gather_in_forward(False)
         number = -(-iteration // config.eval_interval) - 1
-        losses = evaluate(config, self.workers, self.model, self.valid_data, number, self.lossy, trains)
+        losses = evaluate(config, self.workers, self.model, self.valid_data, number, self.lossy)
         for whose, loss in losses.items():
             record = {
                 "kind": "valid",

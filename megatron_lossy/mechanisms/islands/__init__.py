@@ -42,14 +42,9 @@ class Islands(Mechanism):
 
             check_between(config, train_iters)
         if config.averages and config.island_schedule is not None:
-            if config.replays_islands:
-                from .recorded import read_recorded
+            from .schedule import read_schedule
 
-                read_recorded(config.island_schedule, config)
-            else:
-                from .schedule import read_schedule
-
-                read_schedule(config.island_schedule, config.islands, train_iters)
+            read_schedule(config.island_schedule, config.islands, train_iters)
 
     @classmethod
     def advice(cls, config: LossyConfig, iterations: int | None) -> list[str]:
@@ -74,7 +69,7 @@ class Islands(Mechanism):
         if not config.averages:
             return None
         if config.rendezvous is not None:
-            from .elastic.world import ElasticWorld
+            from .world import ElasticWorld
 
             return ElasticWorld(config.islands, config.island or 0, seed)
         from .world import IslandWorld
@@ -87,17 +82,13 @@ class Islands(Mechanism):
             return None
         if config.rendezvous is not None:
             from .elastic.megatron_training import TrainingElasticIslands
-            from .elastic.world import ElasticWorld
+            from .world import ElasticWorld
 
             assert isinstance(world, ElasticWorld), world
             return TrainingElasticIslands(config, world)
         from .world import IslandWorld
 
         assert isinstance(world, IslandWorld), world
-        if config.island_schedule is not None:
-            from .scheduled import ScheduledIslands
-
-            return ScheduledIslands(config, world)
         from .megatron_training import TrainingIslands
 
         return TrainingIslands(config, world)
@@ -117,10 +108,6 @@ class Islands(Mechanism):
         if not config.averages:
             return None
         if config.island_schedule is not None:
-            if config.replays_islands:
-                from .virtual_replay import ReplayedIslands
-
-                return ReplayedIslands(config, workers, iterations, seed, gapless=True)
             from .virtual_churn import ChurningIslands
 
             return ChurningIslands(config, workers, iterations, seed, gapless=True)

@@ -5,34 +5,42 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...base.errors import first_line
 from .aside import Brought, Pieces
-from .between_ranks import BetweenRanks, Crossed, Keeping, Parties, Waiting
+from .between_ranks import BetweenRanks, Carrier, Crossed, Keeping, Parties, Waiting
 from .carrying import Among
-from .exchange_log import MEANS, PIECES, ExchangeLog
 from .mean import Mean
 from .places import Places
 
 
 class Lane:
-    """The exchange number ``exchange`` of a shard among the members of an epoch. ``observes``: as that of its carrier."""
+    """The exchange number ``exchange`` of a shard among the members of an epoch; ``None``: nothing is carried.
 
-    def __init__(self, among: Among, shard: int, turn: int, observes: bool, exchange: int) -> None:
+    ``observes``: as that of its carrier.
+    """
+
+    def __init__(
+        self, among: Among | None, shard: int = 0, turn: int = 0, exchange: int = -1, observes: bool = False
+    ) -> None:
         self.among, self._shard, self._turn = among, shard, turn
         self.observes, self.exchange = observes, exchange
 
+    def _carrier(self) -> Carrier:
+        assert self.among is not None, self.exchange
+        return self.among.lane(self._shard, self._turn)
+
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         """See :class:`.Carrier`. Raises :class:`RuntimeError`: the epoch is closed."""
-        return self.among.lane(self._shard, self._turn).scatter(pieces)
+        return self._carrier().scatter(pieces)
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         """See :class:`.Carrier`. Raises :class:`RuntimeError`: the epoch is closed."""
-        return self.among.lane(self._shard, self._turn).gather(own)
+        return self._carrier().gather(own)
 
     def do_without(self, place: int) -> None:
         """All lanes of the epoch do."""
@@ -41,24 +49,14 @@ class Lane:
         """The epoch is closed, not one lane of it."""
 
 
-class Nowhere(Lane):
-    """Carries nothing: this island is in no epoch that it can exchange in."""
-
-    def __init__(self, exchange: int = -1) -> None:
-        self.observes, self.exchange = False, exchange
-
-
 class BetweenMembers(BetweenRanks):
     """``shard``: the number of this vector on its rank.
 
     ``among()``: the epoch of the exchange that begins; ``None``: everything of it is lost. ``breaks``: is called on a thread with an
     epoch that nothing can be exchanged in any more, why, and the seconds that were waited. ``loses``: with the number of an exchange of
-    which nothing arrives from others. ``log``: is told what arrives. ``agrees``: on all ranks that have copies of the same parameters, a
-    collective call of theirs, whether all have the same number.
+    which nothing arrives from others. ``agrees``: on all ranks that have copies of the same parameters, a collective call of theirs,
+    whether all have the same number.
     """
-
-    #: Errors of carriers that mean that nothing arrives.
-    broken_by: ClassVar[tuple[type[Exception], ...]] = (RuntimeError, torch.distributed.DistError)
 
     def __init__(
         self,
@@ -67,13 +65,12 @@ class BetweenMembers(BetweenRanks):
         among: Callable[[], Among | None],
         breaks: Callable[[Among, str, float], None],
         loses: Callable[[int], None],
-        log: ExchangeLog | None = None,
         agrees: Callable[[int], bool] | None = None,
     ) -> None:
         config, stream, island, steps, told = arguments
-        super().__init__(config, stream, island, [Nowhere()] * config.lanes, steps, told)
+        super().__init__(config, stream, island, [Lane(None)] * config.lanes, steps, told)
         self._shard, self._now, self._breaks, self._loses = shard, among, breaks, loses
-        self._log, self._agrees = log, agrees
+        self._agrees = agrees
         self._gone: set[int] = set()  # exchanges of which nothing has arrived here, and that are not used yet
 
     def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Waiting:
@@ -93,32 +90,15 @@ class BetweenMembers(BetweenRanks):
         assert self._agrees is not None
         made = among is not None and exchange not in self._gone
         self._gone.discard(exchange)
-        agreed = self._agrees(among.epoch.number if made and among is not None else -1)
-        if made and not agreed and self._log is not None:
-            self._log.lost(exchange, self._shard)
-        return agreed
+        return self._agrees(among.epoch.number if made and among is not None else -1)
 
     def _parties(self, turn: int) -> Parties:
         among, exchange = self._now(), self._begun - 1
-        nowhere = among is None or among.broken
-        if self._log is not None:
-            made = (exchange + 1) * self._config.sync_interval
-            senders = None if among is None or nowhere else among.senders
-            self._log.begins(exchange, made, self._shard, among is not None, senders)
-        if among is None or nowhere:
-            return Parties([self._island], 0, Nowhere(exchange))
+        if among is None or among.broken:
+            return Parties([self._island], 0, Lane(None, exchange=exchange))
         among.begin()
-        lane = Lane(among, self._shard, turn, self._observes, exchange)
+        lane = Lane(among, self._shard, turn, exchange, self._config.transport == "udp")
         return Parties(among.senders, among.place, lane)
-
-    @property
-    def _observes(self) -> bool:
-        return self._config.transport == "udp"
-
-    def _note(self, parties: Parties, phase: int, arrived: np.ndarray) -> None:
-        lane = parties.carrier
-        if self._log is not None and isinstance(lane, Lane) and (phase or parties.place is not None):
-            self._log.arrived(lane.exchange, self._shard, (PIECES, MEANS)[phase], arrived)
 
     def _cross(
         self,
@@ -129,9 +109,9 @@ class BetweenMembers(BetweenRanks):
         device: torch.device,
     ) -> Crossed:
         lane = parties.carrier
-        if isinstance(lane, Nowhere):
-            return self._lost(parties, pieces, device)
         assert isinstance(lane, Lane), lane
+        if lane.among is None:
+            return self._lost(parties, pieces, device)
         began = time.monotonic()
         try:
             crossed = super()._cross(parties, pieces, drawn, keeping, device)
@@ -140,9 +120,7 @@ class BetweenMembers(BetweenRanks):
             elif len(lane.among.epoch.slots) > 1:
                 lane.among.met = True
             return crossed
-        except self.broken_by as error:  # a member is gone, or silent
-            if self._log is not None:
-                self._log.lost(lane.exchange, self._shard)
+        except (RuntimeError, torch.distributed.DistError) as error:  # a member is gone, or silent
             self._breaks(lane.among, first_line(error), time.monotonic() - began)
             return self._lost(parties, pieces, device)
         finally:

@@ -247,7 +247,6 @@ class BetweenRanks:
         received, arrived = parties.carrier.scatter(sent)
         rows = self._heard(received, units, drawn[0], arrived)
         reduced = _complete(rows, units, drawn[0], arrived)
-        self._note(parties, 0, reduced)
         here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
         exact = mean_of(rows[:, None], here)[0]
         sent, mean = self._message(parties, exact, units, reduced.any(axis=0), keeping)
@@ -255,7 +254,6 @@ class BetweenRanks:
         gathered, arrived = parties.carrier.gather(sent)
         values = self._heard(gathered, units, drawn[1], arrived)
         complete = _complete(values, units, drawn[1], arrived)
-        self._note(parties, 1, complete)
         lossless = complete.all() and drawn[0] is None and drawn[1] is None
         with aside(device):
             # As units, and without the zeros that are owed to others: the device makes elements of them.
@@ -266,9 +264,6 @@ class BetweenRanks:
                 owed = owed_to([parties.place], rest, len(parties.senders))
             mine = Mean(copies.upload(values.reshape(-1), device), back, owed)
         return Crossed(mine, Brought(device), [reduced, complete])
-
-    def _note(self, parties: Parties, phase: int, arrived: np.ndarray) -> None:
-        """On a thread: bool[senders, units] of the pieces (``phase`` 0) or the means (1) have arrived, and are about to be used."""
 
     def _message(
         self, parties: Parties, exact: torch.Tensor, units: BucketUnits, averaged: np.ndarray, keeping: Keeping

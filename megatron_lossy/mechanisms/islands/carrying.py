@@ -1,8 +1,8 @@
 """Carries the exchanges of one epoch, among its members' ranks of one number: over gloo, or as datagrams.
 
-Islands of a schedule open it together (:mod:`.scheduled`), and those that are launches of their own on a thread, while training goes on
-(:mod:`.elastic.opening`). There a member that dies, or stands still for longer than the patience, breaks it over gloo: what is under way
-is lost whole, and so is the rest of the epoch. Of datagrams only those from and to that member are lost.
+It is opened on a thread, while training goes on (:mod:`.elastic.opening`). A member that dies, or stands still for longer than the patience,
+breaks it over gloo: what is under way is lost whole, and so is the rest of the epoch. Of datagrams only those from and to that member
+are lost.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...config import LossyConfig
 from .between_ranks import Carrier
 from .epochs import Epoch
 from .world import Meeting
 
 Total = Callable[[torch.Tensor], torch.Tensor]
-Loses = Callable[[int, str, float, bool], None]
 
 #: The most seconds that an end waits for messages that others still ask for.
 LINGER = 10.0
@@ -175,7 +172,7 @@ class Among:
     def _clear(self) -> None:
         lanes, self._lanes, self.total = [lane for of_shard in self._lanes for lane in of_shard], [], None
         if lanes:  # which may wait until what was sent has left
-            self._closing = threading.Thread(target=_close_all, args=[lanes], name="megatron-lossy-epoch", daemon=True)
+            self._closing = threading.Thread(target=close_all, args=[lanes], name="megatron-lossy-epoch", daemon=True)
             self._closing.start()
 
     def wait_closed(self) -> None:
@@ -184,7 +181,8 @@ class Among:
             self._closing.join(LINGER)
 
 
-def _close_all(lanes: list[Carrier]) -> None:
+def close_all(lanes: list[Carrier]) -> None:
+    """Close ``lanes``, and keep none of them."""
     while lanes:
         lanes.pop().close()
 
@@ -213,62 +211,3 @@ class Links:
     def rates(self) -> dict[int, dict[str, float]]:
         """The rates towards every other island, of the latest epoch that it was in."""
         return {slots[place]: rate for link, slots in list(self._links) for place, rate in link.rates().items()}
-
-
-class Lanes:
-    """Carriers for exchanges of the island ``slot`` in one epoch after another. ``most``: by shard, the most elements of an exchange.
-
-    ``engine``: of datagrams, if they carry exchanges; default that of the flags.
-    """
-
-    def __init__(self, config: LossyConfig, slot: int, most: Sequence[int], engine: Any = None) -> None:
-        self._config, self._slot, self._most, self._engine = config, slot, most, engine
-        #: All datagrams so far.
-        self.links = Links(slot)
-
-    def open(self, epoch: Epoch, store: Any, patience: float, loses: Loses | None = None) -> list[list[Carrier]]:
-        """The lanes of an :class:`Among`. A collective call of the members of ``epoch``, whose ``store`` is theirs alone.
-
-        ``patience``: seconds to wait for each other, now and later. ``loses``: a member of which no datagram comes breaks no epoch; it is
-        called on a thread with the slot, why, the seconds that were waited, and whether it has left by itself.
-        """
-        lanes: list[list[Carrier]] = []
-        try:
-            for shard in range(len(self._most)):
-                lanes.append([])
-                for lane in range(self._config.lanes):
-                    lanes[-1].append(self._carrier(epoch, store, patience, loses, shard, lane))
-        except BaseException:  # a member has died meanwhile, for example
-            _close_all([lane for of_shard in lanes for lane in of_shard])
-            raise
-        return lanes
-
-    def alone(self) -> list[list[Carrier]]:
-        """The lanes of who is the only member."""
-        return [[Alone() for _ in range(self._config.lanes)] for _ in self._most]
-
-    def _carrier(
-        self, epoch: Epoch, store: Any, patience: float, loses: Loses | None, shard: int, lane: int
-    ) -> Carrier:
-        slots, name = epoch.slots, f"{shard}/{lane}"
-        own, place = torch.distributed.PrefixStore(name, store), slots.index(self._slot)
-        senders = [slots.index(slot) for slot in epoch.senders]
-        if self._config.transport != "udp":
-            return Collectives(Meeting(own, place, len(slots), timedelta(seconds=patience)), senders)
-        from .datagrams import IslandLink  # which starts a thread
-
-        link = IslandLink(
-            self._config,
-            name,
-            place,
-            len(slots),
-            own,
-            self._most[shard],
-            patience,
-            senders=senders,
-            called=slots,
-            engine=self._engine,
-            loses=None if loses is None else lambda place, *more: loses(slots[place], *more),
-        )
-        self.links.add(link, slots)
-        return link

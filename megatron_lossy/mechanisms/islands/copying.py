@@ -1,6 +1,7 @@
 """Copies of the state of a rank, from a sender to who comes back: main weights, moments and step counts as of one exchange.
 
-They cross over TCP beside the exchanges, in parts, each tensor with a digest. They are never drawn as lost.
+They cross over TCP beside the exchanges, in parts, each tensor with a digest. They are never drawn as lost. Learning rates and weight
+decay are not copied: they follow the run.
 """
 
 from __future__ import annotations
@@ -8,16 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from ...base.errors import first_line
 from ...base.fetch import Fetched
 from .epochs import Incarnation
+from .rounds import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,8 @@ PART = 2**20
 _DIGEST_BYTES = 16
 #: The places in a pair of who is asked, and of who asks.
 SOURCE, ASKER = 0, 1
+#: Step counts that some optimizers keep in their groups, and others beside the moments.
+_STEP = "step"
 
 
 class Request(NamedTuple):
@@ -64,33 +68,26 @@ class Damaged(RuntimeError):
     """A tensor is not what was sent."""
 
 
-class Pair(Protocol):
-    """Two ranks, in order and without loss. ``data`` uint8[n], n at most :data:`PART`."""
-
-    def send(self, data: torch.Tensor) -> None:
-        """Send ``data``. Raises :class:`RuntimeError` if the other is gone."""
-
-    def receive(self, data: torch.Tensor) -> None:
-        """Receive into ``data``. Raises :class:`RuntimeError` if the other is gone."""
-
-
 class GlooPair:
-    """The rank in ``place`` of two, over gloo; they meet at ``store``. ``patience``: for the other, and for each part."""
+    """The rank in ``place`` of two, over gloo; they meet at ``store``. ``patience``: for the other, and for each part.
+
+    Data is uint8[n], n at most :data:`PART`. Raises :class:`RuntimeError` if the other is gone.
+    """
 
     def __init__(self, store: Any, place: int, patience: timedelta) -> None:
         self._group = torch.distributed.ProcessGroupGloo(store, place, 2, patience)
         self._other = 1 - place
 
     def send(self, data: torch.Tensor) -> None:
-        """See :class:`Pair`."""
+        """Send ``data``."""
         self._group.send([data], self._other, 0).wait()
 
     def receive(self, data: torch.Tensor) -> None:
-        """See :class:`Pair`."""
+        """Receive into ``data``."""
         self._group.recv([data], self._other, 0).wait()
 
 
-def send_copy(pair: Pair, values: dict[str, Held | float], made: int) -> str:
+def send_copy(pair: GlooPair, values: dict[str, Held | float], made: int) -> str:
     """Send ``values``, of a rank of a run that has made ``made`` iterations. Returns their digest."""
     items: list[dict[str, Any]] = []
     for name, value in values.items():
@@ -105,7 +102,7 @@ def send_copy(pair: Pair, values: dict[str, Held | float], made: int) -> str:
     return _digest(header)
 
 
-def receive_copy(pair: Pair) -> Copy:
+def receive_copy(pair: GlooPair) -> Copy:
     """The values that :func:`send_copy` sends. Raises :class:`Damaged`, and :class:`RuntimeError` if the other is gone."""
     length = torch.zeros(1, dtype=torch.int64)
     _receive(pair, _bytes(length))
@@ -131,12 +128,12 @@ def _bytes(value: torch.Tensor) -> torch.Tensor:
     return value.view(-1).view(torch.uint8)
 
 
-def _send(pair: Pair, data: torch.Tensor) -> None:
+def _send(pair: GlooPair, data: torch.Tensor) -> None:
     for first in range(0, len(data), PART):
         pair.send(data[first : first + PART])
 
 
-def _receive(pair: Pair, data: torch.Tensor) -> None:
+def _receive(pair: GlooPair, data: torch.Tensor) -> None:
     for first in range(0, len(data), PART):
         pair.receive(data[first : first + PART])
 
@@ -148,12 +145,12 @@ def _digest(data: torch.Tensor) -> str:
 class Asking:
     """A copy that is on its way to this rank, on a thread. ``open``: meets the source."""
 
-    def __init__(self, open: Callable[[], Pair]) -> None:
+    def __init__(self, open: Callable[[], GlooPair]) -> None:
         self.copy: Copy | None = None
         self.why: str | None = None  # it failed
         self.thread = _begin(self._run, open)
 
-    def _run(self, open: Callable[[], Pair]) -> None:
+    def _run(self, open: Callable[[], GlooPair]) -> None:
         try:
             self.copy = receive_copy(open())
         except Exception as error:  # of torch's stores and groups, or damage
@@ -161,7 +158,7 @@ class Asking:
 
 
 def serve(
-    open: Callable[[], Pair], values: dict[str, Held | float], made: int, served: Callable[[str], None]
+    open: Callable[[], GlooPair], values: dict[str, Held | float], made: int, served: Callable[[str], None]
 ) -> threading.Thread:
     """:func:`send_copy` on a thread, which is returned. ``open``: meets who asked. ``served``: is called with the digest."""
 
@@ -178,3 +175,46 @@ def _begin(run: Callable[..., None], *arguments: Any) -> threading.Thread:
     thread = threading.Thread(target=run, args=arguments, name="megatron-lossy-copy", daemon=True)
     thread.start()
     return thread
+
+
+def held_state(vectors: Sequence[Weights], optimizers: Sequence[Any]) -> dict[str, Held | float]:
+    """The state as it is now. ``vectors``: main weights; ``optimizers``: torch's, in the same order."""
+    found: dict[str, Held | float] = {}
+    for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
+        found[f"{number}/weights"] = _held(vector.read(None))
+        state = optimizer.state_dict()
+        for index, kept in state["state"].items():
+            found |= {
+                f"{number}/state/{index}/{name}": _held(value) for name, value in kept.items() if value is not None
+            }
+        for index, group in enumerate(state["param_groups"]):
+            if _STEP in group:
+                found[f"{number}/groups/{index}/{_STEP}"] = _held(group[_STEP])
+    return found
+
+
+def put_state(
+    vectors: Sequence[Weights], optimizers: Sequence[Any], values: Mapping[str, torch.Tensor | float]
+) -> None:
+    """Put ``values``, a :func:`held_state`, in the place of the weights and of the optimizers' state."""
+    for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
+        weights = values[f"{number}/weights"]
+        assert isinstance(weights, torch.Tensor), number
+        with torch.no_grad():
+            vector.write(None, weights)
+        own = optimizer.state_dict()
+        state: dict[int, dict[str, Any]] = {}
+        for name, value in values.items():
+            of, *path = name.split("/")
+            if int(of) != number:
+                continue
+            if path[0] == "state":
+                state.setdefault(int(path[1]), {})[path[2]] = value
+            elif path[0] == "groups":
+                own["param_groups"][int(path[1])][path[2]] = value
+        # What is loaded is kept: it must not be what others have.
+        optimizer.load_state_dict({**own, "state": state})
+
+
+def _held(value: Any) -> Held | float:
+    return Held(value) if isinstance(value, torch.Tensor) else value

@@ -38,13 +38,10 @@ def line(
 
 
 class EpochLog(Observer):
-    """``folder``: of the delivery log. ``keeps``: all lines, if the run goes on from a checkpoint: others have gone on meanwhile.
+    """``folder``: of the delivery log. ``keeps``: all lines, if the run goes on from a checkpoint: others have gone on meanwhile."""
 
-    ``name``: of the file.
-    """
-
-    def __init__(self, folder: str, keeps: bool = False, name: str = EPOCHS) -> None:
-        self._path, self._keeps = Path(folder, name), keeps
+    def __init__(self, folder: str, keeps: bool = False) -> None:
+        self._path, self._keeps = Path(folder, EPOCHS), keeps
         self._ours = False
 
     def check(self) -> None:

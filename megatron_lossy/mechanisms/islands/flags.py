@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -102,9 +101,8 @@ class IslandFlags(Flags):
     island_schedule: str | None = flag(
         None,
         'file of islands that come and go, a line {"slot": 0, "at": 100, "event": "stop"} each; events are stop, freeze, cut '
-        "(off from the others), return and join, before iteration at; real ones follow it in python -m megatron_lossy.train; or the folder "
-        "of --delivery-log of islands that came and went by themselves, which islands in one process make again",
-        metavar="PATH",
+        "(off from the others), return and join, before iteration at; for islands in one process (--virtual-workers)",
+        metavar="FILE",
         group="islands that come and go",
     )
     island_keep: int | None = flag(
@@ -236,11 +234,6 @@ class IslandFlags(Flags):
     def comes_and_goes(self) -> bool:
         """Whether islands may be away."""
         return self.island_schedule is not None or self.rendezvous is not None
-
-    @property
-    def replays_islands(self) -> bool:
-        """Whether ``--island-schedule`` is the log of a run, which is made again."""
-        return self.island_schedule is not None and os.path.isdir(self.island_schedule)
 
     @property
     def rejoin(self) -> str:

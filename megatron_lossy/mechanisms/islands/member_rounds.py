@@ -49,13 +49,6 @@ class MemberRounds(Rounds):
         self.flights = []
         self._took_part.clear()
 
-    def miss(self, step: int) -> None:
-        """Iteration ``step`` is over, and no island of this process takes part in exchanges: those that are due go unused."""
-        for flight in self._take_due(step):
-            flight.pending.wait()
-            self.rule.end(flight.step)
-            del self._took_part[flight.step]
-
     def _begin(self, number: int, step: int, weights: Sequence[Weights]) -> Flight | None:
         flight = super()._begin(number, step, weights)
         if flight is not None:

@@ -17,7 +17,7 @@ compared. The special case that *AsyncMesh* names is another rule, and slower (d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -51,11 +51,8 @@ class DiLoCo(Rule):
         outer.copy_(back.where_arrived(step, outer))
         return outer.clone()
 
-    def beside(self, island: int) -> dict[str, torch.Tensor]:
-        return {"outer": self.outer[island], "buffer": self.buffer[island]}
-
-    def take(self, island: int, beside: Mapping[str, torch.Tensor]) -> None:
-        self.outer[island], self.buffer[island] = beside["outer"], beside["buffer"]
+    def copy(self, source: int, island: int) -> None:
+        self.outer[island], self.buffer[island] = self.outer[source], self.buffer[source]
 
     def state_dict(self) -> dict[str, Any]:
         return {"outer": self.outer, "buffer": self.buffer}

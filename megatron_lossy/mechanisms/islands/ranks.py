@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 
 from ...base import device
+from ...base.checkpoints import TRACKER, iteration_folder, latest_iteration
 from ...base.device import all_gather_single
 from ...base.errors import UsageError, refuse
 from ...base.exchange import Delivery, Stream
 from ...base.fetch import Fetched
+from ...base.files import write_text
 from ...config import LossyConfig
 from ...hooks.buckets import buckets_by_stream, own_shard
 from ...hooks.versions import data_parallel_rank, pipeline_stage
@@ -35,7 +37,6 @@ from .flags import CONSENSUS_FOLDER
 from .main_vector import Vector, shard_vector
 from .mean import Mean, distance_to
 from .monitor import IslandMonitor
-from .rewind import rewind
 from .rounds import Rounds, Weights
 from .shard import Shard
 from .stopping import Stopping
@@ -94,15 +95,10 @@ class RankIslands(Part):
         self._made.clear()
 
     def _exchange(self, number: int, *_: Any) -> None:
-        sent = self._built()[number].exchange(self._run.iteration, self._numbers)
+        sent = self._built()[number].exchange(self._run.iteration)
         if sent is not None:
             self.monitor.exchanged(sent)
         self._made.add(number)
-
-    @property
-    def _numbers(self) -> tuple[int, int] | None:
-        """The numbers of senders and receivers of the exchange that begins; ``None``: all islands are both."""
-        return None
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
         """See :meth:`Part.begin_stopping`. The function that it returns waits for the ranks of this island.
@@ -329,3 +325,27 @@ class RankIslands(Part):
             hook.remove()
         for shard in self._shards or ():
             shard.crossing.close()
+
+
+def rewind(folder: str, world: IslandWorld, total: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
+    """Let all islands load the newest checkpoint that each has, if some have a newer one. A collective call of all.
+
+    ``folder``: of this rank's island, from which the run goes on. ``total``: adds up over islands. Returns a line to
+    report. If an island has no checkpoint at all, nothing is changed, and the loaded iterations will be refused: it may
+    be the wrong folder.
+    """
+    latest = _of_all(latest_iteration(folder) or 0, world, total)
+    common = min(latest)
+    if len(set(latest)) == 1 or not common or not all(_of_all(iteration_folder(folder, common).is_dir(), world, total)):
+        return None
+    torch.distributed.barrier()  # now everybody has read
+    if torch.distributed.get_rank() == 0 and latest[world.island] != common:
+        write_text(iteration_folder(folder, common).with_name(TRACKER), str(common))
+    torch.distributed.barrier()
+    return f"islands had saved iterations {', '.join(map(str, latest))}: all go on from {common}"
+
+
+def _of_all(value: int, world: IslandWorld, total: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
+    mine = torch.zeros(world.islands, dtype=torch.int64)
+    mine[world.island] = value
+    return total(mine).tolist()

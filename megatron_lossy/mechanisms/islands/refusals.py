@@ -128,19 +128,9 @@ ISLANDS = Section(
     _cannot_divide,
     "--island-speeds | real ranks | needs --virtual-workers: real ones have their own",
     lambda c, f: _real(c, f) and c.island_speeds is not None,
-    "--island-schedule | megatron.training, PyTorch's FSDP2 or DDP, and a program of one's own | "
-    "needs a training loop that can sit iterations out: python -m megatron_lossy.train",
-    # Of all programs only that one does not empty the pipeline in every iteration.
-    lambda c, f: f.flushes and c.averages and c.island_schedule is not None,
-    "--island-schedule | --async-pipeline on real ranks | "
-    "cannot go with --async-pipeline of real ranks: batches under way belong to iterations that an island may sit out",
-    lambda c, f: _real(c, f) and c.island_schedule is not None and c.holds_samples(),
-    "--island-schedule = {config.island_schedule} | real ranks, if it is the log of a run | "
-    "is the log of a run: islands in one process make it again, with --virtual-workers",
-    lambda c, f: _real(c, f) and c.replays_islands,
-    "--delivery-log, --trace | the log of a run in --island-schedule | "
-    "cannot go with the log of a run in --island-schedule, which has it all",
-    lambda c, f: c.averages and c.replays_islands,
+    "--island-schedule | real ranks | "
+    "is for islands in one process (--virtual-workers); islands of real ranks come and go by --rendezvous",
+    lambda c, f: _real(c, f) and c.island_schedule is not None,
     "--island-schedule | --island-speeds | "
     "cannot be combined with --island-speeds: its iterations would be others on each island",
     lambda c, f: c.averages and c.island_schedule is not None and c.island_speeds is not None,
@@ -153,14 +143,12 @@ ISLANDS = Section(
     lambda c, f: f.data_parallel is not None and c.averages and c.rendezvous is not None,
     "--rendezvous | --virtual-workers | is for real ranks: islands in one process come and go by --island-schedule",
     lambda c, f: f.virtual and c.averages and c.rendezvous is not None,
-    "--save | --rendezvous, or --island-schedule of real ranks, without --save-replicas | "
+    "--save | --rendezvous without --save-replicas | "
     "keeps who is there, and who listens, with --save-replicas only; give it too, or leave --save out",
-    lambda c, f: f.saves and _real(c, f) and c.comes_and_goes and not c.save_replicas,
+    lambda c, f: f.saves and _real(c, f) and c.rendezvous is not None and not c.save_replicas,
     "--rendezvous | --async-pipeline | "
     "cannot go with --async-pipeline: batches under way belong to iterations that others may have left behind",
     lambda c, f: c.averages and c.rendezvous is not None and c.holds_samples(),
-    "--island-schedule | --rendezvous | is for islands of one launch: with --rendezvous they come and go by themselves",
-    lambda c, f: c.averages and c.rendezvous is not None and c.island_schedule is not None,
     "--trace, --island-speeds | --rendezvous | "
     "cannot go with --rendezvous: islands have nothing in common that is written or read",
     lambda c, f: c.averages and c.rendezvous is not None,

@@ -70,19 +70,10 @@ class Rounds:
 
         Returns the number of elements of the exchange that begins, or ``None`` if none does.
         """
-        begun = self.begin_due(step, weights)
-        self.use_due(step, weights, begun)
-        return None if begun is None else begun.sent.shape[1]
-
-    def begin_due(self, step: int, weights: Sequence[Weights]) -> Flight | None:
-        """Begin the exchange that is due after iteration ``step``, if one is."""
-        if (step + 1) % self._interval:
-            return None
-        return self._begin((step + 1) // self._interval - 1, step, weights)
-
-    def use_due(self, step: int, weights: Sequence[Weights], begun: Flight | None) -> None:
-        """Use the exchanges that are due after iteration ``step``. ``begun``: the one that has just begun."""
-        due = self._take_due(step)
+        number, left = divmod(step + 1, self._interval)
+        begun = None if left else self._begin(number - 1, step, weights)
+        due = [flight for flight in self.flights if flight.step + self._delay == step]
+        self.flights = [flight for flight in self.flights if flight.step + self._delay > step]
         for flight in due:
             began = time.perf_counter()
             mean = flight.pending.wait()
@@ -92,17 +83,7 @@ class Rounds:
         if begun is not None and not due and self.rule.always:
             nothing = Mean(torch.zeros_like(begun.sent[0]), torch.zeros_like(begun.sent, dtype=torch.bool))
             self._use(begun, nothing, step, weights)
-
-    def _take_due(self, step: int) -> list[Flight]:
-        """The exchanges that are due after iteration ``step``; they are not under way any more."""
-        due = [flight for flight in self.flights if flight.step + self._delay == step]
-        self.flights = [flight for flight in self.flights if flight.step + self._delay > step]
-        return due
-
-    def wait(self) -> None:
-        """Wait for the exchanges under way, which stay so: their results are kept."""
-        for flight in self.flights:
-            flight.pending.wait()
+        return None if begun is None else begun.sent.shape[1]
 
     def _begin(self, number: int, step: int, weights: Sequence[Weights]) -> Flight | None:
         places = self._subset.places(number, self._device)

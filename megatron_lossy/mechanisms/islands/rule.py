@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,15 +58,7 @@ class Rule(ABC):
         """``island`` was away, and begins again: forget it. Exchanges that began before are not used by it."""
 
     def copy(self, source: int, island: int) -> None:
-        """``island`` has just taken the weights of ``source``: take what belongs to them."""
-        self.take(island, self.beside(source))
-
-    def beside(self, island: int) -> dict[str, torch.Tensor]:
-        """By name, what belongs to the weights of ``island``: float32[size] each."""
-        return {}
-
-    def take(self, island: int, beside: Mapping[str, torch.Tensor]) -> None:
-        """``island`` has just taken the weights of another one: take what is :meth:`beside` them."""
+        """``island`` has just taken the weights of ``source``: take the state that belongs to them."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state that must be saved for a run to continue bit for bit."""

@@ -9,10 +9,12 @@ import torch
 
 from ...base import theory
 from ...config import LossyConfig
+from .correction import make_correction
 from .form import form_of
 from .mean import Crossing, Mean
-from .methods import make_rule
+from .outer import make_outer
 from .rounds import Rounds, Weights
+from .rule import Rule
 from .subset import Subset
 
 Between = TypeVar("Between", bound=Crossing)
@@ -55,3 +57,13 @@ class Shard(Generic[Between]):
         senders, receivers = among or (self._config.islands, self._config.islands)
         shard = -(-count // senders)
         return theory.bytes_sent(count, senders, form_of(self._config).bytes_of(shard) / shard, receivers)
+
+
+def make_rule(config: LossyConfig, weights: Sequence[torch.Tensor], steps: int | None) -> Rule:
+    """The rule of ``--sync-method`` for the islands of this process, each with its ``weights`` [size].
+
+    ``steps``: length of the run, if known.
+    """
+    if config.sync_method == "parameters":
+        return make_correction(config, len(weights), len(weights[0]), steps, weights[0].device)
+    return make_outer(config, weights)

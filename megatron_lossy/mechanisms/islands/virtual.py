@@ -83,12 +83,7 @@ class VirtualIslands(Run):
         """Start every island from the weights in the model. ``optimizers``, ``schedulers``: Megatron's, by island."""
         self._optimizers, self._schedulers = list(optimizers), list(schedulers)
         self._kept = [[bucket.param_data.clone() for bucket in self._buckets] for _ in self.clusters]
-        if self.config.sync_method != "none":
-            self._build_shards()
-
-    def _build_shards(self) -> None:
-        """Build the exchanges of each shard of all islands."""
-        for shard in range(self.clusters[0].workers):
+        for shard in range(self.clusters[0].workers if self.config.sync_method != "none" else 0):
             vectors = [self._vector(island, shard) for island in range(len(self.clusters))]
             stream = Stream("islands", expert_rank=shard)
             subset = Subset(self.config, vectors[0].size, self._seed, stream)

@@ -1,23 +1,101 @@
 """Virtual islands that come and go by ``--island-schedule`` (docs/islands.md#islands-that-come-and-go).
 
 A death is known at once, and a copy takes no time: there are no networks here. An island that stops keeps what it had,
-as if it had saved at its last iteration. Replicas within an island that has stood still begin equal again. Its twin of real
-ranks is :mod:`.scheduled`.
+as if it had saved at its last iteration. Replicas within an island that has stood still begin equal again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from ...base.errors import refuse
 from ...base.exchange import Delivery
 from ...config import LossyConfig
-from .churn import Churn, of_all_slots
-from .epoch_log import EpochLog
+from .epoch_log import EpochLog, line
+from .epochs import Epoch
 from .member_rounds import MemberRounds
-from .presence import Return
+from .presence import Presence, Return
 from .rounds import Rounds
+from .schedule import FLAG, Schedule, read_schedule
 from .virtual import VirtualIslands
+
+
+class Churn:
+    """Presence of islands by a schedule, and the epoch that holds; it knows no weights.
+
+    ``iterations``: of the run, if known. ``note``: gets a record of each epoch. Raises :class:`UsageError`.
+    """
+
+    def __init__(
+        self, config: LossyConfig, iterations: int | None, note: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
+        assert config.island_schedule is not None, config
+        self.schedule: Schedule = read_schedule(config.island_schedule, config.islands, iterations)
+        self.presence = Presence(
+            config.islands,
+            config.keep,
+            config.rejoin,
+            config.overlap,
+            self.schedule.empty,
+            copies=config.has_outer_optimizer,
+        )
+        self.epoch = self.presence.epoch(0)
+        self._path, self._interval, self._note = config.island_schedule, config.sync_interval, note
+
+    def begin(self, iteration: int) -> list[Return]:
+        """Let the events before ``iteration`` happen. Returns the islands that are there again."""
+        events, returns = self.schedule.at(iteration), []
+        for one in events:
+            if one.leaves:
+                self.presence.leave(one.slot, one.event)
+            else:
+                returns.append(self.presence.come(one.slot, iteration))
+        if events or not iteration:
+            self._enter(iteration, iteration, [one._asdict() for one in events], returns)
+        return returns
+
+    def end(self, iteration: int, visits: Callable[[int], int]) -> Epoch | None:
+        """``iteration`` is made. Returns the epoch of the exchange that begins after it; ``None`` if none does.
+
+        ``visits``: see :meth:`Presence.about_to_send`.
+        """
+        now = iteration + 1
+        self.presence.trained()
+        if now % self._interval:
+            return None
+        self.presence.about_to_send(now, visits)
+        self._enter(iteration, now, [], [])
+        self.presence.sent(now)
+        return self.epoch
+
+    def _enter(self, iteration: int, now: int, events: list[dict[str, Any]], returns: list[Return]) -> None:
+        """Begin a new epoch in ``iteration`` if members or roles are others. ``now``: iterations that are over."""
+        epoch = self.presence.epoch(iteration // self._interval)
+        if epoch.id != self.epoch.id:
+            self.epoch = epoch
+        elif not events and now:
+            return
+        if self._note is None:
+            return
+        returned = [{"slot": one.slot, "how": one.how, "from": one.source} for one in returns]
+        self._note(line(epoch.first, iteration, epoch, self.presence.lags(now), events, returned=returned))
+
+    def state_dict(self, iteration: int) -> dict[str, Any]:
+        """The state before ``iteration``: the members, and the events that made them so."""
+        past = [list(one) for one in self.schedule.before(iteration)]
+        return {"slots": self.presence.state_dict(), "past": past}
+
+    def load_state_dict(self, state: dict[str, Any], iteration: int) -> None:
+        """Restore :meth:`state_dict`. Raises :class:`UsageError` if the schedule had other events before."""
+        here = [list(one) for one in self.schedule.before(iteration)]
+        if state["past"] != here:
+            raise refuse(FLAG, self._path, f"has other events before iteration {iteration} than the checkpoint's run")
+        self.presence.load_state_dict(state["slots"])
+        self.epoch = self.presence.epoch(iteration // self._interval)
 
 
 class ChurningIslands(VirtualIslands):
@@ -46,10 +124,9 @@ class ChurningIslands(VirtualIslands):
     def senders(self) -> Sequence[int]:
         return self.churn.presence.senders or self.churn.presence.members
 
-    def come_and_go(self) -> bool:
+    def come_and_go(self) -> None:
         for one in self.churn.begin(self.iteration):
             self._bring_back(one)
-        return True
 
     def _bring_back(self, one: Return) -> None:
         island, source = one.slot, one.source
@@ -77,7 +154,11 @@ class ChurningIslands(VirtualIslands):
         return min(rounds.visits(island) for rounds in self._rounds)
 
     def _tell(self, delivery: Delivery) -> None:
-        super()._tell(of_all_slots(delivery, len(self.clusters)))
+        """Tell with all slots as sources: nothing arrives from those that are away."""
+        receivers, _, units = delivery.arrived.shape
+        arrived = np.zeros((receivers, len(self.clusters), units), dtype=bool)
+        arrived[:, list(delivery.sources)] = delivery.arrived
+        super()._tell(replace(delivery, sources=range(len(self.clusters)), arrived=arrived))
 
     # --- saving ----------------------------------------------------------------------------------------------------
 

@@ -89,6 +89,37 @@ class IslandWorld:
         return Meeting(self.store(name), self.island, self.islands, self._timeout)
 
 
+class ElasticWorld:
+    """The place of this rank in island ``island`` of ``islands`` slots.
+
+    ``rank``, ``size``: within the island, which is the launch. ``launched_rank``: its number if all slots were one launch.
+    ``seed``: for the exchanges, the same for all.
+    """
+
+    def __init__(self, islands: int, island: int, seed: int = 0) -> None:
+        self.islands, self.island, self.seed = islands, island, seed
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.launched_rank = island * self.size + self.rank
+        self.job = island, islands
+        #: By flag, what all islands must have alike.
+        self.alike: Mapping[str, str] = {}
+
+    def tell_environment(self) -> None:
+        """The environment is that of the island already."""
+
+    def compare(self, settings: Mapping[str, str]) -> None:
+        """See :class:`.base.jobs.World`. They are compared once islands meet."""
+        self.alike = settings
+
+    def open(self, init_process_group: Callable[..., Any], timeout: timedelta) -> None:
+        """Make the launch the default world."""
+        if "RANK" in os.environ:
+            init_process_group(timeout=timeout)
+        else:
+            init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
 class Meeting:
     """One rank of each island, over gloo. Exchanged tensors are in host memory and contiguous, of any dtype."""
 
@@ -116,13 +147,12 @@ class Meeting:
         self._group._allgather_base(_bytes(received), _bytes(own)).wait()
         return received
 
-    def total(self, own: torch.Tensor, of: Sequence[int] | None = None) -> torch.Tensor:
-        """The sum of ``own`` over the islands ``of``, default all, on its device, added up in their order. All call it."""
-        everyone = self.all_gather(own.detach().cpu().contiguous())
-        first, *others = range(self.islands) if of is None else of
-        result = everyone[first].clone()
-        for one in others:
-            result += everyone[one]
+    def total(self, own: torch.Tensor) -> torch.Tensor:
+        """The sum of ``own`` over all islands, on its device, added up in their order. All call it."""
+        first, *others = self.all_gather(own.detach().cpu().contiguous())
+        result = first.clone()
+        for other in others:
+            result += other
         return result.to(own.device)
 
     def largest(self, value: int, patience: timedelta | None = None) -> int:

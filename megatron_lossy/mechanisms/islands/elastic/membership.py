@@ -18,7 +18,7 @@ from typing import Any
 from ....base.errors import UsageError, refuse
 from ..copying import Request
 from ..epochs import ANSWERED, ROLES, UNKNOWN, Epoch, Heard, Incarnation, Member, next_epoch
-from ..rendezvous import Data
+from ..rendezvous.lighthouse import Data
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Placed:
 class Membership:
     """``slot``: of this island. ``digest``: of all that must be equal. ``what``: the same in words, by flag.
 
-    ``timeout``: see :class:`.mechanisms.islands.rendezvous.Rendezvous`. ``host``, ``store``: the name of this host, and host and port of the store that
+    ``timeout``: see :class:`.Lighthouse`. ``host``, ``store``: the name of this host, and host and port of the store that
     it serves. ``keep``: exchanges that one may be behind without listening.
     """
 

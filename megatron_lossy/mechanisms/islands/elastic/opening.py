@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from ....base.errors import first_line
 from ....config import LossyConfig
 from ..between_ranks import Carrier
-from ..carrying import LINGER, Among, Lanes, Total
+from ..carrying import LINGER, Alone, Among, Collectives, Links, Total, close_all
 from ..world import Meeting
 from .meeting_place import meet
 from .membership import Placed
@@ -84,9 +83,11 @@ class Opening:
 
 
 class Opener:
-    """Opens epochs for rank ``rank`` of the island ``slot``. ``most``, ``engine``: see :class:`.Lanes`.
+    """Opens epochs for rank ``rank`` of the island ``slot``.
 
-    ``loses``: that of :meth:`.Lanes.open`, with the epoch before its arguments.
+    ``most``: by shard, the most elements of an exchange. ``engine``: of datagrams, if they carry exchanges. ``loses``: a member of which
+    no datagram comes breaks no epoch; it is called on a thread with the epoch, the slot, why, the seconds that were waited, and whether
+    the member has left by itself.
     """
 
     def __init__(
@@ -99,14 +100,16 @@ class Opener:
         loses: Callable[[Placed, int, str, float, bool], None],
     ) -> None:
         self._config, self._slot, self._rank, self._loses = config, slot, rank, loses
-        self.lanes = Lanes(config, slot, most, engine)
+        self._most, self._engine = most, engine
+        #: All datagrams so far.
+        self.links = Links(slot)
 
     def __call__(self, placed: Placed, given_up: Callable[[], bool]) -> tuple[list[list[Carrier]], Total | None]:
         """The lanes and the ``total`` of an :class:`Among`. Waits for the other members, unless that is ``given_up``."""
         epoch, config = placed.epoch, self._config
         slots = epoch.slots
         if len(slots) == 1:
-            return self.lanes.alone(), _same
+            return [[Alone() for _ in range(config.lanes)] for _ in self._most], _same
         # Nobody waits for a message before it is used.
         patience = config.island_patience + config.rounds_under_way * placed.usual
         prefix = f"{epoch.id}/{epoch.first}/sync/{self._rank}"
@@ -119,7 +122,40 @@ class Opener:
             if len(epoch.senders) > 1:
                 whole, place = torch.distributed.PrefixStore("whole", store), epoch.senders.index(self._slot)
                 total = Meeting(whole, place, len(epoch.senders), timedelta(seconds=patience)).total
-        return self.lanes.open(epoch, store, patience, partial(self._loses, placed)), total
+        lanes: list[list[Carrier]] = []
+        try:
+            for shard in range(len(self._most)):
+                lanes.append([])
+                for lane in range(config.lanes):
+                    lanes[-1].append(self._carrier(placed, store, patience, shard, lane))
+        except BaseException:  # a member has died meanwhile, for example
+            close_all([lane for of_shard in lanes for lane in of_shard])
+            raise
+        return lanes, total
+
+    def _carrier(self, placed: Placed, store: Any, patience: float, shard: int, lane: int) -> Carrier:
+        epoch, slots, name = placed.epoch, placed.epoch.slots, f"{shard}/{lane}"
+        own, place = torch.distributed.PrefixStore(name, store), slots.index(self._slot)
+        senders = [slots.index(slot) for slot in epoch.senders]
+        if self._config.transport != "udp":
+            return Collectives(Meeting(own, place, len(slots), timedelta(seconds=patience)), senders)
+        from ..datagrams import IslandLink  # which starts a thread
+
+        link = IslandLink(
+            self._config,
+            name,
+            place,
+            len(slots),
+            own,
+            self._most[shard],
+            patience,
+            senders=senders,
+            called=slots,
+            engine=self._engine,
+            loses=lambda place, *more: self._loses(placed, slots[place], *more),
+        )
+        self.links.add(link, slots)
+        return link
 
 
 def _same(values: torch.Tensor) -> torch.Tensor:

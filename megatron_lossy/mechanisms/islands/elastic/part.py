@@ -31,31 +31,34 @@ from ....config import LossyConfig
 from ....hooks.versions import tensor_group
 from ....recovery import copies
 from ....run.monitor import Observer
-from ..carrying import Among, Lanes
-from ..copying import Copy, Request
+from ..between_members import BetweenMembers
+from ..between_ranks import BetweenRanks
+from ..carrying import Among
+from ..copying import Copy, Request, held_state, put_state
 from ..epochs import Incarnation, Member
-from ..exchange_log import ExchangeLog
 from ..megatron_training import TrainingIslands
-from ..member_islands import MemberIslands
-from ..rank_state import held_state, put_state
-from ..rendezvous import Watch
+from ..member_rounds import MemberRounds
 from ..rendezvous.lighthouse import LEAST_WAIT, Lighthouse, addresses_of
+from ..rendezvous.watch import Watch
+from ..rounds import Rounds
 from ..stopping import Stopping
+from ..subset import Subset
+from ..world import ElasticWorld
 from .diary import Diary
 from .membership import Membership, Placed
 from .opening import Opener, Opening
-from .pace import Pace
 from .rejoining import Rejoining
-from .standing import Standing
-from .world import ElasticWorld
+from .standing import Pace, Standing
 
 logger = logging.getLogger(__name__)
 
 #: Seconds after which the ranks of an island that waits for others look up: less than any timeout of theirs.
 _ROUND = 20.0
+#: Visits of an island that does not listen.
+_ENOUGH = 2**31
 
 
-class ElasticIslands(MemberIslands, TrainingIslands):
+class ElasticIslands(TrainingIslands):
     """The exchanges of this rank with the same rank of whichever islands are there. ``world``: open by the first iteration."""
 
     total = None  # type: ignore[assignment]
@@ -63,6 +66,8 @@ class ElasticIslands(MemberIslands, TrainingIslands):
     def __init__(self, config: LossyConfig, world: ElasticWorld) -> None:
         super().__init__(config, world)  # type: ignore[arg-type]
         self._slot = world.island
+        self._entered = False  # the run
+        self._current: Among | None = None  # the epoch of the latest exchange, if this island is in one
         self._standing = Standing(world.island, config.overlap)
         self._membership: Membership | None = None  # of the first rank
         self._watch: Watch | None = None
@@ -85,11 +90,10 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         self._served = 0  # that were made
         folder = None if config.delivery_log is None else config.jobs().folder(config.delivery_log, world.island)
         self._diary = Diary(world.island, None if world.rank else folder)
-        self._exchange_log = None if folder is None else ExchangeLog(folder, world.rank)
 
     @property
     def observers(self) -> Sequence[Observer]:
-        return [*super().observers, self._diary, *([self._exchange_log.file] if self._exchange_log else [])]
+        return [*super().observers, self._diary]
 
     # --- who is there ----------------------------------------------------------------------------------------------
 
@@ -98,7 +102,6 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         if not self._entered:
             return self._enter(iteration)
         jump, self._jump = self._up_to_the_last(self._jump), 0
-        self._is_at(max(jump, iteration))
         if jump > iteration:
             self._miss(jump)
         self._take_copy(max(jump, iteration))
@@ -116,25 +119,13 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         self._standing.begins(time.monotonic(), self.config.island_patience)
         super().begin_iteration()
 
-    def _is_at(self, now: int) -> None:
-        if self._exchange_log is not None:
-            self._exchange_log.now = now
-
-    def _record(self, event: str, weights: bool = False, **more: Any) -> None:
-        """``weights``: whether a digest of them is kept."""
-        if self._exchange_log is not None:
-            self._exchange_log.event(event, self._vectors if weights else (), **more)
-
     def _enter(self, iteration: int) -> int:
         """Take part in a first epoch. Returns the iteration of the run. A collective call of the ranks of the island."""
         self._entered = True
         placed, furthest = self._first(iteration)
         self._open(placed)
         began = self._up_to_the_last(self._iteration_of(furthest))
-        self._is_at(max(began, iteration))
         epoch = placed.epoch
-        [begun] = [one.incarnation.begun for one in epoch.members if one.slot == self._slot] or [0]
-        self._record("enters", at=iteration, begun=begun, flags=self._what(), ranks=self.world.size)
         loaded = self._standing.slot.listens
         self._standing.enter(epoch, own=iteration > 0 or began <= iteration)
         self._standing.slot.sent = iteration
@@ -246,10 +237,6 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         most = [shard.subset.most for shard in self._built()]
         return Opener(self.config, self._slot, self.world.rank, most, engine, self._does_without)
 
-    @property
-    def _lanes(self) -> Lanes:
-        return self._opener.lanes
-
     def _carried(self, exchange: int) -> Among | None:
         """The epoch that ``exchange`` is made in: that in force, or, as long as that is not open, the one before.
 
@@ -310,8 +297,6 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         self._gather()
         under_way = {flight.number for shard in self._built() for flight in shard.rounds.flights}
         self._diary.note("gave up", exchanges=sorted(under_way), now=now)
-        self._record("goes on", at=self._run.iteration)
-        self._record("gives up")
         for shard in self._built():
             shard.rounds.give_up()
         was = self._standing.slot.listens
@@ -335,7 +320,6 @@ class ElasticIslands(MemberIslands, TrainingIslands):
 
     def _restart(self) -> None:
         self._begun, self._visits = self._begun + 1, 0
-        self._record("restarts")
         for shard in self._built():
             shard.rounds.restart(0)
 
@@ -358,7 +342,6 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         self._restart()
         self._run.begin_equal()
         self._standing.copied(copy.made, now, self.config.keep)
-        self._record("copied", source=source.slot, made=copy.made, weights=True)
         self._diary.note("copied", island=source.slot, made=copy.made, digest=copy.digest)
         logger.warning(
             "island %d: has copied island %d as of iteration %d, rank %d %s%s",
@@ -518,24 +501,37 @@ class ElasticIslands(MemberIslands, TrainingIslands):
 
     def leave(self) -> None:
         """The others need not wait until a death is noticed."""
-        if self._entered:
-            self._is_at(self._run.iteration)
-            self._record("leaves", weights=True)
         self._end()
 
     # --- building --------------------------------------------------------------------------------------------------
 
-    @property
-    def _own(self) -> Standing:
-        return self._standing
-
-    @property
-    def _agrees(self) -> Callable[[int], bool] | None:
+    def _crossing(self, number: int, subset: Subset) -> BetweenRanks:
         group = tensor_group(expert=False)
-        return None if group is None else partial(_same_everywhere, group)
+        return BetweenMembers(
+            self.config,
+            subset.stream,
+            self._slot,
+            self._run.steps,
+            self._tell,
+            shard=number,
+            among=lambda: self._current,
+            breaks=self._broke,
+            loses=self._diary.lost,
+            agrees=None if group is None else partial(_same_everywhere, group),
+        )
 
-    def _loses(self, exchange: int) -> None:
-        self._diary.lost(exchange)
+    def _make_rounds(self, *arguments: Any) -> Rounds:
+        return MemberRounds(*arguments, presence=self._standing)
+
+    def _visits_here(self) -> int:
+        """The least number of times that means have set an element of this rank since the island began to listen."""
+        if not self._standing.slot.listens:
+            return _ENOUGH
+        return min((shard.rounds.visits(0) for shard in self._built()), default=_ENOUGH)
+
+    @property
+    def carriers(self) -> Sequence[Any]:
+        return [self._opener.links] if self.config.transport == "udp" and self._entered else []
 
     # --- weights and saved state -----------------------------------------------------------------------------------
 
@@ -572,8 +568,6 @@ class ElasticIslands(MemberIslands, TrainingIslands):
         """Islands save by themselves, each at its own iteration."""
 
     def state_dict(self) -> Any:
-        self._is_at(self._run.iteration)
-        self._record("saved", weights=True)
         return {"rounds": super().state_dict(), "slot": vars(self._standing.slot).copy()}
 
     def load_state_dict(self, state: Any) -> None:

@@ -11,12 +11,11 @@ import os
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from ....base.errors import UsageError, first_line, refuse
-from .base import Data, Rendezvous, Unreachable
 
 #: Seconds between signs of life; to connect; for an answer beside the time until a death is noticed.
 HEARTBEAT, CONNECT, ANSWER = 0.5, 2.0, 5.0
@@ -33,6 +32,12 @@ _UNHEARD = 2
 #: Characters of an error.
 _LINE = 120
 PORT = 29510
+#: The message of one process: values that JSON can hold.
+Data = Mapping[str, Any]
+
+
+class Unreachable(RuntimeError):
+    """No lighthouse answers, for now."""
 
 
 def torchft() -> Any:
@@ -67,7 +72,7 @@ def addresses_of(text: str) -> list[str]:
     return found
 
 
-class Lighthouse(Rendezvous):
+class Lighthouse:
     """The lighthouses at ``addresses`` (URLs), of which the first that answers counts, each time anew.
 
     ``name``: of this process alone, for its life. ``timeout``: seconds after which the lighthouses take a silent one for dead.
@@ -87,6 +92,11 @@ class Lighthouse(Rendezvous):
             thread.start()
 
     def ask(self, step: int, data: Data) -> list[Data]:
+        """Send ``data`` of this process. Return those of all that are alive, this one too, in no order.
+
+        ``step``: rises with what has been done. Whoever asks at about the same time gets the same answer. It comes once all that
+        are alive have asked, and so it may take until a death is noticed. Raises :class:`Unreachable`.
+        """
         whys, before = [], list[_Door]()
         for door in self._doors:
             door.tried.wait(2 * CONNECT)
@@ -118,6 +128,7 @@ class Lighthouse(Rendezvous):
         return [one.data for one in question.answer if one.data is not None]
 
     def close(self) -> None:
+        """End the signs of life: the others need not wait until a death is noticed."""
         self._end.set()
         for thread in (*self._threads, *self._questions):
             thread.join()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from .base import Data, Rendezvous, Unreachable
+from .lighthouse import Data, Lighthouse, Unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class Watch:
 
     def __init__(
         self,
-        rendezvous: Rendezvous,
+        rendezvous: Lighthouse,
         poll: float,
         tell: Callable[[], tuple[int, Data]],
         hear: Callable[[list[Data]], None],
