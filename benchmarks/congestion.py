@@ -215,7 +215,7 @@ def plot(path: Path, seeds: int) -> None:
         "another Cubic flow": [Flow("cubic")],
         "shared, 1 flow": [Flow(endless=True)],
         "shared, 16 flows between two hosts": [Flow(endless=True, path=0, begin=0.1 * index) for index in range(16)],
-        "shared, --udp-flows 4": [Flow(endless=True, as_flows=4)],
+        "shared:4": [Flow(endless=True, as_flows=4)],
         "dedicated, 1 flow": [Flow("dedicated", endless=True)],
     }
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")

@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     AGAIN: None,
     "5 %, at once": _FEW,
     "5 %, 10 late, mixing": _FEW | {"sync_delay": 10},
-    "5 %, 10 late, ema": _FEW | {"sync_delay": 10, "delay_correction": "ema", "ema_coefficient": (0.5, 0.5, 1000)},
+    "5 %, 10 late, ema": _FEW | {"sync_delay": 10, "delay_correction": "ema:0.5,0.5,1000"},
     "5 %, 10 late, mixing, bf16": _FEW | {"sync_delay": 10, "sync_dtype": "bf16"},
     "5 %, 10 late, mixing, blocks of 128": _FEW | {"sync_delay": 10, "sync_block": 128},
     "1 %, 10 late, mixing": _FEW | {"sync_fraction": 0.01, "sync_delay": 10},

@@ -47,7 +47,7 @@ def together(folder: Path, flags: Sequence[str], islands: int) -> Path:
 
 def apart(folder: Path, flags: Sequence[str], islands: int) -> Path:
     """Train on islands that are launches of their own; returns the folder of the metrics."""
-    own = ["--island-patience", "30", "--island-poll", "1"]
+    own = ["--island-patience", "30"]
     running = Islands(Loopback(), folder, [*flags, *own])
     try:
         running.serve()

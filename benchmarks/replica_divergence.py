@@ -25,7 +25,7 @@ def simulated(
     replicas: int, steps: int, warm: int = 0, momentum: float = 0.0, adam: bool = False, **flags: object
 ) -> float:
     """Mean over the steps after ``warm`` of |mean - replica|^2, before a synchronisation, where nothing but errors moves."""
-    config = LossyConfig(grad_error="gaussian", **{"grad_error_std": SIGMA} | flags)
+    config = LossyConfig(**{"grad_error": f"gaussian:{SIGMA}"} | flags)
     corruption, peers = make_corruption(config), LocalPeers(replicas)
     weights = [torch.zeros(D) for _ in range(replicas)]
     optimizers = [
@@ -84,7 +84,7 @@ def divergences() -> list[str]:
             ours = theory.over_interval(4, 1, 1, interval, 1, 0.9, state == "all")
             row(f"momentum 0.9, N = 4, H = {interval}, {state} averaged", found, ours)
     for std in (0.01, 1.0, 100.0):
-        found = simulated(4, 300, 200, adam=True, grad_error_std=std) / (D * ETA**2) / 100
+        found = simulated(4, 300, 200, adam=True, grad_error=f"gaussian:{std}") / (D * ETA**2) / 100
         # Of a hundred steps of a decaying mean that was warm before.
         ours = theory.after_synchronisation(4, 1 - 0.9, 1, 100, 1, 0.9) / 100
         row(f"Adam, N = 4, errors of {std:g} alone, a step of 100", found, ours)

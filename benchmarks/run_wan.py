@@ -231,7 +231,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--train-flags", default="", help="more flags of every run, as one word: '--global-batch-size 8'"
     )
-    parser.add_argument("--flags", default="", help="more flags of the run over UDP, as one word: '--udp-cipher none'")
+    parser.add_argument(
+        "--flags", default="", help="more flags of the run over UDP, as one word: '--udp-key-file none'"
+    )
     parser.add_argument("--out", default="runs/wan", metavar="FOLDER", help="for runs and results (default runs/wan)")
     parser.add_argument("--replace", action="store_true", help="write over the results that are there")
     return parser

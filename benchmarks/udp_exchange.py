@@ -196,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--loss", type=float, nargs="+", metavar="P", help="only rows with these, such as 0.01")
     parser.add_argument("--megabytes", type=float, nargs="+", metavar="MB", help="only rows with these")
     parser.add_argument("--contestants", nargs="+", choices=NAMES, default=NAMES, help="default: all")
-    parser.add_argument("--flags", default="", help="more loss flags of ours, as one word: '--udp-cipher none'")
+    parser.add_argument("--flags", default="", help="more loss flags of ours, as one word: '--udp-key-file none'")
     parser.add_argument("--seconds", type=float, metavar="S", help="for each row (default 30; quick: 8)")
     parser.add_argument("--limit", type=float, default=20.0, metavar="S", help="for one exchange (default 20)")
     parser.add_argument(

@@ -306,7 +306,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--pause", type=float, default=0.0, metavar="MS", help="between exchanges (default 0)")
     parser.add_argument("--trouble", type=float, default=0.0, metavar="S", help="something happens so often (0: never)")
-    parser.add_argument("--flags", default="", help="more loss flags, as one word: '--udp-cipher none'")
+    parser.add_argument("--flags", default="", help="more loss flags, as one word: '--udp-key-file none'")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the losses (default 1)")
     parser.add_argument("--out", default=RESULTS, metavar="FOLDER", help=f"default {RESULTS}")
     parser.add_argument("--replace", action="store_true", help="write over results of the same day")

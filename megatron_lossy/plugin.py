@@ -76,7 +76,8 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
     size, rest = divmod(world, (found.tensor_model_parallel_size or 1) * (found.pipeline_model_parallel_size or 1))
     if not rest:
         length = found.train_iters
-        check_refusals(config, Facts(workers=size, virtual=False, train_iters=length, ends=length is not None))
+        facts = Facts(flushes=True, workers=size, virtual=False, train_iters=length, ends=length is not None)
+        check_refusals(config, facts)
         config.jobs().check(length)
         check_channels(config, size, length)
     return found.train_iters
@@ -97,7 +98,6 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
         if _lossy.config != config:
             raise UsageError("the loss flags changed after the hooks were installed with others")
         return _lossy
-    check_refusals(config, Facts(flushes=True))
     import megatron.core
 
     from . import hooks

@@ -251,7 +251,7 @@ def _mechanisms() -> Iterator[Case]:
         yield Case(f"lead/{form}, counted", ranks // 2, (f"{how} {same} --delivery-log log", f"{how} {counted}"))
     priority = f"{same} --grad-recovery zero --grad-priority packet-mean:0.3 {ON}"
     yield Case("priority/ranks", 2, (priority,))
-    yield Case("priority/virtual", 0, (f"--virtual-workers 2 {priority} --param-priority change:0.3",))
+    yield Case("priority/virtual", 0, (f"--virtual-workers 2 {priority}",))
     stages = f"--virtual-workers 2 --async-pipeline --virtual-stages 2 {same}"
     yield from _resumed("stages/virtual", 0, stages)
     yield Case("stages/ranks", 2, ("--async-pipeline --pipeline-model-parallel-size 2",))

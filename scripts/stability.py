@@ -59,7 +59,7 @@ def row(fraction: float, delay: int, subset: str) -> list[str]:
     known = "-"
     if drawn or not config.overlap:
         known = f"{theory.speed_uncorrected(fraction, 1, delay, drawn):.3f}"
-    ema = replace(config, delay_correction="ema", ema_coefficient=(GAIN, GAIN, 1000))
+    ema = replace(config, delay_correction=f"ema:{GAIN},{GAIN},1000")
     uncorrected, smith = replace(config, delay_correction="none"), replace(config, delay_correction="smith")
     return [
         f"{100 * fraction:g} %, {delay}, {subset}",

@@ -71,7 +71,7 @@ def current(text: str) -> str:
 def _content(kind: str, name: str) -> str:
     if kind == "flags":
         cls = _FLAGS[name]
-        mark = " \\*" if name == "loss" else ""
+        mark = " \\*" if name in ("loss", "training") else ""
         return (flag_tables(cls, "###", mark, _STRANGE) if len(flag_groups(cls)) > 1 else flag_table(cls)) + "\n"
     if kind == "refusals":
         return listing.pages() + "\n"

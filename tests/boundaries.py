@@ -11,11 +11,12 @@ from tests.reference import boundary_residual, boundary_units
 
 def boundary_lost(config, phase, boundary, rank, tensor, step, micro_batch, packets, earlier=None):
     """bool[packets]: what is lost for good of a message. ``earlier``: packets of those before it; default as many in each."""
-    high = Fraction(boundary.layer, boundary.layers) <= Fraction(str(config.act_high_depth))
-    block, parity, bound = config.act_fec_high if high else config.act_fec_low
-    recovers = config.act_retransmit == "on"
+    recovers = config.act_fec != ("off",)
+    *kinds, depth = config.act_fec if recovers else ("1,1,0", "1,1,0", "0")
+    high = Fraction(boundary.layer, boundary.layers) <= Fraction(depth)
+    block, parity, bound = kinds[not high].split(",")
     earlier = [packets] * micro_batch if earlier is None else earlier
-    units, *others = (boundary_units(one, block, parity) if recovers else one for one in (packets, *earlier))
+    units, *others = (boundary_units(one, int(block), int(parity)) if recovers else one for one in (packets, *earlier))
     first = sum(others)
     stream = Stream("boundary", rank, boundary.stage, boundary.chunk)
     links = np.array([tensor])
@@ -23,8 +24,8 @@ def boundary_lost(config, phase, boundary, rank, tensor, step, micro_batch, pack
     lost = draws.below({"act": config.p_act, "act-grad": config.p_act_grad}[phase])[0, first:]
     if not recovers:
         return lost
-    residual = boundary_residual(packets, block, parity, lost)
-    return residual & (int(residual.sum()) <= Fraction(str(bound)) * packets)
+    residual = boundary_residual(packets, int(block), int(parity), lost)
+    return residual & (int(residual.sum()) <= Fraction(bound) * packets)
 
 
 def event_rows(path):

@@ -12,7 +12,6 @@ STAGES = ASYNC | {"virtual_stages": 2}
 NOISE = {"grad_error": "gaussian", "grad_error_relative": 1.0}
 AVERAGED = {"param_sync_interval": 5}
 FIRST = PACKETS | {"grad_priority": "packet-mean"}
-CHANGED = PACKETS | {"param_priority": "change"}
 FEEDBACK = UDP | {"grad_recovery": "error-feedback"}
 ISLANDS = {"islands": 2, "sync_method": "parameters"}
 CHURN = {"island_schedule": "events"}
@@ -46,9 +45,9 @@ CORE = [
         "--packet-bytes 3: must hold at least one element of 4 bytes",
     ),
     (
-        {"grad_error": "bit-flip", "grad_error_bits": (10, 20)},
+        {"grad_error": "bit-flip:1,10,20"},
         {"gradient_bytes": 2},
-        "--grad-error-bits 10 20: needs 0 <= LOW <= HIGH <= 15",
+        "--grad-error bit-flip:1,10,20: needs 0 <= LOW <= HIGH <= 15",
     ),
     (
         GRAD | {"save_replicas": True},
@@ -204,16 +203,16 @@ ISLAND = [
         {"train_iters": 8},
         "--sync-delay 7: must be at most 6, for the first mean to be used in a run of 8 iterations",
     ),
-    (EMA, {"ends": False}, "--ema-coefficient 0.5 0.01 1000: falls until --train-iters, which is not known"),
+    (EMA, {"ends": False}, "--delay-correction ema: falls until --train-iters, which is not known"),
     (
-        EMA | {"sync_delay": 3, "ema_coefficient": (0.9, 0.9, 1000)},
+        EMA | {"sync_delay": 3, "delay_correction": "ema:0.9,0.9,1000"},
         {"workers": 4},
-        "--ema-coefficient 0.9 0.9 1000: diverges: must be below 0.445 with 3 later exchanges of an element under way",
+        "--delay-correction ema:0.9,0.9,1000: diverges: must be below 0.445 with 3 later exchanges of an element under way",
     ),
     (
-        ISLANDS | {"sync_delay": 3, "mixing_gain": "0.5"},
+        ISLANDS | {"sync_delay": 3, "delay_correction": "mixing:0.5"},
         {"workers": 4},
-        "--mixing-gain 0.5: diverges: must be below 0.445 with 3 later exchanges of an element under way",
+        "--delay-correction mixing:0.5: diverges: must be below 0.445 with 3 later exchanges of an element under way",
     ),
 ]
 
@@ -226,11 +225,6 @@ BOUNDARIES = [
     ({"act_transport": "udp"}, {}, "--act-transport udp: needs --transport udp"),
     (ACT_UDP | {"virtual_boundaries": (1,)}, {}, "--act-transport udp: needs real stages: --virtual-boundaries are"),
     (ACT_UDP | {"packet_bytes": 12}, {}, "--packet-bytes 12: must be at least 16 with --act-transport udp"),
-    (
-        ACT_UDP | {"act_packet_bytes": 1409},
-        {},
-        "--act-packet-bytes 1409: must be at most --packet-bytes (1408) with --act-transport udp",
-    ),
     (ACT_UDP, {"pipeline": 1}, "--act-transport udp: nothing is sent with one pipeline stage; needs more of them"),
     (
         {"p_act_grad": 0.2},
@@ -251,9 +245,9 @@ BOUNDARIES = [
     (ACT, on("--use-ring-exchange-p2p"), "--use-ring-exchange-p2p on: nothing can be lost at stage boundaries"),
     (ACT, on("--mtp-standalone"), "multi-token prediction on a stage of its own: cannot go with --p-act and"),
     (
-        ACT | {"act_packet_bytes": 3},
+        ACT | {"packet_bytes": 3},
         {"message_bytes": 4},
-        "--act-packet-bytes 3: must hold at least one element of 4 bytes",
+        "--packet-bytes 3: must hold at least one element of 4 bytes",
     ),
     (ACT, {"pipelines": 2}, "pipelines of encoder and decoder with their own sizes: cannot go with --p-act and"),
     (ACT, {"several_modules": True}, "MultiModulePipelineCommunicator: cannot go with --p-act and --p-act-grad, which"),
@@ -262,7 +256,6 @@ BOUNDARIES = [
 ]
 
 ASYNC_PIPELINE = [
-    (STAGES | {"weight_stashing": "off"}, {}, "--weight-stashing off: needs real stages: a virtual backward pass"),
     (ASYNC, {"flushes": True}, "--async-pipeline on: needs python -m megatron_lossy.train; the loop of Megatron-LM"),
     (STAGES, {"virtual": False}, "--virtual-stages 2: needs --virtual-workers"),
     (ASYNC | ACT, {"virtual": False}, "--p-act 0.1: cannot be with --async-pipeline, whose messages between stages"),
@@ -270,11 +263,6 @@ ASYNC_PIPELINE = [
         ASYNC,
         {"virtual": False, "optimizer_instances": 2},
         "--num-distributed-optimizer-instances 2: must be 1 with --async-pipeline",
-    ),
-    (
-        ASYNC | {"save_replicas": True, "weight_stashing": "off"},
-        {"pipeline": 2},
-        "--save-replicas on: cannot compute again what is under way",
     ),
     (ASYNC, {"virtual": True}, "--async-pipeline on: needs --virtual-stages with --virtual-workers"),
     (STAGES, FULL, "--virtual-stages 2: needs --use-distributed-optimizer"),
@@ -310,9 +298,9 @@ REPLICAS = [
     (PARAM | {"replica_check": "log"}, {}, f"--replica-check log: {_UPDATES}"),
     (PARAM | NOISE, {}, f"--grad-error-at broadcast: {_UPDATES}"),
     (
-        {"grad_error": "gaussian", "grad_error_std": 0.5},
+        {"grad_error": "gaussian:0.5"},
         {"per_token_loss": True},
-        "--grad-error-std 0.5: gradients are sums over tokens where errors hit them",
+        "--grad-error gaussian:0.5: gradients are sums over tokens where errors hit them",
     ),
     (
         {"grad_error": "gaussian", "grad_error_burst": (5, 0.25)},
@@ -326,10 +314,8 @@ REPLICAS = [
     ),
     (AVERAGED, SHARDED, f"--param-sync-interval 5: {_WHOLE}; with the distributed optimizer the all-gather already"),
     ({"replica_check": "log"}, SHARDED, f"--replica-check log: {_WHOLE}; with the distributed optimizer each"),
-    ({"allow_divergence": True}, SHARDED, f"--allow-divergence on: {_WHOLE}; with the distributed optimizer the"),
     (NOISE, SHARDED, f"--grad-error-at broadcast: {_WHOLE}; with the distributed optimizer choose reduce"),
     (PARAM, FULL, "--p-param 0.1: needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"),
-    (AVERAGED, FULL | {"train_iters": 4}, "--param-sync-interval 5: is above --train-iters 4: replicas would drift"),
     (GRAD, FULL, "--p-grad 0.1: drives replicas apart without the distributed optimizer; needs --param-sync-interval"),
     (NOISE, FULL | {"fp16": True}, f"--fp16 on: {_APART}"),
     (AVERAGED, FULL | {"loss_scale": 64.0}, f"--loss-scale 64: {_APART}"),
@@ -355,35 +341,16 @@ PRIORITY = [
         {},
         "--grad-priority packet-mean with --grad-recovery previous: cannot be: what a packet",
     ),
-    ({"param_priority": "change"}, {}, "--param-priority change: needs --loss-unit packet"),
-    (
-        CHANGED | {"param_send": "compensated"},
-        {},
-        "--param-priority change with --param-send compensated: cannot be: a packet that always",
-    ),
     (
         UDP | FIRST | GRAD,
         {},
         "--transport udp with gradients lost by drawing, and --grad-priority or error-feedback: cannot be",
     ),
     (UDP | FIRST | {"packet_bytes": 8}, {}, "--packet-bytes 8: must be at least 16 with --grad-priority over UDP"),
-    (UDP | CHANGED | PARAM, {}, "--param-priority change over UDP with parameters lost by drawing: cannot be"),
-    (UDP | CHANGED | {"packet_bytes": 8}, {}, "--packet-bytes 8: must be at least 16 with --param-priority over UDP"),
-    (
-        CHANGED | PARAM,
-        {"virtual": False},
-        "--param-priority change with --transport torch: needs virtual workers or --transport udp",
-    ),
-    (CHANGED | PARAM, {"in_memory": True}, "--param-priority change: must be none: workers of one process exchange"),
     (
         FIRST | GRAD,
         {"virtual": False},
         "--grad-priority packet-mean with --grad-recovery renormalize: needs virtual workers",
-    ),
-    (
-        CHANGED | GRAD | {"allow_divergence": True},
-        FULL,
-        "--param-priority change: no parameters are sent, and the second half of an all-reduce",
     ),
     (
         FEEDBACK,
@@ -400,7 +367,7 @@ PRIORITY = [
 
 LEAD = [
     (
-        GRAD | {"allow_divergence": True, "param_send": "compensated"},
+        GRAD | {"param_sync_interval": 10**6, "param_send": "compensated"},
         FULL,
         "--param-send compensated: no parameters are sent, and the second half of an all-reduce",
     ),
@@ -419,7 +386,7 @@ COMPRESSION = [
         "--grad-wire int8: needs --transport pieces or udp on real ranks (torch's collectives carry raw values)",
     ),
     (
-        {"grad_wire": "int4", "allow_divergence": True},
+        {"grad_wire": "int4", "param_sync_interval": 10**6},
         FULL,
         "--grad-wire int4: no all-reduce carries codes; needs Megatron's distributed optimizer",
     ),

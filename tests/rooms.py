@@ -23,7 +23,6 @@ ROOMS = {
     "fct": "lab",
     "link": "lab",
     "lstm_language_model": "lab",
-    "param_priority": "priority",
     "patches_folder": "plugin",
     "pieces": "transport",
     "pipeline": "boundaries",

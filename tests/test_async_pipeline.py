@@ -62,18 +62,17 @@ def furthest(real, expected):
     [
         (2, 1, {}, {}),
         (3, 1, {"num_layers": 3, "calculate_per_token_loss": True}, {}),
-        (3, 1, {"num_layers": 3, "global_batch_size": 2}, {"weight_stashing": "off"}),
         (2, 2, {"overlap_grad_reduce": True, "ddp_bucket_size": 9000}, {}),
         (2, 1, {"use_distributed_optimizer": False}, {}),
     ],
-    ids=["two stages", "three stages, per token", "three stages, no stash", "two stages of two ranks", "full replicas"],
+    ids=["two stages", "three stages, per token", "two stages of two ranks", "full replicas"],
 )
 @pytest.mark.slow
 def test_ranks_compute_what_the_definition_says(data, stages, ranks, settings, loss):
     config = COMPARED | data | {"pipeline_model_parallel_size": stages} | settings
     seen = run_ranks(observed_run, stages * ranks, config, ASYNC | loss)[::ranks]
     first = [one["weights"][0] for one in seen]
-    [expected] = run_ranks(reference, 1, config, first, loss.get("weight_stashing") != "off", ranks)
+    [expected] = run_ranks(reference, 1, config, first, True, ranks)
     norms = np.array([one["norms"] for one in seen])
     np.testing.assert_allclose(norms, expected["norms"], rtol=1e-4)
     assert (norms > config["clip_grad"]).any()

@@ -122,10 +122,7 @@ TWO_STAGES = {"async_pipeline": True, "virtual_stages": 2}
     ("flags", "line"),
     [
         ({"virtual_stages": 2}, "--virtual-stages 2: needs --async-pipeline"),
-        ({"weight_stashing": "off"}, "--weight-stashing off: needs --async-pipeline"),
         ({**TWO_STAGES, "virtual_stages": 0}, "--virtual-stages 0: must be at least 1"),
-        ({**TWO_STAGES, "weight_stashing": "half"}, "--weight-stashing half: must be one of on, off"),
-        ({**TWO_STAGES, "weight_stashing": "off"}, "--weight-stashing off: needs real stages"),
     ],
 )
 def test_flags_that_are_refused(flags, line):

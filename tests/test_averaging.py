@@ -111,7 +111,7 @@ def test_drawn_blocks_have_the_share_of_the_flag():
 
 @pytest.mark.parametrize("gain", ["1", "0.5", "0.2"])
 def test_deviations_contract_by_the_gain_once_in_n_rounds(gain):
-    config = flags(sync_fraction=0.25, sync_interval=2, sync_delay=5, mixing_gain=gain)
+    config = flags(sync_fraction=0.25, sync_interval=2, sync_delay=5, delay_correction=f"mixing:{gain}")
     weights = start()
     before = spread(weights).clone()
     for cycles in (1, 3):
@@ -133,7 +133,7 @@ def decay(config, steps=400):
     """How many iterations deviations take to fall to 1e-4, at most ``steps``, and by what they change per visit."""
     weights, norms = start(config.islands), []
     rounds, rows = rounds_of(config, weights)
-    if config.delay_correction == "ema":  # else the first exchange would remove what is no progress
+    if config.correction == "ema":  # else the first exchange would remove what is no progress
         rounds.rule.progress.copy_(spread(weights))
     for step in range(steps + config.sync_delay):
         rounds.after_iteration(step, rows)
@@ -151,10 +151,10 @@ def decay(config, steps=400):
 def test_the_stability_bound_and_the_rate_of_growth(correction, overlap):
     bound, known = theory.stability_bound(overlap), {}
     for gain in (0.9 * bound, 1.05 * bound, theory.critical_gain(overlap)):
-        how = {"mixing_gain": repr(gain)} if correction == "mixing" else {"ema_coefficient": (gain, gain, 1000)}
+        how = f"mixing:{gain!r}" if correction == "mixing" else f"ema:{gain!r},{gain!r},1000"
         if (gain > 1 and correction == "ema") or gain >= 2 or gain == 1:
             continue
-        config = flags(islands=3, sync_fraction=0.5, sync_delay=2 * overlap, delay_correction=correction, **how)
+        config = flags(islands=3, sync_fraction=0.5, sync_delay=2 * overlap, delay_correction=how)
         assert config.overlap == overlap
         known[gain], growth = decay(config)
         if gain != theory.critical_gain(overlap):
@@ -205,7 +205,7 @@ def test_the_bound_of_drawn_subsets_at_its_ends():
 def test_no_gain_that_is_chosen_or_allowed_diverges(subset, fraction, delay):
     config = flags(sync_fraction=fraction, sync_delay=delay, sync_subset=subset)
     steps = round(50 / fraction)  # each element is visited 50 times
-    for one in (config, dataclasses.replace(config, mixing_gain=repr(0.9 * stability_bound(config)))):
+    for one in (config, dataclasses.replace(config, delay_correction=f"mixing:{0.9 * stability_bound(config)!r}")):
         check_refusals(one, Facts(workers=8))
         left = spread(simulate(one, start(size=400), steps)).square().mean()
         assert left < 0.05 * spread(start(size=400)).square().mean()
@@ -226,10 +226,10 @@ def test_the_bound_is_where_the_largest_root_leaves_the_unit_circle():
 
 
 @pytest.mark.parametrize("delay", [0, 3, 9])
-@pytest.mark.parametrize("gain", ["auto", "0.3"])
+@pytest.mark.parametrize("gain", ["mixing", "mixing:0.3"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_mixing_leaves_the_mean_alone(gain, delay, dtype):
-    config = flags(sync_fraction=0.25, sync_delay=delay, mixing_gain=gain, sync_dtype=dtype)
+    config = flags(sync_fraction=0.25, sync_delay=delay, delay_correction=gain, sync_dtype=dtype)
     weights, local = start(), noise(3)
     alone = start()
     simulate(config, weights, 50, local)
@@ -294,7 +294,7 @@ def test_a_predictor_bears_loss(loss, fraction, delay):
 
 
 def test_a_predictor_that_goes_all_the_way_with_loss_shakes_the_mean():
-    config = flags(sync_delay=10, delay_correction="smith", p_sync=0.4, mixing_gain="1")
+    config = flags(sync_delay=10, delay_correction="smith:1", p_sync=0.4)
     assert steps_of_the_mean(config) > 2
 
 
@@ -303,7 +303,7 @@ def test_the_gain_of_a_predictor_that_does_not_know_what_is_lost():
     assert predictor_gain(flags(**late)) == 1
     assert predictor_gain(flags(**late, transport="udp")) == 1 / 3
     assert predictor_gain(flags(**late, sync_subset="bernoulli", p_sync=0.2)) == pytest.approx(1 / 1.5)
-    assert make_rule(flags(**late, mixing_gain="0.7"), start(), None).gain == 0.7
+    assert make_rule(flags(**late | {"delay_correction": "smith:0.7"}), start(), None).gain == 0.7
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -325,7 +325,7 @@ def test_a_predictor_with_nothing_under_way_is_mixing_with_gain_one():
         {"sync_fraction": 0.3},
         {"sync_fraction": 0.1, "sync_delay": 9},
     ):
-        smith, mixing = flags(**base, delay_correction="smith"), flags(**base, mixing_gain="1")
+        smith, mixing = flags(**base, delay_correction="smith"), flags(**base, delay_correction="mixing:1")
         assert not smith.may_overlap and type(make_rule(smith, start(), None)) is Mixing
         assert torch.equal(simulate(smith, start(), 30, noise(8)), simulate(mixing, start(), 30, noise(8)))
         rounds, rows = rounds_of(smith, kept := start())
@@ -360,7 +360,7 @@ def test_a_predictor_is_its_definition():
 
 def test_a_moving_average_shifts_the_mean_by_what_it_did_not_follow():
     c = 0.25
-    config = flags(delay_correction="ema", ema_coefficient=(c, c, 1000), sync_delay=3)
+    config = flags(delay_correction=f"ema:{c},{c},1000", sync_delay=3)
     rounds, rows = rounds_of(config, weights := start().double().float())
     local, history = noise(4), []
     for step in range(12):
@@ -435,8 +435,8 @@ def test_without_delay_all_corrections_are_the_mean():
         for how in (
             {"delay_correction": "none"},
             {"delay_correction": "ema"},
-            {"mixing_gain": "1"},
-            {"mixing_gain": "auto"},
+            {"delay_correction": "mixing:1"},
+            {"delay_correction": "mixing"},
             {"delay_correction": "smith"},
         )
     ]
@@ -445,10 +445,10 @@ def test_without_delay_all_corrections_are_the_mean():
 
 def test_a_coefficient_of_one_is_mixing_with_gain_one():
     base = {"sync_fraction": 0.3, "sync_delay": 2}
-    ema = simulate(flags(**base, delay_correction="ema", ema_coefficient=(1.0, 1.0, 1000)), start(), 30, noise(8))
-    mixing = simulate(flags(**base, mixing_gain="1"), start(), 30, noise(8))
+    ema = simulate(flags(**base, delay_correction="ema:1.0,1.0,1000"), start(), 30, noise(8))
+    mixing = simulate(flags(**base, delay_correction="mixing:1"), start(), 30, noise(8))
     assert torch.equal(ema, mixing)
-    assert not torch.equal(mixing, simulate(flags(**base, mixing_gain="0.9"), start(), 30, noise(8)))
+    assert not torch.equal(mixing, simulate(flags(**base, delay_correction="mixing:0.9"), start(), 30, noise(8)))
 
 
 def test_diloco_without_an_outer_optimizer_averages():
@@ -587,9 +587,7 @@ def test_the_mean_of_what_arrives(islands, count, unit, step):
 
 
 def test_a_lost_mean_leaves_weights_and_memory_alone():
-    config = flags(
-        delay_correction="ema", p_sync=0.5, loss_unit="packet", packet_bytes=8, ema_coefficient=(0.5, 0.5, 1000)
-    )
+    config = flags(delay_correction="ema:0.5,0.5,1000", p_sync=0.5, loss_unit="packet", packet_bytes=8)
     rounds, rows = rounds_of(config, weights := start(size=400))
     rounds.rule.progress.normal_()
     before, memory = weights.clone(), rounds.rule.progress.clone()
@@ -660,7 +658,7 @@ def test_messages_in_16_bits_are_rounded_and_weights_are_not():
     [
         {},
         {"delay_correction": "ema"},
-        {"sync_delay": 1, "mixing_gain": "0.5"},
+        {"sync_delay": 1, "delay_correction": "mixing:0.5"},
         {"sync_delay": 25, "delay_correction": "smith"},
     ],
     ids=str,
@@ -700,10 +698,10 @@ def test_steps_smaller_than_the_rounding_of_messages_are_made(how, fraction):
         ({"sync_interval": 0}, "--sync-interval 0: must be at least 1"),
         ({"sync_delay": -1}, "--sync-delay -1: must be at least 0"),
         ({"sync_block": 0}, "--sync-block 0: must be at least 1"),
-        ({"mixing_gain": "2"}, "--mixing-gain 2: must be auto, or in (0, 2)"),
-        ({"mixing_gain": "fast"}, "--mixing-gain fast: must be auto, or in (0, 2)"),
-        ({"delay_correction": "ema", "ema_coefficient": (0.0, 0.1, 1000)}, "--ema-coefficient 0.0 0.1 1000: must be two numbers"),
-        ({"ema_coefficient": (0.4, 0.1, 1000)}, "--ema-coefficient 0.4 0.1 1000: needs --delay-correction ema"),
+        ({"delay_correction": "mixing:2"}, "--delay-correction mixing:2: must be mixing:A, with A in (0, 2)"),
+        ({"delay_correction": "mixing:fast"}, "--delay-correction mixing:fast: must be mixing:A, with A in"),
+        ({"delay_correction": "ema:0.0,0.1,1000"}, "--delay-correction ema:0.0,0.1,1000: must be ema:FIRST"),
+        ({"delay_correction": "none:1"}, "--delay-correction none:1: must be one of none, ema, mixing, smith"),
         ({"sync_method": "diloco", "sync_fraction": 0.5}, "--sync-fraction 0.5: must be 1 with --sync-method diloco"),
         ({"sync_method": "diloco", "sync_delay": 2}, "--sync-delay 2: must be 0 with --sync-method diloco"),
         (
@@ -731,20 +729,23 @@ def test_flags_that_do_not_fit(settings, line):
     [
         (
             {"sync_delay": 100, "delay_correction": "ema"},
-            "--ema-coefficient 0.5 0.01 1000: diverges: must be below 0.285",
+            "--delay-correction ema: diverges: must be below 0.285",
         ),
-        ({"sync_delay": 50, "mixing_gain": "0.62"}, "--mixing-gain 0.62: diverges: must be below 0.618 with 2 later"),
+        (
+            {"sync_delay": 50, "delay_correction": "mixing:0.62"},
+            "--delay-correction mixing:0.62: diverges: must be below 0.618 with 2 later",
+        ),
         (
             {"sync_delay": 50, "delay_correction": "ema", "sync_subset": "bernoulli"},
-            "--ema-coefficient 0.5 0.01 1000: diverges: must be below 0.454 with 2.5 later exchanges of an element on average",
+            "--delay-correction ema: diverges: must be below 0.454 with 2.5 later exchanges of an element on average",
         ),
         (
-            {"sync_delay": 19, "mixing_gain": "1", "sync_subset": "bernoulli"},
-            "--mixing-gain 1: diverges: must be below 0.836 with 0.95 later exchanges of an element on average",
+            {"sync_delay": 19, "delay_correction": "mixing:1", "sync_subset": "bernoulli"},
+            "--delay-correction mixing:1: diverges: must be below 0.836 with 0.95 later exchanges of an element on average",
         ),
         (
-            {"sync_delay": 10, "mixing_gain": "1.2", "sync_subset": "partition"},
-            "--mixing-gain 1.2: diverges: must be below 1.2 with 0 later exchanges of an element under way (--sync-delay 10) and",
+            {"sync_delay": 10, "delay_correction": "mixing:1.2", "sync_subset": "partition"},
+            "--delay-correction mixing:1.2: diverges: must be below 1.2 with 0 later exchanges of an element under way (--sync-delay 10) and",
         ),
     ],
 )
@@ -764,7 +765,7 @@ def test_overlap_and_averages_that_cannot_settle_are_noted():
 
 
 def test_the_coefficient_falls_by_half_a_cosine():
-    config = flags(delay_correction="ema", ema_coefficient=(0.5, 0.01, 100))
+    config = flags(delay_correction="ema:0.5,0.01,100")
     rule = make_rule(config, torch.zeros(4, 8), 300)
     assert [rule.coefficient(step) for step in (0, 99, 100)] == [0.5] * 3
     assert rule.coefficient(200) == pytest.approx(0.255)

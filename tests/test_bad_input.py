@@ -62,20 +62,10 @@ TRAIN = [
         "--islands 2: islands of one worker exchange no gradients and no parameters; choose fewer, or --p-sync",
     ),
     Case("--sgd-momentum 0.5", "--sgd-momentum 0.5: needs --optimizer sgd, not adam"),
-    Case(
-        "--virtual-workers 2 --no-use-distributed-optimizer --param-sync-interval 100",
-        "--param-sync-interval 100: is above --train-iters 2: replicas would drift apart to the end; or give --allow-d",
-    ),
     Case("--p-act 1.0", "--p-act 1.0: must be in [0, 1)"),
     Case("--p-act 0.1", "--p-act 0.1: nothing is sent with one pipeline stage; needs more of them, or --virtual-boun"),
     Case("--p-act 0.1 --virtual-boundaries 2", "--virtual-boundaries 2: must be layers from 1 to 1 of the 2"),
-    Case("--p-act 0.1 --act-fec-low 10 11 0", "--act-fec-low 10 11: needs 1 <= C <= B"),
-    Case(
-        "--p-param 0.1 --loss-unit packet --param-priority change",
-        "--param-priority change with --transport torch: needs virtual workers or --transport udp",
-        ranks=2,
-    ),
-    Case("--param-priority change:2", "--param-priority change:2: must be one of none, change[:K], with K in [0, 1]"),
+    Case("--p-act 0.1 --act-fec 9,1,0 10,11,0 0.5", "--act-fec 10 11: needs 1 <= C <= B"),
     Case("--islands 3 --sync-method gradients --virtual-workers 4", "--islands 3: must divide the 4 virtual workers"),
     Case("--islands 2 --virtual-workers 4", "--islands 2: needs --sync-method: parameters, diloco, eager-diloco, no"),
     Case("--wandb-mode offline", "--wandb-mode offline: needs --wandb-project"),
@@ -86,10 +76,6 @@ TRAIN = [
     Case(
         "--loss-preset smart --loss-unit shard",
         "--grad-priority packet-mean:0.01 (of the preset smart): needs --loss-unit packet, or --grad-priority none",
-    ),
-    Case(
-        "--loss-preset smart --loss-unit shard --param-priority change",
-        "--param-priority change: needs --loss-unit packet",
     ),
     Case(
         "--grad-recovery error-feedback --loss-unit shard",
@@ -106,8 +92,8 @@ TRAIN = [
     ),
     Case("--sync-method parameters", "--sync-method parameters: needs --islands of at least 2"),
     Case(
-        "--virtual-workers 2 --train-iters 60 --islands 2 --sync-method parameters --sync-fraction 0.05 --sync-delay 50 --mixing-gain 0.7",
-        "--mixing-gain 0.7: diverges: must be below 0.618 with 2 later exchanges of an element under way",
+        "--virtual-workers 2 --train-iters 60 --islands 2 --sync-method parameters --sync-fraction 0.05 --sync-delay 50 --delay-correction mixing:0.7",
+        "--delay-correction mixing:0.7: diverges: must be below 0.618 with 2 later exchanges of an element under way",
     ),
     Case("--virtual-stages 2", "--virtual-stages 2: needs --async-pipeline"),
     Case("--async-pipeline --virtual-workers 2", "--async-pipeline on: needs --virtual-stages with --virtual-workers"),

@@ -40,12 +40,12 @@ def test_the_public_collectives_give_what_pieces_give(size, pool):
         LossyConfig(**CODED | LOSSY | {"transport": "udp"} | flags)
         for flags in (
             {"udp_threads": 2},
-            {"udp_cipher": "none", "param_wire": "raw", **INT4},
+            {"udp_key_file": "none", "param_wire": "raw", **INT4},
             {"grad_wire": "raw", "grad_recovery": "zero"},
             {"lossy_links": "inter-node:1" if size == 2 else "inter-node:2"},
         )
     ]
-    alone = {"udp_threads": 1, "udp_cipher": "aes-128-gcm", "transport": "pieces"}
+    alone = {"udp_threads": 1, "udp_key_file": None, "transport": "pieces"}
     pieces = [dataclasses.replace(config, **alone) for config in configs]
     for exchange in (exchange_grads, gather_params):
         mine, theirs = (
@@ -98,7 +98,7 @@ def by_way_of_page_locked_memory(rank, chosen):
 @pytest.mark.slow
 def test_by_way_of_a_copy_as_from_a_device_it_is_the_same(pool):
     """The way of tensors on a device, but for the device; in windows."""
-    chosen = list(cases(udp_memory=2**16, udp_eager_bytes=2**14))
+    chosen = list(cases(udp_memory=2**16))
     assert_same(run_ranks(by_way_of_page_locked_memory, 3, chosen), pool.run(real_runs, 3, chosen))
 
 

@@ -131,16 +131,13 @@ def test_both_halves_of_an_all_reduce_have_the_schedule_of_gradients():
     [
         ({"param_send": "compensated"}, "--param-send compensated does nothing, since no parameter is lost"),
         (
-            {"loss_unit": "packet", "param_priority": "change", "lossy_self": True, "grad_recovery": "zero"},
-            (
-                "--grad-recovery zero and --lossy-self do nothing, since no gradient is lost; "
-                "--param-priority change does nothing, since no parameter is lost"
-            ),
+            {"loss_unit": "packet", "lossy_self": True, "grad_recovery": "zero"},
+            "--grad-recovery zero and --lossy-self do nothing, since no gradient is lost",
         ),
         ({"transport": "pieces", "lossy_self": True}, "--lossy-self does nothing, since no gradient is lost"),
         (
-            {"virtual_boundaries": (2, 4), "act_fec_low": (8, 1, 0.02)},
-            "--act-fec-low 8 1 0.02 and --virtual-boundaries 2 4 do nothing, since nothing between stages is lost",
+            {"virtual_boundaries": (2, 4), "act_fec": ("8,1,0.02", "8,1,0", "0.5")},
+            "--act-fec 8,1,0.02 8,1,0 0.5 and --virtual-boundaries 2 4 do nothing, since nothing between stages is lost",
         ),
         ({"loss_correlation": "source"}, "--loss-correlation source does nothing, since no losses are drawn"),
         (

@@ -37,7 +37,7 @@ def buffers(dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("unit", [1.0, 1024.0])
 def test_gaussian_noise_is_what_the_seed_says(dtype, unit):
     """In the dtype of the buffer, rounded once, in units of the gradient that the optimizer sees."""
-    hit = model(grad_error="gaussian", grad_error_std=0.25).events(exchange(), 1, SIZES, 32)
+    hit = model(grad_error="gaussian:0.25").events(exchange(), 1, SIZES, 32)
     assert [event.bucket for event in hit] == [0, 1, 2] and len({event.seed for event in hit}) == 3
     for event, buffer in zip(hit, buffers(dtype)):
         generator = torch.Generator().manual_seed(event.seed - 2**64 if event.seed >= 2**63 else event.seed)
@@ -50,7 +50,7 @@ def test_gaussian_noise_is_what_the_seed_says(dtype, unit):
 
 
 def test_the_seed_of_noise_is_a_word_of_philox():
-    hit = model(grad_error="gaussian", grad_error_std=1.0, loss_seed=77).events(exchange(5, stage=2), 3, SIZES, 32)
+    hit = model(grad_error="gaussian:1.0", loss_seed=77).events(exchange(5, stage=2), 3, SIZES, 32)
     link = 3 << 32 | 3
     philox = np.random.Philox(key=[77, 2 * 17], counter=[0, 5, link, _exchange_word(exchange(5, stage=2))])
     assert [event.seed for event in hit] == philox.random_raw(3).tolist()
@@ -83,8 +83,8 @@ def test_nothing_is_relative_to_no_gradient_or_to_an_infinite_one():
 
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
 def test_noise_of_any_allowed_size_can_be_added(dtype):
-    for flags, unit in (({"grad_error_std": 3e38}, 65536.0), ({"grad_error_relative": 3e38}, 1.0)):
-        [event] = model(grad_error="gaussian", **flags).events(exchange(), 0, [100], 32)
+    for flags, unit in (({"grad_error": "gaussian:3e38"}, 65536.0), ({"grad_error_relative": 3e38}, 1.0)):
+        [event] = model(**{"grad_error": "gaussian"} | flags).events(exchange(), 0, [100], 32)
         buffer = torch.full((100,), 1e3, dtype=dtype)
         happened = apply(buffer, event, unit)
         assert not torch.isfinite(buffer).all() and (buffer != 1e3).any() and happened.std > 1e38
@@ -92,7 +92,7 @@ def test_noise_of_any_allowed_size_can_be_added(dtype):
 
 def test_bursts_replace_the_noise_of_every_nth_iteration():
     flags = dict(grad_error="gaussian", grad_error_burst=(5, 9.0))
-    base = model(grad_error_std=0.5, **flags)
+    base = model(**flags | {"grad_error": "gaussian:0.5"})
     assert [base.events(exchange(t), 0, SIZES, 32)[0].std for t in range(11)] == [0.5] * 4 + [9] + [0.5] * 4 + [9, 0.5]
     alone = model(grad_error_relative=0.0, **flags)
     hit = [alone.events(exchange(t), 0, SIZES, 32) for t in range(10)]
@@ -103,7 +103,7 @@ def test_bursts_replace_the_noise_of_every_nth_iteration():
 @pytest.mark.parametrize("width", TYPES)
 def test_flips_are_exact(width):
     """Flipped again, everything is as before; each flip changes the bit it names and no other."""
-    flips = model(grad_error="bit-flip", grad_error_flips=50)
+    flips = model(grad_error="bit-flip:50")
     hit = flips.events(exchange(), 0, SIZES, width)
     assert sum(len(event.elements) for event in hit) == 50
     data = buffers(TYPES[width])
@@ -129,7 +129,7 @@ def test_flips_are_exact(width):
 
 def test_flips_are_uniform_over_elements_and_bits():
     """1e5 flips of 16 bits and of three buckets: each count within five standard errors (6e-7 a bit by chance)."""
-    flips = model(grad_error="bit-flip", grad_error_flips=1000, grad_error_bits=(4, 19))
+    flips = model(grad_error="bit-flip:1000,4,19")
     hit = [event for t in range(100) for event in flips.events(exchange(t), 0, (10000, 5000, 25000), 32)]
     bits = np.bincount([bit for event in hit for bit in event.bits], minlength=20)
     assert not bits[:4].any() and len(bits) == 20
@@ -139,7 +139,7 @@ def test_flips_are_uniform_over_elements_and_bits():
 
 
 def test_more_flips_than_elements_hit_all():
-    [event] = model(grad_error="bit-flip", grad_error_flips=100).events(exchange(), 0, (7,), 32)
+    [event] = model(grad_error="bit-flip:100").events(exchange(), 0, (7,), 32)
     assert sorted(event.elements) == list(range(7))
 
 
@@ -156,7 +156,7 @@ def test_the_rate_and_the_ranks_are_those_of_the_flags():
 
 def test_only_the_key_matters():
     """Another object, another order, another process: the same. Another rank, step, stream, seed: something else."""
-    flags = dict(grad_error="bit-flip", grad_error_flips=20)
+    flags = dict(grad_error="bit-flip:20")
     keys = [(exchange(t, stage=stage), rank) for t in range(3) for stage in range(2) for rank in range(3)]
     forwards = {key: model(**flags).events(*key, SIZES, 32) for key in keys}
     one = model(**flags)
@@ -167,7 +167,7 @@ def test_only_the_key_matters():
 
 
 def test_tensor_parallel_peers_and_tied_embeddings_are_hit_alike():
-    noise = model(grad_error="gaussian", grad_error_std=1.0)
+    noise = model(grad_error="gaussian:1.0")
 
     def seeds(**stream):
         return [event.seed for event in noise.events(exchange(2, **stream), 1, SIZES, 32)]
@@ -177,7 +177,7 @@ def test_tensor_parallel_peers_and_tied_embeddings_are_hit_alike():
 
 
 @pytest.mark.parametrize(
-    "flags", [dict(grad_error="gaussian", grad_error_relative=2.0), dict(grad_error="bit-flip", grad_error_flips=90)]
+    "flags", [dict(grad_error="gaussian", grad_error_relative=2.0), dict(grad_error="bit-flip:90")]
 )
 def test_padding_is_never_hit(flags):
     ranges = [(0, 30), (40, 41), (50, 100)]
@@ -253,29 +253,28 @@ def test_a_digest_tells_buffers_apart():
 
 REFUSED = [
     (dict(grad_error="noise"), "--grad-error noise: must be one of none, gaussian, bit-flip, trace"),
-    (dict(grad_error="gaussian"), "--grad-error gaussian: needs --grad-error-std or"),
-    (dict(grad_error="gaussian", grad_error_std=0.0), "--grad-error gaussian: needs"),
-    (dict(grad_error="gaussian", grad_error_std=-1.0), "--grad-error-std -1.0: must be finite"),
-    (dict(grad_error="gaussian", grad_error_std=float("nan")), "--grad-error-std nan: must be finite"),
+    (dict(grad_error="gaussian"), "--grad-error gaussian: needs gaussian:STD or"),
+    (dict(grad_error="gaussian:0.0"), "--grad-error gaussian:0.0: needs"),
+    (dict(grad_error="gaussian:-1.0"), "--grad-error gaussian:-1.0: must be finite"),
+    (dict(grad_error="gaussian:nan"), "--grad-error gaussian:nan: must be finite"),
     (dict(grad_error="gaussian", grad_error_relative=float("inf")), "--grad-error-relative inf: must be"),
-    (dict(grad_error="gaussian", grad_error_std=1e39), "--grad-error-std 1e+39: must be finite in float32 (at most 3.4e+38)"),
-    (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_relative=1.0), "cannot be combined with --grad-error-std"),
+    (dict(grad_error="gaussian:1e39"), "--grad-error gaussian:1e39: must be finite in float32 (at most 3.4e+38)"),
+    (dict(grad_error="gaussian:1.0", grad_error_relative=1.0), "cannot be combined with --grad-error gaussian:1.0"),
     (dict(grad_error="gaussian", grad_error_burst=(9, 0.0)), "--grad-error-burst 9 0.0: must be a whole number"),
-    (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_burst=(1.5, 1.0)), "must be a whole number"),
-    (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_burst=(-1, 1.0)), "of at least 1"),
-    (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_rate=1.5), "--grad-error-rate 1.5: must be in [0, 1]"),
-    (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_rate=float("nan")), "must be in [0, 1]"),
-    (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_ranks=(1, 1)), "--grad-error-ranks 1 1: must be different"),
-    (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_ranks=(-1,)), "--grad-error-ranks -1: must be"),
-    (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_at="owner"), "--grad-error-at owner: must be one of"),
-    (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_flips=2), "--grad-error-flips 2: needs --grad-error bit-flip"),
-    (dict(grad_error="bit-flip", grad_error_std=1.0), "--grad-error-std 1.0: needs --grad-error gaussian, not bit-flip"),
-    (dict(grad_error="bit-flip", grad_error_flips=0), "--grad-error-flips 0: must be at least 1"),
-    (dict(grad_error="bit-flip", grad_error_bits=(3, 32)), "--grad-error-bits 3 32: needs 0 <= LOW <= HIGH <= 31"),
-    (dict(grad_error="bit-flip", grad_error_bits=(5, 4)), "--grad-error-bits 5 4: needs"),
+    (dict(grad_error="gaussian:1.0", grad_error_burst=(1.5, 1.0)), "must be a whole number"),
+    (dict(grad_error="gaussian:1.0", grad_error_burst=(-1, 1.0)), "of at least 1"),
+    (dict(grad_error="gaussian:1.0", grad_error_rate=1.5), "--grad-error-rate 1.5: must be in [0, 1]"),
+    (dict(grad_error="gaussian:1.0", grad_error_rate=float("nan")), "must be in [0, 1]"),
+    (dict(grad_error="gaussian:1.0", grad_error_ranks=(1, 1)), "--grad-error-ranks 1 1: must be different"),
+    (dict(grad_error="gaussian:1.0", grad_error_ranks=(-1,)), "--grad-error-ranks -1: must be"),
+    (dict(grad_error="gaussian:1.0", grad_error_at="owner"), "--grad-error-at owner: must be one of"),
+    (dict(grad_error="gaussian:much"), "--grad-error gaussian:much: must be gaussian or gaussian:STD"),
+    (dict(grad_error="bit-flip:0"), "--grad-error bit-flip:0: must be bit-flip, bit-flip:K or"),
+    (dict(grad_error="bit-flip:1,3,32"), "--grad-error bit-flip:1,3,32: needs 0 <= LOW <= HIGH <= 31"),
+    (dict(grad_error="bit-flip:1,5,4"), "--grad-error bit-flip:1,5,4: needs"),
     (dict(grad_error="trace"), "--grad-error trace: needs the folder"),
     (dict(grad_error="trace:x", grad_error_rate=0.5), "--grad-error-rate 0.5: needs --grad-error gau"),
-    (dict(grad_error_std=1.0), "--grad-error-std 1.0: needs --grad-error gaussian, not none"),
+    (dict(grad_error="none:1"), "--grad-error none:1: must be one of none, gaussian"),
     (dict(grad_error_rate=0.5), "--grad-error-rate 0.5: needs --grad-error gaussian or bit-flip, not none"),
     (dict(grad_error="bit-flip", p_param=0.1), "--grad-error-at broadcast: needs replicas"),
 ]  # fmt: skip
@@ -289,7 +288,7 @@ def test_what_is_refused(flags, line):
 
 
 def test_bits_of_short_gradients():
-    config = LossyConfig(grad_error="bit-flip", grad_error_bits=(10, 16))
-    with pytest.raises(UsageError, match="--grad-error-bits 10 16: needs 0 <= LOW <= HIGH <= 15"):
+    config = LossyConfig(grad_error="bit-flip:1,10,16")
+    with pytest.raises(UsageError, match="--grad-error bit-flip:1,10,16: needs 0 <= LOW <= HIGH <= 15"):
         check_bits(config, 16)
     assert LossyConfig(grad_error="bit-flip", grad_error_at="reduce", p_param=0.1).errs

@@ -45,16 +45,16 @@ pytestmark = [
     pytest.mark.shows("the log of events: changed, missing and added records are noticed", device=False),
 ]
 
-UDP = {"transport": "udp", "act_transport": "udp", "udp_cipher": "none", "loss_unit": "packet", "packet_bytes": 1408}
+UDP = {"transport": "udp", "act_transport": "udp", "udp_key_file": "none", "loss_unit": "packet"}
 #: Of messages of the tiny model.
 PACKETS = 21
 RANKS, STEPS, SIZES = 3, 9, (6, 5000, 3)
 KEPT = {"replica_check": "repair", "param_sync_interval": 4}
 MESSAGES = {name: getattr(BOTH, name) for name in vars(BOTH) if getattr(BOTH, name) != getattr(LossyConfig(), name)}
 KINDS = {
-    "noise": {"grad_error": "gaussian", "grad_error_std": 0.5} | KEPT,
+    "noise": {"grad_error": "gaussian:0.5"} | KEPT,
     "relative": {"grad_error": "gaussian", "grad_error_relative": 2.0, "grad_error_rate": 0.8} | KEPT,
-    "flips": {"grad_error": "bit-flip", "grad_error_flips": 4, "grad_error_rate": 0.5} | KEPT,
+    "flips": {"grad_error": "bit-flip:4", "grad_error_rate": 0.5} | KEPT,
     "reduce": {"grad_error": "bit-flip", "grad_error_at": "reduce", "grad_error_ranks": (0, 2)} | KEPT,
     "messages": MESSAGES,
     "bitmaps": MESSAGES | {"delivery_log_bitmaps": True},
@@ -366,7 +366,7 @@ def test_a_folder_with_the_events_of_another_run_is_refused(tmp_path):
     record(tmp_path, "noise")
     for changes, resumes, message in (
         ({}, False, "holds the log of a run with these settings"),
-        ({"grad_error_std": 0.25}, True, "--grad-error-std was 0.5 there and is 0.25 here"),
+        ({"grad_error": "gaussian:0.25"}, True, "--grad-error was gaussian:0.5 there and is gaussian:0.25 here"),
     ):
         with pytest.raises(UsageError, match=message):
             claim_delivery_log(dataclasses.replace(config, **changes), RANKS, resumes, {})

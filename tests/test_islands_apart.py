@@ -43,7 +43,7 @@ class Run:
 
     def __init__(self, url, settings, ranks=1, module="megatron_lossy.train"):
         # Machines may be busy; and all must ask within the --join of the lighthouse, or pairs of them hear of each other in turns.
-        own = {"rendezvous": url.removeprefix("http://"), "island_patience": 60, "island_poll": 0.1}
+        own = {"rendezvous": url.removeprefix("http://"), "island_patience": 60}
         self._settings, self._ranks, self._module = settings | own, ranks, module
         self.islands: dict[int, list[Program]] = {}
 
@@ -125,7 +125,7 @@ def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve,
 def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin, transport, dtype):
     """The others go on; it takes the iteration of the run, listens or copies another one, and then sends."""
     _, url = serve(join=1.0)  # on busy cores one that lives may be late
-    settings = MODEL | data | SYNC | {"train_iters": 1200, "eval_interval": 600, "island_poll": 0.2, "log_interval": 10}
+    settings = MODEL | data | SYNC | {"train_iters": 1200, "eval_interval": 600, "log_interval": 10}
     settings |= {"metrics_dir": tmp_path, "delivery_log": tmp_path / "log", "island_rejoin": rejoin}
     run = Run(url, settings | {"transport": transport, "sync_dtype": dtype})
     run.start(0, 1, 2)
@@ -163,7 +163,7 @@ def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin,
 def test_all_die_and_go_on_from_their_checkpoints(data, tmp_path, serve):
     """One had saved later than the others: it sends, and they listen or keep, by how far they are behind."""
     _, url = serve()
-    settings = MODEL | data | SYNC | {"train_iters": 400, "eval_interval": 400, "island_poll": 0.2, "log_interval": 10}
+    settings = MODEL | data | SYNC | {"train_iters": 400, "eval_interval": 400, "log_interval": 10}
     settings |= {"save": tmp_path, "load": tmp_path, "save_interval": 20, "save_replicas": True}
     run = Run(url, settings)
     run.start(0, 1, 2)
@@ -209,7 +209,7 @@ def test_who_is_alone_evaluates_its_own_mean_and_who_misses_one_does_not_stop_th
     """An island is killed, and the others evaluate with what they still have in common, and save it."""
     _, url = serve()
     settings = MODEL | data | SYNC | WHOLE | {"train_iters": 1000, "eval_interval": 20, "log_interval": 10}
-    run = Run(url, settings | {"save": tmp_path, "save_interval": 500, "save_replicas": True, "island_poll": 0.2})
+    run = Run(url, settings | {"save": tmp_path, "save_interval": 500, "save_replicas": True})
     run.start(0, 1, 2)
     run.until(1, r"iteration +30/")
     run.kill(0)
@@ -224,7 +224,7 @@ def test_who_is_alone_evaluates_its_own_mean_and_who_misses_one_does_not_stop_th
 
 def test_sigterm_ends_one_island_alone(data, tmp_path, serve):
     _, url = serve()
-    settings = MODEL | data | SYNC | {"train_iters": 300, "eval_interval": 300, "island_poll": 0.2, "log_interval": 10}
+    settings = MODEL | data | SYNC | {"train_iters": 300, "eval_interval": 300, "log_interval": 10}
     run = Run(url, settings | {"save": tmp_path, "save_replicas": True})
     run.start(0, 1, 2)
     run.until(1, r"iteration +30/")
@@ -252,7 +252,7 @@ def test_a_lighthouse_that_does_not_answer_is_named(data, serve):
 def test_tensor_parallel_ranks_keep_their_copies_equal_through_deaths(data, tmp_path, serve):
     """Whatever a death breaks on one of them: tests.copies_compared says at the end whether they are."""
     _, url = serve()
-    settings = MODEL | data | SYNC | {"train_iters": 900, "eval_interval": 900, "island_poll": 0.2, "log_interval": 10}
+    settings = MODEL | data | SYNC | {"train_iters": 900, "eval_interval": 900, "log_interval": 10}
     settings |= {
         "tensor_model_parallel_size": 2,
         "save": tmp_path,

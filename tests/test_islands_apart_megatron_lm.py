@@ -32,7 +32,7 @@ class Islands:
     """Launches of one process each that meet at ``url`` and print to files in ``folder``."""
 
     def __init__(self, megatron_lm, url, folder, *flags):
-        own = ["--rendezvous", url.removeprefix("http://"), "--island-patience", 60, "--island-poll", 0.1]
+        own = ["--rendezvous", url.removeprefix("http://"), "--island-patience", 60]
         script = os.path.join(megatron_lm, "pretrain_gpt.py")
         self._words = ["-m", "megatron_lossy", script, *MODEL, *SYNC, *own, *flags]
         self._folder, self._environment = folder, {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}

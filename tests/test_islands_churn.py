@@ -418,7 +418,7 @@ def test_what_an_island_sent_before_it_died_counts(tmp_path):
     """The mean moves by gain (old - mean)/(P - 1), since it takes no correction itself; who only leaves moves nothing."""
     weights = start()
     path = write(tmp_path / "events", (1, 3, "stop"))
-    rows = ChurningRows(flags(path, sync_delay=1, mixing_gain="0.25"), weights.clone())
+    rows = ChurningRows(flags(path, sync_delay=1, delay_correction="mixing:0.25"), weights.clone())
     rows.iterate(still)  # all send, and the first exchange is under way
     rows.iterate(still)
     moved = rows.weights[:3].mean(dim=0) - weights[:3].mean(dim=0)
@@ -456,7 +456,7 @@ def test_a_gap_within_the_delay_breaks_no_exchange(tmp_path):
     """Who was frozen when nothing was due uses what it sent before; who stopped does not."""
     for event, used in (("freeze", True), ("stop", False)):
         path = write(tmp_path / "events", (2, 3, event), (4, 3, "return"))
-        rows = ChurningRows(flags(path, sync_interval=2, sync_delay=4, mixing_gain="0.2"), start())
+        rows = ChurningRows(flags(path, sync_interval=2, sync_delay=4, delay_correction="mixing:0.2"), start())
         for _ in range(5):
             rows.iterate(still)
         before = rows.weights[3].clone()

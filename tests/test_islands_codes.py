@@ -85,7 +85,7 @@ def test_the_noise_of_rounding():
     [
         {},
         {"delay_correction": "ema"},
-        {"sync_delay": 1, "mixing_gain": "0.5"},
+        {"sync_delay": 1, "delay_correction": "mixing:0.5"},
         {"sync_delay": 25, "delay_correction": "smith", "sync_fraction": 0.1},
     ],
     ids=str,

@@ -16,6 +16,7 @@ import megatron_lossy
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.theory.islands import rounds_of
+from megatron_lossy.plugin import parse_loss_flags
 from megatron_lossy.pytorch import exchanges, make_lossy
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatter
 from tests.ranks import run_ranks
@@ -76,6 +77,7 @@ CEILINGS = {
     "a gradient bucket over datagrams": (11, 40),
     # A rule is told that an exchange is over, since of islands that come and go none is the last; what crosses is numbers or codes.
     "an exchange between islands": (13, 37),
+    "two flags, read and checked": (39, 205),
 }
 
 
@@ -129,10 +131,18 @@ def between_islands(rank):
     return {"an exchange between islands": journey.files}
 
 
+def reads_flags(rank):
+    words = ["--p-grad", "0.1", "--loss-seed", "7"]
+    parse_loss_flags(words)
+    with Journey() as journey:
+        parse_loss_flags(words)
+    return {"two flags, read and checked": journey.files}
+
+
 @pytest.fixture(scope="module")
 def journeys():
     # Each in a process of its own, where nobody else's objects are cleaned up meanwhile.
-    ranks = {under_megatron: 2, under_fsdp2: 2, over_datagrams: 2, between_islands: 1}
+    ranks = {under_megatron: 2, under_fsdp2: 2, over_datagrams: 2, between_islands: 1, reads_flags: 1}
     found = {what: files for walk, size in ranks.items() for what, files in run_ranks(walk, size)[0].items()}
     return {what: _of(files) for what, files in found.items()}
 

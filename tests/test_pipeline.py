@@ -32,7 +32,7 @@ EARLY, LATE = Boundary(stage=1, layer=2, layers=8), Boundary(stage=3, layer=6, l
 def test_what_the_parity_does_not_bring_back_and_the_bound(packets, block, data):
     parity = data.draw(st.integers(1, block))
     bound = data.draw(st.sampled_from([0.0, 0.01, 0.1, 0.29, 0.5, 0.99]))
-    config = LossyConfig(p_act=0.1, act_fec_low=(block, parity, bound))
+    config = LossyConfig(p_act=0.1, act_fec=("1,1,0", f"{block},{parity},{bound}", "0.5"))
     loss = BoundaryLoss(config, "act")
     units = boundary_units(packets, block, parity)
     assert loss.units(LATE, packets) == units
@@ -45,21 +45,21 @@ def test_what_the_parity_does_not_bring_back_and_the_bound(packets, block, data)
 
 
 def test_depth_decides_code_and_bound():
-    config = LossyConfig(p_act=0.1, act_fec_high=(10, 5, 0.1), act_fec_low=(10, 1, 0.2))
+    config = LossyConfig(p_act=0.1, act_fec=("10,5,0.1", "10,1,0.2", "0.5"))
     loss = BoundaryLoss(config, "act")
     for layer in range(1, 8):
         boundary = Boundary(stage=1, layer=layer, layers=8)
         high = layer <= 4
-        assert loss.high(boundary) == high
         assert loss.units(boundary, 100) == (150 if high else 110)
         assert loss.bound(boundary, 100) == (10 if high else 20)
     for share, last in ((0.0, 0), (0.29, 29), (1.0, 100)):
-        loss = BoundaryLoss(LossyConfig(p_act=0.1, act_high_depth=share), "act")
-        assert [loss.high(Boundary(1, layer, 100)) for layer in (max(last, 1), last + 1)] == [last > 0, False]
+        loss = BoundaryLoss(LossyConfig(p_act=0.1, act_fec=("100,34,0.01", "100,10,0.02", str(share))), "act")
+        bounds = [loss.bound(Boundary(1, layer, 100), 100) for layer in (max(last, 1), last + 1)]
+        assert bounds == [1 if last else 2, 2]
 
 
 def test_without_retransmission_all_that_is_lost_is_lost():
-    loss = BoundaryLoss(LossyConfig(p_act=0.1, act_retransmit="off"), "act")
+    loss = BoundaryLoss(LossyConfig(p_act=0.1, act_fec=("off",)), "act")
     lost = np.arange(50) % 2 == 0
     assert loss.units(EARLY, 50) == 50
     fate = loss.fate(EARLY, 50, lost)
@@ -69,9 +69,7 @@ def test_without_retransmission_all_that_is_lost_is_lost():
 
 @pytest.mark.parametrize("phase", ["act", "act-grad"])
 def test_messages_are_numbered_on_and_lose_what_the_generator_says(phase):
-    config = LossyConfig(
-        p_act=0.2, p_act_grad=0.2, act_fec_high=(100, 34, 0.5), act_fec_low=(100, 10, 0.5), loss_seed=7
-    )
+    config = LossyConfig(p_act=0.2, p_act_grad=0.2, act_fec=("100,34,0.5", "100,10,0.5", "0.5"), loss_seed=7)
     messages = Messages(config)
     for step in (0, 5):
         for again in range(2):  # a rerun of the schedule draws alike, whatever number of messages was foretold
@@ -85,7 +83,7 @@ def test_messages_are_numbered_on_and_lose_what_the_generator_says(phase):
 
 
 def test_everything_in_the_key_matters():
-    config = LossyConfig(p_act=0.5, p_act_grad=0.5, act_retransmit="off")
+    config = LossyConfig(p_act=0.5, p_act_grad=0.5, act_fec=("off",))
 
     def draw(phase="act", stage=1, chunk=0, rank=0, tensor=0, step=0, seed=1234):
         loss = BoundaryLoss(LossyConfig(**{**vars(config), "loss_seed": seed}), phase)
@@ -100,7 +98,7 @@ def test_everything_in_the_key_matters():
 def test_the_residual_rate_is_the_closed_form(code, group):
     """p (1 - q^g), at 4 standard errors; whole groups are independent of each other."""
     p, packets = 0.05, 10000
-    config = LossyConfig(p_act=p, act_fec_high=(*code, 0.9))
+    config = LossyConfig(p_act=p, act_fec=("{},{},0.9".format(*code), "1,1,0", "0.5"))
     loss = BoundaryLoss(config, "act")
     residual = []
     for step in range(30):
@@ -192,7 +190,7 @@ def test_nothing_lost_is_nothing_done():
 
 def test_a_packet_holds_an_element():
     assert elements_of(4096, torch.bfloat16) == 2048
-    with pytest.raises(UsageError, match=r"--act-packet-bytes 3: must hold at least one element of 4 bytes"):
+    with pytest.raises(UsageError, match=r"--packet-bytes 3: must hold at least one element of 4 bytes"):
         elements_of(3, torch.float32)
 
 
@@ -205,20 +203,17 @@ def test_a_packet_holds_an_element():
         ({"p_act": 1.0}, r"--p-act 1.0: must be in \[0, 1\)"),
         ({"p_act_grad": -0.1}, r"--p-act-grad -0.1: must be in \[0, 1\)"),
         ({"p_act": float("nan")}, r"--p-act nan: must be in"),
-        ({"p_act": 0.1, "act_packet_bytes": 0}, "--act-packet-bytes 0: must be at least 1"),
-        ({"p_act": 0.1, "act_high_depth": 1.1}, r"--act-high-depth 1.1: must be in \[0, 1\]"),
-        ({"p_act": 0.1, "act_fec_high": (0, 0, 0.01)}, "--act-fec-high 0 0: needs 1 <= C <= B"),
-        ({"p_act": 0.1, "act_fec_low": (10, 11, 0.01)}, "--act-fec-low 10 11: needs 1 <= C <= B"),
-        ({"p_act": 0.1, "act_fec_high": (100, 34, 1.0)}, r"--act-fec-high 100 34 1.0: must be two whole numbers"),
-        ({"p_act": 0.1, "act_fec_low": (100, 10.5, 0.1)}, r"--act-fec-low 100 10.5 0.1: must be two whole numbers"),
-        ({"p_act": 0.1, "act_retransmit": "maybe"}, "--act-retransmit maybe: must be one of on, off"),
+        ({"p_act": 0.1, "packet_bytes": 0}, "--packet-bytes 0: must be auto or at least 1"),
+        ({"p_act": 0.1, "act_fec": ("9,1,0", "9,1,0", "1.1")}, r"--act-fec 9,1,0 9,1,0 1.1: must be off, or B,C,SHARE"),
+        ({"p_act": 0.1, "act_fec": ("0,0,0.01", "9,1,0", "0")}, "--act-fec 0 0: needs 1 <= C <= B"),
+        ({"p_act": 0.1, "act_fec": ("9,1,0", "10,11,0.01", "0")}, "--act-fec 10 11: needs 1 <= C <= B"),
+        ({"p_act": 0.1, "act_fec": ("100,34,1.0", "9,1,0", "0")}, "--act-fec 100,34,1.0 9,1,0 0: must be off, or"),
+        ({"p_act": 0.1, "act_fec": ("100,10.5,0.1", "9,1,0", "0")}, "--act-fec 100,10.5,0.1 9,1,0 0: must be"),
+        ({"p_act": 0.1, "act_fec": ("9,1,0", "0")}, "--act-fec 9,1,0 0: must be"),
+        ({"p_act": 0.1, "act_fec": ("maybe",)}, "--act-fec maybe: must be off, or B,C,SHARE of high"),
         ({"p_act": 0.1, "act_transport": "x"}, "--act-transport x: must be one of torch"),
         ({"p_act": 0.1, "virtual_boundaries": (0,)}, "--virtual-boundaries 0: must be different layers, from 1 on"),
         ({"p_act": 0.1, "virtual_boundaries": (1, 1)}, "--virtual-boundaries 1 1: must be different layers"),
-        (
-            {"p_act": 0.1, "act_retransmit": "off", "act_fec_low": (100, 10, 0.1)},
-            "--act-fec-low 100 10 0.1: does nothing with --act-retransmit off",
-        ),
         (
             {"p_act": 0.1, "virtual_boundaries": (1,), "lossy_links": "inter-node"},
             "--virtual-boundaries 1: cannot be on a node",
@@ -238,7 +233,7 @@ def test_a_run_that_loses_only_activations_is_lossy():
         "activations 10 %, their gradients 0 % after layers 2, parity 100 34 up to 0.01 and 100 10 up to 0.02; "
         "seed 1234; simulated"
     )
-    both = LossyConfig(p_grad=0.1, p_act_grad=0.05, act_retransmit="off").describe()
+    both = LossyConfig(p_grad=0.1, p_act_grad=0.05, act_fec=("off",)).describe()
     assert "gradients 10 %, parameters 0 %" in both
     assert "; activations 0 %, their gradients 5 %, without parity; simulated" in both
     assert "activations" not in LossyConfig(p_grad=0.1).describe()

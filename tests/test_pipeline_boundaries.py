@@ -43,9 +43,8 @@ pytestmark = pytest.mark.shows(
 BOTH = LossyConfig(
     p_act=0.3,
     p_act_grad=0.2,
-    act_packet_bytes=200,
-    act_fec_high=(4, 2, 0.15),
-    act_fec_low=(6, 1, 0.3),
+    packet_bytes=200,
+    act_fec=("4,2,0.15", "6,1,0.3", "0.5"),
 )
 PLAIN = TinyGPT(pipeline=2, accumulation=3, tied=False)
 DEEP = TinyGPT(pipeline=2, virtual=2, layers=4, accumulation=4, tied=False)
@@ -143,7 +142,7 @@ def place_of(stage, tiny):
 
 def check(ranks, tiny, config, steps=2, itemsize=4):
     """Every message by value. Returns how many packets were zero-filled in each phase."""
-    elements = config.act_packet_bytes // itemsize
+    elements = config.packet_bytes // itemsize
     zeros = {"act": 0, "act-grad": 0}
     stages = tiny.pipeline * (tiny.virtual or 1)
     for (rank, tensor), recorded in by_replica(ranks).items():
@@ -201,9 +200,9 @@ def test_every_message_loses_what_is_drawn_for_it(name, pool):
     assert zeros["act"] and zeros["act-grad"]
 
 
-@pytest.mark.parametrize("flags", [{"act_retransmit": "off"}])
+@pytest.mark.parametrize("flags", [{"act_fec": ("off",)}])
 def test_without_recovery_and_straight_through(flags, pool):
-    settings = {"p_act": 0.3, "p_act_grad": 0.2, "act_packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
+    settings = {"p_act": 0.3, "p_act_grad": 0.2, "packet_bytes": 200} if "act_fec" in flags else vars(BOTH)
     config = LossyConfig(**settings | flags)
     zeros = check(pool.run(record, 2, PLAIN, config), PLAIN, config)
     assert zeros["act"] and zeros["act-grad"]
@@ -240,14 +239,14 @@ def same(mine, theirs):
 @pytest.mark.parametrize("tiny", [PLAIN, DEEP], ids=["plain", "interleaved"])
 def test_beyond_the_bound_nothing_is_lost(tiny, pool, unhooked):
     """All that the parity does not bring back is sent again: to the last bit it is Megatron."""
-    config = LossyConfig(**vars(BOTH) | {"act_fec_high": (4, 2, 0.0), "act_fec_low": (6, 1, 0.0)})
+    config = LossyConfig(**vars(BOTH) | {"act_fec": ("4,2,0", "6,1,0", "0.5")})
     same(pool.run(contract.plain, 2, tiny, config, 3), unhooked.run(contract.plain, 2, tiny, None, 3))
 
 
 @pytest.mark.parametrize("grad", ["no_grad", "grad"])
 def test_evaluation_is_reliable_unless_asked_otherwise(grad, pool):
     """Also of a schedule that runs forward only where gradients are enabled; training loses as without it."""
-    elements = BOTH.act_packet_bytes // 4
+    elements = BOTH.packet_bytes // 4
     for in_eval in (False, True):
         config = LossyConfig(**vars(BOTH) | {"act_loss_in_eval": in_eval})
         ranks = pool.run(record, 2, PLAIN, config, 2, None, grad)
@@ -396,10 +395,10 @@ def whole(results):
     return [loss for loss, _ in results if loss[0] is not None], weights
 
 
-@pytest.mark.parametrize("flags", [{}, {"act_retransmit": "off"}])
+@pytest.mark.parametrize("flags", [{}, {"act_fec": ("off",)}])
 def test_two_stages_are_one_with_a_virtual_boundary(flags, pool):
     """Bit for bit, with the same draws."""
-    settings = {"p_act": 0.3, "p_act_grad": 0.2, "act_packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
+    settings = {"p_act": 0.3, "p_act_grad": 0.2, "packet_bytes": 200} if "act_fec" in flags else vars(BOTH)
     real = LossyConfig(**settings | flags)
     tiny = TinyGPT(layers=4, accumulation=3, tied=False, clip_grad=0.0)
     virtual = LossyConfig(**settings | flags | {"virtual_boundaries": (2,)})
@@ -457,7 +456,7 @@ def test_evaluation_of_virtual_workers(pool):
     without = [losses[0] for losses in pool.run(evaluated, 2, LossyConfig())]
     for in_eval in (False, True):
         config = LossyConfig(
-            p_act=0.3, act_packet_bytes=200, act_retransmit="off", virtual_boundaries=(1,), act_loss_in_eval=in_eval
+            p_act=0.3, packet_bytes=200, act_fec=("off",), virtual_boundaries=(1,), act_loss_in_eval=in_eval
         )
         real = [losses[0] for losses in pool.run(evaluated, 2, config)]
         assert pool.run(evaluated, 1, config, 2) == [real]
@@ -486,7 +485,7 @@ def refused(rank, tiny, config, model=None):
     [
         (1, TinyGPT(), {}, None, "--p-act 0.3: nothing is sent with one pipeline stage"),
         (1, TinyGPT(), {"p_act": 0.0}, None, "--p-act-grad 0.2: nothing is sent with one pipeline stage"),
-        (2, PLAIN, {"act_packet_bytes": 3}, None, "--act-packet-bytes 3: must hold at least one element of 4 bytes"),
+        (2, PLAIN, {"packet_bytes": 3}, None, "--packet-bytes 3: must hold at least one element of 4 bytes"),
         (2, PLAIN, {}, {"use_ring_exchange_p2p": True}, "--use-ring-exchange-p2p on: nothing can be lost at stage"),
     ],
 )
@@ -565,7 +564,7 @@ def losses(folder):
 def test_a_resumed_run_goes_on_with_the_same_losses(data, tmp_path):
     """Of activations alone, in two stages; nobody needs saved replicas for that. The log says so, too."""
     settings = data | {"pipeline_model_parallel_size": 2, "hidden_dropout": 0.0, "save_interval": 4}
-    loss = {"p_act": 0.3, "p_act_grad": 0.3, "act_packet_bytes": 200, "act_retransmit": "off"}
+    loss = {"p_act": 0.3, "p_act_grad": 0.3, "packet_bytes": 200, "act_fec": ("off",)}
     whole, parts = (settings | {"save": str(tmp_path / name)} for name in ("whole", "parts"))
     logs = {name: tmp_path / f"log of {name}" for name in ("whole", "parts")}
     once, twice = (loss | {"delivery_log": str(log), "delivery_log_chunk": 3} for log in logs.values())

@@ -297,10 +297,10 @@ def test_stage_boundaries(megatron_lm):
     """Two stages: training loses activations, evaluation does not, and beyond the bound nothing is lost."""
     pipeline = ("--pipeline-model-parallel-size", 2, "--untie-embeddings-and-output-weights")
     lossless, _ = pretrain(megatron_lm, *pipeline)
-    rates = ("--p-act", 0.3, "--p-act-grad", 0.3, "--act-packet-bytes", 512)
-    lossy, done = pretrain(megatron_lm, *pipeline, *rates, "--act-retransmit", "off")
+    rates = ("--p-act", 0.3, "--p-act-grad", 0.3, "--packet-bytes", 512)
+    lossy, done = pretrain(megatron_lm, *pipeline, *rates, "--act-fec", "off")
     assert len(lossy) == len(lossless) == 24 and lossy[0] != lossless[0]
     [rate, *_] = re.findall(r"loss rate act: ([\d.]+)", done.stdout)
     assert 0.2 < float(rate) < 0.4
-    bound = ("--act-fec-high", 100, 34, 0, "--act-fec-low", 100, 10, 0)
+    bound = ("--act-fec", "100,34,0", "100,10,0", 0.5)
     assert pretrain(megatron_lm, *pipeline, *rates, *bound)[0] == lossless

@@ -14,7 +14,7 @@ from megatron_lossy.base.fetch import Fetched, at_hand
 from megatron_lossy.base.registry import GRAD_RECOVERIES
 from megatron_lossy.channel.draws import generator
 from megatron_lossy.mechanisms.priority import choosing, on_device
-from megatron_lossy.mechanisms.priority.choosing import ParamPriority, Protection, top
+from megatron_lossy.mechanisms.priority.choosing import Protection, top
 from megatron_lossy.recovery import IndexedRows, MaskedRows, base
 from megatron_lossy.recovery.feedback import ErrorFeedback
 from tests.rules import gradients, required, send, spared
@@ -160,24 +160,6 @@ def test_over_a_network_the_choice_is_on_its_way(there):
         rule.finish_step(0, True)
         must[yes] += [told_of(rule)]
     assert must[True] == must[False] and must[True][1] == [False, True]
-
-
-@settings(deadline=None)
-@given(st.integers(1, 30), st.integers(1, 9), st.floats(0, 1), st.integers(0, 99))
-def test_parameters(shard, elements, fraction, seed):
-    with pytest.MonkeyPatch.context() as patch:
-        found = {}
-        for yes in (False, True):
-            patch.setattr(choosing, "is_here", lambda values, yes=yes: not yes)
-            random, priority = np.random.default_rng(seed), ParamPriority(fraction, units_of(shard, elements))
-            weights = torch.zeros(shard)
-            chosen = []
-            for step in range(4):
-                weights += torch.from_numpy(random.integers(0, 3, shard).astype(np.float32))
-                chosen.append(at_hand(priority.choose(weights, step)).tolist())
-            state = priority.state_dict()
-            found[yes] = chosen, state["certain"].tolist(), state["chosen"].tolist()
-        assert found[True] == found[False]
 
 
 def test_lost_units_that_are_spared_stay():

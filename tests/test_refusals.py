@@ -14,7 +14,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.registry import MECHANISMS, REFUSALS
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
-from megatron_lossy.config.refusal import Refusal, Refused, Section, check_refusals, sections
+from megatron_lossy.config.refusal import Refused, Section, check_refusals, sections
 from megatron_lossy.config.refusals.listing import as_markdown
 from megatron_lossy.hooks.facts import of_arguments, of_model
 from megatron_lossy.lab.train.config import TrainConfig
@@ -130,7 +130,7 @@ class Trained:
         settings = types.SimpleNamespace(use_distributed_optimizer=distributed)
         ddp = types.SimpleNamespace(config=types.SimpleNamespace(**sizes), ddp_config=settings, module=module)
         ddp.buffers = ddp.expert_parallel_buffers = []
-        self.model = of_model(ddp, workers=4)
+        self.model = Facts(workers=4) | of_model(ddp)
 
     def lines(self, **flags):
         """How each refuses ``flags``."""
@@ -205,15 +205,7 @@ def test_checks_guess_no_attribute(path):
 
 
 #: As a package of somebody else would have it.
-THEIRS = Section(
-    "tests",
-    "Of a test",
-    (
-        Refusal(
-            flag="--p-grad", beside="70 layers", why="is 70 layers deep", when=lambda config, facts: facts.layers == 70
-        ),
-    ),
-)
+THEIRS = Section("tests", "Of a test", "--p-grad | 70 layers | is 70 layers deep", lambda c, f: f.layers == 70)
 
 
 def test_another_package_adds_a_section_after_those_of_the_core(monkeypatch):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.shows(
 STEPS = 6
 TRAINED = ("loss", "norm", "weights")
 NOISE = LossyConfig(grad_error="gaussian", grad_error_relative=1.0)
-LOST = LossyConfig(p_grad=0.3, allow_divergence=True)
+LOST = LossyConfig(p_grad=0.3, param_sync_interval=10**6)
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4000}
 
 
@@ -143,14 +143,17 @@ def test_a_mean_of_equal_replicas_is_none_from_three_on(pool):
 
 CASES = {
     "noise": (full(), NOISE),
-    "noise, bf16, buckets": (full(dtype="bf16", **BUCKETS), changed(grad_error_std=1e-3, grad_error_relative=None)),
+    "noise, bf16, buckets": (
+        full(dtype="bf16", **BUCKETS),
+        changed(grad_error="gaussian:1e-3", grad_error_relative=None),
+    ),
     "of the reduction": (full(), changed(grad_error_at="reduce")),
     "now and then": (full(accumulation=2), changed(grad_error_rate=0.5, grad_error_ranks=(1,))),
     "bursts": (full(), changed(grad_error_burst=(3, 9.0))),
-    "flips": (full(dtype="bf16"), LossyConfig(grad_error="bit-flip", grad_error_flips=3, grad_error_bits=(0, 29))),
+    "flips": (full(dtype="bf16"), LossyConfig(grad_error="bit-flip:3,0,29")),
     "mean": (full(), changed(param_sync_interval=2)),
     "mean, bf16, of all": (full(dtype="bf16"), changed(param_sync_interval=2, param_sync_state="all")),
-    "first": (full(), changed(param_sync_interval=3, param_sync_source="first", param_sync_state="all")),
+    "first": (full(), changed(param_sync_interval=3, param_sync_state="all:first")),
     "overlapped": (full(), changed(param_sync_interval=2, param_sync_overlap=True)),
     "overlapped, bf16": (
         full(dtype="bf16", **BUCKETS),
@@ -159,7 +162,7 @@ CASES = {
     "snr": (full(), changed(param_sync_interval=2, param_sync_rule="snr")),
     "snr, overlapped, bf16": (
         full(dtype="bf16", **BUCKETS),
-        changed(param_sync_interval=1, param_sync_rule="snr", param_sync_overlap=True, param_sync_bounds=(1, 3)),
+        changed(param_sync_interval=1, param_sync_rule="snr", param_sync_overlap=True),
     ),
     "divergence": (full(), changed(param_sync_interval=1, param_sync_rule="divergence:0.02")),
     "repaired by mean": (full(), changed(replica_check="repair")),
@@ -203,7 +206,7 @@ def test_two_virtual_workers_are_two_ranks_bit_for_bit(part, pool):
 
 def test_one_replica_has_no_errors(pool):
     """Nothing is reduced. What happens to one rank happens to one virtual worker."""
-    flips = LossyConfig(grad_error="bit-flip", grad_error_flips=50)
+    flips = LossyConfig(grad_error="bit-flip:50")
     flags = {"plain": LossyConfig(), "noise": NOISE, "reduce": changed(grad_error_at="reduce"), "flips": flips}
     cases = [(name, full(), config) for name, config in flags.items()]
     [real] = pool.run(on_ranks, 1, cases, 3)
@@ -232,7 +235,7 @@ def test_errors_of_ranks_are_logged_as_those_of_virtual_workers(tmp_path, at, po
     rows = {}
     for name, run, size in (("real", on_ranks, 2), ("virtual", virtually, 1)):
         folder = tmp_path / name
-        config = changed(grad_error_rate=0.7, grad_error_at=at, delivery_log=str(folder), allow_divergence=True)
+        config = changed(grad_error_rate=0.7, grad_error_at=at, delivery_log=str(folder), param_sync_interval=10**6)
         arguments = ([("logged", full(), config)], 4)
         pool.run(run, size, *(arguments if size == 2 else (2, *arguments)))
         verdict = verify_events(folder)
@@ -501,9 +504,9 @@ def test_errors_of_owners_with_the_distributed_optimizer(lossy, pool):
 
 def test_owners_refuse_bits_that_their_gradients_do_not_have():
     tiny = TinyGPT(dtype="bf16", grads_in_fp32=False)
-    config = LossyConfig(grad_error="bit-flip", grad_error_bits=(20, 25), grad_error_at="reduce")
+    config = LossyConfig(grad_error="bit-flip:1,20,25", grad_error_at="reduce")
     for train, ranks, *size in ((owned, 2), (owned_virtually, 1, 2)):
-        with pytest.raises(RankFailed, match="--grad-error-bits 20 25: needs 0 <= LOW <= HIGH <= 15"):
+        with pytest.raises(RankFailed, match="--grad-error bit-flip:1,20,25: needs 0 <= LOW <= HIGH <= 15"):
             run_ranks(train, ranks, *size, tiny, config, 0)
 
 

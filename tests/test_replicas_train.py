@@ -88,9 +88,7 @@ def test_a_checkpoint_holds_the_mean_and_fits_other_numbers_of_ranks(data, tmp_p
 
 @pytest.mark.parametrize("kind", [pytest.param("gaussian", marks=pytest.mark.slow), "bit-flip"])
 def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
-    errors = (
-        NOISE if kind == "gaussian" else {"grad_error": "bit-flip", "grad_error_rate": 0.5, "grad_error_bits": (0, 25)}
-    )
+    errors = NOISE if kind == "gaussian" else {"grad_error": "bit-flip:1,0,25", "grad_error_rate": 0.5}
     base = TINY | data | FULL
     logs = {name: tmp_path / f"log {name}" for name in ("real", "virtual", "replay")}
     curves = {}

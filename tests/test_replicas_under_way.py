@@ -65,7 +65,7 @@ def test_a_majority_in_a_stream_leaves_the_model_of_another_alone():
 def test_a_replica_that_is_not_finite_is_healed_before_it_computes(source, state):
     mains, moments = weights([0, 0.25]), weights([0, 0])
     mains[1][0] = torch.nan
-    toy = Replicas({"dense": mains}, moments, param_sync_source=source, param_sync_state=state, **OVERLAP)
+    toy = Replicas({"dense": mains}, moments, param_sync_state=state + ":first" * (source == "first"), **OVERLAP)
     toy.together.finished(None)
     assert torch.equal(toy.model["dense"][1], toy.model["dense"][0])
     assert torch.equal(toy.model["dense"][1], weights([0])[0].bfloat16())

@@ -30,12 +30,10 @@ WALKED = {
     "transport.group.LossyGroup": "test_groups",
     "recovery.base.Rule": "test_groups",
     "mechanisms.priority.protected.Protected": "test_groups",
-    "mechanisms.priority.protected.Prioritised": "test_saved_state_virtual.py",
     "mechanisms.lead.compensated.Compensated": "test_groups",
     "mechanisms.lead.lag.Counted": "test_groups",
     "recovery.feedback.ErrorFeedback": "test_groups",
     "recovery.previous.Previous": "test_groups",
-    "mechanisms.priority.choosing.ParamPriority": "test_saved_state_virtual.py",
     "mechanisms.replicas.synchroniser.Synchroniser": "test_full_replicas",
     "mechanisms.replicas.average.Piece": "test_full_replicas",
     "mechanisms.replicas.interval.Interval": "test_full_replicas",
@@ -225,7 +223,7 @@ REPLICAS = {
     "in place": ERRORS
     | {"param_sync_interval": 2, "param_sync_overlap": True, "param_sync_rule": "divergence", "aside": True},
     "by divergence": ERRORS | {"param_sync_interval": 2, "param_sync_rule": "divergence"},
-    "first": ERRORS | {"param_sync_interval": 2, "param_sync_overlap": True, "param_sync_source": "first"},
+    "first": ERRORS | {"param_sync_interval": 2, "param_sync_overlap": True, "param_sync_state": "params:first"},
     "one is not finite": ERRORS | {"param_sync_interval": 2, "param_sync_overlap": True, "added": torch.nan},
     "one is wrong": {"param_sync_interval": 2, "param_sync_overlap": True, "added": 3.0},
 }
@@ -286,8 +284,8 @@ ISLANDS = {
     "mixing, bf16": LATE | {"sync_dtype": "bf16"},
     "int8": LATE | {"sync_dtype": "int8", "wire_block": 32},
     "ema": LATE | {"delay_correction": "ema"},
-    "smith": LATE | {"delay_correction": "smith", "mixing_gain": "0.5", "sync_subset": "partition"},
-    "lost": LATE | {"p_sync": 0.3, "delay_correction": "smith", "mixing_gain": "0.5"},
+    "smith": LATE | {"delay_correction": "smith:0.5", "sync_subset": "partition"},
+    "lost": LATE | {"p_sync": 0.3, "delay_correction": "smith:0.5"},
     "diloco": {"islands": 3, "sync_method": "diloco", "sync_interval": 3},
     "eager": {"islands": 3, "sync_method": "eager-diloco", "sync_interval": 3, "sync_delay": 3},
 }
@@ -350,7 +348,7 @@ COME_AND_GO = {
     "copies": SOON,
     "listens": SOON | {"island_rejoin": "listen", "island_keep": 4},
     "keeps, smith": LATE
-    | {"islands": 4, "island_keep": 100, "delay_correction": "smith", "mixing_gain": "0.5", "island_rejoin": "listen"},
+    | {"islands": 4, "island_keep": 100, "delay_correction": "smith:0.5", "island_rejoin": "listen"},
     "ema": SOON | {"delay_correction": "ema", "p_sync": 0.3, "island_rejoin": "listen"},
     "diloco": {"islands": 4, "sync_method": "diloco", "sync_interval": 3},
 }

@@ -18,9 +18,8 @@ CLUSTERS = {
     "feedback, drift": BOTH | SMALL_PACKETS | {"grad_recovery": "error-feedback", "drift_interval": 3},
     "previous, lead": BOTH | SMALL_PACKETS | BURSTS | LEAD | {"grad_recovery": "previous"},
     "lead, counted": SMALL_PACKETS | LEAD | {"loss_model": ("trace",), "save_replicas": True},
-    "priority of parameters": BOTH | SMALL_PACKETS | {"param_priority": "change"},
     "stages": BOTH | SMALL_PACKETS | {"async_pipeline": True, "virtual_stages": 2},
-    "boundaries": {"p_act": 0.3, "p_act_grad": 0.3, "virtual_boundaries": (1,), "act_packet_bytes": 256}
+    "boundaries": {"p_act": 0.3, "p_act_grad": 0.3, "virtual_boundaries": (1,), "packet_bytes": 256}
     | {"p_param": 0.4, "save_replicas": True},
     "replicas": {"p_grad": 0.3, "grad_recovery": "previous", "save_replicas": True}
     | SMALL_PACKETS | ERRORS | {"param_sync_interval": 4, "param_sync_overlap": True, "drift_interval": 3},
@@ -124,7 +123,6 @@ def test_virtual_runs(tmp_path):
             "replicas/synchroniser/*": "walked above",
             "recovery/*/grad/*/received": "walked above: here is known which step comes next",
             "recovery/*/param/*/before": "walked above: here the next update begins later",
-            "recovery/*/param/*/chosen": "of an update that is sent again over datagrams (test_param_priority.py)",
             "recovery/*/counted/*/steps": "of an update that is gathered again",
             "recovery/*/counted/*/ages": "walked above, where a run goes on for longer",
             "recovery/*/counted/*/agreed": "walked above: here the next update replaces it at once",

@@ -243,12 +243,10 @@ def test_what_decides_about_the_losses_of_a_network_is_part_of_a_cell():
         "plain": {},
         "slow": {"udp-rate": "10mbit"},
         "fixed": {"udp-rate-control": "fixed"},
-        "patient": {"udp-reorder": 5},
-        "hasty": {"udp-eager-bytes": 0},
         "small": {"udp-memory": 2**23},
         "parity": {"udp-fec": [8, 2]},
         "budget": {"udp-fec": ["auto", "5"]},
-        "port": {"udp-port": 29600, "udp-cipher": "none"},  # no loss is another
+        "port": {"udp-port": 29600, "udp-key-file": "none"},  # no loss is another
     }
     study = _design(settings=udp, levels={"udp": {}}, variants=variants, processes=2, seeds=[1], loss_seeds=[1]).study()
     names = {trial.variant: trial.cell.name for trial in study.trials if trial.level}

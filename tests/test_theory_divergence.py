@@ -75,7 +75,7 @@ def toy(replicas=N, **options):
         sizes=(D,),
         lr=ETA,
         scale=0.0,
-        **(dict(grad_error="gaussian", grad_error_std=SIGMA) | options),
+        **(dict(grad_error=f"gaussian:{SIGMA}") | options),
     )
 
 
@@ -149,7 +149,7 @@ def test_adam_does_not_drift_further_with_larger_errors(std):
 
     Over a hundred steps after the moments are warm: those of a decaying mean, which in the long run is 1 a step.
     """
-    run = toy(optimizer="adam", grad_error_std=std)
+    run = toy(optimizer="adam", grad_error=f"gaussian:{std}")
     seen = []
     for step in range(300):
         run.step()
@@ -205,7 +205,7 @@ def test_what_is_no_argument():
 def test_a_lossy_all_reduce_drives_replicas_apart(size, p):
     """Simulated with the real draws and rules, within 5 standard errors over the elements."""
     elements = 24_000
-    config = LossyConfig(p_grad=p, loss_unit="packet", packet_bytes=4, allow_divergence=True)
+    config = LossyConfig(p_grad=p, loss_unit="packet", packet_bytes=4, param_sync_interval=10**6)
     bucket = SimpleNamespace(grad_data=torch.zeros(elements))
     reduction = LossyReduction(config, ReplicaStream(Stream(), None, [(None, bucket)], []), size, None)
     gradients = torch.from_numpy(np.random.default_rng(1).standard_normal((size, elements)).astype(np.float32))

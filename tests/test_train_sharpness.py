@@ -193,7 +193,7 @@ LEAD = {"p_grad": 0.4, "p_param": 0.4, "loss_unit": "packet", "packet_bytes": 25
         ),
         (
             {"optimizer": "sgd", "share_embeddings_and_output_weights": True},
-            {"p_param": 0.3, "loss_unit": "packet", "packet_bytes": 256, "param_priority": "change:0.1"},
+            {"p_param": 0.3, "loss_unit": "packet", "packet_bytes": 256},
         ),
     ],
     ids=["no loss", "lead", "codes", "sgd"],

@@ -137,7 +137,6 @@ def test_the_example_of_the_documentation():
     ("flags", "message"),
     [
         ({"transport": "udp"}, "--transport udp: must be torch or pieces"),
-        (PACKETS | {"p_param": 0.1, "param_priority": "change"}, "--param-priority change: must be none"),
         ({"p_param": 0.1, **PACKETS, "packet_bytes": 2}, "--packet-bytes 2"),
     ],
 )

@@ -46,7 +46,7 @@ def test_the_public_collectives_give_what_pieces_give(size, cipher, threads, poo
             p_param=0.45,
             transport="udp",
             packet_bytes=48,
-            udp_cipher=cipher,
+            udp_key_file="none" if cipher == "none" else None,
             udp_threads=threads,
             grad_recovery=rule,
         )

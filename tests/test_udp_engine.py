@@ -419,7 +419,7 @@ def test_another_key_file_is_refused_on_all_ranks():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"cipher": "none"}, "--udp-cipher: cipher of dense is aes-128-gcm on rank 0 and none on rank 1"),
+        ({"cipher": "none"}, "--udp-key-file: cipher of dense is aes-128-gcm on rank 0 and none on rank 1"),
         ({"packet_bytes": 1472}, "--packet-bytes: bytes of a unit of dense is 1408 on rank 0 and 1472 on rank 1"),
         ({"key": b"k" * 16}, "--udp-key-file"),
     ],

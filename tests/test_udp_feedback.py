@@ -25,7 +25,7 @@ FEEDBACK = LossyConfig(
     packet_bytes=256,
     grad_recovery="error-feedback",
     grad_priority="packet-mean:0.1",
-    udp_cipher="none",
+    udp_key_file="none",
 )
 #: Exchanges end before all has arrived, whatever the network does.
 HURRIED = dataclasses.replace(FEEDBACK, udp_deadline="0.05")

@@ -579,10 +579,10 @@ def kept_by_a_closed_group(rank, config):
         gc.enable()
 
 
-@pytest.mark.parametrize("flags", [{}, {"param_priority": "change:0.1", "grad_recovery": "error-feedback"}])
+@pytest.mark.parametrize("flags", [{}, {"grad_recovery": "error-feedback"}])
 def test_a_closed_group_is_kept_by_nobody(flags):
     """Else threads of its process group are alive when Python ends, which can abort the process."""
-    config = LossyConfig(transport="udp", packet_bytes=48, udp_cipher="none", **flags)
+    config = LossyConfig(transport="udp", packet_bytes=48, udp_key_file="none", **flags)
     assert run_ranks(kept_by_a_closed_group, 2, config) == [False, False]
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.shows("datagrams on a pretended device: one synchronisa
 
 STEPS, BUCKETS = 4, 2
 UDP = {"transport": "udp", "loss_unit": "packet", "packet_bytes": 64, "p_grad": 0.4, "p_param": 0.4}
-LITTLE = {"udp_memory": 2**16, "udp_eager_bytes": 2**12}
+LITTLE = {"udp_memory": 2**16}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -175,7 +175,7 @@ def messages(rank):
     from megatron_lossy.mechanisms.boundaries.links import StageLinks
 
     tracker, made, watched = pretend()
-    links = StageLinks(LossyConfig(transport="udp", act_transport="udp", packet_bytes=64, act_packet_bytes=64))
+    links = StageLinks(LossyConfig(transport="udp", act_transport="udp", packet_bytes=64))
     tensors = [torch.full((100,), float(number), device="cuda") for number in range(MESSAGES)]
     arrived = [torch.zeros(100, device="cuda") for _ in tensors]
     watched(True)

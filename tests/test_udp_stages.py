@@ -38,12 +38,12 @@ pytestmark = pytest.mark.shows(
     "a killed stage ends all others over UDP",
 )
 
-UDP = {"transport": "udp", "act_transport": "udp", "udp_cipher": "none", "loss_unit": "packet", "packet_bytes": 1408}
+UDP = {"transport": "udp", "act_transport": "udp", "udp_key_file": "none", "loss_unit": "packet"}
 #: The losses of the drawn world: datagrams are dropped when they come.
 DRAWN = LossyConfig(**vars(BOTH) | UDP)
-LOSSLESS = LossyConfig(**UDP, act_packet_bytes=200)
+LOSSLESS = LossyConfig(**UDP, packet_bytes=200)
 #: Who waited for a peer that is gone would wait longer than a test may take.
-PATIENT = LossyConfig(**UDP, act_packet_bytes=200, udp_peer_timeout=1000)
+PATIENT = LossyConfig(**UDP, packet_bytes=200, udp_peer_timeout=1000)
 
 
 # --- by value ------------------------------------------------------------------------------------------------------
@@ -64,9 +64,9 @@ def test_every_message_loses_what_is_drawn_for_it(name, pool):
     assert metrics["udp sent again"] > 0 and metrics["udp put together"] > 0
 
 
-@pytest.mark.parametrize("flags", [{}, {"act_retransmit": "off"}])
+@pytest.mark.parametrize("flags", [{}, {"act_fec": ("off",)}])
 def test_without_recovery_and_straight_through(flags, pool):
-    settings = {"p_act": 0.3, "p_act_grad": 0.2, "act_packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
+    settings = {"p_act": 0.3, "p_act_grad": 0.2, "packet_bytes": 200} if "act_fec" in flags else vars(BOTH)
     config = LossyConfig(**settings | flags | UDP)
     zeros = check(pool.run(record, 2, PLAIN, config), PLAIN, config)
     assert zeros["act"] and zeros["act-grad"]
@@ -151,7 +151,7 @@ def punctual():
 @pytest.mark.slow
 def test_a_late_stage_loses_nothing(late, punctual):
     """Nor is anything kept beyond what may wait: messages are larger than that, and many."""
-    config = LossyConfig(**UDP, act_retransmit="off", udp_eager_bytes=100_000, udp_memory=2**20)
+    config = LossyConfig(**UDP, act_fec=("off",), udp_memory=2**20)
     mine = run_ranks(with_a_late_stage, 2, LARGE, config, late)
     for (losses, weights), (expected, right) in zip(mine, punctual, strict=True):
         assert losses == expected
@@ -206,9 +206,7 @@ def copies_lose_apart(rank, tiny, config):
 
 def test_tensor_parallel_peers_lose_what_one_of_them_lost():
     tiny = TinyGPT(tensor=2, pipeline=2, accumulation=2, tied=False)
-    config = dataclasses.replace(
-        DRAWN, act_fec_high=(*DRAWN.act_fec_high[:2], 0.3), act_fec_low=(*DRAWN.act_fec_low[:2], 0.3)
-    )
+    config = dataclasses.replace(DRAWN, act_fec=("4,2,0.3", "6,1,0.3", "0.5"))
     ranks = run_ranks(copies_lose_apart, 4, tiny, config)
     assert_peers_equal(ranks, ((0, 1), (2, 3)))
     assert sum(observed([ranks[0], ranks[2]], tiny, config, 2).values()) > 0
@@ -251,7 +249,7 @@ def test_what_one_stage_sends_the_next_one_receives(group):
 
 def observed(ranks, tiny, config, steps, itemsize=4):
     """What a network lost: packets of zeros, no more than the bound of each message, and of the gradient sent back."""
-    elements = config.act_packet_bytes // itemsize
+    elements = config.packet_bytes // itemsize
     zeros = {"act": 0, "act-grad": 0}
     [recorded] = by_replica(ranks).values()
     for step in range(steps):
@@ -291,7 +289,7 @@ def test_over_a_link_that_loses_a_seventh(name, tmp_path):
     """About a third of the messages lose a packet for good, and a fifth is sent again in part."""
     (sites, model, bound), steps = IN_THE_LAB[name], 8
     flags = {
-        **UDP, "act_packet_bytes": 200, "act_fec_high": (4, 2, bound), "act_fec_low": (4, 1, bound),
+        **UDP, "packet_bytes": 200, "act_fec": (f"4,2,{bound}", f"4,1,{bound}", "0.5"),
         "udp_interface": "lab0", "delivery_log": str(tmp_path / "log"),
     }  # fmt: skip
     arguments = (json.dumps(flags), json.dumps(model), str(steps), str(tmp_path))
@@ -353,7 +351,7 @@ def test_a_run_ends_in_order():
 
 
 def test_a_packet_is_a_datagram():
-    assert LossyConfig(**UDP).act_packet_bytes == 1408 and LossyConfig().act_packet_bytes == 4096
+    assert LossyConfig(**UDP).packet_bytes == 1408 and LossyConfig().packet_bytes == 4096
     assert "activations and their gradients over UDP, parity" in LOSSLESS.describe()
 
 

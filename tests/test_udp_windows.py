@@ -29,7 +29,7 @@ from tests.tiny_gpt import TinyGPT
 pytestmark = pytest.mark.shows("over UDP a bucket in windows gives the same values")
 
 #: Room for 4 windows, each a small part of a bucket.
-LITTLE = {"udp_memory": 2**16, "udp_eager_bytes": 2**12}
+LITTLE = {"udp_memory": 2**16}
 WHOLE = dataclasses.replace(BOTH, transport="udp", packet_bytes=256)
 CUT = dataclasses.replace(WHOLE, **LITTLE)
 
@@ -151,7 +151,7 @@ def hurried_copies_on_a_device(rank):
 @pytest.mark.parametrize("way", ["of a device", "of a CPU"])
 def test_all_that_was_sent_in_windows_is_applied_but_for_what_is_kept(way):
     """To the last bit, over integers: a window's report tells what was lost of it."""
-    config = dataclasses.replace(HURRIED_FEEDBACK, packet_bytes=24, udp_memory=2**16, udp_eager_bytes=2**12)
+    config = dataclasses.replace(HURRIED_FEEDBACK, packet_bytes=24, udp_memory=2**16)
     args = (telescopes, config, 12, skips_some)
     found = run_ranks(as_on_a_device, 3, *args) if way == "of a device" else run_ranks(telescopes, 3, *args[1:])
     for told in found:

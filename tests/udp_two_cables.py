@@ -29,7 +29,12 @@ def sent() -> list[int]:
 
 def main() -> None:
     """Rank 0 prints the number of each exchange. Once it reads a line, it goes on until both cables carry data of both ranks."""
-    config = LossyConfig(transport="udp", udp_interface=",".join(CABLES), udp_cipher=sys.argv[1], udp_rate="300mbit")
+    config = LossyConfig(
+        transport="udp",
+        udp_interface=",".join(CABLES),
+        udp_key_file="none" if sys.argv[1] == "none" else None,
+        udp_rate="300mbit",
+    )
     device.init_process_group()
     group = LossyGroup.create(config, [BucketSpec(SHARD)])
     rank, size = dist.get_rank(), dist.get_world_size()

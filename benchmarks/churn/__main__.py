@@ -41,7 +41,6 @@ _FLAGS = {
     "--sync-delay": 4,
     "--island-patience": 5,
     "--island-keep": 40,
-    "--island-poll": 0.3,
     "--island-join": 20,
     "--log-interval": 1,
     "--save-interval": 50,

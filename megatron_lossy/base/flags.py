@@ -15,6 +15,29 @@ from .errors import UsageError, refuse
 
 Config = TypeVar("Config")
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
+#: Flags of earlier versions, and what became of each.
+GONE = {
+    "act-fec-high": "give --act-fec B,C,SHARE B,C,SHARE DEPTH",
+    "act-fec-low": "give --act-fec B,C,SHARE B,C,SHARE DEPTH",
+    "act-high-depth": "give --act-fec B,C,SHARE B,C,SHARE DEPTH",
+    "act-packet-bytes": "give --packet-bytes",
+    "act-retransmit": "give --act-fec off",
+    "allow-divergence": "give a --param-sync-interval of more updates than the run has",
+    "ema-coefficient": "give --delay-correction ema:FIRST,LAST,N",
+    "grad-error-bits": "give --grad-error bit-flip:K,LOW,HIGH",
+    "grad-error-flips": "give --grad-error bit-flip:K",
+    "grad-error-std": "give --grad-error gaussian:STD",
+    "island-poll": "islands ask once a second",
+    "mixing-gain": "give --delay-correction mixing:A or smith:A",
+    "param-priority": "parameters have no priority any more",
+    "param-sync-bounds": "intervals stay within 1 and 1000",
+    "param-sync-source": "give --param-sync-state params:first or all:first",
+    "udp-cipher": "give --udp-key-file none",
+    "udp-eager-bytes": "it follows --udp-memory",
+    "udp-flows": "give --udp-rate-control shared:K",
+    "udp-reorder": "overtaken datagrams have an eighth of a round trip",
+    "weight-stashing": "weights are always kept for the backward pass",
+}
 _FIRST_CLAUSE = re.compile(r"(?:[\w-]+(?:, [\w-]+)*: )?[^;:]*?(?=[;:]| \([a-z]|$)")
 
 
@@ -163,7 +186,11 @@ def flag_groups(cls: Any) -> dict[str, list[dataclasses.Field[Any]]]:
 
 
 def did_you_mean(words: Iterable[str], known: Iterable[str]) -> str:
-    """A hint about unknown ``words``: the nearest known names; empty if none is near."""
+    """A hint about unknown ``words``: what became of one, or the nearest known names; empty if none is near."""
+    words = list(words)
+    for word in words:
+        if (became := GONE.get(word.partition("=")[0].lstrip("-").replace("_", "-"))) is not None:
+            return f"; it is gone: {became}"
     names = {name.lstrip("-"): name for name in known}
     close = [difflib.get_close_matches(word.partition("=")[0].lstrip("-"), names, n=1) for word in words]
     found = list(dict.fromkeys(names[near[0]] for near in close if near))
@@ -191,15 +218,17 @@ def add_flags(
     """Add the flags of the dataclass ``cls`` to ``parser``, in groups titled ``title``. Returns ``parser``.
 
     The defaults of the parser are those of ``cls``. ``only``: whether to add a field, by its name. ``short``: the help
-    shows the first clause of basic flags, and none of the others.
+    shows the first clause of basic flags, in one group, and none of the others.
     """
     if "error" not in vars(parser):
         parser.error = functools.partial(_with_hint, parser, parser.error)  # type: ignore[method-assign]
+    group: Any = None
     for heading, fields in flag_groups(cls).items():
         chosen = [f for f in fields if only(f.name)]
         if not chosen:
             continue
-        group = parser.add_argument_group(f"{title}: {heading}" if heading else title, description)
+        if group is None or not short:
+            group = parser.add_argument_group(f"{title}: {heading}" if heading and not short else title, description)
         for f in chosen:
             options = dict(f.metadata["flag"])
             name = options.pop("flag", flag_name(cls, f.name))

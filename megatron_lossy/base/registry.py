@@ -167,8 +167,8 @@ REFUSALS = Registry(
     "megatron_lossy.config.refusals",
     {
         "core": "megatron_lossy.config.refusals.core:CORE",
-        "pytorch": "megatron_lossy.config.refusals.pytorch:PYTORCH",
-        "transport": "megatron_lossy.config.refusals.transport:TRANSPORT",
-        "workers": "megatron_lossy.config.refusals.workers:WORKERS",
+        "pytorch": "megatron_lossy.config.refusals.core:PYTORCH",
+        "transport": "megatron_lossy.config.refusals.core:TRANSPORT",
+        "workers": "megatron_lossy.config.refusals.core:WORKERS",
     },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,3 @@ class Flags:
     def taints(self) -> bool:
         """Whether a run with these flags is no baseline, even if nothing is lost and nothing is late."""
         return False
-
-
-def all_of(sections: tuple[type, ...], question: str, *arguments: Any, of: Any) -> list[Any]:
-    """The answers of all ``sections`` to ``question`` about the flags ``of``."""
-    return [getattr(section, question)(of, *arguments) for section in sections]

@@ -86,8 +86,7 @@ class CoreFlags(Flags):
     )
     save_replicas: bool = flag(
         False,
-        "checkpoints also hold the stale units and what --grad-recovery keeps, so that a resumed run continues bit "
-        "for bit",
+        "checkpoints also hold stale units, and what --grad-recovery keeps; a resumed run continues bit for bit",
         basic=True,
     )
     drift_interval: int = flag(
@@ -95,7 +94,6 @@ class CoreFlags(Flags):
         "iterations between measurements of how far replicas are apart (docs/monitors.md); 0 never measures",
         metavar="N",
         incidental=True,
-        basic=True,
     )
 
     delivery_log: str | None = flag(

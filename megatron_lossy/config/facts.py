@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,11 @@ class Facts:
 
     #: Other flags of Megatron that are set.
     switches: frozenset[str] = frozenset()
+
+    def __or__(self, more: Facts) -> Facts:
+        """Return these facts and those that ``more`` has, which replace them."""
+        known = {own.name: value for own in fields(more) if (value := getattr(more, own.name)) is not None}
+        return replace(self, **known | {"switches": self.switches | more.switches})
 
     @property
     def copies_embedding(self) -> bool:

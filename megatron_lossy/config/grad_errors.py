@@ -19,45 +19,31 @@ class ErrorFlags(Flags):
 
     grad_error: str = flag(
         "none",
-        "what happens to a reduced gradient: nothing; Gaussian noise; flipped bits; or the errors of another run, which "
+        "what happens to a reduced gradient: nothing; Gaussian noise, STD its standard deviation in units of the gradient that the "
+        "optimizer sees; flipped bits, one in each of K elements of a stream (1), "
+        "among the bits LOW to HIGH, from 0, the lowest of the mantissa (all); or the errors of another run, which "
         "--delivery-log recorded in FOLDER (docs/corruption.md)",
-        metavar="{none,gaussian,bit-flip,trace:FOLDER}",
+        metavar="{none,gaussian[:STD],bit-flip[:K[,LOW,HIGH]],trace:FOLDER}",
         group="errors in gradients",
         basic=True,
-    )
-    grad_error_std: float | None = flag(
-        None,
-        "gaussian: standard deviation of the noise of each element, in units of the gradient that the optimizer sees",
-        type=float,
-        metavar="STD",
     )
     grad_error_relative: float | None = flag(
         None,
         "gaussian: standard deviation in units of the root mean square of the bucket's gradient; in the place of "
-        "--grad-error-std; with 1 the error is as long as the gradient",
+        "STD; with 1 the error is as long as the gradient",
         type=float,
         metavar="R",
-        basic=True,
     )
     grad_error_rate: float = flag(
         1.0, "probability that the error happens, per iteration, rank and stream; in [0, 1]", metavar="P"
     )
     grad_error_burst: tuple[float, ...] | None = flag(
         None,
-        "gaussian: in every N-th iteration STD replaces the standard deviation, in the same unit as --grad-error-std or "
+        "gaussian: in every N-th iteration STD replaces the standard deviation, in the same unit as that of --grad-error or "
         "--grad-error-relative, which may be 0 then",
         type=number,
         nargs=2,
         metavar=("N", "STD"),
-    )
-    grad_error_flips: int = flag(1, "bit-flip: elements of a stream hit by an error, one bit in each", metavar="K")
-    grad_error_bits: tuple[int, ...] | None = flag(
-        None,
-        "bit-flip: bits to choose from, from LOW to HIGH, counted from 0, the lowest of the mantissa; default all bits of the "
-        "gradient's dtype",
-        type=int,
-        nargs=2,
-        metavar=("LOW", "HIGH"),
     )
     grad_error_at: str = flag(
         "broadcast",
@@ -81,7 +67,33 @@ class ErrorFlags(Flags):
     @property
     def error_folder(self) -> str | None:
         """The folder of recorded errors."""
-        return self.grad_error.partition(":")[2] or None
+        return self.grad_error.partition(":")[2] or None if self.error_kind == "trace" else None
+
+    @property
+    def grad_error_std(self) -> float | None:
+        """STD of ``gaussian``, if it is given. Raises :class:`UsageError`."""
+        kind, _, text = self.grad_error.partition(":")
+        try:
+            return float(text) if kind == "gaussian" and text else None
+        except ValueError:
+            raise refuse("--grad-error", self.grad_error, "must be gaussian or gaussian:STD") from None
+
+    @property
+    def flips(self) -> tuple[int, tuple[int, int] | None]:
+        """K of ``bit-flip``, and LOW and HIGH if they are given. Raises :class:`UsageError`."""
+        if self.error_kind != "bit-flip":
+            return 1, None
+        try:
+            count, *bits = map(int, (self.grad_error.partition(":")[2] or "1").split(","))
+        except ValueError:
+            count, bits = 0, []
+        if count < 1 or len(bits) not in (0, 2):
+            raise refuse(
+                "--grad-error",
+                self.grad_error,
+                "must be bit-flip, bit-flip:K or bit-flip:K,LOW,HIGH, with K at least 1",
+            )
+        return count, (bits[0], bits[1]) if bits else None
 
     @property
     def errs(self) -> bool:
@@ -89,7 +101,9 @@ class ErrorFlags(Flags):
         return self.error_kind != "none" and self.grad_error_rate > 0
 
     def check(self) -> None:
-        if self.error_kind not in GRAD_ERRORS or (":" in self.grad_error and self.error_kind != "trace"):
+        if self.error_kind not in GRAD_ERRORS or (
+            ":" in self.grad_error and self.error_kind not in ("trace", "bit-flip", "gaussian")
+        ):
             raise refuse("--grad-error", self.grad_error, "must be one of " + ", ".join(GRAD_ERRORS))
         check_choice(self, "grad_error_at")
         if not 0 <= self.grad_error_rate <= 1:  # NaN fails too

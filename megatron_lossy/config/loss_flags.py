@@ -23,7 +23,7 @@ PRESET = "--loss-preset"
 def add_loss_flags(parser: Parser, title: str) -> Parser:
     """Add all loss flags to ``parser``, with those alone in its help that a newcomer needs. Returns ``parser``."""
     add_flags(parser, LossyConfig, title, short=True)
-    add_preset_and_help(parser.add_argument_group(f"{title}: more", f"sections: {', '.join(sections())}"))
+    add_preset_and_help(parser.add_argument_group(f"{title}: more"))
     return parser
 
 

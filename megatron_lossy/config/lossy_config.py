@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..base.errors import Collector, UsageError, raise_postponed, refuse
 from ..base.flags import as_flag, flag_name, full_name
 from ..base.registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
-from ..base.section import Flags, all_of
+from ..base.section import Flags
 from .core import CoreFlags
 from .grad_errors import ErrorFlags
 from .phases import PHASES, PhaseLoss, Schedule, split_model, value_of
@@ -107,8 +107,13 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     # --- answers of all sections together --------------------------------------------------------------------------
 
+    def _answers(self, question: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Return the answers of the sections that define the method ``question`` of :class:`.Flags` anew."""
+        own = (getattr(section, question.__name__) for section in SECTIONS)
+        return [answer(self, *arguments) for answer in own if answer is not question]
+
     def resolve(self) -> None:
-        all_of(SECTIONS, "resolve", of=self)
+        self._answers(Flags.resolve)
 
     def check(self) -> None:
         problems = Collector()
@@ -118,29 +123,29 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         problems.finish()
 
     def exchanges(self) -> tuple[str, ...]:
-        return tuple(phase for phases in all_of(SECTIONS, "exchanges", of=self) for phase in phases)
+        return tuple(phase for phases in self._answers(Flags.exchanges) for phase in phases)
 
     def changes(self) -> bool:
-        return not all(self.untouched(phase) for phase in PHASES) or any(all_of(SECTIONS, "changes", of=self))
+        return not all(self.untouched(phase) for phase in PHASES) or any(self._answers(Flags.changes))
 
     def acts(self) -> bool:
-        return self.changes() or any(all_of(SECTIONS, "acts", of=self))
+        return self.changes() or any(self._answers(Flags.acts))
 
     def draws(self) -> bool:
         """Whether losses are drawn, or happen in a network, so that ``loss_seed`` or a repetition can matter."""
-        return self._draws_exchanges or any(all_of(SECTIONS, "draws", of=self))
+        return self._draws_exchanges or any(self._answers(Flags.draws))
 
     def needs_whole_optimizers(self) -> bool:
-        return any(all_of(SECTIONS, "needs_whole_optimizers", of=self))
+        return any(self._answers(Flags.needs_whole_optimizers))
 
     def taints(self) -> bool:
-        return any(all_of(SECTIONS, "taints", of=self))
+        return any(self._answers(Flags.taints))
 
     def notes(self) -> list[str]:
-        return [note for notes in all_of(SECTIONS, "notes", of=self) for note in notes]
+        return [note for notes in self._answers(Flags.notes) for note in notes]
 
     def notes_beside(self) -> list[str]:
-        return [note for notes in all_of(SECTIONS, "notes_beside", of=self) for note in notes]
+        return [note for notes in self._answers(Flags.notes_beside) for note in notes]
 
     def idle(self) -> dict[str, tuple[bool, set[str]]]:
         about: dict[str, tuple[bool, set[str]]] = {
@@ -151,9 +156,10 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
             ),
             f"the unit of loss is a {self.loss_unit}": (self.loss_unit == "packet", {"packet_bytes"}),
         }
-        for answer in all_of(SECTIONS, "idle", of=self):
+        for answer in self._answers(Flags.idle):
             for why, (used, names) in answer.items():
-                about[why] = (used, names | about.get(why, (used, set()))[1])
+                others = about.get(why, (False, set()))
+                about[why] = (used or others[0], names | others[1])
         return about
 
     @property
@@ -180,7 +186,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     def phase(self, phase: str) -> PhaseLoss:
         """The losses of ``phase``, one with a loss rate. Raises :class:`UsageError`."""
-        if phase not in self.exchanges():
+        if phase not in PHASES and phase not in self.exchanges():
             return PhaseLoss("bernoulli", Schedule((0,), (0.0,)), lossless=True)
         loss: PhaseLoss = CHANNELS.load(self.model(phase)).plan(self, phase)
         return loss
@@ -199,7 +205,9 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         See :func:`.phases.value_of`.
         """
         values = getattr(self, name)
-        return values and value_of(values, phase, self.exchanges())
+        if values is None or len(values) == 1:
+            return values and values[0]
+        return value_of(values, phase, self.exchanges())
 
     @property
     def _draws_exchanges(self) -> bool:

@@ -8,88 +8,89 @@ come first, in the order of :data:`megatron_lossy.base.registry.REFUSALS`, then 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeAlias
 
 from ..base.errors import UsageError, origin_of
 from ..base.flags import shown
 from ..base.registry import MECHANISMS, REFUSALS
 from .facts import Facts
 
-Config = TypeVar("Config")
+#: Returns whether a :class:`.LossyConfig` is refused in a run with these facts; a mapping has values that the text names.
+Condition: TypeAlias = Callable[[Any, Facts], object]
 _NOTHING_KNOWN = Facts()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refusal(Generic[Config]):
-    """A flag that does not go with something.
+@dataclass(frozen=True)
+class Refusal:
+    """A flag that does not go with something: a row of the table.
 
-    ``flag``: its name, or several names. With several, the refusal is about the first that was given, and does not
-    apply if none was. ``beside``: the setting that it does not go with. ``why`` ends the error message. It may name
-    values: ``{config.…}``, ``{facts.…}``, and the keys of ``terms``. ``value``: the text of the value in the message;
-    by default the given value of a loss flag, and nothing for other flags. ``when``: whether the refusal applies. It
+    ``flags``: its name, or several names. With several, the refusal is about the first that was given, and does not
+    apply if none was. ``value``: the text of the value in the message; by default the given value of a loss flag, and
+    nothing for other flags. ``beside``: the setting that it does not go with. ``why`` ends the message. ``value`` and
+    ``why`` may name values: ``{config.…}``, ``{facts.…}``, and the keys of the mapping that ``when`` returns. ``when``
     must be false if a fact that it needs is ``None``.
     """
 
-    flag: str | tuple[str, ...]
+    flags: tuple[str, ...]
+    value: str | None
     beside: str
     why: str
-    when: Callable[[Config, Facts], object]
-    value: str | None = None
-    terms: Callable[[Config, Facts], Mapping[str, object]] | None = None
+    when: Condition
 
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """All names of flags."""
-        return (self.flag,) if isinstance(self.flag, str) else self.flag
-
-    def applies(self, config: Config, facts: Facts) -> bool:
-        """Whether ``config`` is refused in a run with ``facts``."""
-        return bool(self.when(config, facts)) and self._given(config) is not None
-
-    def error(self, config: Config, facts: Facts) -> Refused:
-        """The error to raise if the refusal applies."""
+    def error(self, config: Any, facts: Facts, found: object) -> Refused | None:
+        """Return the error for ``config`` in a run with ``facts``, of which :attr:`when` returned ``found``."""
         flag = self._given(config)
-        assert flag is not None, "the refusal does not apply"
-        terms = {} if self.terms is None else self.terms(config, facts)
-        value = _value(config, flag) if self.value is None else self.value.format(config=config, facts=facts, **terms)
-        why = self.why.format(config=config, facts=facts, **terms)
-        return Refused(self, f"{flag} {value}: {why}" if value else f"{flag}: {why}")
+        if flag is None:
+            return None
+        values = {"config": config, "facts": facts, **(found if isinstance(found, Mapping) else {})}
+        value = _value(config, flag) if self.value is None else self.value.format(**values)
+        return Refused(self, f"{flag} {value}".rstrip() + f": {self.why.format(**values)}")
 
     def cells(self) -> tuple[str, str, str]:
         """The row of a table: flags, the setting that they do not go with, and why, with an ellipsis for each value."""
         return ", ".join(self.flags), self.beside, re.sub(r"\{[^}]*\}", "…", self.why)
 
-    def _given(self, config: Config) -> str | None:
-        if isinstance(self.flag, str):
-            return self.flag
-        fields = type(config).__dataclass_fields__  # type: ignore[attr-defined]
-        return next((flag for flag in self.flag if vars(config)[_name(flag)] != fields[_name(flag)].default), None)
+    def _given(self, config: Any) -> str | None:
+        if len(self.flags) == 1:
+            return self.flags[0]
+        fields = type(config).__dataclass_fields__
+        return next((flag for flag in self.flags if vars(config)[_name(flag)] != fields[_name(flag)].default), None)
 
 
 class Refused(UsageError):
     """The error of a row of the table. ``refusal`` is that row."""
 
-    def __init__(self, refusal: Refusal[Any], text: str) -> None:
+    def __init__(self, refusal: Refusal, text: str) -> None:
         super().__init__(text)
         self.refusal = refusal
 
 
-@dataclass(frozen=True)
 class Section:
-    """The refusals of one mechanism, in order. ``name``: its name in the registry."""
+    """The refusals of one mechanism, in order. ``name``: its name in the registry. ``about``: its heading.
 
-    name: str
-    about: str
-    rows: tuple[Refusal[Any], ...]
+    ``cells``: two for each row. The first is its text, ``FLAG[, FLAG …][ = VALUE] | NOT WITH | WHY``, the second the
+    condition; see :class:`Refusal`. ``when``: whether the loss flags are of the kind that the section is about.
+    """
+
+    def __init__(
+        self, name: str, about: str, *cells: str | Condition, when: Callable[[Any], object] = lambda config: True
+    ) -> None:
+        self.name, self.about, self.when = name, about, when
+        self.rows = tuple(_row(text, applies) for text, applies in zip(cells[::2], cells[1::2], strict=True))
 
 
-def sections(ours: bool = False) -> Iterator[Section]:
+def _row(text: Any, when: Any) -> Refusal:
+    flags, beside, why = text.split(" | ", 2)
+    names, _, value = flags.partition(" = ")
+    return Refusal(tuple(names.split(", ")), value or None, beside, why, when)
+
+
+def sections(ours: bool = False) -> list[Section]:
     """All sections of the table, in its one order. ``ours``: without those of other packages."""
-    yield from REFUSALS.ours() if ours else REFUSALS.all()
-    for mechanism in MECHANISMS.ours() if ours else MECHANISMS.all():
-        yield mechanism.refusals()
+    core, mechanisms = (REFUSALS.ours(), MECHANISMS.ours()) if ours else (REFUSALS.all(), MECHANISMS.all())
+    return [*core, *(mechanism.refusals() for mechanism in mechanisms)]
 
 
 def check_refusals(config: Any, facts: Facts = _NOTHING_KNOWN) -> None:
@@ -97,11 +98,16 @@ def check_refusals(config: Any, facts: Facts = _NOTHING_KNOWN) -> None:
 
     Rows about typed values come before those about values of files, presets and defaults.
     """
-    rows = (row for section in sections() for row in section.rows)
-    refused = (row.error(config, facts) for row in rows if row.applies(config, facts))
-    first = next(refused, None)
+    first = None
+    for section in sections():
+        for row in section.rows if section.when(config) else ():
+            found = row.when(config, facts)
+            error = row.error(config, facts, found) if found else None
+            if error is not None and origin_of(error) is None:
+                raise error
+            first = first or error
     if first is not None:
-        raise first if origin_of(first) is None else next((error for error in refused if not origin_of(error)), first)
+        raise first
 
 
 def _name(flag: str) -> str:

@@ -46,14 +46,12 @@ class TransportFlags(Flags):
         "in turns, and where nothing comes over one the next is taken",
         metavar="NAME",
         incidental=True,
-        basic=True,
     )
     udp_port: int = flag(
         0,
         "udp: port of local rank 0, the next are the others'; 0 takes free ones",
         metavar="BASE",
         incidental=True,
-        basic=True,
     )
     udp_threads: int = flag(
         1,
@@ -72,17 +70,10 @@ class TransportFlags(Flags):
     )
     udp_rate_control: str = flag(
         "shared",
-        "udp: how a rate is found below --udp-rate: beside other traffic, which keeps its share; on a link of one's own; or not "
-        "at all (closed networks only)",
-        choices=("shared", "dedicated", "fixed"),
-        incidental=True,
-    )
-    udp_flows: int = flag(
-        1,
-        "udp: with --udp-rate-control shared, all that goes from a host to another one leaves to others what so many TCP flows "
-        "would",
-        type=int,
-        metavar="K",
+        "udp: how a rate is found below --udp-rate: shared, beside other traffic, which keeps its share; shared:K, all that goes "
+        "from a host to another one leaves to others what K TCP flows would; dedicated, on a link of one's own; or fixed, not at "
+        "all (closed networks only)",
+        metavar="{shared[:K],dedicated,fixed}",
         incidental=True,
     )
     udp_deadline: str = flag(
@@ -91,20 +82,6 @@ class TransportFlags(Flags):
         "times the 95th percentile of the last 100",
         metavar="{off,auto,MS}",
     )
-    udp_reorder: float | None = flag(
-        None,
-        "udp: milliseconds to wait for overtaken datagrams after the end of a message; default an eighth of the round trip, at "
-        "least 1",
-        type=float,
-        metavar="MS",
-        incidental=True,
-    )
-    udp_eager_bytes: int = flag(
-        2**22,
-        "udp: bytes of an exchange sent to a rank before it says that it is ready",
-        metavar="BYTES",
-        incidental=True,
-    )
     udp_memory: int = flag(
         2**28,
         "udp: bytes of a process for what arrives before it is asked for; and as many of page-locked memory, on an "
@@ -112,18 +89,12 @@ class TransportFlags(Flags):
         metavar="BYTES",
         incidental=True,
     )
-    udp_cipher: str = flag(
-        "aes-128-gcm",
-        "udp: how datagrams are encrypted and authenticated; none for closed networks",
-        choices=("aes-128-gcm", "none"),
-        incidental=True,
-    )
     udp_key_file: str | None = flag(
         None,
-        "udp: file with a secret that all ranks share; without it whoever reads torch's store could forge datagrams",
-        metavar="FILE",
+        "udp: file with a secret that all ranks share; without it a reader of torch's store could forge datagrams; none, for closed "
+        "networks: datagrams are neither encrypted nor authenticated",
+        metavar="{FILE,none}",
         incidental=True,
-        basic=True,
     )
     udp_fec: tuple[str, ...] = flag(
         ("auto",),
@@ -157,8 +128,7 @@ class TransportFlags(Flags):
         return self.transport != "torch"
 
     def check(self: Any) -> None:
-        for name in ("transport", "udp_rate_control", "udp_cipher"):
-            check_choice(self, name)
+        check_choice(self, "transport")
         if not (len(self.udp_copies) in (1, 2) and all(1 <= copies <= UDP_MOST_COPIES for copies in self.udp_copies)):
             allowed = f"must be one or two numbers in [1, {UDP_MOST_COPIES}]: of gradients, of parameters"
             raise refuse("--udp-copies", " ".join(map(str, self.udp_copies)), allowed)
@@ -171,12 +141,8 @@ class TransportFlags(Flags):
                     refuse_unused(self, own.name, "needs --transport udp")
             return
         rate, deadline = self.udp_bytes_per_second, self.udp_deadline_seconds
-        if self.udp_rate_control == "fixed" and rate is None:
+        if self.udp_rate_rule[0] == "fixed" and rate is None:
             raise refuse("--udp-rate-control", "fixed", "needs --udp-rate")
-        if not 1 <= self.udp_flows <= 1000:
-            raise refuse("--udp-flows", self.udp_flows, "must be in [1, 1000]")
-        if self.udp_rate_control != "shared":
-            refuse_unused(self, "udp_flows", "needs --udp-rate-control shared")
         if not 1 <= self.udp_threads <= UDP_MOST_THREADS:
             raise refuse("--udp-threads", self.udp_threads, f"must be in [1, {UDP_MOST_THREADS}]")
         names = self.udp_interfaces
@@ -189,12 +155,8 @@ class TransportFlags(Flags):
             raise refuse("--udp-port", self.udp_port, "must be in [0, 65535]")
         if isinstance(deadline, float) and not 0 < deadline < math.inf:
             raise refuse("--udp-deadline", self.udp_deadline, "must be off, auto or milliseconds above 0")
-        if self.udp_reorder is not None and not 0 <= self.udp_reorder < math.inf:
-            raise refuse("--udp-reorder", self.udp_reorder, "must be milliseconds of at least 0")
-        if self.udp_eager_bytes < 0:
-            raise refuse("--udp-eager-bytes", self.udp_eager_bytes, "must be at least 0")
-        if self.udp_memory < max(2**16, self.udp_eager_bytes):
-            raise refuse("--udp-memory", self.udp_memory, "must be at least 2^16 and --udp-eager-bytes")
+        if self.udp_memory < 2**16:
+            raise refuse("--udp-memory", self.udp_memory, "must be at least 2^16")
         _ = self.udp_fec_code, self.udp_fec_budget
         if not 1 <= self.udp_peer_timeout < math.inf:
             raise refuse("--udp-peer-timeout", self.udp_peer_timeout, "must be seconds of at least 1")
@@ -212,6 +174,21 @@ class TransportFlags(Flags):
 
     def idle(self: Any) -> dict[str, tuple[bool, set[str]]]:
         return {"nothing is lost": (any(self.loses(phase) for phase in PHASES), {"udp_copies"})}
+
+    @property
+    def udp_cipher(self) -> str:
+        """The cipher of datagrams, "aes-128-gcm" or "none"."""
+        return "none" if self.udp_key_file == "none" else "aes-128-gcm"
+
+    @property
+    def udp_rate_rule(self) -> tuple[str, int]:
+        """The rule of ``--udp-rate-control``, and K. Raises :class:`UsageError`."""
+        name, colon, flows = self.udp_rate_control.partition(":")
+        if name not in ("shared", "dedicated", "fixed") or (colon and name != "shared"):
+            raise refuse("--udp-rate-control", self.udp_rate_control, "must be shared, shared:K, dedicated or fixed")
+        if colon and not (flows.isdecimal() and 1 <= int(flows) <= 1000):
+            raise refuse("--udp-rate-control", self.udp_rate_control, "K must be in [1, 1000]")
+        return name, int(flows or 1)
 
     @property
     def udp_interfaces(self) -> tuple[str, ...]:

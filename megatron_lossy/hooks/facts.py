@@ -85,16 +85,14 @@ def of_arguments(args: Any, jobs: int = 1) -> Facts:
     )
 
 
-def of_model(ddp: Any, workers: int | None = None, virtual: bool | None = None) -> Facts:
-    """Facts of a model chunk in Megatron's DDP. ``workers``, ``virtual``: as of :class:`Facts`, if known."""
+def of_model(ddp: Any) -> Facts:
+    """Facts of a model chunk in Megatron's DDP."""
     config, settings = ddp.config, ddp.ddp_config
     message = getattr(config, "pipeline_dtype", None) or getattr(config, "params_dtype", None)
     buffers = dense_buffers(ddp) + ddp.expert_parallel_buffers
     quantized = any(buffer.param_dtype == torch.uint8 for buffer in buffers)
     switches = _switches(config, _OF_TRANSFORMER) | _switches(settings, _OF_DDP)
     return Facts(
-        workers=workers,
-        virtual=virtual,
         torch=torch.__version__,
         tensor=getattr(config, "tensor_model_parallel_size", None),
         copies_apart=(getattr(config, "tensor_model_parallel_size", None) or 1) > 1

@@ -39,13 +39,15 @@ def install(
     before = _current() if _current is not None else None
     if before is not None and before.installed:
         raise RuntimeError("the hooks are already installed; call uninstall() on what install() returned first")
-    check_refusals(config, Facts(worlds_apart=world is not None, flushes=not asynchronous))
+    facts = Facts(worlds_apart=world is not None, flushes=not asynchronous)
+    check_refusals(config, facts)
     try:
         import megatron.core
     except ImportError as error:
         raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
     check_version(megatron.core.__version__)
     lossy = Lossy(config, steps, gapless, world)
+    lossy.facts = facts
     lossy.ledger.install([] if config.inert else megatron_core.patches(lossy))
     lossy.installed = True
     _current = weakref.ref(lossy)

@@ -18,7 +18,6 @@ from ..base.jobs import World
 from ..base.ledger import Ledger
 from ..base.registry import MECHANISMS
 from ..config import LossyConfig
-from ..config.refusal import check_refusals
 from ..recovery import Gradients
 from ..run.base import Run
 from ..run.weights import ModelChunks
@@ -93,7 +92,7 @@ class Lossy(Run):
         """Make the exchanges of a model chunk lossy. A collective call: all ranks wrap their chunks alike."""
         if self.config.inert:
             return
-        check_refusals(self.config, of_model(ddp))
+        self.add_facts(of_model(ddp))
         self.events.chunk_comes(ddp)
         self.exchanges.find_nodes()
         number_model_chunk(ddp, len(self._chunks))

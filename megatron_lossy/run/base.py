@@ -15,6 +15,8 @@ from ..base.exchange import Delivery
 from ..base.ledger import Patch
 from ..channel.corruption import Corruption, make_corruption
 from ..config import PHASES, LossyConfig
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
 from ..delivery_log.events import recorded_events
 from .monitor import Replicas, metrics_of
 from .observers import make_observers
@@ -46,6 +48,8 @@ class Run(RunWeights):
     workers: int
     local: Sequence[int]
     job, jobs = 0, 1
+    #: The facts of the run that are known by now.
+    facts = Facts()
 
     #: Its data parallelism: Megatron, FSDP2, DDP, or virtual.
     kind: str
@@ -70,6 +74,11 @@ class Run(RunWeights):
     def corruption(self) -> Corruption:
         """Draws or replays the errors that hit gradients."""
         return make_corruption(self.config, recorded_events(self.config))
+
+    def add_facts(self, facts: Facts) -> None:
+        """Add ``facts`` to those of the run. Raise :class:`UsageError` if the loss flags do not go with them all."""
+        self.facts |= facts
+        check_refusals(self.config, self.facts)
 
     @property
     def speaks(self) -> bool:

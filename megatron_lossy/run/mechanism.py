@@ -43,7 +43,7 @@ class Mechanism:
         """Return its rows of the table of refusals; none by default."""
         from ..config.refusal import Section
 
-        return Section(cls.name, cls.name, ())
+        return Section(cls.name, cls.name)
 
     @classmethod
     def attach(cls, run: Any) -> None:

@@ -87,11 +87,11 @@ def find_nodes(group: dist.ProcessGroup | None, ranks_per_node: int = 0) -> list
 
 
 def read_key_file(path: str | None) -> bytes | None:
-    """Return the secret of ``--udp-key-file`` in ``path``.
+    """Return the secret of ``--udp-key-file`` in ``path``; ``None`` for ``None`` and "none".
 
     Raises :class:`UsageError` if the file cannot be read or is too short.
     """
-    if path is None:
+    if path in (None, "none"):
         return None
     try:
         key, mode = Path(path).read_bytes(), stat.S_IMODE(Path(path).stat().st_mode)

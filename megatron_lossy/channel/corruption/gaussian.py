@@ -21,7 +21,6 @@ class Gaussian(Corruption):
     name = "gaussian"
     flags = (
         *Corruption.flags,
-        "grad_error_std",
         "grad_error_relative",
         "grad_error_burst",
     )
@@ -29,11 +28,12 @@ class Gaussian(Corruption):
     @classmethod
     def check(cls, config: ErrorFlags) -> None:
         std, relative = config.grad_error_std, config.grad_error_relative
-        for flag, value in (("--grad-error-std", std), ("--grad-error-relative", relative)):
+        for flag, value in (("--grad-error", std), ("--grad-error-relative", relative)):
             if value is not None and not 0 <= value <= LARGEST:
-                raise refuse(flag, value, f"must be finite in float32 (at most {LARGEST:.3g}) and at least 0")
+                given = config.grad_error if flag == "--grad-error" else value
+                raise refuse(flag, given, f"must be finite in float32 (at most {LARGEST:.3g}) and at least 0")
         if std is not None and relative is not None:
-            raise refuse("--grad-error-relative", relative, "cannot be combined with --grad-error-std")
+            raise refuse("--grad-error-relative", relative, f"cannot be combined with --grad-error {config.grad_error}")
         burst = config.grad_error_burst
         if burst is not None:
             interval, larger = burst
@@ -41,7 +41,7 @@ class Gaussian(Corruption):
                 allowed = f"must be a whole number of at least 1, and a number above 0 of at most {LARGEST:.3g}"
                 raise refuse("--grad-error-burst", as_text(burst), allowed)
         if not (std or relative or burst):
-            raise refuse("--grad-error", "gaussian", "needs --grad-error-std or --grad-error-relative above 0")
+            raise refuse("--grad-error", config.grad_error, "needs gaussian:STD or --grad-error-relative above 0")
 
     @classmethod
     def describe(cls, config: ErrorFlags) -> str:

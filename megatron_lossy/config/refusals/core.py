@@ -1,105 +1,194 @@
-"""Refusals of features of Megatron that go with no loss."""
+"""The refusals of the core: of features of Megatron, of transports, and of numbers of workers; and parts of others."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from ...base.registry import GRAD_RECOVERIES
 from ...channel.corruption.bit_flip import ALLOWED_BITS
 from .. import LossyConfig
 from ..facts import Facts
-from ..refusal import Section
-from .row import Row, switch
+from ..refusal import Condition, Section
 
+OFF = "needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"
+#: Why flags about parameters do not go with gradients that are lost in an all-reduce.
+NO_PARAMETERS = f"no parameters are sent, and the second half of an all-reduce is no place for it; {OFF}"
+ONE_EMBEDDING = "give --untie-embeddings-and-output-weights, and no --mtp-num-layers"
 _LAYER_WISE = "layer-wise optimizers gather differently; choose adam or sgd"
 _ONE_DRAW = "a captured graph repeats one draw for ever"
+_OLDEST_TORCH = (2, 8)
+_LAST_PORT = 65535
+
+
+def above(number: int | None, limit: int) -> bool:
+    """Whether ``number`` is known and above ``limit``."""
+    return number is not None and number > limit
+
+
+def draws_losses(config: LossyConfig) -> bool:
+    """Whether losses of gradients or parameters are drawn."""
+    return not (config.phase("grad").lossless and config.phase("param").lossless)
+
+
+def switches(text: str, refused: Callable[[LossyConfig], object], whys: Mapping[str, str]) -> Iterator[str | Condition]:
+    """Yield the cells of a row for each switch of Megatron in ``whys``; ``text`` names the reason as ``{why}``."""
+    for flag, why in whys.items():
+        yield f"{flag} | {text.format(why=why)}"
+        yield lambda c, f, flag=flag: flag in f.switches and refused(c)  # type: ignore[misc]
 
 
 def _adds_up_steps(config: LossyConfig) -> bool:
     return not config.untouched("grad") and GRAD_RECOVERIES.load(config.grad_recovery).carries_over
 
 
-def _largest_element(config: LossyConfig, facts: Facts) -> int:
-    """Bytes of the largest element that crosses; 0 if none is known."""
-    known = facts.gradient_bytes is not None and facts.weight_bytes is not None
-    return max(facts.gradient_bytes or 0, facts.weight_bytes or 0, config.element_bytes()) if known else 0
+def _too_small(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
+    """The bytes of the largest element that crosses, if they are known and no packet holds it."""
+    if config.loss_unit != "packet" or config.lossless or facts.gradient_bytes is None or facts.weight_bytes is None:
+        return None
+    needed = max(facts.gradient_bytes, facts.weight_bytes, config.element_bytes())
+    return {"needed": needed} if config.packet_range[0] < needed else None
+
+
+def _tensor_copies(facts: Facts) -> bool:
+    """Whether tensor-parallel ranks have copies of parameters, without Megatron to tell which ones."""
+    return bool(facts.data_parallel and above(facts.tensor, 1))
+
+
+def _older_torch(facts: Facts) -> bool:
+    """Whether torch fails in a coalescing context without a collective of its own."""
+    return facts.torch is not None and tuple(map(int, facts.torch.split(".")[:2])) < _OLDEST_TORCH
+
+
+def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None:
+    """The last port that ``--udp-port`` may be, if the ranks of a host take more."""
+    last = _LAST_PORT + 1 - (facts.ranks_of_host or 0) * config.udp_sockets
+    if facts.ranks_of_host is None or config.udp_port <= last:
+        return None
+    each = "" if config.udp_sockets == 1 else f", {config.udp_sockets} with --udp-threads or several interfaces"
+    return {"last": last, "each": each}
+
+
+def _less_memory(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
+    """The least ``--udp-memory``, if it is more."""
+    least = config.udp_least_memory(facts.largest_group or 0)
+    return {"least": least} if config.transport == "udp" and config.udp_memory < least else None
+
+
+def _loses_nothing(config: LossyConfig, facts: Facts) -> bool:
+    """Whether losses are asked for although a lone rank exchanges nothing."""
+    over_udp = config.transport == "udp" and not config.uses_transport()
+    loses_own = config.lossy_self and not config.phase("grad").lossless
+    return (
+        facts.largest_group == 1 and not config.jobs().several and (over_udp or draws_losses(config)) and not loses_own
+    )
+
+
+def _on_one_node(config: LossyConfig, facts: Facts) -> bool:
+    return bool(facts.virtual and config.ranks_of_node is not None)
+
+
+def _beyond(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
+    """The first of ``--grad-error-ranks`` that does not exist."""
+    ranks = config.grad_error_ranks or ()
+    return next(({"beyond": rank} for rank in ranks if facts.workers is not None and rank >= facts.workers), None)
 
 
 CORE = Section(
     "core",
     "Megatron and losses",
-    (
-        Row(
-            flag="--optimizer",
-            beside="losses",
-            why=_LAYER_WISE,
-            value="{facts.optimizer}",
-            when=lambda config, facts: not config.inert and facts.layer_wise,
-        ),
-        Row(
-            flag="LayerWiseDistributedOptimizer",
-            beside="losses",
-            why=_LAYER_WISE,
-            when=lambda config, facts: not config.inert and facts.layer_wise_parameters,
-        ),
-        *(
-            switch(flag, "losses", f"cannot go with loss ({why}); turn it off")
-            for flag, why in {
-                "--use-megatron-fsdp": "Megatron-FSDP shards by itself",
-                "--use-torch-fsdp2": "torch FSDP shards by itself",
-                "--optimizer-cuda-graph": _ONE_DRAW,
-                "--reuse-grad-buf-for-mxfp8-param-ag": "stale parameters would live in the gradient buffer",
-            }.items()
-        ),
-        Row(
-            flag="--cuda-graph-scope full_iteration",
-            beside="losses",
-            why=f"{_ONE_DRAW}; turn it off",
-            when=lambda config, facts: not config.inert and facts.full_iteration_graph,
-        ),
-        Row(
-            flag="--fp8-param-gather",
-            beside="lost parameters",
-            value="with parameter loss",
-            why="stale bytes would be read at new scales; turn one off",
-            when=lambda config, facts: not config.untouched("param") and "--fp8-param-gather" in facts.switches,
-        ),
-        Row(
-            flag="--packet-bytes",
-            beside="the type of gradients, weights or --sync-dtype",
-            why="must hold at least one element of {needed} bytes",
-            terms=lambda config, facts: {"needed": _largest_element(config, facts)},
-            when=lambda config, facts: (
-                config.loss_unit == "packet"
-                and not config.lossless
-                and config.packet_range[0] < _largest_element(config, facts)
-            ),
-        ),
-        Row(
-            flag="--grad-error-bits",
-            beside="--grad-reduce-in-bf16",
-            why=ALLOWED_BITS.format(last=15),
-            when=lambda config, facts: (
-                not config.inert
-                and facts.gradient_bytes == 2
-                and config.grad_error_bits is not None
-                and config.grad_error_bits[1] > 15
-            ),
-        ),
-        Row(
-            flag="--non-persistent-ckpt-type",
-            beside="--save-replicas",
-            value="{facts.non_persistent_checkpoints}",
-            why="such checkpoints hold no replicas, and a run that resumes from one would not continue bit for bit; "
-            "omit it or --save-replicas",
-            when=lambda config, facts: (
-                not config.inert and config.save_replicas and facts.non_persistent_checkpoints is not None
-            ),
-        ),
-        Row(
-            flag="--grad-recovery",
-            beside="--calculate-per-token-loss",
-            why="mixes gradients of several steps, which --calculate-per-token-loss makes sums over as many tokens as "
-            "each step has; choose another rule or omit that flag",
-            when=lambda config, facts: facts.per_token_loss and _adds_up_steps(config),
-        ),
+    f"--optimizer = {{facts.optimizer}} | losses | {_LAYER_WISE}",
+    lambda c, f: f.layer_wise and not c.inert,
+    f"LayerWiseDistributedOptimizer | losses | {_LAYER_WISE}",
+    lambda c, f: f.layer_wise_parameters and not c.inert,
+    *switches(
+        "losses | cannot go with loss ({why}); turn it off",
+        lambda c: not c.inert,
+        {
+            "--use-megatron-fsdp": "Megatron-FSDP shards by itself",
+            "--use-torch-fsdp2": "torch FSDP shards by itself",
+            "--optimizer-cuda-graph": _ONE_DRAW,
+            "--reuse-grad-buf-for-mxfp8-param-ag": "stale parameters would live in the gradient buffer",
+        },
     ),
+    f"--cuda-graph-scope full_iteration | losses | {_ONE_DRAW}; turn it off",
+    lambda c, f: f.full_iteration_graph and not c.inert,
+    "--fp8-param-gather = with parameter loss | lost parameters | "
+    "stale bytes would be read at new scales; turn one off",
+    lambda c, f: "--fp8-param-gather" in f.switches and not c.untouched("param"),
+    "--packet-bytes | the type of gradients, weights or --sync-dtype | "
+    "must hold at least one element of {needed} bytes",
+    _too_small,
+    f"--grad-error | --grad-reduce-in-bf16 | {ALLOWED_BITS.format(last=15)}",
+    lambda c, f: f.gradient_bytes == 2 and c.errs and max(c.flips[1] or (0,)) > 15,
+    "--non-persistent-ckpt-type = {facts.non_persistent_checkpoints} | --save-replicas | "
+    "such checkpoints hold no replicas, and a run that resumes from "
+    "one would not continue bit for bit; omit it or --save-replicas",
+    lambda c, f: f.non_persistent_checkpoints is not None and not c.inert and c.save_replicas,
+    "--grad-recovery | --calculate-per-token-loss | "
+    "mixes gradients of several steps, which --calculate-per-token-loss makes sums "
+    "over as many tokens as each step has; choose another rule or omit that flag",
+    lambda c, f: f.per_token_loss and _adds_up_steps(c),
+)
+
+PYTORCH = Section(
+    "pytorch",
+    "Models of FSDP2 and DDP",
+    "--eval-weights | FSDP2 and DDP | is of training programs; evaluate within owner_weights(), or outside of it",
+    lambda c, f: f.data_parallel and c.eval_weights in ("owner", "both"),
+    "--p-param | DistributedDataParallel | "
+    "each replica updates all parameters, and sends none; shard the model with fully_shard",
+    lambda c, f: f.data_parallel == "DDP" and not c.phase("param").lossless,
+    "--transport | DistributedDataParallel | "
+    "carries no all-reduce; choose pieces or torch, or shard the model with fully_shard",
+    lambda c, f: f.data_parallel == "DDP" and c.transport == "udp",
+    "--transport | FSDP2 and tensor parallelism | "
+    "loses other units of each copy of a parameter; choose pieces or torch",
+    lambda c, f: c.transport == "udp" and _tensor_copies(f),
+    "--grad-recovery, --grad-priority | FSDP2 and tensor parallelism | "
+    "would choose other units of each copy of a parameter; choose another rule, and --grad-priority none",
+    lambda c, f: c.chosen() and not c.inert and _tensor_copies(f),
+)
+
+TRANSPORT = Section(
+    "transport",
+    "Transports",
+    "--loss-unit | --transport udp | must be packet with --transport udp, which loses datagrams",
+    lambda c, f: c.transport == "udp" and c.loss_unit != "packet",
+    "--lossy-self = with --transport udp | --transport udp | cannot be: the own shard never crosses the network",
+    lambda c, f: c.transport == "udp" and c.lossy_self,
+    "--transport | torch before 2.8 | needs torch 2.8 or later under Megatron, this is {facts.torch}",
+    lambda c, f: _older_torch(f),
+    "--transport | --virtual-workers | needs real ranks: virtual workers exchange in memory; choose pieces",
+    lambda c, f: f.virtual and c.transport == "udp",
+    "--transport | LossyWorkers | must be torch or pieces: workers of one process exchange in memory",
+    lambda c, f: f.in_memory and c.transport == "udp",
+    f"--transport | no distributed optimizer | carries no all-reduce; {OFF}; choose pieces or torch",
+    lambda c, f: f.distributed_optimizer is False and c.transport == "udp",
+    "--udp-port | the ranks of a host | "
+    "must be at most {last}: each of the {facts.ranks_of_host} ranks of a node takes the next one{each}",
+    _beyond_ports,
+    "--udp-memory | the ranks of a group | "
+    "must be at least {least}: room for packets to and from each of {facts.largest_group} ranks",
+    _less_memory,
+    when=lambda c: c.transport != "torch",
+)
+
+WORKERS = Section(
+    "workers",
+    "Ranks and virtual workers",
+    "--lossy-links | --virtual-workers, without N | needs inter-node:N with --virtual-workers",
+    lambda c, f: _on_one_node(c, f) and not c.ranks_of_node,
+    "--lossy-links | no more --virtual-workers | "
+    "puts all {facts.workers} ranks on one node: no link leaves a node, and nothing can be lost",
+    lambda c, f: f.workers is not None and _on_one_node(c, f) and 1 < f.workers <= c.ranks_of_node,
+    "--ddp-param-name-patterns-for-fp32-local-accumulation | --virtual-workers | "
+    "virtual workers take gradients from Megatron's buffers; needs real ranks",
+    lambda c, f: f.virtual and f.gradients_beside_buffers,
+    "--grad-error-ranks = {beyond} | fewer data-parallel ranks | must be below the {facts.workers} data-parallel ranks",
+    _beyond,
+    "data-parallel size = {facts.largest_group} | losses | "
+    "one rank exchanges nothing, so that nothing can be lost; start at least two (torchrun "
+    "--nproc-per-node 2 …, or --virtual-workers), or set no loss rate and no --transport udp",
+    _loses_nothing,
 )

@@ -20,8 +20,6 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.pipeline_parallel.schedules import forward_step as megatron_forward_step
 
 from ...base import device
-from ...config.refusal import check_refusals
-from ...hooks.facts import of_model
 from ...hooks.rng import on_cpu, rng_state, set_rng_state
 from ...hooks.versions import backward_step, optimizers
 from ...run.base import Run
@@ -64,8 +62,6 @@ class StageWorkers(Workers, Part):
         self._megatron = self._chunk.config
         group = parallel_state.get_pipeline_model_parallel_group()
         self._stage = Stage(group.rank(), group.size())
-        if self._stage.stages > 1:
-            check_refusals(flags, of_model(self._chunk))
         self._micro_batches = self._micro_batches_of(config.global_batch_size)
         # The first stage ends a micro-batch that many backward passes after the last one. The last must not wait.
         self.late = max(1, math.ceil((self._stage.stages - 1) / self._micro_batches))
@@ -73,7 +69,7 @@ class StageWorkers(Workers, Part):
             (config.seq_length, config.micro_batch_size, config.hidden_size), self._megatron.pipeline_dtype
         )
         self._stash = Stash(self._chunk.module.parameters())
-        self._stashes = self._stage.delay > 0 and flags.weight_stashing == "on"
+        self._stashes = self._stage.delay > 0
         self._saves_draws = flags.save_replicas and self._draws
         self._iteration = 0
         self._under_way: deque[_UnderWay] = deque()

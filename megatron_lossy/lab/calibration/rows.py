@@ -48,7 +48,7 @@ WIRES = ("torch", "pieces", "udp")
 _PACKETS = dict(loss_unit="packet", packet_bytes=256)
 _LOST = dict(p_grad=0.3, p_param=0.3, **_PACKETS)
 _UDP = dict(transport="udp", udp_interface="lo", **_PACKETS)
-_ACT = dict(p_act=0.3, p_act_grad=0.3, act_retransmit="off", act_packet_bytes=256)
+_ACT = dict(p_act=0.3, p_act_grad=0.3, act_fec=("off",), packet_bytes=256)
 _AT_ONCE = dict(islands=2, sync_method="parameters")
 _LATE = dict(_AT_ONCE, sync_fraction=0.25, sync_delay=3)
 _LATE_LOST = dict(_LATE, p_sync=0.3, **_PACKETS)
@@ -128,7 +128,6 @@ def _priority() -> Iterator[Row]:
         lossy = {**_LOST, "grad_recovery": "zero", "grad_priority": f"{kind}:0.3"}
         yield Row(f"{kind}-overlap", _OVERLAP, lossy)
         yield Row(f"{kind}-udp-overlap", _OVERLAP, {**lossy, **_UDP, "p_grad": 0.0, "p_param": 0.0})
-    yield Row("param-priority-udp-overlap", _OVERLAP, {**_UDP, "param_priority": "change:0.2"})
 
 
 def _replicas() -> Iterator[Row]:
@@ -141,7 +140,7 @@ def _replicas() -> Iterator[Row]:
     yield Row(
         "errors-in-the-reduce",
         _OVERLAP,
-        {**_LOST, "grad_error": "gaussian", "grad_error_std": 0.01, "grad_error_at": "reduce"},
+        {**_LOST, "grad_error": "gaussian:0.01", "grad_error_at": "reduce"},
     )
 
 
@@ -152,7 +151,7 @@ def _stages() -> Iterator[Row]:
     yield Row(
         "stages-udp",
         _STAGES,
-        {**_UDP, "p_act": 0.3, "act_packet_bytes": 256, "act_transport": "udp", "act_retransmit": "off"},
+        {**_UDP, "p_act": 0.3, "packet_bytes": 256, "act_transport": "udp", "act_fec": ("off",)},
     )
     yield Row("stages-and-exchanges", _STAGES, {**_ACT, **_LOST}, ranks=4)
     yield Row("stages-asynchronous", _STAGES, {"async_pipeline": True})

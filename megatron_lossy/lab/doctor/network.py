@@ -137,7 +137,7 @@ def _rule(config: LossyConfig) -> list[Finding]:
         "dedicated": "for a link of this training's own: others on it would get little, shared leaves them their part",
         "fixed": "for a network that carries nothing else",
     }
-    rule = config.udp_rate_control
+    rule = config.udp_rate_rule[0]
     return [Finding("network", "rates", "ok", f"--udp-rate-control {rule}: {needs[rule]}")]
 
 

@@ -70,11 +70,13 @@ def check_training(plan: Plan) -> None:
 
         check_flags(train, lossy, plan.ranks)
         return
-    check_refusals(lossy, Facts(flushes=True))
+    facts = Facts(flushes=True)
     if plan.jobs.several:  # Megatron-LM, which checks the rest, sees one job
         from ..train.facts import of_trainer
 
-        check_refusals(lossy, of_trainer(train, plan.ranks))
+        facts = of_trainer(train, plan.ranks) | facts
+    check_refusals(lossy, facts)
+    if plan.jobs.several:
         lossy.jobs().check(train.train_iters)
 
 

@@ -63,8 +63,6 @@ def kept_by(config: LossyConfig, held: Held) -> list[Kept]:
     """Return the components that mechanisms keep on a device which has ``held``."""
     found = [*_of_islands(config, held), *_of_stages(config, held)]
     shard = held.weights / held.shards
-    if held.shards > 1 and config.param_priority != "none":
-        found.append(Kept("parameters delivered for certain", shard * held.compute))
     if held.lost["param"] and not config.sends_weights():
         own = held.compute if held.compute < _FLOAT32 else 0  # a copy of the own shard in fewer bytes
         found.append(Kept("lead", shard * (2 * _FLOAT32 + own)))
@@ -101,9 +99,9 @@ def _between(config: LossyConfig, elements: float, islands: int, saved: bool) ->
     means = 1 if config.sync_lossless else islands
     under_way = sent * ((islands + means) * _FLOAT32 + (_PLACE if config.sync_fraction < 1 else 0))
     copies = 2 if config.has_outer_optimizer else 0
-    if config.sync_method == "parameters" and config.delay_correction == "ema":
+    if config.sync_method == "parameters" and config.correction == "ema":
         copies = 1
-    if config.sync_method == "parameters" and config.delay_correction == "smith" and config.may_overlap:
+    if config.sync_method == "parameters" and config.correction == "smith" and config.may_overlap:
         copies = 1
         under_way += sent * islands * _FLOAT32
     found = [Kept("averages under way", under_way, saved)]
@@ -119,7 +117,7 @@ def _between(config: LossyConfig, elements: float, islands: int, saved: bool) ->
 
 def _of_stages(config: LossyConfig, held: Held) -> list[Kept]:
     """Return the weights that a device keeps for backward passes to come."""
-    if not config.async_pipeline or config.weight_stashing == "off":
+    if not config.async_pipeline:
         return []
     stages = config.virtual_stages or held.stages
     sizes = held.cut(stages)

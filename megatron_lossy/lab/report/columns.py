@@ -23,8 +23,6 @@ _LOSS_FLAGS = {f.name for f in dataclasses.fields(LossyConfig)}
 NETWORK = {
     "udp_rate",
     "udp_rate_control",
-    "udp_reorder",
-    "udp_eager_bytes",
     "udp_memory",
     "udp_fec",
 }

@@ -68,7 +68,7 @@ def growth_per_iteration(config: LossyConfig, steps: int = 800, size: int = 400)
     random = torch.Generator().manual_seed(0)
     weights = torch.randn(config.islands, size, generator=random)
     rounds, rows = rounds_of(config, weights)
-    if config.sync_method == "parameters" and config.delay_correction == "ema":
+    if config.sync_method == "parameters" and config.correction == "ema":
         # Without this the first exchange would remove the deviations, which are no progress.
         rounds.rule.load_state_dict({"progress": spread(weights)})
     squares = []

@@ -8,29 +8,34 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...base.errors import ArgumentParser, Collector, UsageError
-from ...base.flags import add_flags, flag_name, from_namespace
+from ...base.flags import add_flags, flag_groups, flag_help, flag_name, from_namespace
 from ...config import LossyConfig
-from ...config.loss_flags import add_loss_flags, preset_arguments
+from ...config.loss_flags import add_loss_flags, help_loss, preset_arguments
 from ...config.settings import arguments_of, from_origin, note_origins_of, off, read_yaml
 from ...config.shipped import find_config
 from .config import REQUIRED, TrainConfig
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser of every training and loss flag, and ``--config``."""
+    """A parser of every training and loss flag, and ``--config``. Its help shows the basic flags."""
     parser = ArgumentParser(
         prog=prog,
         usage=f"{prog} [--config FILE.yaml] [flags]",  # not the names of all
         description=description,
-        epilog="A switch that is on, or that the YAML file sets, is unset by --no-NAME, for example --no-bf16.",
+        epilog="A switch that is on is unset by --no-NAME, for example --no-bf16.",
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=34),
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE.yaml", help="defaults of all flags below; the command line wins")
-    add_flags(parser, TrainConfig, "training", "names as in Megatron-LM")
+    parser.add_argument("--config", metavar="FILE.yaml", help="defaults of flags; the command line wins")
+    parser.add_argument(
+        "--help-all", nargs=0, action=_HelpAll, default=argparse.SUPPRESS, help="show every flag and exit"
+    )
+    add_flags(parser, TrainConfig, "training", "names as in Megatron-LM", short=True)
     add_loss_flags(parser, "lossy exchange")
     for cls in (TrainConfig, LossyConfig):
         for switch in dataclasses.fields(cls):
@@ -43,6 +48,15 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
                     help=argparse.SUPPRESS,
                 )
     return parser
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help of every flag, and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        """Called by argparse."""
+        print(flag_help(TrainConfig, "training", flag_groups(TrainConfig)), help_loss("all"), sep="\n\n")
+        parser.exit()
 
 
 def read_arguments(

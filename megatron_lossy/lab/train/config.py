@@ -66,17 +66,19 @@ class TrainConfig:
         "where it is installed, else local",
         choices=("local", "transformer_engine"),
     )
-    bf16: bool = flag(False, "train in bfloat16, with gradients and main weights in fp32")
+    bf16: bool = flag(False, "train in bfloat16; gradients and main weights stay in fp32", basic=True)
 
     micro_batch_size: int | None = flag(
-        None, "samples per rank and forward pass", type=int, metavar="N", group="batches and length"
+        None, "samples per rank and forward pass", type=int, metavar="N", group="batches and length", basic=True
     )
-    global_batch_size: int | None = flag(None, "samples per iteration over all ranks", type=int, metavar="N")
-    train_iters: int | None = flag(None, "iterations to train", type=int, metavar="N")
-    seed: int = flag(1234, "seed of initial weights, data order and dropout", metavar="SEED")
+    global_batch_size: int | None = flag(
+        None, "samples per iteration over all ranks", type=int, metavar="N", basic=True
+    )
+    train_iters: int | None = flag(None, "iterations to train", type=int, metavar="N", basic=True)
+    seed: int = flag(1234, "seed of weights, data order and dropout", metavar="SEED", basic=True)
     calculate_per_token_loss: bool = flag(False, "divide the loss by all tokens of the global batch")
 
-    lr: float | None = flag(None, "highest learning rate", type=float, metavar="LR", group="optimizer")
+    lr: float | None = flag(None, "highest learning rate", type=float, metavar="LR", group="optimizer", basic=True)
     min_lr: float = flag(0.0, "lowest learning rate after the decay", metavar="LR")
     lr_decay_style: str = flag(
         "cosine",
@@ -88,9 +90,10 @@ class TrainConfig:
     weight_decay: float = flag(0.01, "decoupled weight decay, of matrices only", metavar="WD")
     optimizer: str = flag(
         "adam",
-        "adam: AdamW; nadam: AdamW that looks ahead by a step of its momentum; sgd: descent along the decaying mean of the "
-        "gradients",
+        "rule of the updates: adam, AdamW; nadam, AdamW that looks ahead by a step of its momentum; sgd, descent along the "
+        "decaying mean of the gradients",
         choices=("adam", "nadam", "sgd"),
+        basic=True,
     )
     nadam_momentum_decay: float | None = flag(
         None,
@@ -105,12 +108,15 @@ class TrainConfig:
     adam_eps: float = flag(1e-8, "Adam's epsilon", metavar="E")
     clip_grad: float = flag(1.0, "clip the gradient to this norm; 0 does not clip", metavar="NORM")
 
-    tensor_model_parallel_size: int = flag(1, "ranks that share each layer", metavar="N", group="parallelism")
-    pipeline_model_parallel_size: int = flag(1, "stages of layers, each on its own ranks", metavar="N")
+    tensor_model_parallel_size: int = flag(
+        1, "ranks that share each layer", metavar="N", group="parallelism", basic=True
+    )
+    pipeline_model_parallel_size: int = flag(1, "stages of layers, each on its own ranks", metavar="N", basic=True)
     use_distributed_optimizer: bool = flag(
         True,
-        "shard the optimizer over the data-parallel ranks; without (--no-use-distributed-optimizer) every rank has all "
+        "shard the optimizer over data-parallel ranks; without (--no-use-distributed-optimizer) every rank has all "
         "of it and updates all weights, with all-reduced gradients",
+        basic=True,
     )
     overlap_grad_reduce: bool = flag(False, "reduce-scatter gradients during the backward pass")
     overlap_param_gather: bool = flag(False, "all-gather parameters during the next forward pass")
@@ -126,9 +132,10 @@ class TrainConfig:
     )
     virtual_workers: int | None = flag(
         None,
-        "compute for this many data-parallel workers on one device, one after another, each with its own replica",
+        "data-parallel workers to compute for in one process; one after another, each with its own replica",
         type=int,
         metavar="N",
+        basic=True,
     )
     distributed_timeout_minutes: int = flag(
         10, "give up on a collective after this long", metavar="MINUTES", incidental=True
@@ -136,20 +143,24 @@ class TrainConfig:
 
     data: str | None = flag(
         None,
-        "text that every machine has, prepared on first use under --data-cache-path, instead of --data-path and "
-        "--valid-data-path: the source of Python's standard library",
+        "text that every machine has; stdlib: the source of Python's standard library, prepared on first use under "
+        "--data-cache-path, in the place of --data-path and --valid-data-path",
         choices=("stdlib",),
         group="data",
+        basic=True,
     )
     data_path: tuple[str, ...] | None = flag(
         None,
         "training data: prefix of Megatron's .bin and .idx, or weight prefix pairs",
         nargs="+",
         metavar="PREFIX",
+        basic=True,
     )
-    valid_data_path: tuple[str, ...] | None = flag(None, "validation data, as --data-path", nargs="+", metavar="PREFIX")
+    valid_data_path: tuple[str, ...] | None = flag(
+        None, "validation data, as --data-path", nargs="+", metavar="PREFIX", basic=True
+    )
     tokenizer: str = flag(
-        "byte", "tokenizer that made the data; see python -m megatron_lossy.data --help", metavar="NAME"
+        "byte", "tokenizer that made the data; see python -m megatron_lossy.data --help", metavar="NAME", basic=True
     )
     data_cache_path: str | None = flag(
         None,
@@ -158,17 +169,25 @@ class TrainConfig:
         incidental=True,
     )
 
-    eval_interval: int = flag(1000, "iterations between evaluations", metavar="N", group="evaluation and checkpoints")
+    eval_interval: int = flag(
+        1000, "iterations between evaluations", metavar="N", group="evaluation and checkpoints", basic=True
+    )
     eval_iters: int = flag(100, "global batches per evaluation; 0 never evaluates", metavar="N")
-    save: str | None = flag(None, "folder to write checkpoints to", metavar="FOLDER", incidental=True)
+    save: str | None = flag(None, "folder to write checkpoints to", metavar="FOLDER", incidental=True, basic=True)
     load: str | None = flag(
         None,
-        "folder with the checkpoint to continue from, whose learning-rate schedule goes on; that of --save may have none yet",
+        "folder of the checkpoint to continue from; its learning-rate schedule goes on; that of --save may have none yet",
         metavar="FOLDER",
         incidental=True,
+        basic=True,
     )
     save_interval: int | None = flag(
-        None, "iterations between checkpoints; default only the last", type=int, metavar="N", incidental=True
+        None,
+        "iterations between checkpoints; default only the last",
+        type=int,
+        metavar="N",
+        incidental=True,
+        basic=True,
     )
     keep_checkpoints: int | None = flag(
         None,
@@ -182,7 +201,7 @@ class TrainConfig:
     )
 
     log_interval: int = flag(
-        10, "iterations between log lines and metric records", metavar="N", incidental=True, group="logs"
+        10, "iterations between log lines; and metric records", metavar="N", incidental=True, group="logs", basic=True
     )
     sharpness_interval: int = flag(
         0,

@@ -40,10 +40,11 @@ class VirtualRun(Run):
         writer: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        check_refusals(config, Facts(workers=ranks or workers, virtual=True))
+        facts = Facts(workers=ranks or workers, virtual=True)
+        check_refusals(config, facts)
         super().__init__(config, steps, gapless, writer)
+        self.facts = facts
         self.workers, self.local = workers, range(workers)
-        self._all_workers = ranks or workers
         self._worker: int | None = None  # the worker whose turn it is
         #: The rank whose data are used.
         self.rank = 0
@@ -66,7 +67,7 @@ class VirtualRun(Run):
         From here on Megatron neither reduces gradients nor gathers parameters. It calls this run when the gradients of
         a rank are complete.
         """
-        check_refusals(self.config, of_model(ddp, self._all_workers, virtual=True))
+        self.add_facts(of_model(ddp))
         ddp.ddp_config.overlap_grad_reduce = False  # it has cut the buckets; nothing is sent
         ddp.config.no_sync_func = None
         self._transformer = ddp.config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...base.errors import refuse
-from ...base.flags import check_choice, flag, refuse_unused
+from ...base.flags import flag, refuse_unused
 from ...base.section import Flags
 
 
@@ -26,12 +26,6 @@ class AsyncPipelineFlags(Flags):
         type=int,
         metavar="P",
     )
-    weight_stashing: str = flag(
-        "on",
-        "--async-pipeline: backward passes use the weights of their forward pass (PipeDream); off: the newest ones, which "
-        "saves the copies (PipeMare; real stages only)",
-        choices=("on", "off"),
-    )
 
     def changes(self) -> bool:
         return self.async_pipeline
@@ -47,10 +41,7 @@ class AsyncPipelineFlags(Flags):
         return [f"asynchronous pipeline{stages}"]
 
     def check(self) -> None:
-        check_choice(self, "weight_stashing")
         if not self.async_pipeline:
-            for name in ("virtual_stages", "weight_stashing"):
-                refuse_unused(self, name, "needs --async-pipeline")
-            return
-        if self.virtual_stages is not None and self.virtual_stages < 1:
+            refuse_unused(self, "virtual_stages", "needs --async-pipeline")
+        elif self.virtual_stages is not None and self.virtual_stages < 1:
             raise refuse("--virtual-stages", self.virtual_stages, "must be at least 1")

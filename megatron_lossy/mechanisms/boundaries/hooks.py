@@ -18,7 +18,6 @@ import torch
 from ...base.errors import UsageError
 from ...base.ledger import Patch, Takes
 from ...config import LossyConfig
-from ...config.refusal import check_refusals
 from ...hooks.facts import of_communicator
 from ...hooks.versions import data_parallel_rank, decoder_layers, innermost, schedule_table, sequence_parallel_rank
 from ...run.base import Run
@@ -93,7 +92,7 @@ class Boundaries:
     def check(self, communicator: Any) -> None:
         """Raise :class:`UsageError` for a ``communicator`` of messages that cannot be; each kind is checked once."""
         if type(communicator) not in self._known:
-            check_refusals(self.config, of_communicator(communicator))
+            self.run.add_facts(of_communicator(communicator))
             self._known.add(type(communicator))
 
     @contextlib.contextmanager
@@ -161,7 +160,7 @@ class Boundaries:
         if chunk is None or reliable or self.messages.loss[phase].lossless or not self.loses():
             return None
         module = self.module(chunk)
-        elements = elements_of(self.config.act_packet_bytes, tensor.dtype)
+        elements = elements_of(self.config.packet_bytes, tensor.dtype)
         fate = self._next(
             phase,
             boundary_of(phase, module, chunk, group.rank(), group.size()),
@@ -191,7 +190,7 @@ class Boundaries:
         if not self.loses():
             return None
         hidden, *rest = output if isinstance(output, tuple) else (output,)
-        elements = elements_of(self.config.act_packet_bytes, hidden.dtype)
+        elements = elements_of(self.config.packet_bytes, hidden.dtype)
         packets = -(-hidden.numel() // elements)
         crossing = {"act": True, "act-grad": self._trains()}
         lost = [

@@ -2,7 +2,7 @@
 
 Packets of data and of parity are lost alike. The residual is the packets that the parity does not bring back. Up to a
 bound it is lost for good; beyond it the whole message is sent again. Depth decides how much parity a message has, and
-its bound: a boundary after l of L layers is high if l/L is at most ``--act-high-depth`` (equation 2).
+its bound: a boundary after l of L layers is high if l/L is at most the depth of ``--act-fec`` (equation 2).
 """
 
 from __future__ import annotations
@@ -61,20 +61,22 @@ class BoundaryLoss:
     def __init__(self, config: LossyConfig, phase: str) -> None:
         self.phase = phase
         self._config = config
+        self._recovery = config.act_recovery
         rate = config.boundary_rate(phase)
         self.lossless = not rate
         self._channel = Bernoulli(PhaseLoss("bernoulli", Schedule((0,), (rate,))), config.loss_seed)
 
-    def high(self, boundary: Boundary) -> bool:
-        """Whether messages have the code and the bound of high importance (equation 2)."""
-        return boundary.layer / boundary.layers <= self._config.act_high_depth
+    def _recovery_of(self, boundary: Boundary) -> tuple[tuple[int, int], float] | None:
+        """The code and the share that may be lost, by the importance of the boundary (equation 2); ``None``: no recovery."""
+        if self._recovery is None:
+            return None
+        (high, low), depth = self._recovery
+        return high if boundary.layer / boundary.layers <= depth else low
 
     def code(self, boundary: Boundary) -> tuple[int, int] | None:
         """B and C: each B packets of a message get C packets of parity; ``None`` if there is no parity."""
-        if self._config.act_retransmit == "off":
-            return None
-        (block, parity), _ = self._config.recovery_of(self.high(boundary))
-        return block, parity
+        recovery = self._recovery_of(boundary)
+        return None if recovery is None else recovery[0]
 
     def layout(self, boundary: Boundary, packets: int) -> Layout | None:
         """The parity of a message of ``packets``; ``None`` if it has none."""
@@ -88,10 +90,10 @@ class BoundaryLoss:
 
     def bound(self, boundary: Boundary, packets: int) -> int:
         """Packets of a message that may be lost for good."""
-        if self._config.act_retransmit == "off":
+        recovery = self._recovery_of(boundary)
+        if recovery is None:
             return packets
-        high = self.high(boundary)
-        _, share = self._config.recovery_of(high)
+        _, share = recovery
         return math.floor(share * packets + _ROUNDING)
 
     def draw(self, boundary: Boundary, rank: int, tensor: int, step: int, units: int) -> np.ndarray:

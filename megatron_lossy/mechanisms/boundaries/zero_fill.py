@@ -17,7 +17,7 @@ from ...recovery.rows import to_device
 def elements_of(packet_bytes: int, dtype: torch.dtype) -> int:
     """Elements in a packet. Raises :class:`UsageError` if a packet holds none."""
     if packet_bytes < dtype.itemsize:
-        raise refuse("--act-packet-bytes", packet_bytes, f"must hold at least one element of {dtype.itemsize} bytes")
+        raise refuse("--packet-bytes", packet_bytes, f"must hold at least one element of {dtype.itemsize} bytes")
     return packet_bytes // dtype.itemsize
 
 

@@ -13,14 +13,14 @@ def advice(config: IslandFlags, steps: int | None) -> list[str]:
     if not config.averages or config.sync_method != "parameters":
         return []
     notes = []
-    if config.overlap and config.delay_correction != "smith":
+    if config.overlap and config.correction != "smith":
         smaller = 1 / (config.rounds_under_way + 1)
         notes.append(
             f"{under_way(config)}; with --sync-fraction of at most {smaller:.3g} there is none, and --delay-correction smith "
             "knows of them"
         )
     visits = None if steps is None else steps // (config.parts * config.sync_interval)
-    if config.delay_correction == "ema" and visits is not None and visits < _SETTLES:
+    if config.correction == "ema" and visits is not None and visits < _SETTLES:
         notes.append(
             f"--delay-correction ema: an element is exchanged {visits} times in this run; its average never settles"
         )

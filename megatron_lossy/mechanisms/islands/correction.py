@@ -143,26 +143,26 @@ def make_correction(config: LossyConfig, islands: int, size: int, steps: int | N
     ``steps``: length of the run, if known.
     """
     check_refusals(config, Facts(ends=steps is not None))
-    if config.delay_correction == "none":
+    if config.correction == "none":
         return NoCorrection()
-    if config.delay_correction == "mixing":
+    if config.correction == "mixing":
         return Mixing(critical_gain(config) if config.gain is None else config.gain)
-    if config.delay_correction == "smith":
+    if config.correction == "smith":
         gain = predictor_gain(config) if config.gain is None else config.gain
         return SmithPredictor(gain, islands, size, device) if config.may_overlap else Mixing(gain)
     first, last, hold = config.ema_coefficient
-    return MovingAverage(islands, size, first, last, int(hold), steps or 0, device)
+    return MovingAverage(islands, size, first, last, hold, steps or 0, device)
 
 
 def critical_gain(config: LossyConfig) -> float:
-    """The gain of ``--mixing-gain auto``: about the fastest one without oscillation."""
+    """The gain of ``mixing``: about the fastest one without oscillation."""
     if config.sync_subset == "bernoulli":
         return theory.critical_gain_drawn(config.sync_fraction, config.rounds_under_way)
     return theory.critical_gain(config.overlap)
 
 
 def predictor_gain(config: LossyConfig) -> float:
-    """The gain of ``--mixing-gain auto`` with ``smith``: 1 without loss, else 1/(1 + p q).
+    """The gain of ``smith``: 1 without loss, else 1/(1 + p q).
 
     p is the loss rate; 1 if it is not known. The mean of the islands that arrived differs from the mean of all. This
     error is no deviation, so that nothing corrects it: the mean over islands makes a step of it. Overlapping rounds do

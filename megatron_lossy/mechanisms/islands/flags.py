@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...base.errors import UsageError, refuse
-from ...base.flags import as_text, flag, flag_name, in_unit_interval, number, refuse_unused
+from ...base.flags import as_text, flag, flag_name, in_unit_interval, refuse_unused
 from ...base.jobs import Jobs
 from ...base.registry import JOBS
 from ...base.section import Flags
@@ -73,22 +73,11 @@ class IslandFlags(Flags):
     delay_correction: str = flag(
         "mixing",
         "parameters: what becomes of progress since the exchange began: none of it is kept; a moving average of it is added "
-        "to the mean (ema); the weights move towards the mean by a share of what they were off it then (mixing); or by a share "
-        "of that less what other means have moved them since (smith)",
-        choices=("none", "ema", "mixing", "smith"),
-    )
-    ema_coefficient: tuple[float, ...] = flag(
-        (0.5, 0.01, 1000),
-        "ema: coefficient at first, for N iterations, and at --train-iters after half a cosine",
-        type=number,
-        nargs=3,
-        metavar=("FIRST", "LAST", "N"),
-    )
-    mixing_gain: str = flag(
-        "auto",
-        "mixing, smith: share of the way to the mean, in (0, 2); auto: of mixing the fastest without oscillation, by how many "
-        "exchanges of an element are under way at once, of smith 1, and less if some of these may be lost",
-        metavar="{auto,A}",
+        "to the mean (ema), with a coefficient that is FIRST for N iterations and LAST at --train-iters after half a cosine, by "
+        "default 0.5,0.01,1000; the weights move towards the mean by a share A of what they were off it then (mixing); or by a "
+        "share of that less what other means have moved them since (smith); without A, mixing takes the fastest share without "
+        "oscillation, by how many exchanges of an element are under way at once, and smith 1, less if some of these may be lost",
+        metavar="{none,ema[:FIRST,LAST,N],mixing[:A],smith[:A]}",
     )
     outer_optimizer: tuple[float, ...] = flag(
         (0.7, 0.9),
@@ -151,15 +140,17 @@ class IslandFlags(Flags):
         metavar="S",
         incidental=True,
     )
-    island_poll: float = flag(
-        1.0, "with --rendezvous: seconds between two questions who is there", metavar="S", incidental=True
-    )
     island_join: float = flag(
         60.0,
         "with --rendezvous: seconds that a start waits for a lighthouse, and a run which begins for other islands",
         metavar="S",
         incidental=True,
     )
+
+    @property
+    def island_poll(self) -> float:
+        """Seconds between two questions to the lighthouse."""
+        return min(1.0, self.island_patience / 10)
 
     @property
     def averages(self) -> bool:
@@ -213,16 +204,33 @@ class IslandFlags(Flags):
         return min(SYNC_LANES, max(1, self.rounds_under_way))
 
     @property
-    def gain(self) -> float | None:
-        """``--mixing-gain``; ``None`` for auto. Raises :class:`UsageError`."""
-        if self.mixing_gain == "auto":
-            return None
+    def correction(self) -> str:
+        """The name of ``--delay-correction``."""
+        return self.delay_correction.partition(":")[0]
+
+    @property
+    def ema_coefficient(self) -> tuple[float, float, int]:
+        """FIRST, LAST and N of ``ema``. Raises :class:`UsageError`."""
         try:
-            gain = float(self.mixing_gain)
+            first, last, hold = (self.delay_correction.partition(":")[2] or "0.5,0.01,1000").split(",")
+            found = float(first), float(last), int(hold)
+            if not (0 < found[0] <= 1 and 0 < found[1] <= 1 and found[2] >= 0):
+                raise ValueError
+        except ValueError:
+            allowed = "must be ema:FIRST,LAST,N, two numbers in (0, 1], and iterations of at least 0"
+            raise refuse("--delay-correction", self.delay_correction, allowed) from None
+        return found
+
+    @property
+    def gain(self) -> float | None:
+        """A of ``mixing`` and ``smith``, if it is given. Raises :class:`UsageError`."""
+        text = self.delay_correction.partition(":")[2]
+        try:
+            gain = float(text) if text else None
         except ValueError:
             gain = math.nan
-        if not 0 < gain < 2:
-            raise refuse("--mixing-gain", self.mixing_gain, "must be auto, or in (0, 2)")
+        if gain is not None and not 0 < gain < 2:
+            raise refuse("--delay-correction", self.delay_correction, f"must be {self.correction}:A, with A in (0, 2)")
         return gain
 
     @property
@@ -332,7 +340,7 @@ class IslandFlags(Flags):
                 "needs --sync-method: parameters, diloco, eager-diloco, none, or gradients for one data-parallel group"
             )
             raise refuse("--islands", self.islands, why)
-        for name in ("sync_method", "sync_subset", "sync_dtype", "delay_correction"):
+        for name in ("sync_method", "sync_subset", "sync_dtype"):
             choices: tuple[str, ...] = cls.__dataclass_fields__[name].metadata["flag"]["choices"]
             self._need(name, getattr(self, name) in choices, "must be one of " + ", ".join(choices))
         self._check_used()
@@ -342,10 +350,9 @@ class IslandFlags(Flags):
         self._need("island_keep", self.keep >= 0, "must be at least 0")
         self._need("island_rejoin", self.island_rejoin in (None, "copy", "listen"), "must be one of copy, listen")
         self._check_apart()
-        *first_last, hold = self.ema_coefficient
-        fine = len(first_last) == 2 and all(0 < value <= 1 for value in first_last) and 0 <= hold < math.inf
-        self._need("ema_coefficient", fine, "must be two numbers in (0, 1], and iterations of at least 0")
-        _ = self.gain
+        if self.correction not in ("none", "ema", "mixing", "smith") or self.delay_correction.startswith("none:"):
+            raise refuse("--delay-correction", self.delay_correction, "must be one of none, ema, mixing, smith")
+        _ = self.ema_coefficient if self.correction == "ema" else self.gain
         lr, momentum = self.outer_optimizer
         self._need("outer_optimizer", 0 < lr < math.inf and 0 <= momentum < 1, "must be above 0, and in [0, 1)")
         if self.has_outer_optimizer:
@@ -367,8 +374,7 @@ class IslandFlags(Flags):
         if self.island is None:
             raise UsageError(f"--island: needs a value: {slots}")
         self._need("island", 0 <= self.island < self.islands, slots)
-        for name in ("island_patience", "island_poll"):
-            self._need(name, 0 < getattr(self, name) < math.inf, "must be seconds above 0")
+        self._need("island_patience", 0 < self.island_patience < math.inf, "must be seconds above 0")
         self._need("island_join", 0 <= self.island_join < math.inf, "must be seconds of at least 0")
 
     def _need(self, name: str, fine: bool, allowed: str) -> None:
@@ -398,7 +404,7 @@ class IslandFlags(Flags):
             ),
             "rendezvous": (self.averages and corrected, "--islands and --sync-method parameters"),
             **dict.fromkeys(
-                ("island", "island_patience", "island_poll", "island_join"),
+                ("island", "island_patience", "island_join"),
                 (self.rendezvous is not None, "--rendezvous"),
             ),
             "island_keep": (
@@ -413,11 +419,6 @@ class IslandFlags(Flags):
             **dict.fromkeys(
                 ("sync_subset", "sync_block", "delay_correction"),
                 (self.averages and corrected, "--islands and --sync-method parameters"),
-            ),
-            "ema_coefficient": (corrected and self.delay_correction == "ema", "--delay-correction ema"),
-            "mixing_gain": (
-                corrected and self.delay_correction in ("mixing", "smith"),
-                "--delay-correction mixing or smith",
             ),
             "outer_optimizer": (self.has_outer_optimizer, "--sync-method diloco or eager-diloco"),
         }

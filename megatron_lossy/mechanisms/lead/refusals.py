@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from ...config.refusal import Section
-from ...config.refusals.row import NO_PARAMETERS, Row
+from ...config.refusals.core import NO_PARAMETERS
 
 LEAD = Section(
     "lead",
     "Lead of parameters",
-    (
-        Row(
-            flag=("--param-send",),
-            beside="lost gradients and no distributed optimizer",
-            why=NO_PARAMETERS,
-            when=lambda config, facts: facts.distributed_optimizer is False and not config.untouched("grad"),
-        ),
-    ),
+    f"--param-send | lost gradients and no distributed optimizer | {NO_PARAMETERS}",
+    lambda c, f: f.distributed_optimizer is False and not c.sends_weights() and not c.untouched("grad"),
 )

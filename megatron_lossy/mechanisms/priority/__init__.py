@@ -1,4 +1,4 @@
-"""Priority: what must arrive of gradients and parameters (docs/choosing.md)."""
+"""Priority: what must arrive of gradients (docs/choosing.md)."""
 
 from __future__ import annotations
 
@@ -36,17 +36,11 @@ class Priorities(Mechanism):
 
     @classmethod
     def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:
-        if phase == "grad" and config.at_sender:
-            from .protected import protected
-
-            return protected(config, rules, wire)
-        if phase == "grad" or config.param_priority == "none":
+        if phase != "grad" or not config.at_sender:
             return rules
-        from ...recovery.stale import check_plain
-        from .protected import Prioritised
+        from .protected import protected
 
-        check_plain(rules, "--param-priority", config.param_priority)
-        return [Prioritised(rule.units, rule.rank, config.param_priority_rule[1]) for rule in rules]
+        return protected(config, rules, wire)
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:

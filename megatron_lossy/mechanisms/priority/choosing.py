@@ -1,7 +1,5 @@
 """``--grad-priority``: the network delivers units of large gradients in any case (SMART, section 3.1).
 
-``--param-priority`` does so for the units of parameters that have changed most.
-
 A network can recover the losses of a few datagrams, by parity or by sending them again. It does so for the datagrams
 that matter most. The sender chooses these from the values that it sends.
 """
@@ -178,77 +176,6 @@ class Priority:
             places = to_device(self._sample(buffer, rows, exchange), buffer.device)
             high |= keys >= on_device.quantile(buffer[places].abs().float(), 1 - self.protection.fraction)
         return high
-
-
-class ParamPriority:
-    """Chooses the units of one bucket that an owner wants delivered to all ranks.
-
-    A replica lacks at most the change of a unit since the unit was last delivered for certain, whatever was lost
-    meanwhile. The mean of the absolute values of this change is the unit's importance, so that no unit waits for ever.
-    The mean of the absolute values of the unit itself would choose the same units in every step. ``units``: how the
-    bucket is cut. ``fraction``: K, in [0, 1]. The object keeps a copy of the owner's shard.
-    """
-
-    def __init__(self, fraction: float, units: BucketUnits) -> None:
-        self.fraction = fraction
-        self.units = units
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin again with replicas that are all equal."""
-        self._certain: torch.Tensor | None = None  # the values of each unit when it last arrived for certain
-        self._step: int | None = None
-        self._chosen: np.ndarray | Fetched = np.zeros(self.units.count, dtype=bool)
-
-    def choose(self, sent: torch.Tensor, step: int) -> np.ndarray | Fetched:
-        """bool[count]: the units of ``sent`` [shard], parameters of ``step``, that must arrive; the same for each call.
-
-        In the first step after replicas were equal no unit must arrive: no change is known yet.
-        """
-        if step == self._step:
-            return self._chosen
-        self._step = step
-        if self._certain is None:
-            self._certain = sent.detach().clone()
-            self._chosen = np.zeros(self.units.count, dtype=bool)
-            return self._chosen
-        self._chosen = self._changed_most(sent.detach(), self._certain)
-        return self._chosen
-
-    def _changed_most(self, sent: torch.Tensor, known: torch.Tensor) -> np.ndarray | Fetched:
-        import torch
-
-        with torch.no_grad():
-            means = unit_means(sent.float() - known.float(), self.units)[0]
-            if is_here(means):
-                sizes = means.numpy()
-                chosen = ~np.isfinite(sizes) | top(sizes, self.fraction)
-                there = torch.from_numpy(chosen)
-            else:
-                from . import on_device
-
-                keys = on_device.keys(means, None)
-                there = keys == -1
-                on_device.choose_top_(there, keys, share_of(len(means), self.fraction))
-                chosen = Fetched(there)
-            for (now, numbers), (certain, _) in zip(
-                unit_views(sent, self.units), unit_views(known, self.units), strict=True
-            ):
-                certain.copy_(now.where(there[None, numbers, None], certain))
-        return chosen
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that must be saved for a run to continue bit for bit."""
-        import torch
-
-        certain = None if self._certain is None else self._certain.clone()
-        return {"certain": certain, "step": self._step, "chosen": torch.from_numpy(at_hand(self._chosen).copy())}
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Restore :meth:`state_dict`."""
-        certain = state["certain"]
-        self._certain = None if certain is None else certain.to(device, copy=True)
-        self._step, self._chosen = state["step"], state["chosen"].cpu().numpy()
 
 
 def lengths(units: BucketUnits) -> np.ndarray:

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...base.errors import refuse
-from ...base.exchange import BucketUnits, Delivery, Exchange, Lost
+from ...base.exchange import Delivery, Exchange, Lost
 from ...base.fetch import Fetched
 from ...channel.draws import generator
 from ...recovery.base import Gradients, GradRecovery, Told, add_up
-from ...recovery.stale import Stale
-from .choosing import SAMPLE, ParamPriority, Priority, Protection
+from .choosing import SAMPLE, Priority, Protection
 
 if TYPE_CHECKING:
     import torch
@@ -190,26 +189,6 @@ class Required(Protected):
     def restart(self) -> None:
         super().restart()
         self._sent, self._late = None, []
-
-
-class Prioritised(Stale):
-    """``--param-priority``: units that have changed most must arrive."""
-
-    def __init__(self, units: BucketUnits, rank: int, fraction: float) -> None:
-        super().__init__(units, rank)
-        self.priority = ParamPriority(fraction, units)
-
-    def choose(self, sent: torch.Tensor, step: int) -> np.ndarray | Fetched:
-        return self.priority.choose(sent, step)
-
-    def restart(self) -> None:
-        self.priority.restart()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.priority.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        self.priority.load_state_dict(state, device)
 
 
 def protected(config: LossyConfig, rules: Sequence[GradRecovery], wire: Wire) -> list[GradRecovery]:

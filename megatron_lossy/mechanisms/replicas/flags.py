@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from ...config import LossyConfig
 
 
+#: The longest interval of ``snr`` and ``divergence``.
+LONGEST = 1000
+
+
 @dataclass(frozen=True)
 class ReplicaFlags(Flags):
     """Flags to compare and average replicas. Raises :class:`UsageError` for a value that is not allowed."""
@@ -22,8 +26,8 @@ class ReplicaFlags(Flags):
 
     param_sync_interval: int = flag(
         0,
-        "updates after which the parameters of full replicas are set to their mean; 0 never; with a rule other than fixed, "
-        "the first interval (docs/corruption.md)",
+        "updates after which the parameters of full replicas are set to their mean; 0 never; more than the run has: replicas may "
+        "drift apart; with a rule other than fixed, the first interval (docs/corruption.md)",
         metavar="H",
         group="full replicas",
         basic=True,
@@ -34,17 +38,13 @@ class ReplicaFlags(Flags):
         "at TAU (0.1), the distance of replicas from their mean in units of its length",
         metavar="{fixed,snr,divergence[:TAU]}",
     )
-    param_sync_bounds: tuple[int, ...] = flag(
-        (1, 1000), "snr, divergence: shortest and longest interval", type=int, nargs=2, metavar=("MIN", "MAX")
-    )
     param_sync_overlap: bool = flag(
         False, "parameters are averaged during the next forward and backward pass, and applied before the next update"
     )
     param_sync_state: str = flag(
-        "params", "what is averaged: parameters; or the optimizer's moments too", choices=("params", "all")
-    )
-    param_sync_source: str = flag(
-        "mean", "what replicas are set to: their mean; or the first of them", choices=("mean", "first")
+        "params",
+        "what is averaged: parameters; or the optimizer's moments too; with first, replicas are set to the first of them instead",
+        choices=("params", "all", "params:first", "all:first"),
     )
     param_sync_always: bool = flag(
         False, "average even if all replicas are equal, or most of them; without it those that are equal win"
@@ -54,10 +54,6 @@ class ReplicaFlags(Flags):
         "compare the reduced gradients of full replicas before each update; if they differ: log it; repair them by majority "
         "or mean; or abort",
         choices=("none", "log", "repair", "abort"),
-    )
-    allow_divergence: bool = flag(
-        False,
-        "let full replicas drift apart: gradients may be lost without the distributed optimizer and without averaging",
     )
 
     @property
@@ -75,29 +71,33 @@ class ReplicaFlags(Flags):
         return name, tolerance
 
     @property
+    def averages_moments(self) -> bool:
+        """Whether the optimizer's moments are averaged too."""
+        return self.param_sync_state.startswith("all")
+
+    @property
+    def copies_first(self) -> bool:
+        """Whether replicas are set to the first of them, not to their mean."""
+        return self.param_sync_state.endswith(":first")
+
+    @property
     def synchronises(self) -> bool:
         """Whether replicas are averaged at all."""
         return self.param_sync_interval > 0
 
     def check(self) -> None:
-        for name in ("param_sync_state", "param_sync_source", "replica_check"):
+        for name in ("param_sync_state", "replica_check"):
             check_choice(self, name)
         if self.param_sync_interval < 0:
             raise refuse("--param-sync-interval", self.param_sync_interval, "must be at least 0")
         _ = self.sync_rule
-        low, high = self.param_sync_bounds
-        if not 1 <= low <= high:
-            raise refuse("--param-sync-bounds", f"{low} {high}", "must be 1 <= MIN <= MAX")
-        if self.synchronises and self.sync_rule[0] != "fixed" and not low <= self.param_sync_interval <= high:
-            within = f"must be within --param-sync-bounds {low} {high}"
-            raise refuse("--param-sync-interval", self.param_sync_interval, within)
+        if self.sync_rule[0] != "fixed" and self.param_sync_interval > LONGEST:
+            raise refuse("--param-sync-interval", self.param_sync_interval, f"must be at most {LONGEST} with this rule")
         needs = {
             own.name: ("--param-sync-interval", self.synchronises)
             for own in fields(ReplicaFlags)
             if own.name.startswith("param_sync_") and own.name != "param_sync_interval"
         }
-        if self.synchronises:
-            needs["param_sync_bounds"] = ("--param-sync-rule snr or divergence", self.sync_rule[0] != "fixed")
         for name, (what, there) in needs.items():
             if not there:
                 refuse_unused(self, name, f"needs {what}")
@@ -127,7 +127,7 @@ class ReplicaFlags(Flags):
         return self.synchronises or self.replica_check != "none"
 
     def needs_whole_optimizers(self) -> bool:
-        return self.synchronises or self.replica_check != "none" or self.allow_divergence
+        return self.synchronises or self.replica_check != "none"
 
     def taints(self) -> bool:
         return self.synchronises and self.param_sync_always  # equal replicas that are averaged are not unchanged
@@ -140,8 +140,8 @@ class ReplicaFlags(Flags):
     def notes_beside(self) -> list[str]:
         parts = []
         if self.synchronises:
-            what = {"params": "parameters", "all": "parameters and moments"}[self.param_sync_state]
-            source = {"mean": "averaged", "first": "copied from the first replica"}[self.param_sync_source]
+            what = "parameters and moments" if self.averages_moments else "parameters"
+            source = "copied from the first replica" if self.copies_first else "averaged"
             rule = "" if self.sync_rule[0] == "fixed" else f" at first, then by {self.sync_rule[0]}"
             overlap = ", overlapped" if self.param_sync_overlap else ""
             parts.append(f"{what} {source} every {self.param_sync_interval} updates{rule}{overlap}")

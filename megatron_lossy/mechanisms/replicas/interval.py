@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .flags import ReplicaFlags
+from .flags import LONGEST, ReplicaFlags
 
 #: The ``divergence`` rule changes an interval at most by this factor at a time.
 STEP = 4
@@ -44,8 +44,7 @@ class Interval:
             self.current = self._within(proportional(updates, r, self._config.sync_rule[1]))
 
     def _within(self, interval: float) -> int:
-        low, high = self._config.param_sync_bounds
-        return round(min(max(interval, low), high))
+        return round(min(max(interval, 1), LONGEST))
 
     def state_dict(self) -> dict[str, Any]:
         """The state: H."""

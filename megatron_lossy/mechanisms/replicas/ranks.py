@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 
 from ...config.facts import Facts
-from ...config.refusal import check_refusals
-from ...hooks.facts import of_model
 from ...hooks.versions import main_gradients
 from ...transport import LossyGroup
 from ...transport.peers import Peers, RankPeers
@@ -80,7 +78,7 @@ class RankReplica(OneReplica):
         run.around_all_reduce = self._before_reduction, self._after_reduction
         self.add(ddp)
         replicas = self.peers[known].size
-        check_refusals(run.config, of_model(ddp, workers=replicas))
+        run.add_facts(Facts(workers=replicas))
         if not known:
             warn_of_one_replica(run.config, replicas)
         lossy = [] if run.config.untouched("grad") else self.streams[known:]
@@ -96,7 +94,7 @@ class RankReplica(OneReplica):
         """Raise :class:`UsageError` if the loss scale of ``optimizer`` cannot go with replicas."""
         scaler = getattr(optimizer, "grad_scaler", None)
         if scaler is not None and self.there:
-            check_refusals(self._run.config, Facts(distributed_optimizer=False, loss_scale=scaler.scale.item()))
+            self._run.add_facts(Facts(loss_scale=scaler.scale.item()))
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 

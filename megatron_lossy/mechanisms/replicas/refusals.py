@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
-from ...config.refusals.row import OFF, ONE_EMBEDDING, Row, above
+from ...config.refusals.core import OFF, ONE_EMBEDDING, above
 
 _UPDATES = "needs replicas that each update everything; parameters that are lost belong to the distributed optimizer"
 _FULL = (
@@ -33,181 +33,70 @@ def _apart(config: LossyConfig) -> bool:
     return (config.drives_apart or config.synchronises) and config.replica_check != "repair"
 
 
-def _full(when: Callable[[LossyConfig], object]) -> Callable[[LossyConfig, Facts], bool]:
-    """A condition on runs without the distributed optimizer."""
-    return lambda config, facts: bool(facts.distributed_optimizer is False and when(config))
-
-
-def _sharded(when: Callable[[LossyConfig], object]) -> Callable[[LossyConfig, Facts], bool]:
-    """A condition on runs with the distributed optimizer."""
-    return lambda config, facts: bool(facts.distributed_optimizer and when(config))
-
-
-def _loses_parameters(when: Callable[[LossyConfig], object]) -> Callable[[LossyConfig, Facts], bool]:
-    return lambda config, facts: bool(not config.phase("param").lossless and when(config))
-
-
 def _sums_absolute_noise(config: LossyConfig, facts: Facts) -> bool:
     """Whether gradients are sums over tokens, and the noise in them is not relative."""
     relative = config.error_kind != "gaussian" or config.grad_error_relative is not None
     return bool(facts.per_token_loss and not config.inert and not relative)
 
 
-def _scale(config: LossyConfig, facts: Facts) -> dict[str, object]:
+def _scale(config: LossyConfig, facts: Facts) -> Mapping[str, str] | None:
+    """The loss scale of float16, if replicas that differ would not agree on it."""
+    if facts.distributed_optimizer is not False or not facts.fp16 or not _apart(config):
+        return None
     return {"scale": "on" if facts.loss_scale is None else f"with --loss-scale {facts.loss_scale:g}"}
 
 
-def _copied(config: LossyConfig, facts: Facts) -> bool:
-    """Whether averages on different stages would make the copies of an embedding differ.
+def _copied(config: LossyConfig, facts: Facts) -> Mapping[str, str] | None:
+    """The flag of averages on different stages that would make the copies of an embedding differ.
 
     Each stage adds up its own copy, among other parameters. Sums of more than two replicas round differently there.
     """
     averages = config.synchronises or config.replica_check == "repair"
-    return averages and above(facts.workers, 2) and above(facts.pipeline, 1) and facts.copies_embedding
+    if not (averages and above(facts.workers, 2) and above(facts.pipeline, 1) and facts.copies_embedding):
+        return None
+    return {"what": "--param-sync-interval" if config.synchronises else "--replica-check repair"}
 
 
 REPLICAS = Section(
     "replicas",
     "Full replicas, and errors in gradients",
-    (
-        Row(
-            flag="--param-sync-interval",
-            beside=_LOST,
-            why=_UPDATES,
-            when=_loses_parameters(lambda config: config.synchronises),
-        ),
-        Row(
-            flag="--replica-check",
-            beside=_LOST,
-            why=_UPDATES,
-            when=_loses_parameters(lambda config: config.replica_check != "none"),
-        ),
-        Row(
-            flag="--grad-error-at",
-            beside=_LOST,
-            why=_UPDATES,
-            when=_loses_parameters(lambda config: config.errs_apart),
-        ),
-        Row(
-            flag="--grad-error-std",
-            beside="--calculate-per-token-loss",
-            why=f"{_SUMS}choose --grad-error-relative",
-            when=lambda config, facts: config.grad_error_std and _sums_absolute_noise(config, facts),
-        ),
-        Row(
-            flag="--grad-error-burst",
-            beside="--calculate-per-token-loss",
-            why=f"{_SUMS}choose --grad-error-relative",
-            when=_sums_absolute_noise,
-        ),
-        Row(
-            flag="--param-sync-rule",
-            beside="--calculate-per-token-loss",
-            why=f"{_SUMS}choose divergence",
-            when=lambda config, facts: facts.per_token_loss and config.sync_rule[0] == "snr",
-        ),
-        Row(
-            flag="--param-sync-interval",
-            beside=_SHARDED,
-            why=_GATHERS,
-            when=_sharded(lambda config: config.synchronises),
-        ),
-        Row(
-            flag="--replica-check",
-            beside=_SHARDED,
-            why=f"{_FULL}each gradient is at one rank",
-            when=_sharded(lambda config: config.replica_check != "none"),
-        ),
-        Row(
-            flag="--allow-divergence",
-            beside=_SHARDED,
-            why=_GATHERS,
-            when=_sharded(lambda config: config.allow_divergence),
-        ),
-        Row(
-            flag="--grad-error-at",
-            beside=_SHARDED,
-            why=f"{_FULL}choose reduce: an error of an owner's shard",
-            when=_sharded(lambda config: config.errs_apart),
-        ),
-        Row(
-            flag="--p-param",
-            beside="no distributed optimizer",
-            why=OFF,
-            when=_full(lambda config: not config.phase("param").lossless),
-        ),
-        Row(
-            flag="--param-sync-interval",
-            beside="fewer --train-iters",
-            why="is above --train-iters {facts.train_iters}: replicas would drift apart to the end; or give "
-            "--allow-divergence",
-            when=lambda config, facts: (
-                facts.distributed_optimizer is False
-                and facts.train_iters is not None
-                and config.param_sync_interval > facts.train_iters
-                and not config.allow_divergence
-            ),
-        ),
-        Row(
-            flag="--p-grad",
-            beside="no distributed optimizer",
-            why="drives replicas apart without the distributed optimizer; needs --param-sync-interval or "
-            "--allow-divergence",
-            when=_full(lambda config: not (config.untouched("grad") or config.synchronises or config.allow_divergence)),
-        ),
-        Row(
-            flag="--fp16",
-            beside="replicas that differ",
-            value="{scale}",
-            why=_OVERFLOWS,
-            terms=_scale,
-            when=lambda config, facts: facts.distributed_optimizer is False and facts.fp16 and _apart(config),
-        ),
-        Row(
-            flag="--loss-scale",
-            beside="replicas that differ",
-            value="{facts.loss_scale:g}",
-            why=_OVERFLOWS,
-            when=lambda config, facts: facts.distributed_optimizer is False and facts.loss_scale and _apart(config),
-        ),
-        Row(
-            flag="--optimizer-cpu-offload",
-            beside="full replicas",
-            why="replicas are averaged where they are; turn it off",
-            when=lambda config, facts: (
-                facts.distributed_optimizer is False
-                and not config.inert
-                and "--optimizer-cpu-offload" in facts.switches
-            ),
-        ),
-        Row(
-            flag="--check-weight-hash-across-dp-replicas-interval",
-            beside="replicas that differ",
-            value="{facts.weight_hash_interval}",
-            why="ends runs whose replicas differ; turn it off",
-            when=lambda config, facts: (
-                facts.distributed_optimizer is False
-                and facts.weight_hash_interval
-                and config.drives_apart
-                and config.replica_check != "repair"
-            ),
-        ),
-        Row(
-            flag="--check-weight-hash-across-dp-replicas-interval",
-            beside=_LOST,
-            value="with parameter loss",
-            why="replicas differ on purpose; turn one off",
-            when=lambda config, facts: facts.weight_hash_interval and not config.untouched("param"),
-        ),
-        Row(
-            flag="--pipeline-model-parallel-size",
-            beside="--param-sync-interval, --replica-check repair",
-            value="{facts.pipeline}",
-            why=_COPIES,
-            terms=lambda config, facts: {
-                "what": "--param-sync-interval" if config.synchronises else "--replica-check repair"
-            },
-            when=_copied,
-        ),
+    f"--param-sync-interval | {_LOST} | {_UPDATES}",
+    lambda c, f: not c.phase("param").lossless and c.synchronises,
+    f"--replica-check | {_LOST} | {_UPDATES}",
+    lambda c, f: not c.phase("param").lossless and c.replica_check != "none",
+    f"--grad-error-at | {_LOST} | {_UPDATES}",
+    lambda c, f: not c.phase("param").lossless and c.errs_apart,
+    f"--grad-error | --calculate-per-token-loss | {_SUMS}choose --grad-error-relative",
+    lambda c, f: c.grad_error_std and _sums_absolute_noise(c, f),
+    f"--grad-error-burst | --calculate-per-token-loss | {_SUMS}choose --grad-error-relative",
+    _sums_absolute_noise,
+    f"--param-sync-rule | --calculate-per-token-loss | {_SUMS}choose divergence",
+    lambda c, f: f.per_token_loss and c.sync_rule[0] == "snr",
+    f"--param-sync-interval | {_SHARDED} | {_GATHERS}",
+    lambda c, f: f.distributed_optimizer and c.synchronises,
+    f"--replica-check | {_SHARDED} | {_FULL}each gradient is at one rank",
+    lambda c, f: f.distributed_optimizer and c.replica_check != "none",
+    f"--grad-error-at | {_SHARDED} | {_FULL}choose reduce: an error of an owner's shard",
+    lambda c, f: f.distributed_optimizer and c.errs_apart,
+    f"--p-param | no distributed optimizer | {OFF}",
+    lambda c, f: f.distributed_optimizer is False and not c.phase("param").lossless,
+    "--p-grad | no distributed optimizer | drives replicas apart without the distributed optimizer; "
+    "needs --param-sync-interval, of more updates than the run has if they may drift",
+    lambda c, f: f.distributed_optimizer is False and not (c.untouched("grad") or c.synchronises),
+    f"--fp16 = {{scale}} | replicas that differ | {_OVERFLOWS}",
+    _scale,
+    f"--loss-scale = {{facts.loss_scale:g}} | replicas that differ | {_OVERFLOWS}",
+    lambda c, f: f.distributed_optimizer is False and f.loss_scale and _apart(c),
+    "--optimizer-cpu-offload | full replicas | replicas are averaged where they are; turn it off",
+    lambda c, f: f.distributed_optimizer is False and "--optimizer-cpu-offload" in f.switches and not c.inert,
+    "--check-weight-hash-across-dp-replicas-interval = {facts.weight_hash_interval} | replicas that differ | "
+    "ends runs whose replicas differ; turn it off",
+    lambda c, f: (
+        f.distributed_optimizer is False and f.weight_hash_interval and c.drives_apart and c.replica_check != "repair"
     ),
+    f"--check-weight-hash-across-dp-replicas-interval = with parameter loss | {_LOST} | "
+    "replicas differ on purpose; turn one off",
+    lambda c, f: f.weight_hash_interval and not c.untouched("param"),
+    f"--pipeline-model-parallel-size = {{facts.pipeline}} | --param-sync-interval, --replica-check repair | {_COPIES}",
+    _copied,
 )

@@ -212,12 +212,12 @@ class Synchroniser:
         if target.kind == "majority":
             self._exchange(peers, target, pieces(stream.state()), False)
             return part
-        if self._config.param_sync_state == "all":
+        if self._config.averages_moments:
             part.moments, _ = self._exchange(peers, target, pieces(stream.moments(), overlaps), overlaps)
         if lost:
             first = int(np.flatnonzero(whole)[0])
             state = [replica.others() for replica in stream.replicas]
-            if self._config.param_sync_state == "params":
+            if not self._config.averages_moments:
                 state = stream.state()
             self._exchange(peers, Target("first", whole, ~whole, first), pieces(state), False)
         return part
@@ -227,7 +227,7 @@ class Synchroniser:
         rows = []
         for replica in stream.replicas:
             parameters, moments = list(replica.parameters()), list(replica.moments())
-            compared = parameters + moments if self._config.param_sync_state == "all" else parameters
+            compared = parameters + moments if self._config.averages_moments else parameters
             device = parameters[0].device
             # Moments that are not finite would spoil the parameters of a replica again with its next update.
             rows.append(torch.stack([fingerprint(compared, device), finite(parameters + moments, device).long()]))
@@ -244,7 +244,7 @@ class Synchroniser:
             right = majority(fingerprints, whole)
             if right is not None:
                 return Target("majority", whole, everyone, right)
-        if self._config.param_sync_source == "first":
+        if self._config.copies_first:
             return Target("first", whole, everyone, int(np.flatnonzero(whole)[0]))
         return Target("mean", whole, everyone)
 

@@ -209,7 +209,11 @@ class Engine:
         self._lock = threading.RLock()  # guards the promises to senders
         self._lib = load()
         if settings.cipher != "none" and self._lib.ml_load_cipher():
-            raise refuse("--udp-cipher", settings.cipher, "needs libcrypto.so.3 or libcrypto.so.1.1: install OpenSSL")
+            raise refuse(
+                "--transport",
+                "udp",
+                "needs libcrypto.so.3 or libcrypto.so.1.1: install OpenSSL, or give --udp-key-file none",
+            )
         packed = pack_address(
             any_like(address) if others else address, settings.port + local_rank if settings.port else 0
         )

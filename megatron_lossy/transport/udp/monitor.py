@@ -69,8 +69,7 @@ def advice(now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
         )
     if now["early_dropped"]:
         result["early"] = (
-            f"{now['early_dropped']} datagrams came before this rank asked for them and did not fit --udp-memory: raise "
-            "it, or lower --udp-eager-bytes"
+            f"{now['early_dropped']} datagrams came before this rank asked for them and did not fit --udp-memory: raise it"
         )
     if now["too_big"]:
         result["too big"] = (

@@ -27,6 +27,8 @@ from .settings import UdpSettings
 
 logger = logging.getLogger(__name__)
 
+#: Bytes of an exchange that are sent to a rank before it asks for them.
+_EAGER_BYTES = 1 << 22
 _DEDICATED = "udp: --udp-rate-control dedicated is for a link of this training's own: others on it get little"
 
 #: By settings and addresses.
@@ -35,16 +37,16 @@ _engines: dict[tuple[UdpSettings, tuple[str, ...]], list[Engine]] = {}
 
 def settings_of(config: LossyConfig) -> UdpSettings:
     """The settings that the flags ask for. Raises :class:`UsageError` for an unreadable or too short key file."""
+    rule, flows = config.udp_rate_rule
     return UdpSettings(
         interfaces=config.udp_interfaces,
         port=config.udp_port,
         threads=config.udp_sockets,
         rate=config.udp_bytes_per_second,
-        rate_control=config.udp_rate_control,
-        flows=config.udp_flows,
+        rate_control=rule,
+        flows=flows,
         deadline=config.udp_deadline_seconds,
-        reorder=None if config.udp_reorder is None else config.udp_reorder / 1000,
-        eager_bytes=config.udp_eager_bytes,
+        eager_bytes=min(_EAGER_BYTES, config.udp_memory // 16),
         memory=config.udp_memory,
         cipher=config.udp_cipher,
         key=read_key_file(config.udp_key_file),

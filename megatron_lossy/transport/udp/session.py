@@ -129,7 +129,7 @@ _EQUAL = (
     ("protocol", "protocol version", "--transport udp"),
     ("size", "number of ranks", "--transport udp"),
     ("threads", "number of sockets", "--udp-threads"),
-    ("cipher", "cipher", "--udp-cipher"),
+    ("cipher", "cipher", "--udp-key-file"),
     ("packet_bytes", "bytes of a unit", "--packet-bytes"),
     ("codes", "form of values", "--grad-wire, --param-wire, --sync-dtype"),
     ("buckets", "digest of buckets, dtypes and ranks", "--transport udp"),

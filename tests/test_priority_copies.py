@@ -1,0 +1,83 @@
+"""Copies on tensor-parallel ranks stay equal where senders choose, from what they send, what arrives (docs/smart.md)."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_lossy.config import LossyConfig
+from tests.ranks import run_ranks
+from tests.tiny_gpt import TinyGPT, build
+
+pytestmark = pytest.mark.shows("copies on tensor-parallel ranks stay equal where senders choose")
+
+PACKETS = {"loss_unit": "packet", "packet_bytes": 256}
+CHOSEN = {"grad_priority": "packet-mean:0.1"}
+FEEDBACK = {"grad_recovery": "error-feedback", **CHOSEN}
+ALL_REDUCED = {"distributed_optimizer": False}
+
+
+def apart(rank, cases, steps, dropped=0.0):
+    """How far copies are apart after ``steps`` of each case (settings, config); ``dropped``: share of first arrivals."""
+    from megatron.core import parallel_state
+
+    from megatron_lossy import hooks
+
+    if dropped:
+        drop_arrivals(rank, dropped)
+    found = []
+    for model, config in cases:
+        lossy = hooks.install(config)
+        run = build(TinyGPT(tensor=2, **model))
+        first = [parameter.detach().clone() for parameter in run.model[0].parameters()]
+        for step in range(steps):
+            run.step(step)
+        group, worst = parallel_state.get_tensor_model_parallel_group(), 0.0
+        for parameter in run.model[0].parameters():
+            if not getattr(parameter, "tensor_model_parallel", False):
+                copies = [torch.empty_like(parameter) for _ in range(2)]
+                dist.all_gather(copies, parameter.detach().contiguous(), group=group)
+                worst = max(worst, float((copies[0] - copies[1]).abs().max()))
+        moved = max(float((a - b).abs().max()) for a, b in zip(first, run.model[0].parameters(), strict=True))
+        lost = {}
+        for phase, step in {"grad": steps - 1, "param": steps - 2}.items():  # the last gather may be still to come
+            known = [group.delivery(phase, step) for group in lossy.groups if not group.lossless(phase)]
+            lost[phase] = sum(int((~delivery.arrived).sum()) for delivery in known)
+        found.append((worst, moved, lost))
+        lossy.uninstall()
+    return found
+
+
+def drop_arrivals(rank, share):
+    """Let units count as lost when they come for the first time, each of which is sent once."""
+    from megatron_lossy.transport.udp.engine import Channel
+
+    random, post = np.random.default_rng(rank), Channel.post
+
+    def posted(self, phase, step, bucket, destinations, *rest, **options):
+        options["dropped"] = random.random(self._units[phase][bucket]) < share
+        return post(self, phase, step, bucket, destinations, *rest, **options)
+
+    Channel.post, Channel.copies = posted, lambda *_: None
+
+
+def test_copies_stay_equal_with_drawn_losses():
+    lossy = {"p_grad": 0.4, **PACKETS}
+    cases = [
+        ({}, LossyConfig(grad_recovery="zero", **CHOSEN, **lossy)),
+        ({}, LossyConfig(**FEEDBACK, **lossy)),
+        ({}, LossyConfig(transport="pieces", **FEEDBACK, **lossy)),
+        (ALL_REDUCED, LossyConfig(param_sync_interval=2, **FEEDBACK, **lossy)),
+    ]
+    for found in run_ranks(apart, 4, cases, 6):
+        assert all(worst == 0 and moved > 1e-3 and lost["grad"] > 0 for worst, moved, lost in found), found
+
+
+def test_copies_stay_equal_with_losses_of_a_network():
+    udp = {"transport": "udp", "packet_bytes": 256, "udp_key_file": "none"}
+    cases = [
+        ({}, LossyConfig(**FEEDBACK, **udp)),
+        ({}, LossyConfig(grad_recovery="zero", **CHOSEN, **udp)),
+    ]
+    for found in run_ranks(apart, 4, cases, 6, 0.3):
+        assert all(worst == 0 and moved > 1e-3 and lost["grad"] > 0 for worst, moved, lost in found), found
