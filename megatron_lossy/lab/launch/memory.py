@@ -40,6 +40,7 @@ from dataclasses import dataclass
 
 from ...base.registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ...config import PHASES, LossyConfig
+from ..data import padded_vocab_size
 from ..train.config import TrainConfig
 from .devices import GIB, Device
 
@@ -213,8 +214,7 @@ def _keys(config: TrainConfig) -> int:
 
 
 def _padded(config: TrainConfig, vocab_size: int) -> int:
-    multiple = config.make_vocab_size_divisible_by * config.tensor_model_parallel_size
-    return -(-vocab_size // multiple) * multiple
+    return padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size)
 
 
 def _activations(config: TrainConfig, layout: Layout, compute: int) -> float:
