@@ -3,29 +3,19 @@
 Enumerations are exact. Simulations have fixed seeds and a standard error; comparisons allow five of them.
 """
 
-import argparse
-import datetime
 import itertools
-import runpy
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import theory
-from megatron_lossy.lab.theory import simulate
-from tests.ranks import run_ranks
-from tests.trainer import TINY, write_data
+from tests import theory_simulated as simulate
 
-pytestmark = pytest.mark.shows("drift, ages and weights: enumeration, channels, rules, a real run", device=False)
+pytestmark = pytest.mark.shows("drift, ages and weights: enumeration, channels, rules", device=False)
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "theory.py"
 RULES = [
     ("renormalize", False),
     ("renormalize", True),
@@ -377,65 +367,3 @@ def test_previous_repeats_its_noise():
     measured = simulate.long_run(simulate.estimates("previous", p, workers, False, 400, 120, 30), 20)
     close(measured, (1 + (workers - 1) * theory.previous_long_run(p)) / workers**2)
     assert measured.mean > 1.5 / workers
-
-
-def _real_run(rank, folder):
-    from megatron_lossy.lab.theory import real_run
-    from megatron_lossy.lab.train.config import TrainConfig
-
-    write_data(rank, folder)
-    settings = TINY | {
-        "train_iters": 60,
-        "micro_batch_size": 1,
-        "global_batch_size": 4,
-        "virtual_workers": 4,
-        "lr_decay_style": "constant",
-        "lr": 1e-3,
-        "hidden_dropout": 0.0,
-        "data_path": (f"{folder}/train",),
-        "eval_iters": 0,
-    }
-    lossy = LossyConfig(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=256)
-    run = real_run.train(TrainConfig(**settings), lossy, 5000)
-    results = []
-    for measured, formula in ((run.between, theory.drift_between), (run.to_owner, theory.drift_to_owner)):
-        result = real_run.predict(run, measured, formula, 20, 20)
-        results.append((result.measured.mean, result.measured.error, result.predicted))
-    return results
-
-
-@pytest.mark.slow
-def test_drift_of_a_real_run(tmp_path):
-    """Predicted from the run's own increments, which are far from uncorrelated."""
-    [results] = run_ranks(_real_run, 1, str(tmp_path))
-    for (mean, error, predicted), formula in zip(results, (theory.drift_between, theory.drift_to_owner)):
-        assert error < 0.05 * predicted
-        assert abs(mean - predicted) < 5 * error, (mean, error, predicted)
-        assert predicted > 1.2 * formula(0.3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rates": [0.1, 1.5]}, "--rates 1.5: must be above 0 and below 1"),
-        ({"workers": 2}, "--workers 2: must be at least 3"),
-        ({"steps": 5}, "--steps 5: must be at least 200"),
-        ({"real_iters": 7}, "--real-iters 7: must be 0, or at least 96"),
-    ],
-)
-def test_wrong_flags(tmp_path, arguments, message):
-    right = {"out": str(tmp_path / "out"), "rates": [0.1], "workers": 64, "steps": 400, "real_iters": 0, "seed": 1}
-    with pytest.raises(UsageError, match=message):
-        runpy.run_path(str(SCRIPT))["run"](argparse.Namespace(**right | arguments))
-    assert not (tmp_path / "out").exists()
-
-
-def test_results_are_never_overwritten(tmp_path):
-    """Refused before anything is computed: one line, status 2."""
-    days = [datetime.date.today() + datetime.timedelta(days=ahead) for ahead in (0, 1)]
-    for day in days:  # it may be midnight in between
-        (tmp_path / f"theory_{day}.csv").write_text("kept")
-    result = subprocess.run([sys.executable, SCRIPT, "--out", tmp_path], capture_output=True, text=True, timeout=100)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
-    assert f"--out {tmp_path}: has theory_" in result.stderr
-    assert all((tmp_path / f"theory_{day}.csv").read_text() == "kept" for day in days)
