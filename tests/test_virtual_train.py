@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import signal
 from pathlib import Path
@@ -293,24 +291,3 @@ def test_refused_by_the_command_line(rows, data, tmp_path):
         "megatron_lossy.train: error: --lossy-links inter-node: needs inter-node:N with --virtual-workers\n"
     )
     assert not folder.exists()
-
-
-def sweeps(rank: int, *commands: list[str]) -> list[str]:
-    """What sweeps print, one after the other."""
-    from megatron_lossy.lab.studies.sweep import main
-
-    outputs = []
-    for command in commands:
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            main(command)
-        outputs.append(output.getvalue())
-    return outputs
-
-
-def test_a_sweep_of_virtual_workers_continues(data, tmp_path):
-    small = {"virtual_workers": 4, "train_iters": 2, "lr_warmup_iters": 0, "eval_iters": 0}
-    flags = [*as_flags(TINY | data | small), "--out", str(tmp_path), "--rates"]
-    [(_, second)] = run_ranks(sweeps, 1, [*flags, "0.4"], [*flags, "0.4", "0"])
-    assert "p = 0: starts, to 2" in second and "p = 0.4: starts" not in second
-    [run] = read_records(tmp_path / "p_0.40", "run")
-    assert run["world_size"] == 4

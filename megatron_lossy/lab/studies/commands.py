@@ -274,9 +274,8 @@ def _list(study: Study, root: str, recorded: Mapping[str, Run]) -> None:
     for cell in study.cells:
         folder = CellFolder(root, cell)
         state = folder.state
-        running = folder.holder()
         there = "recorded" if cell.name in recorded else "to do"
-        states[cell] = state["status"] if state else f"running on {running}" if running else there
+        states[cell] = state["status"] if state else "running" if folder.taken else there
     for trial in study.trials:
         seeds = f"seed {trial.seed}" + (f", loss seed {trial.loss_seed}" if trial.loss_seed is not None else "")
         where = ", ".join(filter(None, (trial.variant, trial.level or study.baseline)))
@@ -289,7 +288,7 @@ def _explain(tally: Tally, missing: int) -> int:
     if tally.interrupted:
         print("interrupted; run the same command again to continue")
     elif tally.elsewhere:
-        print(f"{len(tally.elsewhere)} cells are trained by others: {', '.join(sorted(set(tally.elsewhere)))}")
+        print(f"{tally.elsewhere} cells are trained by other processes")
     return 1 if tally.failed or tally.interrupted else 0
 
 
