@@ -45,8 +45,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "runs",
         metavar="RUNS_DIR",
-        help=f"a run's folder, with {METRICS_FILE} or with the log or the TensorBoard files of Megatron-LM; or a folder of "
-        "such folders",
+        help=f"a run's folder, with {METRICS_FILE} or with the log of Megatron-LM; or a folder of such folders",
     )
     namespace = add_flags(parser, ReportConfig, "output").parse_args(arguments)
     config = from_namespace(ReportConfig, namespace)
