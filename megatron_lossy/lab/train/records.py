@@ -17,7 +17,7 @@ from ...config import LossyConfig
 from ...run.base import Run
 from ..data import epochs
 from .config import TrainConfig
-from .metrics import JsonLinesWriter, TensorBoardWriter, WandbWriter, Writer, Writers
+from .metrics import JsonLinesWriter, TensorBoardWriter, Writer, Writers
 
 
 @dataclass
@@ -67,11 +67,8 @@ def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int
         writers.append(JsonLinesWriter(folder, resumed_at))
     if config.tensorboard_dir:
         writers.append(TensorBoardWriter(config.tensorboard_dir, resumed_at or 0))
-    name = config.wandb_exp_name or os.path.basename(os.path.normpath(folder or "run"))
-    if config.wandb_project:
-        writers.append(WandbWriter(config.wandb_project, name, folder or ".", config.wandb_mode))
     result = Writers(writers)
-    result.write(_run_record(config, lossy_config, name))
+    result.write(_run_record(config, lossy_config, os.path.basename(os.path.normpath(folder or "run"))))
     return result
 
 
