@@ -15,36 +15,24 @@ GIB = 2**30
 ENVIRONMENT = {"hpu": {"PT_HPU_GPU_MIGRATION": "1"}}
 
 
-#: Bytes per second and direction of 16 lanes, by generation of PCI Express. The base specifications 4.0 and 5.0 have 16
-#: and 32 GT/s per lane, in a code of 128 bits in 130. That large copies reach 0.8 of it is an assumption.
-PCIE = {generation: 0.8 * 16 * rate * 128 / 130 / 8 for generation, rate in ((4, 16e9), (5, 32e9))}
-
-
 @dataclass(frozen=True)
 class Device:
-    """``kind``: cuda, hpu or cpu. ``memory``: bytes, as nvidia-smi or hl-smi shows them; None if unlimited.
-
-    ``pcie``: the generation of its link to the host; None for a CPU.
-    """
+    """``kind``: cuda, hpu or cpu. ``memory``: bytes, as nvidia-smi or hl-smi shows them; None if unlimited."""
 
     kind: str
     memory: int | None
-    pcie: int | None
 
 
-def _mib(value: int) -> int:
-    return value * 2**20
-
-
+_MIB = 2**20
 DEVICES = {
-    "a100-40gb": Device("cuda", _mib(40960), 4),
-    "a100-80gb": Device("cuda", _mib(81920), 4),
-    "h100": Device("cuda", _mib(81559), 5),
-    "h200": Device("cuda", _mib(143771), 5),
-    "b200": Device("cuda", _mib(183359), 5),
-    "gaudi2": Device("hpu", _mib(98304), 4),
-    "gaudi3": Device("hpu", _mib(131072), 5),
-    "cpu": Device("cpu", None, None),
+    "a100-40gb": Device("cuda", 40960 * _MIB),
+    "a100-80gb": Device("cuda", 81920 * _MIB),
+    "h100": Device("cuda", 81559 * _MIB),
+    "h200": Device("cuda", 143771 * _MIB),
+    "b200": Device("cuda", 183359 * _MIB),
+    "gaudi2": Device("hpu", 98304 * _MIB),
+    "gaudi3": Device("hpu", 131072 * _MIB),
+    "cpu": Device("cpu", None),
 }
 
 

@@ -98,13 +98,12 @@ class Kept:
 class StageMemory:
     """Bytes on each device of one pipeline stage, by component. ``saved``: bytes that a checkpoint has of them.
 
-    ``shards``: ranks that shard the optimizer. ``far``: the share of them that datagrams reach, if there are any.
+    ``far``: the share of the ranks that shard the optimizer which datagrams reach, if there are any.
     """
 
     stage: int
     components: Mapping[str, float]
     saved: float
-    shards: int = 1
     far: float = 0.0
 
     @property
@@ -188,7 +187,7 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     components |= {one.name: one.bytes for one in kept}
     saved += sum(one.bytes for one in kept if one.saved)
     components["reserved"] = RESERVED
-    return StageMemory(stage, components, saved, shards, (shards - near) / shards)
+    return StageMemory(stage, components, saved, (shards - near) / shards)
 
 
 def _weights(config: TrainConfig, vocab_size: int, first: bool, last: bool, stages: int) -> int:
