@@ -54,13 +54,12 @@ class DoctorConfig:
 def examine(config: DoctorConfig) -> list[Finding]:
     """All findings that ``config`` asks for. It imports Megatron, so that a process can examine only one Megatron."""
     from .found import devices, hook_targets, versions
-    from .requirements import examine_requirements, requirements
     from .step import try_step
 
     if config.megatron_lm is not None:
         sys.path.insert(0, str(Path(config.megatron_lm).resolve()))
     kind, count, found = devices()
-    findings = versions(config.megatron_lm) + examine_requirements(requirements()) + found
+    findings = versions(config.megatron_lm) + found
     if ready(findings):
         findings += hook_targets(config.megatron_lm is not None)
     if not ready(findings):
