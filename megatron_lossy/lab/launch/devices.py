@@ -56,24 +56,16 @@ def check_devices(kind: str, wanted: int) -> None:
         raise refuse("--device", f"({kind})", f"{wanted} accelerators are asked for on this node, {found} are there")
 
 
-def read_hostfile(file: str) -> list[tuple[str, int]]:
-    """The hosts of an Open MPI hostfile, each with its slots. Raises :class:`UsageError`."""
+def first_host(file: str) -> str:
+    """Return the first host of an Open MPI hostfile, on which rank 0 runs. Raises :class:`UsageError`."""
     try:
-        lines = Path(file).read_text().splitlines()
+        lines = [line.split("#", 1)[0].split() for line in Path(file).read_text().splitlines()]
     except OSError as error:
         raise cannot("--hostfile", file, "read", error) from None
-    hosts = []
-    for number, line in enumerate(lines, 1):
-        text = line.split("#", 1)[0].split()
-        if not text:
-            continue
-        slots = [item.partition("=")[2] for item in text[1:] if item.startswith("slots=")]
-        if len(slots) != 1 or not slots[0].isdigit():
-            raise refuse("--hostfile", file, f"line {number} must read ADDRESS slots=N")
-        hosts.append((text[0], int(slots[0])))
+    hosts = [words[0] for words in lines if words]
     if not hosts:
         raise refuse("--hostfile", file, "names no host")
-    return hosts
+    return hosts[0]
 
 
 def check_tokenizer(name: str) -> None:

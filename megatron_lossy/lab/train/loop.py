@@ -165,7 +165,8 @@ class _Run:
         except Diverged as error:
             diverged = str(error)
         finally:
-            self.writers.close()
+            for writer in self.writers:
+                writer.close()
         if self.hooked:
             self._gather_in_forward(False)
         iteration = self.progress.iteration
@@ -309,7 +310,11 @@ class _Run:
         }
         self.summary["lm loss"] = loss
         self.console.train(record, self.iterations, self.config.global_batch_size)
-        self.writers.write(record)
+        self._write(record)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        for writer in self.writers:
+            writer.write(record)
 
     def _evaluate(self, trains: bool) -> None:
         """``trains``: whether this job made the iteration."""
@@ -327,7 +332,7 @@ class _Run:
                 "weights": whose,
             }
             self.console.valid(record)
-            self.writers.write(record)
+            self._write(record)
         self.summary["valid"] = losses
 
     def _save(self, goes_on: bool) -> None:

@@ -107,18 +107,3 @@ def _scalars(record: dict[str, Any]) -> Iterable[tuple[str, float]]:
         whose = "" if record["weights"] == "replica" else f" ({record['weights']})"
         yield "lm loss validation" + whose, record["lm loss"]
         yield "lm loss validation ppl" + whose, record["lm loss PPL"]
-
-
-class Writers:
-    """Several writers as one."""
-
-    def __init__(self, writers: Iterable[Writer]) -> None:
-        self._writers = list(writers)
-
-    def write(self, record: dict[str, Any]) -> None:
-        for writer in self._writers:
-            writer.write(record)
-
-    def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
