@@ -722,11 +722,12 @@ def test_a_report_is_not_replaced_by_that_of_other_settings(tmp_path):
 
 
 def test_metrics_of_the_command_line_replace_those_of_the_file(tmp_path):
-    how = commands.StudyConfig(metrics=("grad norm",))
-    assert commands._study(_design(metrics=["seconds"]), how, []).metrics == ("grad norm",)
-    assert commands._study(_design(metrics=["seconds"]), commands.StudyConfig(), []).metrics == ("seconds",)
+    parser = commands._parser("", "")
+    for given, metrics in ((["--metrics", "grad norm"], ("grad norm",)), ([], ("seconds",))):
+        how, rest = commands._split(parser, given)
+        assert commands._study(_design(metrics=["seconds"]), how, rest).metrics == metrics
     with pytest.raises(UsageError, match="--metrics 'nothing': is not recorded"):
-        commands.StudyConfig(metrics=("nothing",))
+        commands._split(parser, ["--metrics", "nothing"])
 
 
 # --- cells on disk ---------------------------------------------------------------------------------------------------
