@@ -134,10 +134,6 @@ TRAIN = [
         "--keep-checkpoints 1: must be at least 2 with --islands: after a kill between their saves",
         ranks=2,
     ),
-    Case(
-        "--reduce-scatter-with-fp32-accumulation --virtual-workers 2",
-        "--reduce-scatter-with-fp32-accumulation on: needs real ranks, without --virtual-workers",
-    ),
     Case("--config list.yaml", "--config list.yaml: p-grad [0.1, 0.2]: must be one value, not a list"),
     Case(
         "--islands 3 --sync-method parameters --rendezvous one.example:29511",

@@ -10,7 +10,8 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ...base.errors import ArgumentParser, refuse, usage_errors
+from ...base.errors import ArgumentParser, UsageError, refuse, usage_errors
+from ...base.flags import did_you_mean
 from . import manifest
 from .documents import Document, find_files, read_documents, stdlib_documents
 from .indexed import check_output, output_files, write_indexed, write_train_valid
@@ -42,7 +43,10 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
         "for example 0.95 0.05",
     )
     add("--overwrite", action="store_true", help="replace data sets that exist already")
-    given = parser.parse_args(arguments)
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        hint = did_you_mean(unknown, parser._option_string_actions)
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if given.stdlib and given.input:
         raise refuse("--stdlib", "with --input", "give one of the two")
     if not given.stdlib and not given.input:

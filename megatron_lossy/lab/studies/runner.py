@@ -115,6 +115,7 @@ class _Runner:
     # --- one cell ------------------------------------------------------------------------------------------------
 
     def _start(self, folder: CellFolder) -> None:
+        config = folder.write_config()
         log = folder.take()
         if log is None:
             self._tally.elsewhere += 1
@@ -124,7 +125,7 @@ class _Runner:
             return
         slot = self._slots.pop()
         process = subprocess.Popen(
-            self._command(folder, folder.write_config()),
+            self._command(folder, config),
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
