@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...base.errors import ArgumentParser, UsageError, refuse
+from ...base.errors import ArgumentParser, Collector, UsageError, refuse
 from ...base.flags import add_flags, did_you_mean, flag_name, from_namespace
 from ...base.jobs import Jobs
 from ...config import LossyConfig, given
@@ -15,7 +16,7 @@ from ...config.loss_flags import preset_arguments
 from ...config.settings import from_origin, note_origins_of
 from ..train.arguments import configurations, make_parser, setting_arguments
 from ..train.config import TrainConfig
-from .devices import DEVICES, ENVIRONMENT, Device
+from .devices import DEVICES, ENVIRONMENT, Device, check_tokenizer
 from .memory import Layout
 from .options import LaunchConfig
 from .recipe import Recipe, flag_arguments, loss_arguments, megatron_arguments, read_recipe
@@ -125,16 +126,24 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
     if first.config is None:
         raise UsageError("--config: needs a value, for example configs/llama2_7b/cuda_dp64.yaml")
     recipe = read_recipe(first.config)
+    missing = Collector()
     note_origins_of([*_launch_words(recipe, first.config), *arguments], LaunchConfig)
-    launch, rest = _launch_config(parser, recipe, first.config, arguments)
+    with missing.noting():
+        launch, rest = _launch_config(parser, recipe, first.config, arguments)
+    if missing.found:
+        _note_missing_of_training(missing, recipe, first.config, parser.parse_known_args(arguments)[1])
+        missing.finish()
     if launch.launcher != "srun":
         tasks = None
     if launch.accelerators is None:
         if tasks is None:
-            raise UsageError("--accelerators: needs a value, here or under launch: in the --config file")
+            missing.note(UsageError("--accelerators: needs a value, here or under launch: in the --config file"))
         launch = replace(launch, accelerators=tasks)
     elif tasks is not None and tasks != launch.accelerators and not launch.dry_run:
         raise refuse("--accelerators", launch.accelerators, f"must be the {tasks} tasks of the Slurm job")
+    _note_missing_of_training(missing, recipe, first.config, rest)
+    with _and_of_program(launch):
+        missing.finish()
     folder = Path(launch.out) / (_rate_name(launch.chosen_rate) or Path(first.config).stem)
     note_origins_of(
         [
@@ -149,10 +158,23 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
         TrainConfig,
         LossyConfig,
     )
-    train, lossy, module, only_megatron, island = _program(launch, recipe, first.config, rest, folder)
+    with _and_of_program(launch):
+        train, lossy, module, only_megatron, island = _program(launch, recipe, first.config, rest, folder)
     given = dict(pair.split("=", 1) for pair in launch.environment or ())
     environment = ENVIRONMENT.get(DEVICES[launch.device].kind, {}) | given
     return Plan(launch, train, lossy, module, only_megatron, environment, folder, island)
+
+
+@contextlib.contextmanager
+def _and_of_program(launch: LaunchConfig) -> Iterator[None]:
+    """A context whose errors come together with that of a program that is not there."""
+    problems = Collector()
+    with problems.noting():
+        yield
+    if problems.found and (launch.container_image is None or launch.dry_run):
+        with problems.noting():
+            launch.check_program()
+    problems.finish()
 
 
 def _launch_config(
@@ -176,6 +198,20 @@ def _launch_words(recipe: Recipe, file: str) -> list[str]:
         return recipe.with_origins(flag_arguments(recipe.launch, "launch"))
     except UsageError as error:
         raise UsageError(f"--config {file}: {error}") from None
+
+
+def _note_missing_of_training(missing: Collector, recipe: Recipe, file: str, rest: list[str]) -> None:
+    """Note missing flags of the training, as far as the flags can be read."""
+    with contextlib.suppress(UsageError):
+        settings = _settings(recipe, file, rest)
+        known, others = make_parser(f"python -m {PROGRAM}", "").parse_known_args([*settings, *rest])
+        if "--mock-data" in others or recipe.megatron.get("mock-data"):
+            known.data = "stdlib"
+        for error in TrainConfig.missing(vars(known)):
+            missing.note(error)
+        if missing.found:  # otherwise it is checked with all else
+            with missing.noting():
+                check_tokenizer(known.tokenizer)
 
 
 def _settings(recipe: Recipe, file: str, rest: Sequence[str]) -> list[str]:
