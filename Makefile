@@ -12,8 +12,12 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: run run-wan run-churn check test test-long test-all test-nightly test-slurm lint bench mutants docs compat compat-ci
 
 run: .venv/installed
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.lab sweep \
-		--config configs/tiny/llama_1m.yaml --rates 0 0.1 0.2 0.4 --out $(RUN_DIR)
+	for rate in 0.00 0.10 0.20 0.40; do \
+		$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.train \
+			--config configs/tiny/llama_1m.yaml --p-grad $$rate --p-param $$rate \
+			--save $(RUN_DIR)/p_$$rate --load $(RUN_DIR)/p_$$rate --save-interval 100 --save-replicas || exit; \
+	done
+	$(BIN)/python -m megatron_lossy.report $(RUN_DIR)
 
 # The same model on two ranks with a lossy wide-area link between them, as root on Linux.
 run-wan: .venv/installed

@@ -24,7 +24,7 @@ def observed_run(rank: int, config: dict, loss: dict, first: dict | None = None)
     warnings.simplefilter("ignore")
     from megatron_lossy.config import LossyConfig
     from megatron_lossy.lab.async_pipeline.workers import StageWorkers
-    from megatron_lossy.lab.train import build, loop
+    from megatron_lossy.lab.train import loop
     from megatron_lossy.lab.train.config import TrainConfig
     from megatron_lossy.lab.train.log import Console
     from megatron_lossy.lab.train.workers import Workers
@@ -32,10 +32,8 @@ def observed_run(rank: int, config: dict, loss: dict, first: dict | None = None)
     seen: dict = {"weights": [], "norms": [], "logged": []}
 
     class Observed(Console):
-        def header(self, text):
+        def note(self, text):
             pass
-
-        note = header
 
         def train(self, record, *_):
             seen["logged"].append((record["lm loss"], record["grad norm"]))
@@ -54,13 +52,13 @@ def observed_run(rank: int, config: dict, loss: dict, first: dict | None = None)
         seen["norms"].append(result[2])
         return result
 
-    def build_model(config, vocab_size, original=build.build_model):
+    def build_model(config, vocab_size, original=loop.build_model):
         [chunk] = original(config, vocab_size)
         for name, parameter in chunk.module.named_parameters() if first else ():
             parameter.data.copy_(torch.from_numpy(first[_in_whole(name.removeprefix("module."), config)]))
         return [chunk]
 
-    workers.iterate, build.build_model = iterate, build_model
+    workers.iterate, loop.build_model = iterate, build_model
     loop.train(TrainConfig(**config), LossyConfig(**loss), Observed())
     return seen
 

@@ -68,7 +68,6 @@ TRAIN = [
     Case("--p-act 0.1 --act-fec 9,1,0 10,11,0 0.5", "--act-fec 10 11: needs 1 <= C <= B"),
     Case("--islands 3 --sync-method gradients --virtual-workers 4", "--islands 3: must divide the 4 virtual workers"),
     Case("--islands 2 --virtual-workers 4", "--islands 2: needs --sync-method: parameters, diloco, eager-diloco, no"),
-    Case("--wandb-mode offline", "--wandb-mode offline: needs --wandb-project"),
     Case("--config own.yaml", "--adam-beta1 2.0 (from own.yaml): must be in [0, 1)"),
     Case("--config own.yaml --p-grad 2", "--p-grad 2.0: must be in [0, 1)"),
     Case("--config own.yaml --adam-beta2 3", "--adam-beta2 3.0: must be in [0, 1)"),
@@ -121,10 +120,6 @@ TRAIN = [
         "--keep-checkpoints 1: must be at least 2 with --islands: after a kill between their saves",
         ranks=2,
     ),
-    Case(
-        "--reduce-scatter-with-fp32-accumulation --virtual-workers 2",
-        "--reduce-scatter-with-fp32-accumulation on: needs real ranks, without --virtual-workers",
-    ),
     Case("--config list.yaml", "--config list.yaml: p-grad [0.1, 0.2]: must be one value, not a list"),
     Case(
         "--islands 3 --sync-method parameters --rendezvous one.example:29511",
@@ -136,7 +131,6 @@ TRAIN = [
     Case("--save text.txt", "--save text.txt: must be a folder that can be written to; it is no folder"),
     Case("--metrics-dir text.txt/run", "--metrics-dir text.txt/run: must be a folder that can be written to; /"),
     Case("--save /proc/none", "--save /proc/none: "),
-    Case("--wandb-project mine", "--wandb-project mine: needs the package wandb", cripple="without=wandb"),
     Case("--loss-model trace --trace text.txt", "--trace text.txt: must be a folder that", ranks=2),
     Case("--loss-model trace --trace broken/trace.npz", "--trace broken/trace.npz: must be a folder that", ranks=2),
     Case("--loss-model per-link:text.txt", "--loss-model per-link:text.txt: must be a", ranks=2),
@@ -195,20 +189,6 @@ STUDIES = [
     ),
     Case("twice.yaml", "STUDY twice.yaml: has p_grad twice in a mapping, in lines 1 and 3"),
     Case("table1 --p-grad 0.1 FLAGS", "--p-grad: cannot be given to a sweep over --rates"),
-]
-SWEEP = [
-    Case(
-        "--rates 0 --out new --lr 1",
-        "--config: needs a file, for example configs/tiny/llama_1m.yaml, or all of what is",
-    ),
-    Case("--rates 0.1 0.1 --out new FLAGS", "--rates 0.1 0.1: must differ from each other"),
-    Case("--rates 0 0.1 --out new FLAGS", "--rates 0.1: data-parallel size 1: one rank exchanges nothing"),
-    Case("--rates 0 --out new --save new FLAGS", "--save new: cannot be given to a sweep"),
-    Case(
-        "--rates 0 --out text.txt FLAGS",
-        "--save text.txt/p_0.00 (of --out): must be a folder that can be written to; /",
-    ),
-    Case("--rates 0.1 --out runs FLAGS", "--out runs/p_0.10: holds a run of 2 ranks, not 4", ranks=4),
 ]
 REPORT = [
     Case("none", "RUNS_DIR none: holds no run"),
@@ -276,7 +256,6 @@ PROGRAMS = {
     "megatron_lossy.train": ("megatron_lossy.train", TRAIN),
     "megatron_lossy.data": ("megatron_lossy.data", DATA),
     "megatron_lossy.lab": ("megatron_lossy.lab", STUDIES),
-    "megatron_lossy.lab sweep": ("megatron_lossy.lab.studies.sweep", SWEEP),
     "megatron_lossy.report": ("megatron_lossy.report", REPORT),
     "megatron_lossy.delivery_log": ("megatron_lossy.delivery_log", DELIVERY_LOG),
     "megatron_lossy.launch": ("megatron_lossy.launch", LAUNCH),

@@ -39,7 +39,6 @@ TOKENIZER = build_tokenizer("byte")
 def test_bytes_come_back(data):
     ids = TOKENIZER.encode(data)
     assert ids.tolist() == list(data) and TOKENIZER.eod == 256 and TOKENIZER.vocab_size == 257
-    assert TOKENIZER.decode([*ids, TOKENIZER.eod]) == data.decode("utf-8", "replace")
 
 
 @given(st.integers(1, 10**6), st.integers(1, 512), st.sampled_from([1, 2, 4, 8]))
@@ -210,11 +209,10 @@ def test_hugging_face(tmp_path):
 
 def check_subwords(name, folder):
     tokenizer = build_tokenizer(name)
-    text = "def function(value): return value"
+    text = b"def function(value): return value"
     ids = tokenizer.encode(text)
     assert 1 < len(ids) < len(text) and max(ids) < tokenizer.vocab_size
-    assert tokenizer.decode([*ids, tokenizer.eod, 10**6]) == text
-    write_indexed([("a", text.encode())], folder / "data", tokenizer)
+    write_indexed([("a", text)], folder / "data", tokenizer)
     assert indexed(folder / "data") == [[*ids, tokenizer.eod]]
     check_dataset(folder / "data", build_tokenizer(name))
     with pytest.raises(UsageError, match="--tokenizer byte: .* was made with"):
@@ -223,21 +221,15 @@ def check_subwords(name, folder):
         write_indexed([("latin", b"a\xff")], folder / "latin", tokenizer)
 
 
-def test_without_the_hub_a_folder_is_named_at_once(monkeypatch):
-    asked = []
-
-    def from_pretrained(name, local_files_only=False):
-        asked.append((name, local_files_only))
-        raise OSError("We couldn't connect")
+def test_a_name_that_cannot_be_loaded_names_folders(monkeypatch):
+    def from_pretrained(name):
+        raise OSError(f"We couldn't connect\nto load {name}")
 
     hub = types.SimpleNamespace(AutoTokenizer=types.SimpleNamespace(from_pretrained=from_pretrained))
     monkeypatch.setitem(sys.modules, "transformers", hub)
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
-    with pytest.raises(UsageError, match="neither a folder nor in the cache, and http://.* hf:FOLDER takes a folder"):
+    message = "hf:someone/something: cannot be loaded: We couldn't connect to load someone/something; hf:FOLDER takes"
+    with pytest.raises(UsageError, match=message):
         build_tokenizer("hf:someone/something")
-    with pytest.raises(UsageError, match="hf:/none/at/all: there is no such folder; hf:FOLDER"):
-        build_tokenizer("hf:/none/at/all")
-    assert asked == [("someone/something", True), ("/none/at/all", True)]  # never over the network
 
 
 def test_epochs_of_blends(tmp_path):

@@ -396,8 +396,7 @@ def test_without_a_launcher_a_program_stays_on_its_device(node):
     ],
 )
 def test_a_rank_without_a_device_is_refused(node, tmp_path, kind, count, environment, message):
-    """By the trainer and the sweep, before any process group and before anything is written."""
-    from megatron_lossy.lab.studies import sweep
+    """By the trainer, before any process group and before anything is written."""
     from megatron_lossy.lab.train.loop import train
     from tests.trainer import TINY, TrainConfig
 
@@ -405,10 +404,9 @@ def test_a_rank_without_a_device_is_refused(node, tmp_path, kind, count, environ
     settings = {"data_path": ("x",), "eval_iters": 0, "save": str(tmp_path / "run")}
     config = TrainConfig(**TINY | settings)
     lossy = LossyConfig(p_grad=0.1)
-    for start in (lambda: train(config, lossy), lambda: sweep.sweep([sweep.Rate(0.1, config, lossy)])):
-        with pytest.raises(UsageError) as caught:
-            start()
-        assert str(caught.value).startswith(message)
+    with pytest.raises(UsageError) as caught:
+        train(config, lossy)
+    assert str(caught.value).startswith(message)
     assert not accelerators.asked and not list(tmp_path.iterdir())
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import theory
-from megatron_lossy.lab.theory.churn import ChurningRows, speed_of_mean
 from megatron_lossy.lab.theory.islands import STREAM, rounds_of
 from megatron_lossy.mechanisms.islands.epoch_log import EPOCHS, EpochLog
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Heard, Incarnation, Member, counting, next_epoch
@@ -23,6 +22,7 @@ from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.presence import Presence, needed_visits
 from megatron_lossy.mechanisms.islands.schedule import Event, read_schedule
 from scripts.spells import share_away, spells
+from tests.churning_rows import ChurningRows, speed_of_mean
 from tests.ranks import run_ranks
 from tests.reference import mean_among
 from tests.test_islands_train import flat, islands_of, losses_of, weights_of

@@ -100,9 +100,11 @@ def test_make_run_from_the_wheel_in_an_empty_folder(distributions, tmp_path):
 
     # The command of make run, at two rates and for two iterations.
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    sweep = ["-m", "megatron_lossy.lab", "sweep", "--config", "configs/tiny/llama_1m.yaml", "--rates", "0", "0.4"]
+    training = ["-m", "megatron_lossy.train", "--config", "configs/tiny/llama_1m.yaml"]
     short = ["--train-iters", "2", "--lr-warmup-iters", "1", "--eval-iters", "1", "--eval-interval", "2"]
-    assert "val loss" in python(*torchrun, *sweep, "--out", "runs/tiny", *short)
+    for rate in ("0.00", "0.40"):
+        python(*torchrun, *training, "--p-grad", rate, "--p-param", rate, "--save", f"runs/tiny/p_{rate}", *short)
+    assert "val loss" in python("megatron_lossy.report", "runs/tiny")
     assert sorted(run.name for run in read_runs(empty / "runs/tiny")) == ["p_0.00", "p_0.40"]
     assert str(site) in python("inspect", "megatron_lossy.lab", "--details")
     assert python("megatron_lossy", "copy", ".").split() == list(FOLDERS)

@@ -270,9 +270,6 @@ def test_monitors_write_to_megatrons_log_and_tensorboard(megatron_lm, tmp_path):
     events.Reload()
     assert [event.step for event in events.Scalars("stale age max")] == list(range(1, 21))
     assert [event.step for event in events.Scalars("drift owner predicted")] == [5, 10, 15, 20]
-    scalars = read_megatron_run(tmp_path).scalars
-    assert list(scalars["drift owner"]) == [5, 10, 15, 20] and list(scalars["loss rate grad"]) == list(range(1, 21))
-    assert {"grad norm", "learning rate", "loss scale"} <= set(scalars)
     # Of the text log too, whose lines other ranks may have broken.
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "run.log").write_text(done.stdout)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.grad_errors import ErrorFlags
-from megatron_lossy.lab.report import loss_table, plot_curves, read_runs
+from megatron_lossy.lab.report import loss_table, read_runs
 from megatron_lossy.lab.report.__main__ import run as report
-from megatron_lossy.lab.report.curves import running_mean
+from megatron_lossy.lab.report.curves import plot_curves, running_mean
 from megatron_lossy.lab.report.scalars import AXES, check_names, file_name, recorded, with_predictions
 from megatron_lossy.lab.report.table import ONE_SEED, ScalarEntry
 from megatron_lossy.lab.train.metrics import perplexity

@@ -8,7 +8,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.lab.report import loss_table, read_runs
 from megatron_lossy.lab.report.megatron_logs import read_megatron_run
 
-pytestmark = pytest.mark.shows("reports from logs and TensorBoard files of Megatron-LM", device=False)
+pytestmark = pytest.mark.shows("reports from logs of Megatron-LM", device=False)
 
 
 def _arguments(**settings) -> str:
@@ -107,59 +107,12 @@ def test_a_log_without_arguments_is_refused(tmp_path):
         read_runs(tmp_path)
 
 
-def _tensorboard(folder, arguments: dict, losses: dict) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(folder) as writer:
-        for name, value in arguments.items():
-            writer.add_text(name, str(value), global_step=0)
-        for tag, values in losses.items():
-            for iteration, value in values.items():
-                writer.add_scalar(tag, value, iteration)
-
-
-def test_tensorboard_files_are_a_run(tmp_path):
-    losses = {
-        "lm loss": {10: 3.0, 20: 2.0},
-        "lm loss validation": {20: 2.5},
-        "lm loss (owner weights) validation": {20: 2.25},
-        "learning rate": {10: 1.0},
-    }
-    _tensorboard(tmp_path / "tensorboard", {"seed": 1234, **LOSSY}, losses)
-    run = read_megatron_run(tmp_path)
-    assert (run.p_grad, run.loss_seed, run.label) == (0.1, 7, "10 %")
-    assert run.train == {10: 3.0, 20: 2.0} and run.valid == {"replica": {20: 2.5}, "owner": {20: 2.25}}
-    # Resumed from iteration 10.
-    _tensorboard(tmp_path / "tensorboard", {"seed": 1234, **LOSSY}, {"lm loss": {20: 1.75, 30: 1.5}})
-    assert read_megatron_run(tmp_path).train[30] == 1.5
-    _tensorboard(tmp_path / "other", {"seed": 1}, {"lm loss": {10: 1.0}})
-    with pytest.raises(UsageError, match="TensorBoard files of several runs: other, tensorboard"):
-        read_megatron_run(tmp_path)
-
-
-def test_scalars_of_tensorboard_files(tmp_path):
-    scalars = {
-        "lm loss": {10: 3.0, 20: 2.0},
-        "lm loss vs samples": {160: 3.0},
-        "lm loss validation": {20: 2.5},
-        "lm loss validation ppl": {20: 12.0},
-        "grad-norm": {10: 1.0, 20: 1.5},
-        "drift owner": {20: 0.5},
-    }
-    _tensorboard(tmp_path, {"seed": 1234, **LOSSY}, scalars)
-    run = read_megatron_run(tmp_path)
-    assert run.scalars == {"grad norm": {10: 1.0, 20: 1.5}, "drift owner": {20: 0.5}}
-
-
 def test_one_table_of_all_kinds(tmp_path):
     """A plain Megatron run without our flags is the baseline of a lossy one."""
     _write(tmp_path / "plain" / "slurm-1.out", _arguments(), _train(10, 2.0), _valid(10, 2.0))
-    _tensorboard(tmp_path / "lossy", {"num_layers": 2, "seed": 1234, "world_size": 4, **LOSSY}, {"lm loss": {10: 2.5}})
+    _write(tmp_path / "lossy" / "slurm-2.out", _arguments(**LOSSY), _train(10, 2.5))
     runs = read_runs(tmp_path)
     assert [run.name for run in runs] == ["plain", "lossy"]
     table = loss_table(runs)
     assert table.headings == ("0 %", "10 %")
     assert dict(table.rows)["train loss"][1].change == pytest.approx(25)
-    # With logs of both kinds the text is read, which has the means over iterations.
-    _write(tmp_path / "lossy" / "slurm-2.out", _arguments(**LOSSY), _train(10, 3.0))
-    assert read_runs(tmp_path)[1].train == {10: 3.0}

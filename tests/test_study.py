@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -659,11 +658,12 @@ def test_a_report_is_not_replaced_by_that_of_other_settings(tmp_path):
 
 
 def test_metrics_of_the_command_line_replace_those_of_the_file(tmp_path):
-    how = commands.StudyConfig(metrics=("grad norm",))
-    assert commands._study(_design(metrics=["seconds"]), how, []).metrics == ("grad norm",)
-    assert commands._study(_design(metrics=["seconds"]), commands.StudyConfig(), []).metrics == ("seconds",)
+    parser = commands._parser("", "")
+    for given, metrics in ((["--metrics", "grad norm"], ("grad norm",)), ([], ("seconds",))):
+        how, rest = commands._split(parser, given)
+        assert commands._study(_design(metrics=["seconds"]), how, rest).metrics == metrics
     with pytest.raises(UsageError, match="--metrics 'nothing': is not recorded"):
-        commands.StudyConfig(metrics=("nothing",))
+        commands._split(parser, ["--metrics", "nothing"])
 
 
 # --- cells on disk ---------------------------------------------------------------------------------------------------
@@ -675,92 +675,23 @@ def _folder(root) -> CellFolder:
 
 def test_a_cell_has_one_holder(tmp_path):
     mine, other = _folder(tmp_path), _folder(tmp_path)
-    assert mine.take() and not other.take()
-    assert mine.holder().endswith(f":{os.getpid()}")
-    mine.release()
-    assert other.take()
-
-
-def test_abandoned_cells_are_taken_over(tmp_path):
-    folder = _folder(tmp_path)
-    assert folder.take()
-    lock = tmp_path / f"{folder.cell.name}.lock"
-    now = time.time()
-
-    def last_sign(seconds_ago: float, holder: str) -> None:
-        lock.write_text(holder)
-        os.utime(lock, (now - seconds_ago, now - seconds_ago))
-
-    last_sign(cells.ABANDONED - 30, "elsewhere:1")
-    assert not folder.take()
-    last_sign(cells.ABANDONED + 30, "elsewhere:1")
-    assert folder.take()
-    # On this machine one can look whether the process lives.
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    here = folder.holder().rpartition(":")[0]
-    last_sign(cells.ABANDONED - 30, f"{here}:{os.getpid()}")
-    assert not folder.take()
-    last_sign(cells.ABANDONED - 30, f"{here}:{dead.pid}")
-    assert folder.take()
-    assert [path.name for path in tmp_path.iterdir()] == [lock.name]
+    assert not mine.taken
+    log = mine.take()
+    assert log is not None and other.take() is None and other.taken
+    log.close()
+    assert not other.taken and other.take() is not None
 
 
 def test_trainers_that_a_killed_study_left_behind_keep_others_out_of_their_folder(tmp_path):
     folder = _folder(tmp_path)
-    folder.write_config()
-    with folder.open_log() as log:
+    with folder.take() as log:
         left = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=log)
     try:
         tally = run_cells([folder.cell], tmp_path, 1)
-        assert tally.elsewhere == ["trainers of a study that was killed"] and not tally.failed
-        assert folder.open_log() is None and folder.holder() is None
+        assert tally.elsewhere == 1 and not tally.failed and folder.taken
     finally:
         left.communicate(b"\n")
-    with folder.open_log() as log:
-        assert not log.closed
-
-
-@pytest.mark.parametrize("quicker", ["takes it over", "gives a sign of life"])
-def test_of_two_who_find_a_cell_abandoned_one_takes_it(tmp_path, monkeypatch, quicker):
-    lock, old = tmp_path / f"{_folder(tmp_path).cell.name}.lock", time.time() - cells.ABANDONED - 30
-    lock.write_text("elsewhere:1")
-    os.utime(lock, (old, old))
-    mine, other = _folder(tmp_path), _folder(tmp_path)
-    judge = mine._abandoned
-
-    def judged_before_the_other():
-        found = judge()
-        if quicker == "takes it over":
-            assert other.take()
-        else:
-            os.utime(lock)
-        return found
-
-    monkeypatch.setattr(mine, "_abandoned", judged_before_the_other)
-    assert not mine.take()
-    assert lock.read_text() == (other._claim or "elsewhere:1") and [path.name for path in tmp_path.iterdir()] == [
-        lock.name
-    ]
-    assert not _folder(tmp_path).take()
-
-
-def test_a_cell_that_was_taken_over_is_not_touched(tmp_path):
-    mine, other = _folder(tmp_path), _folder(tmp_path)
-    assert mine.take()
-    lock, old = tmp_path / f"{mine.cell.name}.lock", time.time() - cells.ABANDONED - 30
-    os.utime(lock, (old, old))
-    assert other.take()  # of the same process, which is all that host and process tell
-    os.utime(lock, (old, old))
-    mine.keep()
-    assert lock.stat().st_mtime == pytest.approx(old)
-    mine.release()
-    assert lock.exists()
-    other.keep()
-    assert lock.stat().st_mtime > old + 1
-    other.release()
-    assert not lock.exists()
-    other.keep(), other.release()  # nothing is there
+    assert not folder.taken
 
 
 # --- the commands ----------------------------------------------------------------------------------------------------
@@ -803,7 +734,6 @@ def test_cells_run_once_and_survive_an_interruption(tmp_path):
     third.send_signal(signal.SIGINT)
     output = third.communicate(timeout=60)[0]
     assert third.returncode == 1 and "run the same command again" in output, output
-    assert not list(broken.glob("cells/*.lock"))
     outputs = [process.communicate(timeout=100)[0] for process in pair]
     assert all(process.returncode == 0 for process in pair), outputs
     assert sum("cells done" in output or "cells, 0 of them done" in output for output in outputs)
@@ -920,6 +850,6 @@ def test_a_failed_cell_does_not_stop_the_others(tmp_path):
     output = process.communicate(timeout=200)[0]
     assert process.returncode == 1
     assert "exit status 2" in output and str(tmp_path / "none") in output
-    assert len(list(tmp_path.glob("cells/*/cell.json"))) == 2 and not list(tmp_path.glob("cells/*.lock"))
+    assert len(list(tmp_path.glob("cells/*/cell.json"))) == 2
     rows = {line.split("  ")[0]: line for line in reversed(output.splitlines())}  # of the first table
     assert "(" in rows["good"] and rows["broken"].split()[1:] == ["-", "-"]

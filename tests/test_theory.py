@@ -3,11 +3,7 @@
 Enumerations are exact. Simulations have fixed seeds and a standard error; comparisons allow five of them.
 """
 
-import datetime
 import itertools
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +12,10 @@ from hypothesis import strategies as st
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import theory
-from megatron_lossy.lab.theory import simulate
+from tests import theory_simulated as simulate
 
 pytestmark = pytest.mark.shows("drift, ages and weights: enumeration, channels, rules", device=False)
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "theory.py"
 RULES = [
     ("renormalize", False),
     ("renormalize", True),
@@ -356,14 +351,3 @@ def test_previous_repeats_its_noise():
     measured = simulate.long_run(simulate.estimates("previous", p, workers, False, 400, 120, 30), 20)
     close(measured, (1 + (workers - 1) * theory.previous_long_run(p)) / workers**2)
     assert measured.mean > 1.5 / workers
-
-
-def test_results_are_never_overwritten(tmp_path):
-    """Refused before anything is computed: one line, status 2."""
-    days = [datetime.date.today() + datetime.timedelta(days=ahead) for ahead in (0, 1)]
-    for day in days:  # it may be midnight in between
-        (tmp_path / f"theory_{day}.csv").write_text("kept")
-    result = subprocess.run([sys.executable, SCRIPT, "--out", tmp_path], capture_output=True, text=True, timeout=100)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
-    assert f"--out {tmp_path}: has theory_" in result.stderr
-    assert all((tmp_path / f"theory_{day}.csv").read_text() == "kept" for day in days)

@@ -8,11 +8,11 @@ python -m megatron_lossy.lab size DIR …     what loss costs as models grow, fr
 python -m megatron_lossy.lab lag --p P …    how late replicas are, and what to set (docs/lag.md)
 python -m megatron_lossy.lab link …         which method fits a link between sites (docs/choosing.md)
 python -m megatron_lossy.lab fct FILE.yaml  how long messages take between data centers (docs/fct.md)
-torchrun … -m megatron_lossy.lab sweep …    one training at several loss rates, in one launch
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -21,47 +21,30 @@ from ..base.errors import UsageError, usage_errors
 PROGRAM = "megatron_lossy.lab"
 
 
+#: Modules that have commands, by the name of the command.
+_MODULES = {"size": "size", "lag": "lag", "link": "link", "fct": "fct.command"}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; wrong input is one line and exit status 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["sweep"]:
-        from .studies import sweep
-
-        sweep.main(arguments[1:])
-        return
     sys.stdout.reconfigure(errors="replace")  # "±" on an ASCII terminal
     with usage_errors(PROGRAM):
         if not arguments or arguments[0] in ("-h", "--help"):
             print(__doc__)
             if arguments:
                 return
-            raise UsageError("needs a study file, table1, report, size, lag, link, fct or sweep")
-        if arguments[0] == "size":
-            from .studies import size
-
-            size.main(arguments[1:])
-            return
-        if arguments[0] == "lag":
-            from .studies import lag
-
-            lag.main(arguments[1:])
-            return
-        if arguments[0] == "link":
-            from .studies import link
-
-            link.main(arguments[1:])
-            return
-        if arguments[0] == "fct":
-            from .studies.fct import command
-
-            command.main(arguments[1:])
+            raise UsageError("needs a study file, table1, report, size, lag, link or fct")
+        command, *rest = arguments
+        if command in _MODULES:
+            importlib.import_module(f".studies.{_MODULES[command]}", __package__).main(rest)
             return
         from .studies import commands
 
-        if arguments[0] == "table1":
-            sys.exit(commands.table1(arguments[1:]))
-        if arguments[0] == "report":
-            commands.report(arguments[1:])
+        if command == "table1":
+            sys.exit(commands.table1(rest))
+        if command == "report":
+            commands.report(rest)
             return
         sys.exit(commands.study(arguments))
 

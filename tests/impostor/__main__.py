@@ -17,6 +17,7 @@ from megatron_lossy.lab.calibration.job import write_data
 from megatron_lossy.lab.calibration.rows import STEPS, Row, rows
 from tests.ranks import RankFailed
 
+from .budget import as_line, write
 from .build import library
 from .cost import cost
 from .job import Runs
@@ -45,7 +46,7 @@ def _show(row: Row, runs: Runs, arguments: argparse.Namespace) -> tuple[budget.C
         return None
     findings = [one for _, one in found]
     beyond = cost(findings, [one for _, one in unhooked])
-    print(f"{row.name} ({time.monotonic() - started:.1f} s): {beyond.as_line()}", flush=True)
+    print(f"{row.name} ({time.monotonic() - started:.1f} s): {as_line(beyond)}", flush=True)
     if arguments.all or arguments.kernels:
         _by_place(findings[0], arguments.all, arguments.kernels)
     for rank, one in enumerate(findings):
@@ -77,7 +78,7 @@ def main() -> None:
                 if arguments.write_budget:
                     kept = [one for one in rows() if one in costs]
                     written = budget.Budget({one: costs[one] for one in kept}, losses, known.reasons)
-                    budget.write(written)
+                    write(written)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 from megatron_lossy.lab.calibration import budget
 from megatron_lossy.lab.calibration.rows import FEW, RULES, UNITS, WIRES, rows
 
+from .budget import as_line, beyond, places, write
 from .cost import cost
 
 pytestmark = pytest.mark.shows("training on a pretended CUDA device: races, values, and the budget")
@@ -46,8 +47,8 @@ def test_all_rows(runs, name):
     faults = [f"rank {rank}: {fault}" for rank, (_, findings) in enumerate(found) for fault in findings.faults]
     assert not faults, "\n".join(faults)
     here, allowed = cost([one for _, one in found], [one for _, one in unhooked]), BUDGET.rows[name]
-    assert not here.beyond(allowed), f"{here.as_line()}: " + "; ".join(here.beyond(allowed))
-    if less := allowed.beyond(here):
+    assert not beyond(here, allowed), f"{as_line(here)}: " + "; ".join(beyond(here, allowed))
+    if less := beyond(allowed, here):
         command = f"python -m tests.impostor --write-budget {name}"
         warnings.warn(f"costs less than its budget, lower it ({command}): {less}", stacklevel=2)
     # Kernels of a device are not those of a CPU to the last bit in Megatron's own step either.
@@ -60,14 +61,13 @@ def test_all_rows(runs, name):
 
 def test_the_budget_has_every_row_and_a_reason_for_every_wait():
     assert list(BUDGET.rows) == list(rows())
-    places = set().union(*(cost.places for cost in BUDGET.rows.values()))
-    assert places == set(BUDGET.reasons)
+    assert set().union(*map(places, BUDGET.rows.values())) == set(BUDGET.reasons)
     assert all(BUDGET.reasons.values())
 
 
 def test_the_budget_is_read_as_it_was_written(tmp_path):
     file = tmp_path / "budget.yaml"
-    budget.write(BUDGET, file)
+    write(BUDGET, file)
     assert file.read_text() == budget.FILE.read_text()
 
 
@@ -103,4 +103,4 @@ def test_rows_cover_each_rule_unit_and_wire_and_pairs_with_overlap_and_dtype():
 )
 def test_what_is_beyond_a_budget(here, expected):
     allowed = budget.Cost(kernels=100, synchronisations={"a.py:f": 1, "b.py:g (aside)": 0.5})
-    assert here.beyond(allowed) == expected
+    assert beyond(here, allowed) == expected

@@ -14,26 +14,7 @@ from .rows import FIRST, LAST, Row
 
 #: Words of the text that rows train on. They come in the order of a linear congruential generator, so that there is something
 #: to learn, and no file is needed that an installation may lack.
-_WORDS = (
-    *[
-        "the",
-        "loss",
-        "of",
-        "a",
-        "packet",
-        "is",
-        "what",
-        "gradient",
-        "and",
-        "weights",
-        "share",
-        "late",
-        "mean",
-        "net.",
-        "As",
-    ],
-    "\n",
-)
+_WORDS = "the loss of a packet is what gradient and weights share late mean net. As \n"
 
 
 class Values(NamedTuple):
@@ -50,7 +31,7 @@ def write_data(folder: str | os.PathLike) -> dict[str, tuple[str, ...]]:
     number, words = 1, []
     for _ in range(3000):
         number = number * 1103515245 + 12345 & 0x7FFFFFFF
-        words.append(_WORDS[number >> 16 & 15])
+        words.append(_WORDS.split(" ")[number >> 16 & 15])
     text = " ".join(words).encode()
     paths = {}
     for name, part in (("data_path", text[:8000]), ("valid_data_path", text[8000:12000])):

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from ...base.device.environment import without_ranks
 from ...base.errors import refuse
 from ..doctor.found import Finding, devices
-from ..doctor.step import error_of_a_rank
+from ..doctor.step import error_of_a_rank, torchrun
 from .budget import ASIDE, Cost, read
 from .rows import FEW, VIRTUAL, Row, rows
 from .trace import Measured
 
-_SECONDS = 300
 #: Mean losses that differ by less are the same: kernels of a GPU round otherwise, and Adam makes whole steps of it.
 _LOSS = 0.02
 
@@ -70,15 +65,8 @@ def _measure(name: str, row: Row) -> tuple[float, Measured]:
 
     with tempfile.TemporaryDirectory() as folder:
         write_data(folder)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.ranks}"]
-        command += ["-m", "megatron_lossy.lab.calibration", name, folder]
-        package = str(Path(__file__).parents[3])
-        environment = without_ranks() | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([package, environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"no end after {_SECONDS} s") from None
+        arguments = ["megatron_lossy.lab.calibration", name, folder]
+        done = torchrun(row.ranks, arguments, (), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, folder)
         if done.returncode:
             raise RuntimeError(error_of_a_rank(done.stderr) or "no reason given")
         result = json.loads(Path(folder, "result.json").read_text())

@@ -3,10 +3,8 @@
 megatron-core itself is imported only when a data set is written, because importing it takes seconds.
 """
 
-from .documents import find_files, read_documents, stdlib_documents, validation_documents
-from .indexed import (
-    DatasetDescription,
-    IndexedWriter,
+from .documents import find_files, read_documents, stdlib_documents, validation_documents  # noqa: F401
+from .indexed import (  # noqa: F401
     check_blend,
     check_dataset,
     check_files,
@@ -16,24 +14,4 @@ from .indexed import (
     write_indexed,
     write_train_valid,
 )
-from .tokenizers import Tokenizer, build_tokenizer, padded_vocab_size
-
-__all__ = [
-    "DatasetDescription",
-    "IndexedWriter",
-    "Tokenizer",
-    "build_tokenizer",
-    "check_blend",
-    "check_dataset",
-    "check_files",
-    "epochs",
-    "find_files",
-    "is_weight",
-    "padded_vocab_size",
-    "read_description",
-    "read_documents",
-    "stdlib_documents",
-    "validation_documents",
-    "write_indexed",
-    "write_train_valid",
-]
+from .tokenizers import Tokenizer, build_tokenizer, padded_vocab_size  # noqa: F401

@@ -2,148 +2,110 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from ...base.errors import ArgumentParser, refuse, usage_errors
-from ...base.flags import add_flags, flag, from_namespace
+from ...base.errors import ArgumentParser, UsageError, refuse, usage_errors
+from ...base.flags import did_you_mean
+from . import manifest
 from .documents import Document, find_files, read_documents, stdlib_documents
 from .indexed import check_output, output_files, write_indexed, write_train_valid
 from .tokenizers import NAMES, build_tokenizer, padded_vocab_size
 
 
-@dataclass(frozen=True)
-class DataConfig:
-    """The input, its tokenizer, and the output. Raises :class:`UsageError`."""
-
-    input: tuple[str, ...] | None = flag(
-        None,
-        "text files, folders (every file in them but hidden ones) or globs",
-        type=str,
-        nargs="+",
-        metavar="PATH",
-    )
-    stdlib: bool = flag(False, "instead of --input: the source files of the running Python's standard library")
-    output_prefix: str | None = flag(None, "write PREFIX.bin, PREFIX.idx and PREFIX.json", type=str, metavar="PREFIX")
-    tokenizer: str = flag("byte", f"{NAMES}; byte takes any bytes", metavar="NAME")
-    format: str = flag("text", "text, or jsonl: one JSON object per line, a document each", choices=("text", "jsonl"))
-    json_key: str = flag("text", "jsonl: the key that holds a document's text", metavar="KEY")
-    split_documents: str = flag(
-        "file",
-        "text: a file is a document, or blank lines separate documents",
-        choices=("file", "blank-line"),
-    )
-    split: tuple[float, ...] | None = flag(
-        None,
-        "write PREFIX_train and PREFIX_valid with these shares of the documents, chosen by a hash of their names; "
-        "for example 0.95 0.05",
-        type=float,
-        nargs=2,
-        metavar=("TRAIN", "VALID"),
-    )
-    overwrite: bool = flag(False, "replace data sets that exist already")
-
-    def __post_init__(self) -> None:
-        if self.stdlib and self.input:
-            raise refuse("--stdlib", "with --input", "give one of the two")
-        if not self.stdlib and not self.input:
-            raise refuse("--input", "(none)", "give files, folders or globs, or --stdlib")
-        if self.output_prefix is None:
-            raise refuse("--output-prefix", "(none)", "say where to write")
-        if self.stdlib and (self.format, self.split_documents) != ("text", "file"):
-            raise refuse("--stdlib", "with --format or --split-documents", "every source file is a document")
-        if self.format == "jsonl" and self.split_documents != "file":
-            allowed = "needs --format text: jsonl has a document per line"
-            raise refuse("--split-documents", self.split_documents, allowed)
-        if self.split is not None:
-            positive = all(math.isfinite(share) and share > 0 for share in self.split)
-            if not positive or not any(math.isclose(sum(self.split), whole) for whole in (1, 100)):
-                why = "must be two positive numbers that add up to 1, or to 100"
-                raise refuse("--split", "{:g} {:g}".format(*self.split), why)
-
-    @property
-    def prefixes(self) -> list[str]:
-        """Prefixes of the data sets to write."""
-        if self.split is None:
-            return [self.output_prefix]
-        return [f"{self.output_prefix}_{split}" for split in ("train", "valid")]
-
-
-def _with_progress(documents: Iterable[Document], verb: str, total: int) -> Iterator[Document]:
-    """``documents``, with occasional lines on stderr if they take long. ``total``: bytes of all input."""
-    rewrite = sys.stderr.isatty()
-    started = time.monotonic()
-    due = started + 2
-    done = 0
-    for document in documents:
-        yield document
-        done += len(document[1])
-        now = time.monotonic()
-        if now >= due:
-            speed = done / 1e6 / (now - started)
-            line = f"{verb} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {speed:.1f} MB/s"
-            print("\r" + line if rewrite else line, end="" if rewrite else "\n", file=sys.stderr, flush=True)
-            due = now + (1 if rewrite else 10)
-    if rewrite and due > started + 2:
-        print(file=sys.stderr)
-
-
-def run(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Raises :class:`UsageError`."""
+def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the flags. Raises :class:`UsageError`."""
     parser = ArgumentParser(
         "python -m megatron_lossy.data",
         description="Text files to Megatron's indexed format.",
         epilog="python -m megatron_lossy.data manifest|check --help: hashes of data sets, and their check.",
     )
-    config = from_namespace(DataConfig, add_flags(parser, DataConfig, "data").parse_args(arguments))
-    started = time.monotonic()
-    for prefix in config.prefixes:
-        check_output(prefix, config.overwrite)
-    tokenizer = build_tokenizer(config.tokenizer)
-    if config.stdlib:
-        library = stdlib_documents()
-        total = sum(len(data) for _, data in library)
+    add = parser.add_argument
+    add("--input", nargs="+", metavar="PATH", help="text files, folders (every file in them but hidden ones) or globs")
+    add("--stdlib", action="store_true", help="instead of --input: the source of the running Python's standard library")
+    add("--output-prefix", metavar="PREFIX", help="write PREFIX.bin, PREFIX.idx and PREFIX.json")
+    add("--tokenizer", default="byte", metavar="NAME", help=f"{NAMES}; byte, the default, takes any bytes")
+    add("--format", default="text", choices=("text", "jsonl"), help="jsonl: a JSON object per line, a document each")
+    add("--json-key", default="text", metavar="KEY", help="jsonl: the key of a document's text; default text")
+    kinds = ("file", "blank-line")
+    add("--split-documents", default="file", choices=kinds, help="text: a document is a file, or ends at a blank line")
+    add(
+        "--split",
+        type=float,
+        nargs=2,
+        metavar=("TRAIN", "VALID"),
+        help="write PREFIX_train and PREFIX_valid with these shares of the documents, chosen by a hash of their names; "
+        "for example 0.95 0.05",
+    )
+    add("--overwrite", action="store_true", help="replace data sets that exist already")
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        hint = did_you_mean(unknown, parser._option_string_actions)
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if given.stdlib and given.input:
+        raise refuse("--stdlib", "with --input", "give one of the two")
+    if not given.stdlib and not given.input:
+        raise refuse("--input", "(none)", "give files, folders or globs, or --stdlib")
+    if given.output_prefix is None:
+        raise refuse("--output-prefix", "(none)", "say where to write")
+    if given.stdlib and (given.format, given.split_documents) != ("text", "file"):
+        raise refuse("--stdlib", "with --format or --split-documents", "every source file is a document")
+    if given.format == "jsonl" and given.split_documents != "file":
+        raise refuse("--split-documents", given.split_documents, "needs --format text: jsonl has a document per line")
+    if given.split is not None:
+        positive = all(math.isfinite(share) and share > 0 for share in given.split)
+        if not positive or not any(math.isclose(sum(given.split), whole) for whole in (1, 100)):
+            why = "must be two positive numbers that add up to 1, or to 100"
+            raise refuse("--split", "{:g} {:g}".format(*given.split), why)
+    return given
 
-        def documents() -> Iterable[Document]:
-            return library
 
-    else:
-        files = find_files(config.input)
-        total = sum(path.stat().st_size for _, path in files)
-        outputs = {Path(file).resolve() for prefix in config.prefixes for file in output_files(prefix)}
-        for _, path in files:
-            if path in outputs:
-                raise refuse("--output-prefix", config.output_prefix, f"{path} is also an --input")
+def _with_progress(documents: Iterable[Document], verb: str, total: int) -> Iterator[Document]:
+    """Yield ``documents``, and print a line every ten seconds. ``total``: bytes of all input."""
+    done, due = 0, time.monotonic() + 10
+    for document in documents:
+        yield document
+        done += len(document[1])
+        if time.monotonic() >= due:
+            print(f"{verb} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB", file=sys.stderr, flush=True)
+            due = time.monotonic() + 10
 
-        def documents() -> Iterable[Document]:
-            return read_documents(files, config.format, config.json_key, config.split_documents)
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line. Raises :class:`UsageError`."""
+    given, started = _read(arguments), time.monotonic()
+    prefix = given.output_prefix
+    prefixes = [prefix] if given.split is None else [f"{prefix}_train", f"{prefix}_valid"]
+    for output in prefixes:
+        check_output(output, given.overwrite)
+    tokenizer = build_tokenizer(given.tokenizer)
+    files = [] if given.stdlib else find_files(given.input)
+    outputs = {Path(file).resolve() for output in prefixes for file in output_files(output)}
+    for _, path in files:
+        if path in outputs:
+            raise refuse("--output-prefix", prefix, f"{path} is also an --input")
+    library = stdlib_documents() if given.stdlib else []
+    total = sum(len(data) for _, data in library) + sum(path.stat().st_size for _, path in files)
+
+    def documents(verb: str) -> Iterator[Document]:
+        found = library or read_documents(files, given.format, given.json_key, given.split_documents)
+        return _with_progress(found, verb, total)
 
     # megatron-core warns at import about missing CUDA packages; writing data needs none of them.
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    if config.split is None:
-        written = {
-            config.output_prefix: write_indexed(
-                _with_progress(documents(), "wrote", total), config.output_prefix, tokenizer, config.overwrite
-            )
-        }
+    if given.split is None:
+        written = write_indexed(documents("wrote"), prefix, tokenizer, given.overwrite)
     else:
-        names = [name for name, _ in _with_progress(documents(), "read", total)]
-        written = write_train_valid(
-            _with_progress(documents(), "wrote", total),
-            names,
-            config.split[1] / sum(config.split),
-            config.output_prefix,
-            tokenizer,
-            config.overwrite,
-        )
-    for prefix, data in written.items():
+        names, share = [name for name, _ in documents("read")], given.split[1] / sum(given.split)
+        written = write_train_valid(documents("wrote"), names, share, prefix, tokenizer, given.overwrite)
+    for output, data in written.items():
         size = f"{data.source_bytes:,} bytes, {data.tokens:,} tokens ({data.dtype})"
-        print(f"{prefix}: {data.documents:,} documents, {size}")
+        print(f"{output}: {data.documents:,} documents, {size}")
     print(
         f"tokenizer {tokenizer.name}: vocabulary {tokenizer.vocab_size}, padded by 128 to "
         f"{padded_vocab_size(tokenizer.vocab_size)}; {time.monotonic() - started:.1f} s"
@@ -151,13 +113,12 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """:func:`run`, which reports wrong input as one line and exit status 2."""
+    """Run :func:`run`, ``manifest`` or ``check``; report wrong input as one line and exit status 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    programs = {"manifest": manifest.run_manifest, "check": manifest.run_check}
     with usage_errors("megatron_lossy.data"):
-        if arguments[:1] in (["manifest"], ["check"]):
-            from . import manifest
-
-            getattr(manifest, f"run_{arguments[0]}")(arguments[1:])
+        if arguments[:1] and arguments[0] in programs:
+            programs[arguments[0]](arguments[1:])
         else:
             run(arguments)
 

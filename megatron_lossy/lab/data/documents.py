@@ -20,26 +20,14 @@ from ...base.errors import cannot, refuse
 Document = tuple[str, bytes]
 
 # Left out: files that are not written to be read (tables, tests), or that differ between machines.
-_STDLIB_LEFT_OUT = {
-    "__pycache__",
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "idlelib",
-    "lib2to3",
-    "encodings",
-    "pydoc_data",
-    "turtledemo",
-    "_bundled",
-    "sitecustomize.py",
-    "usercustomize.py",
-}
+_STDLIB_LEFT_OUT = (
+    "__pycache__ site-packages dist-packages test tests idle_test idlelib lib2to3 encodings pydoc_data turtledemo "
+    "_bundled sitecustomize.py usercustomize.py"
+)
 
 
 def find_files(inputs: Iterable[str], flag: str = "--input") -> list[tuple[str, Path]]:
-    """The files that ``inputs`` (files, folders, globs), given as ``flag``, name: pairs of name and path, each once.
+    """Return the files that ``inputs`` (files, folders, globs), given as ``flag``, name: pairs of name and path, each once.
 
     Inputs keep their order. The files of a folder or glob are sorted by name, without hidden ones. Raises
     :class:`UsageError` for an input that does not exist, holds no file, or is an empty or unreadable file.
@@ -72,7 +60,7 @@ def read_documents(
     split_documents: str = "file",
     flag: str = "--input",
 ) -> Iterator[Document]:
-    """The documents of ``files``, in order; those without any text are left out.
+    """Yield the documents of ``files``, in order; those without any text are left out.
 
     ``format``: ``text`` or ``jsonl`` (one document per line, under ``json_key``). ``split_documents``, for text:
     ``file`` (a file is a document) or ``blank-line`` (blank lines separate documents). A part of a file is called
@@ -91,7 +79,7 @@ def read_documents(
 
 
 def stdlib_documents() -> list[Document]:
-    """The source files of the running Python's standard library, sorted by name: text every machine has.
+    """Return the source files of the running Python's standard library, sorted by name: text every machine has.
 
     Tests, tables of data, installed packages and generated files are left out. Raises :class:`UsageError` if this
     Python comes without its source.
@@ -100,7 +88,9 @@ def stdlib_documents() -> list[Document]:
     documents = []
     for path in root.rglob("*.py"):
         name = path.relative_to(root)
-        if _STDLIB_LEFT_OUT.isdisjoint(name.parts) and not _generated(name):
+        if not set(name.parts) & set(_STDLIB_LEFT_OUT.split()) and not name.parts[0].startswith(
+            ("_sysconfigdata", "config-")
+        ):
             with _reading(path, "--stdlib") as stream:
                 data = stream.read()
             if data.strip():
@@ -111,7 +101,7 @@ def stdlib_documents() -> list[Document]:
 
 
 def validation_documents(names: Sequence[str], fraction: float) -> set[int]:
-    """Positions of the documents that go to validation: a share of ``fraction`` of them, at least one.
+    """Return the positions of the documents that go to validation: a share of ``fraction`` of them, at least one.
 
     These are the documents whose names have the lowest SHA-256. The choice is the same in every run, and nearly the
     same when documents are added. Raises :class:`UsageError` for fewer than two documents.
@@ -171,7 +161,3 @@ def _reading(path: Path, flag: str) -> Iterator[BinaryIO]:
 
 def _hidden(name: PurePath) -> bool:
     return any(part.startswith(".") for part in name.parts)
-
-
-def _generated(name: PurePath) -> bool:
-    return name.parts[0].startswith(("_sysconfigdata", "config-"))

@@ -26,8 +26,6 @@ from .documents import Document, validation_documents
 from .tokenizers import Tokenizer
 
 _FORMAT = "megatron-lossy data set 1"
-# Lengths of documents are int32 in the .idx file.
-_LONGEST_DOCUMENT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -48,30 +46,28 @@ class DatasetDescription:
     documents_sha256: str
 
 
-class IndexedWriter:
+class _Writer:
     """Writes the data set ``prefix``; a context manager. Nothing appears under ``prefix`` before :meth:`commit`.
 
-    Raises :class:`UsageError` if the data set exists already and ``overwrite`` is false, if ``prefix`` cannot be
-    written, or if it has a ``.json`` file that is not ours.
+    Raises :class:`UsageError` if the data set may not be written.
     """
 
-    def __init__(self, prefix: str | os.PathLike, tokenizer: Tokenizer, overwrite: bool = False) -> None:
-        self.prefix = os.fspath(prefix)
-        self._tokenizer = tokenizer
+    def __init__(self, prefix: str, tokenizer: Tokenizer, overwrite: bool) -> None:
+        self.prefix, self._tokenizer = prefix, tokenizer
         self._documents = self._tokens = self._source_bytes = 0
         self._sha256 = hashlib.sha256()
-        check_output(self.prefix, overwrite)
+        check_output(prefix, overwrite)
 
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
         self._dtype = DType.optimal_dtype(tokenizer.vocab_size)
-        with writing("--output-prefix", self.prefix):
-            os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
-            self._aside = aside_of(self.prefix)
+        with writing("--output-prefix", prefix):
+            os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+            self._aside = aside_of(prefix)
             self._aside.mkdir()
             self._builder = IndexedDatasetBuilder(str(self._aside / "bin"), dtype=self._dtype)
 
-    def __enter__(self) -> IndexedWriter:
+    def __enter__(self) -> _Writer:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -84,11 +80,8 @@ class IndexedWriter:
         try:
             ids = self._tokenizer.encode(data)
         except UnicodeDecodeError as error:
-            raise refuse(
-                "--input", name, f"is not UTF-8 (byte {error.start}); only --tokenizer byte takes any bytes"
-            ) from None
-        if len(ids) + 1 > _LONGEST_DOCUMENT:
-            raise refuse("--input", name, f"has {len(ids)} tokens; a document may have {_LONGEST_DOCUMENT - 1}")
+            why = f"is not UTF-8 (byte {error.start}); only --tokenizer byte takes any bytes"
+            raise refuse("--input", name, why) from None
         with writing("--output-prefix", self.prefix):
             self._builder.add_document(np.append(ids, self._tokenizer.eod), [len(ids) + 1])
         self._documents += 1
@@ -133,14 +126,13 @@ class IndexedWriter:
 
 def write_indexed(
     documents: Iterable[Document], prefix: str | os.PathLike, tokenizer: Tokenizer, overwrite: bool = False
-) -> DatasetDescription:
-    """Write ``documents`` as the data set ``prefix``. Errors are those of :class:`IndexedWriter`."""
-    with IndexedWriter(prefix, tokenizer, overwrite) as writer:
-        for name, data in documents:
-            writer.add(name, data)
-        description = writer.complete()
-        writer.commit()
-        return description
+) -> dict[str, DatasetDescription]:
+    """Write ``documents`` as the data set ``prefix``; return its description by its prefix.
+
+    Raises :class:`UsageError` if it exists already and ``overwrite`` is false, if it cannot be written, if it has a
+    ``.json`` file that is not ours, or if a document cannot be encoded.
+    """
+    return _write(documents, [os.fspath(prefix)], set(), tokenizer, overwrite)
 
 
 def write_train_valid(
@@ -151,17 +143,22 @@ def write_train_valid(
     tokenizer: Tokenizer,
     overwrite: bool = False,
 ) -> dict[str, DatasetDescription]:
-    """Write ``documents`` as the data sets ``prefix_train`` and ``prefix_valid``.
+    """Write ``documents`` as the data sets ``prefix_train`` and ``prefix_valid``, as :func:`write_indexed` does.
 
     ``names`` are those of all ``documents``. :func:`validation_documents` picks a share of ``fraction`` of them.
-    Returns the descriptions by prefix. Errors are those of :class:`IndexedWriter`.
     """
-    valid = validation_documents(names, fraction)
     prefixes = [f"{os.fspath(prefix)}_{split}" for split in ("train", "valid")]
+    return _write(documents, prefixes, validation_documents(names, fraction), tokenizer, overwrite)
+
+
+def _write(
+    documents: Iterable[Document], prefixes: Sequence[str], second: set[int], tokenizer: Tokenizer, overwrite: bool
+) -> dict[str, DatasetDescription]:
+    """Write documents at the positions ``second`` to the second of ``prefixes``, and all others to the first."""
     with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(IndexedWriter(p, tokenizer, overwrite)) for p in prefixes]
+        writers = [stack.enter_context(_Writer(prefix, tokenizer, overwrite)) for prefix in prefixes]
         for position, (name, data) in enumerate(documents):
-            writers[position in valid].add(name, data)
+            writers[position in second].add(name, data)
         descriptions = {writer.prefix: writer.complete() for writer in writers}
         for writer in writers:
             writer.commit()
@@ -169,7 +166,7 @@ def write_train_valid(
 
 
 def output_files(prefix: str) -> list[str]:
-    """The files of the data set ``prefix``."""
+    """Return the files of the data set ``prefix``."""
     return [f"{prefix}.{suffix}" for suffix in ("bin", "idx", "json")]
 
 
@@ -187,7 +184,7 @@ def check_output(prefix: str, overwrite: bool) -> None:
 
 
 def read_description(prefix: str | os.PathLike) -> DatasetDescription | None:
-    """The content of ``prefix.json``; None if there is none of ours (data of Megatron's own tools has none)."""
+    """Return the content of ``prefix.json``; None if there is none of ours (data of Megatron's own tools has none)."""
     try:
         content = json.loads(Path(os.fspath(prefix) + ".json").read_bytes())
         if content.pop("format") != _FORMAT:
@@ -198,7 +195,7 @@ def read_description(prefix: str | os.PathLike) -> DatasetDescription | None:
 
 
 def is_weight(text: str) -> bool:
-    """Whether ``text`` is a weight between the prefixes of ``--data-path``."""
+    """Return whether ``text`` is a weight between the prefixes of ``--data-path``."""
     try:
         float(text)
     except ValueError:
@@ -216,7 +213,7 @@ def check_blend(flag: str, texts: Sequence[str]) -> None:
 
 
 def epochs(data_path: Sequence[str], tokens: int) -> float:
-    """The number of times that ``tokens`` tokens of training read the data of ``--data-path``; the largest number.
+    """Return the number of times that ``tokens`` tokens of training read the data of ``--data-path``; the largest number.
 
     Raises :class:`UsageError` if there is no data set, or one without a token.
     """
@@ -253,8 +250,7 @@ def check_files(prefix: str | os.PathLike, flag: str = "--data-path") -> Dataset
     prefix = os.fspath(prefix)
     for suffix in ("bin", "idx"):
         if not os.path.isfile(f"{prefix}.{suffix}"):
-            allowed = f"there is no {prefix}.{suffix}; python -m megatron_lossy.data makes data sets"
-            raise refuse(flag, prefix, allowed)
+            raise refuse(flag, prefix, f"there is no {prefix}.{suffix}; python -m megatron_lossy.data makes data sets")
         if not os.access(f"{prefix}.{suffix}", os.R_OK):
             raise refuse(flag, prefix, f"{prefix}.{suffix} cannot be read")
     description = read_description(prefix)
@@ -262,8 +258,7 @@ def check_files(prefix: str | os.PathLike, flag: str = "--data-path") -> Dataset
         expected = description.tokens * np.dtype(description.dtype).itemsize
         size = os.path.getsize(prefix + ".bin")
         if size != expected:
-            allowed = f"{prefix}.bin has {size} bytes, not the {expected} that {prefix}.json says"
-            raise refuse(flag, prefix, allowed)
+            raise refuse(flag, prefix, f"{prefix}.bin has {size} bytes, not the {expected} of {prefix}.json")
     return description
 
 
@@ -272,6 +267,5 @@ def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "
     description = check_files(prefix, flag)
     _tokens(os.fspath(prefix), flag)
     if description is not None and description.fingerprint != tokenizer.fingerprint:
-        raise refuse(
-            "--tokenizer", tokenizer.name, f"{os.fspath(prefix)} was made with --tokenizer {description.tokenizer}"
-        )
+        made = f"{os.fspath(prefix)} was made with --tokenizer {description.tokenizer}"
+        raise refuse("--tokenizer", tokenizer.name, made)

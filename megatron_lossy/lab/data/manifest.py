@@ -45,43 +45,38 @@ def write_manifest(prefixes: Sequence[str], output: str, overwrite: bool = False
 
 
 def check_manifest(manifest: str, prefixes: Sequence[str] = (), full: bool = False) -> int:
-    """Compare files with ``manifest``; returns the number of bytes read.
+    """Compare files with ``manifest``; return the number of bytes read.
 
     ``prefixes``: data sets that it must name. Raises :class:`UsageError` for the first file that differs.
     """
+
+    def wrong(why: str) -> UsageError:
+        return refuse("--data-manifest", manifest, why)
+
     listed = _read(manifest)
-    folder = Path(manifest).parent
-    known = {(folder / name).resolve() for name in listed}
+    files = {Path(manifest).parent / name: entry for name, entry in listed.items()}
+    known = {path.resolve() for path in files}
     for prefix in prefixes:
         for suffix in ("bin", "idx"):
             if Path(f"{prefix}.{suffix}").resolve() not in known:
-                raise refuse("--data-manifest", manifest, f"does not name {prefix}.{suffix}")
-    for name, entry in listed.items():
-        path = folder / name
+                raise wrong(f"does not name {prefix}.{suffix}")
+    for path, entry in files.items():
         if not path.is_file():
-            raise refuse("--data-manifest", manifest, f"names {path}, which is not there")
+            raise wrong(f"names {path}, which is not there")
         if path.stat().st_size != entry["bytes"]:
-            raise refuse(
-                "--data-manifest",
-                manifest,
-                f"{path} has {path.stat().st_size} bytes, not the {entry['bytes']} it says",
-            )
+            raise wrong(f"{path} has {path.stat().st_size} bytes, not the {entry['bytes']} it says")
     read = 0
-    for name, entry in listed.items():
+    for path, entry in files.items():
         blocks = _chosen(len(entry["sha256"]), full)
-        for block, found in zip(blocks, _hashes(folder / name, blocks), strict=True):
+        for block, found in zip(blocks, _hashes(path, blocks), strict=True):
             if found != entry["sha256"][block]:
-                raise refuse(
-                    "--data-manifest",
-                    manifest,
-                    f"{folder / name} differs in the 64 MiB from byte {block * BLOCK:,} on",
-                )
+                raise wrong(f"{path} differs in the 64 MiB from byte {block * BLOCK:,} on")
             read += min(BLOCK, entry["bytes"] - block * BLOCK)
     return read
 
 
 def run_manifest(arguments: Sequence[str]) -> None:
-    """``python -m megatron_lossy.data manifest``."""
+    """Run ``python -m megatron_lossy.data manifest``."""
     parser = ArgumentParser("python -m megatron_lossy.data manifest", description="Hash data sets into a file.")
     parser.add_argument(
         "prefixes", nargs="+", metavar="PREFIX", help="PREFIX.bin, PREFIX.idx, and PREFIX.json if it is there"
@@ -96,7 +91,7 @@ def run_manifest(arguments: Sequence[str]) -> None:
 
 
 def run_check(arguments: Sequence[str]) -> None:
-    """``python -m megatron_lossy.data check``."""
+    """Run ``python -m megatron_lossy.data check``."""
     parser = ArgumentParser("python -m megatron_lossy.data check", description="Compare data sets with a manifest.")
     parser.add_argument("manifest", metavar="FILE")
     parser.add_argument("--full", action="store_true", help="read every byte, not only some blocks of each file")
@@ -110,14 +105,14 @@ def _blocks(size: int) -> int:
 
 
 def _chosen(blocks: int, full: bool) -> list[int]:
-    """The first block, the last, and up to eight evenly between."""
+    """Return the first block, the last, and up to eight evenly between."""
     if full or blocks <= _SAMPLED + 2:
         return list(range(blocks))
     return sorted({round(k * (blocks - 1) / (_SAMPLED + 1)) for k in range(_SAMPLED + 2)})
 
 
 def _hashes(path: Path, blocks: Sequence[int]) -> list[str]:
-    def one(block: int) -> str:
+    def digest(block: int) -> str:
         with open(path, "rb") as stream:
             stream.seek(block * BLOCK)
             return hashlib.sha256(stream.read(BLOCK)).hexdigest()
@@ -125,7 +120,7 @@ def _hashes(path: Path, blocks: Sequence[int]) -> list[str]:
     try:
         # hashlib lets other threads run while it works.
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            return list(pool.map(one, blocks))
+            return list(pool.map(digest, blocks))
     except OSError as error:
         raise cannot("--data-manifest", path, "read", error) from None
 
@@ -141,7 +136,5 @@ def _read(manifest: str) -> dict[str, Any]:
     except OSError as error:
         raise cannot("--data-manifest", manifest, "read", error) from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UsageError(
-            f"--data-manifest {manifest}: must be a file of python -m megatron_lossy.data manifest"
-        ) from None
+        raise refuse("--data-manifest", manifest, "must be a file of python -m megatron_lossy.data manifest") from None
     return files

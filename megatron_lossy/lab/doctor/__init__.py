@@ -7,15 +7,16 @@ processes. With ``--transport udp`` it tries the links between all ranks of a la
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from ... import __version__
 from ...base.errors import ArgumentParser, refuse
-from ...base.flags import add_flags, flag, from_namespace
+from ...base.flags import add_flags, from_namespace
 from ...config import LossyConfig
 from .found import Finding
 
@@ -23,44 +24,15 @@ PROGRAM = "megatron_lossy doctor"
 _MARKS = {"ok": "ok", "absent": "-", "warning": "warning", "problem": "PROBLEM"}
 
 
-@dataclass(frozen=True)
-class DoctorConfig:
-    """The checks to make."""
-
-    megatron_lm: str | None = flag(
-        None,
-        "checkout of Megatron-LM, whose Megatron is looked at instead of an installed wheel",
-        type=str,
-        metavar="PATH",
-    )
-    step: str = flag(
-        "auto",
-        "two-process step: on the accelerators if there are two, else on the CPU (auto); on the CPU; or none",
-        choices=("auto", "cpu", "none"),
-    )
-    json: bool = flag(False, "print one JSON object")
-    calibrate: bool = flag(
-        False,
-        "instead, run rows of the matrix on CUDA devices, beside what a pretended one says of them (docs/impostor.md)",
-    )
-
-    def __post_init__(self) -> None:
-        if self.megatron_lm is not None and not Path(self.megatron_lm, "megatron", "core").is_dir():
-            raise refuse(
-                "--megatron-lm", self.megatron_lm, "must be a checkout of Megatron-LM; there is no megatron/core"
-            )
-
-
-def examine(config: DoctorConfig) -> list[Finding]:
+def examine(config: argparse.Namespace) -> list[Finding]:
     """All findings that ``config`` asks for. It imports Megatron, so that a process can examine only one Megatron."""
     from .found import devices, hook_targets, versions
-    from .requirements import examine_requirements, requirements
     from .step import try_step
 
     if config.megatron_lm is not None:
         sys.path.insert(0, str(Path(config.megatron_lm).resolve()))
     kind, count, found = devices()
-    findings = versions(config.megatron_lm) + examine_requirements(requirements()) + found
+    findings = versions(config.megatron_lm) + found
     if ready(findings):
         findings += hook_targets(config.megatron_lm is not None)
     if not ready(findings):
@@ -91,11 +63,21 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser(
         f"python -m {PROGRAM}", description="Is this machine ready to train with loss?", allow_abbrev=False
     )
-    add_flags(parser, DoctorConfig, "doctor")
+    checkout = "checkout of Megatron-LM, whose Megatron is looked at instead of an installed wheel"
+    parser.add_argument("--megatron-lm", metavar="PATH", help=checkout)
+    step = "two-process step: on the accelerators if there are two, else on the CPU (auto, the default); on the CPU; or none"
+    parser.add_argument("--step", default="auto", choices=("auto", "cpu", "none"), help=step)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    calibrate = "instead, run rows of the matrix on CUDA devices, beside a pretended one (docs/impostor.md)"
+    parser.add_argument("--calibrate", action="store_true", help=calibrate)
     title = "network: with --transport udp the links between all ranks are tried, and nothing else"
     add_flags(parser, LossyConfig, title, only=_of_the_network)
-    namespace = parser.parse_args(arguments)
-    config, network = from_namespace(DoctorConfig, namespace), from_namespace(LossyConfig, namespace)
+    config = parser.parse_args(arguments)
+    if config.megatron_lm is not None and not Path(config.megatron_lm, "megatron", "core").is_dir():
+        raise refuse(
+            "--megatron-lm", config.megatron_lm, "must be a checkout of Megatron-LM; there is no megatron/core"
+        )
+    network = from_namespace(LossyConfig, config)
     if network.transport == "udp":
         from .network import examine_network
 

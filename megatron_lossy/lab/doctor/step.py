@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...base.device.environment import without_ranks
@@ -53,26 +54,34 @@ def _write_data(folder: str) -> None:
 
 def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:
     """The last training loss, and the share of lost gradient packets."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "megatron_lossy.train", *_FLAGS]
-    command += ["--data-path", os.path.join(folder, "data"), "--metrics-dir", os.path.join(folder, "run")]
-    # The step is a world of its own, wherever the doctor was started.
-    environment = without_ranks() | {"OMP_NUM_THREADS": "1"}
-    package = str(Path(__file__).parents[3])
-    first = [str(Path(checkout).resolve())] if checkout else []
-    environment["PYTHONPATH"] = os.pathsep.join([*first, package, environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    if kind == "cpu":
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "HABANA_VISIBLE_MODULES": ""}
-    environment |= ENVIRONMENT.get(kind, {})
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no end after {_SECONDS} s") from None
+    arguments = ["megatron_lossy.train", *_FLAGS, "--data-path", os.path.join(folder, "data")]
+    arguments += ["--metrics-dir", os.path.join(folder, "run")]
+    more = {"CUDA_VISIBLE_DEVICES": "", "HABANA_VISIBLE_MODULES": ""} if kind == "cpu" else {}
+    path = [str(Path(checkout).resolve())] if checkout else []
+    done = torchrun(2, arguments, path, more | ENVIRONMENT.get(kind, {}), folder)
     if done.returncode:
         raise RuntimeError(_reason(done.stderr))
     lines = Path(folder, "run", METRICS_FILE).read_text().splitlines()
     last = [record for record in map(json.loads, lines) if record["kind"] == "train"][-1]
     return last["lm loss"], last.get("loss rate grad", 0.0)
+
+
+def torchrun(
+    ranks: int, arguments: Sequence[str], path: Sequence[str], more: Mapping[str, str], folder: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m`` ``arguments`` on ``ranks`` ranks, a world of their own wherever this process was started.
+
+    ``path``: folders to import from first. ``more``: environment variables. Raises ``RuntimeError`` if there is no end.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**without_ranks(), "OMP_NUM_THREADS": "1", **more}
+    known = [*path, str(Path(__file__).parents[3]), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(known).rstrip(os.pathsep)
+    command += ["-m", *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no end after {_SECONDS} s") from None
 
 
 def _reason(output: str) -> str:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from ...base.checkpoints import latest_iteration
 from ...base.errors import Collector, UsageError, refuse
 from ...base.files import check_folder
@@ -18,7 +20,6 @@ from ..data import check_files, epochs
 from ..data.manifest import check_manifest
 from ..train.saved import check_folders, in_folders_of_job
 from .command import check_shape, ranks_of_node
-from .datagrams import check_host_memory
 from .devices import GIB, Device, check_devices, check_tokenizer
 from .memory import StageMemory, estimate, tokens
 from .plan import Plan
@@ -113,6 +114,50 @@ def check_memory(plan: Plan) -> StageMemory:
             "--tensor-model-parallel-size or --pipeline-model-parallel-size, or lower --micro-batch-size",
         )
     return found
+
+
+def datagram_memory(plan: Plan, memory: StageMemory) -> tuple[int, int, int] | None:
+    """Return what ``--transport udp`` takes of a node for each rank; None if no gradients cross as datagrams.
+
+    Bytes for copies between device and network (page-locked for CUDA), bytes at most of the host in all, and threads. A
+    process has one thread for each socket, and on an accelerator two more for copies. As much as ``--udp-memory`` says is
+    there for copies, and as much again for packets that arrive before they are asked for.
+    """
+    lossy = plan.lossy
+    if lossy.transport != "udp" or plan.train.virtual_workers or memory.far == 0:
+        return None
+    if plan.device.kind == "cpu":
+        return 0, lossy.udp_memory, lossy.udp_sockets
+    return lossy.udp_memory, 2 * lossy.udp_memory, lossy.udp_sockets + 2
+
+
+def describe_datagrams(plan: Plan, memory: StageMemory) -> list[str]:
+    """Return the lines of a dry run about datagrams."""
+    share, ranks = datagram_memory(plan, memory), ranks_of_node(plan)
+    if share is None:
+        return []
+    staging, host, threads = share
+    lines = [
+        (
+            f"udp      {host / GIB:.2f} GiB of the host and {threads} thread{'s'[: threads != 1]} a rank; "
+            f"{ranks * host / GIB:.1f} GiB and {ranks * threads} threads a node of {ranks}"
+        )
+    ]
+    if staging:
+        pinned = " page-locked" if plan.device.kind == "cuda" else " for copies"
+        lines.append(f"         of these {staging / GIB:.2f} GiB{pinned} (--udp-memory)")
+    return lines
+
+
+def check_host_memory(plan: Plan, memory: StageMemory) -> None:
+    """Raise :class:`UsageError` if the ranks of this node may take more memory for datagrams than it has."""
+    share, ranks, has = datagram_memory(plan, memory), ranks_of_node(plan), psutil.virtual_memory().total
+    if share is not None and ranks * share[1] > has:
+        raise refuse(
+            "--udp-memory",
+            plan.lossy.udp_memory,
+            f"takes up to {share[1] / GIB:.1f} GiB of each of {ranks} ranks of a node, and this one has {has / GIB:.1f} GiB",
+        )
 
 
 def check_data(plan: Plan) -> None:

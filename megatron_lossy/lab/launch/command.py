@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 
 from ...base.errors import UsageError, refuse
-from .devices import read_hostfile
+from .devices import first_host
 from .plan import Plan
 
 _SHUTDOWN_SECONDS = 300
@@ -125,11 +125,7 @@ def _mpirun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     if os.geteuid() == 0:  # as in Gaudi's containers
         command.append("--allow-run-as-root")
     if launch.hostfile is not None:
-        hosts = read_hostfile(launch.hostfile)
-        slots = sum(count for _, count in hosts)
-        if slots < launch.accelerators:
-            raise refuse("--hostfile", launch.hostfile, f"has {slots} slots for --accelerators {launch.accelerators}")
-        address = hosts[0][0]
+        address = first_host(launch.hostfile)
         command += ["--hostfile", launch.hostfile]
     elif launch.nodes > 1:
         raise UsageError(f"--hostfile: needs a value, for {launch.nodes} nodes")

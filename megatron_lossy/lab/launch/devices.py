@@ -15,36 +15,24 @@ GIB = 2**30
 ENVIRONMENT = {"hpu": {"PT_HPU_GPU_MIGRATION": "1"}}
 
 
-#: Bytes per second and direction of 16 lanes, by generation of PCI Express. The base specifications 4.0 and 5.0 have 16
-#: and 32 GT/s per lane, in a code of 128 bits in 130. That large copies reach 0.8 of it is an assumption.
-PCIE = {generation: 0.8 * 16 * rate * 128 / 130 / 8 for generation, rate in ((4, 16e9), (5, 32e9))}
-
-
 @dataclass(frozen=True)
 class Device:
-    """``kind``: cuda, hpu or cpu. ``memory``: bytes, as nvidia-smi or hl-smi shows them; None if unlimited.
-
-    ``pcie``: the generation of its link to the host; None for a CPU.
-    """
+    """``kind``: cuda, hpu or cpu. ``memory``: bytes, as nvidia-smi or hl-smi shows them; None if unlimited."""
 
     kind: str
     memory: int | None
-    pcie: int | None
 
 
-def _mib(value: int) -> int:
-    return value * 2**20
-
-
+_MIB = 2**20
 DEVICES = {
-    "a100-40gb": Device("cuda", _mib(40960), 4),
-    "a100-80gb": Device("cuda", _mib(81920), 4),
-    "h100": Device("cuda", _mib(81559), 5),
-    "h200": Device("cuda", _mib(143771), 5),
-    "b200": Device("cuda", _mib(183359), 5),
-    "gaudi2": Device("hpu", _mib(98304), 4),
-    "gaudi3": Device("hpu", _mib(131072), 5),
-    "cpu": Device("cpu", None, None),
+    "a100-40gb": Device("cuda", 40960 * _MIB),
+    "a100-80gb": Device("cuda", 81920 * _MIB),
+    "h100": Device("cuda", 81559 * _MIB),
+    "h200": Device("cuda", 143771 * _MIB),
+    "b200": Device("cuda", 183359 * _MIB),
+    "gaudi2": Device("hpu", 98304 * _MIB),
+    "gaudi3": Device("hpu", 131072 * _MIB),
+    "cpu": Device("cpu", None),
 }
 
 
@@ -68,24 +56,16 @@ def check_devices(kind: str, wanted: int) -> None:
         raise refuse("--device", f"({kind})", f"{wanted} accelerators are asked for on this node, {found} are there")
 
 
-def read_hostfile(file: str) -> list[tuple[str, int]]:
-    """The hosts of an Open MPI hostfile, each with its slots. Raises :class:`UsageError`."""
+def first_host(file: str) -> str:
+    """Return the first host of an Open MPI hostfile, on which rank 0 runs. Raises :class:`UsageError`."""
     try:
-        lines = Path(file).read_text().splitlines()
+        lines = [line.split("#", 1)[0].split() for line in Path(file).read_text().splitlines()]
     except OSError as error:
         raise cannot("--hostfile", file, "read", error) from None
-    hosts = []
-    for number, line in enumerate(lines, 1):
-        text = line.split("#", 1)[0].split()
-        if not text:
-            continue
-        slots = [item.partition("=")[2] for item in text[1:] if item.startswith("slots=")]
-        if len(slots) != 1 or not slots[0].isdigit():
-            raise refuse("--hostfile", file, f"line {number} must read ADDRESS slots=N")
-        hosts.append((text[0], int(slots[0])))
+    hosts = [words[0] for words in lines if words]
     if not hosts:
         raise refuse("--hostfile", file, "names no host")
-    return hosts
+    return hosts[0]
 
 
 def check_tokenizer(name: str) -> None:

@@ -40,6 +40,7 @@ from dataclasses import dataclass
 
 from ...base.registry import CHANNELS, GRAD_RECOVERIES
 from ...config import PHASES, LossyConfig
+from ..data import padded_vocab_size
 from ..train.config import TrainConfig
 from .devices import GIB, Device
 from .kept import STATE, Held, kept_by, saved_of_islands
@@ -68,13 +69,12 @@ class Layout:
 class StageMemory:
     """Bytes on each device of one pipeline stage, by component. ``saved``: bytes that a checkpoint has of them.
 
-    ``shards``: ranks that shard the optimizer. ``far``: the share of them that datagrams reach, if there are any.
+    ``far``: the share of the ranks that shard the optimizer which datagrams reach, if there are any.
     """
 
     stage: int
     components: Mapping[str, float]
     saved: float
-    shards: int = 1
     far: float = 0.0
 
     @property
@@ -156,7 +156,7 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     components |= {one.name: one.bytes for one in kept}
     saved += sum(one.bytes for one in kept if one.saved)
     components["reserved"] = RESERVED
-    return StageMemory(stage, components, saved, shards, (shards - near) / shards)
+    return StageMemory(stage, components, saved, (shards - near) / shards)
 
 
 def _weights(config: TrainConfig, vocab_size: int, first: bool, last: bool, stages: int) -> int:
@@ -182,8 +182,7 @@ def _keys(config: TrainConfig) -> int:
 
 
 def _padded(config: TrainConfig, vocab_size: int) -> int:
-    multiple = config.make_vocab_size_divisible_by * config.tensor_model_parallel_size
-    return -(-vocab_size // multiple) * multiple
+    return padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size)
 
 
 def _activations(config: TrainConfig, layout: Layout, compute: int) -> float:

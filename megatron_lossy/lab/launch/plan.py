@@ -274,7 +274,7 @@ def _trainer_arguments(config: TrainConfig) -> list[str]:
 
 
 def _rate_name(rate: float | None) -> str | None:
-    """The folder's name for a rate, the same as in ``python -m megatron_lossy.lab sweep``."""
+    """Return the folder's name for a rate."""
     if rate is None:
         return None
     return f"p_{rate:.2f}" if round(rate, 2) == rate else f"p_{rate!r}"

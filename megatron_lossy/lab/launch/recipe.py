@@ -102,55 +102,12 @@ def _section(path: Path, name: str, value: Any) -> dict[str, Any]:
 # --- the same run for pretrain_gpt.py --------------------------------------------------------------------------------
 
 
-_SAME = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "rotary_base",
-    "norm_epsilon",
-    "init_method_std",
-    "hidden_dropout",
-    "attention_dropout",
-    "make_vocab_size_divisible_by",
-    "transformer_impl",
-    "bf16",
-    "micro_batch_size",
-    "global_batch_size",
-    "train_iters",
-    "seed",
-    "calculate_per_token_loss",
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_warmup_iters",
-    "weight_decay",
-    "optimizer",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "clip_grad",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "ddp_bucket_size",
-    "ddp_average_in_collective",
-    "reduce_scatter_with_fp32_accumulation",
-    "distributed_timeout_minutes",
-    "data_cache_path",
-    "eval_interval",
-    "eval_iters",
-    "save",
-    "load",
-    "save_interval",
-    "exit_interval",
-    "log_interval",
-    "tensorboard_dir",
-    "wandb_project",
-)
+#: Flags of our trainer that Megatron-LM has not, or under another name, or not always.
+_NOT_SAME = {
+    *("ffn_hidden_size", "num_query_groups", "share_embeddings_and_output_weights", "tokenizer"),
+    *("nadam_momentum_decay", "sgd_momentum", "num_distributed_optimizer_instances", "virtual_workers"),
+    *("data", "data_path", "valid_data_path", "keep_checkpoints", "sharpness_interval", "metrics_dir"),
+}
 _ALWAYS = {
     "normalization": "RMSNorm",
     "position-embedding-type": "rope",
@@ -171,7 +128,7 @@ def megatron_arguments(
     """
     if config.virtual_workers:
         raise refuse("--virtual-workers", config.virtual_workers, "needs --program train")
-    flags: dict[str, Any] = {_dashed(name): getattr(config, name) for name in _SAME}
+    flags: dict[str, Any] = {_dashed(name): value for name, value in vars(config).items() if name not in _NOT_SAME}
     flags |= _ALWAYS
     flags["global-batch-size"] = config.global_batch_size // lossy.jobs().number  # Megatron-LM knows of its own job
     flags |= {
@@ -185,8 +142,6 @@ def megatron_arguments(
         flags["num-distributed-optimizer-instances"] = config.num_distributed_optimizer_instances
     if config.optimizer == "sgd":
         flags["sgd-momentum"] = config.sgd_momentum
-    if config.wandb_project:
-        flags["wandb-exp-name"] = config.wandb_exp_name or "megatron-lossy"
     flags |= _tokenizer(config.tokenizer)
     if not mock_data:
         flags |= _data(config)

@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from ...base.errors import ArgumentParser, check_package, refuse, usage_errors
+from ...base.errors import ArgumentParser, UsageError, check_package, refuse, usage_errors
 from ...base.files import check_folder
-from ...base.flags import add_flags, flag, from_namespace
+from ...base.flags import did_you_mean
 from ..train.metrics import METRICS_FILE
 from .read import read_runs
 from .scalars import DEFINITION, DEFINITION_WHOLE, axis_of, check_names, recorded
 from .table import CURVES, TABLE_CSV, TABLE_MARKDOWN, loss_table, report_files, write_report
-
-
-@dataclass(frozen=True)
-class ReportConfig:
-    """The content of the report, and its folder."""
-
-    out: str | None = flag(
-        None, f"folder of {TABLE_MARKDOWN}, {TABLE_CSV} and {CURVES}; default RUNS_DIR", type=str, metavar="DIR"
-    )
-    metrics: tuple[str, ...] = flag(
-        (),
-        f"recorded scalars, a row of the table and a figure for each: {DEFINITION.replace('%', '%%')}; with (run) behind a name "
-        + DEFINITION_WHOLE,
-        type=str,
-        nargs="+",
-        metavar="NAME",
-    )
-    list_metrics: bool = flag(False, "print what --metrics can name for these runs, and write nothing")
-    overwrite: bool = flag(False, "replace the report that another --out folder holds already")
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -45,12 +25,25 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "runs",
         metavar="RUNS_DIR",
-        help=f"a run's folder, with {METRICS_FILE} or with the log or the TensorBoard files of Megatron-LM; or a folder of "
-        "such folders",
+        help=f"a run's folder, with {METRICS_FILE} or with the log of Megatron-LM; or a folder of such folders",
     )
-    namespace = add_flags(parser, ReportConfig, "output").parse_args(arguments)
-    config = from_namespace(ReportConfig, namespace)
-    runs = read_runs(namespace.runs)
+    files = f"{TABLE_MARKDOWN}, {TABLE_CSV} and {CURVES}"
+    parser.add_argument("--out", metavar="DIR", help=f"folder of {files}; default RUNS_DIR")
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=f"recorded scalars, a row of the table and a figure for each: {DEFINITION.replace('%', '%%')}; with (run) "
+        f"behind a name {DEFINITION_WHOLE}",
+    )
+    parser.add_argument("--list-metrics", action="store_true", help="print the names for --metrics, and write nothing")
+    parser.add_argument("--overwrite", action="store_true", help="replace the report that another --out folder holds")
+    config, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        hint = did_you_mean(unknown, parser._option_string_actions)
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    runs = read_runs(config.runs)
     names = recorded(runs)
     if config.list_metrics:
         for name in names:
@@ -58,11 +51,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
             print(f"{name}: {axis_of(name).label}; in {having} of {len(runs)} runs")
         return
     check_names("--metrics", config.metrics, names)
-    out = Path(config.out if config.out is not None else namespace.runs)
+    out = Path(config.out if config.out is not None else config.runs)
     check_package("matplotlib", "--out", out, "matplotlib")
     check_folder("--out", out)
     # A report beside its runs belongs to them and is renewed with them; elsewhere it may belong to other runs.
-    if out.resolve() != Path(namespace.runs).resolve() and not config.overwrite:
+    if out.resolve() != Path(config.runs).resolve() and not config.overwrite:
         for name in report_files(config.metrics):
             if (out / name).exists():
                 raise refuse("--out", out, f"{out / name} exists already; give another, or --overwrite")

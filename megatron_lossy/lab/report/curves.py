@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from matplotlib import colormaps, ticker
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -124,7 +123,6 @@ def running_mean(values: np.ndarray) -> np.ndarray:
 
 def _figure() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(16, 10), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
 
 

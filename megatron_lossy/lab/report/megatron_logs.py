@@ -1,15 +1,13 @@
-"""Runs, read from Megatron-LM's own output: the log of its ranks, or its TensorBoard files.
+"""Runs, read from Megatron-LM's own output: the log of its ranks.
 
 Rank 0 prints all arguments at the start. The last rank prints a line per log interval and per evaluation
-(``megatron/training/training.py``). So the log of a run has the content of ``metrics.jsonl``. TensorBoard files hold
-the arguments as texts and the losses as scalars.
+(``megatron/training/training.py``). So the log of a run has the content of ``metrics.jsonl``.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,11 +16,9 @@ from typing import Any
 from ...base.errors import UsageError, cannot, refuse
 from ...config import LossyConfig
 from ..train.config import TrainConfig
-from ..train.metrics import MEGATRON_NAMES
 from .runs import LOSS, Run, RunRecorder
 
 LOG_SUFFIXES = (".log", ".out", ".txt")
-EVENTS = "events.out.tfevents.*"
 
 # A launcher may have put the rank before each line.
 _ARGUMENT = re.compile(r"\s(\w+) \.{2,} (.*)$")
@@ -38,34 +34,7 @@ _VALID_LOSSES = {
     "replica": re.compile(r"\blm loss value: (\S+)"),
     "owner": re.compile(r"\blm loss \(owner weights\) value: (\S+)"),
 }
-_SCALARS = {
-    ("train", None): LOSS,
-    ("valid", "replica"): "lm loss validation",
-    ("valid", "owner"): "lm loss (owner weights) validation",
-}
-# A training record replaces older records of its iteration.
-_ORDER = ("train", "valid", "scalars")
-# Steps of these count samples.
-_NOT_BY_ITERATION = " vs samples"
-_IN_TENSORBOARD = {theirs: ours for ours, theirs in MEGATRON_NAMES.items()} | {
-    "iteration-time": "seconds",
-    "batch-size": "global batch size",
-    "params-norm": "params norm",
-    "num-zeros": "num zeros",
-}
 _SETTINGS = {field.name for cls in (TrainConfig, LossyConfig) for field in dataclasses.fields(cls)} | {"world_size"}
-
-
-def read_megatron_run(folder: str | Path) -> Run | None:
-    """The run that Megatron-LM logged in ``folder`` or below it, or None if it logged none.
-
-    Raises :class:`UsageError` if the log does not show its arguments, or if there are several runs.
-    """
-    folder = Path(folder)
-    return _from_logs(folder) or _from_tensorboard(folder)
-
-
-# --- logs ------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -78,7 +47,11 @@ class _Log:
     started: str = ""
 
 
-def _from_logs(folder: Path) -> Run | None:
+def read_megatron_run(folder: Path) -> Run | None:
+    """Return the run that Megatron-LM logged in ``folder`` or below it, or None if it logged none.
+
+    Raises :class:`UsageError` if the log does not show its arguments, or if there are several runs.
+    """
     files = sorted(path for path in folder.rglob("*") if path.suffix in LOG_SUFFIXES and path.is_file())
     logs = [log for log in map(_read_log, files) if log.arguments or log.records]
     if not any(log.records for log in logs):
@@ -88,7 +61,7 @@ def _from_logs(folder: Path) -> Run | None:
         raise refuse(
             "RUNS_DIR", folder, "no log there has Megatron's arguments, which rank 0 prints at the start of a run"
         )
-    recorder = _recorder(folder, described[0].arguments)
+    recorder = RunRecorder(_described(folder, described[0].arguments))
     for log in described[1:]:
         recorder.check_same(_described(folder, log.arguments), str(log.path))
     # A requeued run goes on in another file.
@@ -143,62 +116,6 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-# --- TensorBoard -----------------------------------------------------------------------------------------------------
-
-
-def _from_tensorboard(folder: Path) -> Run | None:
-    found = []
-    for events in sorted({path.parent for path in folder.rglob(EVENTS)}):
-        accumulator = _load_events(events)
-        if _SCALARS["train", None] in accumulator.Tags()["scalars"]:
-            found.append((events, accumulator))
-    if not found:
-        return None
-    if len(found) > 1:
-        names = ", ".join(str(events.relative_to(folder)) for events, _ in found)
-        raise refuse("RUNS_DIR", folder, f"holds TensorBoard files of several runs: {names}; give each its folder")
-    [(_, accumulator)] = found
-    texts = accumulator.Tags()["tensors"]
-    suffix = "/text_summary"
-    arguments = {
-        tag.removesuffix(suffix): accumulator.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
-        for tag in texts
-        if tag.endswith(suffix)
-    }
-    recorder = _recorder(folder, arguments)
-    scalars = accumulator.Tags()["scalars"]
-    records = []
-    for (kind, weights), tag in _SCALARS.items():
-        for event in accumulator.Scalars(tag) if tag in scalars else ():
-            whose = {"weights": weights} if weights else {}
-            records.append((event.step, _ORDER.index(kind), {"iteration": event.step, LOSS: event.value, **whose}))
-    for tag in scalars:
-        if "validation" not in tag and not tag.endswith(_NOT_BY_ITERATION) and tag != LOSS:
-            name = _IN_TENSORBOARD.get(tag, tag)
-            for event in accumulator.Scalars(tag):
-                records.append((event.step, _ORDER.index("scalars"), {"iteration": event.step, name: event.value}))
-    for _, order, record in sorted(records, key=lambda item: item[:2]):
-        recorder.add(_ORDER[order], record)
-    return recorder.run
-
-
-def _load_events(folder: Path) -> Any:
-    # It warns of restarts, which it handles.
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
-    accumulator.Reload()
-    return accumulator
-
-
-# --- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _recorder(folder: Path, arguments: Mapping[str, str]) -> RunRecorder:
-    return RunRecorder(_described(folder, arguments))
 
 
 def _described(folder: Path, arguments: Mapping[str, str]) -> Run:

@@ -33,7 +33,7 @@ def read_runs(folder: str | Path) -> list[Run]:
         raise refuse(
             "RUNS_DIR",
             folder,
-            f"holds no run: there must be a folder per run, with {METRICS_FILE}, Megatron's log or its TensorBoard files",
+            f"holds no run: there must be a folder per run, with {METRICS_FILE} or Megatron's log",
         )
     return sorted(runs, key=lambda run: (run.p_grad, run.p_param, run.condition, run.name))
 

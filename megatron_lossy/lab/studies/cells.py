@@ -1,7 +1,7 @@
 """A cell of a study: one training run, known by its full configuration, in a folder of its own.
 
 Studies share cells, and a cell runs once. Any number of processes, on any number of machines that see the folder, may
-work on the same cells: each takes cells that no other has taken.
+work on the same cells, if the file system has locks: each takes cells that no other has taken.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import socket
-import uuid
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,8 +33,6 @@ from ..train.metrics import METRICS_FILE
 
 CONFIG, STATE, LOG = "config.yaml", "cell.json", "train.log"
 COMPLETE, DIVERGED = "complete", "diverged"
-#: Seconds between two signs of life of a cell's holder, and seconds without one until the cell is taken over.
-HEARTBEAT, ABANDONED = 15, 180
 
 
 @dataclass(frozen=True)
@@ -96,8 +92,6 @@ class CellFolder:
     def __init__(self, root: str | Path, cell: Cell) -> None:
         self.cell = cell
         self.path = Path(root) / cell.name
-        self._lock = Path(root) / f"{cell.name}.lock"
-        self._claim: str | None = None  # the content of the lock if this object made it
 
     @property
     def state(self) -> dict[str, Any] | None:
@@ -135,21 +129,6 @@ class CellFolder:
         write_text(self.path / CONFIG, text)
         return self.path / CONFIG
 
-    def open_log(self) -> IO[bytes] | None:
-        """The file for the output of trainers; ``None`` while trainers of a killed study still run in this folder.
-
-        It is locked as long as any process has it open, and so also by such trainers.
-        """
-        log = open(self.path / LOG, "ab")
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.close()
-            return None
-        except OSError:  # the file system has no locks
-            pass
-        return log
-
     def finish(self, status: str, seconds: float, **facts: Any) -> None:
         """Record that the run is over, and drop its checkpoints: a study needs only its losses."""
         state = {
@@ -165,79 +144,34 @@ class CellFolder:
         for folder in self.path.glob("iter_*"):
             shutil.rmtree(folder, ignore_errors=True)
 
-    # --- who works on it -----------------------------------------------------------------------------------------
+    def take(self) -> IO[bytes] | None:
+        """Claim the cell. Return the log for the output of its trainers, or None while another process has the cell.
 
-    def take(self) -> bool:
-        """Claim the cell; false if another process has it. Call :meth:`keep` at intervals, and :meth:`release` last."""
-        self._lock.parent.mkdir(parents=True, exist_ok=True)
-        if self._create():
-            return True
-        if (abandoned := self._abandoned()) is None:
-            return False
-        aside = self._lock.with_suffix(f".{uuid.uuid4().hex}")
+        The log is locked as long as any process has it open: trainers of a killed study keep the cell until they end.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        log = open(self.path / LOG, "ab")
+        if _locked(log, fcntl.LOCK_EX):
+            return log
+        log.close()
+        return None
+
+    @property
+    def taken(self) -> bool:
+        """Whether a process has the cell."""
         try:
-            os.rename(self._lock, aside)
-        except FileNotFoundError:  # another process found it abandoned, too
-            return False
-        mine = _read(aside) == abandoned
-        if not mine:  # another process was quicker, or the holder is alive after all
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, self._lock)
-        aside.unlink()
-        return mine and self._create()
-
-    def keep(self) -> None:
-        """Give a sign of life for the cell's holder, unless another process took the cell over."""
-        with contextlib.suppress(FileNotFoundError):
-            if self._held():
-                os.utime(self._lock)
-
-    def release(self) -> None:
-        """Let others take the cell, unless one took it over already."""
-        with contextlib.suppress(FileNotFoundError):
-            if self._held():
-                self._lock.unlink()
-
-    def holder(self) -> str | None:
-        """The holder of the cell, as host and process."""
-        try:
-            return self._lock.read_text().rpartition(" ")[2] or None
+            with open(self.path / LOG, "rb") as log:
+                return not _locked(log, fcntl.LOCK_SH)
         except FileNotFoundError:
-            return None
-
-    def _held(self) -> bool:
-        """Whether the lock has the content that :meth:`take` wrote."""
-        return self._lock.read_text() == self._claim
-
-    def _create(self) -> bool:
-        claim = f"{uuid.uuid4().hex} {socket.gethostname()}:{os.getpid()}"
-        try:
-            with open(self._lock, "x") as file:
-                file.write(claim)
-        except FileExistsError:
             return False
-        except OSError:
-            self._lock.unlink(missing_ok=True)  # an incomplete lock names no holder
-            raise
-        self._claim = claim
-        return True
-
-    def _abandoned(self) -> tuple[str, float] | None:
-        """The lock's text and time if its writer gives no sign of life; else None."""
-        try:
-            text, sign = _read(self._lock)
-        except FileNotFoundError:
-            return None
-        # The file system's own clock decides: clocks of two machines may differ.
-        probe = self._lock.with_suffix(f".{uuid.uuid4().hex}")
-        probe.touch()
-        silence = probe.stat().st_mtime - sign
-        probe.unlink()
-        host, _, process = text.rpartition(" ")[2].rpartition(":")
-        dead = host == socket.gethostname() and Path("/proc/self").exists() and not Path(f"/proc/{process}").exists()
-        return (text, sign) if silence > (2 * HEARTBEAT if dead else ABANDONED) else None
 
 
-def _read(lock: Path) -> tuple[str, float]:
-    """Text and time of a lock."""
-    return lock.read_text(), lock.stat().st_mtime
+def _locked(file: IO[bytes], how: int) -> bool:
+    """Lock ``file`` unless another process has; return whether it is free. It is where the file system has no locks."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -6,12 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ...base.errors import ArgumentParser, UsageError, check_package, refuse
 from ...base.files import check_folder
-from ...base.flags import add_flags, did_you_mean, flag, from_namespace
+from ...base.flags import did_you_mean
 from ..report import LossTable, Run
 from ..train.arguments import make_parser
 from .cells import CellFolder
@@ -29,90 +29,6 @@ from .folder import (
 )
 from .runner import Tally, run_cells
 from .summary import Results
-
-
-@dataclass(frozen=True)
-class StudyConfig:
-    """The settings for running a study, and the folder of its report."""
-
-    out: str | None = flag(None, "folder of the report: tables and figures", type=str, metavar="DIR")
-    cells: str = flag(
-        "runs/cells",
-        "folder of the training runs, shared by all studies; what is there is not run again",
-        metavar="DIR",
-    )
-    records: tuple[str, ...] = flag(
-        (),
-        "folders of earlier reports: runs that their study.json holds are not run again, though --cells has none of them",
-        type=str,
-        nargs="+",
-        metavar="DIR",
-    )
-    jobs: int | None = flag(
-        None,
-        "cells to run at once; default one per device, on a CPU one per core and rank",
-        type=int,
-        metavar="N",
-    )
-    devices: tuple[str, ...] | None = flag(
-        None, "accelerators to give to the cells in turn, by number or name", nargs="+", metavar="DEVICE"
-    )
-    seeds: tuple[int, ...] | None = flag(
-        None,
-        "seeds of weights and data, in every condition; default the study's, or 1 2 3",
-        type=int,
-        nargs="+",
-        metavar="SEED",
-    )
-    loss_seeds: tuple[int, ...] | None = flag(
-        None,
-        "seeds of the losses, with each of --seeds; default the study's, or 1 2",
-        type=int,
-        nargs="+",
-        metavar="SEED",
-    )
-    metrics: tuple[str, ...] | None = flag(
-        None,
-        "recorded scalars to report beside the losses (docs/monitors.md); default the study's, or none",
-        type=str,
-        nargs="+",
-        metavar="NAME",
-    )
-    list: bool = flag(False, "print the cells and what became of them, and run nothing")
-    report_only: bool = flag(False, "report what is there, and run nothing")
-
-    def __post_init__(self) -> None:
-        if self.jobs is not None and self.jobs < 1:
-            raise refuse("--jobs", self.jobs, "must be at least 1")
-        for name in ("seeds", "loss_seeds"):
-            if getattr(self, name) is not None:
-                check_seeds(f"--{name.replace('_', '-')}", list(getattr(self, name)))
-        if self.metrics is not None:
-            check_metrics("--metrics", list(self.metrics))
-
-
-@dataclass(frozen=True)
-class Table1Config:
-    """The rates and processes of Table 1."""
-
-    rates: tuple[float, ...] = flag(
-        (0.1, 0.2, 0.3, 0.4),
-        "loss rates of gradients and parameters, beside 0",
-        type=float,
-        nargs="+",
-        metavar="P",
-    )
-    processes: int = flag(1, "ranks of each cell, under torchrun; 1 with --virtual-workers", metavar="N")
-
-    def __post_init__(self) -> None:
-        for rate in self.rates:
-            if not 0 <= rate < 1:
-                raise refuse("--rates", rate, "must be in [0, 1)")
-        if len(set(self.rates)) != len(self.rates):
-            raise refuse("--rates", " ".join(map(str, self.rates)), "must differ from each other")
-        if self.processes < 1:
-            raise refuse("--processes", self.processes, "must be at least 1")
-
 
 _TABLE_1 = "Training under packet loss"
 
@@ -161,35 +77,44 @@ def recorded_tables(folder: Path) -> dict[str, LossTable]:
     return tables(*recorded(folder))
 
 
-def _read_table1(arguments: Sequence[str]) -> tuple[Study, StudyConfig, dict[str, float]]:
+def _read_table1(arguments: Sequence[str]) -> tuple[Study, argparse.Namespace, dict[str, float]]:
     """The study of Table 1 with ``arguments``, how to run it, and the rate of each level."""
     parser = _parser("table1", "Train at several loss rates and seeds, and print the paper's Table 1.")
-    add_flags(parser, Table1Config, "Table 1")
-    own, rest = _split(parser, arguments)
-    sweep, how = from_namespace(Table1Config, own), from_namespace(StudyConfig, own)
-    rates = {f"{100 * rate:g} %": rate for rate in sweep.rates if rate}
+    add = parser.add_argument_group("Table 1").add_argument
+    rates_help = "loss rates of gradients and parameters, beside 0; default 0.1 0.2 0.3 0.4"
+    add("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.4], metavar="P", help=rates_help)
+    ranks_help = "ranks of each cell, under torchrun; 1, the default, with --virtual-workers"
+    add("--processes", type=int, default=1, metavar="N", help=ranks_help)
+    how, rest = _split(parser, arguments)
+    for rate in how.rates:
+        if not 0 <= rate < 1:
+            raise refuse("--rates", rate, "must be in [0, 1)")
+    if len(set(how.rates)) != len(how.rates):
+        raise refuse("--rates", " ".join(map(str, how.rates)), "must differ from each other")
+    if how.processes < 1:
+        raise refuse("--processes", how.processes, "must be at least 1")
+    rates = {f"{100 * rate:g} %": rate for rate in how.rates if rate}
     for name in ("--p-grad", "--p-param"):
         if any(argument.split("=")[0] == name for argument in rest):
             raise UsageError(f"{name}: cannot be given to a sweep over --rates")
     design = Design(
         title=_TABLE_1,
         question="What does loss cost?",
-        processes=sweep.processes,
+        processes=how.processes,
         levels={name: {"p": rate} for name, rate in rates.items()},
     )
     return _study(design, how, rest), how, rates
 
 
-def _read_study(arguments: Sequence[str]) -> tuple[Study, StudyConfig, str]:
+def _read_study(arguments: Sequence[str]) -> tuple[Study, argparse.Namespace, str]:
     """The study that ``arguments`` name, how to run it, and its own name or that of its file."""
     parser = _parser("", "Run the study in a file, and report it.")
     parser.add_argument("study", metavar="STUDY", help="study file (YAML), see docs/study.md")
     parser.add_argument("name", metavar="NAME", nargs="?", help="which study, if the file holds several")
-    own, rest = _split(parser, arguments)
-    how = from_namespace(StudyConfig, own)
+    how, rest = _split(parser, arguments)
     if any(argument.split("=")[0] == "--config" for argument in rest):
         raise UsageError("--config: cannot be given to a study, whose file names it")
-    return _study(read_design(own.study, own.name), how, rest), how, own.name or Path(own.study).stem
+    return _study(read_design(how.study, how.name), how, rest), how, how.name or Path(how.study).stem
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -199,7 +124,25 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
         epilog="All flags of python -m megatron_lossy.train are allowed too, for all cells.",
         allow_abbrev=False,
     )
-    return add_flags(parser, StudyConfig, "study")
+    add = parser.add_argument_group("study").add_argument
+    add("--out", metavar="DIR", help="folder of the report: tables and figures")
+    shared = "folder of the training runs, shared by all studies; what is there is not run again; default runs/cells"
+    add("--cells", default="runs/cells", metavar="DIR", help=shared)
+    records = "folders of earlier reports: runs that their study.json holds are not run again, though --cells has none of them"
+    add("--records", default=[], nargs="+", metavar="DIR", help=records)
+    at_once = "cells to run at once; default one per device, on a CPU one per core and rank"
+    add("--jobs", type=int, metavar="N", help=at_once)
+    in_turn = "accelerators to give to the cells in turn, by number or name"
+    add("--devices", nargs="+", metavar="DEVICE", help=in_turn)
+    seeds = "seeds of weights and data, in every condition; default the study's, or 1 2 3"
+    add("--seeds", type=int, nargs="+", metavar="SEED", help=seeds)
+    loss_seeds = "seeds of the losses, with each of --seeds; default the study's, or 1 2"
+    add("--loss-seeds", type=int, nargs="+", metavar="SEED", help=loss_seeds)
+    metrics = "recorded scalars to report beside the losses (docs/monitors.md); default the study's, or none"
+    add("--metrics", nargs="+", metavar="NAME", help=metrics)
+    add("--list", action="store_true", help="print the cells and what became of them, and run nothing")
+    add("--report-only", action="store_true", help="report what is there, and run nothing")
+    return parser
 
 
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -217,19 +160,26 @@ def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
     known = flags | training._option_string_actions.keys()
     if unknown := [word for word in rest if word.startswith("--") and word.split("=")[0] not in known]:
         raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(unknown, known)}")
-    namespace = parser.parse_args(own)
+    how = parser.parse_args(own)
     training.parse_args(rest)
-    return namespace, rest
+    if how.jobs is not None and how.jobs < 1:
+        raise refuse("--jobs", how.jobs, "must be at least 1")
+    for flag, seeds in (("--seeds", how.seeds), ("--loss-seeds", how.loss_seeds)):
+        if seeds is not None:
+            check_seeds(flag, seeds)
+    if how.metrics is not None:
+        check_metrics("--metrics", how.metrics)
+    return how, rest
 
 
-def _study(design: Design, how: StudyConfig, arguments: Sequence[str]) -> Study:
+def _study(design: Design, how: argparse.Namespace, arguments: Sequence[str]) -> Study:
     changes = {
-        name: list(getattr(how, name)) for name in ("seeds", "loss_seeds", "metrics") if getattr(how, name) is not None
+        name: getattr(how, name) for name in ("seeds", "loss_seeds", "metrics") if getattr(how, name) is not None
     }
     return replace(design, **changes).study(arguments)
 
 
-def _run(study: Study, how: StudyConfig, out: Path, rates: dict[str, float] | None) -> int:
+def _run(study: Study, how: argparse.Namespace, out: Path, rates: dict[str, float] | None) -> int:
     check_folder("--out", out)
     check_no_runs(out, how.cells)
     check_out(out, study)
@@ -259,7 +209,7 @@ def _run(study: Study, how: StudyConfig, out: Path, rates: dict[str, float] | No
     return _explain(tally, len(study.cells) - len(runs))
 
 
-def _default_jobs(study: Study, how: StudyConfig) -> int:
+def _default_jobs(study: Study, how: argparse.Namespace) -> int:
     if how.devices:
         return len(how.devices)
     from ...base import device
@@ -274,9 +224,8 @@ def _list(study: Study, root: str, recorded: Mapping[str, Run]) -> None:
     for cell in study.cells:
         folder = CellFolder(root, cell)
         state = folder.state
-        running = folder.holder()
         there = "recorded" if cell.name in recorded else "to do"
-        states[cell] = state["status"] if state else f"running on {running}" if running else there
+        states[cell] = state["status"] if state else "running" if folder.taken else there
     for trial in study.trials:
         seeds = f"seed {trial.seed}" + (f", loss seed {trial.loss_seed}" if trial.loss_seed is not None else "")
         where = ", ".join(filter(None, (trial.variant, trial.level or study.baseline)))
@@ -289,7 +238,7 @@ def _explain(tally: Tally, missing: int) -> int:
     if tally.interrupted:
         print("interrupted; run the same command again to continue")
     elif tally.elsewhere:
-        print(f"{len(tally.elsewhere)} cells are trained by others: {', '.join(sorted(set(tally.elsewhere)))}")
+        print(f"{tally.elsewhere} cells are trained by other processes")
     return 1 if tally.failed or tally.interrupted else 0
 
 

@@ -54,7 +54,7 @@ from ..train.facts import check_flags, of_trainer
 from .cells import Cell, make_cell
 
 # Flags that the study sets itself, that would end a run early, or that would name one folder for all cells.
-_NOT_HERE = ("save", "load", "metrics_dir", "exit_interval", "tensorboard_dir", "wandb_project", "delivery_log")
+_NOT_HERE = ("save", "load", "metrics_dir", "exit_interval", "tensorboard_dir", "delivery_log")
 # Islands and asynchronous stages are no losses: the run without loss has them, too.
 _KEPT = tuple(
     f.name for cls in (IslandFlags, AsyncPipelineFlags) for f in dataclasses.fields(cls) if f.name != "p_sync"

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ...base.files import replace_file
@@ -202,9 +201,7 @@ def line_style(number: int) -> dict[str, Any]:
 
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure, in inches."""
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=110, layout="constrained")
 
 
 def _levels(results: Results) -> list[tuple[str, list[Run]]]:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from ...base.errors import ArgumentParser, refuse
-from ...base.files import replace_file
 from ...base.theory import Lag, Lead, stability_limit
 
 BETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.0)
@@ -19,15 +15,10 @@ _EPSILON = 1e-9
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the limits at the settings of the command line, and draw them with ``--plot``."""
+    """Print the limits at the settings of the command line."""
     given = _read(arguments)
     lag = Lag.of(given.p, given.mean_burst)
     print("\n".join(report(lag, given.beta1, given.p, given.mean_burst)))
-    if given.plot is not None:
-        if Path(given.plot).exists() and not given.overwrite:
-            raise refuse("--plot", given.plot, "is there already; --overwrite replaces it")
-        replace_file(given.plot, lambda aside: draw(lag, given.beta1, title(given.p, given.mean_burst), aside))
-        print(f"wrote {given.plot}")
 
 
 def _read(arguments: Sequence[str]) -> argparse.Namespace:
@@ -41,8 +32,6 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--mean-burst", type=float, metavar="B", help="losses come in bursts of this mean length, in updates"
     )
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the limit over beta1")
-    parser.add_argument("--overwrite", action="store_true", help="replace the figure if it is there")
     given = parser.parse_args(arguments)
     if not 0 <= given.p < 1:
         raise refuse("--p", given.p, "must be in [0, 1)")
@@ -100,24 +89,3 @@ def report(lag: Lag, beta1: float, p: float, burst: float | None) -> list[str]:
 
 def _words(lead: Lead) -> str:
     return f"{lead.c:.3g}" if not lead.r else f"{lead.c:.3g}, r = {lead.r:.3g}"
-
-
-def draw(lag: Lag, beta1: float, what: str, path: Path) -> None:
-    """Write the PNG ``path``: the limits over the decay of the first moment."""
-    betas = np.linspace(0, 0.97, 98)
-    values = np.array([limits(beta, lag) for beta in betas])
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for column, (label, color, style) in enumerate(
-        (("no loss", "#666666", "-"), ("plain", "#c53030", "-"), ("compensated", "#2b6cb0", "--"))
-    ):
-        axes.plot(betas, values[:, column], color=color, linestyle=style, linewidth=2, label=label)
-    axes.axvline(beta1, color="#bbbbbb", linewidth=1, zorder=0)
-    axes.set_yscale("log")
-    axes.set_xlabel(r"decay of Adam's first moment, $\beta_1$")
-    axes.set_ylabel("largest stable learning rate x curvature")
-    axes.set_title(what)
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(loc="upper left")
-    figure.savefig(path, format="png")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -119,57 +118,33 @@ def read(arguments: Sequence[str]) -> Site:
         description="Which method fits a link between sites, and what to set (docs/choosing.md).",
         allow_abbrev=False,
     )
-    parser.add_argument("--mbit", type=float, required=True, help="rate of the link each way, Mbit/s")
-    parser.add_argument("--rtt", type=float, required=True, metavar="MS", help="round trip, ms")
-    parser.add_argument("--loss", type=float, default=0.0, metavar="P", help="share of packets lost; default 0")
-    parser.add_argument("--parameters", type=float, required=True, metavar="N", help="of the model, for example 7e9")
-    parser.add_argument(
-        "--step", type=float, required=True, metavar="S", help="seconds of an iteration without the link"
-    )
-    parser.add_argument(
-        "--ranks-per-site", type=int, default=1, metavar="D", help="data-parallel ranks of a site; default 1"
-    )
-    parser.add_argument("--weights", choices=tuple(_BYTES), default="bf16", help="dtype of the model; default bf16")
-    parser.add_argument("--islands", type=int, default=2, metavar="M", help="sites that would be islands; default 2")
-    parser.add_argument(
-        "--sync-dtype", choices=tuple(_SYNC_BYTES), default="bf16", help="what islands send; default bf16"
-    )
-    parser.add_argument(
-        "--longer",
-        type=float,
-        default=LONGER,
-        metavar="SHARE",
-        help="choose gradients if they make an iteration at most so much longer; default 1/3",
-    )
-    given = parser.parse_args(arguments)
-    _check(given)
-    return Site(
-        given.mbit,
-        given.rtt,
-        given.loss,
-        given.parameters,
-        given.step,
-        given.ranks_per_site,
-        given.weights,
-        given.islands,
-        given.sync_dtype,
-        given.longer,
-    )
-
-
-def _check(given: argparse.Namespace) -> None:
-    for name in ("mbit", "parameters", "step"):
-        if not 0 < getattr(given, name) < math.inf:
-            raise refuse(f"--{name}", getattr(given, name), "must be above 0")
-    for name in ("rtt", "longer"):
-        if not 0 <= getattr(given, name) < math.inf:
-            raise refuse(f"--{name}", getattr(given, name), "must be at least 0")
-    if not 0 <= given.loss < 1:
-        raise refuse("--loss", given.loss, "must be in [0, 1)")
-    if given.ranks_per_site < 1:
-        raise refuse("--ranks-per-site", given.ranks_per_site, "must be at least 1")
-    if given.islands < 2:
-        raise refuse("--islands", given.islands, "must be at least 2")
+    add = parser.add_argument
+    add("--mbit", type=float, required=True, help="rate of the link each way, Mbit/s")
+    add("--rtt", type=float, required=True, metavar="MS", dest="round_trip_ms", help="round trip, ms")
+    add("--loss", type=float, default=0.0, metavar="P", help="share of packets lost; default 0")
+    add("--parameters", type=float, required=True, metavar="N", help="of the model, for example 7e9")
+    add("--step", type=float, required=True, metavar="S", help="seconds of an iteration without the link")
+    ranks = "data-parallel ranks of a site; default 1"
+    add("--ranks-per-site", type=int, default=1, metavar="D", dest="ranks", help=ranks)
+    add("--weights", choices=tuple(_BYTES), default="bf16", help="dtype of the model; default bf16")
+    add("--islands", type=int, default=2, metavar="M", help="sites that would be islands; default 2")
+    sync = "what islands send; default bf16"
+    add("--sync-dtype", choices=tuple(_SYNC_BYTES), default="bf16", dest="sync", help=sync)
+    longer = "choose gradients if they make an iteration at most so much longer; default 1/3"
+    add("--longer", type=float, default=LONGER, metavar="SHARE", help=longer)
+    site = Site(**vars(parser.parse_args(arguments)))
+    for flag, value in (("--mbit", site.mbit), ("--parameters", site.parameters), ("--step", site.step)):
+        if not 0 < value < math.inf:
+            raise refuse(flag, value, "must be above 0")
+    for flag, value in (("--rtt", site.round_trip_ms), ("--longer", site.longer)):
+        if not 0 <= value < math.inf:
+            raise refuse(flag, value, "must be at least 0")
+    if not 0 <= site.loss < 1:
+        raise refuse("--loss", site.loss, "must be in [0, 1)")
+    for flag, value, least in (("--ranks-per-site", site.ranks, 1), ("--islands", site.islands, 2)):
+        if value < least:
+            raise refuse(flag, value, f"must be at least {least}")
+    return site
 
 
 def report(site: Site) -> list[str]:

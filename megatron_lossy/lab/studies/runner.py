@@ -22,7 +22,7 @@ from ...base.checkpoints import latest_iteration
 from ...base.device.environment import without_ranks
 from ..train.log import clock
 from ..train.metrics import METRICS_FILE
-from .cells import COMPLETE, DIVERGED, HEARTBEAT, LOG, Cell, CellFolder
+from .cells import COMPLETE, DIVERGED, LOG, Cell, CellFolder
 
 _SECONDS_BETWEEN_LINES = 20
 _POLL = 0.5
@@ -30,10 +30,10 @@ _POLL = 0.5
 
 @dataclass
 class Tally:
-    """The result for the cells: finished ones, those run elsewhere, failures with the reason, and interruption."""
+    """Numbers of cells that are done and that other processes have, failures with the reason, and interruption."""
 
     done: int = 0
-    elsewhere: list[str] = field(default_factory=list)
+    elsewhere: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False
 
@@ -81,7 +81,6 @@ class _Runner:
         return self._tally
 
     def _work(self, waiting: list[CellFolder]) -> None:
-        told = time.monotonic()
         while (waiting and not self._stop.is_set()) or self._jobs:
             while waiting and self._slots and not self._stop.is_set():
                 self._start(waiting.pop(0))
@@ -91,10 +90,6 @@ class _Runner:
                     job.process.terminate()  # the trainer saves and leaves
                 if job.process.poll() is not None and not self._end(job):
                     waiting.insert(0, job.folder)
-            if time.monotonic() - told > HEARTBEAT:
-                told = time.monotonic()
-                for job in self._jobs:
-                    job.folder.keep()
             self._tell(waiting)
         self._tally.interrupted = self._stop.is_set()
 
@@ -120,21 +115,13 @@ class _Runner:
     # --- one cell ------------------------------------------------------------------------------------------------
 
     def _start(self, folder: CellFolder) -> None:
-        if not folder.take():
-            self._tally.elsewhere.append(folder.holder() or "")
+        config = folder.write_config()
+        log = folder.take()
+        if log is None:
+            self._tally.elsewhere += 1
             return
         if folder.state is not None:  # another process finished it meanwhile
-            folder.release()
-            return
-        try:
-            config = folder.write_config()
-            log = folder.open_log()
-        except OSError:
-            folder.release()
-            raise
-        if log is None:
-            folder.release()
-            self._tally.elsewhere.append("trainers of a study that was killed")
+            log.close()
             return
         slot = self._slots.pop()
         process = subprocess.Popen(
@@ -170,7 +157,6 @@ class _Runner:
         """Note the end of ``job``. Returns False if its cell must be started again."""
         self._jobs.remove(job)
         self._slots.append(job.slot)
-        job.log.close()
         folder, status = job.folder, job.process.returncode
         seconds = time.monotonic() - job.started
         self._trained += max(0, folder.iterations - job.first)
@@ -194,7 +180,7 @@ class _Runner:
                 self._tally.failed[folder.cell.name] = f"exit status {status}; {_last_line(folder.path / LOG)}"
                 print(f"cell {folder.cell.name} failed: {self._tally.failed[folder.cell.name]}", flush=True)
         finally:
-            folder.release()
+            job.log.close()  # which lets others take the cell
         return True
 
     # --- progress ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""All closed forms (docs/theory.md), and experiments on them: with real channels and rules, and in a real run."""
+"""All closed forms (docs/theory.md), those that no run uses, and averaging between islands in memory."""
 
 from ...base.theory import *  # noqa: F403
 from .recovery import (  # noqa: F401

@@ -124,9 +124,6 @@ class TrainConfig:
         None, "parameters per bucket with --overlap-grad-reduce; default megatron-core's", type=int, metavar="N"
     )
     ddp_average_in_collective: bool = flag(False, "average in the reduce-scatter instead of scaling before it")
-    reduce_scatter_with_fp32_accumulation: bool = flag(
-        False, "reduce-scatter gradients by an all-to-all and sums in fp32 at each owner; from megatron-core 0.16 on"
-    )
     num_distributed_optimizer_instances: int = flag(
         1, "copies of the sharded optimizer over the data-parallel ranks", metavar="N"
     )
@@ -212,13 +209,6 @@ class TrainConfig:
     )
     metrics_dir: str | None = flag(None, "folder of metrics.jsonl; default --save", metavar="FOLDER", incidental=True)
     tensorboard_dir: str | None = flag(None, "folder of TensorBoard events", metavar="FOLDER", incidental=True)
-    wandb_project: str | None = flag(None, "Weights & Biases project to log to", metavar="PROJECT", incidental=True)
-    wandb_exp_name: str | None = flag(
-        None, "name of the run; default the last part of --save", metavar="NAME", incidental=True
-    )
-    wandb_mode: str = flag(
-        "online", "offline keeps Weights & Biases on this disk", choices=("online", "offline"), incidental=True
-    )
 
     def __post_init__(self) -> None:
         for found in (self.missing(vars(self)), self._wrong_numbers(), self._wrong()):
@@ -283,13 +273,6 @@ class TrainConfig:
             yield refuse("--ddp-average-in-collective", "on", "cannot be combined with --calculate-per-token-loss")
         if self.keep_checkpoints is not None:
             yield from self._need("keep_checkpoints", self.save is not None, "needs --save")
-        if self.reduce_scatter_with_fp32_accumulation:
-            name = "reduce_scatter_with_fp32_accumulation"
-            yield from self._need(name, self.use_distributed_optimizer, "needs --use-distributed-optimizer")
-            yield from self._need(name, not self.ddp_average_in_collective, "adds up: no --ddp-average-in-collective")
-            yield from self._need(name, not self.virtual_workers, "needs real ranks, without --virtual-workers")
-            one = self.num_distributed_optimizer_instances == 1
-            yield from self._need(name, one, "needs --num-distributed-optimizer-instances 1")
         if self.sharpness_interval:
             yield from self._need(
                 "sharpness_interval", bool(self.virtual_workers), "needs all workers in one process: --virtual-workers"
@@ -298,9 +281,6 @@ class TrainConfig:
             yield from self._need(
                 "sharpness_interval", self.use_distributed_optimizer, "needs one optimizer: --use-distributed-optimizer"
             )
-        for name in ("wandb_exp_name", "wandb_mode") if self.wandb_project is None else ():
-            if getattr(self, name) != TrainConfig.__dataclass_fields__[name].default:
-                yield refuse(flag_name(TrainConfig, name), getattr(self, name), "needs --wandb-project")
         if self.data and (self.data_path or self.valid_data_path):
             yield refuse("--data", self.data, "cannot be combined with --data-path or --valid-data-path")
         if self.optimizer != "sgd":

@@ -40,11 +40,7 @@ def valid_lines(record: dict[str, Any]) -> str:
 
 
 class Console:
-    """Prints a run. A subclass may print it in another form. Used on rank 0 only."""
-
-    def header(self, text: str) -> None:
-        """Print the description of the coming run."""
-        self.note(text)
+    """Prints a run. Used on rank 0 only."""
 
     def note(self, text: str) -> None:
         """Print an event that happened once."""
@@ -52,23 +48,17 @@ class Console:
 
     def train(self, record: dict[str, Any], train_iters: int, global_batch_size: int) -> None:
         """Print the average of the iterations since the last call."""
-        print(train_line(record, train_iters, global_batch_size), flush=True)
+        self.note(train_line(record, train_iters, global_batch_size))
 
     def valid(self, record: dict[str, Any]) -> None:
         """Print an evaluation."""
-        print(valid_lines(record), flush=True)
+        self.note(valid_lines(record))
 
 
 class Silent(Console):
     """The console of ranks other than 0. It prints nothing."""
 
     def note(self, text: str) -> None:
-        pass
-
-    def train(self, record: dict[str, Any], train_iters: int, global_batch_size: int) -> None:
-        pass
-
-    def valid(self, record: dict[str, Any]) -> None:
         pass
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
+from ... import hooks
 from ...base import device
 from ...base.checkpoints import latest_iteration
 from ...base.flags import identity
@@ -26,16 +27,16 @@ from ...delivery_log.writer import claim_delivery_log
 from ...run.base import Run
 from ...transport import settled
 from ..data import build_tokenizer
+from ..virtual.choice import virtual_run, workers_of
 from . import parallel
-from .build import build_run, build_workers
 from .checkpoint import Checkpoints, NotSaved
 from .config import TrainConfig
 from .data import RankBatches, build_datasets
 from .evaluate import begin_mean_loss, evaluate
 from .facts import check_flags
 from .log import Console, Silent
-from .metrics import check_wandb, perplexity
-from .model import check_fp32_sums, transformer_impl
+from .metrics import perplexity
+from .model import build_model, transformer_impl
 from .optimizer import lr_scale
 from .process import launched_ranks
 from .records import Progress, header, open_writers
@@ -43,6 +44,7 @@ from .saved import changed_settings, check_folders, in_folders_of_job, same_fold
 from .sharpness import Sharpness
 from .stop import Stop
 from .text import check_data, fingerprint, prepare_text, same_everywhere, with_data_paths
+from .workers import Workers
 
 
 class Diverged(RuntimeError):
@@ -70,9 +72,6 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     if launched is not None:
         config = in_folders_of_job(config, lossy_config.jobs(), launched.job[0])
     transformer_impl(config)
-    check_fp32_sums(config)
-    if config.wandb_project:
-        check_wandb(config.wandb_project)
     if config.data is None:
         check_data(config)
     check_folders(config, lossy_config)
@@ -100,6 +99,25 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
             lossy.uninstall()
 
 
+def build_run(config: TrainConfig, lossy_config: LossyConfig, launched: World | None) -> Run:
+    """Return the run that makes the exchanges: hooks in Megatron, or virtual workers. ``launched``: jobs of real ranks."""
+    if not config.virtual_workers:
+        return hooks.install(lossy_config, config.train_iters, gapless=True, world=launched, asynchronous=True)
+    iterations = lossy_config.iterations(config.train_iters)
+    whole = not config.use_distributed_optimizer
+    return virtual_run(lossy_config, config.virtual_workers, iterations, config.seed, whole)
+
+
+def build_workers(config: TrainConfig, vocab_size: int, run: Run) -> tuple[list, Workers]:
+    """Return the chunks of the model, whose exchanges ``run`` makes, and the workers that train them."""
+    with run.building():
+        model = build_model(config, vocab_size)
+    run.attach(model[0])
+    workers: Workers = (workers_of(run) or Workers)(config, model, run)
+    run.events.built()
+    return model, workers
+
+
 class _Run:
     """The state of one run on this rank."""
 
@@ -123,7 +141,7 @@ class _Run:
         self.summary: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
-        self.console.header(header(self.config, self.lossy, self.data_path))
+        self.console.note(header(self.config, self.lossy, self.data_path))
         for line in self.lossy.config.jobs().advice(self.iterations):
             self.console.note(line)
         resumed = self._load()
@@ -143,7 +161,8 @@ class _Run:
         except Diverged as error:
             diverged = str(error)
         finally:
-            self.writers.close()
+            for writer in self.writers:
+                writer.close()
         if self.hooked:
             self._gather_in_forward(False)
         iteration = self.progress.iteration
@@ -269,7 +288,11 @@ class _Run:
         }
         self.summary["lm loss"] = loss
         self.console.train(record, self.iterations, self.config.global_batch_size)
-        self.writers.write(record)
+        self._write(record)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        for writer in self.writers:
+            writer.write(record)
 
     def _evaluate(self) -> None:
         config, iteration = self.config, self.progress.iteration
@@ -286,7 +309,7 @@ class _Run:
                 "weights": whose,
             }
             self.console.valid(record)
-            self.writers.write(record)
+            self._write(record)
         self.summary["valid"] = losses
 
     def _save(self, goes_on: bool) -> None:

@@ -1,4 +1,4 @@
-"""Writers of a run's records: a JSON-lines file, TensorBoard, Weights & Biases.
+"""Writers of a run's records: a JSON-lines file, TensorBoard.
 
 A record is a flat dictionary with a ``kind``: "run" (the description of the run, once, first), "train" and "valid"
 (values at an ``iteration``). Every writer has ``write(record)`` and ``close()``.
@@ -13,14 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...base.errors import check_package
 from ...base.files import naming, write_text
 
 #: The file of a run's records, in the run's folder.
 METRICS_FILE = "metrics.jsonl"
 
-# Megatron-LM's names of the same values in TensorBoard and W&B.
-MEGATRON_NAMES = {"learning rate": "learning-rate", "grad norm": "grad-norm", "loss scale": "loss-scale"}
+# Megatron-LM's names of the same values in TensorBoard.
+_MEGATRON_NAMES = {"learning rate": "learning-rate", "grad norm": "grad-norm", "loss scale": "loss-scale"}
 
 
 class Writer(Protocol):
@@ -86,36 +85,11 @@ class TensorBoardWriter:
         self._writer = SummaryWriter(folder, purge_step=iteration + 1)
 
     def write(self, record: dict[str, Any]) -> None:
-        for name, value in scalars(record):
+        for name, value in _scalars(record):
             self._writer.add_scalar(name, value, record["iteration"])
 
     def close(self) -> None:
         self._writer.close()
-
-
-class WandbWriter:
-    """Weights & Biases. ``mode`` "offline" writes into ``folder`` and needs no account."""
-
-    def __init__(self, project: str, name: str | None, folder: str, mode: str) -> None:
-        check_wandb(project)
-        import wandb
-
-        os.makedirs(folder, exist_ok=True)
-        self._run = wandb.init(project=project, name=name, dir=folder, mode=mode)
-
-    def write(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "run":
-            self._run.config.update(record)
-        else:
-            self._run.log(dict(scalars(record)), step=record["iteration"])
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def check_wandb(project: str) -> None:
-    """Raise :class:`UsageError` unless the package wandb is installed."""
-    check_package("wandb", "--wandb-project", project, "'megatron-lossy[wandb]'")
 
 
 def perplexity(loss: float | None) -> float | None:
@@ -123,28 +97,13 @@ def perplexity(loss: float | None) -> float | None:
     return None if loss is None else math.exp(min(20.0, loss)) if not math.isnan(loss) else math.nan
 
 
-def scalars(record: dict[str, Any]) -> Iterable[tuple[str, float]]:
+def _scalars(record: dict[str, Any]) -> Iterable[tuple[str, float]]:
     """The values of a record with the names under which Megatron-LM plots them."""
     if record["kind"] == "train":
         for name, value in record.items():
             if name not in ("kind", "iteration"):
-                yield MEGATRON_NAMES.get(name, name), value
+                yield _MEGATRON_NAMES.get(name, name), value
     elif record["kind"] == "valid":
         whose = "" if record["weights"] == "replica" else f" ({record['weights']})"
         yield "lm loss validation" + whose, record["lm loss"]
         yield "lm loss validation ppl" + whose, record["lm loss PPL"]
-
-
-class Writers:
-    """Several writers as one."""
-
-    def __init__(self, writers: Iterable[Writer]) -> None:
-        self._writers = list(writers)
-
-    def write(self, record: dict[str, Any]) -> None:
-        for writer in self._writers:
-            writer.write(record)
-
-    def close(self) -> None:
-        for writer in self._writers:
-            writer.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import megatron.core
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
@@ -30,15 +29,6 @@ from .config import TrainConfig
 # The defaults of megatron-core. Only Megatron-LM's training loop applies them.
 _BUCKET_PARAMETERS = 40_000_000
 _BUCKET_PARAMETERS_PER_RANK = 1_000_000
-# A field of Megatron's configuration of DDP, in some versions.
-_FP32_SUMS = "reduce_scatter_with_fp32_accumulation"
-
-
-def check_fp32_sums(config: TrainConfig) -> None:
-    """Raise :class:`UsageError` if this megatron-core lacks what ``--reduce-scatter-with-fp32-accumulation`` asks for."""
-    if config.reduce_scatter_with_fp32_accumulation and _FP32_SUMS not in vars(DistributedDataParallelConfig):
-        why = f"needs megatron-core 0.16, this is {megatron.core.__version__}"
-        raise refuse("--reduce-scatter-with-fp32-accumulation", "on", why)
 
 
 def transformer_impl(config: TrainConfig) -> str:
@@ -130,7 +120,6 @@ def _ddp_config(config: TrainConfig) -> DistributedDataParallelConfig:
         bucket_size=bucket_size,
         average_in_collective=config.ddp_average_in_collective,
         num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
-        **({_FP32_SUMS: True} if config.reduce_scatter_with_fp32_accumulation else {}),
     )
 
 

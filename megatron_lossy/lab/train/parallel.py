@@ -56,7 +56,7 @@ def model_parallel(config: TrainConfig) -> Iterator[None]:
     groups = list(parallel_state._global_process_group_list)
     _seed(config.seed)
     yield
-    # destroy_model_parallel only forgets the groups. Their sockets would add up over the runs of a sweep.
+    # destroy_model_parallel only forgets the groups. Their sockets would add up over the runs of a process.
     parallel_state.destroy_model_parallel()
     gc.collect()
     for group in groups:

@@ -17,7 +17,7 @@ from ...config import LossyConfig
 from ...run.base import Run
 from ..data import epochs
 from .config import TrainConfig
-from .metrics import JsonLinesWriter, TensorBoardWriter, WandbWriter, Writer, Writers
+from .metrics import JsonLinesWriter, TensorBoardWriter, Writer
 
 
 @dataclass
@@ -54,25 +54,23 @@ class Progress:
         return result
 
 
-def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int | None) -> Writers:
-    """The writers that the flags ask for, on rank 0, with the "run" record written.
+def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int | None) -> list[Writer]:
+    """Return the writers that the flags ask for, on rank 0, with the "run" record written.
 
     ``resumed_at``: the iteration of the checkpoint that the run continues. Records up to it are kept.
     """
     if torch.distributed.get_rank() != 0:
-        return Writers([])
+        return []
     folder = config.metrics_folder
     writers: list[Writer] = []
     if folder:
         writers.append(JsonLinesWriter(folder, resumed_at))
     if config.tensorboard_dir:
         writers.append(TensorBoardWriter(config.tensorboard_dir, resumed_at or 0))
-    name = config.wandb_exp_name or os.path.basename(os.path.normpath(folder or "run"))
-    if config.wandb_project:
-        writers.append(WandbWriter(config.wandb_project, name, folder or ".", config.wandb_mode))
-    result = Writers(writers)
-    result.write(_run_record(config, lossy_config, name))
-    return result
+    record = _run_record(config, lossy_config, os.path.basename(os.path.normpath(folder or "run")))
+    for writer in writers:
+        writer.write(record)
+    return writers
 
 
 def header(config: TrainConfig, run: Run, data_path: Sequence[str]) -> str:

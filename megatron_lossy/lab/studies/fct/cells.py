@@ -41,8 +41,7 @@ class Interval:
 class Cell:
     """Completion times in microseconds under one condition.
 
-    ``again``, ``parities``, ``zeros``: packets per packet of data. ``collective``, ``collective_p99``: of a ring
-    all-reduce. Each of its steps sends such a message each way.
+    ``again``, ``parities``, ``zeros``: packets per packet of data.
     """
 
     scheme: str
@@ -53,8 +52,6 @@ class Cell:
     again: float
     parities: float
     zeros: float
-    collective: float
-    collective_p99: float
 
 
 def make_scheme(name: str, given: Mapping[str, Any], timeout: float) -> Scheme:
@@ -76,9 +73,7 @@ def make_scheme(name: str, given: Mapping[str, Any], timeout: float) -> Scheme:
         raise UsageError(f"schemes: {name}: {settings}: not settings of {recovery}") from None
 
 
-def run_cell(
-    name: str, given: Mapping[str, Any], condition: Condition, path: Path, flows: int, seed: int, ranks: int
-) -> Cell:
+def run_cell(name: str, given: Mapping[str, Any], condition: Condition, path: Path, flows: int, seed: int) -> Cell:
     """Send ``flows`` messages, one after another. All schemes have the same losses."""
     scheme = make_scheme(name, given, condition.timeout)
     packets = path.packets(condition.size)
@@ -86,9 +81,6 @@ def run_cell(
     times = np.array([one.time for one in done])
     random = np.random.default_rng(seed)
     resampled = times[random.integers(0, flows, (_RESAMPLES, flows))]
-    # Two messages of a step cross at the same time, one each way, and the step ends with the later one.
-    steps = 2 * (ranks - 1)
-    rings = np.maximum(*times[random.integers(0, flows, (2, 2000, steps))]).sum(axis=1)
     data = flows * packets
     return Cell(
         name,
@@ -99,8 +91,6 @@ def run_cell(
         again=sum(one.again for one in done) / data,
         parities=sum(one.parities for one in done) / data,
         zeros=sum(one.zeros for one in done) / data,
-        collective=float(rings.mean()),
-        collective_p99=float(np.percentile(rings, 99)),
     )
 
 

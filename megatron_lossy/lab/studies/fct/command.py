@@ -9,7 +9,6 @@ A file is YAML::
     bursts: [null, 8]                  # mean packets lost in a row; null: independent losses
     flows: 2000                        # messages per condition
     seed: 1
-    ranks: 32                          # of the ring
     pairs: 1                           # of servers that share the link between the data centers
     schemes:
       SR: {recovery: selective-repeat}
@@ -34,7 +33,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path as FilePath
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ....base.errors import ArgumentParser, UsageError, refuse
@@ -59,7 +57,6 @@ class Settings:
     bursts: Sequence[float | None] = (None,)
     flows: int = 2000
     seed: int = 1
-    ranks: int = 32
     pairs: int = 1
     paper: Mapping[str, float] = field(default_factory=dict)
 
@@ -79,8 +76,7 @@ class Settings:
         for burst in self.bursts:
             if burst is not None and not burst >= 1 / (1 - max(self.rates)):
                 raise refuse("bursts:", burst, "must be null or at least 1 / (1 - the largest rate)")
-        for name in ("flows", "ranks", "pairs"):
-            least = {"flows": 100, "ranks": 2, "pairs": 1}[name]
+        for name, least in (("flows", 100), ("pairs", 1)):
             if not getattr(self, name) >= least:
                 raise refuse(f"{name}:", getattr(self, name), f"must be at least {least}")
         for name in (self.ours, *self.paper):
@@ -138,9 +134,7 @@ def read(file: str, over: Mapping[str, Any]) -> Settings:
         raise UsageError(f"{file}: {', '.join(sorted(unknown))}: no such keys")
     try:
         return Settings(**{**said, **over})
-    except TypeError as error:
-        raise UsageError(f"{file}: {error}") from None
-    except UsageError as error:
+    except (TypeError, UsageError) as error:
         raise UsageError(f"{file}: {error}") from None
 
 
@@ -148,10 +142,7 @@ def run(settings: Settings, jobs: int) -> dict[tuple[str, Condition], Cell]:
     """Every scheme under every condition."""
     path = Path(pairs=settings.pairs)
     work = [(name, condition) for condition in settings.conditions for name in settings.schemes]
-    each = [
-        (name, settings.schemes[name], condition, path, settings.flows, settings.seed, settings.ranks)
-        for name, condition in work
-    ]
+    each = [(name, settings.schemes[name], condition, path, settings.flows, settings.seed) for name, condition in work]
     cells = {}
     with contextlib.ExitStack() as stack:
         done: Iterable[Cell] = itertools.starmap(run_cell, each)
@@ -235,7 +226,7 @@ def values(cells: Mapping[tuple[str, Condition], Cell]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     intervals = [f"{name}{end}" for name in ("mean", "p99") for end in ("", "_low", "_high")]
-    rest = ["median", "again", "parities", "zeros", "collective", "collective_p99"]
+    rest = ["median", "again", "parities", "zeros"]
     writer.writerow(["scheme", "bytes", "rate", "timeout", "burst", *intervals, *rest])
     for (name, condition), cell in cells.items():
         numbers = [*asdict(cell.mean).values(), *asdict(cell.p99).values(), *(getattr(cell, one) for one in rest)]
@@ -250,7 +241,6 @@ def draw_times(settings: Settings, cells: Mapping[tuple[str, Condition], Cell], 
     """Draw mean and P99 over the loss rate, for every size (the paper's Figures 3 and 4)."""
     sizes = settings.megabytes
     figure = Figure(figsize=(9, 2.6 * len(sizes) + 0.8), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(sizes), 2, squeeze=False, sharex=True, sharey="row")
     percent = [100 * rate for rate in settings.rates]
     for row, size in zip(panels, sizes, strict=True):
@@ -281,7 +271,6 @@ def draw_gains(settings: Settings, cells: Mapping[tuple[str, Condition], Cell], 
     """Draw how far our P99 is below the others', the most over all rates, over the size of a message."""
     others = list(settings.paper) or [name for name in settings.schemes if name != settings.ours]
     figure = Figure(figsize=(4.8 * len(others), 4.2), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(others), squeeze=False, sharey=True)[0]
     for panel, name in zip(panels, others, strict=True):
         for color, timeout in zip(_COLORS, settings.timeouts, strict=False):

@@ -13,19 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...base.exchange import BucketUnits, Exchange, Stream, cut
-from ...base.registry import GRAD_RECOVERIES
-from ...base.theory import Lead
-from ...config import LossyConfig
-from ...recovery import Gradients
-from ...transport import Network
-from ..virtual.in_memory import Memory
+from megatron_lossy.base.exchange import BucketUnits, Exchange, Stream, cut
+from megatron_lossy.base.registry import GRAD_RECOVERIES
+from megatron_lossy.base.theory import Lead
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.virtual.in_memory import Memory
+from megatron_lossy.recovery import Gradients
+from megatron_lossy.transport import Network
 
 #: The elements of a unit in :func:`estimates`.
 TOTAL, OWN, GRADIENT = range(3)
-
-#: Called after each step of work.
-Tick = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -55,9 +52,7 @@ def random_walk(steps: int, shape: tuple[int, ...], phi: float, seed: int) -> np
     return noise
 
 
-def drift(
-    config: LossyConfig, workers: int, increments: np.ndarray, tick: Tick = lambda: None
-) -> tuple[np.ndarray, np.ndarray]:
+def drift(config: LossyConfig, workers: int, increments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Drift between two receivers, and to the owner, after each broadcast of replicas that start equal.
 
     ``increments`` [steps, N, coordinates]: each owner's additions to the weights of its shard. Returns float64[steps,
@@ -72,7 +67,6 @@ def drift(
         owner += increments[step]
         np.copyto(replicas, owner, where=arrived(step))
         between[step], to_owner[step] = squared_differences(replicas - owner).mean(axis=1)
-        tick()
     return between, to_owner
 
 
@@ -99,9 +93,7 @@ def squared_differences(gaps: np.ndarray) -> np.ndarray:
     return np.stack([between, squares / receivers])
 
 
-def lags(
-    config: LossyConfig, workers: int, steps: int, sent: Lead, burn_in: int = 0, tick: Tick = lambda: None
-) -> tuple[np.ndarray, np.ndarray]:
+def lags(config: LossyConfig, workers: int, steps: int, sent: Lead, burn_in: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """The distance of remote replicas behind owners that send with a lead. Owners' weights grow by 1 with every update.
 
     Returns float64[steps] twice, after ``burn_in`` more steps: the mean over all links, and the mean square.
@@ -114,7 +106,6 @@ def lags(
         owner = step + burn_in + 1.0
         extra = sent.c + sent.r * extra
         replicas[arrived(step + burn_in)[..., 0]] = owner + extra
-        tick()
         if step >= 0:
             gaps = owner - replicas[remote]
             mean[step], square[step] = gaps.mean(), (gaps**2).mean()
@@ -153,7 +144,7 @@ def largest_stable(config: LossyConfig, beta1: float, sent: Lead, receivers: int
 
 
 def ages(
-    config: LossyConfig, workers: int, steps: int, units: int = 1, burn_in: int = 0, tick: Tick = lambda: None
+    config: LossyConfig, workers: int, steps: int, units: int = 1, burn_in: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Counts of each age over all links and units, the largest age of a worker, and the largest of all, per step.
 
@@ -166,7 +157,6 @@ def ages(
     for step in range(-burn_in, steps):
         age += 1
         age[arrived(step + burn_in)] = 0
-        tick()
         if step >= 0:
             counts.append(np.bincount(age[remote].ravel()))
             of_worker[step], of_all[step] = age.max(axis=(1, 2)).mean(), age.max()

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...config import LossyConfig
-from ...mechanisms.islands.mean import InMemory
-from ...mechanisms.islands.member_rounds import MemberRounds
-from ...mechanisms.islands.rounds import Rounds
-from ...mechanisms.islands.shard import Shard
-from ...mechanisms.islands.subset import Subset
-from ..virtual.island_churn import Churn
-from .islands import STREAM, Row
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.theory.islands import STREAM, Row
+from megatron_lossy.lab.virtual.island_churn import Churn
+from megatron_lossy.mechanisms.islands.mean import InMemory
+from megatron_lossy.mechanisms.islands.member_rounds import MemberRounds
+from megatron_lossy.mechanisms.islands.rounds import Rounds
+from megatron_lossy.mechanisms.islands.shard import Shard
+from megatron_lossy.mechanisms.islands.subset import Subset
 
 Act = Callable[[int, torch.Tensor, list[int]], object]
 
