@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lossy.base.exchange import units_of
 from megatron_lossy.pytorch import make_lossy
+from megatron_lossy.recovery import Gradients
 
 TYPES = {
     "fp32": MixedPrecisionPolicy(),
@@ -185,12 +186,12 @@ def _spy(group: Any, seen: dict[tuple[int, int], Any]) -> None:
     """Keep what enters and leaves the reduce-scatters of ``group``, by step and bucket."""
     original = group.reduce_scatter
 
-    def reduce_scatter(bucket: int, buffer: torch.Tensor, output: torch.Tensor, step: int, *arguments: Any) -> Any:
-        entered = buffer.float().numpy().copy()
-        transfer = original(bucket, buffer, output, step, *arguments)
+    def reduce_scatter(x: Gradients) -> Any:
+        entered = x.buffer.float().numpy().copy()
+        transfer = original(x)
 
         def keep(_: Any) -> None:
-            seen[step, bucket] = entered, output.float().numpy().copy()
+            seen[x.exchange.step, x.bucket] = entered, x.output.float().numpy().copy()
 
         return transfer.then(keep)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.events import recorded_events
 from megatron_lossy.delivery_log.verify import verify_events
@@ -113,21 +112,3 @@ def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
     for folder in logs.values():
         verdict = verify_events(folder)
         assert verdict.problems == [] and verdict.rows >= len(recorded["real"])
-
-
-def damaged(rank, base, folder):
-    """What is told of a file of recorded errors, without a process group."""
-    from megatron_lossy.lab.train import parallel
-
-    parallel.world = None
-    with pytest.raises(UsageError) as caught:
-        train_runs(rank, (base, {"grad_error": f"trace:{folder}"}))
-    return str(caught.value)
-
-
-def test_a_damaged_trace_is_refused_before_anything_starts(data, tmp_path):
-    path = tmp_path / "errors_00000_000000000_000000009.parquet"
-    path.write_bytes(b"x" * 100)
-    base = TINY | data | FULL | {"virtual_workers": 2, "eval_iters": 0}
-    [text] = run_ranks(damaged, 1, base, str(tmp_path), grouped=False)
-    assert text.startswith(f"--grad-error trace {path}: cannot be read: ")

@@ -147,7 +147,7 @@ def count_reads(rank, tiny, config, steps):
         hits.extend(hit for one in found if isinstance(one, Reduction) for hit in one.hits)
         return found
 
-    replica.happened = taken
+    lossy.sources[lossy.sources.index(happened)] = taken
     for step in range(steps):
         run.step(step)
     return len(read), len(hits)
