@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_lossy"
@@ -41,12 +43,10 @@ def flags() -> int:
 
 def help_lines() -> int:
     """Return the number of lines of the trainer's ``--help`` on a terminal of 80 columns."""
-    import os
-
     from megatron_lossy.lab.train.arguments import make_parser
 
-    os.environ["COLUMNS"] = "80"
-    return len(make_parser("python -m megatron_lossy.train", "").format_help().splitlines())
+    with mock.patch.dict(os.environ, COLUMNS="80"):
+        return len(make_parser("python -m megatron_lossy.train", "").format_help().splitlines())
 
 
 def sizes() -> dict[str, int]:

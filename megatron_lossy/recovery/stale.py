@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..base.errors import refuse
 from ..base.exchange import Delivery
-from ..base.fetch import Fetched
 from .base import Parameters, Rule
 from .rows import Saved
 
@@ -43,12 +40,6 @@ class Stale(Rule):
 
     def sent(self, x: Parameters, own: Any, delivery: Delivery) -> None:
         """Put the owner's weights back into the own shard: the exchange is over, and ``delivery`` arrived here."""
-
-    def choose(self, sent: torch.Tensor, step: int) -> np.ndarray | Fetched | None:
-        """bool[count]: the units of ``sent`` [shard], parameters of ``step``, that must arrive, here or on their way.
-
-        ``None``: no unit must.
-        """
 
     def before_update(self, sent: torch.Tensor) -> None:
         """Keep what the next exchange needs of ``sent`` [shard], the own shard. Loops of users say no more than this."""

@@ -131,7 +131,6 @@ class VirtualCluster(VirtualRun):
             for stream in self._streams:
                 if successful:
                     stream.sending.after_update()
-                    stream.choose(self.iteration)
                 stream.versions.after_update(successful, stream.lost(self.iteration))
             if successful:
                 self.update = self.iteration

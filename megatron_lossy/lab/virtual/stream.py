@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...base.exchange import Delivery, Exchange, Stream, units_of
-from ...base.fetch import at_hand
 from ...channel.corruption import Corruption
 from ...config import LossyConfig
 from ...hooks.exchanges import specs_of
@@ -129,32 +127,17 @@ class StreamBuckets:
             torch.mul(total, scale, out=bucket.grad_data)
 
     def lost(self, step: int) -> np.ndarray:
-        """bool[N receivers, N sources, units]: the units that the update of ``step`` loses, as far as is known."""
+        """bool[N receivers, N sources, units]: the units that the update of ``step`` loses."""
         delivery = self.delivery("param", step)
         if delivery is None:
             return np.zeros_like(self.versions.held, dtype=bool)
-        return ~(delivery.arrived if delivery.final is None else delivery.final)
-
-    def choose(self, step: int) -> None:
-        """Let every owner choose the units of ``step``, after its update, that are delivered in any case."""
-        if self.groups[0].lossless("param"):
-            return
-        exchange = Exchange("param", self.stream, step)
-        drawn = self._memory.foresee(exchange).arrived
-        for number, (bucket, units) in enumerate(zip(self.buckets, self.cut["param"], strict=True)):
-            shards = bucket.param_data.chunk(len(self.groups))
-            for worker, (group, shard) in enumerate(zip(self.groups, shards, strict=True)):
-                chosen = group.params[number].choose(shard, step)
-                if chosen is not None:
-                    group.wire.recovered(exchange, units, ~drawn[:, worker, units.numbers] & ~at_hand(chosen))
+        return ~delivery.arrived
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
         """The delivery at all workers in ``step``; ``None`` in a phase without loss."""
         if self.groups[0].lossless(phase):
             return None
-        exchange = Exchange(phase, self.stream, step)
-        drawn, final = self._memory.foresee(exchange), self._memory.final(exchange)
-        return drawn if phase == "grad" or final is drawn else replace(drawn, final=final.arrived)
+        return self._memory.foresee(Exchange(phase, self.stream, step))
 
 
 def _move(source: torch.Tensor, target: torch.Tensor, add: bool) -> None:

@@ -156,14 +156,12 @@ class UdpWire(PieceWire):
         return Transfer(udp, arrived, apart=True)
 
     def all_gather(self, x: Parameters, rule: Stale) -> Transfer:
-        must = self._must_arrive(x, rule)
         if self._arriving(x.exchange).was_begun(x.bucket):
             return self._gather_reliably(x, rule, lambda: self.delivery(x.exchange))
-        self._ask_for_reports(x.bucket)
         with torch.no_grad():
             own = rule.send(x)
         if "param" in self.coded:
-            return self._gather_coded(x, rule, own, must)
+            return self._gather_coded(x, rule, own)
         buffer, rows, units = x.buffer, x.buffer.chunk(self.size), self.cut["param"][x.bucket]
         # On a CPU units are written into the replica as they arrive; nobody reads it before the exchange is over.
         # On a device, drawn losses are left out when the others are copied there.
@@ -173,7 +171,7 @@ class UdpWire(PieceWire):
         old = rule.rows.take(buffer, units, withdrawn) if withdrawn is not None else None
         near = self._exchange_near([x.sent] * len(self.near), [rows[other] for other in self.near])
         bring = into_replica(buffer, self.size, self.far, units, drawn, rule.rows) if on_device else None
-        udp = self._over_udp(x.exchange, x.bucket, near, x.sent, buffer, must, bring)
+        udp = self._over_udp(x.exchange, x.bucket, near, x.sent, buffer, None, bring)
 
         def arrived() -> Delivery:
             delivery = self._record(x.exchange, x.bucket, udp)
@@ -189,7 +187,7 @@ class UdpWire(PieceWire):
 
         return Transfer(udp, arrived, apart=True)
 
-    def _gather_coded(self, x: Parameters, rule: Stale, own: Any, must: Must | None) -> Transfer:
+    def _gather_coded(self, x: Parameters, rule: Stale, own: Any) -> Transfer:
         """Exchange parameters in codes: what arrives is decoded into the replica once the exchange is over."""
         coded = self.coded["param"]
         sent = coded.parameters(x.bucket, x.sent)
@@ -197,7 +195,7 @@ class UdpWire(PieceWire):
         rows = received.chunk(self.size)
         near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
         bring = into_pieces(received, self.size, self.far) if staged(sent) else None
-        udp = self._over_udp(x.exchange, x.bucket, near, sent, received, must, bring)
+        udp = self._over_udp(x.exchange, x.bucket, near, sent, received, None, bring)
 
         def arrived() -> Delivery:
             delivery = self._record(x.exchange, x.bucket, udp)
@@ -205,26 +203,6 @@ class UdpWire(PieceWire):
             return delivery
 
         return Transfer(udp, arrived, apart=True)
-
-    def _ask_for_reports(self, bucket: int) -> None:
-        """Take the reports of parameters that have come: the code needs them, and nobody else asks for them."""
-        for exchange, other in list(self._unreported):
-            if exchange.phase == "param" and other == bucket:
-                self.reports(exchange, bucket, 0.0)
-
-    def _must_arrive(self, x: Parameters, rule: Stale) -> Must | None:
-        """The parameters that all ranks must get."""
-        chosen = rule.choose(x.sent, x.exchange.step)
-        if chosen is None:
-            return None
-
-        def must() -> np.ndarray:
-            everywhere = np.repeat(at_hand(chosen)[None], self.size, axis=0)
-            if ("param", x.bucket) in self._agreements:  # copies must lose the same: nothing
-                everywhere |= self._agreements["param", x.bucket][0][self.rank]
-            return everywhere
-
-        return functools.cache(must)
 
     def _exchange_near(self, out: list[torch.Tensor], into: list[torch.Tensor]) -> list[Any]:
         """Exchange with the ranks of this node over torch."""

@@ -1,0 +1,37 @@
+"""The project stays as small as it is. Whoever makes it larger takes something away first, or says why and raises a limit."""
+
+import pytest
+
+from scripts.size import sizes
+
+pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay within limits", device=False)
+
+LIMITS = {
+    "entries of megatron_lossy": 14,
+    "lines outside lab": 34_000,
+    "lines of the package": 48_500,
+    "lines of C": 4_900,
+    "lines of tests": 44_700,
+    "lines of scripts and benchmarks": 10_000,
+    "files of islands": 46,
+    "lines of islands": 7_200,
+    "files under 40 lines": 24,
+    "files over 450 lines": 4,
+    "words of pages": 63_500,
+    "loss flags": 75,
+    "lines of train --help": 90,
+}
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return sizes()
+
+
+def test_every_number_has_a_limit(measured):
+    assert measured.keys() == LIMITS.keys()
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_limit(measured, name):
+    assert 0 < measured[name] <= LIMITS[name]
