@@ -131,7 +131,7 @@ class VirtualCluster(VirtualRun):
             for stream in self._streams:
                 if successful:
                     stream.sending.after_update()
-                stream.versions.after_update(successful, stream.lost(self.iteration))
+                stream.versions.after_update(successful)
             if successful:
                 self.update = self.iteration
             self._send()

@@ -107,13 +107,11 @@ class Versions:
         blocks = [Block(view, kept[:, numbers]) for view, numbers in self._views] if kept.any() else None
         self._pending = (step, lost, blocks)
 
-    def after_update(self, successful: bool, lost: np.ndarray | None = None) -> None:
-        """End the update, made or skipped. ``lost`` bool[N, N, units]: the final losses, if there are fewer."""
-        (step, drawn, blocks), self._pending = self._pending, None
+    def after_update(self, successful: bool) -> None:
+        """End the update, made or skipped."""
+        (step, lost, blocks), self._pending = self._pending, None
         if not successful:
             return
-        if lost is None:
-            lost = drawn
         if blocks is not None:
             self._blocks[self.current] = blocks
         self.held[~lost] = step
