@@ -36,7 +36,7 @@ echo "$checkout: $origin, megatron-core $major.$minor.$(part PATCH)${tag:+, at t
 
 # The one place that says which versions are supported: of the checkout around this folder, or of the installed package.
 package=$here/../megatron_lossy
-[[ -d $package ]] || package=$(python -c 'import megatron_lossy; print(*megatron_lossy.__path__)') ||
+[[ -d $package ]] || package=$(python -c 'import megatron_lossy; print(megatron_lossy.__path__[0])') ||
     fail "megatron_lossy: is not installed"
 range=$(sed -n 's/^SUPPORTED = ((\(.*\)), (\(.*\)))$/\1 \2/p' "$package/hooks/versions.py")
 read -r low_major low_minor high_major high_minor <<< "${range//,/}"

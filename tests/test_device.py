@@ -82,7 +82,7 @@ def test_patches_come_only_with_prepare_and_go_without_a_trace():
 @pytest.mark.programs
 def test_megatron_is_imported_without_the_compiler():
     """Functions that torch.compile would decorate stay as they are, and 1.5 s of imports are not made."""
-    code = "from megatron_lossy import device; device.prepare_import(); import sys, torch, megatron.core.models.gpt as gpt; "
+    code = "from megatron_lossy.base import device; device.prepare_import(); import sys, torch, megatron.core.models.gpt as gpt; "
     code += "from megatron.core.fusions import fused_bias_swiglu as fused; "
     code += "print('torch._inductor' in sys.modules, type(fused.swiglu).__name__, torch.compile(dynamic=True)(fused.swiglu) is fused.swiglu)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -19,7 +19,7 @@ class IslandJobs(Jobs):
         if not self.config.averages:
             return None
         if self.apart:
-            from .elastic.world import ElasticWorld
+            from .world import ElasticWorld
 
             return ElasticWorld(self.number, self.config.island or 0, seed)
         from .world import IslandWorld
