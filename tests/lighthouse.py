@@ -17,11 +17,12 @@ def serve(tmp_path):
     """Starts a lighthouse, at ``port`` if that is given; the process and its URL. All end with the test.
 
     Errors are in ``lighthouse_0.txt``, … of ``tmp_path``. ``join``: seconds for which others are waited for that have not asked.
+    Islands ask once a second: with less than that they would be in answers in turns.
     """
     pytest.importorskip("torchft")
     started = []
 
-    def serve(port=0, join=0.3):
+    def serve(port=0, join=2.0):
         command = [sys.executable, "-m", "megatron_lossy", "lighthouse", "--bind", f"127.0.0.1:{port}"]
         options = ["--timeout", str(TIMEOUT), "--join", str(join)]
         errors = open(tmp_path / f"lighthouse_{len(started)}.txt", "w")
