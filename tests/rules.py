@@ -40,6 +40,39 @@ def send(rule, buffer, delivery, x=None):
     return rule.before(buffer, delivery.lost_there(rule.units), delivery, x)
 
 
+def assert_same_weights(mine, theirs):
+    """Weights and reports of each rank, as ``contract.plain`` returns them, bit for bit."""
+    for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
+        assert reports == expected_reports
+        for name, value in expected.items():
+            np.testing.assert_array_equal(weights[name], value, err_msg=name)
+
+
+def assert_same_runs(mine, theirs):
+    """What ``real_runs`` of tests/test_virtual.py returns of each rank, bit for bit."""
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            for (*numbers, replica, owned), (*expected, other_replica, other_owned) in zip(
+                one[name], other[name], strict=True
+            ):
+                assert numbers == expected, name
+                for place in other_replica:
+                    np.testing.assert_array_equal(replica[place], other_replica[place], f"{name} {place}")
+                    np.testing.assert_array_equal(owned[place], other_owned[place], f"{name} {place}")
+
+
+def assert_workers_are_ranks(virtual, real):
+    """Losses and replicas of ``virtual_runs`` of tests/test_virtual.py are those of ranks, bit for bit."""
+    for name, history in virtual.items():
+        for step, (losses, _, replicas, _) in enumerate(history):
+            for rank, ran in enumerate(real):
+                loss, _, replica, _ = ran[name][step]
+                assert losses[rank] == loss, (name, step, rank)
+                for key in replica:
+                    np.testing.assert_array_equal(replicas[rank][key], replica[key], f"{name}, step {step}")
+
+
 def delivered(channel, exchange, source, destination, units):
     """bool[units]: the units that arrive on one link of ``channel``, a channel or a network."""
     return channel.delivered_links(exchange, np.array([source]), np.array([destination]), units)[0]

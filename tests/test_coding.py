@@ -87,18 +87,6 @@ def test_as_many_in_a_row_as_there_are_parities(layout, data):
     assert not residual[: layout.packets - rest].any()
 
 
-def test_a_short_last_block_mends_fewer_in_a_row():
-    """Of 13 packets in blocks of 10 with 5 parities, the last three have two."""
-    layout, none = Layout(13, 10, 5), np.zeros(7, dtype=bool)
-    assert layout.parities == 7
-
-    def residual(first, end):
-        return np.flatnonzero(layout.residual((np.arange(13) >= first) & (np.arange(13) < end), none)).tolist()
-
-    assert residual(0, 5) == residual(5, 10) == residual(7, 12) == residual(10, 12) == residual(11, 13) == []
-    assert residual(10, 13) == [10, 12]
-
-
 @pytest.mark.parametrize(("p", "block", "parity"), [(0.01, 100, 10), (0.05, 100, 34), (0.2, 100, 50), (0.05, 10, 10)])
 def test_the_residual_rate(p, block, parity):
     """Within four standard deviations of the mean over 400,000 packets; groups of equal size, drawn in one call."""
@@ -111,19 +99,10 @@ def test_the_residual_rate(p, block, parity):
     assert abs(shares.mean() - expected) < 4 * shares.std() / np.sqrt(messages)
 
 
-def test_residual_rate_of_small_p():
-    np.testing.assert_allclose(residual_rate(1e-9, 10), 1e-8 * 1e-9, rtol=1e-6)
-    assert residual_rate(0.0, 10) == 0
-    np.testing.assert_allclose(residual_rate(0.05, 3), 0.05 * (1 - 0.95**3))
-
-
 @pytest.mark.parametrize(("block", "parity"), [(10, 0), (0, 1), (-1, -1), (2**16, 10), (1000, 256)])
 def test_bad_layouts(block, parity):
     with pytest.raises(UsageError, match=f"{block} {parity}: needs 1 <= C, C at most 255"):
         Layout(10, block, parity)
-
-
-# --- choosing the code ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, l
 from tests import test_transport_in_memory as in_memory
 from tests.ranks import each, run_ranks
 from tests.reference import ReferenceReduce, block_payload, block_values, hashed_uniforms, reference_gather
+from tests.rules import assert_workers_are_ranks
 from tests.test_hooks import OVERLAPS
 from tests.test_hooks_owner_weights import OVERLAPS as TINY_OVERLAPS
 from tests.test_hooks_owner_weights import refused, resume, save_and_go_on
 from tests.test_transport import deliveries, gradients
 from tests.test_virtual import real_runs, virtual_runs
-from tests.trainer import TINY, read_records, recorded_losses, train_runs
 
 pytestmark = pytest.mark.shows(
     "coded exchanges: N ranks are N virtual workers, bit for bit", "coded exchanges: NumPy, every rule"
@@ -34,9 +34,6 @@ CODED = {"loss_unit": "packet", "packet_bytes": 40, "wire_block": 32, "grad_wire
 LOSSY = {"p_grad": 0.4, "p_param": 0.4}
 FEEDBACK = {"grad_recovery": "error-feedback", "grad_priority": "packet-mean:0.2"}
 SHARDS = (70, 7)
-
-
-# --- against NumPy ---------------------------------------------------------------------------------------------------
 
 
 def decoded(x, bits, elements, u=None):
@@ -179,13 +176,7 @@ def test_megatron_on_ranks_is_megatron_on_virtual_workers(size):
             (name, model, dataclasses.replace(config, transport=transport)) for name, model, config in chosen
             if transport == "pieces" or config.grad_wire != "raw"
         ], size)  # fmt: skip
-        for name in virtual:
-            for step, (losses, _, replicas, _) in enumerate(virtual[name]):
-                for rank in range(size):
-                    loss, _, replica, _ = real[rank][name][step]
-                    assert losses[rank] == loss, (name, step, rank)
-                    for key in replica:
-                        np.testing.assert_array_equal(replicas[rank][key], replica[key], f"{name}, step {step}")
+        assert_workers_are_ranks(virtual, real)
     coded = [name for name, _, config in chosen if config.param_wire != "raw"]
     for name in coded:
         _, _, replica, owners = real[0][name][-1]
@@ -201,31 +192,6 @@ def test_ranks_that_saved_go_on_bit_for_bit(overlap, tmp_path, pool):
     raw = dataclasses.replace(config, param_wire="raw")
     for message in pool.run(refused, 2, TINY_OVERLAPS[overlap], raw, str(tmp_path), None):
         assert "--param-wire was int8 there and is raw here" in message
-
-
-def test_a_recorded_run_is_replayed_bit_for_bit(data, tmp_path):
-    """On virtual workers, and on ranks: with two of them even the gradient norm."""
-    loss = CODED | {"packet_bytes": 264, "wire_block": 64, "eval_weights": "both"}
-    base = TINY | data | {"log_interval": 1, "train_iters": 4, "eval_interval": 2}
-    log = str(tmp_path / "log")
-    first = (base | {"save": str(tmp_path / "first"), "virtual_workers": 2}, loss | LOSSY | {"delivery_log": log})
-    run_ranks(train_runs, 1, first)
-    replayed = loss | {"loss_model": ("trace",), "trace": log}
-    run_ranks(train_runs, 1, (base | {"save": str(tmp_path / "virtual"), "virtual_workers": 2}, replayed))
-    run_ranks(train_runs, 2, (base | {"save": str(tmp_path / "ranks")}, replayed | {"transport": "pieces"}))
-    losses = [recorded_losses(tmp_path / name) for name in ("first", "virtual", "ranks")]
-    assert losses[0] == losses[1]
-    kept = [
-        [tuple(pair for pair in record if "loss rate" not in pair[0]) for record in one]
-        for one in (losses[0], losses[2])
-    ]
-    assert kept[0] == kept[1]
-    assert any(name == "wire bytes" and value for record in losses[0] for name, value in record)
-    replica, owner = (record["lm loss"] for record in read_records(tmp_path / "first", "valid")[-2:])
-    assert replica != owner
-
-
-# --- bytes -----------------------------------------------------------------------------------------------------------
 
 
 def bytes_that_cross(rank, config):
@@ -257,9 +223,6 @@ def test_bytes_are_really_saved():
         for counted in run_ranks(bytes_that_cross, 2, config):
             assert 40_000 / counted["grad"] == pytest.approx(saved[0], rel=0.01)
             assert 40_000 / counted["param"] == pytest.approx(saved[1], rel=0.01)
-
-
-# --- metrics ---------------------------------------------------------------------------------------------------------
 
 
 class Run:

@@ -4,22 +4,19 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.transport import BucketSpec, LossyGroup
-from megatron_lossy.transport.udp import carrier
 from megatron_lossy.transport.udp.packet import CODES, DATA, END, encode
 from megatron_lossy.transport.udp.process import engines_for
 from tests.ranks import each, run_ranks
-from tests.rules import reduce
+from tests.rules import assert_same_runs
 from tests.test_hooks import OVERLAPS
 from tests.test_transport import STEPS, exchange_grads, gather_params
-from tests.test_udp import final_weights
+from tests.test_udp import assert_replayed, final_weights
 from tests.test_virtual import real_runs
 from tests.tiny_gpt import TinyGPT
 from tests.udp_world import CHANNEL, MS, SECOND, Node
@@ -75,99 +72,17 @@ def cases(**flags):
         )
 
 
-def assert_same(mine, theirs):
-    for one, other in zip(mine, theirs, strict=True):
-        assert one.keys() == other.keys()
-        for key in one:
-            for (loss, norm, replica, owned), expected in zip(one[key], other[key], strict=True):
-                assert (loss, norm) == expected[:2]
-                for place in replica:
-                    np.testing.assert_array_equal(replica[place], expected[2][place], f"{key} {place}")
-                    np.testing.assert_array_equal(owned[place], expected[3][place], f"{key} {place}")
-
-
 def test_megatron_over_udp_is_megatron_in_pieces(pool):
-    assert_same(pool.run(real_runs, 3, list(cases())), pool.run(real_runs, 3, list(cases(transport="pieces"))))
-
-
-def by_way_of_page_locked_memory(rank, chosen):
-    carrier.staged = lambda buffer: True
-    return real_runs(rank, chosen)
-
-
-@pytest.mark.slow
-def test_by_way_of_a_copy_as_from_a_device_it_is_the_same(pool):
-    """The way of tensors on a device, but for the device; in windows."""
-    chosen = list(cases(udp_memory=2**16))
-    assert_same(run_ranks(by_way_of_page_locked_memory, 3, chosen), pool.run(real_runs, 3, chosen))
+    assert_same_runs(pool.run(real_runs, 3, list(cases())), pool.run(real_runs, 3, list(cases(transport="pieces"))))
 
 
 @pytest.mark.parametrize("rule", ["renormalize", pytest.param("previous", marks=pytest.mark.slow)])
 def test_what_was_lost_is_replayed_bit_for_bit(rule, tmp_path, pool):
-    """By ranks that exchange pieces, and by virtual workers."""
     tiny, steps = TinyGPT(dtype="bf16", **OVERLAPS["both"]), 5
     coded = {"packet_bytes": 264, "wire_block": 64, "grad_wire": "int8", "param_wire": "int8", "grad_recovery": rule}
     config = LossyConfig(transport="udp", udp_deadline="0.3", delivery_log=str(tmp_path / "log"), **coded)
     first = pool.run(final_weights, 2, tiny, config, steps)
-    lost = {"grad": 0, "param": 0}
-    for file in DeliveryLogFolder(tmp_path / "log").files:
-        for group in range(len(file.groups)):
-            rows = file.read(group)
-            for phase in lost:
-                lost[phase] += int(rows.lost[rows.phase == phase].sum())
-    assert lost["grad"] and lost["param"], lost
-    replay = LossyConfig(
-        transport="pieces", loss_model=("trace",), trace=str(tmp_path / "log"), loss_unit="packet", **coded
-    )
-    again = pool.run(final_weights, 2, tiny, replay, steps)
-    [virtual] = pool.run(final_weights, 1, tiny, replay, steps, 2)
-    for rank in range(2):
-        for step in range(steps):
-            loss, replica, owned = first[rank][step]
-            assert again[rank][step][0] == loss == virtual[step][0][rank]
-            for key in replica:
-                np.testing.assert_array_equal(again[rank][step][1][key], replica[key])
-                np.testing.assert_array_equal(again[rank][step][2][key], owned[key])
-                np.testing.assert_array_equal(virtual[step][1][rank][key], replica[key])
-
-
-def feedback(rank, config, steps):
-    """The sum of what was applied, that of all gradients, and the residual of all ranks, of this rank's shard."""
-    group, random = LossyGroup.create(config, [BucketSpec(640)]), np.random.default_rng(1)
-    applied, sums, lost = torch.zeros(640), torch.zeros(640), 0
-    for step in range(steps):
-        grads = torch.from_numpy(random.standard_normal((3, 3 * 640)).astype(np.float32))
-        output = torch.empty(640)
-        transfer = reduce(group, 0, grads[rank].clone(), output, step, lambda: None)
-        transfer.wait()
-        group.keep_lost(0, step)
-        group.finish_step(step, True)
-        applied += output
-        sums += grads.sum(0)[rank * 640 : (rank + 1) * 640]
-        lost += sum(told.left for told in group.told())
-    residual = torch.zeros(3 * 640)
-    rule = group.grads[0].rule
-    for missing, saved in rule._residuals:
-        rule.rows.add_(residual, rule.units, missing, saved)
-    torch.distributed.all_reduce(residual)
-    group.close()
-    rest = (sums - applied - residual[rank * 640 : (rank + 1) * 640]).abs().max().item()
-    return rest, residual.abs().max().item(), lost
-
-
-def test_what_the_network_lost_is_kept_as_it_was():
-    """All that was sent is applied but for what is kept, and what rounding took; that is small beside it."""
-    config = LossyConfig(
-        **CODED | {"transport": "udp", "grad_recovery": "error-feedback", "udp_deadline": "0.05", "param_wire": "raw"}
-    )
-    steps = 12
-    for rest, residual, lost in run_ranks(feedback, 3, config, steps):
-        assert lost > 0 and residual > 0.5
-        # Two senders; a step of 3.5 / 127, of payloads up to a few times as large.
-        assert rest < 2 * steps * 4 * 3.5 / 127
-
-
-# --- what crosses ----------------------------------------------------------------------------------------------------
+    assert_replayed(pool, tmp_path / "log", tiny, first, **coded)
 
 
 def bytes_of_sockets(rank, config):

@@ -17,7 +17,6 @@ from tests import contract, test_hooks_owner_weights, test_hooks_whole_step
 from tests.ranks import RankFailed, run_ranks
 from tests.test_transport import group_in_memory
 from tests.tiny_gpt import TinyGPT, build
-from tests.trainer import TINY, read_records, train_runs, write_data
 
 pytestmark = pytest.mark.shows("loss that cannot happen is refused or said")
 
@@ -203,32 +202,6 @@ def test_owners_weights_are_the_replicas():
         for before, owners, inside, after in seen:
             for name, value in owners.items():
                 assert all(np.array_equal(value, other[name]) for other in (before, inside, after))
-
-
-@controls
-def test_what_the_trainer_records(tmp_path):
-    """At rates that are zero for now it trains as without loss, to the last bit, and says so; with loss it does not."""
-    run_ranks(write_data, 1, str(tmp_path))
-    data = {"data_path": (str(tmp_path / "train"),), "valid_data_path": (str(tmp_path / "valid"),)}
-    both = {"eval_weights": "both"}
-    losses = {
-        "none": {},
-        "zero": both | PACKETS | {"loss_schedule": ("0:0,1000:0.4",)},
-        "grad": both | PACKETS | {"p_grad": 0.4},
-        "param": both | PACKETS | {"p_param": 0.4},
-    }
-    runs = [(TINY | data | {"metrics_dir": str(tmp_path / name)}, loss) for name, loss in losses.items()]
-    (summaries, _), _ = run_ranks(train_runs, 2, *runs)
-    valid = {name: summary["valid"] for name, summary in zip(losses, summaries, strict=True)}
-    train = {name: read_records(tmp_path / name, "train") for name in losses}
-    curves = {name: [record["lm loss"] for record in records] for name, records in train.items()}
-    assert curves["zero"] == curves["none"] and curves["grad"] != curves["none"] != curves["param"]
-    assert valid["zero"]["owner"] == valid["zero"]["replica"] == valid["none"]["replica"]
-    assert valid["grad"]["owner"] == valid["grad"]["replica"] and valid["param"]["owner"] != valid["param"]["replica"]
-    for name, lossy in (("zero", ()), ("grad", ("grad",)), ("param", ("param",))):
-        for phase in ("grad", "param"):
-            rates = [record[f"loss rate {phase}"] for record in train[name]]
-            assert all(0.1 < rate < 0.7 for rate in rates) if phase in lossy else not any(rates)
 
 
 @controls

@@ -159,11 +159,8 @@ def replicas(tmp_path_factory, pool):
     ("flags", "model", "difference"),
     [
         ({"p_grad": 0.3}, {}, "--p-grad was 0.4 there and is 0.3 here"),
-        ({"p_param": 0.0}, {}, "--p-param was 0.4 there and is 0.0 here"),
         ({"loss_seed": 7}, {}, "--loss-seed was 1234 there and is 7 here"),
-        ({"lossy_self": True}, {}, "--lossy-self was False there and is True here"),
         ({"loss_model": ("gilbert-elliott",)}, {}, "--loss-model was bernoulli there and is gilbert-elliott here"),
-        ({"loss_correlation": "source"}, {}, "--loss-correlation was independent there and is source here"),
         ({"packet_bytes": 500}, {}, "--packet-bytes was 1000 there and is 500 here"),
         ({}, {"tensor": 2}, "--tensor-model-parallel-size was 1 there and is 2 here"),
         ({}, {"instances": 2}, "optimizer instances of dense-e0-s0-c0 was 1 there and is 2 here"),

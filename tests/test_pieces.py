@@ -20,6 +20,7 @@ from megatron_lossy.recovery.base import ordered_sum
 from tests import contract
 from tests.ranks import each, run_ranks
 from tests.reference import ReferenceReduce
+from tests.rules import assert_same_weights, assert_workers_are_ranks
 from tests.rules import gradients as record
 from tests.test_hooks import BOTH, FEEDBACK, FEW_SETTINGS, OVERLAPS, RULES, SETTINGS, contract_holds
 from tests.test_transport import (
@@ -140,10 +141,7 @@ def test_between_two_ranks_it_is_the_same_as_torch(rates, dtype, pool):
     config = dataclasses.replace(PIECES, **rates)
     mine = pool.run(contract.plain, 2, tiny, config, 4)
     theirs = pool.run(contract.plain, 2, tiny, dataclasses.replace(config, transport="torch"), 4)
-    for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
-        assert reports == expected_reports
-        for key, value in expected.items():
-            np.testing.assert_array_equal(weights[key], value, err_msg=key)
+    assert_same_weights(mine, theirs)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
@@ -164,13 +162,7 @@ def test_four_virtual_workers_are_four_ranks_bit_for_bit(dtype):
     ]
     real = run_ranks(real_runs, 4, chosen)
     [virtual] = run_ranks(virtual_runs, 1, chosen, 4)
-    for name, *_ in chosen:
-        for step, (losses, _, replicas, _) in enumerate(virtual[name]):
-            for rank in range(4):
-                loss, _, replica, _ = real[rank][name][step]
-                assert losses[rank] == loss, (name, step, rank)
-                for key in replica:
-                    np.testing.assert_array_equal(replicas[rank][key], replica[key], f"{name}, step {step}")
+    assert_workers_are_ranks(virtual, real)
 
 
 class Operations(TorchDispatchMode):

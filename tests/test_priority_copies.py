@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_lossy.config import LossyConfig
 from tests.ranks import run_ranks
+from tests.test_hooks import OVERLAPS
 from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows("copies on tensor-parallel ranks stay equal where senders choose")
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.shows("copies on tensor-parallel ranks stay equal where
 PACKETS = {"loss_unit": "packet", "packet_bytes": 256}
 CHOSEN = {"grad_priority": "packet-mean:0.1"}
 FEEDBACK = {"grad_recovery": "error-feedback", **CHOSEN}
+WINDOWS = {"udp_memory": 2**16}
 ALL_REDUCED = {"distributed_optimizer": False}
 
 
@@ -78,6 +80,7 @@ def test_copies_stay_equal_with_losses_of_a_network():
     cases = [
         ({}, LossyConfig(**FEEDBACK, **udp)),
         ({}, LossyConfig(grad_recovery="zero", **CHOSEN, **udp)),
+        *((model, LossyConfig(**udp, **flags)) for model in ({}, OVERLAPS["both"]) for flags in ({}, WINDOWS)),
     ]
     for found in run_ranks(apart, 4, cases, 6, 0.3):
         assert all(worst == 0 and moved > 1e-3 and lost["grad"] > 0 for worst, moved, lost in found), found

@@ -32,9 +32,6 @@ def there(monkeypatch):
     return lambda yes: monkeypatch.setattr(choosing, "is_here", lambda values: not yes)
 
 
-# --- the two choices -----------------------------------------------------------------------------------------------
-
-
 @settings(deadline=None)
 @given(st.integers(1, 4), st.data(), st.floats(0, 1))
 def test_top(rows, data, fraction):
@@ -58,15 +55,6 @@ def test_quantile(values, share):
     finite = values[np.isfinite(values)]
     expected = np.quantile(finite, share) if len(finite) else np.inf
     assert on_device.quantile(torch.from_numpy(values), share).item() == np.float32(expected)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9, 0.99, 1.0])
-def test_quantile_of_a_whole_sample(share):
-    values = np.abs(np.random.default_rng(0).standard_normal(1000)).astype(np.float32)
-    assert on_device.quantile(torch.from_numpy(values), share).item() == np.quantile(values, share)
-
-
-# --- what comes of them --------------------------------------------------------------------------------------------
 
 
 def protection_of(kind, share, own):

@@ -76,13 +76,6 @@ def test_the_weights_of_what_is_applied(constant):
     close((others.ravel() - 1.0) ** 2, theory.error_feedback_variance(P), "variance of a weight")
 
 
-def test_the_variance_of_the_applied_mean(constant):
-    """Of equal gradients of 1: the mean is 1, its variance (N-1)/N^2 of that of a sender."""
-    applied = np.concatenate([weights.sum(axis=0) / RANKS for weights, _ in constant])
-    close(applied, 1.0, "mean")
-    close((applied - 1.0) ** 2, (RANKS - 1) / RANKS**2 * theory.error_feedback_variance(P), "variance")
-
-
 def test_the_mean_of_what_is_kept(constant):
     for sender, (_, kept) in enumerate(constant):
         assert not kept[sender].any()
@@ -92,57 +85,6 @@ def test_the_mean_of_what_is_kept(constant):
 
 
 # --- what is applied and what is kept are all that was given --------------------------------------------------------
-
-SHARDS = (5000, 777)
-
-
-def telescopes(rank, config, steps, successful):
-    """How far sums of integers are from what they must be; packets lost for good; packets that were recovered."""
-    size = dist.get_world_size()
-    group = LossyGroup.create(config, [BucketSpec(shard) for shard in SHARDS])
-    generator = torch.Generator().manual_seed(rank)
-    given = [torch.zeros(size * shard) for shard in SHARDS]
-    applied = [torch.zeros(shard) for shard in SHARDS]
-    left = recovered = 0
-    for step in range(steps):
-        counts = step not in successful
-        for bucket, shard in enumerate(SHARDS):
-            gradient = torch.randint(-9, 10, (size * shard,), generator=generator).float()
-            output = torch.empty(shard)
-            lossy_reduce_scatter(group, bucket, output, gradient.clone(), step)
-            given[bucket] += gradient * counts
-            applied[bucket] += output * counts
-        group.finish_step(step, counts)
-        left += sum(told.left for told in group.told())
-        recovered += sum(told.recovered for told in group.told())
-    difference = 0.0
-    for bucket, shard in enumerate(SHARDS):
-        total = given[bucket] - kept_of(group.grads[bucket], size * shard)
-        dist.all_reduce(total)
-        mine = total[rank * shard : (rank + 1) * shard]
-        difference = max(difference, float((mine - applied[bucket]).abs().max()))
-    return difference, left, recovered
-
-
-@pytest.mark.parametrize(
-    ("transport", "flags"),
-    [
-        ("torch", {"grad_priority": "packet-mean:0.05"}),
-        ("pieces", {"grad_priority": "packet-mean:0.05"}),
-        ("torch", {"grad_priority": "none", "loss_model": ("gilbert-elliott:8",)}),
-        ("torch", {"grad_priority": "element-quantile:0.2"}),
-    ],
-)
-def test_all_that_was_given_is_applied_but_for_what_is_kept(transport, flags):
-    """Bit for bit, over integers; every third step is one that the optimizer skips."""
-    config = config_of(transport, p_grad=P, packet_bytes=64, **flags)
-    results = run_ranks(telescopes, 3, config, 12, range(2, 12, 3))
-    for difference, left, recovered in results:
-        assert difference == 0
-        assert left > 100 and (recovered > 0) == (flags.get("grad_priority") != "none")
-
-
-# --- loops that never say that a step is over -----------------------------------------------------------------------
 
 
 def unfinished(rank, config, steps, rejected=()):

@@ -9,11 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.recovery.previous import Previous
-from megatron_lossy.transport import Network
-from megatron_lossy.transport.base import CollectiveWire
 from tests.rules import gradients, reduce
 from tests.test_transport import group_in_memory
 
@@ -124,12 +121,3 @@ def test_saved_places_hold_no_more_than_themselves():
     for part in itertools.chain(*saved):
         assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
         assert part.dtype in (torch.int32, torch.float32)
-
-
-def test_a_delivery_that_was_drawn_ahead_is_worked_out_there():
-    networks = {"grad": Network(CONFIG, "grad", SIZE)}
-    wire = CollectiveWire(networks, Stream(), range(SIZE), 1, {"grad": Run(True).group.wire.cut["grad"]})
-    delivery = wire._draw_ahead(Exchange("grad", Stream(), 0))
-    known = dict(delivery._known)
-    delivery.lost_there(delivery.cut[0]), delivery.survivors(delivery.cut[0])
-    assert known.keys() == delivery._known.keys() and len(known) == 2

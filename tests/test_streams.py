@@ -24,9 +24,6 @@ RULES = ("renormalize", "renormalize-remote", "previous", "zero")
 SIZE, SHARD = 3, 9
 
 
-# --- copies to the device --------------------------------------------------------------------------------------------
-
-
 @copies_to_cuda
 def test_copies_to_cuda_come_from_page_locked_memory(monkeypatch):
     """From pageable memory, more than 64 KiB would wait for the backward pass that is queued."""
@@ -83,9 +80,6 @@ def test_places_are_narrow_and_worked_out_where_losses_are_drawn(monkeypatch):
     shards, places = lost._places[(0, units)]
     assert shards.dtype == places.dtype == np.int32 and np.array_equal(np.nonzero(lost.mask)[1], places)
     assert delivery.survivors(parts[0]) is delivery._known[("survivors", 0, units)]
-
-
-# --- graphs of HPU ---------------------------------------------------------------------------------------------------
 
 
 class Graph(TorchDispatchMode):

@@ -146,20 +146,6 @@ def test_all_gather_against_the_reference(size, unit):
                 np.testing.assert_array_equal(got.reshape(size, size, shard), replicas)
 
 
-def infinite(rank):
-    """A lost shard that holds infinities and NaN must leave no trace."""
-    config = LossyConfig(p_grad=0.999999, grad_recovery="renormalize")
-    group = LossyGroup.create(config, [BucketSpec(4)])
-    grads = torch.full((8,), float("inf") if rank else 1.0)
-    output = torch.empty(4)
-    lossy_reduce_scatter(group, 0, output, grads, 0)
-    return output.numpy()
-
-
-def test_lost_infinities_are_removed():
-    np.testing.assert_array_equal(run_ranks(infinite, 2)[0], np.full(4, 2.0))
-
-
 def wrong_op(rank):
     group = LossyGroup.create(LossyConfig(p_grad=0.1), [BucketSpec(4)])
     lossy_reduce_scatter(group, 0, torch.empty(4), torch.ones(8), 0, op=dist.ReduceOp.MAX)
@@ -185,9 +171,6 @@ def test_a_single_node_loses_nothing_between_nodes():
         run_ranks(nodes_by_host, 2, ["localhost"] * 2)
     with pytest.raises(UsageError, match="--lossy-links inter-node:4: puts all 3 ranks on one node"):
         consecutive_nodes(range(3), 4)
-
-
-# --- deliveries, without a process group ---------------------------------------------------------------------------
 
 
 def transport_of(network, members, rank, units):

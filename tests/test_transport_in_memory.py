@@ -133,16 +133,9 @@ def test_the_example_of_the_documentation():
     assert any(value != values[0] for value in values)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"transport": "udp"}, "--transport udp: must be torch or pieces"),
-        ({"p_param": 0.1, **PACKETS, "packet_bytes": 2}, "--packet-bytes 2"),
-    ],
-)
-def test_what_is_refused(flags, message):
-    with pytest.raises(UsageError, match=message):
-        LossyWorkers(LossyConfig(**flags), [BucketSpec(8)], 2)
+def test_workers_of_one_process_have_no_datagrams():
+    with pytest.raises(UsageError, match="--transport udp: must be torch or pieces"):
+        LossyWorkers(LossyConfig(transport="udp"), [BucketSpec(8)], 2)
 
 
 def test_nodes_are_those_of_the_flag():

@@ -4,17 +4,15 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.lab.virtual import VirtualCluster
-from megatron_lossy.transport.udp import carrier
-from megatron_lossy.transport.udp.carrier import UdpWire
 from megatron_lossy.transport.udp.process import engines_for
 from tests import contract
 from tests.ranks import run_ranks
+from tests.rules import assert_same_runs, assert_same_weights
 from tests.test_hooks import BOTH, FEW_SETTINGS, OVERLAPS, RULES, SETTINGS, contract_holds
 from tests.test_transport import STEPS, exchange_grads, gather_params
 from tests.test_virtual import real_runs
@@ -41,18 +39,10 @@ UDP = dataclasses.replace(BOTH, transport="udp")
 def test_the_public_collectives_give_what_pieces_give(size, cipher, threads, pool):
     shards = [50, 7] if threads == 1 else [2500, 50]  # a bucket of which each thread gets a part, and a small one
     for rule in RULES if size == 3 else RULES[:1]:
-        config = LossyConfig(
-            p_grad=0.45,
-            p_param=0.45,
-            transport="udp",
-            packet_bytes=48,
-            udp_key_file="none" if cipher == "none" else None,
-            udp_threads=threads,
-            grad_recovery=rule,
-        )
-        pieces = LossyConfig(
-            p_grad=0.45, p_param=0.45, transport="pieces", loss_unit="packet", packet_bytes=48, grad_recovery=rule
-        )
+        lossy = {"p_grad": 0.45, "p_param": 0.45, "packet_bytes": 48, "loss_unit": "packet", "grad_recovery": rule}
+        key = {"udp_key_file": "none"} if cipher == "none" else {}
+        config = LossyConfig(transport="udp", udp_threads=threads, **key, **lossy)
+        pieces = LossyConfig(transport="pieces", **lossy)
         for exchange in (exchange_grads, gather_params) if rule == "renormalize" else (exchange_grads,):
             mine = pool.run(exchange, size, size, config, shards, rule != "zero")
             theirs = pool.run(exchange, size, size, pieces, shards, True)
@@ -98,23 +88,14 @@ def test_every_rule_and_overlap_gives_what_pieces_give(name, pool):
         for dtype, overlap in (("fp32", "both"), ("bf16", "both"), ("bf16", "none"))
     ]
     pieces = [(key, tiny, dataclasses.replace(config, transport="pieces")) for key, tiny, config in chosen]
-    for mine, theirs in zip(pool.run(real_runs, 3, chosen), pool.run(real_runs, 3, pieces), strict=True):
-        for key, *_ in chosen:
-            for (loss, norm, replica, owned), expected in zip(mine[key], theirs[key], strict=True):
-                assert (loss, norm) == expected[:2]
-                for place in replica:
-                    np.testing.assert_array_equal(replica[place], expected[2][place], f"{key} {place}")
-                    np.testing.assert_array_equal(owned[place], expected[3][place], f"{key} {place}")
+    assert_same_runs(pool.run(real_runs, 3, chosen), pool.run(real_runs, 3, pieces))
 
 
 def test_without_loss_between_two_ranks_it_is_megatron(pool, unhooked):
     tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])
     mine = pool.run(contract.plain, 2, tiny, LossyConfig(transport="udp"), 4)
     theirs = unhooked.run(contract.plain, 2, tiny, None, 4)
-    for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
-        assert reports == expected_reports
-        for key, value in expected.items():
-            np.testing.assert_array_equal(weights[key], value, err_msg=key)
+    assert_same_weights(mine, theirs)
 
 
 #: Exchanges end before all has arrived, whatever the network does: some of it is really lost.
@@ -136,31 +117,20 @@ def final_weights(rank, tiny, config, steps, workers=None):
     return history
 
 
-@pytest.mark.parametrize(
-    ("overlap", "rule"), [("both", "renormalize"), pytest.param("none", "previous", marks=pytest.mark.slow)]
-)
-def test_what_was_lost_is_replayed_bit_for_bit(overlap, rule, tmp_path, pool):
-    """By ranks that exchange pieces, and by virtual workers."""
-    tiny, steps = TinyGPT(dtype="bf16", **OVERLAPS[overlap]), 5
-    config = dataclasses.replace(HURRIED, grad_recovery=rule, delivery_log=str(tmp_path / "log"))
-    first = pool.run(final_weights, 2, tiny, config, steps)
-    log = DeliveryLogFolder(tmp_path / "log")
+def assert_replayed(pool, folder, tiny, first, **flags):
+    """``first``, in which the network lost units of both phases, is replayed by ranks that exchange pieces and by virtual workers."""
     lost = {"grad": 0, "param": 0}
-    for file in log.files:
+    for file in DeliveryLogFolder(folder).files:
         for group in range(len(file.groups)):
             rows = file.read(group)
             for phase in lost:
                 lost[phase] += int(rows.lost[rows.phase == phase].sum())
     assert lost["grad"] and lost["param"], lost
-    replay = LossyConfig(
-        transport="pieces", loss_model=("trace",), trace=str(tmp_path / "log"), loss_unit="packet", packet_bytes=256,
-        grad_recovery=rule,
-    )  # fmt: skip
-    again = pool.run(final_weights, 2, tiny, replay, steps)
-    [virtual] = pool.run(final_weights, 1, tiny, replay, steps, 2)
+    config = LossyConfig(transport="pieces", loss_model=("trace",), trace=str(folder), loss_unit="packet", **flags)
+    again = pool.run(final_weights, 2, tiny, config, len(first[0]))
+    [virtual] = pool.run(final_weights, 1, tiny, config, len(first[0]), 2)
     for rank in range(2):
-        for step in range(steps):
-            loss, replica, owned = first[rank][step]
+        for step, (loss, replica, owned) in enumerate(first[rank]):
             assert again[rank][step][0] == loss == virtual[step][0][rank]
             for key in replica:
                 np.testing.assert_array_equal(again[rank][step][1][key], replica[key])
@@ -168,34 +138,14 @@ def test_what_was_lost_is_replayed_bit_for_bit(overlap, rule, tmp_path, pool):
                 np.testing.assert_array_equal(virtual[step][1][rank][key], replica[key])
 
 
-def copies_apart(rank, tiny, agree):
-    """The largest difference between the owners' weights of parameters of which tensor-parallel peers have copies."""
-    if not agree:
-        UdpWire.agree = lambda *args: None
-    lossy = hooks.install(HURRIED)
-    run = build(tiny)
-    for step in range(20):
-        run.step(step)
-    with lossy.owner_weights(run.model):
-        mine = [
-            parameter.detach().float().clone()
-            for chunk in run.model
-            for parameter in chunk.parameters()
-            if not getattr(parameter, "tensor_model_parallel", False)
-        ]
-    lossy.uninstall()
-    everyone = [None] * 4
-    torch.distributed.all_gather_object(everyone, mine)
-    peer = everyone[rank ^ 1]
-    return max(float((a - b).abs().max()) for a, b in zip(mine, peer, strict=True))
-
-
-@pytest.mark.parametrize("agree", [True, False])
-@pytest.mark.slow
-def test_copies_of_a_parameter_lose_the_same(agree):
-    """Tensor-parallel peers of 4 ranks. Without their agreement the copies drift apart."""
-    apart = run_ranks(copies_apart, 4, TinyGPT(tensor=2, **OVERLAPS["both"]), agree)
-    assert (max(apart) == 0) == agree, apart
+@pytest.mark.parametrize(
+    ("overlap", "rule"), [("both", "renormalize"), pytest.param("none", "previous", marks=pytest.mark.slow)]
+)
+def test_what_was_lost_is_replayed_bit_for_bit(overlap, rule, tmp_path, pool):
+    tiny, steps = TinyGPT(dtype="bf16", **OVERLAPS[overlap]), 5
+    config = dataclasses.replace(HURRIED, grad_recovery=rule, delivery_log=str(tmp_path / "log"))
+    first = pool.run(final_weights, 2, tiny, config, steps)
+    assert_replayed(pool, tmp_path / "log", tiny, first, packet_bytes=256, grad_recovery=rule)
 
 
 def lost_of_each_source(rank, config):
@@ -216,25 +166,3 @@ def test_within_a_node_nothing_crosses_as_a_datagram():
     lost = np.array(run_ranks(lost_of_each_source, 4, config))
     near = np.kron(np.eye(2), np.ones((2, 2))).astype(bool)
     assert (lost[near] == 0).all() and lost[~near].sum() > 0
-
-
-def by_way_of_page_locked_memory(rank, chosen):
-    carrier.staged = lambda buffer: True
-    return real_runs(rank, chosen)
-
-
-def test_by_way_of_a_copy_as_from_a_device_it_is_the_same(pool):
-    """The way of tensors on a device, but for the device."""
-    chosen = [
-        (f"{dtype} {overlap}", {"dtype": dtype, **OVERLAPS[overlap]}, UDP)
-        for dtype, overlap in (("fp32", "none"), ("bf16", "both"))
-    ]
-    for mine, theirs in zip(
-        run_ranks(by_way_of_page_locked_memory, 3, chosen), pool.run(real_runs, 3, chosen), strict=True
-    ):
-        for key, *_ in chosen:
-            for step, expected in zip(mine[key], theirs[key], strict=True):
-                assert step[:2] == expected[:2]
-                for found, right in zip(step[2:], expected[2:], strict=True):
-                    for place in right:
-                        np.testing.assert_array_equal(found[place], right[place], f"{key} {place}")

@@ -56,15 +56,6 @@ def test_who_is_silent_for_the_timeout_is_done_without():
         assert all(node.counters(2)["lost"] == 5 * UNITS for node in three.nodes[:2])
 
 
-def test_without_that_the_channel_fails():
-    gone = []
-    with world(gone, bears=False) as three:
-        gone.append(three.now)
-        for node in three.nodes[:2]:
-            node.post(three.now, "grad", 0, 0)
-        three.run(lambda: all(node.failed() == (SILENT, 2) for node in three.nodes[:2]), 2 * TIMEOUT)
-
-
 def test_who_is_lost_by_the_caller_is_done_without_at_once_and_what_came_stays():
     with world([]) as three:
         posted = [node.post(three.now, "grad", 0, 0) for node in three.nodes]

@@ -24,16 +24,13 @@ from tests.ranks import run_ranks
 from tests.rules import delivered
 from tests.test_transport import STEPS, exchange_grads, gather_params
 from tests.trainer import TINY, recorded_losses, train_runs, write_data
-from tests.udp_world import MS, SECOND, Node, World, fields_of
+from tests.udp_world import SECOND, Node, fields_of
 
 pytestmark = pytest.mark.shows("packets sent several times: drawn as over UDP, and replayed")
 
 UNIT = 64
 PACKETS = {"loss_unit": "packet", "packet_bytes": 48}
 STREAM = Stream()
-
-
-# --- draws -----------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=40)
@@ -82,9 +79,6 @@ def test_no_closed_form_is_told_for_several_copies():
     assert make_channel(dataclasses.replace(config, udp_copies=(2,)), "param").lag(0, 0, np.array([1]), 1) is None
 
 
-# --- over UDP --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("copies", [(2,), (1, 3)])
 def test_with_drawn_losses_it_is_pieces(copies, pool):
     config = LossyConfig(p_grad=0.5, p_param=0.5, transport="udp", packet_bytes=48, udp_copies=copies)
@@ -104,15 +98,8 @@ def test_with_drawn_losses_it_is_pieces(copies, pool):
 def channel_of(node, units):
     """A channel over ``node`` for :meth:`Channel.copies`."""
     channel = Channel.__new__(Channel)
-    channel.__dict__.update(
-        phases=("grad", "param"),
-        _units={"grad": [units]},
-        _lib=node.lib,
-        _channel=node.channel,
-        _users=0,
-        _ends=False,
-        name="x",
-    )
+    channel.phases, channel._units, channel.name = ("grad", "param"), {"grad": [units]}, "x"
+    channel._lib, channel._channel, channel._users, channel._ends = node.lib, node.channel, 0, False
     channel._lock = threading.Condition()
     return channel
 
@@ -134,35 +121,25 @@ def test_all_units_leave_before_one_leaves_again(passes, chosen):
     node.close()
 
 
-def test_what_one_pass_loses_the_next_brings():
-    """A burst of the length of a message, and another loss in the second pass."""
-    seen = []
-
-    def link(source, destination, datagram, now):
-        kind, fields = fields_of(datagram)
-        if kind == DATA and source == 0:
-            seen.append(fields["index"])
-            if len(seen) <= 10 or len(seen) == 14:
-                return []
-        return [now + MS]
-
-    with World(2, {"grad": [(10 * UNIT, UNIT)]}, link) as world:
-        channel_of(world.nodes[0], 10).copies("grad", 0, np.zeros(10, bool), 2)
-        data = np.random.default_rng(0).integers(0, 256, (2, 10 * UNIT), np.uint8)
-        exchange = world.nodes[1].post(world.now, "grad", 0, 0)
-        world.nodes[0].send("grad", 0, 0, data)
-        world.run(lambda: exchange.over_at, 2 * SECOND)
-        assert seen == [*range(10), *range(10)]
-        assert np.flatnonzero(~exchange.arrived[0]).tolist() == [3]
+def test_units_with_copies_are_sent_three_times_with_their_tag():
+    """Spread over the message: the loss of any third of it loses none of them."""
+    node, mask = Node(0, 2, {"grad": [(10 * UNIT, UNIT)]}), np.zeros(10, bool)
+    mask[[0, 4]] = True
+    channel_of(node, 10).copies("grad", 0, mask)
+    node.send("grad", 0, 0, np.zeros((2, 10 * UNIT), np.uint8))
+    said = [fields for kind, fields in (fields_of(one) for _, one in node.produce_all(SECOND)) if kind == DATA]
+    units = [fields["index"] for fields in said]
+    assert sorted(units) == sorted([*range(10), 0, 0, 4, 4])
+    assert all(fields["tag"] == (fields["index"] in (0, 4)) for fields in said)
+    for unit in (0, 4):
+        assert min(np.diff([place for place, other in enumerate(units) if other == unit])) >= 3
+    node.close()
 
 
 def test_bytes_that_cross_are_counted_with_all_copies():
     config = LossyConfig(**PACKETS, udp_copies=(2, 3))
     [group, _] = LossyWorkers(config, [BucketSpec(500)], 2).groups
     assert group.wire.shard_bytes == {"grad": 2 * 500 * 4, "param": 3 * 500 * 4}
-
-
-# --- records ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_came_in_the_end_is_recorded_and_replayed(tmp_path):

@@ -24,18 +24,8 @@ def run(tmp_path_factory):
     def run(driver, *arguments):
         program = folder / driver
         if not program.exists():
-            command = [
-                compiler,
-                "-std=gnu11",
-                "-O1",
-                "-g",
-                "-pthread",
-                "-o",
-                program,
-                HERE / f"{driver}.c",
-                "-ldl",
-                "-lm",
-            ]
+            words = [*["-std=gnu11", "-O1", "-g", "-pthread", "-o"], program, HERE / f"{driver}.c", "-ldl", "-lm"]
+            command = [compiler, *words]
             sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
             if subprocess.run([*command, *sanitizers], capture_output=True).returncode:
                 subprocess.run(command, check=True)  # they are packages of their own on some systems
@@ -53,19 +43,14 @@ def mutated(run, count, seed, cipher):
     return dict(zip(words[::2], map(int, words[1::2])))
 
 
+@pytest.mark.parametrize("count", [100_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cipher", [False, True])
-def test_mutated_datagrams_change_nothing(run, cipher):
+def test_mutated_datagrams_change_nothing(run, cipher, count):
     """Nothing but whole units is written, and memory stays bounded."""
-    verdicts = mutated(run, 100_000, 1, cipher)
-    assert sum(verdicts.values()) == 100_000
+    verdicts = mutated(run, count, 1, cipher)
+    assert sum(verdicts.values()) == count
     assert min(verdicts[name] for name in ("taken", "malformed", "foreign", "duplicate", "early")) > 1000
     assert (verdicts["bad-tag"] > 1000) == cipher
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cipher", [False, True])
-def test_ten_million_mutated_datagrams_change_nothing(run, cipher):
-    mutated(run, 10_000_000, 2, cipher)
 
 
 def at_random(run, operations, seed, cipher):
@@ -74,13 +59,9 @@ def at_random(run, operations, seed, cipher):
     return dict(zip(words[::2], map(int, words[1::2])))
 
 
+@pytest.mark.parametrize("operations", [3000, pytest.param(60_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cipher", [False, True])
-def test_callers_at_random_lose_no_memory_and_wait_for_nothing_for_ever(run, cipher):
+def test_callers_at_random_lose_no_memory_and_wait_for_nothing_for_ever(run, cipher, operations):
     """They skip steps, set deadlines, stop, are cut off, do without others, and close in the middle; buffers go as soon as they may."""
-    counts = sum((Counter(at_random(run, 3000, seed, cipher)) for seed in range(4)), Counter())
+    counts = sum((Counter(at_random(run, operations, seed, cipher)) for seed in range(4)), Counter())
     assert min(counts[name] for name in ("over", "open-at-close", "closes", "cuts", "lost", "switched", "without")) > 5
-
-
-@pytest.mark.slow
-def test_two_hundred_thousand_operations_of_callers_at_random(run):
-    at_random(run, 200_000, 9, cipher=True)

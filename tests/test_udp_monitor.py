@@ -17,42 +17,21 @@ from tests.tiny_gpt import TinyGPT, build
 pytestmark = pytest.mark.shows("metrics of datagrams, and what can be mended is said", device=False)
 
 QUIET = {"received": 100_000, "overflow": 0, "early_dropped": 0, "bad_tag": 0}
-ENGINE = {
-    "malformed": 2,
-    "foreign": 3,
-    "socket_overflow": 5,
-    "too_big": 8,
-    "send_failed": 9,
-    "unreachable": 1,
-    "marked": 6,
-    "moved": 4,
-    "switched": 2,
-    "shortened": 3,
-}
-PEER = {
-    "sent": 10,
-    "received": 20,
-    "lost": 1,
-    "late": 2,
-    "duplicate": 3,
-    "early_dropped": 4,
-    "malformed": 6,
-    "bad_tag": 7,
-}
+TOTAL = ("too_big", "send_failed", "unreachable", "moved", "switched", "shortened")
+
+
+def numbered(names, first):
+    """Counters of which each has another number."""
+    return {name: first + number for number, name in enumerate(names)}
 
 
 def test_counters_of_peers_and_socket_are_added_up():
-    found = totals([PEER, PEER], ENGINE)
-    assert found["sent"] == 20 and found["units_lost"] == 2 and found["overflow"] == 5
-    assert found["refused"] == 2 * (6 + 7) + 2 + 3 and found["bad_tag"] == 14
-    assert [found[name] for name in ("too_big", "send_failed", "unreachable", "moved", "switched", "shortened")] == [
-        8,
-        9,
-        1,
-        4,
-        2,
-        3,
-    ]
+    engine = numbered(("malformed", "foreign", "socket_overflow", "marked", *TOTAL), 10)
+    peer = numbered(("sent", "received", "lost", "late", "duplicate", "early_dropped", "malformed", "bad_tag"), 100)
+    found = totals([peer, peer], engine)
+    assert (found["sent"], found["units_lost"], found["overflow"], found["bad_tag"]) == (200, 204, 12, 214)
+    assert found["refused"] == 2 * (106 + 107) + 10 + 11
+    assert all(found[name] == engine[name] for name in TOTAL)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import pytest
 
 from megatron_lossy.transport.udp import packet
 from tests.test_lab import needs_lab
+from tests.test_udp_size import exchange
 from tests.udp_hosts import flood
 from tests.udp_world import CHANNEL, MS, SECOND, World, fields_of
 
@@ -19,22 +19,6 @@ SHARD, UNIT = 40 * 64, 64
 
 def world(link=None, **settings):
     return World(2, {"grad": [(SHARD, UNIT)]}, link, **{"cipher": True} | settings)
-
-
-def exchange(network, step, deadline=0):
-    """Let both ranks exchange; bool[2, units]: what arrived at each."""
-    data = np.full((2, SHARD), step, np.uint8)
-    handles = []
-    for node in network.nodes:
-        node.post(network.now, "grad", step, 0, deadline=deadline and network.now + deadline)
-        handles.append(node.send("grad", step, 0, data))
-    network.run(lambda: all(node.exchanges["grad", step, 0].over_at is not None for node in network.nodes))
-    network.run_for(50 * MS)  # it is said, too
-    arrived = [node.exchanges["grad", step, 0].arrived[1 - node.rank].copy() for node in network.nodes]
-    for node, handle in zip(network.nodes, handles):
-        node.lib.ml_release(handle)
-        node.released(("grad", step, 0))
-    return np.array(arrived)
 
 
 def moved(network):
@@ -128,9 +112,6 @@ def test_an_answer_to_nothing_is_not_taken():
             assert node.handle(network.now, 1, forged) == "bad tag"
             assert node.handle(network.now, 100, forged) == "foreign"  # a stranger's, and not held against rank 1
         assert node.counters(1)["bad_tag"] == before + 2 and moved(network) == [0, 0]
-
-
-# --- real engines, on two hosts joined by a cable ---
 
 
 @pytest.mark.slow

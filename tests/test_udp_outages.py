@@ -28,9 +28,6 @@ def all_sent(world, handles):
     return all(node.lib.ml_wait(handle, 1, 0) == 0 for node, handle in zip(world.nodes, handles))
 
 
-# ---- A sender that waits for READY ----
-
-
 @pytest.mark.parametrize("cut", [50 * MS, 400 * MS, 5 * SECOND])
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_one_way_cut_and_a_deadline_stop_nobody(cut, side):
@@ -142,9 +139,6 @@ def test_a_rank_that_is_far_ahead_asks_seldom():
     assert 20 <= len(asked) <= 200
 
 
-# ---- A way on which large datagrams do not pass any more ----
-
-
 def narrow(limit):
     """A link whose MTU falls: larger datagrams vanish from a time on."""
     since = [2**62]
@@ -251,9 +245,6 @@ def test_what_must_arrive_and_cannot_is_not_asked_for_for_ever():
         assert second.failed() == (DEAF, 0) and world.now - begun >= 5 * SECOND
 
 
-# ---- END lists and memory ----
-
-
 def test_the_list_of_what_must_arrive_is_taken_though_no_memory_is_left():
     """Of an exchange that waits here: its memory is asked for by this rank, not by peers."""
     buckets = {"grad": [(600 * UNIT, UNIT)] * 9}
@@ -282,9 +273,6 @@ def test_the_list_of_what_must_arrive_is_taken_though_no_memory_is_left():
     node.timers(SECOND + 60 * MS)
     assert posted.over_at and posted.arrived[1].sum() == 300
     node.close()
-
-
-# ---- Replay ----
 
 
 def test_numbers_are_taken_once():

@@ -100,14 +100,6 @@ def test_what_must_arrive_does_and_the_rest_is_reported(p, code, cipher):
         assert (counters["lost"] > 0) == (p > 0)
 
 
-def test_nothing_need_arrive():
-    with World(2, {"grad": [(SHARD, UNIT)]}, losing(0.4, 2), **REPORTED) as world:
-        handles, sent = exchange(world, None)
-        run(world, handles)
-        check(world, handles, sent, None)
-        assert world.nodes[0].counters(1)["resent"] == 0
-
-
 @pytest.mark.parametrize("kinds", [(READY,), (END,), (NACK,), (READY, END, NACK, PARITY)])
 def test_lost_words_are_said_again(kinds):
     """Seven of ten of them are lost; of a message whose reports and lists come in several parts."""
@@ -158,17 +150,6 @@ def test_sources_may_change_when_all_was_sent():
             one[:] = 0
         run(world, handles)
         check(world, handles, kept, must)
-
-
-def test_a_deadline_ends_the_wait():
-    must = [np.ones((2, UNITS), dtype=bool) for _ in range(2)]
-    with World(2, {"grad": [(SHARD, UNIT)]}, losing(1.0, 1, (DATA,)), **REPORTED) as world:
-        handles, _ = exchange(world, must, deadline=50 * MS)
-        run(world, handles)
-        for node, handle in zip(world.nodes, handles, strict=True):
-            got = node.exchanges["grad", 0, 0]
-            assert not got.arrived[1 - node.rank].any() and 50 * MS <= got.over_at - got.posted_at < 60 * MS
-            assert node.reports(handle, "grad", 0)[1 - node.rank].all()
 
 
 def test_a_lost_unit_that_must_arrive_takes_a_round_trip_and_with_parity_none():
@@ -251,9 +232,6 @@ def test_packets_of_high_priority_cost_no_round_trip_in_99_of_100_exchanges():
     asked = once > np.percentile(plain, 99) + 10
     assert 0.06 < asked.mean() < 0.2
     assert (once[asked] > np.percentile(plain, 99) + 30).mean() < 0.1
-
-
-# ---- The datagrams ----
 
 
 def fed(must=(), **how):
@@ -340,14 +318,6 @@ def test_a_list_that_is_none_asks_for_nothing(units):
     node.close()
 
 
-def test_buckets_without_reports_know_none_of_it():
-    node = Node(0, 2, {"grad": [(4 * UNIT, UNIT)]})
-    node.post(SECOND, "grad", 0, 0)
-    for kind, index, payload in ((NACK, 1, bytes(4)), (PARITY, 0, bytes(UNIT)), (END, 4, packet.end([]))):
-        assert node.handle(SECOND, 1, said(kind, payload, index=index)) == "malformed"
-    node.close()
-
-
 @given(
     st.lists(st.integers(0, 3), max_size=6), st.sets(st.integers(0, 3), max_size=4).map(sorted), st.integers(1, 4),
     st.integers(1, 9), st.randoms(use_true_random=False),
@@ -377,9 +347,6 @@ def test_parity_in_any_order(arriving, must, block, parity, order):
         assert (got.pieces[1, unit * UNIT : (unit + 1) * UNIT] == units[unit]).all()
     assert bool(got.over_at) == (not residual.any())
     node.close()
-
-
-# ---- A receiver that may do without some ----
 
 
 def message(world, code, step=0, tolerance=0, dropped=None, length=SHARD):

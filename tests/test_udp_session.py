@@ -43,31 +43,19 @@ def test_keys_are_those_of_the_description():
     assert session.Secrets("dense", 77, HELLOS, SECRET).key(2, 0) == mac(extracted, info + b"\x01")[:16]
 
 
-def test_ranks_have_as_many_interfaces():
-    hellos = [dataclasses.replace(hello, proof=session.prove(None, hello.random)) for hello in HELLOS]
-    hellos[2] = dataclasses.replace(hellos[2], others=["127.0.0.2"])
-    with pytest.raises(UsageError, match=r"--udp-interface: rank 0 of dense has 1 and rank 2 2: all must have as many"):
-        session.check_agreement("dense", hellos, None)
-    hellos = [dataclasses.replace(hello, others=["127.0.0.2"]) for hello in hellos]
+@pytest.mark.parametrize(
+    ("all_have", "one_has", "line"),
+    [
+        ([], {"others": ["127.0.0.2"]}, "--udp-interface: rank 0 of dense has 1 and rank 1 2: all must have as many"),
+        (["127.0.0.2"], {"others": ["::1"]}, "--udp-interface: .*all must be IPv4 or all IPv6"),
+        ([], {"threads": 2}, "--udp-threads: number of sockets of dense is 1 on rank 0 and 2 on rank 1$"),
+    ],
+)
+def test_ranks_have_the_same_interfaces_and_sockets(all_have, one_has, line):
+    hellos = [dataclasses.replace(one, proof=session.prove(None, one.random), others=all_have) for one in HELLOS]
     session.check_agreement("dense", hellos, None)
-    hellos[1] = dataclasses.replace(hellos[1], others=["::1"])
-    with pytest.raises(UsageError, match="all must be IPv4 or all IPv6"):
-        session.check_agreement("dense", hellos, None)
-
-
-def test_ranks_have_the_same_codes():
-    hellos = [dataclasses.replace(hello, proof=session.prove(None, hello.random)) for hello in HELLOS]
-    hellos[2] = dataclasses.replace(hellos[2], codes="grad: int4 param: raw")
-    why = "form of values of dense is grad: raw param: raw on rank 0 and grad: int4 param: raw on rank 2"
-    with pytest.raises(UsageError, match=f"^--grad-wire, --param-wire, --sync-dtype: {why}$"):
-        session.check_agreement("dense", hellos, None)
-
-
-def test_ranks_have_the_same_number_of_sockets():
-    hellos = [dataclasses.replace(hello, proof=session.prove(None, hello.random)) for hello in HELLOS]
-    session.check_agreement("dense", hellos, None)
-    hellos[1] = dataclasses.replace(hellos[1], threads=2)
-    with pytest.raises(UsageError, match="^--udp-threads: number of sockets of dense is 1 on rank 0 and 2 on rank 1$"):
+    hellos[1] = dataclasses.replace(hellos[1], **one_has)
+    with pytest.raises(UsageError, match="^" + line):
         session.check_agreement("dense", hellos, None)
 
 
@@ -151,9 +139,6 @@ def test_who_changes_what_a_rank_has_said_is_noticed(change):
 
     errors = opened(store, [store, Changed])
     assert all(isinstance(error, UsageError) and "has heard other addresses" in str(error) for error in errors)
-
-
-# ---- The key file ----
 
 
 @pytest.mark.parametrize("size", [0, 5, 15])

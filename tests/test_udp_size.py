@@ -24,15 +24,17 @@ SHARD = 59 * UNIT - 100
 class Path:
     """A path that lets datagrams of at most ``most`` bytes pass; ``lost``: of those, a share, at random.
 
-    ``data`` counts the DATA that rank 0 sent.
+    ``data`` counts the DATA that rank 0 sent; ``kinds``: of all datagrams.
     """
 
     def __init__(self, most=None, lost=0.0):
-        self.most, self.lost, self.data = most, lost, 0
+        self.most, self.lost, self.data, self.kinds = most, lost, 0, set()
         self._random = np.random.default_rng(7)
 
     def __call__(self, source, destination, datagram, now):
-        self.data += source == 0 and fields_of(datagram)[0] == DATA
+        kind, _ = fields_of(datagram)
+        self.kinds.add(kind)
+        self.data += source == 0 and kind == DATA
         if (self.most is not None and len(datagram) > self.most) or self._random.random() < self.lost:
             return []
         return [now + 5 * MS]
@@ -74,7 +76,7 @@ def counts(network, name):
 def test_units_go_in_pieces_where_the_mtu_has_fallen_and_whole_when_it_has_risen(most, rule):
     path = Path()
     with world(path, rule=rule) as network:
-        assert exchange(network, 0).all()
+        assert exchange(network, 0).all() and MEASURE not in path.kinds
         path.most = most
         began, step = network.now, 1
         while not exchange(network, step).all():
@@ -210,20 +212,6 @@ def test_half_a_unit_is_forgotten_when_many_others_have_begun():
         assert held.arrived[1].tolist() == [False] + [True] * 32 + [False] * 26
         assert (held.pieces[1, :UNIT] == 0xEE).all()
         assert all((held.pieces[1, unit * UNIT : (unit + 1) * UNIT] == unit).all() for unit in range(1, 33))
-
-
-def test_measuring_is_asked_of_no_one_who_is_not_cut():
-    kinds = set()
-    path = Path()
-
-    def link(source, destination, datagram, now):
-        kinds.add(fields_of(datagram)[0])
-        return path(source, destination, datagram, now)
-
-    with world(link) as network:
-        for step in range(5):
-            exchange(network, step)
-    assert MEASURE not in kinds
 
 
 @pytest.mark.slow

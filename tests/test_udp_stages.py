@@ -46,9 +46,6 @@ LOSSLESS = LossyConfig(**UDP, packet_bytes=200)
 PATIENT = LossyConfig(**UDP, packet_bytes=200, udp_peer_timeout=1000)
 
 
-# --- by value ------------------------------------------------------------------------------------------------------
-
-
 #: What they add to the others is between torch and the schedule: tests/test_pipeline_boundaries.py has them, too.
 LONG = ("one by one", "interleaved, groups of three", "interleaved, three chunks")
 
@@ -110,9 +107,6 @@ def test_evaluation_is_reliable_unless_asked_otherwise(in_eval, pool):
     assert all(same_all) == (not in_eval)
 
 
-# --- without loss --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("world", "tiny"),
     [
@@ -157,9 +151,6 @@ def test_a_late_stage_loses_nothing(late, punctual):
         assert losses == expected
         for name, value in right.items():
             np.testing.assert_array_equal(weights[name], value, err_msg=name)
-
-
-# --- between which ranks -------------------------------------------------------------------------------------------
 
 
 def links_of(rank, tiny, config):
@@ -244,9 +235,6 @@ def test_what_one_stage_sends_the_next_one_receives(group):
         assert back == received("act-grad", table, *ends)
 
 
-# --- over a link that loses ----------------------------------------------------------------------------------------
-
-
 def observed(ranks, tiny, config, steps, itemsize=4):
     """What a network lost: packets of zeros, no more than the bound of each message, and of the gradient sent back."""
     elements = config.packet_bytes // itemsize
@@ -312,9 +300,6 @@ def test_over_a_link_that_loses_a_seventh(name, tmp_path):
     assert metrics["udp put together"] > 0 and metrics["udp sent again"] > 0
 
 
-# --- an end --------------------------------------------------------------------------------------------------------
-
-
 def with_a_killed_stage(rank, tiny, config, killed):
     hooks.install(config)
     run = build(tiny)
@@ -347,15 +332,9 @@ def test_a_run_ends_in_order():
     assert run_ranks(ended, 2) == [0, 0]
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------
-
-
 def test_a_packet_is_a_datagram():
     assert LossyConfig(**UDP).packet_bytes == 1408 and LossyConfig().packet_bytes == 4096
     assert "activations and their gradients over UDP, parity" in LOSSLESS.describe()
-
-
-# --- what ranks do in the lab ------------------------------------------------------------------------------------------
 
 
 def main():

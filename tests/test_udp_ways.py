@@ -16,7 +16,8 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport.udp import process
 from tests.test_lab import needs_lab
-from tests.test_udp_moved import exchange, world
+from tests.test_udp_moved import world
+from tests.test_udp_size import exchange
 from tests.udp_world import MS, SECOND, SECOND_WAY
 
 pytestmark = pytest.mark.shows("datagrams over several interfaces, of which one fails", device=False)
@@ -126,9 +127,6 @@ def test_sockets_take_the_interfaces_in_turns(monkeypatch):
             assert all(engine.rate == 1e9 / len(engines) for engine in engines)
     finally:
         process.close_engines()
-
-
-# --- two hosts joined by two cables ---
 
 
 @pytest.mark.slow

@@ -13,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base.exchange import cut
-from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport.udp import carrier
 from megatron_lossy.transport.udp.staging import Courier, Parcel, Ring
 from megatron_lossy.transport.udp.windows import runs, windows
 from tests import contract
 from tests.in_lab import telescopes
 from tests.ranks import run_ranks
+from tests.rules import assert_same_runs, assert_same_weights
 from tests.test_hooks import BOTH, OVERLAPS, RULES, SETTINGS
-from tests.test_udp import HURRIED, copies_apart, final_weights
+from tests.test_udp import HURRIED, assert_replayed, final_weights
 from tests.test_udp_feedback import HURRIED as HURRIED_FEEDBACK
+from tests.test_udp_feedback import skips_some
 from tests.test_virtual import real_runs
 from tests.tiny_gpt import TinyGPT
 
@@ -60,14 +61,6 @@ def staged_and_counted(rank, *args):
     return counted(rank, as_on_a_device, *args)
 
 
-def same(mine, theirs):
-    for (loss, norm, *buffers), (expected_loss, expected_norm, *expected) in zip(mine, theirs, strict=True):
-        assert (loss, norm) == (expected_loss, expected_norm)
-        for found, right in zip(buffers, expected, strict=True):
-            for place in right:
-                np.testing.assert_array_equal(found[place], right[place], str(place))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["of a device", "of a CPU"])
 def test_windows_change_no_value(way, pool):
@@ -86,28 +79,18 @@ def test_windows_change_no_value(way, pool):
     cut_runs = [(name, tiny, dataclasses.replace(CUT, **flags)) for name, tiny, flags in chosen]
     whole_runs = [(name, tiny, dataclasses.replace(WHOLE, **flags)) for name, tiny, flags in chosen]
     found = run_ranks(run, 3, real_runs, cut_runs)
-    for (mine, count), theirs in zip(found, pool.run(real_runs, 3, whole_runs), strict=True):
-        assert count > 8
-        for name, *_ in chosen:
-            same(mine[name], theirs[name])
+    assert min(count for _, count in found) > 8
+    assert_same_runs([mine for mine, _ in found], pool.run(real_runs, 3, whole_runs))
 
 
-SOME = ("fp32 accumulation", "experts", "two instances, overlapped")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in SETTINGS]
-)
+@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.slow
 def test_every_setting_of_megatron(name, pool):
     """Several groups of a process, such as those of experts, share one courier."""
     world, tiny = SETTINGS[name]
     mine = run_ranks(as_on_a_device, world, contract.plain, tiny, CUT, 4)
     theirs = pool.run(contract.plain, world, tiny, WHOLE, 4)
-    for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
-        assert reports == expected_reports
-        for key, value in expected.items():
-            np.testing.assert_array_equal(weights[key], value, err_msg=key)
+    assert_same_weights(mine, theirs)
 
 
 @pytest.mark.slow
@@ -116,36 +99,14 @@ def test_ranks_of_a_node_exchange_beside_the_windows(pool):
     tiny = {"dtype": "bf16", **OVERLAPS["both"]}
     whole = dataclasses.replace(WHOLE, lossy_links="inter-node:2")
     mine = run_ranks(as_on_a_device, 4, real_runs, [("", tiny, dataclasses.replace(whole, **LITTLE))])
-    for found, right in zip(mine, pool.run(real_runs, 4, [("", tiny, whole)]), strict=True):
-        same(found[""], right[""])
+    assert_same_runs(mine, pool.run(real_runs, 4, [("", tiny, whole)]))
 
 
 def test_what_was_lost_in_windows_is_replayed_bit_for_bit(tmp_path, pool):
     tiny, steps = TinyGPT(dtype="bf16", **OVERLAPS["both"]), 5
     config = dataclasses.replace(HURRIED, delivery_log=str(tmp_path / "log"), **LITTLE)
     first = run_ranks(as_on_a_device, 2, final_weights, tiny, config, steps)
-    replay = LossyConfig(
-        transport="pieces", loss_model=("trace",), trace=str(tmp_path / "log"), loss_unit="packet", packet_bytes=256
-    )
-    again = pool.run(final_weights, 2, tiny, replay, steps)
-    for rank in range(2):
-        for (loss, replica, owned), (same_loss, same_replica, same_owned) in zip(first[rank], again[rank], strict=True):
-            assert loss == same_loss
-            for key in replica:
-                np.testing.assert_array_equal(replica[key], same_replica[key])
-                np.testing.assert_array_equal(owned[key], same_owned[key])
-
-
-@pytest.mark.slow
-def test_copies_of_a_parameter_lose_the_same():
-    assert max(run_ranks(hurried_copies_on_a_device, 4)) == 0
-
-
-def hurried_copies_on_a_device(rank):
-    import tests.test_udp
-
-    tests.test_udp.HURRIED = dataclasses.replace(HURRIED, **LITTLE)
-    return as_on_a_device(rank, copies_apart, TinyGPT(tensor=2, **OVERLAPS["both"]), True)
+    assert_replayed(pool, tmp_path / "log", tiny, first, packet_bytes=256)
 
 
 @pytest.mark.parametrize("way", ["of a device", "of a CPU"])
@@ -156,10 +117,6 @@ def test_all_that_was_sent_in_windows_is_applied_but_for_what_is_kept(way):
     found = run_ranks(as_on_a_device, 3, *args) if way == "of a device" else run_ranks(telescopes, 3, *args[1:])
     for told in found:
         assert told["difference"] == 0 and told["lost"] > 0, told
-
-
-def skips_some(step):
-    return step % 4 != 2
 
 
 @given(

@@ -6,14 +6,12 @@ What makes the host wait: values that Python reads, and shapes that depend on va
 from __future__ import annotations
 
 import collections
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
@@ -21,7 +19,6 @@ from megatron_lossy.mechanisms.islands.mean import Mean
 from megatron_lossy.mechanisms.islands.monitor import IslandMonitor
 from megatron_lossy.mechanisms.islands.places import Places
 from megatron_lossy.mechanisms.islands.ranks import RankIslands
-from megatron_lossy.transport import BucketSpec, LossyGroup
 from tests.ranks import run_ranks
 from tests.rules import reduce
 from tests.test_replicas import BUCKETS, full
@@ -163,76 +160,3 @@ def test_the_loss_scale_of_replicas_is_read_where_an_error_hits():
     )
     (never, none), (read, hits) = run_ranks(count_reads, 2, full(dtype="bf16", loss_scale=64.0, **BUCKETS), config, 5)
     assert (never, none) == (0, 0) and read == hits > 0
-
-
-class Streams(TorchDispatchMode):
-    """Every tensor belongs to the stream on which it was made; reading it on another one must have been announced.
-
-    A caching allocator would otherwise give its memory out again while the other stream still reads it.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.current = "default"
-        self.made = {}  # address: stream, and the storage itself, so that no address comes twice
-        self.announced = set()
-        self.unannounced = []
-
-    def used_here(self, tensors):
-        self.announced |= {(tensor.untyped_storage().data_ptr(), self.current) for tensor in tensors}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        read = [leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        for storage in read:
-            stream, _ = self.made.get(storage.data_ptr(), (self.current, None))
-            if stream != self.current and (storage.data_ptr(), self.current) not in self.announced:
-                self.unannounced.append(f"{func} on {self.current} reads what was made on {stream}")
-        addresses = {storage.data_ptr() for storage in read}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in addresses:
-                self.made[leaf.untyped_storage().data_ptr()] = (self.current, leaf.untyped_storage())
-        return result
-
-
-def announce(used_here, put=setattr):
-    """Let ``used_here`` take the place of the function that notes which stream uses a tensor, in every module."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron_lossy") and hasattr(module, "used_here"):
-            put(module, "used_here", used_here)
-
-
-def exchange_on_streams(rank, size, shard, config):
-    """What was read of pieces on another stream than theirs without a word, in exchanges that begin on one and end on another."""
-    streams = Streams()
-    announce(streams.used_here)
-    group = LossyGroup.create(config, [BucketSpec(shard)])
-    grads, output, replica = torch.empty(size * shard), torch.empty(shard), torch.zeros(size * shard)
-    own = replica[rank * shard : (rank + 1) * shard]
-    with streams:
-        for step in range(4):
-            streams.current = f"backward {step}"
-            grads.fill_(1.0)
-            reduced = reduce(group, 0, grads, output, step, lambda: None)
-            streams.current = "default"
-            reduced.wait()
-            group.finish_step(step, True)
-            own.add_(output)
-            streams.current = f"gather {step}"
-            gathered = group.all_gather(0, replica, own, step, lambda: None)
-            streams.current = "default"
-            gathered.wait()
-    group.close()
-    return streams.unannounced
-
-
-@pytest.mark.parametrize("rule", ["renormalize", "previous", "error-feedback"])
-@pytest.mark.parametrize("transport", ["pieces", "udp"])
-def test_pieces_are_announced_where_they_are_added_up(transport, rule):
-    """Else an allocator that caches gives their memory to the next exchange while the sum still reads it."""
-    lost = {"p_grad": 0.4, "p_param": 0.4, "loss_unit": "packet", "packet_bytes": 256}
-    if rule == "error-feedback" and transport == "udp":
-        lost = {**lost, "p_grad": 0.0}
-    config = LossyConfig(transport=transport, grad_recovery=rule, **lost)
-    for unannounced in run_ranks(exchange_on_streams, 2, 2, 512, config):
-        assert unannounced == []
