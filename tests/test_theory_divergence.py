@@ -67,13 +67,6 @@ def test_lemma_3_1(replicas, momentum):
         assert theory.divergence_paper(replicas, SIGMA, rates) < run.apart() / 1000
 
 
-def test_momentum_multiplies_by_a_hundred():
-    ratio = [theory.divergence(N, 1, np.ones(t), momentum=0.9) / t / theory.share(N) for t in (1, 400, 10**5)]
-    assert ratio[0] == 1 and ratio[1] == pytest.approx(96.566, abs=1e-3) and ratio[2] == pytest.approx(100, rel=1e-3)
-    decaying = theory.divergence(N, 1, np.full(10**5, 0.1), momentum=0.9) / theory.divergence(N, 1, np.ones(10**5))
-    assert decaying == pytest.approx(1, rel=1e-3)
-
-
 @pytest.mark.parametrize("state", ["params", "all"])
 @pytest.mark.parametrize(("interval", "times"), [(1, 30), (10, 8), (100, 1)])
 @pytest.mark.slow
@@ -81,15 +74,6 @@ def test_after_a_synchronisation(state, interval, times):
     """Heavy ball: momenta that were not averaged keep replicas apart."""
     expected = theory.over_interval(N, SIGMA, ETA, interval, D, 0.9, state == "all")
     assert of_intervals(interval, state, 0.9, times) == pytest.approx(expected, rel=ERROR)
-
-
-def test_what_averaging_moments_gains():
-    ratios = {
-        h: theory.over_interval(N, 1, 1, h, 1, 0.9) / theory.over_interval(N, 1, 1, h, 1, 0.9, True)
-        for h in (1, 10, 100)
-    }
-    assert ratios == pytest.approx({1: 5.263, 10: 2.200, 100: 1.096}, abs=1e-3)
-    assert theory.over_interval(N, 1, 1, 7) == theory.over_interval(N, 1, 1, 7, whole=True)  # without momentum: nothing
 
 
 @pytest.mark.parametrize("std", [1.0, 100.0])
