@@ -204,9 +204,6 @@ def test_runs_with_errors_are_no_baseline_and_are_named_by_their_flags(tmp_path)
 @given(st.floats(0, 100))
 def test_perplexity_is_cut_as_megatron_does(loss):
     assert perplexity(loss) == math.exp(min(20, loss))
-
-
-def test_perplexity_of_what_is_no_number():
     assert perplexity(None) is None and math.isnan(perplexity(math.nan))
 
 
