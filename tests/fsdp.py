@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -211,8 +211,3 @@ def _place(sharded: Any) -> dict[str, Any]:
         "units": {phase: (cut[number].first, cut[number].elements) for phase, cut in units.items()},
         "totals": {phase: units_of(cut) for phase, cut in units.items()},
     }
-
-
-def variants(tiny: Tiny, **settings: list[Any]) -> list[Tiny]:
-    """``tiny`` with each setting at each of its values, one at a time."""
-    return [replace(tiny, **{name: value}) for name, values in settings.items() for value in values]

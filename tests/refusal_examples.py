@@ -32,23 +32,11 @@ CORE = [
     (GRAD, on("--use-megatron-fsdp"), "--use-megatron-fsdp: cannot go with loss (Megatron-FSDP shards by itself)"),
     (GRAD, on("--use-torch-fsdp2"), "--use-torch-fsdp2: cannot go with loss (torch FSDP shards"),
     (GRAD, on("--optimizer-cuda-graph"), "--optimizer-cuda-graph: cannot go with loss (a captured graph"),
-    (
-        GRAD,
-        on("--reuse-grad-buf-for-mxfp8-param-ag"),
-        "--reuse-grad-buf-for-mxfp8-param-ag: cannot go with loss (stale parameters",
-    ),
+    (GRAD, on("--reuse-grad-buf-for-mxfp8-param-ag"), "--reuse-grad-buf-for-mxfp8-param-ag: cannot go with loss"),
     (GRAD, {"full_iteration_graph": True}, "--cuda-graph-scope full_iteration: a captured graph repeats"),
     (PARAM, on("--fp8-param-gather"), "--fp8-param-gather with parameter loss: stale bytes"),
-    (
-        GRAD | PACKETS | {"packet_bytes": 3},
-        {"gradient_bytes": 4, "weight_bytes": 2},
-        "--packet-bytes 3: must hold at least one element of 4 bytes",
-    ),
-    (
-        {"grad_error": "bit-flip:1,10,20"},
-        {"gradient_bytes": 2},
-        "--grad-error bit-flip:1,10,20: needs 0 <= LOW <= HIGH <= 15",
-    ),
+    (GRAD | PACKETS | {"packet_bytes": 3}, {"gradient_bytes": 4, "weight_bytes": 2}, "--packet-bytes 3: must hold at"),
+    ({"grad_error": "bit-flip:1,10,20"}, {"gradient_bytes": 2}, "--grad-error bit-flip:1,10,20: needs 0 <= LOW <="),
     (
         GRAD | {"save_replicas": True},
         {"non_persistent_checkpoints": "local"},
@@ -77,16 +65,8 @@ TRANSPORT = [
     (UDP, {"virtual": True}, "--transport udp: needs real ranks: virtual workers exchange in memory"),
     (UDP, {"in_memory": True}, "--transport udp: must be torch or pieces: workers of one process exchange in memory"),
     (UDP, FULL, "--transport udp: carries no all-reduce; needs Megatron's distributed optimizer"),
-    (
-        UDP | {"udp_port": 65530},
-        {"ranks_of_host": 8},
-        "--udp-port 65530: must be at most 65528: each of the 8 ranks of a node takes the next one",
-    ),
-    (
-        UDP | {"udp_memory": 2**23},
-        {"largest_group": 1024},
-        "--udp-memory 8388608: must be at least 11534336: room for packets to and from each of 1024 ranks",
-    ),
+    (UDP | {"udp_port": 65530}, {"ranks_of_host": 8}, "--udp-port 65530: must be at most 65528: each of the 8 ranks"),
+    (UDP | {"udp_memory": 2**23}, {"largest_group": 1024}, "--udp-memory 8388608: must be at least 11534336: room"),
 ]
 
 _ISLAND_SWITCHES = {
@@ -104,88 +84,40 @@ _ISLAND_SWITCHES = {
 ISLAND = [
     (ISLANDS | {"drift_interval": 5}, {}, "--drift-interval 5: cannot be combined with --islands"),
     (ISLANDS | {"eval_weights": "owner"}, {"virtual": False}, "--eval-weights owner: every island has owners"),
-    (
-        ISLANDS | {"island_speeds": (1.0, 2.0), "delivery_log": "log"},
-        {},
-        "--delivery-log log: cannot be combined with --island-speeds",
-    ),
+    (ISLANDS | {"island_speeds": (1.0, 2.0), "delivery_log": "log"}, {}, "--delivery-log log: cannot be combined"),
     (ISLANDS, {"worlds_apart": False}, "--islands 2: needs a launcher of this package"),
     *((ISLANDS, on(flag), f"{flag}: cannot go with --islands ({why}") for flag, why in _ISLAND_SWITCHES.items()),
     (ISLANDS | {"save_consensus": True}, {"saves": False}, "--save-consensus on: needs --save"),
     (ISLANDS, {"dataloader": "external"}, "--dataloader-type external: its samples cannot be divided"),
     (OUTER, {"virtual": False, "saves": True}, "--sync-method diloco: keeps its outer weights in a checkpoint with"),
-    (
-        ISLANDS,
-        {"virtual": False, "optimizer_instances": 2},
-        "--num-distributed-optimizer-instances 2: several ranks of an island would send the same",
-    ),
+    (ISLANDS, {"virtual": False, "optimizer_instances": 2}, "--num-distributed-optimizer-instances 2: several ranks"),
     (
         ISLANDS,
         {"virtual": False, "pipeline": 2, "predicts_more_tokens": True},
         "--pipeline-model-parallel-size 2: two stages have a copy of the embedding, which --islands would average",
     ),
-    (
-        OUTER | {"sync_dtype": "int8"},
-        {},
-        "--sync-dtype int8: with --sync-method diloco steps smaller than the rounding are lost",
-    ),
-    (
-        ISLANDS | {"sync_dtype": "int8"},
-        {"virtual": False, "tensor": 2},
-        "--sync-dtype int8: tensor-parallel copies of a parameter would be rounded apart",
-    ),
-    (
-        ISLANDS | UDP,
-        {"virtual": False, "tensor": 2},
-        "--transport udp: tensor-parallel ranks would lose other averages",
-    ),
+    (OUTER | {"sync_dtype": "int8"}, {}, "--sync-dtype int8: with --sync-method diloco steps smaller than the"),
+    (ISLANDS | {"sync_dtype": "int8"}, {"virtual": False, "tensor": 2}, "--sync-dtype int8: tensor-parallel copies"),
+    (ISLANDS | UDP, {"virtual": False, "tensor": 2}, "--transport udp: tensor-parallel ranks would lose other"),
     (ISLANDS, FULL, "--islands 2: each shards its optimizer; needs --use-distributed-optimizer"),
     (ISLANDS, {"workers": 3}, "--islands 2: must divide the 3 data-parallel ranks"),
     (ISLANDS | {"island_speeds": (1.0, 2.0)}, {"virtual": False}, "--island-speeds 1.0 2.0: needs --virtual-workers"),
     (ISLANDS | CHURN, {"virtual": False}, "--island-schedule events: is for islands in one process"),
-    (
-        ISLANDS | CHURN | {"island_speeds": (1.0, 2.0)},
-        {},
-        "--island-schedule events: cannot be combined with --island-speeds",
-    ),
+    (ISLANDS | CHURN | {"island_speeds": (1.0, 2.0)}, {}, "--island-schedule events: cannot be combined with"),
     (ISLANDS | {"island_keep": 3}, {"virtual": False}, "--island-keep 3: needs --island-schedule or --rendezvous"),
-    (
-        APART | {"eval_weights": "replica"},
-        {"data_parallel": "FSDP2"},
-        "--rendezvous host: needs a training loop that can go on at a later iteration",
-    ),
+    (APART | {"eval_weights": "replica"}, {"data_parallel": "FSDP2"}, "--rendezvous host: needs a training loop that"),
     (APART, {"virtual": True}, "--rendezvous host: is for real ranks"),
-    (
-        APART,
-        {"virtual": False, "saves": True},
-        "--save: keeps who is there, and who listens, with --save-replicas only",
-    ),
-    (
-        APART | {"async_pipeline": True},
-        {},
-        "--rendezvous host: cannot go with --async-pipeline",
-    ),
+    (APART, {"virtual": False, "saves": True}, "--save: keeps who is there, and who listens, with --save-replicas"),
+    (APART | {"async_pipeline": True}, {}, "--rendezvous host: cannot go with --async-pipeline"),
     (APART | {"island_speeds": (1.0, 2.0)}, {}, "--island-speeds 1.0 2.0: cannot go with --rendezvous"),
-    (
-        ISLANDS | CHURN | PACKETS | {"delivery_log": "log", "p_sync": 0.1},
-        {},
-        "--delivery-log log: cannot go with --island-schedule and --loss-unit packet",
-    ),
+    (ISLANDS | CHURN | PACKETS | {"delivery_log": "log", "p_sync": 0.1}, {}, "--delivery-log log: cannot go with"),
     (
         ISLANDS | {"sync_subset": "partition", "sync_fraction": 0.5},
         {"device": "hpu"},
         "--sync-subset partition: draws other elements in each round",
     ),
-    (
-        ISLANDS | UDP | {"sync_subset": "bernoulli"},
-        {"virtual": False},
-        "--sync-subset bernoulli: cannot go with --transport udp",
-    ),
-    (
-        ISLANDS | UDP | {"delivery_log": "log"},
-        {"virtual": False},
-        "--delivery-log log: cannot go with --islands and --transport udp",
-    ),
+    (ISLANDS | UDP | {"sync_subset": "bernoulli"}, {"virtual": False}, "--sync-subset bernoulli: cannot go with"),
+    (ISLANDS | UDP | {"delivery_log": "log"}, {"virtual": False}, "--delivery-log log: cannot go with --islands and"),
     (
         {"islands": 2, "sync_method": "eager-diloco", "sync_delay": 1, "p_sync": 0.1},
         {"workers": 4},
@@ -198,11 +130,7 @@ ISLAND = [
         "--train-iters 3: leaves the slowest island without an iteration",
     ),
     (ISLANDS | {"sync_interval": 9}, {"train_iters": 8}, "--sync-interval 9: must be at most 8, the iterations"),
-    (
-        ISLANDS | {"sync_interval": 2, "sync_delay": 7},
-        {"train_iters": 8},
-        "--sync-delay 7: must be at most 6, for the first mean to be used in a run of 8 iterations",
-    ),
+    (ISLANDS | {"sync_interval": 2, "sync_delay": 7}, {"train_iters": 8}, "--sync-delay 7: must be at most 6, for"),
     (EMA, {"ends": False}, "--delay-correction ema: falls until --train-iters, which is not known"),
     (
         EMA | {"sync_delay": 3, "delay_correction": "ema:0.9,0.9,1000"},
@@ -217,38 +145,22 @@ ISLAND = [
 ]
 
 BOUNDARIES = [
-    (
-        {"virtual_boundaries": (1,), "lossy_links": "inter-node"},
-        {},
-        "--virtual-boundaries 1: cannot be on a node: --lossy-links inter-node",
-    ),
+    ({"virtual_boundaries": (1,), "lossy_links": "inter-node"}, {}, "--virtual-boundaries 1: cannot be on a node:"),
     ({"act_transport": "udp"}, {}, "--act-transport udp: needs --transport udp"),
     (ACT_UDP | {"virtual_boundaries": (1,)}, {}, "--act-transport udp: needs real stages: --virtual-boundaries are"),
     (ACT_UDP | {"packet_bytes": 12}, {}, "--packet-bytes 12: must be at least 16 with --act-transport udp"),
     (ACT_UDP, {"pipeline": 1}, "--act-transport udp: nothing is sent with one pipeline stage; needs more of them"),
-    (
-        {"p_act_grad": 0.2},
-        {"pipeline": 1},
-        "--p-act-grad 0.2: nothing is sent with one pipeline stage; needs more of them, or --virtual-boundaries",
-    ),
+    ({"p_act_grad": 0.2}, {"pipeline": 1}, "--p-act-grad 0.2: nothing is sent with one pipeline stage; needs more of"),
     (ACT, {"virtual": True}, "--p-act 0.1: needs --virtual-boundaries in one process"),
     (VIRTUAL, {"pipeline": 2}, "--virtual-boundaries 1 3: needs one pipeline stage, not 2"),
     (VIRTUAL, {"layers": 1}, "--virtual-boundaries 1 3: a model of 1 layer has no boundary"),
     (VIRTUAL, {"layers": 3}, "--virtual-boundaries 1 3: must be layers from 1 to 2 of the 3"),
     (VIRTUAL, {"recompute": "full"}, "--recompute-granularity full: --virtual-boundaries would lose other packets"),
     (VIRTUAL, {"layer_graphs": True}, "CUDA graphs of layers: would lose the same or nothing"),
-    (
-        VIRTUAL,
-        on("--overlap-moe-expert-parallel-comm"),
-        "--overlap-moe-expert-parallel-comm on: runs layers in parts",
-    ),
+    (VIRTUAL, on("--overlap-moe-expert-parallel-comm"), "--overlap-moe-expert-parallel-comm on: runs layers in parts"),
     (ACT, on("--use-ring-exchange-p2p"), "--use-ring-exchange-p2p on: nothing can be lost at stage boundaries"),
     (ACT, on("--mtp-standalone"), "multi-token prediction on a stage of its own: cannot go with --p-act and"),
-    (
-        ACT | {"packet_bytes": 3},
-        {"message_bytes": 4},
-        "--packet-bytes 3: must hold at least one element of 4 bytes",
-    ),
+    (ACT | {"packet_bytes": 3}, {"message_bytes": 4}, "--packet-bytes 3: must hold at least one element of 4 bytes"),
     (ACT, {"pipelines": 2}, "pipelines of encoder and decoder with their own sizes: cannot go with --p-act and"),
     (ACT, {"several_modules": True}, "MultiModulePipelineCommunicator: cannot go with --p-act and --p-act-grad, which"),
     (ACT, FULL, "--p-act 0.1: needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"),
@@ -259,32 +171,16 @@ ASYNC_PIPELINE = [
     (ASYNC, {"flushes": True}, "--async-pipeline on: needs python -m megatron_lossy.train; the loop of Megatron-LM"),
     (STAGES, {"virtual": False}, "--virtual-stages 2: needs --virtual-workers"),
     (ASYNC | ACT, {"virtual": False}, "--p-act 0.1: cannot be with --async-pipeline, whose messages between stages"),
-    (
-        ASYNC,
-        {"virtual": False, "optimizer_instances": 2},
-        "--num-distributed-optimizer-instances 2: must be 1 with --async-pipeline",
-    ),
+    (ASYNC, {"virtual": False, "optimizer_instances": 2}, "--num-distributed-optimizer-instances 2: must be 1 with"),
     (ASYNC, {"virtual": True}, "--async-pipeline on: needs --virtual-stages with --virtual-workers"),
     (STAGES, FULL, "--virtual-stages 2: needs --use-distributed-optimizer"),
     (STAGES, {"layers": 5}, "--virtual-stages 2: must divide the 5 layers"),
     (ASYNC, {"pipeline": 2, "layers": 5}, "--pipeline-model-parallel-size 2: must divide the 5 layers"),
-    (
-        STAGES,
-        {"tied": True},
-        "--share-embeddings-and-output-weights on: cannot be with --async-pipeline: the first and the last",
-    ),
-    (
-        STAGES,
-        {"overlap_param_gather": True},
-        "--overlap-param-gather on: cannot be with --async-pipeline: forward passes",
-    ),
+    (STAGES, {"tied": True}, "--share-embeddings-and-output-weights on: cannot be with --async-pipeline: the first"),
+    (STAGES, {"overlap_param_gather": True}, "--overlap-param-gather on: cannot be with --async-pipeline: forward"),
     (STAGES, {"fp16": True}, "--fp16: cannot be with --async-pipeline: an overflow in one stage"),
     (ASYNC, {"pipeline": 2, "experts": 8}, "--num-experts: cannot be with --async-pipeline: its balance of load"),
-    (
-        ASYNC,
-        {"pipeline": 2, "virtual_pipeline": 2},
-        "--num-layers-per-virtual-pipeline-stage: cannot be with --async-pipeline: a stage would",
-    ),
+    (ASYNC, {"pipeline": 2, "virtual_pipeline": 2}, "--num-layers-per-virtual-pipeline-stage: cannot be with"),
     (STAGES, {"layer_graphs": True}, "CUDA graphs: cannot be with --async-pipeline: a captured graph has one"),
     (STAGES, {"predicts_more_tokens": True}, "--mtp-num-layers: cannot be with --async-pipeline: its layers are"),
 ]
@@ -297,21 +193,13 @@ REPLICAS = [
     (PARAM | AVERAGED, {}, f"--param-sync-interval 5: {_UPDATES}"),
     (PARAM | {"replica_check": "log"}, {}, f"--replica-check log: {_UPDATES}"),
     (PARAM | NOISE, {}, f"--grad-error-at broadcast: {_UPDATES}"),
-    (
-        {"grad_error": "gaussian:0.5"},
-        {"per_token_loss": True},
-        "--grad-error gaussian:0.5: gradients are sums over tokens where errors hit them",
-    ),
+    ({"grad_error": "gaussian:0.5"}, {"per_token_loss": True}, "--grad-error gaussian:0.5: gradients are sums over"),
     (
         {"grad_error": "gaussian", "grad_error_burst": (5, 0.25)},
         {"per_token_loss": True},
         "--grad-error-burst 5 0.25: gradients are sums over tokens where errors hit them",
     ),
-    (
-        AVERAGED | {"param_sync_rule": "snr"},
-        {"per_token_loss": True},
-        "--param-sync-rule snr: gradients are sums over tokens where errors hit them",
-    ),
+    (AVERAGED | {"param_sync_rule": "snr"}, {"per_token_loss": True}, "--param-sync-rule snr: gradients are sums"),
     (AVERAGED, SHARDED, f"--param-sync-interval 5: {_WHOLE}; with the distributed optimizer the all-gather already"),
     ({"replica_check": "log"}, SHARDED, f"--replica-check log: {_WHOLE}; with the distributed optimizer each"),
     (NOISE, SHARDED, f"--grad-error-at broadcast: {_WHOLE}; with the distributed optimizer choose reduce"),
@@ -322,11 +210,7 @@ REPLICAS = [
     (AVERAGED, FULL | on("--optimizer-cpu-offload"), "--optimizer-cpu-offload: replicas are averaged where they are"),
     (NOISE, FULL | {"weight_hash_interval": 5}, f"{_HASH} 5: ends runs whose replicas differ"),
     (PARAM, {"weight_hash_interval": 5}, f"{_HASH} with parameter loss: replicas differ on purpose"),
-    (
-        AVERAGED,
-        {"workers": 3, "pipeline": 2, "tied": True},
-        "--pipeline-model-parallel-size 2: two stages have a copy of the embedding, which --param-sync-interval would",
-    ),
+    (AVERAGED, {"workers": 3, "pipeline": 2, "tied": True}, "--pipeline-model-parallel-size 2: two stages have a"),
 ]
 
 PRIORITY = [
@@ -347,21 +231,9 @@ PRIORITY = [
         "--transport udp with gradients lost by drawing, and --grad-priority or error-feedback: cannot be",
     ),
     (UDP | FIRST | {"packet_bytes": 8}, {}, "--packet-bytes 8: must be at least 16 with --grad-priority over UDP"),
-    (
-        FIRST | GRAD,
-        {"virtual": False},
-        "--grad-priority packet-mean with --grad-recovery renormalize: needs virtual workers",
-    ),
-    (
-        FEEDBACK,
-        {"per_token_loss": True},
-        "--grad-recovery error-feedback with --transport udp: is told late what was lost, when --calculate-per-token",
-    ),
-    (
-        FEEDBACK,
-        {"pipeline": 2, "tied": True},
-        "--grad-recovery error-feedback with --transport udp: is told late what was lost, when two stages",
-    ),
+    (FIRST | GRAD, {"virtual": False}, "--grad-priority packet-mean with --grad-recovery renormalize: needs virtual"),
+    (FEEDBACK, {"per_token_loss": True}, "--grad-recovery error-feedback with --transport udp: is told late what was"),
+    (FEEDBACK, {"pipeline": 2, "tied": True}, "--grad-recovery error-feedback with --transport udp: is told late"),
     (FEEDBACK | {"udp_deadline": "50"}, {"tensor": 2}, "--udp-deadline 50: would keep other residuals on each"),
 ]
 
@@ -370,32 +242,16 @@ LEAD = [
         GRAD | {"param_sync_interval": 10**6, "param_send": "compensated"},
         FULL,
         "--param-send compensated: no parameters are sent, and the second half of an all-reduce",
-    ),
+    )
 ]
 
 COMPRESSION = [
     ({"param_wire": "int8"}, {}, "--param-wire int8: needs --loss-unit packet"),
-    (
-        PACKETS | {"grad_wire": "int8", "packet_bytes": 64},
-        {},
-        "--packet-bytes 64: holds no block of 128 (int8 needs 130)",
-    ),
-    (
-        {"grad_wire": "int8"},
-        {"virtual": False},
-        "--grad-wire int8: needs --transport pieces or udp on real ranks (torch's collectives carry raw values)",
-    ),
-    (
-        {"grad_wire": "int4", "param_sync_interval": 10**6},
-        FULL,
-        "--grad-wire int4: no all-reduce carries codes; needs Megatron's distributed optimizer",
-    ),
+    (PACKETS | {"grad_wire": "int8", "packet_bytes": 64}, {}, "--packet-bytes 64: holds no block of 128 (int8 needs"),
+    ({"grad_wire": "int8"}, {"virtual": False}, "--grad-wire int8: needs --transport pieces or udp on real ranks"),
+    ({"grad_wire": "int4", "param_sync_interval": 10**6}, FULL, "--grad-wire int4: no all-reduce carries codes;"),
     ({"grad_wire": "int8"}, {"data_parallel": "DDP"}, "--grad-wire int8: no all-reduce carries codes; shard the model"),
-    (
-        {"grad_wire": "int8"},
-        {"copies_apart": True},
-        "--grad-wire int8: tensor-parallel copies that Megatron does not add up drift apart",
-    ),
+    ({"grad_wire": "int8"}, {"copies_apart": True}, "--grad-wire int8: tensor-parallel copies that Megatron does not"),
 ]
 
 NODES = {"lossy_links": "inter-node", "p_grad": 0.1}
@@ -411,11 +267,7 @@ WORKERS = [
         {"virtual": True, "gradients_beside_buffers": True},
         "--ddp-param-name-patterns-for-fp32-local-accumulation: virtual workers take gradients from Megatron's buffers",
     ),
-    (
-        NOISE | {"grad_error_ranks": (1, 5, 9)},
-        {"workers": 4},
-        "--grad-error-ranks 5: must be below the 4 data-parallel",
-    ),
+    (NOISE | {"grad_error_ranks": (1, 5, 9)}, {"workers": 4}, "--grad-error-ranks 5: must be below the 4"),
     (GRAD, {"largest_group": 1}, "data-parallel size 1: one rank exchanges nothing, so that nothing can be lost"),
 ]
 

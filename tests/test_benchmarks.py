@@ -95,15 +95,11 @@ def test_island_step():
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert [len(row) for row in rows] == [6] * (2 + len(island_step.VARIANTS))
     megabytes = told["megabytes"]
-    five, bf16, one = (
-        megabytes[name]["sent"]
-        for name in ("5 %, 10 late, mixing", "5 %, 10 late, mixing, bf16", "1 %, 10 late, mixing")
-    )
+    names = ("5 %, 10 late, mixing", "5 %, 10 late, mixing, bf16", "1 %, 10 late, mixing")
+    five, bf16, one = (megabytes[name]["sent"] for name in names)
     assert bf16 == five / 2 and one == pytest.approx(five / 5, rel=0.1)
-    assert megabytes["megatron-core"]["sent"] is None and told["wait"].keys() == set(island_step.VARIANTS) - {
-        step_overhead.BASELINE,
-        step_overhead.AGAIN,
-    }
+    assert megabytes["megatron-core"]["sent"] is None
+    assert told["wait"].keys() == set(island_step.VARIANTS) - {step_overhead.BASELINE, step_overhead.AGAIN}
 
 
 # --- exchanges over emulated links, and the training over one: rows, numbers, refusals, whole runs -------------------

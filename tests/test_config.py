@@ -41,17 +41,6 @@ def test_flags_are_grouped_by_mechanism(cls):
     )
 
 
-def test_flags_of_one_mechanism_are_under_its_name():
-    groups = {f.name: heading for heading, fields in flag_groups(LossyConfig).items() for f in fields}
-    assert groups["p_sync"] == groups["sync_delay"] == "islands" and groups["udp_rate"] == "transport"
-    assert groups["p_grad"] == groups["loss_seed"] == "what is lost" != groups["delivery_log"]
-
-
-def test_no_flags_give_the_defaults_and_no_loss():
-    assert parse() == LossyConfig()
-    assert parse().lossless
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -62,13 +51,12 @@ def test_no_flags_give_the_defaults_and_no_loss():
         (["--packet-bytes", "0"], "--packet-bytes 0"),
         (["--loss-seed", "-1"], "--loss-seed -1"),
         (["--delivery-log-chunk", "5"], "--delivery-log-chunk 5: needs --delivery-log FOLDER"),
-        (["--islands", "2"], "--islands 2: needs --sync-method"),
-        (["--lossy-links", "inter-node:-4"], "--lossy-links inter-node:-4"),
+        (["--delivery-log-bitmaps"], "--delivery-log-bitmaps on: needs --delivery-log"),
+        (["--delivery-log", "x", "--delivery-log-chunk", "0"], "--delivery-log-chunk 0: must be at least 1"),
         (["--loss-model", "per-link"], "per-link:FILE"),
         (["--loss-model", "trace"], "--trace PATH"),
         (["--loss-model", "bernoulli", "bernoulli", "trace"], "--loss-model bernoulli bernoulli trace"),
         (["--trace", "x.npz"], "--trace x.npz"),
-        (["--loss-model", "bernoulli:m.txt"], "--loss-model bernoulli:m.txt"),
         (["--loss-model", "gilbert-elliott:0.1,0.5,0"], "gilbert-elliott:0.1,0.5,0: takes a mean burst"),
         (["--loss-model", "gilbert-elliott:0,0,0,1"], "gilbert-elliott:0.0,0.0,0.0,1.0: PGB"),
         (["--loss-model", "gilbert-elliott:0.1,2,0,1"], "gilbert-elliott:0.1,2.0,0.0,1.0: must be"),
@@ -105,13 +93,6 @@ def test_schedule_is_a_step_function():
     rate = Bernoulli(PhaseLoss("bernoulli", schedule), 0).rate
     assert [rate(step) for step in (0, 9, 10, 19, 20, 10**9)] == [0, 0, 0.25, 0.25, 0.5, 0.5]
     assert math.isclose(max(schedule.rates), 0.5)
-
-
-def test_the_table_of_flags_has_every_flag():
-    table = flag_table(LossyConfig)
-    for flag in ("--p-grad", "--loss-unit", "--loss-model", "--save-replicas"):
-        assert f"`{flag}" in table
-    assert "| 1234 |" in table and "| off |" in table and "| 0.0 |" in table
 
 
 def test_bursts_of_one_phase_of_two_are_used():

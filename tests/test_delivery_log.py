@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -87,9 +86,6 @@ def replayed(folder, exchange, config, size, units):
     return arrived.reshape(size, size, units)
 
 
-# --- what is written is what is read -------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
@@ -135,8 +131,6 @@ def test_bitmaps_are_packed_and_unpacked(units, seed):
     assert np.array_equal(unpack(pack(arrived), units), arrived)
     assert pack(arrived)[1, 0] & 1 == arrived[1, 0]
 
-
-# --- runs ----------------------------------------------------------------------------------------------------------
 
 STEPS = 3
 RANKS = 3
@@ -232,11 +226,9 @@ def test_replays_of_real_and_virtual_runs_are_bit_identical_and_their_logs_equal
         assert len(logs[0]) == links * exchanges
 
 
-def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(tmp_path):
-    from tests.trainer import TINY, train_runs, write_data
+def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(data, tmp_path):
+    from tests.trainer import TINY, train_runs
 
-    run_ranks(write_data, 1, str(tmp_path))
-    data = {"data_path": (str(tmp_path / "train"),), "valid_data_path": (str(tmp_path / "valid"),)}
     base = TINY | data | {"eval_iters": 0, "eval_interval": 1000}
     loss = {**LOSSY, "delivery_log_chunk": 2}
     once, twice = ({**loss, "delivery_log": str(tmp_path / name)} for name in ("once", "twice"))
@@ -285,9 +277,6 @@ def test_a_killed_run_loses_at_most_the_last_chunk(tmp_path):
         run_ranks(killed_log, 1, tmp_path)
     assert DeliveryLogFolder(tmp_path).covered(0) == [(0, 29)]
     assert set(table(tmp_path)["iteration"].to_pylist()) == set(range(30))
-
-
-# --- resuming ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("iteration", [0, 1, 4, 5, 9])
@@ -399,9 +388,6 @@ def test_a_flag_that_a_log_does_not_know_had_its_default(tmp_path, unit):
     assert verdict(tmp_path).problems == [] and verdict(tmp_path).usable == dict.fromkeys(range(3), (0, 8))
 
 
-# --- broken logs ---------------------------------------------------------------------------------------------------
-
-
 def command(*arguments):
     """``python -m megatron_lossy.delivery_log``."""
     return run_program("megatron_lossy.delivery_log", *arguments)
@@ -508,9 +494,6 @@ def test_a_missing_rank_and_a_mixture_are_found(tmp_path):
         check_channels(LossyConfig(loss_model=("trace",), trace=str(tmp_path)), 3, 4)
 
 
-# --- what does not fit ---------------------------------------------------------------------------------------------
-
-
 def test_a_log_that_does_not_fit_is_refused(tmp_path):
     config = LossyConfig(**LOSSY, loss_unit="packet", packet_bytes=16, lossy_self=True, delivery_log="later")
     write(tmp_path, config, 3, 4)
@@ -547,21 +530,6 @@ def test_the_step_after_a_trace_can_be_looked_at_but_not_taken(tmp_path):
     reduce(group, 0, buffer, buffer[:3], 3, lambda: None).wait()
     with pytest.raises(UsageError, match="iteration 4"):
         reduce(group, 0, buffer, buffer[:3], 4, lambda: None)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"delivery_log_bitmaps": True}, "--delivery-log-bitmaps on: needs --delivery-log"),
-        ({"delivery_log": "x", "delivery_log_chunk": 0}, "--delivery-log-chunk 0: must be at least 1"),
-    ],
-)
-def test_wrong_flags(flags, message):
-    with pytest.raises(UsageError, match=message):
-        LossyConfig(**flags)
-
-
-# --- for people ----------------------------------------------------------------------------------------------------
 
 
 def test_pandas_and_duckdb_read_it(tmp_path):
@@ -648,30 +616,3 @@ def test_the_command_line(tmp_path):
     assert done.returncode == 1 and f"{path.name}, row 0, iteration 0: " in done.stdout
     done = command("summary", tmp_path / "log")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and path.name in done.stderr
-
-
-def main_error(capsys, monkeypatch, *arguments):
-    from megatron_lossy.delivery_log.__main__ import main
-
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as error:
-        main(list(map(str, arguments)))
-    assert error.value.code == 2
-    text = capsys.readouterr().err
-    assert text.count("\n") == 1
-    return text
-
-
-def test_wrong_command_lines_are_one_line(tmp_path, capsys, monkeypatch):
-    write(tmp_path / "log", LossyConfig(**LOSSY, delivery_log="later"), 2, 2)
-    for arguments, message in (
-        ([], "COMMAND"),
-        (["look"], "invalid choice: 'look'"),
-        (["verify"], "DIR"),
-        (["verify", tmp_path], "must be a folder that --delivery-log wrote"),
-        (["plot", tmp_path / "log"], "--out"),
-        (["plot", tmp_path / "log", "--out", tmp_path / "x.gif"], "must end in .png, .pdf, .svg"),
-        (["plot", tmp_path / "log", "--out", tmp_path / "no" / "x.png"], "must be a folder"),
-        (["plot", tmp_path / "log", "--out", tmp_path / "x.png", "--stream", "y"], "must be one of dense-e0-s0-c0"),
-    ):
-        assert message in main_error(capsys, monkeypatch, *arguments)

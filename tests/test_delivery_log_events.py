@@ -190,9 +190,6 @@ def test_the_summary_for_people(tmp_path):
     assert "zeros     " in part and "by parity" in part
 
 
-# --- what verify finds ---------------------------------------------------------------------------------------------
-
-
 def first_of(which, **changes):
     """Changes in the first row for which ``which`` is its kind or holds; a function changes what is there."""
     chosen = which if callable(which) else lambda row: row["kind"] == which
@@ -345,9 +342,6 @@ def test_files_of_an_earlier_format_are_refused(tmp_path, prefix, capsys, monkey
         assert f"DIR {told}" in line
 
 
-# --- one run ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [*ERRORS, "messages"])
 def test_a_run_that_continues_has_the_log_of_one_that_did_not_stop(tmp_path, kind):
     record(tmp_path / "whole", kind)
@@ -421,9 +415,6 @@ def test_a_log_is_of_the_same_writer_as_others_and_only_of_what_can_happen(tmp_p
         if hasattr(one, "rank")
     }
     assert {name for name in writers if name.endswith("Log")} == logs and set(writers.values()) == {3}
-
-
-# --- runs that lose messages between stages ------------------------------------------------------------------------------------------------------------
 
 
 def trained(rank, tiny, config, steps=3, workers=None, evaluates=False):

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.hooks.versions import SUPPORTED, check_version
-from megatron_lossy.lab.doctor import Finding, network, ready, report
+from megatron_lossy.lab.doctor import network
 from megatron_lossy.lab.doctor.found import apex
 from megatron_lossy.transport.udp import UdpSettings
 from tests.programs import Program, rank_environments, run_program
@@ -81,18 +81,6 @@ def test_what_megatron_lm_imports_is_one_extra(tmp_path):
     assert "comes with the extra megatron-lm of this package: pip install -e '.[megatron-lm]'" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--megatron-lm", "absent"], "--megatron-lm absent: must be a checkout of Megatron-LM"),
-        (["--step", "gpu"], "--step: invalid choice: 'gpu'"),
-    ],
-)
-def test_wrong_flags_are_one_line(arguments, message):
-    done = doctor(*arguments)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
-
-
 def test_a_script_may_be_called_doctor(tmp_path):
     (tmp_path / "doctor").write_text("print('ran')")
     done = doctor("--p-grad", "2", command=("./doctor",), cwd=tmp_path)
@@ -132,15 +120,6 @@ def test_the_range_of_megatron_core_is_that_of_the_hooks():
         else:
             with pytest.raises(UsageError, match="is not supported"):
                 check_version(version)
-
-
-def test_only_problems_stand_in_the_way():
-    findings = [Finding("versions", "a", status, "text") for status in ("ok", "absent", "warning")]
-    assert ready(findings) and report(findings).endswith("ready: yes")
-    assert not ready([*findings, Finding("hooks", "b", "problem", "text")])
-
-
-# --- the network -----------------------------------------------------------------------------------------------------
 
 
 def test_links_between_ranks_are_tried():

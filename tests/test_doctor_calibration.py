@@ -10,7 +10,7 @@ from megatron_lossy.lab import doctor
 from megatron_lossy.lab.calibration.budget import Cost
 from megatron_lossy.lab.calibration.job import write_data
 from megatron_lossy.lab.calibration.real import compared
-from megatron_lossy.lab.calibration.rows import FEW, STEPS, VIRTUAL, rows
+from megatron_lossy.lab.calibration.rows import STEPS
 from megatron_lossy.lab.calibration.trace import Measured, counted
 from megatron_lossy.lab.doctor.step import error_of_a_rank
 
@@ -64,11 +64,6 @@ def test_the_reason_of_a_failure_is_that_of_a_rank():
     assert error_of_a_rank("torch.distributed.ChildFailedError: both") is None
     text = "[rank0]: DistBackendError: NCCL error in: a.cpp\n[rank0]: Last error:\n[rank0]: Failed to CUDA calloc 608 bytes\n"
     assert error_of_a_rank(text) == "DistBackendError: NCCL error in: a.cpp; Failed to CUDA calloc 608 bytes"
-
-
-def test_the_few_rows_are_rows():
-    assert {*FEW, *VIRTUAL} <= set(rows()) and len(set(FEW)) == 12
-    assert all(rows()[name].ranks == 1 for name in VIRTUAL)
 
 
 def test_every_installation_has_the_same_text(tmp_path):

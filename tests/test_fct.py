@@ -84,13 +84,6 @@ def test_selective_repeat_by_hand():
         assert flow.again == packets
 
 
-def test_what_is_sent_again_delays_what_is_new():
-    near = Path(delay=0.0, hop_delay=0.0)
-    lossless = SelectiveRepeat().flow(near, 1000, Given([])).time
-    assert SelectiveRepeat().flow(near, 1000, Given([1])).time == pytest.approx(lossless + near.slot)
-    assert SelectiveRepeat().flow(near, 1000, Given([1, 5, 8])).time == pytest.approx(lossless + 3 * near.slot)
-
-
 def test_uniform_by_hand():
     """Two blocks of 10 and 2 parities; one of a group is replaced when its parity arrives, two are asked for."""
     scheme, told = Uniform(10, 2), FAR.latency + FAR.control
@@ -126,17 +119,6 @@ def test_tolerant_by_hand():
     assert 0 <= flow.time - (slots(24) + FAR.latency + FAR.control + slots(3) + FAR.latency) < slots(1) + 1e-6
 
 
-@pytest.mark.parametrize(("packets", "p"), [(64, 0.05), (256, 0.01)])
-def test_rounds_of_selective_repeat(packets, p):
-    """P(no packet needs more than r more times) = (1 - p^(r+1))^n: 4 standard deviations of 4,000 messages."""
-    flows = [SelectiveRepeat().flow(PATH, packets, Losses(p, 3, flow)) for flow in range(4000)]
-    times = np.array([flow.time for flow in flows])
-    # Lost once: 1.5 round trips, or 2.5 at the end; twice: at least 3.5.
-    for rounds, limit in ((0, packets * PATH.slot + PATH.latency + 1), (1, 3.2 * PATH.rtt)):
-        expected = (1 - p ** (rounds + 1)) ** packets
-        assert abs((times < limit).mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / len(times)), rounds
-
-
 @pytest.mark.parametrize("burst", [None, 6.0])
 def test_rates_and_bursts(burst):
     """4 standard deviations, over 400 messages of 5,000 packets; those of bursts from the messages' own spread."""
@@ -153,21 +135,6 @@ def test_every_scheme_loses_the_same():
     assert np.array_equal(data, Losses(0.1, 1, 5).first(100, np.array([], dtype=int))[0]) and len(parities) == 2
     assert not np.array_equal(data, Losses(0.1, 1, 6).first(100, np.array([], dtype=int))[0])
     assert not np.array_equal(data, Losses(0.1, 2, 5).first(100, np.array([], dtype=int))[0])
-
-
-@pytest.mark.parametrize("p", [0.002, 0.01, 0.05])
-def test_smart_is_never_later_than_what_it_must_wait_for(p):
-    """Message by message, on the same losses: it waits for some of what selective repeat waits for, and its parity.
-
-    What is asked for at the end of a message would have been asked for in the midst of it, at most a message's length
-    earlier.
-    """
-    packets = 256
-    for flow in range(500):
-        losses = Losses(p, 9, flow)
-        smart, repeat = Smart().flow(PATH, packets, losses), SelectiveRepeat().flow(PATH, packets, losses)
-        assert smart.time <= repeat.time + (packets + smart.parities + smart.again + 2) * PATH.slot
-        assert smart.time <= repeat.time + 2 * PATH.slot or smart.again
 
 
 def test_the_adaptive_code_costs_nothing_without_loss_and_holds_the_bound_with_it():

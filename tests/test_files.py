@@ -9,7 +9,6 @@ import threading
 
 import pytest
 
-from megatron_lossy.base import files
 from megatron_lossy.base.errors import UsageError, machine_error
 from megatron_lossy.base.files import aside_of, check_folder, naming, publish, replace_file, write_text, writing
 
@@ -76,11 +75,6 @@ def test_what_cannot_be_synced_does_not_replace(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_text(path, "new")
     assert path.read_text() == "old" and names(tmp_path) == ["file"]
-
-
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="absent"):
-        write_text(tmp_path / "absent" / "file", "text")
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o002])

@@ -199,29 +199,17 @@ def test_queue_overflows(lab):
 
 
 @needs_lab
-@pytest.mark.parametrize("p", [0.01, 0.2])
-def test_independent_losses(lab, p):
-    """Rate and mean run within 4 standard deviations; loss tells nothing about the next packet."""
+@pytest.mark.parametrize(("p", "burst"), [(0.01, None), (0.2, None), (0.1, 8.0)])
+def test_losses(lab, p, burst):
+    """Rate and mean run of Gilbert and Elliott's chain within 4 standard deviations; without it packets tell nothing of the next."""
     n = 20_000
-    lab.set(Link(loss=p))
+    lab.set(Link(loss=p) if burst is None else Link(loss=p, burst=burst))
     lost = lost_packets(lab, n)
-    assert abs(lost.mean() - p) < SIGMAS * math.sqrt(p * (1 - p) / n)
-    lengths = runs(lost)
-    deviation = math.sqrt(p / (1 - p) ** 2 / len(lengths))  # of the mean of a geometric law
-    assert abs(lengths.mean() - 1 / (1 - p)) < SIGMAS * deviation
-    assert abs(np.corrcoef(lost[1:], lost[:-1])[0, 1]) < SIGMAS / math.sqrt(n)
-
-
-@needs_lab
-def test_losses_in_bursts(lab):
-    """Mean run and rate of Gilbert and Elliott's chain within 4 standard deviations."""
-    n, p, burst = 20_000, 0.1, 8.0
-    lab.set(Link(loss=p, burst=burst))
-    lost = lost_packets(lab, n)
-    lengths = runs(lost)
-    assert abs(lengths.mean() - burst) < SIGMAS * math.sqrt(burst * (burst - 1) / len(lengths))
-    memory = 1 - 1 / burst - p / (burst * (1 - p))
+    lengths, mean = runs(lost), burst or 1 / (1 - p)
+    assert abs(lengths.mean() - mean) < SIGMAS * math.sqrt(mean * (mean - 1) / len(lengths))
+    memory = 1 - 1 / mean - p / (mean * (1 - p))
     assert abs(lost.mean() - p) < SIGMAS * math.sqrt(p * (1 - p) / n * (1 + memory) / (1 - memory))
+    assert burst or abs(np.corrcoef(lost[1:], lost[:-1])[0, 1]) < SIGMAS / math.sqrt(n)
 
 
 @needs_lab

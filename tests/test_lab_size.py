@@ -41,22 +41,20 @@ def cost(variant: str, level: str, width: int, seed: int) -> float:
 
 def write(folder, monkeypatch, missing=(), unmeasured=()):
     """A report for each width, its losses with planted costs; without curvature and drift for those ``unmeasured``."""
+    settings = TINY | {"drift-interval": 1, "sharpness-interval": 4}
+    studies = {
+        name: {"title": name, "question": "?", "settings": settings | {"hidden-size": width}}
+        for name, width in WIDTHS.items()
+    }
     content = {
         "config": None,
         "loss-seeds": [1],
         "seeds": SEEDS,
         "levels": LEVELS,
-        "variants": {"plain": {}, "lead": {"param-send": "compensated"}},
         "metrics": METRICS,
-        "studies": {
-            name: {
-                "title": name,
-                "question": "?",
-                "settings": {**TINY, "hidden-size": width, "drift-interval": 1, "sharpness-interval": 4},
-            }
-            for name, width in WIDTHS.items()
-        },
+        "studies": studies,
     }
+    content["variants"] = {"plain": {}, "lead": {"param-send": "compensated"}}
     file = folder / "study.yaml"
     file.write_text(json.dumps(content))
     folders = []
@@ -68,16 +66,12 @@ def write(folder, monkeypatch, missing=(), unmeasured=()):
             lossless = 2.0 + trial.seed / 10
             scalars = {"lr x sharpness": {8: 3.0 * trial.seed * (1 if trial.level is None else 0.5)}}
             if trial.level is not None:
-                lag = Lag.of(0.2 if trial.level == "20 %" else 0.4)
-                scalars |= {
-                    "largest lr x sharpness": {8: stability_limit(0.9, lag)},
-                    "drift over weight": {8: 0.01 * width},
-                }
+                limit = stability_limit(0.9, Lag.of(0.2 if trial.level == "20 %" else 0.4))
+                scalars |= {"largest lr x sharpness": {8: limit}, "drift over weight": {8: 0.01 * width}}
             scalars = {} if name in unmeasured else scalars
             loss = lossless * (1 + change / 100)
-            runs[trial.cell.name] = Run(
-                "r", 0, 0, 1, 1, {}, {8: 2.0}, {"replica": {8: 9.0}, "owner": {8: loss}}, 8, {}, scalars
-            )
+            valid = {"replica": {8: 9.0}, "owner": {8: loss}}
+            runs[trial.cell.name] = Run("r", 0, 0, 1, 1, {}, {8: 2.0}, valid, 8, {}, scalars)
         for trial in study.trials:
             if (name, trial.variant, trial.level, trial.seed) in missing:
                 runs.pop(trial.cell.name, None)
@@ -95,11 +89,8 @@ def test_costs_slopes_and_crossings(tmp_path, monkeypatch):
     assert {one.tokens for one in sizes} == {8 * 2 * 16} and {one.metric for one in sizes} == {"val loss (owner)"}
     found = size.tables(sizes)
     table = found["cost"]
-    assert table.headings == (
-        *(f"{parameters(width) / 1e6:.2g} M" for width in WIDTHS.values()),
-        "per 10 times",
-        "7 B (paper)",
-    )
+    sizes_told = [f"{parameters(width) / 1e6:.2g} M" for width in WIDTHS.values()]
+    assert table.headings == (*sizes_told, "per 10 times", "7 B (paper)")
     rows = dict(table.rows)
     assert list(rows) == [f"{level}, {variant}" for level in LEVELS for variant in ("plain", "lead")]
     places = [math.log10(parameters(width)) for width in WIDTHS.values()]
@@ -146,9 +137,7 @@ def test_the_command_writes_tables_and_figures(tmp_path, monkeypatch, capsys):
     names = {f"{name}.{kind}" for name in ("cost", "measured") for kind in ("md", "csv")}
     names |= {f"{name}.{kind}" for name in ("cost", "crossing") for kind in ("png", "pdf")}
     assert {path.name for path in out.iterdir()} == names
-    assert (
-        all(path.stat().st_size > 5000 for path in out.glob("*.p*"))
-        and "| 20 %, plain |" in (out / "cost.md").read_text()
-    )
+    assert all(path.stat().st_size > 5000 for path in out.glob("*.p*"))
+    assert "| 20 %, plain |" in (out / "cost.md").read_text()
     __main__.main(["size", str(folders[0]), "--out", str(out)])  # one size has no slope
     assert "| 20 %, plain |" in (out / "cost.md").read_text()

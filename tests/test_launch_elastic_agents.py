@@ -34,11 +34,8 @@ def agents(tmp_path):
     started = []
 
     def start(flags: Sequence[str], launcher: Sequence[object] = (ROOT / "launch/torchrun.sh",)) -> subprocess.Popen:
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-        }
+        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with open(tmp_path / f"agent{len(started)}.log", "w") as log:
             agent = subprocess.Popen(
                 [*launcher, *flags], env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path
@@ -82,26 +79,16 @@ SMALL = [
 ]  # fmt: skip
 
 
-def small_run(tmp_path: Path) -> list[str]:
-    run_ranks(write_data, 1, str(tmp_path))
-    return [
-        f"--config={ROOT}/configs/tiny/llama_1m.yaml", "--program=train", "--device=cpu", "--accelerators=2",
-        "--max-restarts=3",
-        f"--out={tmp_path}/runs", "--max-epochs=1e9", f"--data-path={tmp_path}/train", f"--valid-data-path={tmp_path}/valid",
-        *SMALL, "--save-replicas", "--rate=0.1",
-    ]  # fmt: skip
-
-
-def check_against_uninterrupted(flags: list[str], run: Path, tmp_path: Path) -> None:
-    plan = make_plan([*flags, f"--out={tmp_path}/uninterrupted"])
-    run_ranks(train_runs, 2, (asdict(plan.train), asdict(plan.lossy)))
-    assert recorded_losses(run) == recorded_losses(tmp_path / "uninterrupted/p_0.10")
-
-
 @pytest.mark.slow
 def test_a_killed_agent_that_is_started_again_continues_the_run(agents, tmp_path):
     port = free_port()
-    flags = [*small_run(tmp_path), "--accelerators-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    run_ranks(write_data, 1, str(tmp_path))
+    flags = [
+        f"--config={ROOT}/configs/tiny/llama_1m.yaml", "--program=train", "--device=cpu", "--accelerators=2",
+        "--accelerators-per-node=1", "--max-restarts=3", f"--rdzv-endpoint=127.0.0.1:{port}", f"--out={tmp_path}/runs",
+        "--max-epochs=1e9", f"--data-path={tmp_path}/train", f"--valid-data-path={tmp_path}/valid", *SMALL,
+        "--save-replicas", "--rate=0.1",
+    ]  # fmt: skip
 
     def listening() -> bool:
         with socket.socket() as client:
@@ -117,23 +104,11 @@ def test_a_killed_agent_that_is_started_again_continues_the_run(agents, tmp_path
 
     log = tmp_path / "agent2.log"
     assert second.wait(180) == 0 and first.wait(60) == 0, log.read_text()
-    check_against_uninterrupted(flags, run, tmp_path)
+    plan = make_plan([*flags, f"--out={tmp_path}/uninterrupted"])
+    run_ranks(train_runs, 2, (asdict(plan.train), asdict(plan.lossy)))
+    assert recorded_losses(run) == recorded_losses(tmp_path / "uninterrupted/p_0.10")
     again = [path.read_text() for path in run.glob("logs/*/attempt_1/0/stdout.log")]
     assert "loaded checkpoint of iteration" in "".join([log.read_text(), *again])
-
-
-@pytest.mark.nightly
-def test_a_killed_rank_is_started_again_with_datagrams(agents, tmp_path):
-    """The new ranks do not take those before them, whose addresses are in torchrun's store, for each other."""
-    flags = [*small_run(tmp_path), "--transport=udp", "--loss-unit=packet"]
-    agent, run = agents(flags), tmp_path / "runs/p_0.10"
-    wait_for("a checkpoint", (run / "latest_checkpointed_iteration.txt").exists, [agent])
-    ranks = [child for child in psutil.Process(agent.pid).children(recursive=True) if "--save" in child.cmdline()]
-    ranks[-1].kill()
-    log = tmp_path / "agent0.log"
-    assert agent.wait(180) == 0, log.read_text()
-    check_against_uninterrupted(flags, run, tmp_path)
-    assert "loaded checkpoint of iteration" in log.read_text()
 
 
 def command_of_wan() -> str:

@@ -10,7 +10,7 @@ import yaml
 
 from megatron_lossy import plugin
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.base.flags import GONE, first_clause, flag_groups, flag_name
+from megatron_lossy.base.flags import GONE, flag_groups, flag_name
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.loss_flags import (
@@ -20,7 +20,6 @@ from megatron_lossy.config.loss_flags import (
     preset_arguments,
     presets,
     sections,
-    title,
     with_preset,
 )
 from megatron_lossy.config.refusal import check_refusals
@@ -32,7 +31,7 @@ from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.lab.train.facts import of_trainer
 from tests.programs import run_program
 from tests.ranks import run_ranks
-from tests.trainer import ROOT, TINY, train_runs, write_data
+from tests.trainer import ROOT, TINY, train_runs
 
 PRESETS_NEED = (ROOT / "docs/flags.md").read_text().partition("long enough for an exchange:")[2].partition("\n\n")[0]
 
@@ -62,9 +61,6 @@ def own(tmp_path, text):
 def flags_in(text):
     """The flags that a help text has an entry for."""
     return set(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE))
-
-
-# --- help ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
@@ -104,29 +100,6 @@ def test_what_help_hides_is_accepted_and_proposed():
         parser.parse_args(["--udp-rates", "3"])
 
 
-def test_short_helps_begin_the_long_ones():
-    for f in dataclasses.fields(LossyConfig):
-        long = f.metadata["flag"]["help"]
-        assert long.startswith(first_clause(long))
-        if f.metadata["basic"]:
-            assert 2 <= len(first_clause(long).split()) <= 25, f.name
-
-
-@pytest.mark.parametrize(
-    ("long", "short"),
-    [
-        ("a rate, in [0, 1); 0 never", "a rate, in [0, 1)"),
-        ("who loses: these, or those", "who loses"),
-        ("udp: what a port is: a number", "udp: what a port is"),
-        ("diloco, eager-diloco: rate; default 1", "diloco, eager-diloco: rate"),
-        ("a share, in (0, 1] (docs/islands.md)", "a share, in (0, 1]"),
-        ("all of it", "all of it"),
-    ],
-)
-def test_where_the_first_clause_ends(long, short):
-    assert first_clause(long) == short
-
-
 def test_help_loss_has_every_flag_with_its_whole_help(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100000")
     text = help_loss("all")
@@ -148,29 +121,9 @@ def test_help_loss_ends_the_program_well(given, capsys):
         assert capsys.readouterr().out.strip() == help_loss(section or "all")
 
 
-def test_an_unknown_section_is_one_line():
-    done = run_program("megatron_lossy.train", "--help-loss", "island")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout
-    assert "--help-loss island: must be one of all, presets, what-is-lost, " in done.stderr
-    assert done.stderr.endswith("did you mean islands\n")
-
-
 def test_the_launcher_shows_sections_without_a_script():
     done = run_program("megatron_lossy", "--help-loss", "transport")
     assert done.returncode == 0 and flags_in(done.stdout) == flags_in(help_loss("transport")), done.stderr
-
-
-# --- presets ------------------------------------------------------------
-
-
-def test_presets_are_files_that_say_what_they_are():
-    assert presets() == ["asyncmesh", "diloco", "packets", "paft", "paper", "smart", "wan"]
-    listed = help_loss("presets")
-    for name in presets():
-        first, second, third, *_ = find_preset(name).read_text().splitlines()
-        assert first.startswith("# ") and second.startswith("# ") and not third.startswith("#")
-        assert "docs/" in first and title(name) in listed
-        assert re.search(r"cost", second.lower()) and re.search(r"docs/|nobody has measured", second)
 
 
 @pytest.mark.parametrize("name", presets())
@@ -236,22 +189,6 @@ def test_a_wrong_preset_is_refused_by_name(text, named, tmp_path):
             refused()
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        (["--loss-preset", "papr"], "--loss-preset papr: must be a file or one of asyncmesh, diloco, packets, "),
-        (["--loss-preset=paff"], "paft, paper, smart, wan, did you mean paft\n"),
-        (["--loss-preset"], "--loss-preset: expected one argument"),
-    ],
-)
-def test_an_unknown_preset_is_one_line(given, named, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("")
-    for module, *first in (("megatron_lossy.train",), ("megatron_lossy", str(script))):
-        done = run_program(module, *first, *given)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and named in done.stderr
-
-
 def test_megatrons_parser_gets_the_flags_of_a_preset(monkeypatch):
     """Its log and its checkpoints then hold what the run lost."""
     installed = []
@@ -294,23 +231,12 @@ def test_studies_take_presets():
     }
 
 
-# --- runs ---------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return folder
-
-
 def short_run(name, data, **more):
     """The tiny run of two iterations with the preset ``name``, for :func:`train_runs`."""
     train, loss = read("--loss-preset", name, *SHORT.get(name, []))
     shape = TINY | {"train_iters": 2, "lr_warmup_iters": 0, "eval_interval": 2, "eval_iters": 1} | more
     sharded = train.use_distributed_optimizer
-    paths = {"data_path": (f"{data}/train",), "valid_data_path": (f"{data}/valid",)}
-    return shape | paths | {"use_distributed_optimizer": sharded}, dataclasses.asdict(loss)
+    return shape | data | {"use_distributed_optimizer": sharded}, dataclasses.asdict(loss)
 
 
 def test_virtual_workers_train_with_every_preset(data):

@@ -160,14 +160,6 @@ def test_validation_text_is_not_trained_on(tmp_path):
     assert len({one.digest, single.digest, given.digest}) == 3
 
 
-def test_the_paper_in_percent():
-    from lstm_report import paper_change
-
-    assert paper_change("zero, priority", 0.05) == pytest.approx(1.103, abs=1e-3)
-    assert paper_change("error feedback, priority", 0.05) == pytest.approx(-0.0496, abs=1e-4)
-    assert np.isnan(paper_change("zero, priority", 0.005)) and np.isnan(paper_change("error feedback", 0.05))
-
-
 def test_a_run_that_diverged_is_said_to(text, tmp_path, monkeypatch):
     import lstm_training
     from lstm_report import changes, tables

@@ -12,12 +12,8 @@ from tests.ranks import RankFailed
 from tests.rooms import ROOMS, TESTS, check_room, room_of
 
 pytestmark = pytest.mark.shows(
-    "tests have the markers of what they start",
-    "every test says what it shows",
-    device=False,
+    "tests have the markers of what they start", "every test says what it shows", device=False
 )
-
-# --- what tests start ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -58,9 +54,6 @@ def test_files_belong_to_rooms():
     check_room("recovery")
     with pytest.raises(pytest.UsageError, match="--room recover: must be one of .*, recovery,"):
         check_room("recover")
-
-
-# --- what tests show -------------------------------------------------------------------------------------------------
 
 
 def test_every_test_shows_something():

@@ -1,6 +1,5 @@
 """The wheel and the source distribution: what is in them, and that a machine with no checkout can train."""
 
-import errno
 import json
 import os
 import shutil
@@ -16,7 +15,6 @@ import pytest
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config.shipped import FOLDERS, copy_shipped, find_config
 from megatron_lossy.lab.report import read_runs
-from tests.programs import run_program
 from tests.test_doctor import distribution
 
 pytestmark = pytest.mark.shows(
@@ -219,9 +217,6 @@ def test_no_deps_leaves_the_torch_and_the_megatron_of_an_image_alone(distributio
     assert "No matching distribution found for torch>=2.6.0a0" in pip("--dry-run").stderr
 
 
-# --- configurations by name ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["configs/tiny/llama_1m.yaml", "tiny/llama_1m.yaml", "tiny/llama_1m"])
 def test_a_configuration_of_the_package_is_found_by_its_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -238,17 +233,6 @@ def test_a_file_that_is_there_comes_first(tmp_path, monkeypatch):
     assert find_config(tmp_path / "configs/studies/channels.yaml") == tmp_path / "configs/studies/channels.yaml"
 
 
-def test_the_folder_of_configurations_is_none(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert find_config("configs") == Path("configs")
-
-
-def test_copy_without_a_folder_is_one_line():
-    done = run_program("megatron_lossy", "copy")
-    assert done.returncode == 2
-    assert done.stderr == "megatron-lossy: error: the following arguments are required: FOLDER\n"
-
-
 def test_copy_replaces_nothing(tmp_path):
     assert [path.name for path in copy_shipped(tmp_path / "new")] == list(FOLDERS)
     assert (tmp_path / "new/launch/slurm/run.sbatch").read_text() == (ROOT / "launch/slurm/run.sbatch").read_text()
@@ -256,17 +240,3 @@ def test_copy_replaces_nothing(tmp_path):
     with pytest.raises(UsageError, match="launch is there already"):
         copy_shipped(tmp_path / "half")
     assert not (tmp_path / "half/configs").exists()
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="FOLDER .*file: cannot be written"):
-        copy_shipped(tmp_path / "file")
-
-
-def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    def full(source, target):
-        raise OSError(errno.ENOSPC, "No space left on device", str(target))
-
-    monkeypatch.setattr(shutil, "copy2", full)
-    for folder in (tmp_path / "a" / "b", tmp_path):
-        with pytest.raises(OSError, match="No space left") as caught:
-            copy_shipped(folder)
-        assert caught.value.filename == str(folder) and not list(tmp_path.iterdir())

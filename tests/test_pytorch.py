@@ -10,10 +10,7 @@ from tests import contract, fsdp
 from tests.fsdp import Tiny
 from tests.tiers import few_at_once
 
-pytestmark = pytest.mark.shows(
-    "FSDP2: without loss every bit is torch's",
-    "FSDP2: every rule and unit by value",
-)
+pytestmark = pytest.mark.shows("FSDP2: without loss every bit is torch's", "FSDP2: every rule and unit by value")
 
 BOTH = LossyConfig(p_grad=0.4, p_param=0.4, loss_unit="packet", packet_bytes=64)
 RULES = ["renormalize", "renormalize-remote", "previous", "zero"]
@@ -46,9 +43,6 @@ def same(results, expected):
             np.testing.assert_array_equal(weights[name], value, err_msg=name)
 
 
-# --- no loss -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("setting", SOME_SETTINGS)
 def test_without_loss_it_is_fsdp2_bit_for_bit(setting, pool):
     tiny = SETTINGS[setting]
@@ -63,9 +57,6 @@ def test_without_loss_it_is_fsdp2_bit_for_bit(setting, pool):
 def test_without_loss_more_ranks_are_fsdp2_bit_for_bit(world, pool):
     tiny = Tiny(accumulation=2, prefetches=True)
     same(pool.run(fsdp.plain, world, tiny, LossyConfig(), 20), pool.run(fsdp.plain, world, tiny, None, 20))
-
-
-# --- by value ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -93,8 +84,6 @@ def test_another_divisor_than_the_number_of_ranks_by_value(pool):
         for one, other in zip(divided[0]["buckets"], whole[0]["buckets"], strict=True):
             np.testing.assert_array_equal(one["reduced"], other["reduced"] / 4)
 
-
-# --- replicas of shards (HSDP) -------------------------------------------------------------------------------------
 
 HSDP = Tiny(replicas=2)
 

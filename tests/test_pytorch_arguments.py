@@ -38,66 +38,35 @@ def adam(model, **how):
     return torch.optim.AdamW(model.parameters(), **how)
 
 
-def not_sharded():
-    model = nn.Linear(4, 4)
-    make_lossy(model, adam(model), BOTH)
+def lossy(model=None, optimizer=None, config=BOTH):
+    """``make_lossy`` of a model in FSDP2 with AdamW, or of what is given."""
+    model = fsdp.build(Tiny()) if model is None else model
+    make_lossy(model, adam(model) if optimizer is None else optimizer, config)
 
 
 def fsdp1():
-    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
-    make_lossy(model, adam(model), BOTH)
-
-
-def no_module():
-    make_lossy([], None, BOTH)
-
-
-def no_config():
-    make_lossy(fsdp.build(Tiny()), adam(nn.Linear(1, 1)), 0.1)
-
-
-def unknown_preset():
-    make_lossy(fsdp.build(Tiny()), adam(nn.Linear(1, 1)), "papr")
-
-
-def unknown_flag():
-    make_lossy(fsdp.build(Tiny()), adam(nn.Linear(1, 1)), {"p_grd": 0.1})
-
-
-def no_optimizer():
-    model = fsdp.build(Tiny())
-    make_lossy(model, [], BOTH)
-
-
-def a_scheduler():
-    model = fsdp.build(Tiny())
-    make_lossy(model, torch.optim.lr_scheduler.StepLR(adam(model), 1), BOTH)
+    lossy(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
 
 
 def lbfgs():
     model = fsdp.build(Tiny())
-    make_lossy(model, torch.optim.LBFGS(model.parameters()), BOTH)
-
-
-def optimizer_of_another_model():
-    make_lossy(fsdp.build(Tiny()), adam(fsdp.build(Tiny())), BOTH)
+    lossy(model, torch.optim.LBFGS(model.parameters()))
 
 
 def optimizer_before_sharding():
     model = nn.Linear(4, 4)
     optimizer = adam(model)
-    fully_shard(model)
-    make_lossy(model, optimizer, BOTH)
+    lossy(fully_shard(model), optimizer)
 
 
 def twice():
     run = Training(Tiny(), BOTH)
-    make_lossy(run.model, run.optimizer, BOTH)
+    lossy(run.model, run.optimizer)
 
 
 def a_part_again():
     run = Training(Tiny(), BOTH)
-    make_lossy(run.model[1], run.optimizer, BOTH)
+    lossy(run.model[1], run.optimizer)
 
 
 def exchanges_of_somebody_else():
@@ -107,13 +76,13 @@ def exchanges_of_somebody_else():
 
     model = fsdp.build(Tiny())
     model[1].set_custom_all_gather(Other())
-    make_lossy(model, adam(model), BOTH)
+    lossy(model)
 
 
 def exchanges_in_other_memory():
     model = fsdp.build(Tiny())
     model[1].set_allocate_memory_from_process_group_for_comm(True)
-    make_lossy(model, adam(model), BOTH)
+    lossy(model)
 
 
 def exchanges_in_symmetric_memory():
@@ -122,41 +91,26 @@ def exchanges_in_symmetric_memory():
 
     model = fsdp.build(Tiny())
     model[1]._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm = SymmMemAllGather()
-    make_lossy(model, adam(model), BOTH)
+    lossy(model)
 
 
 def replicated():
     replicates = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
     model = nn.Linear(4, 4)
     replicates.replicate(model, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",)))
-    make_lossy(model, adam(model), BOTH)
-
-
-def frozen():
-    model = fsdp.build(Tiny()).requires_grad_(False)
-    make_lossy(model, adam(model), BOTH)
+    lossy(model)
 
 
 def two_types():
     model = fully_shard(Layer(torch.float32, torch.bfloat16))
-    make_lossy(model, adam(model), BOTH)
+    lossy(model)
 
 
 def fewer_ranks_in_the_backward_pass():
     block = nn.Linear(4, 4)
     fully_shard(block, reshard_after_forward=2)
     model = fully_shard(nn.Sequential(block, nn.Linear(4, 4)))
-    make_lossy(model, adam(model), BOTH)
-
-
-def no_parameters_of_a_replica():
-    model = fsdp.build(Tiny())
-    make_lossy(model, adam(model), LossyConfig(p_act=0.1))
-
-
-def islands_by_this_name():
-    model = fsdp.build(Tiny())
-    make_lossy(model, adam(model), LossyConfig(islands=2, sync_method="parameters"))
+    lossy(model)
 
 
 def parameters_added_later():
@@ -193,7 +147,7 @@ class Perturbs(torch.optim.SGD):
 def evaluated_at_other_weights():
     run = Training(Tiny(), None)
     optimizer = Perturbs(run.model.parameters(), lr=0.1)
-    make_lossy(run.model, optimizer, BOTH)
+    lossy(run.model, optimizer)
     run.loss(0)
     optimizer.step(lambda: run.loss(1).backward())
 
@@ -210,7 +164,7 @@ class Decays(torch.optim.SGD):
 def changed_at_a_learning_rate_of_0():
     run = Training(Tiny(), None)
     optimizer = Decays(run.model.parameters(), lr=0.0)
-    make_lossy(run.model, optimizer, BOTH)
+    lossy(run.model, optimizer)
     run.loss(0).backward()
     optimizer.step()
 
@@ -218,7 +172,7 @@ def changed_at_a_learning_rate_of_0():
 def closure_not_called():
     run = Training(Tiny(), None)
     optimizer = Decays(run.model.parameters(), lr=0.1)
-    make_lossy(run.model, optimizer, BOTH)
+    lossy(run.model, optimizer)
     run.loss(0).backward()
     optimizer.step(lambda: None)
 
@@ -265,60 +219,59 @@ def tensor_parallel_over_udp():
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("data", "tensor"))
     model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tensor"], {"0": ColwiseParallel()})
     fully_shard(model, mesh=mesh["data"])
-    make_lossy(model, adam(model), LossyConfig(transport="udp"))
+    lossy(model, config=LossyConfig(transport="udp"))
 
 
-LINES = {
-    not_sharded: "model Linear: has no module of fully_shard, and is no DistributedDataParallel: call make_lossy after them",
-    fsdp1: "model FullyShardedDataParallel: is of FSDP1, which has no place for exchanges of others; use fully_shard",
-    no_module: "optimizer NoneType: must be a torch.optim.Optimizer, or a list of them",
-    no_config: "config float: must be a LossyConfig, a mapping of its flags, the name of a preset, or a YAML file",
-    unknown_preset: "--loss-preset papr: must be a file or one of asyncmesh",
-    unknown_flag: "unknown key p_grd",
-    no_optimizer: "optimizer []: must have at least one optimizer",
-    lbfgs: "optimizer LBFGS: evaluates weights within a step, which no exchange would send",
-    optimizer_of_another_model: "optimizer AdamW: has 16 of 16 parameters that are not the model's: make it from",
-    optimizer_before_sharding: "optimizer AdamW: has 2 of 2 parameters that are not the model's: make it from",
-    twice: "model FSDPSequential: is lossy already: call make_lossy once, for the whole model",
-    a_part_again: "model root module: is lossy already: call make_lossy once, for the whole model",
-    exchanges_of_somebody_else: "model 1: has exchanges of its own (Other): omit set_symm_mem_for_comm, ",
-    exchanges_in_other_memory: "model 1: has exchanges of its own (ProcessGroupAllocAllGather, ProcessGroupAllocReduce",
-    exchanges_in_symmetric_memory: "model 1: has exchanges of its own (SymmMemAllGather): omit set_symm_mem_for_comm, ",
-    replicated: "model root module: is of replicate(), which shards nothing, so that no parameters cross; use Distrib",
-    frozen: "model FSDPSequential: has no parameter with a gradient",
-    two_types: "model root module: gathers parameters of several types (torch.bfloat16, torch.float32) together",
-    fewer_ranks_in_the_backward_pass: "reshard_after_forward 2: gathers from fewer ranks in the backward pass",
-    no_parameters_of_a_replica: "--p-act 0.1: loses messages between layers and stages of Megatron",
-    islands_by_this_name: "replicate all-reduce: with --islands 2 must be islands",
-    parameters_added_later: "optimizer AdamW: has 17 parameters, and had 16 when make_lossy was called: add them before",
-    frozen_later: "model 1: reduces ",
-    unused: "model 1: reduces ",
-    evaluated_at_other_weights: "optimizer Perturbs: evaluates other weights within a step, which no exchange would send",
-    changed_at_a_learning_rate_of_0: "optimizer Decays: changes weights without gradients, or with a learning rate of 0",
-    closure_not_called: "optimizer Decays: did not call its closure; call step() without one",
-    scaler_within_the_optimizer: "optimizer TakesScaler: takes grad_scaler, and does not show which steps it skips",
-    scaler_unknown: "scaler None: a GradScaler is in use, and --grad-recovery previous keeps gradients over steps: give it",
-    step_in_the_backward_pass: "optimizer SGD: steps during the backward pass, where no update ends; step after it",
-    tensor_parallel_over_udp: "--transport udp: loses other units of each copy of a parameter",
-}
+#: How a line begins, and the call that it refuses.
+LINES = [
+    ("model Linear: has no module of fully_shard, and is no DistributedDataParallel:", lambda: lossy(nn.Linear(4, 4))),
+    ("model FullyShardedDataParallel: is of FSDP1, which has no place for exchanges of others; use fully_shard", fsdp1),
+    ("optimizer NoneType: must be a torch.optim.Optimizer, or a list of them", lambda: make_lossy([], None, BOTH)),
+    ("config float: must be a LossyConfig, a mapping of its flags, the name of a preset,", lambda: lossy(config=0.1)),
+    ("--loss-preset papr: must be a file or one of asyncmesh", lambda: lossy(config="papr")),
+    ("unknown key p_grd", lambda: lossy(config={"p_grd": 0.1})),
+    ("optimizer []: must have at least one optimizer", lambda: lossy(optimizer=[])),
+    ("optimizer LBFGS: evaluates weights within a step, which no exchange would send", lbfgs),
+    ("optimizer AdamW: has 16 of 16 parameters that are not the", lambda: lossy(optimizer=adam(fsdp.build(Tiny())))),
+    ("optimizer AdamW: has 2 of 2 parameters that are not the model's: make it from", optimizer_before_sharding),
+    ("model FSDPSequential: is lossy already: call make_lossy once, for the whole model", twice),
+    ("model root module: is lossy already: call make_lossy once, for the whole model", a_part_again),
+    ("model 1: has exchanges of its own (Other): omit set_symm_mem_for_comm, ", exchanges_of_somebody_else),
+    ("model 1: has exchanges of its own (ProcessGroupAllocAllGather,", exchanges_in_other_memory),
+    ("model 1: has exchanges of its own (SymmMemAllGather): omit", exchanges_in_symmetric_memory),
+    ("model root module: is of replicate(), which shards nothing, so that no parameters cross; use", replicated),
+    ("model FSDPSequential: has no parameter with a gradient", lambda: lossy(fsdp.build(Tiny()).requires_grad_(False))),
+    ("model root module: gathers parameters of several types (torch.bfloat16, torch.float32) together", two_types),
+    ("reshard_after_forward 2: gathers from fewer ranks in the backward pass", fewer_ranks_in_the_backward_pass),
+    ("replicate all-reduce: with --islands 2", lambda: lossy(config=LossyConfig(islands=2, sync_method="parameters"))),
+    ("optimizer AdamW: has 17 parameters, and had 16 when make_lossy was called: add them", parameters_added_later),
+    ("model 1: reduces ", frozen_later),
+    ("model 1: reduces ", unused),
+    ("optimizer Perturbs: evaluates other weights within a step, which no exchange would", evaluated_at_other_weights),
+    ("optimizer Decays: changes weights without gradients, or with a learning rate", changed_at_a_learning_rate_of_0),
+    ("optimizer Decays: did not call its closure; call step() without one", closure_not_called),
+    ("optimizer TakesScaler: takes grad_scaler, and does not show which steps it skips", scaler_within_the_optimizer),
+    ("scaler None: a GradScaler is in use, and --grad-recovery previous keeps gradients over steps:", scaler_unknown),
+    ("optimizer SGD: steps during the backward pass, where no update ends; step after it", step_in_the_backward_pass),
+    ("--transport udp: loses other units of each copy of a parameter", tensor_parallel_over_udp),
+]
 
 
 def said(rank):
-    result = {}
-    for call in LINES:
+    result = ["nothing"] * len(LINES)
+    for number, (_, call) in enumerate(LINES):
         with contextlib.suppress(RuntimeError):  # the next reduction finds an exchange that was broken off
             try:
                 call()
             except UsageError as error:
-                result[call.__name__] = str(error)
+                result[number] = str(error)
     return result
 
 
 def test_bad_arguments_are_refused_in_one_line(pool):
     for lines in pool.run(said, 4):
-        for call, line in LINES.items():
-            assert lines.get(call.__name__, "nothing").startswith(line), call.__name__
-            assert "\n" not in lines[call.__name__]
+        for said_line, (line, _) in zip(lines, LINES, strict=True):
+            assert said_line.startswith(line) and "\n" not in said_line
 
 
 def one_rank(rank):

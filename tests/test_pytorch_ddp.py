@@ -21,8 +21,7 @@ from tests.rules import delivered
 
 pytestmark = [
     pytest.mark.shows(
-        "DDP: without loss every bit is torch's",
-        "DDP: every rule and unit by value; averages, check, repair",
+        "DDP: without loss every bit is torch's", "DDP: every rule and unit by value; averages, check, repair"
     ),
     pytest.mark.slow,
 ]
@@ -183,9 +182,6 @@ def test_pieces_by_value(pool):
     assert all(check(pool.run(record, 2, config, 6), config))
 
 
-# --- replicas ------------------------------------------------------------------------------------------------------
-
-
 def apart(results):
     return max(np.abs(one - results[0][0][name]).max() for weights, *_ in results for name, one in weights.items())
 
@@ -235,35 +231,6 @@ def test_owners_weights_are_the_mean(pool):
         for before, middle, after in results:
             np.testing.assert_allclose(middle[name], mean, rtol=1e-5, atol=1e-7)
             np.testing.assert_array_equal(before[name], after[name])
-
-
-def resumed(rank, config, steps):
-    run = Training(config)
-    for step in range(steps):
-        run.step(step)
-    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict(), run.lossy.state_dict()))
-    run.lossy.close()
-    run = Training(config)
-    run.model.load_state_dict(saved[0])
-    run.optimizer.load_state_dict(saved[1])
-    run.lossy.load_state_dict(saved[2])
-    weights = run.weights()
-    losses = [run.step(step) for step in range(steps, steps + 4)]
-    groups = [group.state_dict() for group in run.lossy.groups]
-    run.lossy.close()
-    return weights, losses, saved[2], groups
-
-
-@pytest.mark.parametrize("rule", ["renormalize", "previous"])
-def test_replicas_are_saved_as_they_are(rule, pool):
-    config = dataclasses.replace(LOSSY, grad_recovery=rule)
-    results = pool.run(resumed, 2, config, 6)
-    expected = pool.run(plain, 2, config, 6, {})
-    for (weights, losses, _, _), (before, _, _) in zip(results, expected, strict=True):
-        for name, value in before.items():
-            np.testing.assert_array_equal(weights[name], value)
-        assert np.isfinite(losses).all()
-    assert apart([(weights,) for weights, *_ in results]) > 0
 
 
 def past_the_exchanges(rank):
@@ -336,12 +303,8 @@ def test_losses_begin_earlier_where_buckets_stay(pool):
     assert min(pool.run(first_lossy, 2, {"find_unused_parameters": True, "static_graph": True})) >= 3
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------
-
 REFUSED = {
-    "alone": (LossyConfig(p_grad=0.1), {}, "--p-grad 0.1: drives replicas apart without the distributed optimizer"),
     "parameters": (LossyConfig(p_param=0.1), {}, "--p-param 0.1: each replica updates all parameters, and sends none"),
-    "udp": (LossyConfig(transport="udp"), {}, "--transport udp: carries no all-reduce; choose pieces or torch"),
     "regather": (LOSSY, {"how": {"regather": True}}, "regather True: is of fully_shard"),
 }
 

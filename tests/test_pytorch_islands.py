@@ -16,10 +16,7 @@ from megatron_lossy.pytorch import make_lossy
 from tests import fsdp
 from tests.fsdp import Tiny
 
-pytestmark = [
-    pytest.mark.shows("FSDP2: islands average weights; saved and resumed; over UDP"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.shows("FSDP2: islands average weights; saved and resumed; over UDP"), pytest.mark.slow]
 
 ISLANDS = LossyConfig(islands=2, sync_method="parameters", sync_fraction=1.0, sync_interval=3, sync_delay=0)
 

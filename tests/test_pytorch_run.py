@@ -14,7 +14,6 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify
-from megatron_lossy.pytorch import make_lossy
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
 from tests import contract, fsdp
 from tests.fsdp import Tiny, Training
@@ -32,8 +31,6 @@ pytestmark = [
 CODED = dataclasses.replace(
     BOTH, loss_unit="packet", packet_bytes=40, wire_block=32, grad_wire="int8", param_wire="int8", transport="pieces"
 )
-
-# --- by hand -------------------------------------------------------------------------------------------------------
 
 
 class ByHand:
@@ -116,9 +113,6 @@ def test_a_loop_by_hand_gives_the_same_bits(world, rule, pool):
             np.testing.assert_array_equal(one, other)
 
 
-# --- transports ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("config", [BOTH, CODED], ids=["raw", "codes"])
 def test_udp_gives_what_pieces_give(config, pool):
     udp, pieces = (dataclasses.replace(config, transport=transport) for transport in ("udp", "pieces"))
@@ -141,9 +135,6 @@ def test_error_feedback_with_priorities_by_value(pool):
     config = dataclasses.replace(BOTH, grad_recovery="error-feedback", grad_priority="packet-mean:0.2")
     lost = contract.check(pool.run(fsdp.record, 3, Tiny(), config, 5), config, averaged=True)
     assert lost["grad"]
-
-
-# --- records -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("unit", ["shard", "packet"])
@@ -179,9 +170,6 @@ def test_monitors_measure(pool):
     assert first["loss rate param"] == pytest.approx(0.4, abs=0.05)
     # The prediction is for increments that have nothing to do with each other; momentum makes them alike.
     assert 1 < first["drift owner"] / first["drift owner predicted"] < 5
-
-
-# --- state and weights ---------------------------------------------------------------------------------------------
 
 
 def interrupted(rank, config, steps, reshard, how=None):
@@ -256,9 +244,6 @@ def test_owners_weights_are_in_the_model_for_a_while(send, pool):
             np.testing.assert_array_equal(weights[name], value)
 
 
-# --- bytes ---------------------------------------------------------------------------------------------------------
-
-
 def traffic(rank, tiny, config, steps, regather):
     run = Training(tiny, config, regather=regather)
     run.step(0)
@@ -312,9 +297,6 @@ def test_padding_is_no_part_of_what_is_used(pool):
     assert any(elements < whole for elements, _, whole in found)
 
 
-# --- a scaler, several optimizers ----------------------------------------------------------------------------------
-
-
 def scaled(rank, config, steps, overflows, scale, tiny):
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
     run = Training(tiny, config, scaler=scaler)
@@ -354,34 +336,6 @@ def test_a_loss_scale_changes_nothing_of_micro_batches_that_are_reduced_one_by_o
             np.testing.assert_array_equal(weights[name], value, err_msg=name)
 
 
-def two_optimizers(rank, config, steps):
-    run = Training(Tiny(), None)
-    own = list(run.model.parameters())
-    optimizers = [torch.optim.AdamW(part, lr=0.01) for part in (own[:5], own[5:])]
-    run.lossy = make_lossy(run.model, optimizers, config)
-    losses = []
-    for step in range(steps):
-        loss = run.loss(step)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    update = run.lossy.update
-    run.lossy.close()
-    return losses, update
-
-
-def test_several_optimizers_make_one_update(pool):
-    expected = pool.run(fsdp.plain, 2, Tiny(), BOTH, 5)
-    for (losses, update), (_, theirs) in zip(pool.run(two_optimizers, 2, BOTH, 5), expected, strict=True):
-        assert losses == theirs
-        assert update == 4
-
-
-# --- two models ----------------------------------------------------------------------------------------------------
-
-
 def two_models(rank, folder):
     """Two equal models in one process; then the second one again, by itself."""
     configs = [dataclasses.replace(BOTH, delivery_log=f"{folder}/log{k}") for k in range(3)]
@@ -412,9 +366,6 @@ def test_two_models_of_a_process_lose_different_units(pool, tmp_path):
         for name, value in weights.items():  # one model has the draws that it always had
             np.testing.assert_array_equal(first[name], value)
             np.testing.assert_array_equal(alone[name], value)
-
-
-# --- gathers that are made again -----------------------------------------------------------------------------------
 
 
 def gathered_again(rank, config, steps, saves):

@@ -129,9 +129,6 @@ def test_a_step_within_a_step_is_one(rule, pool):
     same(pool.run(nested, 2, config, 5), pool.run(fsdp.plain, 2, Tiny(), config, 5))
 
 
-# --- a scaler ------------------------------------------------------------------------------------------------------
-
-
 def scaled(rank, config, fused, overflows, given):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
 
@@ -172,9 +169,6 @@ def test_a_kernel_that_skips_a_step_makes_no_update(rule, given, pool):
         assert counted == (6, 5)
         for name, value in others.items():
             np.testing.assert_allclose(weights[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
-
-
-# --- steps that change nothing -------------------------------------------------------------------------------------
 
 
 def with_state_made(rank, kind, when, steps):
@@ -267,9 +261,11 @@ def halves(rank, config, idle):
     own = list(run.model.parameters())
     optimizers = [torch.optim.AdamW(part, lr=0.01) for part in (own[:5], own[5:])]
     run.lossy = make_lossy(run.model, optimizers, config)
-    counted = []
+    counted, losses = [], []
     for step in range(4):
-        run.loss(step).backward()
+        loss = run.loss(step)
+        loss.backward()
+        losses.append(loss.item())
         for number, optimizer in enumerate(optimizers):
             if (number, step) in idle:
                 optimizer.zero_grad()
@@ -277,12 +273,20 @@ def halves(rank, config, idle):
             optimizer.zero_grad()
         counted.append((run.lossy.iteration, run.lossy.update))
     run.lossy.close()
-    return counted
+    return counted, losses
 
 
 def test_one_of_several_optimizers_may_have_nothing_to_do(pool):
     expected = [(1, 0), (2, 1), (3, 1), (4, 3)]
-    assert pool.run(halves, 2, BOTH, {(0, 1), (0, 2), (1, 2), (1, 3)}) == [expected] * 2
+    found = pool.run(halves, 2, BOTH, {(0, 1), (0, 2), (1, 2), (1, 3)})
+    assert [counted for counted, _ in found] == [expected] * 2
+
+
+def test_several_optimizers_make_one_update(pool):
+    expected = pool.run(fsdp.plain, 2, Tiny(), BOTH, 4)
+    assert pool.run(halves, 2, BOTH, ()) == [
+        ([(step + 1, step) for step in range(4)], losses) for _, losses in expected
+    ]
 
 
 def wrapped(rank, config, steps):
@@ -313,8 +317,6 @@ def wrapped(rank, config, steps):
 def test_an_optimizer_that_drives_another_is_the_one_that_counts(pool):
     assert pool.run(wrapped, 2, BOTH, 4) == [(4, 3, True)] * 2
 
-
-# --- weights that somebody else writes -----------------------------------------------------------------------------
 
 ALWAYS = LossyConfig(p_param=0.6, loss_unit="bucket")
 

@@ -88,9 +88,6 @@ def test_of_several_wrong_flags_the_first_of_the_table_is_named():
     assert refused(flags, facts) is None
 
 
-# --- sources of facts ----------------------------------------------------------------------------------------------
-
-
 class Trained:
     """One run as our trainer, Megatron-LM's arguments and a model know it."""
 
@@ -191,9 +188,6 @@ def test_trainer_arguments_and_model_refuse_the_same_flag_first(run, flags, line
     assert len(set(lines)) == 1 and lines[0].startswith(line), lines
 
 
-# --- shape ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", ["hooks/checks.py", "lab/train/facts.py", "config/refusal.py", "config/refusals"])
 def test_checks_guess_no_attribute(path):
     """Defaults of what a Megatron may lack are in ``hooks/facts.py`` alone."""
@@ -213,9 +207,6 @@ def test_another_package_adds_a_section_after_those_of_the_core(monkeypatch):
     assert [section.name for section in sections()] == [*REFUSALS.built_in, "tests", *MECHANISMS]
     assert str(refused({"p_grad": 0.1}, {"layers": 70})) == "--p-grad 0.1: is 70 layers deep"
     assert str(refused({"p_grad": 0.1}, {"layers": 70, "largest_group": 1})).startswith("data-parallel size 1")
-
-
-# --- the table as readers see it: the command, and the page ----------------------------------------------------------
 
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,6 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory import Lag, Lead, lead, mean_lag, stability_limit
 from megatron_lossy.transport import Network
-from tests import theory_simulated as simulate
 
 pytestmark = pytest.mark.shows(
     "the lag, its inverse, and stable learning rates",
@@ -90,25 +89,6 @@ def test_the_limit_is_where_a_root_leaves_the_unit_circle(lag, beta1, compensate
     assert radius(0.99 * limit) <= 1 + 1e-9 < radius(1.01 * limit)
 
 
-@pytest.mark.parametrize(
-    ("beta1", "limits"),
-    [
-        (0.9, (38.0, 10.1, 4.56, 2.70, 1.78)),
-        (0.8, (18.0, 11.5, 5.25, 3.17, 2.13)),
-        (0.7, (11.3, 13.3, 6.14, 3.76, 2.57)),
-        (0.5, (6.0, 7.33, 9.0, 5.67, 4.0)),
-        (0.0, (2.0, 2.44, 3.0, 3.71, 4.67)),
-    ],
-)
-def test_limits_of_momentum_under_loss(beta1, limits):
-    """Heavy momentum suffers most; a lead gives back the limit without loss."""
-    for p, limit in zip((0, 0.1, 0.2, 0.3, 0.4), limits, strict=True):
-        lag = Lag.of(p)
-        assert stability_limit(beta1, lag) == pytest.approx(limit, rel=6e-3)
-        assert stability_limit(beta1, lag, lag.lead) == pytest.approx(2 * (1 + beta1) / (1 - beta1))
-    assert stability_limit(beta1) == pytest.approx(2 * (1 + beta1) / (1 - beta1))
-
-
 def replicas(config, weights, how, receivers):
     """[steps, receivers]: what receivers hold of the owner's ``weights``, by the package's own draws."""
     network = Network(config, "param", receivers + 1)
@@ -145,23 +125,6 @@ def test_what_is_no_loss_is_refused(bad):
         stability_limit(1.0)
     with pytest.raises(ValueError, match="needs 0 <= share < 1"):
         lead(0.5, 0.1)
-
-
-def test_the_simulation_agrees():
-    """Means over 20 blocks within five standard errors (8 comparisons: false alarm below 1e-3); limits within 2 %."""
-    for flags, burst in (({}, None), ({"loss_model": ("gilbert-elliott:4",)}, 4.0)):
-        lag = Lag.of(0.4, burst)
-        for how in (Lead(), lag.lead):
-            found = simulate.lags(LossyConfig(p_param=0.4, **flags), 24, 400, how, burn_in=60)
-            late = mean_lag(lag, how)
-            for values, formula in zip(found, (late, theory.age_variance(0.4, burst) + late**2), strict=True):
-                measured = simulate.Measured.over(values, 20)
-                assert abs(measured.mean - formula) <= 5 * measured.error
-    for how in (Lead(), Lag.of(0.4).lead):
-        limit = stability_limit(0.9, Lag.of(0.4), how)
-        assert simulate.largest_stable(LossyConfig(p_param=0.4), 0.9, how, 2000, limit) == pytest.approx(
-            limit, rel=0.02
-        )
 
 
 def run(*arguments):
@@ -224,11 +187,3 @@ def test_what_is_known():
         theory.delayed_step_bound(-1)
     with pytest.raises(ValueError, match=r"momentum = 1\.0"):
         theory.delayed_step_bound(1, 1.0)
-
-
-@pytest.mark.parametrize("delay", [1, 3, 7])
-def test_looking_ahead_helps_where_gradients_are_late(delay):
-    """Not without delay: there it lowers the bound."""
-    heavy, ahead = (theory.delayed_step_bound(delay, 0.9, nesterov) for nesterov in (False, True))
-    assert ahead > 1.05 * heavy
-    assert theory.delayed_step_bound(0, 0.9, True) < theory.delayed_step_bound(0, 0.9)

@@ -52,6 +52,18 @@ def run_script(folder, script, afresh=False):
     return before, report, process.returncode
 
 
+def signalled(folder, script, number):
+    """The end of the agent that gets a signal once its three ranks are there: what was said, and the status."""
+    (folder / "script.py").write_text(BEGIN + script)
+    process = start(AGENT, folder / "script.py")
+    while not all((folder / str(rank)).exists() for rank in range(3)):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=120)
+    return said, process.returncode
+
+
 @pytest.mark.parametrize("module", [TORCHRUN, AGENT])
 def test_a_wrong_flag_is_the_root_cause(module):
     process = start(module, "-m", "megatron_lossy.train", "--config", "configs/tiny/llama_1m.yaml", "--p-grad", "2")
@@ -142,30 +154,16 @@ def test_a_rank_that_somebody_else_told_to_end_and_that_fails_is_started_again(t
 
 @pytest.mark.parametrize("well", [True, False])
 def test_after_sigterm_the_agent_ends_well_if_all_ranks_did(tmp_path, well):
-    (tmp_path / "script.py").write_text(
-        BEGIN + f"signal.signal(signal.SIGTERM, lambda *_: os._exit({int(not well)} * rank))\nat(); time.sleep(600)\n"
-    )
-    process = start(AGENT, tmp_path / "script.py")
-    while not all((tmp_path / str(rank)).exists() for rank in range(3)):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == (0 if well else -signal.SIGTERM)
+    script = f"signal.signal(signal.SIGTERM, lambda *_: os._exit({int(not well)} * rank))\nat(); time.sleep(600)\n"
+    said, status = signalled(tmp_path, script, signal.SIGTERM)
+    assert status == (0 if well else -signal.SIGTERM)
     assert said.splitlines()[-1].startswith("megatron_lossy.launch: ") and ("all ranks ended well" in said) == well
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_agent_ends_by_the_signal_that_it_got(tmp_path, number):
-    (tmp_path / "script.py").write_text(
-        BEGIN + "with usage_errors('x'):\n    at(); time.sleep(600)\n"  # Ctrl-C, and the default of SIGTERM
-    )
-    process = start(AGENT, tmp_path / "script.py")
-    while not all((tmp_path / str(rank)).exists() for rank in range(3)):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == -number
+    script = "with usage_errors('x'):\n    at(); time.sleep(600)\n"  # Ctrl-C, and the default of SIGTERM
+    said, status = signalled(tmp_path, script, number)
+    assert status == -number
     assert said.splitlines()[-1] == f"megatron_lossy.launch: ended by {number.name}" and "Traceback" not in said
     assert said.count("x: interrupted") == (number == signal.SIGINT)

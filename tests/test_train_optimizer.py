@@ -8,7 +8,7 @@ import pytest
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.lab.train.config import TrainConfig
 from tests.ranks import run_ranks
-from tests.trainer import TINY, read_records, train_runs, write_data
+from tests.trainer import TINY, read_records, train_runs
 
 pytestmark = pytest.mark.shows("`--optimizer sgd` and `nadam` by value, resumed")
 
@@ -51,17 +51,10 @@ def _descend(rank: int, settings: dict, steps: int):
 
 def test_sgd():
     for momentum in (0.0, 0.9):
-        settings = {
-            **TINY,
-            "optimizer": "sgd",
-            "sgd_momentum": momentum,
-            "lr": 0.5,
-            "min_lr": 0.05,
-            "lr_warmup_iters": 2,
-            "weight_decay": 0.1,
-            "clip_grad": 0.0,
-            "data": "stdlib",
-        }
+        settings = TINY | dict(
+            optimizer="sgd", sgd_momentum=momentum, lr=0.5, min_lr=0.05, weight_decay=0.1, clip_grad=0.0
+        )
+        settings |= {"lr_warmup_iters": 2, "data": "stdlib"}
         [(history, rates)] = run_ranks(_descend, 1, settings, 5)
         assert np.isclose(max(rates), 0.5)
         for name, (values, gradients) in history.items():
@@ -110,10 +103,8 @@ def test_nadam_is_torchs_with_decoupled_decay(step_in_group):
 
 @pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.slow
-def test_nadam_goes_on_from_a_checkpoint(bf16, tmp_path):
+def test_nadam_goes_on_from_a_checkpoint(bf16, data, tmp_path):
     """Bit for bit; and it is not Adam."""
-    run_ranks(write_data, 1, str(tmp_path))
-    data = {"data_path": (str(tmp_path / "train"),), "valid_data_path": (str(tmp_path / "valid"),)}
     base = TINY | data | {"optimizer": "nadam", "bf16": bf16, "overlap_grad_reduce": True, "overlap_param_gather": True}
     losses = {}
     for name, changes in (("whole", [{}]), ("resumed", [{"exit_interval": 3}, {}]), ("adam", [{"optimizer": "adam"}])):

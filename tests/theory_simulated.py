@@ -15,7 +15,6 @@ import torch
 
 from megatron_lossy.base.exchange import BucketUnits, Exchange, Stream, cut
 from megatron_lossy.base.registry import GRAD_RECOVERIES
-from megatron_lossy.base.theory import Lead
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.virtual.in_memory import Memory
 from megatron_lossy.recovery import Gradients
@@ -38,9 +37,6 @@ class Measured:
         if blocks is not None:
             values = np.array([part.mean() for part in np.array_split(values, blocks)])
         return cls(float(values.mean()), float(values.std(ddof=1) / np.sqrt(len(values))))
-
-
-# --- Drift and ages ------------------------------------------------------------------------------------------------
 
 
 def random_walk(steps: int, shape: tuple[int, ...], phi: float, seed: int) -> np.ndarray:
@@ -93,56 +89,6 @@ def squared_differences(gaps: np.ndarray) -> np.ndarray:
     return np.stack([between, squares / receivers])
 
 
-def lags(config: LossyConfig, workers: int, steps: int, sent: Lead, burn_in: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The distance of remote replicas behind owners that send with a lead. Owners' weights grow by 1 with every update.
-
-    Returns float64[steps] twice, after ``burn_in`` more steps: the mean over all links, and the mean square.
-    """
-    arrived = _arrivals(config, "param", workers, 1)
-    remote = ~np.eye(workers, dtype=bool)
-    replicas = np.zeros((workers, workers))
-    extra, mean, square = 0.0, np.empty(steps), np.empty(steps)
-    for step in range(-burn_in, steps):
-        owner = step + burn_in + 1.0
-        extra = sent.c + sent.r * extra
-        replicas[arrived(step + burn_in)[..., 0]] = owner + extra
-        if step >= 0:
-            gaps = owner - replicas[remote]
-            mean[step], square[step] = gaps.mean(), (gaps**2).mean()
-    return mean, square
-
-
-def largest_stable(config: LossyConfig, beta1: float, sent: Lead, receivers: int, expected: float) -> float:
-    """The least learning rate of a quadratic of curvature 1 at which heavy-ball descent diverges, found by bisection.
-
-    The gradient is the mean of those of ``receivers`` replicas of one owner. The search is between a third and three
-    times ``expected``, to 0.5 %.
-    """
-    steps = 600
-    network = Network(config, "param", receivers + 1)
-    links = np.zeros(receivers, dtype=np.int64), np.arange(1, receivers + 1)
-    arrived = [network.delivered_links(Exchange("param", Stream(), step), *links, 1)[:, 0] for step in range(steps)]
-
-    def diverges(rate: float) -> bool:
-        replicas, owner, moment, extra, size = np.zeros(receivers), 1.0, 0.0, 0.0, np.empty(steps)
-        replicas += owner
-        for step in range(steps):
-            moment = beta1 * moment + (1 - beta1) * replicas.mean()
-            before, owner = owner, owner - rate * moment
-            extra = sent.c * (owner - before) + sent.r * extra
-            replicas[arrived[step]] = owner + extra
-            size[step] = max(abs(owner), abs(moment), 1e-300)
-            if size[step] > 1e100:
-                return True
-        return size[-100:].max() > size[steps // 2 - 100 : steps // 2].max()
-
-    low, high = expected / 3, expected * 3
-    while high / low > 1.005:
-        middle = float(np.sqrt(low * high))
-        low, high = (low, middle) if diverges(middle) else (middle, high)
-    return float(np.sqrt(low * high))
-
-
 def ages(
     config: LossyConfig, workers: int, steps: int, units: int = 1, burn_in: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -164,9 +110,6 @@ def ages(
     for row, count in zip(table, counts, strict=True):
         row[: len(count)] = count
     return table, of_worker, of_all
-
-
-# --- Recovery of gradients -----------------------------------------------------------------------------------------
 
 
 def estimates(
@@ -235,15 +178,3 @@ def one_step(values: np.ndarray) -> dict[str, Measured]:
         "mean": Measured.over(gradient.mean(axis=0)),
         "variance": Measured.over(((gradient - gradient.mean()) ** 2).mean(axis=0)),
     }
-
-
-def long_run(values: np.ndarray, lags: int) -> Measured:
-    """Variance of the sum of the gradient's :func:`estimates` over T steps, over T, for large T.
-
-    It is the sum of autocovariances up to ``lags``.
-    """
-    series = values[..., GRADIENT].astype(np.float64)
-    series -= series.mean()
-    steps = len(series) - lags
-    ahead = series[:steps] + 2 * sum(series[lag : lag + steps] for lag in range(1, lags + 1))
-    return Measured.over((series[:steps] * ahead).mean(axis=0))

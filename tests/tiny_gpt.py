@@ -16,11 +16,7 @@ import megatron.core
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -356,10 +352,7 @@ def _model(config: TinyGPT, transformer: TransformerConfig) -> list[DistributedD
             module = Float16Module(transformer, module)
         chunks.append(
             DistributedDataParallel(
-                config=transformer,
-                ddp_config=ddp_config,
-                module=module,
-                disable_bucketing=stage > 0,
+                config=transformer, ddp_config=ddp_config, module=module, disable_bucketing=stage > 0
             )
         )
     return chunks

@@ -49,8 +49,7 @@ def test_who_follows_a_pointer_of_the_device_dies():
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"),
-    [("cpu", "cuda:0 and cpu"), ("index_select", "cuda:0 and cpu"), ("other", "cuda:0 and cuda:1")],
+    ("name", "devices"), [("cpu", "cuda:0 and cpu"), ("index_select", "cuda:0 and cpu"), ("other", "cuda:0 and cuda:1")]
 )
 def test_devices_do_not_mix(name, devices):
     assert f"found at least two devices, {devices}" in _run(programs.error_of, name)[0]

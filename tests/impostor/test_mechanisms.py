@@ -80,8 +80,6 @@ def test_who_waits(found, row, here, aside):
     assert sum(counted.values()) - 2 <= here, counted
 
 
-# --- what is chosen there --------------------------------------------------------------------------------------------
-
 CASES = [
     (name, kind, share, own, size, shard, elements, scale)
     for name in ("error-feedback", "zero")

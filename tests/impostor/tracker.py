@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -64,7 +64,6 @@ class Findings:
     races: Counter[str]
     freed_in_use: Counter[str]
     pinned: Counter[str]
-    sequences: list[list[str]] = field(default_factory=list)
 
     @property
     def faults(self) -> list[str]:
@@ -83,7 +82,6 @@ class Tracker:
         self.bytes: Counter[Count] = Counter()
         self.pinned: Counter[str] = Counter()
         self.sequence: list[str] | None = None
-        self.sequences: list[list[str]] = []
         self._unsettled: list[_Copy] = []
         self._settling = threading.Lock()
         self._asked: set[int] = set()
@@ -91,7 +89,7 @@ class Tracker:
     def findings(self) -> Findings:
         """What was found so far."""
         order = self.order
-        return Findings(self.counts, self.bytes, order.races, order.freed_in_use, self.pinned, self.sequences)
+        return Findings(self.counts, self.bytes, order.races, order.freed_in_use, self.pinned)
 
     def _count(self, kind: str, what: str, where: Place, bytes_: int = 0) -> None:
         one = Count(self.phase, kind, what, where)
