@@ -247,10 +247,7 @@ def test_evaluating_and_saving_change_nothing(data, tmp_path):
     base |= {"global_batch_size": 2}  # one micro-batch: what came of an iteration is known two later
     quiet, busy = tmp_path / "quiet", tmp_path / "busy"
     often = {"eval_interval": 2, "save_interval": 3, "save": str(tmp_path / "saved"), "log_interval": 1}
-    runs = [
-        base | {"metrics_dir": str(quiet), "eval_iters": 0},
-        base | often | {"metrics_dir": str(busy)},
-    ]
+    runs = [base | {"metrics_dir": str(quiet), "eval_iters": 0}, base | often | {"metrics_dir": str(busy)}]
     run_ranks(train_runs, 3, *((run, ASYNC) for run in runs))
     rows = read_records(busy, "train")
     means = [

@@ -7,13 +7,7 @@ import pytest
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig, given
 from tests.ranks import run_ranks
-from tests.test_islands_train import (
-    flat,
-    islands_of,
-    losses_of,
-    train_all,
-    weights_of,
-)
+from tests.test_islands_train import flat, islands_of, losses_of, train_all, weights_of
 from tests.trainer import TINY, recorded_losses, train_runs, write_data
 
 pytestmark = pytest.mark.shows("virtual stages: continued bit for bit, on islands, looking ahead")

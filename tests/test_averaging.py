@@ -727,10 +727,7 @@ def test_flags_that_do_not_fit(settings, line):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (
-            {"sync_delay": 100, "delay_correction": "ema"},
-            "--delay-correction ema: diverges: must be below 0.285",
-        ),
+        ({"sync_delay": 100, "delay_correction": "ema"}, "--delay-correction ema: diverges: must be below 0.285"),
         (
             {"sync_delay": 50, "delay_correction": "mixing:0.62"},
             "--delay-correction mixing:0.62: diverges: must be below 0.618 with 2 later",

@@ -15,19 +15,10 @@ from tests.programs import Program, rank_environments, run_program
 from tests.ranks import run_ranks
 from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, write_data
 
-pytestmark = [
-    pytest.mark.shows("islands that are launches of their own: start, death, return"),
-    pytest.mark.programs,
-]
+pytestmark = [pytest.mark.shows("islands that are launches of their own: start, death, return"), pytest.mark.programs]
 
 MODEL = TINY | {"num_layers": 1, "log_interval": 1, "micro_batch_size": 1, "global_batch_size": 6, "eval_iters": 1}
-SYNC = {
-    "islands": 3,
-    "sync_method": "parameters",
-    "sync_fraction": 0.5,
-    "sync_delay": 1,
-    "transport": "pieces",
-}
+SYNC = {"islands": 3, "sync_method": "parameters", "sync_fraction": 0.5, "sync_delay": 1, "transport": "pieces"}
 LOSS = {"p_sync": 0.3, "loss_unit": "packet", "packet_bytes": 256}
 
 

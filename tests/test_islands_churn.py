@@ -281,10 +281,7 @@ def test_a_schedule_that_is_not_there(tmp_path):
             {"sync_method": "diloco", "island_rejoin": "listen"},
             "--island-rejoin listen: needs --islands and --sync-method parameters",
         ),
-        (
-            {"sync_method": "diloco", "island_keep": 3},
-            "--island-keep 3: needs --islands and --sync-method parameters",
-        ),
+        ({"sync_method": "diloco", "island_keep": 3}, "--island-keep 3: needs --islands and --sync-method parameters"),
     ],
 )
 def test_flags_that_do_not_fit(given, line):

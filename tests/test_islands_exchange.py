@@ -30,8 +30,7 @@ from megatron_lossy.mechanisms.islands.places import Places
 from megatron_lossy.transport.base import draw
 
 pytestmark = pytest.mark.shows(
-    "what a network loses between islands is neither added nor used",
-    "the weights of an island as one vector",
+    "what a network loses between islands is neither added nor used", "the weights of an island as one vector"
 )
 
 STREAM = Stream("islands", expert_rank=1, stage=2)

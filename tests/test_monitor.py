@@ -43,11 +43,7 @@ CASES = {  # name: (TinyGPT, LossyConfig, iterations that are skipped)
     "bursts, together": (
         OVERLAPPED,
         LossyConfig(
-            p_grad=0.3,
-            p_param=0.5,
-            loss_unit="bucket",
-            loss_model=("gilbert-elliott",),
-            loss_correlation="source",
+            p_grad=0.3, p_param=0.5, loss_unit="bucket", loss_model=("gilbert-elliott",), loss_correlation="source"
         ),
         (),
     ),

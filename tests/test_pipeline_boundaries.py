@@ -40,12 +40,7 @@ pytestmark = pytest.mark.shows(
 )
 
 #: Activations of the tiny model are 1,024 values: 21 packets, the last one short.
-BOTH = LossyConfig(
-    p_act=0.3,
-    p_act_grad=0.2,
-    packet_bytes=200,
-    act_fec=("4,2,0.15", "6,1,0.3", "0.5"),
-)
+BOTH = LossyConfig(p_act=0.3, p_act_grad=0.2, packet_bytes=200, act_fec=("4,2,0.15", "6,1,0.3", "0.5"))
 PLAIN = TinyGPT(pipeline=2, accumulation=3, tied=False)
 DEEP = TinyGPT(pipeline=2, virtual=2, layers=4, accumulation=4, tied=False)
 

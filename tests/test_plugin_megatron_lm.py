@@ -226,13 +226,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, flags, tmp_path)
 
 def test_over_datagrams_every_digit_is_that_of_the_same_losses_in_pieces(megatron_lm):
     """The loopback device loses nothing: what a channel draws is all that is lost."""
-    flags = [
-        *LOSS,
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-        "--param-send",
-        "compensated:0.4",
-    ]
+    flags = [*LOSS, "--overlap-grad-reduce", "--overlap-param-gather", "--param-send", "compensated:0.4"]
     pieces, done = pretrain(megatron_lm, *flags, "--transport", "pieces")
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(pieces) == 24

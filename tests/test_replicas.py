@@ -53,11 +53,7 @@ def train(lossy, run, steps):
     """What can be told of a run on a rank: losses, norms, what happened, and weights, replica and mean."""
     told = [run.step(step) for step in range(steps)]
     metrics = lossy.metrics() if lossy is not None else {}
-    result = {
-        "loss": [one["loss"] for one in told],
-        "norm": [one["grad_norm"] for one in told],
-        "metrics": metrics,
-    }
+    result = {"loss": [one["loss"] for one in told], "norm": [one["grad_norm"] for one in told], "metrics": metrics}
     if lossy is not None:
         with lossy.owner_weights(run.model):
             result["mean"] = run.weights()

@@ -96,11 +96,7 @@ def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
         loss = {**errors, "param_sync_interval": 3, "replica_check": "log", "delivery_log": str(logs[name])}
         run_ranks(train_runs, ranks, (run, loss))
         curves[name] = [r["lm loss"] for r in read_records(tmp_path / name, "train")]
-    loss = {
-        "grad_error": f"trace:{logs['real']}",
-        "param_sync_interval": 3,
-        "delivery_log": str(logs["replay"]),
-    }
+    loss = {"grad_error": f"trace:{logs['real']}", "param_sync_interval": 3, "delivery_log": str(logs["replay"])}
     run_ranks(train_runs, 1, (base | {"virtual_workers": 2, "save": str(tmp_path / "replay")}, loss))
     curves["replay"] = [r["lm loss"] for r in read_records(tmp_path / "replay", "train")]
     assert curves["real"] == curves["virtual"] == curves["replay"]

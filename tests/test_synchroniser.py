@@ -385,10 +385,7 @@ REFUSED = [
     (dict(param_sync_interval=-1), "--param-sync-interval -1: must be at least 0"),
     (dict(param_sync_rule="snr"), "--param-sync-rule snr: needs --param-sync-interval"),
     (dict(param_sync_overlap=True), "--param-sync-overlap on: needs --param-sync-interval"),
-    (
-        dict(param_sync_interval=1, param_sync_rule="often"),
-        "--param-sync-rule often: must be fixed, snr, divergence",
-    ),
+    (dict(param_sync_interval=1, param_sync_rule="often"), "--param-sync-rule often: must be fixed, snr, divergence"),
     (
         dict(param_sync_interval=1, param_sync_rule="divergence:0.0"),
         "--param-sync-rule divergence:0.0: TAU must be a finite number above 0",

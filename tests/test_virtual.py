@@ -16,11 +16,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.shows("two virtual workers are two ranks bit for bit")
 
 STEPS = 5
-UNITS = {
-    "shard": {},
-    "bucket": {"loss_unit": "bucket"},
-    "packet": {"loss_unit": "packet", "packet_bytes": 512},
-}
+UNITS = {"shard": {}, "bucket": {"loss_unit": "bucket"}, "packet": {"loss_unit": "packet", "packet_bytes": 512}}
 RULES = ("renormalize", "renormalize-remote", "previous", "zero")
 OVERFLOWS = 2.0**18  # the first two steps
 BUCKETS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
@@ -57,10 +53,7 @@ def cases(folder, size):
             **lossy, **UNITS["bucket"], grad_recovery="error-feedback", grad_priority="none"
         ),
         "quantile": LossyConfig(
-            **lossy,
-            **UNITS["packet"],
-            grad_recovery="error-feedback",
-            grad_priority="element-quantile:0.2",
+            **lossy, **UNITS["packet"], grad_recovery="error-feedback", grad_priority="element-quantile:0.2"
         ),
         "zeros": LossyConfig(**lossy, **UNITS["packet"], grad_recovery="zero", grad_priority="packet-mean:0.1"),
     }

@@ -12,13 +12,7 @@ from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.lab.train.config import TrainConfig
 from tests.ranks import RankFailed, run_ranks
-from tests.trainer import (
-    TINY,
-    checkpoint_bytes,
-    read_records,
-    recorded_losses,
-    train_runs,
-)
+from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs
 
 pytestmark = pytest.mark.shows("virtual workers in the trainer: as ranks, killed, resumed, 1 to 64")
 
