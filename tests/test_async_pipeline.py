@@ -144,33 +144,19 @@ def saved_replicas(folder, iteration):
     return [file.read_bytes() for file in files]
 
 
-CONTINUED = [
-    pytest.param(2, {"bf16": True, "pipeline_model_parallel_size": 2}, {}, id="two stages, bf16"),
-    pytest.param(
-        3,
-        {"num_layers": 3, "pipeline_model_parallel_size": 3, "optimizer": "nadam"},
-        {},
-        id="three stages",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        4,
-        {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True},
-        LOSS,
-        id="2 x 2, loss",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
+CONTINUED = {
+    "two stages, bf16": (2, {"bf16": True, "pipeline_model_parallel_size": 2}, {}),
+    "three stages": (3, {"num_layers": 3, "pipeline_model_parallel_size": 3, "optimizer": "nadam"}, {}),
+    "2 x 2, loss": (4, {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, LOSS),
+    "2 x tensor 2": (
         4,
         {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64},
         {},
-        id="2 x tensor 2",
-        marks=pytest.mark.slow,
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("ranks", "settings", "loss"), CONTINUED)
+@pytest.mark.parametrize(("ranks", "settings", "loss"), CONTINUED.values(), ids=CONTINUED)
 @pytest.mark.slow
 def test_resumed_run_equals_uninterrupted_one(data, tmp_path, ranks, settings, loss):
     base = TINY | data | settings

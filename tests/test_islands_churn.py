@@ -56,9 +56,6 @@ def still(step, weights, training):
     """An iteration that changes nothing."""
 
 
-# --- epochs ----------------------------------------------------------------------------------------------------------
-
-
 def heard(slot, begun=0, drawn=0, role="send", lag=0, digest="same", step=10, seconds=1.0):
     return Heard(Member(slot, Incarnation(begun, drawn), role), lag, digest, step, seconds)
 
@@ -126,9 +123,6 @@ def test_who_begins_too_far_behind_listens():
     them = [heard(slot, step=step)._replace(waits=True) for slot, step in ((0, 10), (1, 7), (2, 6))]
     epoch = next_epoch(them, None, None, 5.0, keep=3)
     assert (epoch.senders, epoch.slots, epoch.first) == ([0, 1], [0, 1, 2], 11)
-
-
-# --- who is there ----------------------------------------------------------------------------------------------------
 
 
 def after(presence, iterations, now=0, interval=1):
@@ -206,9 +200,6 @@ def test_who_has_an_outer_optimizer_always_copies():
     assert presence.come(1, after(presence, 1)).how == "copy"
 
 
-# --- schedules -------------------------------------------------------------------------------------------------------
-
-
 def test_a_schedule_is_read(tmp_path):
     path = write(tmp_path / "events", (7, 0, "return"), (2, 0, "stop"), (7, 1, "freeze"), (5, 3, "join"))
     schedule = read_schedule(path, 4, 10)
@@ -219,6 +210,10 @@ def test_a_schedule_is_read(tmp_path):
 GOOD = '{"slot": 0, "at": 4, "event": "stop"}'
 
 
+def changed(**items):
+    return json.dumps(json.loads(GOOD) | items)
+
+
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
@@ -226,27 +221,18 @@ GOOD = '{"slot": 0, "at": 4, "event": "stop"}'
         ([GOOD, "stop 3"], "line 2: stop 3: must be {"),
         ([GOOD, "", "[1]"], "line 3: [1]: must be {"),
         (['{"slot": 0, "at": 4}'], "line 1: event is missing; must be {"),
-        (['{"slot": 0, "at": 4, "event": "stop", "why": 1}'], "line 1: why is unknown; must be {"),
-        (['{"slot": 4, "at": 4, "event": "stop"}'], "line 1: slot 4: must be in 0 to 3; --islands 4 has no other"),
-        (['{"slot": true, "at": 4, "event": "stop"}'], "line 1: slot True: must be in 0 to 3"),
-        (
-            ['{"slot": 0, "at": -1, "event": "stop"}'],
-            "line 1: at -1: must be a whole number of at least 0 and below 10",
-        ),
-        (
-            ['{"slot": 0, "at": 10, "event": "stop"}'],
-            "line 1: at 10: must be a whole number of at least 0 and below 10",
-        ),
-        (['{"slot": 0, "at": 1.5, "event": "stop"}'], "line 1: at 1.5: must be a whole number"),
-        (['{"slot": 0, "at": 4, "event": "die"}'], "line 1: event die: must be one of stop, freeze, cut, return, join"),
-        (['{"slot": 0, "at": 4, "event": "return"}'], "line 1: event return: slot 0 is there; must be one of stop, fr"),
-        ([GOOD, GOOD.replace("4", "6")], "line 2: event stop: slot 0 has had stop at 4; must be one of return"),
-        ([GOOD, GOOD.replace("stop", "return")], "line 2: event return: slot 0 has another event at 4"),
-        (
-            [GOOD, '{"slot": 0, "at": 5, "event": "join"}'],
-            "line 2: event join: slot 0 has had stop at 4; must be one of",
-        ),
-        ([GOOD.replace("0", str(slot)) for slot in range(4)], "leaves no island at iteration 4; one must stay"),
+        ([changed(why=1)], "line 1: why is unknown; must be {"),
+        ([changed(slot=4)], "line 1: slot 4: must be in 0 to 3; --islands 4 has no other"),
+        ([changed(slot=True)], "line 1: slot True: must be in 0 to 3"),
+        ([changed(at=-1)], "line 1: at -1: must be a whole number of at least 0 and below 10"),
+        ([changed(at=10)], "line 1: at 10: must be a whole number of at least 0 and below 10"),
+        ([changed(at=1.5)], "line 1: at 1.5: must be a whole number"),
+        ([changed(event="die")], "line 1: event die: must be one of stop, freeze, cut, return, join"),
+        ([changed(event="return")], "line 1: event return: slot 0 is there; must be one of stop, fr"),
+        ([GOOD, changed(at=6)], "line 2: event stop: slot 0 has had stop at 4; must be one of return"),
+        ([GOOD, changed(event="return")], "line 2: event return: slot 0 has another event at 4"),
+        ([GOOD, changed(at=5, event="join")], "line 2: event join: slot 0 has had stop at 4; must be one of"),
+        ([changed(slot=slot) for slot in range(4)], "leaves no island at iteration 4; one must stay"),
     ],
 )
 def test_a_schedule_that_does_not_fit(tmp_path, lines, why):
@@ -270,44 +256,23 @@ def test_a_schedule_that_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"sync_method": "none"}, "--island-schedule x: needs --islands and a --sync-method of parameters or diloco"),
-        (
-            {"sync_method": "eager-diloco", "sync_delay": 1},
-            "--island-schedule x: needs --islands and a --sync-method of parameters or diloco",
-        ),
-        ({"island_keep": -1}, "--island-keep -1: must be at least 0"),
-        ({"island_rejoin": "wait"}, "--island-rejoin wait: must be one of copy, listen"),
-        (
-            {"sync_method": "diloco", "island_rejoin": "listen"},
-            "--island-rejoin listen: needs --islands and --sync-method parameters",
-        ),
-        ({"sync_method": "diloco", "island_keep": 3}, "--island-keep 3: needs --islands and --sync-method parameters"),
+        ({"sync_method": "none"}, "schedule x: needs --islands and a --sync-method of parameters or diloco"),
+        ({"sync_method": "eager-diloco", "sync_delay": 1}, "schedule x: needs --islands and a --sync-method of param"),
+        ({"island_keep": -1}, "keep -1: must be at least 0"),
+        ({"island_rejoin": "wait"}, "rejoin wait: must be one of copy, listen"),
+        ({"sync_method": "diloco", "island_rejoin": "listen"}, "rejoin listen: needs --islands and --sync-method para"),
+        ({"sync_method": "diloco", "island_keep": 3}, "keep 3: needs --islands and --sync-method parameters"),
     ],
 )
 def test_flags_that_do_not_fit(given, line):
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UsageError, match=f"^--island-{line}"):
         flags("x", **given)
-    assert str(error.value).startswith(line)
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(3, 9), st.sampled_from([0.1, 0.25, 0.5]), st.integers(2, 80), st.integers(0, 99))
-def test_spells_are_a_schedule(tmp_path_factory, islands, away, length, seed):
-    events = spells(islands, 200, away, length, "stop", seed)
-    if events:
-        path = tmp_path_factory.getbasetemp() / "spells"
-        path.write_text("\n".join(map(json.dumps, events)))
-        read_schedule(str(path), islands, 200)
-        assert 0 < share_away(events, islands, 200) < 1
 
 
 def test_spells_have_their_share():
     for length in (20, 60):
         shares = [share_away(spells(16, 3000, 0.25, length, "stop", seed), 16, 3000) for seed in range(4)]
         assert np.mean(shares) == pytest.approx(0.25, abs=0.02)
-
-
-# --- the mean among those present --------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=40)
@@ -356,6 +321,8 @@ def test_the_mean_is_of_those_present(senders, others, count, loss, unit, step):
     for phase, there in (("sync-reduce", senders), ("sync-gather", receivers)):
         if phase in told:
             assert list(told[phase].sources) == senders and list(told[phase].receivers) == there
+            own = [(there.index(slot), senders.index(slot)) for slot in senders]
+            assert all(told[phase].arrived[place].all() for place in own)  # the own part never crosses
 
 
 def test_messages_in_16_bits_owe_their_rest_to_those_who_send():
@@ -461,9 +428,6 @@ def test_a_gap_within_the_delay_breaks_no_exchange(tmp_path):
         assert torch.equal(rows.weights[3], before) != used
 
 
-# --- theory ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("away", "length"), [(0.25, 20), (0.5, 60)])
 def test_old_weights_hold_the_mean_back(tmp_path, away, length):
     """By the share of iterations that are not made; who copies or listens holds nothing back."""
@@ -510,9 +474,6 @@ def test_any_schedule_can_be_followed(tmp_path_factory, drawn):
     assert ids <= {one["id"] for one in rows.records}
 
 
-# --- the log of epochs -------------------------------------------------------------------------------------------------
-
-
 def test_epochs_are_logged_and_a_log_is_a_schedule(tmp_path):
     events = [(3, 1, "stop"), (9, 1, "return"), (12, 2, "cut")]
     config = flags(write(tmp_path / "events", *events), island_keep=2, sync_interval=2, island_rejoin="listen")
@@ -539,8 +500,6 @@ def test_epochs_are_logged_and_a_log_is_a_schedule(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / EPOCHS).read_text().splitlines()]
     assert [one["t"] for one in lines] == [0, 3, 9, 11] and lines[3] == {"t": 11}
 
-
-# --- training ----------------------------------------------------------------------------------------------------------
 
 SYNC = {"islands": 4, "sync_method": "parameters", "sync_fraction": 0.5, "sync_delay": 1}
 EVENTS = [(1, 3, "join"), (2, 1, "stop"), (3, 2, "cut"), (4, 2, "return"), (5, 1, "return"), (6, 0, "freeze")]

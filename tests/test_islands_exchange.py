@@ -274,9 +274,6 @@ def test_a_trace_must_last_for_the_exchanges_between_islands(tmp_path):
         means_in_memory.networks_between(config, Stream("islands"), 4)
 
 
-# --- the weights of an island as one vector, against one array -------------------------------------------------------
-
-
 CPU = torch.device("cpu")
 
 

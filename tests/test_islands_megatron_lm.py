@@ -88,19 +88,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, tmp_path):
 @pytest.mark.megatron_lm
 def test_a_signal_to_one_rank_ends_all_islands_after_the_same_iteration(megatron_lm, tmp_path):
     """Two islands of a rank; what they exchange loses half of its packets."""
-    flags = [
-        *MODEL,
-        *LATE,
-        "--p-sync",
-        "0.5",
-        "--exit-signal-handler",
-        "--save",
-        tmp_path,
-        "--ckpt-format",
-        "torch_dist",
-    ]
-    flags[flags.index("--train-iters") + 1] = "2000"
-    flags += ["--save-interval", 5000]
+    flags = [*MODEL, *LATE, "--p-sync", "0.5", "--exit-signal-handler", "--save", tmp_path, "--save-interval", 5000]
+    flags += ["--ckpt-format", "torch_dist", "--train-iters", 2000]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = [*launcher, "-m", "megatron_lossy", os.path.join(megatron_lm, "pretrain_gpt.py"), *map(str, flags)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1"}
@@ -125,8 +114,6 @@ def test_what_cannot_be_right_is_refused_before_training(megatron_lm, tmp_path):
         _, done = pretrain(megatron_lm, *flags)
         assert f"error: {line}" in done.stderr and "iteration        1/" not in done.stdout
 
-
-# --- samples and the mean's checkpoint, without Megatron-LM -------------------------------------------------------------
 
 without = pytest.mark.shows("samples and the mean's checkpoint under `megatron.training`")
 

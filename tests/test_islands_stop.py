@@ -124,9 +124,6 @@ def test_islands_stop_after_the_same_iteration(ranks, settings, loss, data, tmp_
     assert latest_iteration(tmp_path / "consensus") is not None
 
 
-# --- how they agree ---------------------------------------------------------------------------------------------------
-
-
 class Table:
     """A meeting of islands on threads. ``broken``: the last one never comes."""
 

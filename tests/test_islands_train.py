@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -13,9 +12,7 @@ import torch
 from megatron_lossy.base.checkpoints import TRACKER, latest_iteration
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.lab.train.config import TrainConfig
-from megatron_lossy.lab.train.facts import of_trainer
 from megatron_lossy.lab.train.saved import check_folders, in_folders_of_job
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs
@@ -222,22 +219,6 @@ def test_a_mean_is_no_checkpoint_to_continue_from(tmp_path):
     config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0, "load": str(folder)})
     with pytest.raises(UsageError, match="has mean weights alone .--save-consensus., for --finetune of Megatron-LM"):
         check_folders(config, LossyConfig())
-
-
-def test_a_mean_needs_a_place(data):
-    config = TrainConfig(**SMALL | data)
-    with pytest.raises(UsageError, match="^--save-consensus on: needs --save$"):
-        check_refusals(LossyConfig(**ISLANDS, save_consensus=True), of_trainer(config, 4))
-
-
-def test_outer_weights_are_saved_or_not_asked_for():
-    real = {"virtual_workers": None, "data_path": ("data",), "eval_iters": 0, "save": "out"}
-    config = TrainConfig(**SMALL | real)
-    outer = LossyConfig(islands=2, sync_method="diloco")
-    with pytest.raises(UsageError, match="^--sync-method diloco: keeps its outer weights .* --save-replicas only"):
-        check_refusals(outer, of_trainer(config, 4))
-    check_refusals(dataclasses.replace(outer, save_replicas=True), of_trainer(config, 4))
-    check_refusals(outer, of_trainer(dataclasses.replace(config, save=None), 4))
 
 
 def test_checkpoints_of_others_are_refused(data, tmp_path):

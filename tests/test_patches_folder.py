@@ -176,9 +176,6 @@ def test_a_patched_fork_does_without_the_package(tree):
     assert done.stdout == "True\n", done.stderr
 
 
-# --- runs of pretrain_gpt.py ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def fork(megatron_lm, tmp_path_factory):
     """The checkout with the patch in; what the patch does not touch is linked."""

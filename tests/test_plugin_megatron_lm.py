@@ -7,6 +7,7 @@ On CPU the checkout must have its data helpers compiled (megatron/core/datasets:
 
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -28,56 +29,14 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-MODEL = [
-    "--transformer-impl",
-    "local",
-    "--use-cpu-initialization",
-    "--no-gradient-accumulation-fusion",
-    "--no-masked-softmax-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-swiglu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-rope-fusion",
-    "--no-persist-layer-norm",
-    "--distributed-backend",
-    "gloo",
-    "--use-distributed-optimizer",
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "64",
-    "--max-position-embeddings",
-    "64",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "8",
-    "--train-iters",
-    "20",
-    "--lr",
-    "1e-3",
-    "--lr-decay-style",
-    "cosine",
-    "--clip-grad",
-    "1.0",
-    "--mock-data",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "4999",
-    "--eval-interval",
-    "10",
-    "--eval-iters",
-    "2",
-    "--log-interval",
-    "1",
-    "--attention-backend",
-    "unfused",
-]
+MODEL = shlex.split("""
+    --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
+    --distributed-backend gloo --use-distributed-optimizer --num-layers 2 --hidden-size 64 --num-attention-heads 4
+    --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 20
+    --lr 1e-3 --lr-decay-style cosine --clip-grad 1.0 --mock-data --tokenizer-type NullTokenizer --vocab-size 4999
+    --eval-interval 10 --eval-iters 2 --log-interval 1 --attention-backend unfused
+""")
 ASYNCHRONOUS = ["--async-save", "--use-persistent-ckpt-worker"]
 LOSS = ["--p-grad", "0.3", "--p-param", "0.3", "--loss-unit", "packet", "--packet-bytes", "512"]
 
@@ -166,16 +125,9 @@ def test_full_replicas(megatron_lm, tmp_path):
     lines, done = pretrain(megatron_lm, *watched, distributed=False)
     assert len(bare) == 24 and lines == bare
     assert re.search(r"param syncs: 0 \| param sync interval: 3", done.stdout)
-    errors = [
-        "--grad-error",
-        "gaussian",
-        "--grad-error-relative",
-        1,
-        "--eval-weights",
-        "both",
-        "--save-replicas",
-        *watched[:2],
-    ]
+    errors = (
+        shlex.split("--grad-error gaussian --grad-error-relative 1 --eval-weights both --save-replicas") + watched[:2]
+    )
     whole, done = pretrain(megatron_lm, *errors, "--overlap-grad-reduce", distributed=False)
     assert "param syncs: 1 |" in done.stdout and "(owner weights)" in done.stdout and whole[:-4] != bare[:-4]
     folder = ["--save", tmp_path, "--load", tmp_path, "--save-interval", 8, "--ckpt-format", "torch_dist"]

@@ -159,7 +159,7 @@ def test_two_workers_are_two_ranks_bit_for_bit(tmp_path, others):
     data=st.data(),
 )
 def test_versions_are_plain_copies(workers, shards, unit, rate, steps, seed, data):
-    """Replicas put together from versions are those of workers that each keep a whole copy, at any loss."""
+    """Replicas put together from versions are those of workers that each keep a whole copy, at any loss; values read too."""
     random = np.random.default_rng(seed)
     units, total = cut(shards, [4] * len(shards), unit, 12)
     buffers = [torch.zeros(workers * shard) for shard in shards]
@@ -175,6 +175,8 @@ def test_versions_are_plain_copies(workers, shards, unit, rate, steps, seed, dat
                 buffer.copy_(torch.from_numpy(random.standard_normal(buffer.numel()).astype(np.float32)))
         versions.after_update(successful)
         fresh = [buffer.clone() for buffer in buffers]
+        places = [random.integers(buffer.numel(), size=random.integers(12)) for buffer in buffers]
+        values = [versions.everyone(bucket, chosen) for bucket, chosen in enumerate(places)]
         for worker in range(workers):
             if successful:
                 for number, (cut_, buffer) in enumerate(zip(units, buffers, strict=True)):
@@ -182,8 +184,8 @@ def test_versions_are_plain_copies(workers, shards, unit, rate, steps, seed, dat
                     arrived = torch.from_numpy(np.ascontiguousarray(arrived[:, : cut_.shard]).reshape(-1))
                     copies[worker][number] = torch.where(arrived, buffer, copies[worker][number])
             versions.swap_in(worker)
-            for buffer, copy in zip(buffers, copies[worker], strict=True):
-                assert torch.equal(buffer, copy)
+            for buffer, copy, chosen, value in zip(buffers, copies[worker], places, values, strict=True):
+                assert torch.equal(buffer, copy) and torch.equal(value[worker], copy[torch.from_numpy(chosen)])
             versions.swap_out()
             assert all(torch.equal(a, b) for a, b in zip(buffers, fresh, strict=True))
         saved = versions.state_dict()
