@@ -7,7 +7,7 @@ import pytest
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig, given
 from tests.ranks import run_ranks
-from tests.test_islands_train import flat, islands_of, losses_of, train_all, weights_of
+from tests.test_islands_train import flat, islands_of, losses_of, train_all, weights_of, whole_and_parts
 from tests.trainer import TINY, recorded_losses, train_runs
 
 pytestmark = pytest.mark.shows("virtual stages: continued bit for bit, on islands, looking ahead")
@@ -53,13 +53,8 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
     """With dropout, while stages have weights of four ages."""
     runs = []
     for name, (settings, loss) in CONTINUED.items():
-        base = SMALL | data | settings
         loss = {**loss, **STAGES, "save_replicas": True, "eval_weights": "both"}
-        runs.append((base | {"save": str(tmp_path / name / "whole")}, loss))
-        folder = str(tmp_path / name / "parts")
-        runs.append((base | {"save": folder, "load": folder, "exit_interval": 3}, loss))
-        runs.append((base | {"save": folder, "load": folder, "exit_interval": 5}, loss))
-        runs.append((base | {"save": folder, "load": folder}, loss))
+        runs += whole_and_parts(tmp_path / name, SMALL | data | settings, loss, 3, 5)
     run_ranks(train_runs, 1, *runs, timeout=300)
     for name in CONTINUED:
         whole, parts = tmp_path / name / "whole", tmp_path / name / "parts"
@@ -73,14 +68,8 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
 def test_looking_ahead_wins_back_what_staleness_costs(tmp_path):
     """Validation losses of 4 stages after 300 iterations, paired over three seeds, which are fixed."""
     size = {"num_layers": 4, "hidden_size": 48, "ffn_hidden_size": 192, "num_attention_heads": 4, "seq_length": 32}
-    length = {
-        "train_iters": 300,
-        "lr": 3e-3,
-        "min_lr": 3e-4,
-        "lr_warmup_iters": 30,
-        "eval_interval": 300,
-        "eval_iters": 40,
-    }
+    length = {"train_iters": 300, "lr": 3e-3, "min_lr": 3e-4, "lr_warmup_iters": 30, "eval_interval": 300}
+    length |= {"eval_iters": 40}
     data = {"data": "stdlib", "log_interval": 300, "weight_decay": 0.1, "micro_batch_size": 8, "global_batch_size": 8}
     base = size | length | data | {"virtual_workers": 1}
     ahead = {"optimizer": "nadam", "adam_beta1": 0.99}

@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 from tests.reference import mean_among
 from tests.test_islands_train import flat, islands_of, losses_of, weights_of
 
-pytestmark = pytest.mark.shows("islands that come and go: epochs, means of those present, returns, continued")
+pytestmark = pytest.mark.shows("islands that come and go: epochs, means of those present, returns, replayed, continued")
 
 
 def write(path, *events):

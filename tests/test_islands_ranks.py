@@ -16,6 +16,7 @@ from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.mechanisms.islands.ranks import rewind
 from tests.ranks import RankFailed, run_ranks
+from tests.test_islands_train import whole_and_parts
 from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs
 
 pytestmark = pytest.mark.shows(
@@ -179,11 +180,8 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
     """With exchanges under way, which --save-replicas keeps."""
     runs = []
     for name, (settings, loss) in CONTINUED.items():
-        base, loss = SMALL | data | settings | {"hidden_dropout": 0.1}, {**loss, "save_replicas": True}
-        folder = str(tmp_path / name / "parts")
-        runs.append((base | {"save": str(tmp_path / name / "whole")}, loss))
-        runs.append((base | {"save": folder, "load": folder, "exit_interval": 5}, loss))
-        runs.append((base | {"save": folder, "load": folder}, loss))
+        base = SMALL | data | settings | {"hidden_dropout": 0.1}
+        runs += whole_and_parts(tmp_path / name, base, {**loss, "save_replicas": True}, 5)
     run_ranks(train_runs, 4, *runs, grouped=False)
     for name in CONTINUED:
         for island in ("island_0", "island_1"):

@@ -79,18 +79,6 @@ def test_messages_are_numbered_on_and_lose_what_the_generator_says(phase):
                         np.testing.assert_array_equal(lost, expected)
 
 
-def test_everything_in_the_key_matters():
-    config = LossyConfig(p_act=0.5, p_act_grad=0.5, act_fec=("off",))
-
-    def draw(phase="act", stage=1, chunk=0, rank=0, tensor=0, step=0, seed=1234):
-        loss = BoundaryLoss(LossyConfig(**{**vars(config), "loss_seed": seed}), phase)
-        return loss.draw(Boundary(stage, 1, 4, chunk), rank, tensor, step, 256).tobytes()
-
-    others = [{"phase": "act-grad"}, {"stage": 2}, {"chunk": 1}, {"rank": 1}, {"tensor": 1}, {"step": 1}, {"seed": 1}]
-    drawn = [draw(), *(draw(**other) for other in others)]
-    assert len(set(drawn)) == len(drawn) and draw() == drawn[0]
-
-
 def test_a_stream_of_a_boundary_has_a_name():
     stream = LATE.stream(12)
     assert stream.name == "boundary-e12-s3-c0" and Stream.parse(stream.name) == stream == stream.drawn

@@ -37,6 +37,11 @@ MODEL = shlex.split("""
     --lr 1e-3 --lr-decay-style cosine --clip-grad 1.0 --mock-data --tokenizer-type NullTokenizer --vocab-size 4999
     --eval-interval 10 --eval-iters 2 --log-interval 1 --attention-backend unfused
 """)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+#: HabanaAI's asks for the second on every device.
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+#: Ranks share the output: of one of them, not whole lines.
+PRINTED = r"iteration +\d+/.*?number of nan iterations: +\d+ \||validation loss at iteration [^|\n]*(?:\| [^|\n:]+: [\d.E+-]+ )+\|"
 ASYNCHRONOUS = ["--async-save", "--use-persistent-ckpt-worker"]
 LOSS = ["--p-grad", "0.3", "--p-param", "0.3", "--loss-unit", "packet", "--packet-bytes", "512"]
 
@@ -49,25 +54,11 @@ def pretrain(megatron_lm, *arguments, plugin=True, ranks=2, distributed=True):
     if "--train-samples" in arguments:  # Megatron wants one of them
         del model[(at := model.index("--train-iters")) : at + 2]
     script = os.path.join(megatron_lm, "pretrain_gpt.py")
-    launcher = (
-        ["-m", "megatron_lossy", script] if plugin else [os.path.join(os.path.dirname(__file__), "bare.py"), script]
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        + launcher
-        + model
-        + [str(argument) for argument in arguments],
-        capture_output=True,
-        text=True,
-        # HabanaAI's asks for the second on every device.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-    )
-    # Ranks share the output: take what one of them printed, not whole lines.
-    pattern = r"iteration +\d+/.*?number of nan iterations: +\d+ \||validation loss at iteration [^|\n]*(?:\| [^|\n:]+: [\d.E+-]+ )+\|"
-    lines = [
-        re.sub(r"elapsed time per iteration \(ms\): [\d.]+ \|", "", line) for line in re.findall(pattern, done.stdout)
-    ]
-    return lines, done
+    launcher = ["-m", "megatron_lossy"] if plugin else [os.path.join(os.path.dirname(__file__), "bare.py")]
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", ranks, *launcher, script, *model, *arguments]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=ENVIRONMENT)
+    lines = re.findall(PRINTED, done.stdout)
+    return [re.sub(r"elapsed time per iteration \(ms\): [\d.]+ \|", "", line) for line in lines], done
 
 
 def test_a_killed_rank_is_started_again_and_finds_the_others(megatron_lm, tmp_path):
@@ -87,16 +78,9 @@ def test_a_killed_rank_is_started_again_and_finds_the_others(megatron_lm, tmp_pa
     nodes, logs = [], [tmp_path / f"{node}.log" for node in range(2)]
     for node, path in enumerate(logs):
         where = ["--nnodes", 2, "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port]
-        command = [sys.executable, "-m", "torch.distributed.run", *where, "--max-restarts", 2, script, *flags]
+        command = list(map(str, [*TORCHRUN, *where, "--max-restarts", 2, script, *flags]))
         with open(path, "w") as log:
-            nodes.append(
-                subprocess.Popen(
-                    list(map(str, command)),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-                )
-            )
+            nodes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT))
     try:
         while not (tmp_path / "run" / "latest_checkpointed_iteration.txt").exists():
             assert all(node.poll() is None for node in nodes), logs[0].read_text()

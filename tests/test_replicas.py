@@ -60,36 +60,27 @@ def train(lossy, run, steps):
     return result | {"weights": run.weights()}
 
 
-def on_ranks(rank, cases, steps=STEPS):
-    """By the name of the case: what :func:`train` tells. ``cases``: name, model, flags; without flags without hooks."""
+def on_ranks(rank, cases, steps=STEPS, workers=0):
+    """By the name of the case: what :func:`train` tells. ``cases``: name, model, flags; without flags without hooks.
+
+    Of virtual ``workers`` losses and replicas are lists of their own.
+    """
     from megatron_lossy import hooks
-    from tests.tiny_gpt import build
-
-    results = {}
-    for name, tiny, config in cases:
-        lossy = None if config is None else hooks.install(config)
-        results[name] = train(lossy, build(tiny), steps)
-        if lossy is not None:
-            lossy.uninstall()
-    return results
-
-
-def virtually(rank, size, cases, steps=STEPS):
-    """The same by virtual workers; losses and replicas are lists of the workers' own."""
     from megatron_lossy.lab.virtual.replicas import VirtualReplicas
     from tests.tiny_gpt import build
 
     results = {}
     for name, tiny, config in cases:
-        workers = VirtualReplicas(config, size)
-        run = build(tiny, workers)
-        told = train(workers, run, steps)
-        told["weights"] = []
-        for worker in range(size):
-            with workers.worker(worker):
-                told["weights"].append(run.weights())
-        results[name] = told
-        workers.uninstall()
+        lossy = VirtualReplicas(config, workers) if workers else config and hooks.install(config)
+        run = build(tiny, lossy if workers else None)
+        results[name] = train(lossy, run, steps)
+        if workers:
+            results[name]["weights"] = []
+        for worker in range(workers):
+            with lossy.worker(worker):
+                results[name]["weights"].append(run.weights())
+        if lossy is not None:
+            lossy.uninstall()
     return results
 
 
@@ -165,7 +156,7 @@ CASES = {
 def test_two_virtual_workers_are_two_ranks_bit_for_bit(part, pool):
     cases = [(name, *case) for name, case in list(CASES.items())[part::2]]
     ranks = pool.run(on_ranks, 2, cases)
-    [virtual] = pool.run(virtually, 1, 2, cases)
+    [virtual] = pool.run(on_ranks, 1, cases, STEPS, 2)
     for name, _, config in cases:
         real, mine = [told[name] for told in ranks], virtual[name]
         same(mine["mean"], real[0]["mean"])
@@ -186,7 +177,7 @@ def test_one_replica_has_no_errors(pool):
     flags = {"plain": LossyConfig(), "noise": NOISE, "reduce": changed(grad_error_at="reduce"), "flips": flips}
     cases = [(name, full(), config) for name, config in flags.items()]
     [real] = pool.run(on_ranks, 1, cases, 3)
-    [virtual] = pool.run(virtually, 1, 1, cases, 3)
+    [virtual] = pool.run(on_ranks, 1, cases, 3, 1)
     for name in flags:
         same(virtual[name]["weights"][0], real[name]["weights"])
         same(real[name]["weights"], real["plain"]["weights"])
@@ -195,7 +186,7 @@ def test_one_replica_has_no_errors(pool):
 def test_what_an_all_reduce_lost_can_be_drawn_again(tmp_path, pool):
     """A log has digests of packets in the place of bitmaps, also of the half that loses at the rate of gradients."""
     config = dataclasses.replace(LOST, loss_unit="packet", packet_bytes=64, delivery_log=str(tmp_path))
-    pool.run(virtually, 1, 2, [("lost", full(), config)], 3)
+    pool.run(on_ranks, 1, [("lost", full(), config)], 3, 2)
     log = DeliveryLogFolder(tmp_path)
     verdict = verify(log)
     assert verdict.problems == [] and verdict.rows == 2 * 2 * 3
@@ -209,11 +200,10 @@ def test_what_an_all_reduce_lost_can_be_drawn_again(tmp_path, pool):
 def test_errors_of_ranks_are_logged_as_those_of_virtual_workers(tmp_path, at, pool):
     """Row by row, but for digests of other gradients; and that nothing is missing the log itself can tell."""
     rows = {}
-    for name, run, size in (("real", on_ranks, 2), ("virtual", virtually, 1)):
+    for name, size, workers in (("real", 2, 0), ("virtual", 1, 2)):
         folder = tmp_path / name
         config = changed(grad_error_rate=0.7, grad_error_at=at, delivery_log=str(folder), param_sync_interval=10**6)
-        arguments = ([("logged", full(), config)], 4)
-        pool.run(run, size, *(arguments if size == 2 else (2, *arguments)))
+        pool.run(on_ranks, size, [("logged", full(), config)], 4, workers)
         verdict = verify_events(folder)
         assert verdict.problems == [] and verdict.rows > 0
         rows[name] = rows_of(folder)
@@ -341,7 +331,7 @@ def test_virtual_workers_keep_gradients_in_memory_where_they_are_compared_or_los
 def test_virtual_workers_share_no_loss_scale():
     config = changed(replica_check="repair")
     with pytest.raises(RankFailed, match="--loss-scale 64: replicas of virtual workers would change it"):
-        run_ranks(virtually, 1, 2, [("", SCALED["constant"], config)], 1)
+        run_ranks(on_ranks, 1, [("", SCALED["constant"], config)], 1, 2)
 
 
 #: Micro-batches are added up in float32, gradients reduced in bfloat16: the optimizer reads copies of what was reduced.
@@ -367,7 +357,7 @@ def test_gradients_apart_need_real_ranks():
     if why:
         pytest.skip(why)
     with pytest.raises(RankFailed, match="--ddp-param-name-patterns-for-fp32-local-accumulation: virtual workers take"):
-        run_ranks(virtually, 1, 2, [("", tiny, NOISE)], 1)
+        run_ranks(on_ranks, 1, [("", tiny, NOISE)], 1, 2)
 
 
 def test_abort_names_ranks_and_buckets():
