@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+from megatron_lossy.delivery_log.verify import verify
 from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory.islands import STREAM, rounds_of
+from megatron_lossy.lab.virtual.island_churn import ChurningIslands
 from megatron_lossy.mechanisms.islands.epoch_log import EPOCHS, EpochLog
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Heard, Incarnation, Member, counting, next_epoch
 from megatron_lossy.mechanisms.islands.mean import InMemory
@@ -25,7 +28,8 @@ from scripts.spells import share_away, spells
 from tests.churning_rows import ChurningRows, speed_of_mean
 from tests.ranks import run_ranks
 from tests.reference import mean_among
-from tests.test_islands_train import flat, islands_of, losses_of, weights_of
+from tests.test_islands_train import SMALL, flat, islands_of, losses_of, weights_of
+from tests.trainer import train_runs
 
 pytestmark = pytest.mark.shows("islands that come and go: epochs, means of those present, returns, replayed, continued")
 
@@ -540,18 +544,12 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
 
 def train_in_folders(data, folder, cases):
     """As ``train_all``, for cases that may say where they save."""
-    from tests.test_islands_train import SMALL
-    from tests.trainer import train_runs
-
     runs = [(SMALL | data | {"save": str(folder / name)} | settings, loss) for name, (settings, loss) in cases.items()]
     run_ranks(train_runs, 1, *runs, timeout=900)
 
 
 def returned(rank, given, loss):
     """What slot 1 has right after it has returned, against slot 2."""
-    from megatron_lossy.lab.virtual.island_churn import ChurningIslands
-    from tests.trainer import train_runs
-
     seen = {}
     bring_back = ChurningIslands._bring_back
 
@@ -583,8 +581,6 @@ def _tensors(state):
 )
 def test_an_island_that_returns_shares_nothing(data, tmp_path, more, rejoin, keep):
     """A copy is all of an island; otherwise weights and moments are its own, and the learning rate is the run's."""
-    from tests.test_islands_train import SMALL
-
     path = write(tmp_path / "events", (1, 1, "stop"), (5, 1, "return"))
     loss = SYNC | {"island_schedule": path, "island_keep": keep, "island_rejoin": rejoin}
     [seen] = run_ranks(returned, 1, SMALL | data | more | {"save": str(tmp_path / "run")}, loss, timeout=300)
@@ -598,9 +594,6 @@ def test_an_island_that_returns_shares_nothing(data, tmp_path, more, rejoin, kee
 @pytest.mark.slow
 def test_losses_are_recorded_and_replayed_by_the_log(data, tmp_path):
     """Of islands of two workers, which lose gradients and parameters too; away or not, they lose the same again."""
-    from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-    from megatron_lossy.delivery_log.verify import verify
-
     log = tmp_path / "log"
     lost = {"p_grad": 0.3, "p_param": 0.3, "p_sync": 0.3, "loss_unit": "bucket", "grad_recovery": "previous"}
     loss = SYNC | lost | {"islands": 2, "island_keep": 2}

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import theory
+from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.run.monitor import drift
 from megatron_lossy.transport import Network
 from tests.ranks import run_ranks
@@ -50,9 +52,6 @@ CASES = {  # name: (TinyGPT, LossyConfig, iterations that are skipped)
 @contextlib.contextmanager
 def made(model, config, workers=None):
     """A run of this rank or of virtual workers, and what makes it lossy."""
-    from megatron_lossy import hooks
-    from megatron_lossy.lab.virtual import VirtualCluster
-
     lossy = VirtualCluster(config, workers) if workers else hooks.install(config)
     yield build(model, lossy if workers else None), lossy
     lossy.uninstall()

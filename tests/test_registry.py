@@ -160,6 +160,8 @@ class Broken(Mechanism):
     name = "broken"
     Flags = F
 """
+PHASES = "grad 0, param 1, sync-reduce 4, sync-gather 5, act 2, act-grad 3"
+CORE = "megatron_lossy.config.core.CoreFlags"
 #: What is wrong with a mechanism: its module, and why the message says that it fails.
 WRONG = {
     "module": (None, "No module named 'broken'"),
@@ -174,21 +176,9 @@ WRONG = {
         MECHANISM.replace('flag(0.0, "a number")', "0.0").replace(" = 0.0", ""),
         "mine of its attribute Flags must have a default",
     ),
-    "number": (
-        MECHANISM + '    phases = {"mine": 4}',
-        (
-            "the phase 'mine' with number 4 is taken: "
-            "there are grad 0, param 1, sync-reduce 4, sync-gather 5, act 2, act-grad 3"
-        ),
-    ),
-    "flag": (
-        MECHANISM.replace("mine", "p_grad"),
-        "--p-grad of broken.F is taken by megatron_lossy.config.core.CoreFlags",
-    ),
-    "verb": (
-        MECHANISM.replace("mine", "ranks_of_node"),
-        "ranks_of_node of broken.F is taken by megatron_lossy.config.core.CoreFlags",
-    ),
+    "number": (MECHANISM + '    phases = {"mine": 4}', f"the phase 'mine' with number 4 is taken: there are {PHASES}"),
+    "flag": (MECHANISM.replace("mine", "p_grad"), f"--p-grad of broken.F is taken by {CORE}"),
+    "verb": (MECHANISM.replace("mine", "ranks_of_node"), f"ranks_of_node of broken.F is taken by {CORE}"),
     "config": (MECHANISM.replace("mine", "model"), "model of broken.F is taken by LossyConfig"),
 }
 

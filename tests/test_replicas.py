@@ -1,17 +1,24 @@
 """Full replicas: errors in their gradients, check, repair and synchronisation, in Megatron (docs/corruption.md)."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_lossy import hooks
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify, verify_events
+from megatron_lossy.lab.virtual import VirtualCluster
+from megatron_lossy.lab.virtual import replicas as virtual_replicas
+from megatron_lossy.lab.virtual.replicas import VirtualReplicas
+from megatron_lossy.mechanisms.replicas.held import HeldReplicas
 from tests.ranks import RankFailed, run_ranks
 from tests.test_delivery_log_events import rows_of
-from tests.tiny_gpt import TinyGPT, missing
+from tests.tiny_gpt import TinyGPT, build, missing
 
 pytestmark = pytest.mark.shows(
     "full replicas without errors are Megatron's, bit for bit",
@@ -65,10 +72,6 @@ def on_ranks(rank, cases, steps=STEPS, workers=0):
 
     Of virtual ``workers`` losses and replicas are lists of their own.
     """
-    from megatron_lossy import hooks
-    from megatron_lossy.lab.virtual.replicas import VirtualReplicas
-    from tests.tiny_gpt import build
-
     results = {}
     for name, tiny, config in cases:
         lossy = VirtualReplicas(config, workers) if workers else config and hooks.install(config)
@@ -108,12 +111,10 @@ def test_replicas_without_errors_are_megatrons(size, pool):
                 same({k: mine[k] for k in TRAINED}, {k: theirs[k] for k in TRAINED})
 
 
+HALVES = full(dtype="bf16", **BUCKETS)
 CASES = {
     "noise": (full(), NOISE),
-    "noise, bf16, buckets": (
-        full(dtype="bf16", **BUCKETS),
-        changed(grad_error="gaussian:1e-3", grad_error_relative=None),
-    ),
+    "noise, bf16, buckets": (HALVES, changed(grad_error="gaussian:1e-3", grad_error_relative=None)),
     "of the reduction": (full(), changed(grad_error_at="reduce")),
     "now and then": (full(accumulation=2), changed(grad_error_rate=0.5, grad_error_ranks=(1,))),
     "bursts": (full(), changed(grad_error_burst=(3, 9.0))),
@@ -122,22 +123,16 @@ CASES = {
     "mean, bf16, of all": (full(dtype="bf16"), changed(param_sync_interval=2, param_sync_state="all")),
     "first": (full(), changed(param_sync_interval=3, param_sync_state="all:first")),
     "overlapped": (full(), changed(param_sync_interval=2, param_sync_overlap=True)),
-    "overlapped, bf16": (
-        full(dtype="bf16", **BUCKETS),
-        changed(param_sync_interval=2, param_sync_overlap=True, param_sync_state="all"),
-    ),
+    "overlapped, bf16": (HALVES, changed(param_sync_interval=2, param_sync_overlap=True, param_sync_state="all")),
     "snr": (full(), changed(param_sync_interval=2, param_sync_rule="snr")),
-    "snr, overlapped, bf16": (
-        full(dtype="bf16", **BUCKETS),
-        changed(param_sync_interval=1, param_sync_rule="snr", param_sync_overlap=True),
-    ),
+    "snr, overlapped, bf16": (HALVES, changed(param_sync_interval=1, param_sync_rule="snr", param_sync_overlap=True)),
     "divergence": (full(), changed(param_sync_interval=1, param_sync_rule="divergence:0.02")),
     "repaired by mean": (full(), changed(replica_check="repair")),
     "only said": (full(), changed(replica_check="log")),
     "per token": (full(per_token_loss=True), NOISE),
     "lost": (full(), LOST),
     "lost packets, buckets, bf16": (
-        full(dtype="bf16", **BUCKETS),
+        HALVES,
         dataclasses.replace(LOST, loss_unit="packet", packet_bytes=256, param_sync_interval=2, param_sync_overlap=True),
     ),
     "lost in pieces, errors as well": (
@@ -212,10 +207,6 @@ def test_errors_of_ranks_are_logged_as_those_of_virtual_workers(tmp_path, at, po
 
 def hit_once(rank, size, tiny, hits, mode, steps):
     """A run in which buckets of some ranks are changed after their reduction. ``hits``: (step, rank, bucket, how)."""
-    from megatron_lossy import hooks
-    from megatron_lossy.mechanisms.replicas.held import HeldReplicas
-    from tests.tiny_gpt import build
-
     lossy = hooks.install(LossyConfig(replica_check=mode))
     run = build(tiny)
     before = HeldReplicas.hit
@@ -273,9 +264,6 @@ def test_repaired_replicas_skip_the_same_updates(kind, pool):
 
 def overflows(rank, tiny, config):
     """Of each iteration, of which the second is made to overflow, whether it was an update and was averaged; the weights."""
-    from megatron_lossy import hooks
-    from tests.tiny_gpt import build
-
     lossy = hooks.install(config)
     run = build(tiny)
     success, averaged = [], []
@@ -304,12 +292,6 @@ def test_replicas_that_would_skip_different_updates_are_refused(kind):
 
 def memory(rank):
     """Which of some configurations fit where there are 18 bytes for each parameter of two workers."""
-    import types
-
-    from megatron_lossy.base.errors import UsageError
-    from megatron_lossy.lab.virtual import replicas as replicas
-    from megatron_lossy.lab.virtual.replicas import VirtualReplicas
-    from tests.tiny_gpt import build
 
     def fits(config):
         try:
@@ -320,7 +302,9 @@ def memory(rank):
             return None
 
     elements = sum(parameter.numel() for parameter in fits(NOISE).model[0].parameters())
-    replicas.psutil = types.SimpleNamespace(virtual_memory=lambda: types.SimpleNamespace(available=36 * elements))
+    virtual_replicas.psutil = types.SimpleNamespace(
+        virtual_memory=lambda: types.SimpleNamespace(available=36 * elements)
+    )
     return [bool(fits(config)) for config in (NOISE, changed(replica_check="log"), LOST)]
 
 
@@ -378,9 +362,6 @@ PARALLEL = {
 
 def looked_at(rank, tiny, config, looks):
     """What there is after so many steps, by their number."""
-    from megatron_lossy import hooks
-    from tests.tiny_gpt import build
-
     lossy = hooks.install(config)
     run = build(tiny)
     found = {}
@@ -454,10 +435,6 @@ def test_errors_of_owners_with_the_distributed_optimizer(lossy, per_token, pool)
 
 def owned(rank, tiny, config, steps, workers=None):
     """The replica of a rank, or those of all virtual workers; and the size of errors."""
-    from megatron_lossy import hooks
-    from megatron_lossy.lab.virtual import VirtualCluster
-    from tests.tiny_gpt import build
-
     lossy = VirtualCluster(config, workers) if workers else hooks.install(config)
     run = build(tiny, lossy if workers else None)
     for step in range(steps):

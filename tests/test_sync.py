@@ -228,30 +228,6 @@ def test_without_a_majority_the_finite_ones_are_averaged():
     assert compare(LocalPeers(4), buckets(received)).equal and not finite(received[0])
 
 
-def _repaired(rank, size):
-    """What :func:`repair` does of three buckets: untouched, one replica hit, all hit."""
-    peers = RankPeers(None) if rank is not None else LocalPeers(size)
-    received = [[_tensor(0), _tensor(1), _tensor(2 + number)] for number in peers.local]
-    for number, own in zip(peers.local, received):
-        if number == 1:
-            own[1][4] = torch.inf
-    compared = compare(peers, buckets(received))
-    done = repair(peers, buckets(received), compared)
-    return done, compared.differing.tolist(), [[one.numpy() for one in own] for own in received]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_repair_as_one_process_does(size):
-    done, differing, expected = _repaired(None, size)
-    assert done == {1: "majority" if size > 2 else "mean", 2: "mean"} and differing == [1, 2]
-    for number, rank in enumerate(run_ranks(_repaired, size, size)):
-        assert rank[:2] == (done, differing)
-        for bucket, (found, wanted) in enumerate(zip(rank[2][0], expected[number])):
-            assert np.allclose(found, wanted, atol=1e-6) if bucket == 2 else np.array_equal(found, wanted)
-            if size == 2:
-                assert np.array_equal(found, wanted)
-
-
 def interval(rule, start=10, **flags):
     return Interval(LossyConfig(param_sync_interval=start, param_sync_rule=rule, **flags))
 

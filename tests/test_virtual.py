@@ -8,10 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy import hooks
 from megatron_lossy.base.exchange import cut
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.lab.virtual.versions import Versions
 from tests.ranks import run_ranks
+from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows("two virtual workers are two ranks bit for bit")
 
@@ -37,6 +40,7 @@ def cases(folder, size):
             yield f"{unit} {rule}", {"layers": 1, **BUCKETS}, LossyConfig(**lossy, **flags, grad_recovery=rule)
     matrix = folder / "rates.txt"
     np.savetxt(matrix, np.random.default_rng(1).uniform(0, 0.8, (size, size)))
+    feedback = lossy | {"grad_recovery": "error-feedback"}
     channels = {
         "bursts": LossyConfig(**lossy, loss_model=("gilbert-elliott:3",)),
         "per link": LossyConfig(loss_model=(f"per-link:{matrix}",)),
@@ -48,13 +52,9 @@ def cases(folder, size):
         "no loss": LossyConfig(),
         "gradients only": LossyConfig(p_grad=0.4),
         "parameters only": LossyConfig(p_param=0.4, **UNITS["packet"]),
-        "feedback": LossyConfig(**lossy, **UNITS["packet"], grad_recovery="error-feedback"),
-        "feedback in units of buckets": LossyConfig(
-            **lossy, **UNITS["bucket"], grad_recovery="error-feedback", grad_priority="none"
-        ),
-        "quantile": LossyConfig(
-            **lossy, **UNITS["packet"], grad_recovery="error-feedback", grad_priority="element-quantile:0.2"
-        ),
+        "feedback": LossyConfig(**feedback, **UNITS["packet"]),
+        "feedback in units of buckets": LossyConfig(**feedback, **UNITS["bucket"], grad_priority="none"),
+        "quantile": LossyConfig(**feedback, **UNITS["packet"], grad_priority="element-quantile:0.2"),
         "zeros": LossyConfig(**lossy, **UNITS["packet"], grad_recovery="zero", grad_priority="packet-mean:0.1"),
     }
     for name, config in channels.items():
@@ -82,9 +82,6 @@ def cases(folder, size):
 
 
 def real_runs(rank, chosen):
-    from megatron_lossy import hooks
-    from tests.tiny_gpt import TinyGPT, build
-
     results = {}
     for name, model, config in chosen:
         lossy = hooks.install(config, steps=STEPS)
@@ -101,9 +98,6 @@ def real_runs(rank, chosen):
 
 
 def virtual_runs(rank, chosen, size):
-    from megatron_lossy.lab.virtual import VirtualCluster
-    from tests.tiny_gpt import TinyGPT, build
-
     results = {}
     for name, model, config in chosen:
         cluster = VirtualCluster(config, size, steps=STEPS)

@@ -9,7 +9,9 @@ import pytest
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.launch.kept import old_weights
+from megatron_lossy.lab.virtual import VirtualCluster
 from tests.ranks import run_ranks
+from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows("virtual stages compute with each worker's own old replica")
 
@@ -27,9 +29,6 @@ def stage_by_name(name: str, stages: int) -> int:
 
 def observe(rank: int, workers: int, flags: dict) -> tuple:
     """Replicas by name before each iteration, and what the turns of workers computed with."""
-    from megatron_lossy.lab.virtual import VirtualCluster
-    from tests.tiny_gpt import TinyGPT, build
-
     tiny = TinyGPT(layers=LAYERS, tied=False, optimizer="sgd", lr=0.5, clip_grad=0.4, accumulation=2)
     run = build(tiny, VirtualCluster(LossyConfig(**STAGED, **flags), workers, gapless=True))
     before, during = [], []
