@@ -28,10 +28,10 @@ from scripts.spells import share_away, spells
 from tests.churning_rows import ChurningRows, speed_of_mean
 from tests.ranks import run_ranks
 from tests.reference import mean_among
-from tests.test_islands_train import SMALL, flat, islands_of, losses_of, weights_of
+from tests.test_islands_train import SMALL, flat, islands_of, losses_of, train_all, weights_of
 from tests.trainer import train_runs
 
-pytestmark = pytest.mark.shows("islands that come and go: epochs, means of those present, returns, replayed, continued")
+pytestmark = pytest.mark.shows("islands that come and go: epochs, means, returns, replayed, continued")
 
 
 def write(path, *events):
@@ -532,7 +532,7 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
             load = {"load": str(tmp_path / name)} if number else {}
             cases[f"{name}, {stop}"] = (load | {"exit_interval": stop, "save": str(tmp_path / name)}, loss)
         cases[f"{name}, end"] = ({"load": str(tmp_path / name), "save": str(tmp_path / name)}, loss)
-    train_in_folders(data, tmp_path, cases)
+    train_all(data, tmp_path, cases)
     for name in RESUMED:
         whole, parts = tmp_path / f"{name}, whole", tmp_path / name
         assert weights_of(whole) == weights_of(parts), name
@@ -540,12 +540,6 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
         assert losses_of(whole)[-1] == losses_of(parts)[-1]
     logs = [(tmp_path / name / EPOCHS).read_text() for name in ("whole log", "log")]
     assert logs[0] == logs[1] and len(logs[0].splitlines()) > 6
-
-
-def train_in_folders(data, folder, cases):
-    """As ``train_all``, for cases that may say where they save."""
-    runs = [(SMALL | data | {"save": str(folder / name)} | settings, loss) for name, (settings, loss) in cases.items()]
-    run_ranks(train_runs, 1, *runs, timeout=900)
 
 
 def returned(rank, given, loss):
@@ -602,7 +596,7 @@ def test_losses_are_recorded_and_replayed_by_the_log(data, tmp_path):
     given = {"global_batch_size": 4}
     trace = {"p_grad": 0.0, "p_param": 0.0, "p_sync": 0.0, "loss_model": ("trace",), "trace": str(log)}
     again = loss | trace | {"island_schedule": str(log / EPOCHS)}
-    train_in_folders(data, tmp_path, {"recorded": (given, recorded), "again": (given, again)})
+    train_all(data, tmp_path, {"recorded": (given, recorded), "again": (given, again)})
     assert weights_of(tmp_path / "recorded") == weights_of(tmp_path / "again")
     assert losses_of(tmp_path / "recorded") == losses_of(tmp_path / "again")
     assert flat(islands_of(tmp_path / "recorded")["islands"]) == flat(islands_of(tmp_path / "again")["islands"])
@@ -615,7 +609,7 @@ def test_another_past_is_refused(data, tmp_path):
     path = tmp_path / "events"
     write(path, (2, 1, "stop"))
     loss = SYNC | {"island_schedule": str(path)}
-    train_in_folders(data, tmp_path, {"run": ({"exit_interval": 4}, loss)})
+    train_all(data, tmp_path, {"run": ({"exit_interval": 4}, loss)})
     write(path, (3, 1, "stop"))
     with pytest.raises(Exception, match="has other events before iteration 4 than the checkpoint's run"):
-        train_in_folders(data, tmp_path, {"run": ({"load": str(tmp_path / "run")}, loss)})
+        train_all(data, tmp_path, {"run": ({"load": str(tmp_path / "run")}, loss)})

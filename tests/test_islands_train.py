@@ -26,8 +26,8 @@ LOSS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 25
 
 def train_all(data: dict, folder: Path, cases: dict[str, tuple[dict, dict]], train=train_runs) -> dict[str, Path]:
     """The folder of each case, trained one after the other in one process."""
-    runs = [(SMALL | data | settings | {"save": str(folder / name)}, loss) for name, (settings, loss) in cases.items()]
-    run_ranks(train, 1, *runs)
+    runs = [(SMALL | data | {"save": str(folder / name)} | settings, loss) for name, (settings, loss) in cases.items()]
+    run_ranks(train, 1, *runs, timeout=900)
     return {name: folder / name for name in cases}
 
 

@@ -20,7 +20,6 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify, verify_events
-from megatron_lossy.hooks import versions
 from megatron_lossy.hooks.facts import of_communicator, of_model
 from megatron_lossy.hooks.versions import decoder_layers
 from megatron_lossy.lab.virtual import VirtualCluster
@@ -318,13 +317,6 @@ def test_metrics_count_what_was_lost(pool):
         assert of_whole_packets >= zeros[phase] > 0.9 * of_whole_packets
 
 
-@pytest.mark.skipif(not hasattr(schedules, "get_schedule_table"), reason="this Megatron has it inside of its schedule")
-def test_the_table_of_an_interleaved_schedule():
-    for micro_batches, chunks, group in ((4, 2, 2), (5, 2, 3), (7, 3, 2), (2, 4, 2), (9, 1, 4)):
-        expected = schedules.get_schedule_table(micro_batches, chunks, group)
-        assert versions._schedule_table(micro_batches, chunks, group) == expected
-
-
 def global_name(name, chunk):
     parts = name.removeprefix("module.").removeprefix("module.").split(".")
     if "layers" in parts:
@@ -362,37 +354,24 @@ def whole(results):
     return [loss for loss, _ in results if loss[0] is not None], weights
 
 
-@pytest.mark.parametrize("real", [BOTH, OFF], ids=["parity", "off"])
-def test_two_stages_are_one_with_a_virtual_boundary(real, pool):
+@pytest.mark.parametrize(
+    ("real", "pipeline", "chunks", "accumulation", "boundaries"),
+    [(BOTH, 2, None, 3, (2,)), (OFF, 2, None, 3, (2,)), (BOTH, 4, None, 2, (1, 2, 3)), (BOTH, 2, 2, 4, (3, 1, 2))],
+    ids=["parity", "off", "four stages", "interleaved"],
+)
+def test_stages_are_one_with_virtual_boundaries(real, pipeline, chunks, accumulation, boundaries, pool):
     """Bit for bit, with the same draws."""
-    tiny = TinyGPT(layers=4, accumulation=3, tied=False, clip_grad=0.0)
-    virtual = dataclasses.replace(real, virtual_boundaries=(2,))
-    virtual_losses = compare(pool, tiny, 2, None, real, virtual)
-    [(losses, _)] = pool.run(trained, 1, tiny, LossyConfig(), 4)
-    assert losses != virtual_losses
-
-
-def compare(pool, tiny, pipeline, chunks, real, virtual, stages=None):
-    """That the stages of a pipeline lose what one stage with virtual boundaries loses; its losses."""
-    staged = TinyGPT(**vars(tiny) | {"pipeline": pipeline, "virtual": chunks})
+    tiny = TinyGPT(layers=4, accumulation=accumulation, tied=False, clip_grad=0.0)
+    staged = dataclasses.replace(tiny, pipeline=pipeline, virtual=chunks)
     [losses], weights = whole(pool.run(trained, pipeline, staged, real, 4))
-    run = run_ranks if stages else pool.run
-    [(expected, all_weights)] = run(trained, 1, tiny, virtual, 4, stages)
+    virtual, run = dataclasses.replace(real, virtual_boundaries=boundaries), run_ranks if chunks else pool.run
+    [(expected, all_weights)] = run(trained, 1, tiny, virtual, 4, chunks)
     assert losses == expected
     assert weights.keys() == all_weights.keys()
     for name, value in all_weights.items():
         np.testing.assert_array_equal(weights[name], value, err_msg=name)
-    return expected
-
-
-def test_interleaved_stages_are_one_with_virtual_boundaries(pool):
-    tiny = TinyGPT(layers=4, accumulation=4, tied=False, clip_grad=0.0)
-    compare(pool, tiny, 2, 2, BOTH, LossyConfig(**vars(BOTH) | {"virtual_boundaries": (3, 1, 2)}), stages=2)
-
-
-def test_four_stages_are_one_with_three_virtual_boundaries(pool):
-    tiny = TinyGPT(layers=4, accumulation=2, tied=False, clip_grad=0.0)
-    compare(pool, tiny, 4, None, BOTH, LossyConfig(**vars(BOTH) | {"virtual_boundaries": (1, 2, 3)}))
+    [(lossless, _)] = pool.run(trained, 1, tiny, LossyConfig(), 4)
+    assert lossless != losses
 
 
 def test_virtual_workers_lose_what_ranks_lose(pool):

@@ -405,11 +405,9 @@ def test_replicas_are_equal_after_a_synchronisation(name):
 
 def _replicas_of(name, replicas, ranks):
     """Lists of global ranks that have the same parameters."""
-    if name.startswith("tensor"):
-        return [range(first, ranks, replicas) for first in range(ranks // replicas)]
-    if name == "experts":  # of which each expert-parallel rank has others
-        return []
     apart = ranks // replicas
+    if name.startswith(("tensor", "experts")):
+        return [range(first, ranks, replicas) for first in range(apart)]
     return [range(first * replicas, (first + 1) * replicas) for first in range(apart)]
 
 
