@@ -118,7 +118,7 @@ def test_virtual_runs(tmp_path):
             "format": "the same for all",
             "identity*": "flags that are not there had their default; every other difference is refused",
             "iteration": "the checkpoint says so, too",
-            "observers/megatron_lossy.run.monitor.exchanges.ExchangeMonitor/ages/*/*/*": "a stream that says nothing else is the dense one",
+            "observers/megatron_lossy.ExchangeMonitor/ages/*/*/*": "a stream that says nothing else is the dense one",
             "replicas/synchroniser/*": "walked above",
             "recovery/*/grad/*/received": "walked above: here is known which step comes next",
             "recovery/*/param/*/before": "walked above: here the next update begins later",
