@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.base.exchange import Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.boundaries import zero_fill
 from megatron_lossy.mechanisms.boundaries.loss import Boundary, BoundaryLoss
@@ -77,11 +76,6 @@ def test_messages_are_numbered_on_and_lose_what_the_generator_says(phase):
                         lost = messages.next(phase, boundary, rank, tensor, step, 130).lost
                         expected = boundary_lost(config, phase, boundary, rank, tensor, step, number, 130)
                         np.testing.assert_array_equal(lost, expected)
-
-
-def test_a_stream_of_a_boundary_has_a_name():
-    stream = LATE.stream(12)
-    assert stream.name == "boundary-e12-s3-c0" and Stream.parse(stream.name) == stream == stream.drawn
 
 
 @settings(max_examples=100, deadline=None)
