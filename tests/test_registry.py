@@ -236,7 +236,7 @@ def test_our_pages_have_nothing_of_other_packages(installed):
 def test_a_flag_that_a_program_has_is_one_line(tmp_path):
     broken_mechanism(tmp_path, MECHANISM.replace("mine", "lr"))
     done = run(tmp_path, "-m", "megatron_lossy.train", "--help")
-    message = "megatron_lossy.train: error: --lr: broken.F has it, and so has the group 'training: "
+    message = "megatron_lossy.train: error: --lr: broken.F has it, and so has the group 'training'"
     assert done.returncode == 2 and done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1, done.stderr
 
 
