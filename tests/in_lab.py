@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -35,40 +34,6 @@ def run_in_lab(module: str, *arguments: str, loss: float, sites: tuple[int, ...]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
-
-
-def gathered(rank, config, steps):
-    """What a rank missed of the parameters of others: of those they chose, and of the rest; and its counters.
-
-    What did not arrive has to be what was there before.
-    """
-    size = dist.get_world_size()
-    group = LossyGroup.create(config, [BucketSpec(shard) for shard in SHARDS])
-    generator = torch.Generator().manual_seed(rank)
-    replicas = [torch.zeros(size * shard) for shard in SHARDS]
-    own = [torch.zeros(shard) for shard in SHARDS]
-    counts = {"high": 0, "must": 0, "lost": 0, "wrong": 0}
-    for step in range(steps):
-        for bucket, shard in enumerate(SHARDS):
-            own[bucket] += torch.randn(shard, generator=generator)
-            before = replicas[bucket].clone()
-            group.all_gather(bucket, replicas[bucket], own[bucket], step, lambda: None).wait()
-            units = group.wire.cut["param"][bucket]
-            arrived = group.delivery("param", step).incoming(units)
-            chosen = [torch.empty(units.count, dtype=torch.bool) for _ in range(size)]
-            dist.all_gather(chosen, torch.from_numpy(group.params[bucket].priority._chosen))
-            every = [torch.empty(shard) for _ in range(size)]
-            dist.all_gather(every, own[bucket])
-            high = torch.stack(chosen).numpy()
-            counts["high"] += int(high.sum())
-            counts["must"] += int((high & ~arrived).sum())
-            counts["lost"] += int((~arrived).sum())
-            mask = np.repeat(arrived, units.elements, axis=1)[:, :shard]
-            expected = torch.where(torch.from_numpy(mask).flatten(), torch.cat(every), before)
-            counts["wrong"] += int((replicas[bucket] != expected).sum())
-    counters = group.wire.counters()[1 - rank]
-    group.close()
-    return {**counts, "resent": counters["resent"], "parities": counters["parities"]}
 
 
 def telescopes(rank, config, steps, successful=lambda step: True):
@@ -118,12 +83,11 @@ def telescopes(rank, config, steps, successful=lambda step: True):
 
 
 def main():
-    """``python -m tests.in_lab FUNCTION FLAGS STEPS``, with torch's environment; flags are JSON."""
+    """``python -m tests.in_lab telescopes FLAGS STEPS``, with torch's environment; flags are JSON."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    function = {"gathered": gathered, "telescopes": telescopes}[sys.argv[1]]
     rank, flags, steps = int(os.environ["RANK"]), json.loads(sys.argv[2]), int(sys.argv[3])
-    print(json.dumps({"rank": rank, **function(rank, LossyConfig(**flags), steps)}), flush=True)
+    print(json.dumps({"rank": rank, **telescopes(rank, LossyConfig(**flags), steps)}), flush=True)
     dist.destroy_process_group()
 
 

@@ -32,17 +32,8 @@ LOSS = dict(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64, eval_w
 
 
 #: Clipping is felt, and every update is large beside rounding.
-COMPARED = TINY | dict(
-    lr_decay_style="constant",
-    lr_warmup_iters=0,
-    weight_decay=0.0,
-    hidden_dropout=0.0,
-    adam_eps=1e-3,
-    clip_grad=0.5,
-    eval_iters=0,
-    train_iters=6,
-    log_interval=1,
-)
+COMPARED = TINY | dict(lr_decay_style="constant", lr_warmup_iters=0, adam_eps=1e-3, clip_grad=0.5)
+COMPARED |= dict(weight_decay=0.0, hidden_dropout=0.0, eval_iters=0, train_iters=6, log_interval=1)
 
 
 def furthest(real, expected):
@@ -144,33 +135,19 @@ def saved_replicas(folder, iteration):
     return [file.read_bytes() for file in files]
 
 
-CONTINUED = [
-    pytest.param(2, {"bf16": True, "pipeline_model_parallel_size": 2}, {}, id="two stages, bf16"),
-    pytest.param(
-        3,
-        {"num_layers": 3, "pipeline_model_parallel_size": 3, "optimizer": "nadam"},
-        {},
-        id="three stages",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        4,
-        {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True},
-        LOSS,
-        id="2 x 2, loss",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
+CONTINUED = {
+    "two stages, bf16": (2, {"bf16": True, "pipeline_model_parallel_size": 2}, {}),
+    "three stages": (3, {"num_layers": 3, "pipeline_model_parallel_size": 3, "optimizer": "nadam"}, {}),
+    "2 x 2, loss": (4, {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, LOSS),
+    "2 x tensor 2": (
         4,
         {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64},
         {},
-        id="2 x tensor 2",
-        marks=pytest.mark.slow,
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("ranks", "settings", "loss"), CONTINUED)
+@pytest.mark.parametrize(("ranks", "settings", "loss"), CONTINUED.values(), ids=CONTINUED)
 @pytest.mark.slow
 def test_resumed_run_equals_uninterrupted_one(data, tmp_path, ranks, settings, loss):
     base = TINY | data | settings
@@ -247,10 +224,7 @@ def test_evaluating_and_saving_change_nothing(data, tmp_path):
     base |= {"global_batch_size": 2}  # one micro-batch: what came of an iteration is known two later
     quiet, busy = tmp_path / "quiet", tmp_path / "busy"
     often = {"eval_interval": 2, "save_interval": 3, "save": str(tmp_path / "saved"), "log_interval": 1}
-    runs = [
-        base | {"metrics_dir": str(quiet), "eval_iters": 0},
-        base | often | {"metrics_dir": str(busy)},
-    ]
+    runs = [base | {"metrics_dir": str(quiet), "eval_iters": 0}, base | often | {"metrics_dir": str(busy)}]
     run_ranks(train_runs, 3, *((run, ASYNC) for run in runs))
     rows = read_records(busy, "train")
     means = [

@@ -7,43 +7,28 @@ import pytest
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig, given
 from tests.ranks import run_ranks
-from tests.test_islands_train import (
-    flat,
-    islands_of,
-    losses_of,
-    train_all,
-    weights_of,
-)
-from tests.trainer import TINY, recorded_losses, train_runs, write_data
+from tests.test_islands_train import flat, islands_of, losses_of, train_all, weights_of, whole_and_parts
+from tests.trainer import TINY, recorded_losses, train_runs
 
 pytestmark = pytest.mark.shows("virtual stages: continued bit for bit, on islands, looking ahead")
 
-MODEL = {"num_layers": 4, "hidden_dropout": 0.1, "log_interval": 1, "micro_batch_size": 1, "eval_iters": 1}
-SMALL = TINY | MODEL | {"virtual_workers": 2}
+SMALL = TINY | {"num_layers": 4, "log_interval": 1, "micro_batch_size": 1, "eval_iters": 1, "virtual_workers": 2}
 STAGES = {"async_pipeline": True, "virtual_stages": 4}
 ISLANDS = {"islands": 2, "sync_method": "parameters", "sync_fraction": 0.25, "sync_delay": 3}
 LOSS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 256}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return MODEL | {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
-
-
 @pytest.mark.slow
 def test_one_stage_is_a_synchronous_pipeline(data, tmp_path):
     """Bit for bit: with loss, and on islands. So are all stages in the first iteration, but for what is clipped."""
-    two = {"virtual_workers": 2}
     one_stage = {**STAGES, "virtual_stages": 1}
     cases = {
-        "lossy": (two, {**LOSS, "eval_weights": "both"}),
-        "lossy, one stage": (two, {**LOSS, **one_stage, "eval_weights": "both"}),
-        "islands": (two, ISLANDS),
-        "islands, one stage": (two, {**ISLANDS, **one_stage}),
-        "stages": (two | {"clip_grad": 0.0}, STAGES),
-        "no stages": (two | {"clip_grad": 0.0}, {}),
+        "lossy": (SMALL, {**LOSS, "eval_weights": "both"}),
+        "lossy, one stage": (SMALL, {**LOSS, **one_stage, "eval_weights": "both"}),
+        "islands": (SMALL, ISLANDS),
+        "islands, one stage": (SMALL, {**ISLANDS, **one_stage}),
+        "stages": (SMALL | {"clip_grad": 0.0}, STAGES),
+        "no stages": (SMALL | {"clip_grad": 0.0}, {}),
     }
     folders = train_all(data, tmp_path, cases)
     for name in ("lossy", "islands"):
@@ -68,13 +53,8 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
     """With dropout, while stages have weights of four ages."""
     runs = []
     for name, (settings, loss) in CONTINUED.items():
-        base = SMALL | data | settings
         loss = {**loss, **STAGES, "save_replicas": True, "eval_weights": "both"}
-        runs.append((base | {"save": str(tmp_path / name / "whole")}, loss))
-        folder = str(tmp_path / name / "parts")
-        runs.append((base | {"save": folder, "load": folder, "exit_interval": 3}, loss))
-        runs.append((base | {"save": folder, "load": folder, "exit_interval": 5}, loss))
-        runs.append((base | {"save": folder, "load": folder}, loss))
+        runs += whole_and_parts(tmp_path / name, SMALL | data | settings, loss, 3, 5)
     run_ranks(train_runs, 1, *runs, timeout=300)
     for name in CONTINUED:
         whole, parts = tmp_path / name / "whole", tmp_path / name / "parts"
@@ -88,14 +68,8 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
 def test_looking_ahead_wins_back_what_staleness_costs(tmp_path):
     """Validation losses of 4 stages after 300 iterations, paired over three seeds, which are fixed."""
     size = {"num_layers": 4, "hidden_size": 48, "ffn_hidden_size": 192, "num_attention_heads": 4, "seq_length": 32}
-    length = {
-        "train_iters": 300,
-        "lr": 3e-3,
-        "min_lr": 3e-4,
-        "lr_warmup_iters": 30,
-        "eval_interval": 300,
-        "eval_iters": 40,
-    }
+    length = {"train_iters": 300, "lr": 3e-3, "min_lr": 3e-4, "lr_warmup_iters": 30, "eval_interval": 300}
+    length |= {"eval_iters": 40}
     data = {"data": "stdlib", "log_interval": 300, "weight_decay": 0.1, "micro_batch_size": 8, "global_batch_size": 8}
     base = size | length | data | {"virtual_workers": 1}
     ahead = {"optimizer": "nadam", "adam_beta1": 0.99}
@@ -109,26 +83,9 @@ def test_looking_ahead_wins_back_what_staleness_costs(tmp_path):
     assert sum(won) > 0.4 * sum(cost)
 
 
-# --- flags: what they are together, and what is refused --------------------------------------------------------------
-
-
 refuses = pytest.mark.shows("flags and models that an asynchronous pipeline refuses", device=False)
 
 TWO_STAGES = {"async_pipeline": True, "virtual_stages": 2}
-
-
-@refuses
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        ({"virtual_stages": 2}, "--virtual-stages 2: needs --async-pipeline"),
-        ({**TWO_STAGES, "virtual_stages": 0}, "--virtual-stages 0: must be at least 1"),
-    ],
-)
-def test_flags_that_are_refused(flags, line):
-    with pytest.raises(UsageError) as error:
-        LossyConfig(**flags)
-    assert str(error.value).startswith(line)
 
 
 @refuses
@@ -139,3 +96,5 @@ def test_without_the_flag_nothing_changes():
     assert not staged.lossless and given(staged) == TWO_STAGES
     assert staged.describe() == "asynchronous pipeline of 2 virtual stages"
     assert "asynchronous pipeline" in LossyConfig(**TWO_STAGES, p_grad=0.1).describe()
+    with pytest.raises(UsageError, match="^--virtual-stages 0: must be at least 1"):
+        LossyConfig(async_pipeline=True, virtual_stages=0)

@@ -21,7 +21,6 @@ from megatron_lossy.lab.theory.islands import STREAM, deviation, rounds_of, simu
 from megatron_lossy.lab.virtual.islands import _squares as squares_of
 from megatron_lossy.mechanisms.islands.advice import advice
 from megatron_lossy.mechanisms.islands.correction import Mixing, SmithPredictor, predictor_gain, stability_bound
-from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.shard import make_rule
 from megatron_lossy.mechanisms.islands.subset import Subset
 
@@ -39,9 +38,6 @@ def start(islands=4, size=60, seed=0):
 def noise(seed, scale=1.0):
     random = torch.Generator().manual_seed(seed)
     return lambda step, weights: weights.add_(torch.randn(weights.shape, generator=random), alpha=scale)
-
-
-# --- subsets -----------------------------------------------------------------------------------------------------------
 
 
 def chosen(subset, number):
@@ -106,9 +102,6 @@ def test_drawn_blocks_have_the_share_of_the_flag():
     assert abs(sum(counts) - 40 * 40_003 * 0.05) < 4 * error  # four standard deviations
 
 
-# --- closed forms ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("gain", ["1", "0.5", "0.2"])
 def test_deviations_contract_by_the_gain_once_in_n_rounds(gain):
     config = flags(sync_fraction=0.25, sync_interval=2, sync_delay=5, delay_correction=f"mixing:{gain}")
@@ -145,7 +138,7 @@ def decay(config, steps=400):
     return last, (window[1] / window[0]) ** (2 / (last - first))
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 2, *(pytest.param(q, marks=pytest.mark.slow) for q in (3, 4, 5))])
+@pytest.mark.parametrize("overlap", range(6))
 @pytest.mark.parametrize("correction", ["ema", "mixing"])
 @pytest.mark.slow
 def test_the_stability_bound_and_the_rate_of_growth(correction, overlap):
@@ -225,18 +218,20 @@ def test_the_bound_is_where_the_largest_root_leaves_the_unit_circle():
         assert all(theory.growth(gain, overlap) >= best - 1e-4 for gain in np.linspace(0.01, 1.9, 60))
 
 
+@pytest.mark.parametrize(
+    ("how", "fraction", "subset"),
+    [("mixing", 0.25, "cyclic"), ("mixing:0.3", 0.25, "cyclic")]
+    + [("smith", 0.5, subset) for subset in ("cyclic", "partition", "bernoulli")],
+)
 @pytest.mark.parametrize("delay", [0, 3, 9])
-@pytest.mark.parametrize("gain", ["mixing", "mixing:0.3"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_mixing_leaves_the_mean_alone(gain, delay, dtype):
-    config = flags(sync_fraction=0.25, sync_delay=delay, delay_correction=gain, sync_dtype=dtype)
-    weights, local = start(), noise(3)
-    alone = start()
+def test_a_correction_leaves_the_mean_alone(how, fraction, subset, delay, dtype):
+    config = flags(sync_fraction=fraction, sync_delay=delay, delay_correction=how, sync_subset=subset, sync_dtype=dtype)
+    weights, alone, local, other = start(), start(), noise(3), noise(3)
     simulate(config, weights, 50, local)
-    other = noise(3)
     for step in range(50):
         other(step, alone)
-    assert (weights.mean(dim=0) - alone.mean(dim=0)).abs().max() < 1e-5
+    assert (weights.mean(dim=0) - alone.mean(dim=0)).abs().max() < (1e-4 if how == "smith" else 1e-5)
     assert spread(weights).norm() < 0.7 * spread(alone).norm()
 
 
@@ -258,19 +253,6 @@ def test_a_predictor_leaves_what_nobody_could_know(subset, fraction, interval, d
     found = deviation(config, 600, 4000)
     assert found == pytest.approx(known, rel=0.04)
     assert deviation(dataclasses.replace(config, delay_correction="mixing"), 600) > 1.3 * found
-
-
-@pytest.mark.parametrize("subset", ["cyclic", "partition", "bernoulli"])
-@pytest.mark.parametrize("delay", [1, 7, 40])
-def test_a_predictor_removes_a_deviation_at_once_and_cannot_diverge(subset, delay):
-    config = flags(sync_fraction=0.5, sync_delay=delay, sync_subset=subset, delay_correction="smith")
-    weights = start(size=400)
-    seen = []
-    simulate(config, weights, 40 + delay, after=lambda _, now: seen.append(spread(now).abs().max().item()))
-    assert seen[max(0, delay - 1)] == seen[0] or delay == 1
-    if subset != "bernoulli":  # of which some elements wait for long
-        assert seen[delay + 3] < 1e-5  # all had their turn
-    assert seen[-1] < 1e-5
 
 
 def steps_of_the_mean(config, steps=400):
@@ -306,18 +288,6 @@ def test_the_gain_of_a_predictor_that_does_not_know_what_is_lost():
     assert make_rule(flags(**late | {"delay_correction": "smith:0.7"}), start(), None).gain == 0.7
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("subset", ["cyclic", "partition", "bernoulli"])
-def test_a_predictor_leaves_the_mean_alone(subset, dtype):
-    config = flags(sync_fraction=0.5, sync_delay=9, delay_correction="smith", sync_subset=subset, sync_dtype=dtype)
-    weights, alone, local, other = start(), start(), noise(3), noise(3)
-    simulate(config, weights, 60, local)
-    for step in range(60):
-        other(step, alone)
-    assert (weights.mean(dim=0) - alone.mean(dim=0)).abs().max() < 1e-4
-    assert spread(weights).norm() < 0.7 * spread(alone).norm()
-
-
 def test_a_predictor_with_nothing_under_way_is_mixing_with_gain_one():
     """To the bit, whether it is made as such, which takes no memory, or remembers what never matters."""
     for base in (
@@ -336,9 +306,11 @@ def test_a_predictor_with_nothing_under_way_is_mixing_with_gain_one():
         assert torch.equal(kept, simulate(mixing, start(), 30, noise(8)))
 
 
-def test_a_predictor_is_its_definition():
+@pytest.mark.parametrize("kind", ["cyclic", "partition", "bernoulli"])
+@pytest.mark.parametrize("delay", [1, 5, 20])
+def test_a_predictor_is_its_definition(kind, delay):
     """In float64, from the history of what each mean did to each element of each island."""
-    config = flags(sync_fraction=0.5, sync_delay=5, delay_correction="smith", sync_subset="bernoulli")
+    config = flags(sync_fraction=0.5, sync_delay=delay, delay_correction="smith", sync_subset=kind)
     subset, size = Subset(config, 60, 1, STREAM), 60
     weights, local = start().double().numpy(), noise(8)
     moves = []  # (iteration, islands x elements)
@@ -348,9 +320,9 @@ def test_a_predictor_is_its_definition():
         weights = weights + local(step, torch.zeros(4, size)).double().numpy()
         elements = chosen(subset, step)
         sent[step] = elements, weights[:, elements].copy()
-        if step - 5 in sent:
-            elements, then = sent[step - 5]
-            since = sum((move[:, elements] for when, move in moves if step - 5 <= when < step), 0 * then)
+        if step - delay in sent:
+            elements, then = sent[step - delay]
+            since = sum((move[:, elements] for when, move in moves if step - delay <= when < step), 0 * then)
             move = np.zeros_like(weights)
             move[:, elements] = then.mean(axis=0) - then - since
             weights = weights + move
@@ -397,11 +369,6 @@ def test_without_correction_a_drift_is_slowed(kind, fraction, delay):
     assert speed(delay_correction="ema") == pytest.approx(1, abs=0.01)
 
 
-def test_an_uncorrected_drift_cannot_be_told_where_exchanges_of_an_element_overlap():
-    with pytest.raises(ValueError, match="delay = 20"):
-        theory.speed_uncorrected(0.05, 1, 20, drawn=False)
-
-
 def test_the_deviation_under_local_noise():
     config = flags(sync_subset="bernoulli", sync_fraction=0.2)
     before, after = [], []
@@ -423,9 +390,6 @@ def test_equal_gaps_keep_islands_closer_than_drawn_ones():
         config = flags(sync_subset=kind, sync_fraction=0.05)
         spreads[kind] = spread(simulate(config, torch.zeros(4, 3000), 200, noise(6))).square().mean().item()
     assert spreads["cyclic"] < 0.65 * spreads["bernoulli"]
-
-
-# --- reductions, bit for bit ----------------------------------------------------------------------------------------------
 
 
 def test_without_delay_all_corrections_are_the_mean():
@@ -451,12 +415,6 @@ def test_a_coefficient_of_one_is_mixing_with_gain_one():
     assert not torch.equal(mixing, simulate(flags(**base, delay_correction="mixing:0.9"), start(), 30, noise(8)))
 
 
-def test_diloco_without_an_outer_optimizer_averages():
-    diloco = flags(sync_method="diloco", outer_optimizer=(1.0, 0.0), sync_interval=5)
-    plain = flags(sync_interval=5, delay_correction="none")
-    assert torch.equal(simulate(diloco, start(), 30, noise(9)), simulate(plain, start(), 30, noise(9)))
-
-
 def test_identical_islands_are_one():
     def same(step, weights):
         weights += torch.randn(weights.shape[1], generator=torch.Generator().manual_seed(step))
@@ -467,9 +425,6 @@ def test_identical_islands_are_one():
         weights = start(islands=1).repeat(4, 1)
         simulate(config, weights, 40, same)
         assert all(torch.equal(row, weights[0]) for row in weights)
-
-
-# --- outer optimizers -------------------------------------------------------------------------------------------------------
 
 
 def test_diloco_is_nesterov_sgd_of_torch():
@@ -516,19 +471,6 @@ def test_eager_diloco_mixes_its_own_progress_with_the_late_mean(lr, momentum):
     np.testing.assert_allclose(torch.stack(seen[3::4]).numpy(), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
-def test_what_islands_of_eager_diloco_did_apart_is_forgotten(lr, momentum):
-    config = flags(sync_method="eager-diloco", sync_interval=2, sync_delay=2, outer_optimizer=(lr, momentum))
-    weights, random, apart = torch.zeros(4, 50), noise(3), []
-
-    def local(step, weights):
-        if step < 2:
-            random(step, weights)
-
-    simulate(config, weights, 400, local, lambda step, weights: apart.append(spread(weights).square().mean().item()))
-    assert apart[0] > 0.5 and apart[-1] < 1e-6
-
-
 @pytest.mark.parametrize("islands", [2, 4, 8])
 def test_eager_diloco_keeps_the_speed_that_its_special_case_in_the_paper_loses(islands):
     """Section 3.2 of AsyncMesh: full averaging, delay K, d = (w(t) - w(t - K)) / M on the mean of the weights at t - K."""
@@ -549,43 +491,6 @@ def test_eager_diloco_keeps_the_speed_that_its_special_case_in_the_paper_loses(i
     assert now / 2000 == pytest.approx(1 / (2 - 1 / islands), rel=0.01)
 
 
-# --- loss ------------------------------------------------------------------------------------------------------------------
-
-
-def reference_mean(sent, reduced, gathered, elements):
-    """Per island: the new values [islands, k] and where something came, element by element."""
-    islands, count = sent.shape
-    shard = -(-count // islands)
-    got, values = np.zeros((islands, count), bool), np.zeros((islands, count))
-    for place in range(count):
-        owner, unit = place // shard, place % shard // elements
-        who = [i for i in range(islands) if reduced[owner, i, unit]]
-        mean = sum(float(sent[i, place]) for i in who) / len(who)
-        for island in range(islands):
-            got[island, place] = gathered[island, owner, unit]
-            values[island, place] = mean
-    return values, got
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.integers(2, 5), st.integers(5, 70), st.sampled_from(["shard", "bucket", "packet"]), st.integers(0, 1000))
-def test_the_mean_of_what_arrives(islands, count, unit, step):
-    config = flags(islands=islands, p_sync=0.4, loss_unit=unit, packet_bytes=16)
-    crossing = InMemory(config, STREAM, None)
-    sent = torch.from_numpy(np.random.default_rng(step).normal(size=(islands, count)).astype(np.float32))
-    mean = crossing.begin(step, sent).wait()
-    reduced, gathered = (delivery.arrived for delivery in crossing.deliveries)
-    for arrived in (reduced, gathered):
-        assert arrived[np.arange(islands), np.arange(islands)].all()  # the own part never crosses
-    elements = 4 if unit == "packet" else 10**6
-    values, got = reference_mean(sent.numpy(), reduced, gathered, elements)
-    assert np.array_equal(mean.arrived.numpy(), got)
-    np.testing.assert_allclose(np.broadcast_to(mean.values.numpy(), got.shape)[got], values[got], atol=1e-6)
-    again = InMemory(config, STREAM, None)
-    again.begin(step, sent)
-    assert all(np.array_equal(a.arrived, b.arrived) for a, b in zip(crossing.deliveries, again.deliveries))
-
-
 def test_a_lost_mean_leaves_weights_and_memory_alone():
     config = flags(delay_correction="ema:0.5,0.5,1000", p_sync=0.5, loss_unit="packet", packet_bytes=8)
     rounds, rows = rounds_of(config, weights := start(size=400))
@@ -597,16 +502,6 @@ def test_a_lost_mean_leaves_weights_and_memory_alone():
     assert 0.3 < lost.float().mean() < 0.5  # of three quarters
     assert torch.equal(weights[lost], before[lost]) and torch.equal(rounds.rule.progress[lost], memory[lost])
     assert (weights != before)[mean.arrived].float().mean() > 0.99
-
-
-def test_the_mean_of_survivors_is_unbiased_over_exchangeable_islands():
-    config = flags(p_sync=0.4, loss_unit="packet", packet_bytes=4)
-    crossing = InMemory(config, STREAM, None)
-    sent = start(size=60_000) + 3.0
-    mean = crossing.begin(0, sent).wait()
-    received = mean.values.expand(4, -1)[mean.arrived]
-    error = received.std().item() / np.sqrt(len(mean.values))
-    assert received.mean().item() == pytest.approx(3.0, abs=4 * error)
 
 
 @pytest.mark.parametrize("islands", [4, 8, 64])
@@ -652,6 +547,7 @@ def test_messages_in_16_bits_are_rounded_and_weights_are_not():
     assert not torch.equal(weights, weights.bfloat16().float())
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize("fraction", [1, 0.1])
 @pytest.mark.parametrize(
     "how",
@@ -663,9 +559,9 @@ def test_messages_in_16_bits_are_rounded_and_weights_are_not():
     ],
     ids=str,
 )
-def test_steps_smaller_than_the_rounding_of_messages_are_made(how, fraction):
-    """Of weights of 1, whose neighbours in bf16 are 1/128 apart, by 1/1000 in an iteration."""
-    config = flags(sync_dtype="bf16", sync_fraction=fraction, **how)
+def test_steps_smaller_than_the_rounding_of_messages_are_made(how, fraction, dtype):
+    """Of weights of 1, whose neighbours are 1/128 apart in bf16, and 1/127 in 8 bits, by 1/1000 in an iteration."""
+    config = flags(sync_dtype=dtype, wire_block=32 if dtype == "int8" else 128, sync_fraction=fraction, **how)
 
     def drift(step, weights):
         weights += 1e-3
@@ -675,21 +571,16 @@ def test_steps_smaller_than_the_rounding_of_messages_are_made(how, fraction):
     made = (after - before).mean().item() / 0.3
     assert made == pytest.approx(1, abs=0.03)
     assert spread(after).abs().max() < 4 / 128
+    if dtype == "int8":
+        return  # owners keep what rounding leaves of a mean, for the next one
     replaced = simulate(flags(sync_dtype="bf16", delay_correction="none"), before.clone(), 300, drift)
     assert (replaced - before).mean().item() < 0.03  # all of it is rounded away in each iteration
-
-
-# --- state -----------------------------------------------------------------------------------------------------------------
-
-
-# --- refused ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
         ({"islands": 0}, "--islands 0: must be at least 1"),
-        ({"islands": 1, "sync_method": "parameters"}, "--sync-method parameters: needs --islands of at least 2"),
         ({"islands": 1, "sync_method": "gradients", "p_sync": 0.1}, "--p-sync 0.1: needs --islands and a --sync-method"),
         ({"sync_method": "gradients", "sync_delay": 3}, "--sync-delay 3: needs --islands and a --sync-method"),
         ({"sync_fraction": 0.0}, "--sync-fraction 0.0: must be in (0, 1]"),
@@ -704,10 +595,7 @@ def test_steps_smaller_than_the_rounding_of_messages_are_made(how, fraction):
         ({"delay_correction": "none:1"}, "--delay-correction none:1: must be one of none, ema, mixing, smith"),
         ({"sync_method": "diloco", "sync_fraction": 0.5}, "--sync-fraction 0.5: must be 1 with --sync-method diloco"),
         ({"sync_method": "diloco", "sync_delay": 2}, "--sync-delay 2: must be 0 with --sync-method diloco"),
-        (
-            {"sync_method": "eager-diloco", "sync_delay": 2, "sync_interval": 4},
-            "--sync-delay 2: must be --sync-interval 4",
-        ),
+        ({"sync_method": "eager-diloco", "sync_delay": 2, "sync_interval": 4}, "--sync-delay 2: must be --sync-interval 4"),
         ({"outer_optimizer": (0.5, 0.9)}, "--outer-optimizer 0.5 0.9: needs --sync-method diloco or eager-diloco"),
         ({"sync_method": "diloco", "delay_correction": "ema"}, "--delay-correction ema: needs --islands and --sync-method"),
         ({"island_speeds": (1.0, 2.0)}, "--island-speeds 1.0 2.0: must be 4 positive numbers, one per island"),
@@ -727,32 +615,17 @@ def test_flags_that_do_not_fit(settings, line):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (
-            {"sync_delay": 100, "delay_correction": "ema"},
-            "--delay-correction ema: diverges: must be below 0.285",
-        ),
-        (
-            {"sync_delay": 50, "delay_correction": "mixing:0.62"},
-            "--delay-correction mixing:0.62: diverges: must be below 0.618 with 2 later",
-        ),
-        (
-            {"sync_delay": 50, "delay_correction": "ema", "sync_subset": "bernoulli"},
-            "--delay-correction ema: diverges: must be below 0.454 with 2.5 later exchanges of an element on average",
-        ),
-        (
-            {"sync_delay": 19, "delay_correction": "mixing:1", "sync_subset": "bernoulli"},
-            "--delay-correction mixing:1: diverges: must be below 0.836 with 0.95 later exchanges of an element on average",
-        ),
+        ({"sync_delay": 50, "delay_correction": "ema"}, "ema: diverges: must be below 0.454 with 2.5 later"),
+        ({"sync_delay": 19, "delay_correction": "mixing:1"}, "mixing:1: diverges: must be below 0.836 with 0.95 later"),
         (
             {"sync_delay": 10, "delay_correction": "mixing:1.2", "sync_subset": "partition"},
-            "--delay-correction mixing:1.2: diverges: must be below 1.2 with 0 later exchanges of an element under way (--sync-delay 10) and",
+            "mixing:1.2: diverges: must be below 1.2 with 0 later",
         ),
     ],
 )
-def test_a_gain_that_diverges_is_refused(settings, line):
-    with pytest.raises(UsageError) as error:
-        check_refusals(flags(sync_fraction=0.05, **settings), Facts(workers=8))
-    assert str(error.value).startswith(line)
+def test_a_gain_that_diverges_with_drawn_subsets_is_refused(settings, line):
+    with pytest.raises(UsageError, match=f"^--delay-correction {line} exchanges of an element"):
+        check_refusals(flags(**{"sync_fraction": 0.05, "sync_subset": "bernoulli", **settings}), Facts(workers=8))
 
 
 def test_overlap_and_averages_that_cannot_settle_are_noted():

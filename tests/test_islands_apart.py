@@ -12,30 +12,13 @@ import pytest
 
 from megatron_lossy.base.checkpoints import latest_iteration
 from tests.programs import Program, rank_environments, run_program
-from tests.ranks import run_ranks
-from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, write_data
+from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records
 
-pytestmark = [
-    pytest.mark.shows("islands that are launches of their own: start, death, return"),
-    pytest.mark.programs,
-]
+pytestmark = [pytest.mark.shows("islands that are launches of their own: start, death, return"), pytest.mark.programs]
 
 MODEL = TINY | {"num_layers": 1, "log_interval": 1, "micro_batch_size": 1, "global_batch_size": 6, "eval_iters": 1}
-SYNC = {
-    "islands": 3,
-    "sync_method": "parameters",
-    "sync_fraction": 0.5,
-    "sync_delay": 1,
-    "transport": "pieces",
-}
+SYNC = {"islands": 3, "sync_method": "parameters", "sync_fraction": 0.5, "sync_delay": 1, "transport": "pieces"}
 LOSS = {"p_sync": 0.3, "loss_unit": "packet", "packet_bytes": 256}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
 class Run:
@@ -77,6 +60,12 @@ class Run:
             found[slot] = ([program.returncode for program in programs], *said)
         return found
 
+    def all_finish(self):
+        """As :meth:`ends`, of islands that all end as they should."""
+        ends = self.ends()
+        assert not any(any(statuses) for statuses, *_ in ends.values()), ends
+        return ends
+
 
 def weights(folder: Path) -> dict[str, bytes]:
     return {k: v for k, v in checkpoint_bytes(folder, latest_iteration(folder)).items() if "rng" not in k}
@@ -103,8 +92,7 @@ def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve,
     assert once.returncode == 0, once.stderr
     run = Run(url, settings | {"save": tmp_path / "apart", "save_replicas": True}, ranks)
     run.start(0, 1, 2)
-    ends = run.ends()
-    assert all(not any(statuses) for statuses, *_ in ends.values()), ends
+    run.all_finish()
     for slot in range(3):
         assert weights(tmp_path / "one" / f"island_{slot}") == weights(tmp_path / "apart" / f"island_{slot}")
     assert weights(tmp_path / "apart" / "island_0") != weights(tmp_path / "apart" / "island_1")
@@ -134,8 +122,7 @@ def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin,
     run.until(0, r"iteration +80/")
     run.start(2, metrics_dir=tmp_path / "again", delivery_log=tmp_path / "again")
     run.until(2, "goes on at iteration")
-    ends = run.ends()
-    assert all(statuses == [0] for statuses, *_ in ends.values()), ends
+    ends = run.all_finish()
     for slot in (0, 1):
         assert "lost contact" in ends[slot][2]
     began = int(re.search(r"goes on at iteration +(\d+): (\d+) were made without this island", ends[2][1])[1])
@@ -173,8 +160,7 @@ def test_all_die_and_go_on_from_their_checkpoints(data, tmp_path, serve):
         run.kill(slot)
     time.sleep(3)  # their heartbeats are over
     run.start(0, 1, 2)
-    ends = run.ends()
-    assert all(statuses == [0] for statuses, *_ in ends.values()), ends
+    ends = run.all_finish()
     assert all("loaded checkpoint" in out and "iteration      400/" in out for _, out, _ in ends.values())
 
 
@@ -213,8 +199,7 @@ def test_who_is_alone_evaluates_its_own_mean_and_who_misses_one_does_not_stop_th
     run.start(0, 1, 2)
     run.until(1, r"iteration +30/")
     run.kill(0)
-    ends = run.ends()
-    assert all(statuses == [0] for statuses, *_ in ends.values()), ends
+    run.all_finish()
     for slot in (1, 2):
         records = read_records(tmp_path / f"island_{slot}", "valid")
         whose = {record["iteration"]: record["weights"] for record in records if record["weights"] != "replica"}
@@ -229,8 +214,7 @@ def test_sigterm_ends_one_island_alone(data, tmp_path, serve):
     run.start(0, 1, 2)
     run.until(1, r"iteration +30/")
     run.islands[1][0].send_signal(signal.SIGTERM)
-    ends = run.ends()
-    assert all(statuses == [0] for statuses, *_ in ends.values()), ends
+    ends = run.all_finish()
     assert "exiting on SIGTERM" in ends[1][1] and "iteration      300/" in ends[0][1]
     assert 30 <= latest_iteration(tmp_path / "island_1") < 300
 
@@ -253,13 +237,8 @@ def test_tensor_parallel_ranks_keep_their_copies_equal_through_deaths(data, tmp_
     """Whatever a death breaks on one of them: tests.copies_compared says at the end whether they are."""
     _, url = serve()
     settings = MODEL | data | SYNC | {"train_iters": 900, "eval_interval": 900, "log_interval": 10}
-    settings |= {
-        "tensor_model_parallel_size": 2,
-        "save": tmp_path,
-        "load": tmp_path,
-        "save_interval": 20,
-        "save_replicas": True,
-    }
+    settings |= {"tensor_model_parallel_size": 2, "save": tmp_path, "load": tmp_path, "save_interval": 20}
+    settings |= {"save_replicas": True}
     run = Run(url, settings, ranks=2, module="tests.copies_compared")
     run.start(0, 1, 2)
     for slot, reached in ((2, 40), (1, 160)):
@@ -268,8 +247,7 @@ def test_tensor_parallel_ranks_keep_their_copies_equal_through_deaths(data, tmp_
         run.until(0, rf"iteration +{reached + 40}/")
         run.start(slot)
         run.until(slot, "goes on at iteration")
-    ends = run.ends()
-    for statuses, printed, said in ends.values():
-        assert statuses == [0, 0], said
+    ends = run.all_finish()
+    for _, printed, _ in ends.values():
         assert len(re.findall(r"copies of [1-9]\d* parameters are equal", printed)) == 2, printed
     assert "has copied island" in ends[1][2] and "lost contact" in ends[0][2]

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_lossy.mechanisms.islands.elastic.megatron_training import Skipped, alike
 from tests.test_islands_megatron_lm import losses
-from tests.test_plugin_megatron_lm import MODEL, pretrain
+from tests.test_plugin_megatron_lm import ENVIRONMENT, MODEL, PRINTED, pretrain
 
 pytestmark = [
     pytest.mark.shows("islands that are launches of their own, of the unmodified `pretrain_gpt.py`"),
@@ -35,15 +35,13 @@ class Islands:
         own = ["--rendezvous", url.removeprefix("http://"), "--island-patience", 60]
         script = os.path.join(megatron_lm, "pretrain_gpt.py")
         self._words = ["-m", "megatron_lossy", script, *MODEL, *SYNC, *own, *flags]
-        self._folder, self._environment = folder, {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        self._environment |= {"PYTHONUNBUFFERED": "1"}
-        self.programs = {}
+        self._folder, self.programs = folder, {}
 
     def start(self, *slots):
         for slot in slots:
             words = [sys.executable, *map(str, self._words), "--island", str(slot)]
             with open(self._folder / f"{slot}.log", "w") as file:
-                environment = os.environ | self._environment
+                environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
                 self.programs[slot] = subprocess.Popen(words, stdout=file, stderr=file, env=environment)
 
     def printed(self, slot):
@@ -61,8 +59,7 @@ class Islands:
 
 
 def found(text):
-    pattern = r"iteration +\d+/.*?number of nan iterations: +\d+ \||validation loss at iteration [^|\n]*(?:\| [^|\n:]+: [\d.E+-]+ )+\|"
-    return losses(re.findall(pattern, text))
+    return losses(re.findall(PRINTED, text))
 
 
 @pytest.mark.megatron_lm

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.programs import Program
-from tests.test_islands_apart import MODEL, SYNC, Run, data  # noqa: F401
+from tests.test_islands_apart import MODEL, SYNC, Run
 from tests.test_lab import needs_lab
 from tests.trainer import read_records
 
@@ -63,7 +63,7 @@ def events(lines, name):
     return [event for line in lines for event in line["events"] if event["event"] == name]
 
 
-def test_survivors_go_on_and_wait_for_nobody_twice(tmp_path, serve, data):  # noqa: F811
+def test_survivors_go_on_and_wait_for_nobody_twice(tmp_path, serve, data):
     lighthouse, url = serve()
     folder = tmp_path / "saved"
     settings = MODEL | data | SYNC | {"islands": 4, "global_batch_size": 8, "train_iters": 10**5, "island_join": 5}
@@ -100,8 +100,7 @@ def test_survivors_go_on_and_wait_for_nobody_twice(tmp_path, serve, data):  # no
     run.until_together(0, 1, 2, 3)
     for slot in range(4):
         run.signal(slot, signal.SIGTERM)
-    ends = run.ends()
-    assert all(statuses == [0] for statuses, *_ in ends.values()), ends
+    run.all_finish()
 
     lines = run.lines(0)  # of one to which nothing was done
     contacts = [tuple(event["epoch"]) for event in events(lines, "lost contact")]
@@ -112,9 +111,8 @@ def test_survivors_go_on_and_wait_for_nobody_twice(tmp_path, serve, data):  # no
 
     records = read_records(tmp_path / "metrics" / "island_0", "train")
     made = [record["iteration"] for record in records]
-    left = {
-        event["now"] for event in events(lines, "gave up")
-    }  # where machines are busy, the others may have been quicker
+    # Where machines are busy, the others may have been quicker.
+    left = {event["now"] for event in events(lines, "gave up")}
     assert all(later == earlier + 1 or later - 1 in left for earlier, later in zip([0, *made], made))
     lost = {exchange for line in lines for exchange in line["lost"]}
     alone = {record["iteration"] - 1 for record in records if record["island members"] == 0}
@@ -125,14 +123,8 @@ def test_survivors_go_on_and_wait_for_nobody_twice(tmp_path, serve, data):  # no
 @needs_lab
 def test_islands_that_are_cut_off_and_killed_meet_again(tmp_path):
     """One is cut off for less than the patience and for longer, one is killed, over datagrams."""
-    happens = [
-        (1, 40, "cut"),
-        (1, 50, "return"),
-        (1, 100, "cut"),
-        (2, 160, "stop"),
-        (2, 300, "return"),
-        (1, 400, "return"),
-    ]
+    happens = [(1, 40, "cut"), (1, 50, "return"), (1, 100, "cut")]
+    happens += [(2, 160, "stop"), (2, 300, "return"), (1, 400, "return")]
     file = tmp_path / "events.jsonl"
     file.write_text("".join(json.dumps({"slot": slot, "at": at, "event": event}) + "\n" for slot, at, event in happens))
     model = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 2 --micro-batch-size 2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from queue import SimpleQueue
 
 import pytest
@@ -11,13 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.mechanisms.islands.copying import (
+    ASKER,
     PART,
+    SOURCE,
+    Asking,
     Damaged,
+    GlooPair,
     Held,
     held_state,
     put_state,
     receive_copy,
     send_copy,
+    serve,
 )
 
 pytestmark = pytest.mark.shows("islands that copy another one")
@@ -132,10 +138,6 @@ def test_a_copy_trains_on_as_its_source(steps):
 
 
 def test_two_ranks_over_gloo():
-    from datetime import timedelta
-
-    from megatron_lossy.mechanisms.islands.copying import ASKER, SOURCE, Asking, GlooPair, serve
-
     store = torch.distributed.HashStore()
     wait, served = timedelta(seconds=60), SimpleQueue()
     values = torch.randn(PART // 2)
@@ -149,10 +151,6 @@ def test_two_ranks_over_gloo():
 
 
 def test_nobody_there_is_a_failure_that_says_why():
-    from datetime import timedelta
-
-    from megatron_lossy.mechanisms.islands.copying import ASKER, Asking, GlooPair
-
     store = torch.distributed.HashStore()
     asking = Asking(lambda: GlooPair(store, ASKER, timedelta(seconds=0.2)))
     while asking.why is None:

@@ -33,18 +33,10 @@ def test_a_line_for_each_epoch_and_each_event(tmp_path):
     diary.lost(7)
     diary.finish()
     first, lost, last = lines(tmp_path)
-    assert first | {"id": None} == {
-        "exchange": 3,
-        "id": None,
-        "t": 4,
-        "island": 2,
-        "members": [[0, 5], [2, 7]],
-        "roles": ["send", "listen"],
-        "lag": 0,
-        "events": [{"event": "enters", "at": 0, "run": 3}],
-        "lost": [],
-    }
-    assert first["id"] == BOTH.id
+    assert first == {
+        "exchange": 3, "id": BOTH.id, "t": 4, "island": 2, "members": [[0, 5], [2, 7]], "roles": ["send", "listen"],
+        "lag": 0, "events": [{"event": "enters", "at": 0, "run": 3}], "lost": [],
+    }  # fmt: skip
     assert (lost["exchange"], lost["id"], lost["members"], lost["lost"]) == (5, None, [], [4])
     assert lost["events"] == [{"event": "lost contact", "seconds": 0.5}]
     assert (last["events"], last["lost"]) == ([{"event": "leaves"}], [7])

@@ -30,8 +30,7 @@ from megatron_lossy.mechanisms.islands.places import Places
 from megatron_lossy.transport.base import draw
 
 pytestmark = pytest.mark.shows(
-    "what a network loses between islands is neither added nor used",
-    "the weights of an island as one vector",
+    "what a network loses between islands is neither added nor used", "the weights of an island as one vector"
 )
 
 STREAM = Stream("islands", expert_rank=1, stage=2)
@@ -47,9 +46,9 @@ class Table:
 
     def exchange(self, island: int, sent: torch.Tensor) -> list[torch.Tensor]:
         self.put[island] = sent.clone()
-        self.barrier.wait(timeout=20)
+        self.barrier.wait(timeout=60)
         everyone = [one.clone() for one in self.put]
-        self.barrier.wait(timeout=20)
+        self.barrier.wait(timeout=60)
         return everyone
 
 
@@ -275,9 +274,6 @@ def test_a_trace_must_last_for_the_exchanges_between_islands(tmp_path):
         means_in_memory.networks_between(config, Stream("islands"), 4)
 
 
-# --- the weights of an island as one vector, against one array -------------------------------------------------------
-
-
 CPU = torch.device("cpu")
 
 
@@ -355,18 +351,9 @@ def test_an_exchange_counts_if_all_that_have_copies_of_the_parameters_have_made_
     epoch = Epoch((Member(0, Incarnation(1), "send"),), 4)
     among = Among(epoch, 0, [[Alone() for _ in range(config.lanes)]]) if there else None
     said = []
-    crossing = BetweenMembers(
-        config,
-        STREAM,
-        0,
-        None,
-        lambda delivery: None,
-        shard=0,
-        among=lambda: among,
-        breaks=lambda *_: None,
-        loses=lambda exchange: None,
-        agrees=lambda number: said.append(number) or (same and number >= 0),
-    )
+    own = dict.fromkeys(("breaks", "loses"), lambda *_: None) | {"shard": 0, "among": lambda: among}
+    own["agrees"] = lambda number: said.append(number) or (same and number >= 0)
+    crossing = BetweenMembers(config, STREAM, 0, None, lambda delivery: None, **own)
     mean = crossing.begin(4, torch.arange(6.0)[None]).wait()
     crossing.close()
     assert said == [epoch.number if there else -1]

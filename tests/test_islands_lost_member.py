@@ -66,6 +66,11 @@ def exchange(pool, links, numbers, value):
     return dict(zip(numbers, pool.map(one, numbers)))
 
 
+def nothing_of_1(*arrived):
+    for one in arrived:
+        np.testing.assert_array_equal(one, [True, False, True])
+
+
 def waits_in_vain(links):
     """Which of ``links`` waits for which place until its patience is over, from now on."""
     found = []
@@ -93,16 +98,14 @@ def test_it_is_waited_for_once(links):
     for step in range(1, 5):
         found = exchange(pool, links, (0, 2), 10 * step)
         for received, arrived, gathered, came in found.values():
-            np.testing.assert_array_equal(arrived, [True, False, True])
-            np.testing.assert_array_equal(came, [True, False, True])
+            nothing_of_1(arrived, came)
             for rows in (received, gathered):
                 assert rows[:, 0].tolist() == [10 * step, 0, 10 * step + 2]
     assert sorted(in_vain) == [(0, 1), (2, 1)]
     for number in (0, 2):
         [(place, why, waited, left)] = told[number]
-        assert (
-            place == 1 and not left and waited >= PATIENCE and "rank 5 of islands lost" in why and "waited for" in why
-        )
+        assert place == 1 and not left and waited >= PATIENCE
+        assert "rank 5 of islands lost" in why and "waited for" in why
     assert not told[1]
 
 
@@ -120,8 +123,7 @@ def test_who_is_known_to_be_lost_is_not_waited_for(links):
         links[number].do_without(1)
     in_vain = waits_in_vain(links)
     for _, arrived, _, came in exchange(pool, links, (0, 2), 10).values():
-        np.testing.assert_array_equal(arrived, [True, False, True])
-        np.testing.assert_array_equal(came, [True, False, True])
+        nothing_of_1(arrived, came)
     assert not in_vain and not any(told)
 
 
@@ -147,8 +149,7 @@ def test_who_waits_for_a_silent_island_is_not_lost_with_it(links):
     late = pool.submit(lambda: (time.sleep(1.2 * PATIENCE), exchange(pool, links, (2,), 10))[1])
     [(_, arrived, _, came)] = exchange(pool, links, (0,), 10).values()
     late.result()
-    for one in (arrived, came):
-        np.testing.assert_array_equal(one, [True, False, True])
+    nothing_of_1(arrived, came)
     for number in (0, 2):
         [(place, why, *_)] = told[number]
         assert place == 1 and "waited for" in why
@@ -161,7 +162,7 @@ def test_who_closes_the_channel_may_live(links):
     exchange(pool, links, range(3), 10)
     links[1].close()
     for _, arrived, _, _ in exchange(pool, links, (0, 2), 20).values():
-        np.testing.assert_array_equal(arrived, [True, False, True])
+        nothing_of_1(arrived)
     for number in (0, 2):
         [(place, why, _, left)] = told[number]
         assert place == 1 and left and "closed the channel" in why

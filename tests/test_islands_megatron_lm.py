@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.hooks.megatron_training import _weights_alone
 from megatron_lossy.mechanisms.islands import megatron_training as island_training
 from megatron_lossy.mechanisms.islands.ranks import RankIslands
-from tests.test_plugin_megatron_lm import MODEL, pretrain
+from tests.test_plugin_megatron_lm import ENVIRONMENT, MODEL, TORCHRUN, pretrain
 
 pytestmark = [
     pytest.mark.shows("islands of the unmodified `pretrain_gpt.py`: by value, resumed, stopped"),
@@ -88,22 +87,19 @@ def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, tmp_path):
 @pytest.mark.megatron_lm
 def test_a_signal_to_one_rank_ends_all_islands_after_the_same_iteration(megatron_lm, tmp_path):
     """Two islands of a rank; what they exchange loses half of its packets."""
-    flags = [
-        *MODEL,
-        *LATE,
-        "--p-sync",
-        "0.5",
-        "--exit-signal-handler",
-        "--save",
-        tmp_path,
-        "--ckpt-format",
-        "torch_dist",
+    flags = [*MODEL, *LATE, "--p-sync", "0.5", "--exit-signal-handler", "--save", tmp_path, "--save-interval", 5000]
+    flags += ["--ckpt-format", "torch_dist", "--train-iters", 2000]
+    run = [
+        *TORCHRUN,
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "megatron_lossy",
+        os.path.join(megatron_lm, "pretrain_gpt.py"),
+        *map(str, flags),
     ]
-    flags[flags.index("--train-iters") + 1] = "2000"
-    flags += ["--save-interval", 5000]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = [*launcher, "-m", "megatron_lossy", os.path.join(megatron_lm, "pretrain_gpt.py"), *map(str, flags)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as done:
         text = ""
         for line in done.stdout:
@@ -125,8 +121,6 @@ def test_what_cannot_be_right_is_refused_before_training(megatron_lm, tmp_path):
         _, done = pretrain(megatron_lm, *flags)
         assert f"error: {line}" in done.stderr and "iteration        1/" not in done.stdout
 
-
-# --- samples and the mean's checkpoint, without Megatron-LM -------------------------------------------------------------
 
 without = pytest.mark.shows("samples and the mean's checkpoint under `megatron.training`")
 

@@ -78,6 +78,10 @@ class Lighthouse:
         self.clock.now += seconds / 2
         self.answer(hears)
 
+    def turns(self, number):
+        for _ in range(number):
+            self.turn()
+
     def in_force(self):
         """By slot, the epoch of the next exchange."""
         found = {}
@@ -93,6 +97,14 @@ class Lighthouse:
             and epochs[slots[0]] is not None
             and epochs[slots[0]].slots == list(slots)
         )
+
+
+def hear_each_other(*there, also=()):
+    """All of ``there`` hear what each of them says, and ``also``."""
+    said = [*(one.tell()[1] for one in there), *also]
+    for one in there:
+        one.hear(said)
+    return said
 
 
 @pytest.fixture
@@ -111,8 +123,7 @@ def all_begin(lighthouse):
 def test_a_run_begins_at_once_when_all_are_there(lighthouse):
     lighthouse.start(0)
     lighthouse.start(1)
-    for _ in range(5):
-        lighthouse.turn()
+    lighthouse.turns(5)
     assert all(one.latest < 0 for one in lighthouse.running.values())
     lighthouse.start(2)
     lighthouse.answer()
@@ -122,8 +133,7 @@ def test_a_run_begins_at_once_when_all_are_there(lighthouse):
 def test_a_run_begins_without_those_that_do_not_come(lighthouse):
     lighthouse.start(0)
     lighthouse.start(2)
-    for _ in range(int(JOIN) + 2):
-        lighthouse.turn()
+    lighthouse.turns(int(JOIN) + 2)
     assert lighthouse.agree(0, 2)
 
 
@@ -141,40 +151,27 @@ def test_who_hears_of_the_beginning_later_begins_with_the_same_epoch(lighthouse)
     assert all(one.latest == 0 for one in lighthouse.running.values())
 
 
-def test_nothing_changes_while_nobody_comes_or_goes(lighthouse):
-    all_begin(lighthouse)
-    for _ in range(50):
-        lighthouse.turn()
-    assert lighthouse.agree(0, 1, 2) and all(one.latest == 0 for one in lighthouse.running.values())
-
-
 def test_who_dies_is_left_out_and_listens_and_then_sends_once_it_is_back(lighthouse):
     all_begin(lighthouse)
-    for _ in range(10):
-        lighthouse.turn()
+    lighthouse.turns(10)
     del lighthouse.running[1]
-    for _ in range(12):
-        lighthouse.turn()
+    lighthouse.turns(12)
     assert lighthouse.agree(0, 2)
     assert all(one.latest == 1 for one in lighthouse.running.values())
     back = lighthouse.start(1)
-    for _ in range(15):
-        lighthouse.turn()
+    lighthouse.turns(15)
     assert lighthouse.agree(0, 1, 2)
     assert lighthouse.in_force()[0].senders == [0, 2]
     back.note(lighthouse.steps[1], "send", 0)
-    for _ in range(12):
-        lighthouse.turn()
+    lighthouse.turns(12)
     assert lighthouse.agree(0, 1, 2) and lighthouse.in_force()[1].senders == [0, 1, 2]
 
 
 def test_an_epoch_that_broke_begins_anew(lighthouse):
     all_begin(lighthouse)
-    for _ in range(10):
-        lighthouse.turn()
+    lighthouse.turns(10)
     lighthouse.running[2].breaks(lighthouse.running[2].placed(0).epoch)
-    for _ in range(12):
-        lighthouse.turn()
+    lighthouse.turns(12)
     assert lighthouse.agree(0, 1, 2) and lighthouse.in_force()[0].first > 10
     assert all(one.latest == 1 for one in lighthouse.running.values())
 
@@ -193,12 +190,10 @@ def test_who_was_listening_when_it_saved_goes_on_listening(lighthouse, together)
     for slot in (0, 1):
         lighthouse.start(slot, 99)
     if not together:
-        for _ in range(int(JOIN) + 2):
-            lighthouse.turn()
+        lighthouse.turns(int(JOIN) + 2)
     lighthouse.start(2, lighthouse.steps[0], role="listen")
     lighthouse.answer()
-    for _ in range(0 if together else 12):
-        lighthouse.turn()
+    lighthouse.turns(0 if together else 12)
     assert lighthouse.agree(0, 1, 2) and lighthouse.in_force()[2].senders == [0, 1]
 
 
@@ -234,9 +229,7 @@ def test_an_island_with_other_flags_ends_no_other(lighthouse, began):
         lighthouse.clock.now += JOIN
         wrong.hear([wrong.tell()[1]])  # at another lighthouse
         assert wrong.latest == 0
-    said = [one.tell()[1] for one in (wrong, *own.values())]
-    for one in (wrong, *own.values()):
-        one.hear(said)
+    hear_each_other(wrong, *own.values())
     for step, one in enumerate(own.values()):
         one.note(step, "send", 0)
         assert one.placed(one.latest).epoch.slots == [0, 1, 2] and one.latest == 0
@@ -252,9 +245,7 @@ def test_a_start_with_other_flags_is_not_refused_by_its_own_past(lighthouse):
     """It ended, and starts again with another flag, while what it was is in one more answer."""
     dead = lighthouse.start(0, digest="a").tell()[1] | {"waits": False}
     again = [lighthouse.start(slot, digest="b") for slot in range(3)]
-    said = [one.tell()[1] for one in again]
-    for one in again:
-        one.hear([*said, dead])
+    hear_each_other(*again, also=[dead])
     assert all(one.latest < 0 for one in again)
     lighthouse.answer()
     assert lighthouse.agree(0, 1, 2)
@@ -268,9 +259,7 @@ def test_a_slot_that_is_alive_is_not_taken_over(lighthouse):
     for _ in range(int(TIMEOUT) + 2):
         new.note(0, "send", 0)
         lighthouse.clock.now += 1.0
-        said = [one.tell()[1] for one in (*lighthouse.running.values(), old)]
-        for one in (*lighthouse.running.values(), old):
-            one.hear(said)
+        hear_each_other(*lighthouse.running.values(), old)
     with pytest.raises(UsageError, match="--island 1: host1 has it, and is alive"):
         new.note(0, "send", 0)
     for one in (old, lighthouse.running[0], lighthouse.running[2]):
@@ -283,17 +272,13 @@ def test_of_two_starts_of_a_slot_that_wait_the_earlier_counts(lighthouse):
     islands = [lighthouse.start(slot) for slot in (0, 1, 2)]
     again = lighthouse.start(1)
     for _ in range(2):
-        said = [one.tell()[1] for one in (*islands, again)]
-        for one in (*islands, again):
-            one.hear(said)
+        said = hear_each_other(*islands, again)
         assert all(one.latest < 0 for one in (*islands, again))
         lighthouse.clock.now += TIMEOUT + 1
     again.hear(said)
     with pytest.raises(UsageError, match="--island 1: host1 has it, and is alive"):
         again.note(0, "send", 0)
-    said = [one.tell()[1] for one in islands]
-    for one in islands:
-        one.hear(said)
+    hear_each_other(*islands)
     assert {one.placed(0).epoch.members[1].incarnation for one in islands} == {islands[1]._begun}
 
 
@@ -301,23 +286,18 @@ def test_a_start_that_died_is_in_one_more_answer(lighthouse):
     all_begin(lighthouse)
     dead = lighthouse.running[1].tell()[1]
     new = lighthouse.start(1)
-    said = [one.tell()[1] for one in lighthouse.running.values()]
-    for one in lighthouse.running.values():
-        one.hear([*said, dead])
+    hear_each_other(*lighthouse.running.values(), also=[dead])
     assert new.latest < 0
-    for _ in range(20):
-        lighthouse.turn()
+    lighthouse.turns(20)
     assert lighthouse.agree(0, 1, 2) and new.latest == 0
 
 
 def test_an_island_that_was_away_ends_if_a_later_start_has_its_slot(lighthouse):
     all_begin(lighthouse)
     old = lighthouse.running.pop(1)
-    for _ in range(12):
-        lighthouse.turn()
+    lighthouse.turns(12)
     new = lighthouse.start(1)
-    for _ in range(12):
-        lighthouse.turn()
+    lighthouse.turns(12)
     old.hear([one.tell()[1] for one in (*lighthouse.running.values(), old)])
     with pytest.raises(UsageError, match="--island 1: host1 has it, since later than this one"):
         old.note(0, "send", 0)
@@ -401,8 +381,7 @@ def test_whatever_is_missed_all_agree_a_while_after_the_last_event(data):
                 lighthouse.turn(hears=hears)
         if not lighthouse.running:
             lighthouse.start(0)
-        for _ in range(60):
-            lighthouse.turn()
+        lighthouse.turns(60)
         assert lighthouse.agree(*sorted(lighthouse.running))
         roles = {member for epoch in lighthouse.in_force().values() for member in epoch.senders}
         assert roles
@@ -579,8 +558,7 @@ def test_one_that_has_made_no_two_exchanges_says_nothing_of_seconds(monkeypatch)
 
 def test_nobody_waits_for_who_comes_back_until_it_has_the_run_s_iteration(lighthouse):
     all_begin(lighthouse)
-    for _ in range(40):
-        lighthouse.turn()
+    lighthouse.turns(40)
     del lighthouse.running[2], lighthouse.steps[2]
     back = lighthouse.start(2)
     for _ in range(2):  # it hears of the run, and tells that it does not wait any more
@@ -605,15 +583,9 @@ def test_who_waits_for_nobody_keeps_the_pace_that_it_had_with_others():
         now += pace.early(now)
         pace.begins(now, waits=False)
     assert pace.early(now + 20.0) == 0  # it had been frozen
-    for ahead, little, expected in (
-        (None, 1.0, 0.3),
-        (-1.0, 1.0, 0.0),
-        (-0.5, 1.0, 0.15),
-        (0.0, 1.0, 0.3),
-        (2.0, 1.0, 1.0),
-        (9.0, 1.25, 1.25),
-    ):
-        assert pace.wait(now, ahead, 2.0, little) == pytest.approx(expected)
+    for ahead, expected in ((None, 0.3), (-1.0, 0.0), (-0.5, 0.15), (0.0, 0.3), (2.0, 1.0)):
+        assert pace.wait(now, ahead, 2.0, 1.0) == pytest.approx(expected)
+    assert pace.wait(now, 9.0, 2.0, 1.25) == pytest.approx(1.25)
 
 
 def test_who_has_met_nobody_yet_has_the_pace_of_others():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -21,6 +20,7 @@ from megatron_lossy.mechanisms.islands.ranks import RankIslands
 from megatron_lossy.mechanisms.islands.stopping import Stopping
 from megatron_lossy.mechanisms.islands.world import IslandWorld
 from tests.ranks import run_ranks
+from tests.test_islands_exchange import Table
 from tests.test_islands_ranks import LATE, SMALL, TWO
 from tests.trainer import read_records, train_runs
 
@@ -124,30 +124,14 @@ def test_islands_stop_after_the_same_iteration(ranks, settings, loss, data, tmp_
     assert latest_iteration(tmp_path / "consensus") is not None
 
 
-# --- how they agree ---------------------------------------------------------------------------------------------------
-
-
-class Table:
-    """A meeting of islands on threads. ``broken``: the last one never comes."""
-
-    def __init__(self, islands: int) -> None:
-        self.put = [0] * islands
-        self.barrier = threading.Barrier(islands)
-
-    def seat(self, island: int):
-        return Seat(self, island)
-
-
 class Seat:
+    """A place in a meeting of islands on threads."""
+
     def __init__(self, table: Table, island: int) -> None:
         self.table, self.island = table, island
 
     def largest(self, value: int, patience: object = None) -> int:
-        self.table.put[self.island] = value
-        self.table.barrier.wait(60)
-        result = max(self.table.put)
-        self.table.barrier.wait(60)
-        return result
+        return max(map(int, self.table.exchange(self.island, torch.tensor(value))))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -156,7 +140,7 @@ def test_all_stop_after_the_same_iteration_whoever_hears_it_when(seed):
     random = np.random.default_rng(seed)
     islands, length = int(random.integers(2, 5)), 200
     table = Table(islands)
-    stoppings = [Stopping(table.seat(island)) for island in range(islands)]
+    stoppings = [Stopping(Seat(table, island)) for island in range(islands)]
     told = {} if seed % 4 == 0 else {int(random.integers(islands)): int(random.integers(1, length)) for _ in range(2)}
     pace, heard = random.uniform(0.0, 0.002, islands), random.random((islands, length, islands)) < 0.2
 

@@ -1,8 +1,7 @@
-"""Islands in the training program: what they reduce to, continued runs, replayed losses, and what is refused."""
+"""Islands in the training program: what they reduce to, continued runs, and what is refused."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -13,14 +12,12 @@ import torch
 from megatron_lossy.base.checkpoints import TRACKER, latest_iteration
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.lab.train.config import TrainConfig
-from megatron_lossy.lab.train.facts import of_trainer
 from megatron_lossy.lab.train.saved import check_folders, in_folders_of_job
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs
 
-pytestmark = pytest.mark.shows("islands in one process: reductions, continued, replayed, speeds")
+pytestmark = pytest.mark.shows("islands in one process: reductions, continued, speeds")
 
 SMALL = TINY | {"num_layers": 1, "log_interval": 1, "micro_batch_size": 1, "virtual_workers": 4, "eval_iters": 1}
 ISLANDS = {"islands": 4, "sync_method": "parameters"}
@@ -29,9 +26,16 @@ LOSS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 25
 
 def train_all(data: dict, folder: Path, cases: dict[str, tuple[dict, dict]], train=train_runs) -> dict[str, Path]:
     """The folder of each case, trained one after the other in one process."""
-    runs = [(SMALL | data | settings | {"save": str(folder / name)}, loss) for name, (settings, loss) in cases.items()]
-    run_ranks(train, 1, *runs)
+    runs = [(SMALL | data | {"save": str(folder / name)} | settings, loss) for name, (settings, loss) in cases.items()]
+    run_ranks(train, 1, *runs, timeout=900)
     return {name: folder / name for name in cases}
+
+
+def whole_and_parts(folder: Path, settings: dict, loss: dict, *stops: int) -> list[tuple[dict, dict]]:
+    """A run in ``folder / "whole"``, and one in ``folder / "parts"`` that stops at ``stops`` and goes on."""
+    parts = settings | {"save": str(folder / "parts"), "load": str(folder / "parts")}
+    stopped = [(parts | {"exit_interval": stop}, loss) for stop in stops]
+    return [(settings | {"save": str(folder / "whole")}, loss), *stopped, (parts, loss)]
 
 
 def weights_of(folder: Path) -> dict[str, bytes]:
@@ -123,11 +127,8 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
     """In the middle of exchanges, with dropout."""
     runs = []
     for name, (settings, loss) in CONTINUED.items():
-        base, loss = SMALL | data | settings, {**loss, "save_replicas": True, "eval_weights": "both"}
-        runs.append((base | {"save": str(tmp_path / name / "whole")}, loss))
-        folder = str(tmp_path / name / "parts")
-        runs.append((base | {"save": folder, "load": folder, "exit_interval": 5}, loss))
-        runs.append((base | {"save": folder, "load": folder}, loss))
+        loss = {**loss, "save_replicas": True, "eval_weights": "both"}
+        runs += whole_and_parts(tmp_path / name, SMALL | data | settings, loss, 5)
     run_ranks(train_runs, 1, *runs)
     for name in CONTINUED:
         whole, parts = tmp_path / name / "whole", tmp_path / name / "parts"
@@ -150,33 +151,6 @@ def test_faster_islands_make_more_iterations(data, tmp_path):
     assert [int(step) for step in steps] == [24, 16, 8, 16]
     # All learning rates have come down to 0, each in as many iterations of its own.
     assert all(one["optimizers"][0]["param_groups"][0]["lr"] == pytest.approx(0.0, abs=1e-12) for one in islands)
-
-
-@pytest.mark.slow
-def test_losses_between_islands_are_recorded_and_replayed(data, tmp_path):
-    pytest.importorskip("pyarrow")
-    from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-    from megatron_lossy.delivery_log.summary import summary_text
-    from megatron_lossy.delivery_log.verify import verify
-
-    sync = {**ISLANDS, "islands": 2, "sync_fraction": 0.25, "sync_interval": 2, "sync_delay": 1}
-    for unit in ("shard", "packet"):
-        log = str(tmp_path / f"log {unit}")
-        loss = {**sync, "p_sync": 0.4, "p_grad": 0.3, "loss_unit": unit, "packet_bytes": 256, "delivery_log_chunk": 3}
-        again = {**loss, "p_sync": 0.0, "p_grad": 0.0, "loss_model": ("trace",), "trace": log, "loss_seed": 99}
-        again.pop("delivery_log_chunk")
-        folders = train_all(
-            data, tmp_path, {f"first {unit}": ({}, {**loss, "delivery_log": log}), f"again {unit}": ({}, again)}
-        )
-        first, replayed = folders[f"first {unit}"], folders[f"again {unit}"]
-        assert losses_of(first) == losses_of(replayed), unit
-        assert weights_of(first) == weights_of(replayed), unit
-        assert any(record.get("loss rate sync-reduce") for record in read_records(first, "train"))
-        folder = DeliveryLogFolder(Path(log))
-        verdict = verify(folder)
-        assert verdict.problems == [] and verdict.rows
-        text = summary_text(folder)
-        assert "sync-reduce, islands-e0-s0-c0, 2 ranks" in text and "sync-gather, islands-e1-s0-c0" in text
 
 
 def test_islands_lose_other_things(data, tmp_path):
@@ -222,22 +196,6 @@ def test_a_mean_is_no_checkpoint_to_continue_from(tmp_path):
     config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0, "load": str(folder)})
     with pytest.raises(UsageError, match="has mean weights alone .--save-consensus., for --finetune of Megatron-LM"):
         check_folders(config, LossyConfig())
-
-
-def test_a_mean_needs_a_place(data):
-    config = TrainConfig(**SMALL | data)
-    with pytest.raises(UsageError, match="^--save-consensus on: needs --save$"):
-        check_refusals(LossyConfig(**ISLANDS, save_consensus=True), of_trainer(config, 4))
-
-
-def test_outer_weights_are_saved_or_not_asked_for():
-    real = {"virtual_workers": None, "data_path": ("data",), "eval_iters": 0, "save": "out"}
-    config = TrainConfig(**SMALL | real)
-    outer = LossyConfig(islands=2, sync_method="diloco")
-    with pytest.raises(UsageError, match="^--sync-method diloco: keeps its outer weights .* --save-replicas only"):
-        check_refusals(outer, of_trainer(config, 4))
-    check_refusals(dataclasses.replace(outer, save_replicas=True), of_trainer(config, 4))
-    check_refusals(outer, of_trainer(dataclasses.replace(config, save=None), 4))
 
 
 def test_checkpoints_of_others_are_refused(data, tmp_path):

@@ -1,5 +1,6 @@
 """Monitors against plain NumPy: losses recomputed from the channel, drift from replicas gathered in full."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -7,15 +8,15 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.base.exchange import Delivery, Exchange, Stream, cut
+from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import theory
-from megatron_lossy.lab.virtual.versions import Versions
+from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.run.monitor import drift
 from megatron_lossy.transport import Network
 from tests.ranks import run_ranks
@@ -33,9 +34,6 @@ SMALL = TinyGPT(layers=1, hidden=8, heads=2, vocab=17, sequence=8, optimizer="sg
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 300}
 
 
-# --- Exchanges ---------------------------------------------------------------------------------------------------
-
-
 CASES = {  # name: (TinyGPT, LossyConfig, iterations that are skipped)
     "shard": ({}, LossyConfig(p_grad=0.3, p_param=0.5), ()),
     "own shard too": ({}, LossyConfig(p_grad=0.8, lossy_self=True), ()),
@@ -43,11 +41,7 @@ CASES = {  # name: (TinyGPT, LossyConfig, iterations that are skipped)
     "bursts, together": (
         OVERLAPPED,
         LossyConfig(
-            p_grad=0.3,
-            p_param=0.5,
-            loss_unit="bucket",
-            loss_model=("gilbert-elliott",),
-            loss_correlation="source",
+            p_grad=0.3, p_param=0.5, loss_unit="bucket", loss_model=("gilbert-elliott",), loss_correlation="source"
         ),
         (),
     ),
@@ -55,45 +49,22 @@ CASES = {  # name: (TinyGPT, LossyConfig, iterations that are skipped)
 }
 
 
-def test_ages_are_saved_by_the_fields_of_their_stream_alone():
-    """What a stream has worked out is none of them: a checkpoint could not be loaded."""
-    from megatron_lossy.run.monitor.exchanges import ExchangeMonitor
-
-    arrived, [units] = np.zeros((1, 2, 1), dtype=bool), cut([1], [4], "shard", 4)[0]
-    config = LossyConfig(p_param=0.5)
-    saved, loaded, stream = ExchangeMonitor(config), ExchangeMonitor(config), Stream(stage=1)
-    assert stream.drawn == stream
-    saved.observe(Delivery(Exchange("param", stream, 0), [0, 1], [0], arrived, [units]))
-    [(names, _)] = saved.state_dict()["ages"]
-    assert set(names) == {field.name for field in dataclasses.fields(Stream)}
-    loaded.load_state_dict(saved.state_dict())
-    assert str(loaded.state_dict()) == str(saved.state_dict())
+@contextlib.contextmanager
+def made(model, config, workers=None):
+    """A run of this rank or of virtual workers, and what makes it lossy."""
+    lossy = VirtualCluster(config, workers) if workers else hooks.install(config)
+    yield build(model, lossy if workers else None), lossy
+    lossy.uninstall()
 
 
-def run_real(rank, chosen):
+def run_all(rank, chosen, workers=None):
     """Metrics of every window, and elements of the shards of every bucket by stream."""
-    from megatron_lossy import hooks
-
     results = {}
     for name, (model, config, skipped) in chosen.items():
-        lossy = hooks.install(config)
-        run = build(dataclasses.replace(SMALL, **model))
-        results[name] = (
-            _observe(run, lossy, skipped),
-            {group.stream: [units.shard for units in group.wire.cut["grad"]] for group in lossy.groups},
-        )
-        lossy.uninstall()
-    return results
-
-
-def run_virtual(rank, chosen, workers):
-    from megatron_lossy.lab.virtual import VirtualCluster
-
-    results = {}
-    for name, (model, config, skipped) in chosen.items():
-        cluster = VirtualCluster(config, workers)
-        results[name] = _observe(build(dataclasses.replace(SMALL, **model), cluster), cluster, skipped)
-        cluster.uninstall()
+        with made(dataclasses.replace(SMALL, **model), config, workers) as (run, lossy):
+            groups = [] if workers else lossy.groups
+            shards = {group.stream: [units.shard for units in group.wire.cut["grad"]] for group in groups}
+            results[name] = _observe(run, lossy, skipped), shards
     return results
 
 
@@ -156,8 +127,8 @@ def same(windows, reference):
 
 def test_what_exchanges_lost():
     """Three ranks, and three virtual workers: every metric of every window, the same on all ranks."""
-    real = run_ranks(run_real, 3, CASES)
-    [virtual] = run_ranks(run_virtual, 1, CASES, 3)
+    real = run_ranks(run_all, 3, CASES)
+    [virtual] = run_ranks(run_all, 1, CASES, 3)
     for name, (model, config, skipped) in CASES.items():
         windows, shards = real[0][name]
         itemsize = 2 if model.get("dtype") == "fp16" else 4
@@ -166,21 +137,18 @@ def test_what_exchanges_lost():
         if name == "own shard too":
             assert reference[0]["share without survivor"] > 0
         same(windows, reference)
-        same(virtual[name], reference)
+        same(virtual[name][0], reference)
         assert all(ranks[name] == real[0][name] for ranks in real)
 
 
 def test_experts_and_dense_parameters_count_together():
     """Four ranks share the dense parameters, two of them each half of the experts."""
     chosen = {"experts": ({"expert": 2, "experts": 4}, LossyConfig(p_grad=0.3, p_param=0.5), ())}
-    real = run_ranks(run_real, 4, chosen)
+    real = run_ranks(run_all, 4, chosen)
     windows, _ = real[0]["experts"]
     streams = [(Stream("dense"), 4, [1]), (Stream("expert", 0), 2, [1]), (Stream("expert", 1), 2, [1])]
     same(windows, expected(chosen["experts"][1], streams, 4, ()))
     assert all(ranks["experts"][0] == windows for ranks in real)
-
-
-# --- Drift -------------------------------------------------------------------------------------------------------
 
 
 DRIFTS = {
@@ -197,35 +165,36 @@ def drift_real(rank, chosen):
 
 
 def _measure(model, config, interval):
-    from megatron_lossy import hooks
-
-    lossy = hooks.install(dataclasses.replace(config, drift_interval=interval))
-    run = build(dataclasses.replace(SMALL, **model))
     history = []
-    for step in range(STEPS):
-        run.step(step)
-        metrics = lossy.metrics()
-        if model.get("overlap_param_gather"):
-            run.gather()
-        replica = run.weights()
-        with lossy.owner_weights(run.model):
-            history.append((metrics, replica, run.weights()))
-    lossy.uninstall()
+    with made(dataclasses.replace(SMALL, **model), dataclasses.replace(config, drift_interval=interval)) as (
+        run,
+        lossy,
+    ):
+        for step in range(STEPS):
+            run.step(step)
+            metrics = lossy.metrics()
+            if model.get("overlap_param_gather"):
+                run.gather()
+            replica = run.weights()
+            with lossy.owner_weights(run.model):
+                history.append((metrics, replica, run.weights()))
     return history
 
 
-def drift_virtual(rank, chosen, workers):
-    from megatron_lossy.lab.virtual import VirtualCluster
+def metrics_of(run, lossy, steps):
+    found = []
+    for step in range(steps):
+        run.step(step)
+        found.append(lossy.metrics())
+    return found
 
+
+def drift_virtual(rank, chosen, workers):
     results = {}
     for name, (model, config) in chosen.items():
-        cluster = VirtualCluster(dataclasses.replace(config, drift_interval=2), workers)
-        run = build(dataclasses.replace(SMALL, **model), cluster)
-        results[name] = []
-        for step in range(STEPS):
-            run.step(step)
-            results[name].append(cluster.metrics())
-        cluster.uninstall()
+        drifting = dataclasses.replace(config, drift_interval=2)
+        with made(dataclasses.replace(SMALL, **model), drifting, workers) as (run, cluster):
+            results[name] = metrics_of(run, cluster, STEPS)
     return results
 
 
@@ -280,16 +249,12 @@ def test_drift_is_that_of_whole_replicas(workers, names):
 
 def drift_of_sample(rank, config):
     """A model larger than the sample: metrics, and the mean over all parameters."""
-    from megatron_lossy import hooks
-
-    lossy = hooks.install(config)
-    run = build(TinyGPT(**OVERLAPPED | {"bucket_size": 5000}))
-    for step in range(8):
-        run.step(step)
-    metrics = lossy.metrics()
-    replica = flat(run.weights())
-    with lossy.owner_weights(run.model):
-        return metrics, replica, flat(run.weights())
+    with made(TinyGPT(**OVERLAPPED | {"bucket_size": 5000}), config) as (run, lossy):
+        for step in range(8):
+            run.step(step)
+        metrics, replica = lossy.metrics(), flat(run.weights())
+        with lossy.owner_weights(run.model):
+            return metrics, replica, flat(run.weights())
 
 
 def test_a_sample_stands_for_all_parameters():
@@ -359,40 +324,6 @@ def test_predictions_of_other_losses():
     assert drift.predicted(schedule, 9, 2, 1) == (0, 0) and drift.predicted(schedule, 10, 2, 1) == (1, 1)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    workers=st.integers(1, 4),
-    shards=st.lists(st.integers(1, 9), min_size=1, max_size=3),
-    unit=st.sampled_from(["shard", "bucket", "packet"]),
-    rate=st.floats(0, 1),
-    steps=st.integers(0, 6),
-    seed=st.integers(0, 2**32),
-)
-def test_versions_know_every_replica(workers, shards, unit, rate, steps, seed):
-    """Reading values of all replicas is the same as swapping one in after the other."""
-    random = np.random.default_rng(seed)
-    units, total = cut(shards, [4] * len(shards), unit, 12)
-    buffers = [torch.zeros(workers * shard) for shard in shards]
-    versions = Versions(buffers, units, total, workers)
-    for step in range(steps):
-        lost = random.random((workers, workers, total)) < rate
-        lost[range(workers), range(workers)] = False
-        versions.before_update(step, lost)
-        for buffer in buffers:
-            buffer.copy_(torch.from_numpy(random.standard_normal(buffer.numel()).astype(np.float32)))
-        versions.after_update(True)
-    places = [random.integers(buffer.numel(), size=random.integers(12)) for buffer in buffers]
-    values = [versions.everyone(bucket, chosen) for bucket, chosen in enumerate(places)]
-    for worker in range(workers):
-        versions.swap_in(worker)
-        for buffer, chosen, value in zip(buffers, places, values, strict=True):
-            assert torch.equal(value[worker], buffer[torch.from_numpy(chosen)])
-        versions.swap_out()
-
-
-# --- Resuming, writing, refusing ---------------------------------------------------------------------------------
-
-
 def test_runs_write_them(data, tmp_path):
     """Real ranks and virtual workers write the same records, resumed ones too, and TensorBoard has the names."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -404,16 +335,8 @@ def test_runs_write_them(data, tmp_path):
     run_ranks(train_runs, 2, (whole, loss), (halves | {"exit_interval": 3}, loss), (halves, loss))
     run_ranks(train_runs, 1, (base | {"metrics_dir": str(tmp_path / "virtual"), "virtual_workers": 2}, loss))
     real, resumed, virtual = (read_records(tmp_path / name, "train") for name in ("real", "halves", "virtual"))
-    keys = {
-        "loss rate grad",
-        "loss rate param",
-        "survivors mean",
-        "survivors min",
-        "share without survivor",
-        "stale age mean",
-        "stale age max",
-        *only_drift(real[0]),
-    }
+    keys = {"loss rate grad", "loss rate param", "survivors mean", "survivors min", "share without survivor"}
+    keys |= {"stale age mean", "stale age max", *only_drift(real[0])}
     assert len(keys) == 13 and len(real) == 3
     for one, two, three in zip(real, resumed, virtual, strict=True):
         assert json.dumps({key: one[key] for key in keys}) == json.dumps({key: two[key] for key in keys})
@@ -429,21 +352,12 @@ def test_a_negative_interval_is_refused():
         LossyConfig(drift_interval=-1)
 
 
-def told_of_priorities(rank, config):
-    from megatron_lossy import hooks
-
-    lossy = hooks.install(config)
-    run = build(TinyGPT())
-    told = []
-    for step in range(4):
-        run.step(step)
-        told.append(lossy.metrics())
-    lossy.uninstall()
-    return told
+def told_of_priorities(rank, config, workers=None):
+    with made(TinyGPT(), config, workers) as (run, lossy):
+        return metrics_of(run, lossy, 4)
 
 
 def test_priorities_and_residuals_are_counted_as_real_and_virtual_runs_count_them():
-
     config = LossyConfig(
         p_grad=0.4,
         loss_unit="packet",
@@ -460,20 +374,7 @@ def test_priorities_and_residuals_are_counted_as_real_and_virtual_runs_count_the
         assert told["loss rate grad"] * (1 - told["recovered share"]) == pytest.approx(told["residual share"])
         assert 0 < told["residual ratio"] < told["residual share"]  # what is lost for good is small
         assert 1 <= told["oldest residual"] <= step + 1
-    [virtual] = run_ranks(virtual_told_of_priorities, 1, config)
+    [virtual] = run_ranks(told_of_priorities, 1, config, 2)
     assert [{name: told[name] for name in names} for told in virtual] == [
         {name: pytest.approx(told[name]) for name in names} for told in real[0]
     ]
-
-
-def virtual_told_of_priorities(rank, config):
-    from megatron_lossy.lab.virtual import VirtualCluster
-
-    cluster = VirtualCluster(config, 2)
-    run = build(TinyGPT(), cluster)
-    told = []
-    for step in range(4):
-        run.step(step)
-        told.append(cluster.metrics())
-    cluster.uninstall()
-    return told

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_lossy.hooks.versions import SUPPORTED
 from scripts.compat import WHEELS
-from tests.test_plugin_megatron_lm import LOSS, MODEL, pretrain
+from tests.test_plugin_megatron_lm import ENVIRONMENT, LOSS, MODEL, TORCHRUN, pretrain
 
 pytestmark = pytest.mark.shows("`patches/`: applies or says why not; `check.sh`", device=False)
 patched_script = pytest.mark.shows("a patched `pretrain_gpt.py` without launcher: the launcher's losses, or none")
@@ -176,9 +176,6 @@ def test_a_patched_fork_does_without_the_package(tree):
     assert done.stdout == "True\n", done.stderr
 
 
-# --- runs of pretrain_gpt.py ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def fork(megatron_lm, tmp_path_factory):
     """The checkout with the patch in; what the patch does not touch is linked."""
@@ -204,14 +201,8 @@ def run(fork, *arguments, ranks=2, script="pretrain_gpt.py", prepared=False):
     # Without Intel's software HabanaAI's Megatron cannot even be imported.
     if prepared or (fork / "megatron/core/extensions/intel_transformer_engine.py").exists():
         program.insert(0, str(ROOT / "tests" / "bare.py"))
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
-        + MODEL
-        + [str(argument) for argument in arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-    )
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", ranks, *program, *MODEL, *arguments]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=ENVIRONMENT)
 
 
 def numbers(done, expected=20):
@@ -257,15 +248,9 @@ def test_without_our_flags_a_patched_checkout_is_not_made_to_train_on_cpu(fork):
 @pytest.mark.timeout(600)
 def test_a_script_that_makes_up_its_command_line_loses_as_well(fork):
     script = fork / "wrapper.py"
-    lines = (
-        (fork / "pretrain_gpt.py")
-        .read_text()
-        .replace(
-            'if __name__ == "__main__":\n',
-            'if __name__ == "__main__":\n    import sys\n    sys.argv += ' + repr(LOSS) + "\n",
-        )
-    )
-    script.write_text(lines)
+    main = 'if __name__ == "__main__":\n'
+    text = (fork / "pretrain_gpt.py").read_text()
+    script.write_text(text.replace(main, f"{main}    import sys\n    sys.argv += {LOSS!r}\n"))
     # Prepared, because 0.12 asks for CUDA before it looks at the command line.
     assert numbers(run(fork, script="wrapper.py", prepared=True)) == numbers(run(fork, *LOSS))
 

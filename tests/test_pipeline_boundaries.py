@@ -1,6 +1,7 @@
 """Lossy stage boundaries on the real megatron-core over gloo, message by message, and in one process."""
 
 import copy
+import dataclasses
 import functools
 import inspect
 import logging
@@ -19,11 +20,8 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify, verify_events
-from megatron_lossy.hooks import versions
 from megatron_lossy.hooks.facts import of_communicator, of_model
 from megatron_lossy.hooks.versions import decoder_layers
-from megatron_lossy.lab.report.columns import columns
-from megatron_lossy.lab.report.read import read_runs
 from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.mechanisms.boundaries.hooks import Boundaries
 from megatron_lossy.mechanisms.boundaries.loss import Boundary
@@ -31,7 +29,7 @@ from tests import contract
 from tests.boundaries import boundary_lost, boundary_rows
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
-from tests.trainer import TINY, read_records, recorded_losses, train_runs, write_data
+from tests.trainer import TINY, read_records, recorded_losses, train_runs
 
 pytestmark = pytest.mark.shows(
     "every message by value: both directions, interleaved, TP 2, sequences",
@@ -40,12 +38,8 @@ pytestmark = pytest.mark.shows(
 )
 
 #: Activations of the tiny model are 1,024 values: 21 packets, the last one short.
-BOTH = LossyConfig(
-    p_act=0.3,
-    p_act_grad=0.2,
-    packet_bytes=200,
-    act_fec=("4,2,0.15", "6,1,0.3", "0.5"),
-)
+BOTH = LossyConfig(p_act=0.3, p_act_grad=0.2, packet_bytes=200, act_fec=("4,2,0.15", "6,1,0.3", "0.5"))
+OFF = LossyConfig(p_act=0.3, p_act_grad=0.2, packet_bytes=200, act_fec=("off",))
 PLAIN = TinyGPT(pipeline=2, accumulation=3, tied=False)
 DEEP = TinyGPT(pipeline=2, virtual=2, layers=4, accumulation=4, tied=False)
 
@@ -172,9 +166,6 @@ def check(ranks, tiny, config, steps=2, itemsize=4):
     return zeros
 
 
-# --- by value ------------------------------------------------------------------------------------------------------
-
-
 WAYS = {
     "batched": (2, PLAIN, {}),
     "one by one": (2, PLAIN, {"batch_p2p_comm": False}),
@@ -200,11 +191,8 @@ def test_every_message_loses_what_is_drawn_for_it(name, pool):
     assert zeros["act"] and zeros["act-grad"]
 
 
-@pytest.mark.parametrize("flags", [{"act_fec": ("off",)}])
-def test_without_recovery_and_straight_through(flags, pool):
-    settings = {"p_act": 0.3, "p_act_grad": 0.2, "packet_bytes": 200} if "act_fec" in flags else vars(BOTH)
-    config = LossyConfig(**settings | flags)
-    zeros = check(pool.run(record, 2, PLAIN, config), PLAIN, config)
+def test_without_recovery(pool):
+    zeros = check(pool.run(record, 2, PLAIN, OFF), PLAIN, OFF)
     assert zeros["act"] and zeros["act-grad"]
 
 
@@ -224,9 +212,6 @@ def test_beside_lost_gradients_and_parameters(pool):
     assert lost["grad"] and lost["param"]
     ranks = pool.run(record, 4, tiny, config)
     assert check(ranks, tiny, config)["act"]
-
-
-# --- no loss -------------------------------------------------------------------------------------------------------
 
 
 def same(mine, theirs):
@@ -285,10 +270,8 @@ def test_boundaries_within_a_node_are_reliable():
 
 
 def warnings_of(rank, tiny, config):
-    said = []
-    logging.getLogger("megatron_lossy.mechanisms.boundaries.part").warning = lambda text, *args: said.append(
-        text % args
-    )
+    said, logger = [], logging.getLogger("megatron_lossy.mechanisms.boundaries.part")
+    logger.warning = lambda text, *args: said.append(text % args)
     hooks.install(config)
     build(tiny)
     return said
@@ -301,15 +284,8 @@ def test_it_is_said_that_a_pipeline_on_one_node_loses_nothing():
     # Ranks 0 and 2 are a pipeline, and 1 and 3.
     config = LossyConfig(**vars(BOTH) | {"lossy_links": "inter-node:3"})
     said = run_ranks(warnings_of, 4, tiny, config)
-    assert said == [
-        ["nothing is lost between the stages on ranks [0, 2]: they are on one node (--lossy-links inter-node)"],
-        [],
-        [],
-        [],
-    ]
-
-
-# --- tensor parallelism --------------------------------------------------------------------------------------------
+    line = "nothing is lost between the stages on ranks [0, 2]: they are on one node (--lossy-links inter-node)"
+    assert said == [[line], [], [], []]
 
 
 def test_tensor_parallel_peers_lose_the_same():
@@ -328,9 +304,6 @@ def test_with_sequence_parallelism_each_peer_has_losses_of_its_own():
     assert zeros["act"] and zeros["act-grad"]
 
 
-# --- what is counted -----------------------------------------------------------------------------------------------
-
-
 def test_metrics_count_what_was_lost(pool):
     ranks = pool.run(record, 2, PLAIN, BOTH, 8)
     metrics = ranks[0]["metrics"]
@@ -340,22 +313,8 @@ def test_metrics_count_what_was_lost(pool):
     for phase, rate in (("act", 0.3), ("act-grad", 0.2)):
         assert abs(metrics[f"loss rate {phase}"] - rate) < 4 * np.sqrt(rate * (1 - rate) / sent)
         assert metrics[f"retransmitted share {phase}"] > 0
-        # The last packet is shorter.
-        assert (
-            metrics[f"zero share {phase}"] * sent * 50
-            >= zeros[phase]
-            > 0.9 * metrics[f"zero share {phase}"] * sent * 50
-        )
-
-
-@pytest.mark.skipif(not hasattr(schedules, "get_schedule_table"), reason="this Megatron has it inside of its schedule")
-def test_the_table_of_an_interleaved_schedule():
-    for micro_batches, chunks, group in ((4, 2, 2), (5, 2, 3), (7, 3, 2), (2, 4, 2), (9, 1, 4)):
-        expected = schedules.get_schedule_table(micro_batches, chunks, group)
-        assert versions._schedule_table(micro_batches, chunks, group) == expected
-
-
-# --- in one process ------------------------------------------------------------------------------------------------
+        of_whole_packets = metrics[f"zero share {phase}"] * sent * 50  # the last one is shorter
+        assert of_whole_packets >= zeros[phase] > 0.9 * of_whole_packets
 
 
 def global_name(name, chunk):
@@ -395,39 +354,24 @@ def whole(results):
     return [loss for loss, _ in results if loss[0] is not None], weights
 
 
-@pytest.mark.parametrize("flags", [{}, {"act_fec": ("off",)}])
-def test_two_stages_are_one_with_a_virtual_boundary(flags, pool):
+@pytest.mark.parametrize(
+    ("real", "pipeline", "chunks", "accumulation", "boundaries"),
+    [(BOTH, 2, None, 3, (2,)), (OFF, 2, None, 3, (2,)), (BOTH, 4, None, 2, (1, 2, 3)), (BOTH, 2, 2, 4, (3, 1, 2))],
+    ids=["parity", "off", "four stages", "interleaved"],
+)
+def test_stages_are_one_with_virtual_boundaries(real, pipeline, chunks, accumulation, boundaries, pool):
     """Bit for bit, with the same draws."""
-    settings = {"p_act": 0.3, "p_act_grad": 0.2, "packet_bytes": 200} if "act_fec" in flags else vars(BOTH)
-    real = LossyConfig(**settings | flags)
-    tiny = TinyGPT(layers=4, accumulation=3, tied=False, clip_grad=0.0)
-    virtual = LossyConfig(**settings | flags | {"virtual_boundaries": (2,)})
-    virtual_losses = compare(pool, tiny, 2, None, real, virtual)
-    [(losses, _)] = pool.run(trained, 1, tiny, LossyConfig(), 4)
-    assert losses != virtual_losses
-
-
-def compare(pool, tiny, pipeline, chunks, real, virtual, stages=None):
-    """That the stages of a pipeline lose what one stage with virtual boundaries loses; its losses."""
-    staged = TinyGPT(**vars(tiny) | {"pipeline": pipeline, "virtual": chunks})
+    tiny = TinyGPT(layers=4, accumulation=accumulation, tied=False, clip_grad=0.0)
+    staged = dataclasses.replace(tiny, pipeline=pipeline, virtual=chunks)
     [losses], weights = whole(pool.run(trained, pipeline, staged, real, 4))
-    run = run_ranks if stages else pool.run
-    [(expected, all_weights)] = run(trained, 1, tiny, virtual, 4, stages)
+    virtual, run = dataclasses.replace(real, virtual_boundaries=boundaries), run_ranks if chunks else pool.run
+    [(expected, all_weights)] = run(trained, 1, tiny, virtual, 4, chunks)
     assert losses == expected
     assert weights.keys() == all_weights.keys()
     for name, value in all_weights.items():
         np.testing.assert_array_equal(weights[name], value, err_msg=name)
-    return expected
-
-
-def test_interleaved_stages_are_one_with_virtual_boundaries(pool):
-    tiny = TinyGPT(layers=4, accumulation=4, tied=False, clip_grad=0.0)
-    compare(pool, tiny, 2, 2, BOTH, LossyConfig(**vars(BOTH) | {"virtual_boundaries": (3, 1, 2)}), stages=2)
-
-
-def test_four_stages_are_one_with_three_virtual_boundaries(pool):
-    tiny = TinyGPT(layers=4, accumulation=2, tied=False, clip_grad=0.0)
-    compare(pool, tiny, 4, None, BOTH, LossyConfig(**vars(BOTH) | {"virtual_boundaries": (1, 2, 3)}))
+    [(lossless, _)] = pool.run(trained, 1, tiny, LossyConfig(), 4)
+    assert lossless != losses
 
 
 def test_virtual_workers_lose_what_ranks_lose(pool):
@@ -455,43 +399,35 @@ def evaluated(rank, config, workers=None):
 def test_evaluation_of_virtual_workers(pool):
     without = [losses[0] for losses in pool.run(evaluated, 2, LossyConfig())]
     for in_eval in (False, True):
-        config = LossyConfig(
-            p_act=0.3, packet_bytes=200, act_fec=("off",), virtual_boundaries=(1,), act_loss_in_eval=in_eval
-        )
+        config = dataclasses.replace(OFF, virtual_boundaries=(1,), act_loss_in_eval=in_eval)
         real = [losses[0] for losses in pool.run(evaluated, 2, config)]
         assert pool.run(evaluated, 1, config, 2) == [real]
         assert (real != without) == in_eval
 
 
-# --- refused -------------------------------------------------------------------------------------------------------
-
-
-def refused(rank, tiny, config, model=None):
-    lossy = hooks.install(config)
-    with pytest.raises(UsageError) as error:
-        if model is None:
-            build(tiny)
-        else:
-            run = build(tiny)
-            for name, value in model.items():
-                setattr(run.transformer, name, value)
-            check_refusals(config, of_model(run.model[0]))
+def refused(rank, tiny, config):
+    """What Megatron's model refuses, and the same with ring exchange."""
+    lossy, said = hooks.install(config), []
+    try:
+        model = build(tiny).model[0]
+        model.config.use_ring_exchange_p2p = True
+        check_refusals(config, of_model(model))
+    except UsageError as error:
+        said.append(str(error))
     lossy.uninstall()
-    return str(error.value)
+    return said
 
 
 @pytest.mark.parametrize(
-    ("world", "tiny", "flags", "model", "message"),
+    ("flags", "message"),
     [
-        (1, TinyGPT(), {}, None, "--p-act 0.3: nothing is sent with one pipeline stage"),
-        (1, TinyGPT(), {"p_act": 0.0}, None, "--p-act-grad 0.2: nothing is sent with one pipeline stage"),
-        (2, PLAIN, {"packet_bytes": 3}, None, "--packet-bytes 3: must hold at least one element of 4 bytes"),
-        (2, PLAIN, {}, {"use_ring_exchange_p2p": True}, "--use-ring-exchange-p2p on: nothing can be lost at stage"),
+        ({"packet_bytes": 3}, "--packet-bytes 3: must hold at least one element of 4 bytes"),
+        ({}, "--use-ring-exchange-p2p on: nothing can be lost at stage"),
     ],
 )
-def test_what_cannot_be_right_is_refused(world, tiny, flags, model, message, pool):
-    errors = pool.run(refused, world, tiny, LossyConfig(**vars(BOTH) | flags), model)
-    assert all(error.startswith(message) and "\n" not in error for error in errors), errors
+def test_what_cannot_be_right_is_refused(flags, message, pool):
+    for [line] in pool.run(refused, 2, PLAIN, LossyConfig(**vars(BOTH) | flags)):
+        assert line.startswith(message)
 
 
 def outside(rank):
@@ -516,11 +452,6 @@ def test_a_message_outside_of_a_schedule():
     assert not run_ranks(outside, 2)[1].any()
 
 
-def test_virtual_workers_have_one_process():
-    with pytest.raises(UsageError, match=r"^--p-act-grad 0.2: needs --virtual-boundaries in one process"):
-        VirtualCluster(LossyConfig(**vars(BOTH) | {"p_act": 0.0}), 2)
-
-
 def test_several_modules_are_refused():
     class MultiModulePipelineCommunicator:
         pass
@@ -540,30 +471,11 @@ def test_the_hooks_go():
     assert before == after
 
 
-# --- in the trainer --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return TINY | {
-        "data_path": (str(folder / "train"),),
-        "valid_data_path": (str(folder / "valid"),),
-        "log_interval": 1,
-    }
-
-
-def losses(folder):
-    """Everything recorded, but the rates of exchanges, which are of one rank or of all virtual workers."""
-    apart = ("loss rate grad", "loss rate param")
-    return [tuple(pair for pair in record if pair[0] not in apart) for record in recorded_losses(folder)]
-
-
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_losses(data, tmp_path):
     """Of activations alone, in two stages; nobody needs saved replicas for that. The log says so, too."""
-    settings = data | {"pipeline_model_parallel_size": 2, "hidden_dropout": 0.0, "save_interval": 4}
+    settings = TINY | data | {"pipeline_model_parallel_size": 2, "hidden_dropout": 0.0}
+    settings |= {"save_interval": 4, "log_interval": 1}
     loss = {"p_act": 0.3, "p_act_grad": 0.3, "packet_bytes": 200, "act_fec": ("off",)}
     whole, parts = (settings | {"save": str(tmp_path / name)} for name in ("whole", "parts"))
     logs = {name: tmp_path / f"log of {name}" for name in ("whole", "parts")}
@@ -580,11 +492,3 @@ def test_a_resumed_run_goes_on_with_the_same_losses(data, tmp_path):
     assert recorded_losses(tmp_path / "parts") == recorded_losses(tmp_path / "whole")
     [first, *_] = read_records(tmp_path / "whole", "train")
     assert first["loss rate act"] == first["zero share act"] > 0.2 and first["loss rate grad"] == 0
-
-
-def test_a_run_that_loses_activations_is_no_baseline(data, tmp_path):
-    for name, loss in (("a", {}), ("b", {"p_act": 0.3, "virtual_boundaries": (1,)})):
-        settings = data | {"metrics_dir": str(tmp_path / name), "train_iters": 2, "lr_warmup_iters": 0, "eval_iters": 0}
-        run_ranks(train_runs, 1, (settings | {"valid_data_path": None}, loss))
-    labels = {column.label: column.clean for column in columns(read_runs(tmp_path))}
-    assert labels == {"0 %": True, "0 %, p-act 0.3, virtual-boundaries [1]": False}

@@ -7,6 +7,7 @@ On CPU the checkout must have its data helpers compiled (megatron/core/datasets:
 
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -28,56 +29,19 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-MODEL = [
-    "--transformer-impl",
-    "local",
-    "--use-cpu-initialization",
-    "--no-gradient-accumulation-fusion",
-    "--no-masked-softmax-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-swiglu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-rope-fusion",
-    "--no-persist-layer-norm",
-    "--distributed-backend",
-    "gloo",
-    "--use-distributed-optimizer",
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "64",
-    "--max-position-embeddings",
-    "64",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "8",
-    "--train-iters",
-    "20",
-    "--lr",
-    "1e-3",
-    "--lr-decay-style",
-    "cosine",
-    "--clip-grad",
-    "1.0",
-    "--mock-data",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "4999",
-    "--eval-interval",
-    "10",
-    "--eval-iters",
-    "2",
-    "--log-interval",
-    "1",
-    "--attention-backend",
-    "unfused",
-]
+MODEL = shlex.split("""
+    --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
+    --distributed-backend gloo --use-distributed-optimizer --num-layers 2 --hidden-size 64 --num-attention-heads 4
+    --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 20
+    --lr 1e-3 --lr-decay-style cosine --clip-grad 1.0 --mock-data --tokenizer-type NullTokenizer --vocab-size 4999
+    --eval-interval 10 --eval-iters 2 --log-interval 1 --attention-backend unfused
+""")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+#: HabanaAI's asks for the second on every device.
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+#: Ranks share the output: of one of them, not whole lines.
+PRINTED = r"iteration +\d+/.*?number of nan iterations: +\d+ \||validation loss at iteration [^|\n]*(?:\| [^|\n:]+: [\d.E+-]+ )+\|"
 ASYNCHRONOUS = ["--async-save", "--use-persistent-ckpt-worker"]
 LOSS = ["--p-grad", "0.3", "--p-param", "0.3", "--loss-unit", "packet", "--packet-bytes", "512"]
 
@@ -90,25 +54,11 @@ def pretrain(megatron_lm, *arguments, plugin=True, ranks=2, distributed=True):
     if "--train-samples" in arguments:  # Megatron wants one of them
         del model[(at := model.index("--train-iters")) : at + 2]
     script = os.path.join(megatron_lm, "pretrain_gpt.py")
-    launcher = (
-        ["-m", "megatron_lossy", script] if plugin else [os.path.join(os.path.dirname(__file__), "bare.py"), script]
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        + launcher
-        + model
-        + [str(argument) for argument in arguments],
-        capture_output=True,
-        text=True,
-        # HabanaAI's asks for the second on every device.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-    )
-    # Ranks share the output: take what one of them printed, not whole lines.
-    pattern = r"iteration +\d+/.*?number of nan iterations: +\d+ \||validation loss at iteration [^|\n]*(?:\| [^|\n:]+: [\d.E+-]+ )+\|"
-    lines = [
-        re.sub(r"elapsed time per iteration \(ms\): [\d.]+ \|", "", line) for line in re.findall(pattern, done.stdout)
-    ]
-    return lines, done
+    launcher = ["-m", "megatron_lossy"] if plugin else [os.path.join(os.path.dirname(__file__), "bare.py")]
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", ranks, *launcher, script, *model, *arguments]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=ENVIRONMENT)
+    lines = re.findall(PRINTED, done.stdout)
+    return [re.sub(r"elapsed time per iteration \(ms\): [\d.]+ \|", "", line) for line in lines], done
 
 
 def test_a_killed_rank_is_started_again_and_finds_the_others(megatron_lm, tmp_path):
@@ -128,16 +78,9 @@ def test_a_killed_rank_is_started_again_and_finds_the_others(megatron_lm, tmp_pa
     nodes, logs = [], [tmp_path / f"{node}.log" for node in range(2)]
     for node, path in enumerate(logs):
         where = ["--nnodes", 2, "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port]
-        command = [sys.executable, "-m", "torch.distributed.run", *where, "--max-restarts", 2, script, *flags]
+        command = list(map(str, [*TORCHRUN, *where, "--max-restarts", 2, script, *flags]))
         with open(path, "w") as log:
-            nodes.append(
-                subprocess.Popen(
-                    list(map(str, command)),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-                )
-            )
+            nodes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT))
     try:
         while not (tmp_path / "run" / "latest_checkpointed_iteration.txt").exists():
             assert all(node.poll() is None for node in nodes), logs[0].read_text()
@@ -166,16 +109,9 @@ def test_full_replicas(megatron_lm, tmp_path):
     lines, done = pretrain(megatron_lm, *watched, distributed=False)
     assert len(bare) == 24 and lines == bare
     assert re.search(r"param syncs: 0 \| param sync interval: 3", done.stdout)
-    errors = [
-        "--grad-error",
-        "gaussian",
-        "--grad-error-relative",
-        1,
-        "--eval-weights",
-        "both",
-        "--save-replicas",
-        *watched[:2],
-    ]
+    errors = (
+        shlex.split("--grad-error gaussian --grad-error-relative 1 --eval-weights both --save-replicas") + watched[:2]
+    )
     whole, done = pretrain(megatron_lm, *errors, "--overlap-grad-reduce", distributed=False)
     assert "param syncs: 1 |" in done.stdout and "(owner weights)" in done.stdout and whole[:-4] != bare[:-4]
     folder = ["--save", tmp_path, "--load", tmp_path, "--save-interval", 8, "--ckpt-format", "torch_dist"]
@@ -226,13 +162,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, flags, tmp_path)
 
 def test_over_datagrams_every_digit_is_that_of_the_same_losses_in_pieces(megatron_lm):
     """The loopback device loses nothing: what a channel draws is all that is lost."""
-    flags = [
-        *LOSS,
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-        "--param-send",
-        "compensated:0.4",
-    ]
+    flags = [*LOSS, "--overlap-grad-reduce", "--overlap-param-gather", "--param-send", "compensated:0.4"]
     pieces, done = pretrain(megatron_lm, *flags, "--transport", "pieces")
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(pieces) == 24

@@ -64,35 +64,30 @@ def installed(tmp_path_factory):
     (folder / "every_other.py").write_text(CHANNEL)
     (folder / "my_alarm.py").write_text(ALARM)
     (folder / "my_alarm_observer.py").write_text(ALARMS)
-    (folder / "mine-1.0.dist-info").mkdir()
-    (folder / "mine-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (folder / "mine-1.0.dist-info" / "entry_points.txt").write_text(ENTRY_POINTS)
+    distribution(folder, "mine", ENTRY_POINTS)
     return folder
+
+
+def distribution(folder, name, entry_points):
+    """What pip would leave of a package ``name``."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
 
 
 def run(installed, *arguments):
     path = os.pathsep.join([str(installed), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=environment)
 
 
 def settings_in(tmp_path, workers):
     write_data(0, str(tmp_path))
-    return TINY | {
-        "data_path": (str(tmp_path / "train"),),
-        "valid_data_path": (str(tmp_path / "valid"),),
-        "metrics_dir": str(tmp_path / "run"),
-        "virtual_workers": workers,
-        "train_iters": 4,
-        "log_interval": 1,
-        "eval_iters": 0,
-    }
+    data = {"data_path": (str(tmp_path / "train"),), "valid_data_path": (str(tmp_path / "valid"),)}
+    run = {"metrics_dir": str(tmp_path / "run"), "train_iters": 4, "log_interval": 1, "eval_iters": 0}
+    return TINY | data | run | {"virtual_workers": workers}
 
 
 def test_a_mechanism_has_flags_refusals_and_observers(installed, tmp_path):
@@ -165,6 +160,8 @@ class Broken(Mechanism):
     name = "broken"
     Flags = F
 """
+PHASES = "grad 0, param 1, sync-reduce 4, sync-gather 5, act 2, act-grad 3"
+CORE = "megatron_lossy.config.core.CoreFlags"
 #: What is wrong with a mechanism: its module, and why the message says that it fails.
 WRONG = {
     "module": (None, "No module named 'broken'"),
@@ -179,30 +176,15 @@ WRONG = {
         MECHANISM.replace('flag(0.0, "a number")', "0.0").replace(" = 0.0", ""),
         "mine of its attribute Flags must have a default",
     ),
-    "number": (
-        MECHANISM + '    phases = {"mine": 4}',
-        (
-            "the phase 'mine' with number 4 is taken: "
-            "there are grad 0, param 1, sync-reduce 4, sync-gather 5, act 2, act-grad 3"
-        ),
-    ),
-    "flag": (
-        MECHANISM.replace("mine", "p_grad"),
-        "--p-grad of broken.F is taken by megatron_lossy.config.core.CoreFlags",
-    ),
-    "verb": (
-        MECHANISM.replace("mine", "ranks_of_node"),
-        "ranks_of_node of broken.F is taken by megatron_lossy.config.core.CoreFlags",
-    ),
+    "number": (MECHANISM + '    phases = {"mine": 4}', f"the phase 'mine' with number 4 is taken: there are {PHASES}"),
+    "flag": (MECHANISM.replace("mine", "p_grad"), f"--p-grad of broken.F is taken by {CORE}"),
+    "verb": (MECHANISM.replace("mine", "ranks_of_node"), f"ranks_of_node of broken.F is taken by {CORE}"),
     "config": (MECHANISM.replace("mine", "model"), "model of broken.F is taken by LossyConfig"),
 }
 
 
 def broken_mechanism(folder, source):
-    (folder / "broken-1.0.dist-info").mkdir()
-    (folder / "broken-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    points = "[megatron_lossy.mechanisms]\nbroken = broken:Broken\n"
-    (folder / "broken-1.0.dist-info" / "entry_points.txt").write_text(points)
+    distribution(folder, "broken", "[megatron_lossy.mechanisms]\nbroken = broken:Broken\n")
     if source is not None:
         (folder / "broken.py").write_text(source)
 
@@ -283,16 +265,11 @@ def test_the_readmes_package_can_be_installed(tmp_path):
 
 
 def test_what_is_wrong_is_one_line(installed):
+    ours = "renormalize, renormalize-remote, previous, zero, error-feedback"
     for value, message in (
-        ("broken", "broken: the entry point my_rule:Absent of megatron_lossy.recovery fails"),
-        (
-            "misnamed",
-            "misnamed: the entry point my_rule:Half of megatron_lossy.recovery fails (its attribute name must",
-        ),
-        (
-            "none",
-            "must be one of renormalize, renormalize-remote, previous, zero, error-feedback, broken, half, misnamed",
-        ),
+        ("broken", "the entry point my_rule:Absent of megatron_lossy.recovery fails"),
+        ("misnamed", "the entry point my_rule:Half of megatron_lossy.recovery fails (its attribute name must"),
+        ("none", f"must be one of {ours}, broken, half, misnamed"),
     ):
         code = (
             "from megatron_lossy.config import LossyConfig\n"

@@ -1,17 +1,24 @@
 """Full replicas: errors in their gradients, check, repair and synchronisation, in Megatron (docs/corruption.md)."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_lossy import hooks
+from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify, verify_events
+from megatron_lossy.lab.virtual import VirtualCluster
+from megatron_lossy.lab.virtual import replicas as virtual_replicas
+from megatron_lossy.lab.virtual.replicas import VirtualReplicas
+from megatron_lossy.mechanisms.replicas.held import HeldReplicas
 from tests.ranks import RankFailed, run_ranks
 from tests.test_delivery_log_events import rows_of
-from tests.tiny_gpt import TinyGPT, missing
+from tests.tiny_gpt import TinyGPT, build, missing
 
 pytestmark = pytest.mark.shows(
     "full replicas without errors are Megatron's, bit for bit",
@@ -53,51 +60,31 @@ def train(lossy, run, steps):
     """What can be told of a run on a rank: losses, norms, what happened, and weights, replica and mean."""
     told = [run.step(step) for step in range(steps)]
     metrics = lossy.metrics() if lossy is not None else {}
-    result = {
-        "loss": [one["loss"] for one in told],
-        "norm": [one["grad_norm"] for one in told],
-        "metrics": metrics,
-    }
+    result = {"loss": [one["loss"] for one in told], "norm": [one["grad_norm"] for one in told], "metrics": metrics}
     if lossy is not None:
         with lossy.owner_weights(run.model):
             result["mean"] = run.weights()
     return result | {"weights": run.weights()}
 
 
-def on_ranks(rank, cases, steps=STEPS):
-    """By the name of the case: what :func:`train` tells. ``cases``: name, model, flags; without flags without hooks."""
-    from megatron_lossy import hooks
-    from tests.tiny_gpt import build
+def on_ranks(rank, cases, steps=STEPS, workers=0):
+    """By the name of the case: what :func:`train` tells. ``cases``: name, model, flags; without flags without hooks.
 
+    Of virtual ``workers`` losses and replicas are lists of their own.
+    """
     results = {}
     for name, tiny, config in cases:
-        lossy = None if config is None else hooks.install(config)
-        results[name] = train(lossy, build(tiny), steps)
+        lossy = VirtualReplicas(config, workers) if workers else config and hooks.install(config)
+        run = build(tiny, lossy if workers else None)
+        results[name] = train(lossy, run, steps)
+        if workers:
+            results[name]["weights"] = []
+        for worker in range(workers):
+            with lossy.worker(worker):
+                results[name]["weights"].append(run.weights())
         if lossy is not None:
             lossy.uninstall()
     return results
-
-
-def virtually(rank, size, cases, steps=STEPS):
-    """The same by virtual workers; losses and replicas are lists of the workers' own."""
-    from megatron_lossy.lab.virtual.replicas import VirtualReplicas
-    from tests.tiny_gpt import build
-
-    results = {}
-    for name, tiny, config in cases:
-        workers = VirtualReplicas(config, size)
-        run = build(tiny, workers)
-        told = train(workers, run, steps)
-        told["weights"] = []
-        for worker in range(size):
-            with workers.worker(worker):
-                told["weights"].append(run.weights())
-        results[name] = told
-        workers.uninstall()
-    return results
-
-
-# --- nothing happens -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
@@ -121,32 +108,13 @@ def test_replicas_without_errors_are_megatrons(size, pool):
             for kind in ("watched", "overlapped"):
                 mine, theirs = told[f"{name} {kind}"], told[f"{name} plain"]
                 assert mine["metrics"]["param syncs"] == 0 and mine["metrics"]["gradient errors"] == 0
-                same(
-                    {k: mine[k] for k in ("loss", "norm", "weights")},
-                    {k: theirs[k] for k in ("loss", "norm", "weights")},
-                )
+                same({k: mine[k] for k in TRAINED}, {k: theirs[k] for k in TRAINED})
 
 
-def test_a_mean_of_equal_replicas_is_none_from_three_on(pool):
-    """Why nothing is averaged where replicas are equal."""
-    always = LossyConfig(param_sync_interval=1, param_sync_always=True)
-    tiny = full(optimizer="sgd", lr=0.1)
-    cases = [("plain", tiny, None), ("always", tiny, always)]
-    for size, equal in ((2, True), (3, False)):
-        told = pool.run(on_ranks, size, cases, 3)[0]
-        mine, theirs = told["always"]["weights"], told["plain"]["weights"]
-        assert all((mine[name] == value).all() for name, value in theirs.items()) == equal
-        assert all(np.allclose(mine[name], value, rtol=1e-4, atol=1e-5) for name, value in theirs.items())
-
-
-# --- virtual workers are ranks -------------------------------------------------------------------------------------
-
+HALVES = full(dtype="bf16", **BUCKETS)
 CASES = {
     "noise": (full(), NOISE),
-    "noise, bf16, buckets": (
-        full(dtype="bf16", **BUCKETS),
-        changed(grad_error="gaussian:1e-3", grad_error_relative=None),
-    ),
+    "noise, bf16, buckets": (HALVES, changed(grad_error="gaussian:1e-3", grad_error_relative=None)),
     "of the reduction": (full(), changed(grad_error_at="reduce")),
     "now and then": (full(accumulation=2), changed(grad_error_rate=0.5, grad_error_ranks=(1,))),
     "bursts": (full(), changed(grad_error_burst=(3, 9.0))),
@@ -155,22 +123,16 @@ CASES = {
     "mean, bf16, of all": (full(dtype="bf16"), changed(param_sync_interval=2, param_sync_state="all")),
     "first": (full(), changed(param_sync_interval=3, param_sync_state="all:first")),
     "overlapped": (full(), changed(param_sync_interval=2, param_sync_overlap=True)),
-    "overlapped, bf16": (
-        full(dtype="bf16", **BUCKETS),
-        changed(param_sync_interval=2, param_sync_overlap=True, param_sync_state="all"),
-    ),
+    "overlapped, bf16": (HALVES, changed(param_sync_interval=2, param_sync_overlap=True, param_sync_state="all")),
     "snr": (full(), changed(param_sync_interval=2, param_sync_rule="snr")),
-    "snr, overlapped, bf16": (
-        full(dtype="bf16", **BUCKETS),
-        changed(param_sync_interval=1, param_sync_rule="snr", param_sync_overlap=True),
-    ),
+    "snr, overlapped, bf16": (HALVES, changed(param_sync_interval=1, param_sync_rule="snr", param_sync_overlap=True)),
     "divergence": (full(), changed(param_sync_interval=1, param_sync_rule="divergence:0.02")),
     "repaired by mean": (full(), changed(replica_check="repair")),
     "only said": (full(), changed(replica_check="log")),
     "per token": (full(per_token_loss=True), NOISE),
     "lost": (full(), LOST),
     "lost packets, buckets, bf16": (
-        full(dtype="bf16", **BUCKETS),
+        HALVES,
         dataclasses.replace(LOST, loss_unit="packet", packet_bytes=256, param_sync_interval=2, param_sync_overlap=True),
     ),
     "lost in pieces, errors as well": (
@@ -189,7 +151,7 @@ CASES = {
 def test_two_virtual_workers_are_two_ranks_bit_for_bit(part, pool):
     cases = [(name, *case) for name, case in list(CASES.items())[part::2]]
     ranks = pool.run(on_ranks, 2, cases)
-    [virtual] = pool.run(virtually, 1, 2, cases)
+    [virtual] = pool.run(on_ranks, 1, cases, STEPS, 2)
     for name, _, config in cases:
         real, mine = [told[name] for told in ranks], virtual[name]
         same(mine["mean"], real[0]["mean"])
@@ -210,7 +172,7 @@ def test_one_replica_has_no_errors(pool):
     flags = {"plain": LossyConfig(), "noise": NOISE, "reduce": changed(grad_error_at="reduce"), "flips": flips}
     cases = [(name, full(), config) for name, config in flags.items()]
     [real] = pool.run(on_ranks, 1, cases, 3)
-    [virtual] = pool.run(virtually, 1, 1, cases, 3)
+    [virtual] = pool.run(on_ranks, 1, cases, 3, 1)
     for name in flags:
         same(virtual[name]["weights"][0], real[name]["weights"])
         same(real[name]["weights"], real["plain"]["weights"])
@@ -219,7 +181,7 @@ def test_one_replica_has_no_errors(pool):
 def test_what_an_all_reduce_lost_can_be_drawn_again(tmp_path, pool):
     """A log has digests of packets in the place of bitmaps, also of the half that loses at the rate of gradients."""
     config = dataclasses.replace(LOST, loss_unit="packet", packet_bytes=64, delivery_log=str(tmp_path))
-    pool.run(virtually, 1, 2, [("lost", full(), config)], 3)
+    pool.run(on_ranks, 1, [("lost", full(), config)], 3, 2)
     log = DeliveryLogFolder(tmp_path)
     verdict = verify(log)
     assert verdict.problems == [] and verdict.rows == 2 * 2 * 3
@@ -233,26 +195,18 @@ def test_what_an_all_reduce_lost_can_be_drawn_again(tmp_path, pool):
 def test_errors_of_ranks_are_logged_as_those_of_virtual_workers(tmp_path, at, pool):
     """Row by row, but for digests of other gradients; and that nothing is missing the log itself can tell."""
     rows = {}
-    for name, run, size in (("real", on_ranks, 2), ("virtual", virtually, 1)):
+    for name, size, workers in (("real", 2, 0), ("virtual", 1, 2)):
         folder = tmp_path / name
         config = changed(grad_error_rate=0.7, grad_error_at=at, delivery_log=str(folder), param_sync_interval=10**6)
-        arguments = ([("logged", full(), config)], 4)
-        pool.run(run, size, *(arguments if size == 2 else (2, *arguments)))
+        pool.run(on_ranks, size, [("logged", full(), config)], 4, workers)
         verdict = verify_events(folder)
         assert verdict.problems == [] and verdict.rows > 0
         rows[name] = rows_of(folder)
     assert rows["real"] == rows["virtual"]
 
 
-# --- what repair guarantees ----------------------------------------------------------------------------------------
-
-
 def hit_once(rank, size, tiny, hits, mode, steps):
     """A run in which buckets of some ranks are changed after their reduction. ``hits``: (step, rank, bucket, how)."""
-    from megatron_lossy import hooks
-    from megatron_lossy.mechanisms.replicas.held import HeldReplicas
-    from tests.tiny_gpt import build
-
     lossy = hooks.install(LossyConfig(replica_check=mode))
     run = build(tiny)
     before = HeldReplicas.hit
@@ -310,9 +264,6 @@ def test_repaired_replicas_skip_the_same_updates(kind, pool):
 
 def overflows(rank, tiny, config):
     """Of each iteration, of which the second is made to overflow, whether it was an update and was averaged; the weights."""
-    from megatron_lossy import hooks
-    from tests.tiny_gpt import build
-
     lossy = hooks.install(config)
     run = build(tiny)
     success, averaged = [], []
@@ -331,24 +282,16 @@ def test_an_update_that_all_skip_does_not_count(pool):
         same(weights, told[0][2])
 
 
-@pytest.mark.parametrize("flags", [{}, {"grad_error": "none", "param_sync_interval": 1}, {"replica_check": "log"}])
 @pytest.mark.parametrize("kind", SCALED)
-def test_replicas_that_would_skip_different_updates_are_refused(kind, flags):
+def test_replicas_that_would_skip_different_updates_are_refused(kind):
     """The model does not know of a constant scale: the optimizer does."""
-    config = dataclasses.replace(NOISE, **(flags | ({"grad_error_relative": None} if "grad_error" in flags else {})))
     line = {"constant": "--loss-scale 64: ", "dynamic": "--fp16 on: "}[kind]
     with pytest.raises(RankFailed, match=line + "without the distributed optimizer, replicas that differ would skip"):
-        run_ranks(on_ranks, 2, [("", SCALED[kind], config)], 1)
+        run_ranks(on_ranks, 2, [("", SCALED[kind], NOISE)], 1)
 
 
 def memory(rank):
     """Which of some configurations fit where there are 18 bytes for each parameter of two workers."""
-    import types
-
-    from megatron_lossy.base.errors import UsageError
-    from megatron_lossy.lab.virtual import replicas as replicas
-    from megatron_lossy.lab.virtual.replicas import VirtualReplicas
-    from tests.tiny_gpt import build
 
     def fits(config):
         try:
@@ -359,7 +302,9 @@ def memory(rank):
             return None
 
     elements = sum(parameter.numel() for parameter in fits(NOISE).model[0].parameters())
-    replicas.psutil = types.SimpleNamespace(virtual_memory=lambda: types.SimpleNamespace(available=36 * elements))
+    virtual_replicas.psutil = types.SimpleNamespace(
+        virtual_memory=lambda: types.SimpleNamespace(available=36 * elements)
+    )
     return [bool(fits(config)) for config in (NOISE, changed(replica_check="log"), LOST)]
 
 
@@ -370,7 +315,7 @@ def test_virtual_workers_keep_gradients_in_memory_where_they_are_compared_or_los
 def test_virtual_workers_share_no_loss_scale():
     config = changed(replica_check="repair")
     with pytest.raises(RankFailed, match="--loss-scale 64: replicas of virtual workers would change it"):
-        run_ranks(virtually, 1, 2, [("", SCALED["constant"], config)], 1)
+        run_ranks(on_ranks, 1, [("", SCALED["constant"], config)], 1, 2)
 
 
 #: Micro-batches are added up in float32, gradients reduced in bfloat16: the optimizer reads copies of what was reduced.
@@ -396,15 +341,7 @@ def test_gradients_apart_need_real_ranks():
     if why:
         pytest.skip(why)
     with pytest.raises(RankFailed, match="--ddp-param-name-patterns-for-fp32-local-accumulation: virtual workers take"):
-        run_ranks(virtually, 1, 2, [("", tiny, NOISE)], 1)
-
-
-def test_two_of_four_that_are_hit_alike_elsewhere_are_no_majority():
-    hits = [(1, 0, 0, 13), (1, 3, 0, 13)]
-    told = run_ranks(hit_once, 4, 4, full(), hits, "repair", 3)
-    assert told[0]["metrics"]["gradient mismatches"] == 1
-    for one in told[1:]:
-        same(one["weights"], told[0]["weights"])
+        run_ranks(on_ranks, 1, [("", tiny, NOISE)], 1, 2)
 
 
 def test_abort_names_ranks_and_buckets():
@@ -413,8 +350,6 @@ def test_abort_names_ranks_and_buckets():
     ):
         run_ranks(hit_once, 3, 3, full(), [(1, 1, 0, 3)], "abort", 3)
 
-
-# --- every setting of Megatron -------------------------------------------------------------------------------------
 
 PARALLEL = {
     "pipeline, tied": (2, 4, {"pipeline": 2, "layers": 2, "accumulation": 2}),
@@ -427,9 +362,6 @@ PARALLEL = {
 
 def looked_at(rank, tiny, config, looks):
     """What there is after so many steps, by their number."""
-    from megatron_lossy import hooks
-    from tests.tiny_gpt import build
-
     lossy = hooks.install(config)
     run = build(tiny)
     found = {}
@@ -471,89 +403,43 @@ def test_replicas_are_equal_after_a_synchronisation(name):
                     np.testing.assert_array_equal(value, apart[second]["weights"][parameter])
 
 
-def test_copies_of_a_tied_embedding_are_not_averaged_apart():
-    tiny = full(pipeline=2, layers=2, accumulation=2)
-    with pytest.raises(RankFailed, match="--pipeline-model-parallel-size 2: two stages have a copy .* with 3 replicas"):
-        run_ranks(on_ranks, 6, [("", tiny, LossyConfig(param_sync_interval=1))], 1)
-
-
 def _replicas_of(name, replicas, ranks):
     """Lists of global ranks that have the same parameters."""
-    if name.startswith("tensor"):
-        return [range(first, ranks, replicas) for first in range(ranks // replicas)]
-    if name == "experts":  # of which each expert-parallel rank has others
-        return []
     apart = ranks // replicas
+    if name.startswith(("tensor", "experts")):
+        return [range(first, ranks, replicas) for first in range(apart)]
     return [range(first * replicas, (first + 1) * replicas) for first in range(apart)]
 
 
+@pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("lossy", [{}, {"p_grad": 0.3, "p_param": 0.3}], ids=["no loss", "loss"])
-def test_errors_of_owners_with_the_distributed_optimizer(lossy, pool):
-    """A noisy step, but no divergence; virtual workers do the same."""
-    tiny = TinyGPT(**BUCKETS, overlap_param_gather=True)
+def test_errors_of_owners_with_the_distributed_optimizer(lossy, per_token, pool):
+    """A noisy step, but no divergence; virtual workers do the same, with errors in units of what ranks have.
+
+    They add up what ranks divide by their number before the sum, unless gradients are sums over tokens.
+    """
+    tiny = TinyGPT(**BUCKETS, overlap_param_gather=True, per_token_loss=per_token)
     config = changed(grad_error_at="reduce", **lossy)
     ranks = pool.run(owned, 2, tiny, config, 4)
-    [virtual] = pool.run(owned_virtually, 1, 2, tiny, config, 4)
-    for worker, told in enumerate(ranks):
+    [(virtual, rms)] = pool.run(owned, 1, tiny, config, 4, 2)
+    for worker, (told, own_rms) in enumerate(ranks):
         same(virtual[worker], told)
+        assert own_rms == pytest.approx(rms, rel=1e-5)
     if not lossy:
-        same(ranks[0], ranks[1])
-    plain = pool.run(owned, 2, tiny, LossyConfig(**lossy), 4)
-    assert any((plain[0][name] != value).any() for name, value in ranks[0].items())
+        same(ranks[0][0], ranks[1][0])
+    [(plain, _), _] = pool.run(owned, 2, tiny, LossyConfig(**lossy), 4)
+    assert any((plain[name] != value).any() for name, value in ranks[0][0].items())
 
 
-def test_owners_refuse_bits_that_their_gradients_do_not_have():
-    tiny = TinyGPT(dtype="bf16", grads_in_fp32=False)
-    config = LossyConfig(grad_error="bit-flip:1,20,25", grad_error_at="reduce")
-    for train, ranks, *size in ((owned, 2), (owned_virtually, 1, 2)):
-        with pytest.raises(RankFailed, match="--grad-error bit-flip:1,20,25: needs 0 <= LOW <= HIGH <= 15"):
-            run_ranks(train, ranks, *size, tiny, config, 0)
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_errors_of_owners_are_in_units_of_what_ranks_have(per_token, pool):
-    """Virtual workers add up what ranks divide by their number before the sum, unless gradients are sums over tokens."""
-    tiny = TinyGPT(per_token_loss=per_token)
-    ranks = pool.run(noise_of_owners, 2, tiny)
-    [virtual] = pool.run(noise_of_owners, 1, tiny, 2)
-    assert ranks[0] == ranks[1] == pytest.approx(virtual, rel=1e-5)
-
-
-def noise_of_owners(rank, tiny, workers=None):
-    from megatron_lossy import hooks
-    from megatron_lossy.lab.virtual import VirtualCluster
-    from tests.tiny_gpt import build
-
-    config = changed(grad_error_at="reduce")
-    lossy = hooks.install(config) if workers is None else VirtualCluster(config, workers)
-    run = build(tiny, *([] if workers is None else [lossy]))
-    run.step(0)
-    rms = lossy.metrics()["error rms"]
-    lossy.uninstall()
-    return rms
-
-
-def owned(rank, tiny, config, steps):
-    from megatron_lossy import hooks
-    from tests.tiny_gpt import build
-
-    lossy = hooks.install(config)
-    run = build(tiny)
+def owned(rank, tiny, config, steps, workers=None):
+    """The replica of a rank, or those of all virtual workers; and the size of errors."""
+    lossy = VirtualCluster(config, workers) if workers else hooks.install(config)
+    run = build(tiny, lossy if workers else None)
     for step in range(steps):
         run.step(step)
-        run.gather()
-    assert config.inert or config.lossless or lossy.metrics()["loss rate grad"] > 0
+        if not workers:
+            run.gather()
+    metrics = lossy.metrics()
+    assert config.inert or config.lossless or metrics["loss rate grad"] > 0
     lossy.uninstall()
-    return run.replica_buffers()
-
-
-def owned_virtually(rank, size, tiny, config, steps):
-    from megatron_lossy.lab.virtual import VirtualCluster
-    from tests.tiny_gpt import build
-
-    cluster = VirtualCluster(config, size)
-    run = build(tiny, cluster)
-    for step in range(steps):
-        run.step(step)
-    cluster.uninstall()
-    return run.all_replica_buffers()
+    return run.all_replica_buffers() if workers else run.replica_buffers(), metrics.get("error rms")

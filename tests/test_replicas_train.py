@@ -28,12 +28,9 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if "bf16" in name else pytest.mark.slow) for name in CASES]
-)
-def test_stopped_runs_continue_bit_for_bit(data, tmp_path, name):
+@pytest.mark.parametrize(("settings", "loss"), CASES.values(), ids=CASES)
+def test_stopped_runs_continue_bit_for_bit(data, tmp_path, settings, loss):
     """With a synchronisation under way in the save; on ranks and in one process, which do the same."""
-    settings, loss = CASES[name]
     base = TINY | data | FULL | settings
     loss = loss | {"save_replicas": True, "eval_weights": "both", "drift_interval": 1}
     curves = {}
@@ -64,22 +61,11 @@ def test_a_checkpoint_holds_the_mean_and_fits_other_numbers_of_ranks(data, tmp_p
     last = read_records(tmp_path / "run", "valid")
     saved = {record["weights"]: record["lm loss"] for record in last[-2:]}
     # Without training, and with another number of workers, all have the saved weights.
-    resumed = base | {
-        "load": str(tmp_path / "run"),
-        "save": str(tmp_path / "again"),
-        "train_iters": 5,
-        "lr_decay_iters": 5,
-    }
+    resumed = base | {"load": str(tmp_path / "run"), "train_iters": 5, "lr_decay_iters": 5, "eval_iters": 1}
+    resumed |= {"lr": 1e-30, "min_lr": 0.0, "global_batch_size": 12}
     for ranks, workers in ((1, 3), (2, None)):
         folder = tmp_path / f"again {ranks}"
-        settings = resumed | {
-            "save": str(folder),
-            "virtual_workers": workers,
-            "lr": 1e-30,
-            "min_lr": 0.0,
-            "global_batch_size": 12,
-        }
-        run_ranks(train_runs, ranks, (settings | {"eval_iters": 1}, loss))
+        run_ranks(train_runs, ranks, (resumed | {"save": str(folder), "virtual_workers": workers}, loss))
         after = {record["weights"]: record["lm loss"] for record in read_records(folder, "valid")[-2:]}
         assert after["replica"] == pytest.approx(after["owner"], rel=1e-6)
     assert saved["replica"] != saved["owner"]
@@ -96,11 +82,7 @@ def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
         loss = {**errors, "param_sync_interval": 3, "replica_check": "log", "delivery_log": str(logs[name])}
         run_ranks(train_runs, ranks, (run, loss))
         curves[name] = [r["lm loss"] for r in read_records(tmp_path / name, "train")]
-    loss = {
-        "grad_error": f"trace:{logs['real']}",
-        "param_sync_interval": 3,
-        "delivery_log": str(logs["replay"]),
-    }
+    loss = {"grad_error": f"trace:{logs['real']}", "param_sync_interval": 3, "delivery_log": str(logs["replay"])}
     run_ranks(train_runs, 1, (base | {"virtual_workers": 2, "save": str(tmp_path / "replay")}, loss))
     curves["replay"] = [r["lm loss"] for r in read_records(tmp_path / "replay", "train")]
     assert curves["real"] == curves["virtual"] == curves["replay"]

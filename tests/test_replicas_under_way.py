@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lossy import hooks
 from megatron_lossy.base.exchange import Stream
 from megatron_lossy.channel.corruption import Event, Hit, Reduction
 from megatron_lossy.config import LossyConfig
@@ -12,9 +13,9 @@ from megatron_lossy.mechanisms.replicas.full_replicas import FullReplicas
 from megatron_lossy.mechanisms.replicas.monitor import ReplicaMonitor
 from megatron_lossy.mechanisms.replicas.synchroniser import Copies, Replica
 from megatron_lossy.run.monitor.drift import SAMPLE
-from megatron_lossy.transport.peers import LocalPeers
+from megatron_lossy.transport.peers import Handle, LocalPeers, RankPeers
 from tests.ranks import run_ranks
-from tests.tiny_gpt import TinyGPT
+from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows("evaluation and checkpoints while a synchronisation is under way")
 
@@ -143,10 +144,6 @@ def test_a_sample_does_not_follow_the_columns_of_a_matrix():
 
 def two_streams(rank):
     """Of a model with experts: weights before and after an update that launches a mean of these and heals the others."""
-    from megatron_lossy import hooks
-    from megatron_lossy.transport.peers import Handle, RankPeers
-    from tests.tiny_gpt import build
-
     average.ALONE = 16
     add = RankPeers.sum_
 

@@ -9,6 +9,7 @@ import torch
 from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.run.monitor import Observer, load_states, states_of
 from megatron_lossy.run.observers import make_observers
 from megatron_lossy.run.saved import REPLICAS
@@ -41,8 +42,6 @@ class Witness(Observer):
 
 def witnessed(rank, tiny, config, workers=None):
     """Four steps, the second of which overflows: what observers and ``after_update`` were told."""
-    from megatron_lossy.lab.virtual import VirtualCluster
-
     lossy = VirtualCluster(config, workers) if workers else hooks.install(config)
     witness, updates = Witness(), []
     lossy.observers.append(witness)
@@ -93,8 +92,6 @@ def test_a_run_without_loss_has_no_observers():
 
 
 def test_a_trace_that_cannot_be_read_is_named_where_replicas_are_saved(tmp_path):
-    from megatron_lossy.lab.virtual import VirtualCluster
-
     config = LossyConfig(loss_model=("trace",), trace=str(tmp_path / "none.npz"), save_replicas=True)
     with pytest.raises(UsageError, match="^--trace .*none.npz: cannot be read: No such file or directory$"):
         VirtualCluster(config, 2)
@@ -116,8 +113,6 @@ def test_a_run_that_loads_a_checkpoint_keeps_nothing_of_what_it_did_before(flags
 
 def kept(rank, config):
     """What the rules of a virtual run keep: at first, after three steps, and when a checkpoint was loaded."""
-    from megatron_lossy.lab.virtual import VirtualCluster
-
     cluster = VirtualCluster(config, 2)
     model = build(OVERLAPPED, cluster)
     told = [repr([group.state_dict() for group in cluster.groups])]

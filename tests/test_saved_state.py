@@ -2,6 +2,8 @@
 
 import ast
 import copy
+import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -81,8 +83,6 @@ def test_every_class_with_a_state_is_walked():
                 found |= {f"{module}.{node.name}"} if "state_dict" in methods else set()
     assert found == set(WALKED)
 
-
-# --- groups --------------------------------------------------------------------------------------------------------
 
 SIZE = 3
 PACKETS = {"loss_unit": "packet", "packet_bytes": 16}
@@ -193,16 +193,21 @@ def walk_of(make, steps, more):
     return walk(state, fresh, goes_on)
 
 
+def walks_of(cases, when, more):
+    """By case and steps before the save, what is missed; in any case a run continues. ``cases``: by name, how one is made."""
+    results = {}
+    for name, make in cases.items():
+        for steps in when:
+            continues, results[f"{name}, {steps}"] = walk_of(make, steps, more)
+            assert continues, (name, steps)
+    return results
+
+
 def test_groups(tmp_path):
     """In any case a run continues bit for bit, and the states of rules, of leads and of what was counted are all missed."""
-    results = {}
-    for name, flags in GROUPS.items():
-        config = config_of(flags, tmp_path)
-        for steps in (4, 5):
-            continues, results[f"{name}, {steps}"] = walk_of(lambda config=config: Groups(config), steps, 4)
-            assert continues, (name, steps)
+    made = {name: partial(Groups, config_of(flags, tmp_path)) for name, flags in GROUPS.items()}
     problems = unmissed(
-        results,
+        walks_of(made, (4, 5), 4),
         {
             "*/grad/*/kept": "what the next step loses, where it is known which one that is: of runs",
             "*/param/*/step": "of an update that is sent again, which loops on the public collectives do not",
@@ -212,8 +217,6 @@ def test_groups(tmp_path):
     )
     assert not problems, problems
 
-
-# --- full replicas -------------------------------------------------------------------------------------------------
 
 ERRORS = {"grad_error": "gaussian", "grad_error_relative": 0.5}
 REPLICAS = {
@@ -261,13 +264,8 @@ class Replicas(FullReplicas):
 
 def test_full_replicas(monkeypatch):
     monkeypatch.setattr(average, "ALONE", 2**10)  # from which tensors are averaged in place
-    results = {}
-    for name, flags in REPLICAS.items():
-        for steps in (4, 5):
-            continues, results[f"{name}, {steps}"] = walk_of(lambda flags=flags: Replicas(**flags), steps, 4)
-            assert continues, (name, steps)
     problems = unmissed(
-        results,
+        walks_of({name: partial(Replicas, **flags) for name, flags in REPLICAS.items()}, (4, 5), 4),
         {
             "flight/parts/*/source": "what a replica was copied from is not asked again when the copy has arrived",
             "flight/parts/*/moments/*/before": "only the divergence of parameters is measured",
@@ -275,8 +273,6 @@ def test_full_replicas(monkeypatch):
     )
     assert not problems, problems
 
-
-# --- islands -------------------------------------------------------------------------------------------------------
 
 LATE = {"islands": 3, "sync_method": "parameters", "sync_interval": 2, "sync_delay": 5, "sync_fraction": 0.5}
 ISLANDS = {
@@ -319,30 +315,15 @@ class Islands:
 
 
 def test_islands():
-    results = {}
-    for name, flags in ISLANDS.items():
-        for steps in (6, 9):
-            config = LossyConfig(**flags)
-            continues, results[f"{name}, {steps}"] = walk_of(lambda config=config: Islands(config), steps, 8)
-            assert continues, (name, steps)
-    problems = unmissed(results, {})
+    made = {name: partial(Islands, LossyConfig(**flags)) for name, flags in ISLANDS.items()}
+    problems = unmissed(walks_of(made, (6, 9), 8), {})
     assert not problems, problems
 
 
-# --- islands that come and go ----------------------------------------------------------------------------------------
-
-AWAY = """{"slot": 2, "at": 3, "event": "join"}
-{"slot": 1, "at": 4, "event": "stop"}
-{"slot": 1, "at": 9, "event": "return"}
-{"slot": 1, "at": 11, "event": "stop"}
-{"slot": 1, "at": 13, "event": "return"}
-{"slot": 3, "at": 5, "event": "cut"}
-{"slot": 3, "at": 7, "event": "return"}
-{"slot": 3, "at": 8, "event": "freeze"}
-{"slot": 3, "at": 11, "event": "return"}
-{"slot": 2, "at": 14, "event": "freeze"}
-{"slot": 2, "at": 15, "event": "return"}
-"""
+AWAY = [
+    (2, 3, "join"), (1, 4, "stop"), (1, 9, "return"), (1, 11, "stop"), (1, 13, "return"), (3, 5, "cut"),
+    (3, 7, "return"), (3, 8, "freeze"), (3, 11, "return"), (2, 14, "freeze"), (2, 15, "return"),
+]  # fmt: skip
 SOON = LATE | {"islands": 4, "sync_delay": 3}
 COME_AND_GO = {
     "copies": SOON,
@@ -384,12 +365,7 @@ class Churning(ChurningRows):
 
 def test_islands_that_come_and_go(tmp_path):
     path = tmp_path / "events"
-    path.write_text(AWAY)
-    results = {}
-    for name, flags in COME_AND_GO.items():
-        for steps in (6, 9, 12):
-            config = LossyConfig(**flags, island_schedule=str(path))
-            continues, results[f"{name}, {steps}"] = walk_of(lambda config=config: Churning(config), steps, 8)
-            assert continues, (name, steps)
-    problems = unmissed(results, {})
+    path.write_text("".join(json.dumps({"slot": slot, "at": at, "event": what}) + "\n" for slot, at, what in AWAY))
+    configs = {name: LossyConfig(**flags, island_schedule=str(path)) for name, flags in COME_AND_GO.items()}
+    problems = unmissed(walks_of({name: partial(Churning, one) for name, one in configs.items()}, (6, 9, 12), 8), {})
     assert not problems, problems

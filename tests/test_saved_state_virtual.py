@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.hooks.versions import optimizers
+from megatron_lossy.lab.virtual import VirtualCluster
+from megatron_lossy.lab.virtual.replicas import VirtualReplicas
 from tests.ranks import run_ranks
 from tests.saved_state import unmissed, walk
 from tests.test_saved_state import BURSTS, ERRORS, LEAD, trace
+from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows("no entry of a saved state can be taken away unnoticed")
 
@@ -30,11 +34,6 @@ class Virtual:
     """A virtual run of two workers; weights and optimizers, which are in a checkpoint, are saved by others."""
 
     def __init__(self, config, folder):
-        from megatron_lossy.hooks.versions import optimizers
-        from megatron_lossy.lab.virtual import VirtualCluster
-        from megatron_lossy.lab.virtual.replicas import VirtualReplicas
-        from tests.tiny_gpt import TinyGPT, build
-
         make = VirtualReplicas if config.needs_whole_optimizers() else VirtualCluster
         self.cluster = make(config, 2, gapless=True)
         tiny = TinyGPT(

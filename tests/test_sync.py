@@ -1,7 +1,5 @@
 """What replicas exchange: peers over gloo and in one process, fingerprints, classes, repairs, intervals."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -20,8 +18,6 @@ pytestmark = pytest.mark.shows(
     "fingerprints, majorities and repairs, in one process and over gloo",
     "intervals of synchronisation: fixed, the paper's, ours",
 )
-
-# --- peers -----------------------------------------------------------------------------------------------------------
 
 
 def _rows(number):
@@ -77,9 +73,6 @@ def test_local_sums_go_from_the_first_to_the_last():
     assert [float(tensor) for tensor in tensors] == [1 + 2.0**-23] * 3
 
 
-# --- fingerprints ----------------------------------------------------------------------------------------------------
-
-
 def _splitmix64(word):
     mask = 2**64 - 1
     word = (word + 0x9E3779B97F4A7C15) & mask
@@ -133,40 +126,12 @@ def test_what_differs_in_one_place_or_in_order_is_seen(length, data):
     assert int(fingerprint(parts)) != int(fingerprint(parts[::-1])) or not cut
 
 
-def test_the_same_bit_at_two_places_is_told_apart():
-    """What a plain sum of words takes for equal: of 2,000 pairs of single flips none."""
-    generator = np.random.default_rng(3)
-    values = torch.randn(20000, generator=torch.Generator().manual_seed(0))
-    alike = 0
-    for _ in range(2000):
-        bit = int(generator.integers(31))
-        found = []
-        for place in generator.choice(len(values), 2, replace=False).tolist():
-            whole = values.view(torch.int32)
-            whole[place] ^= 1 << bit
-            found.append((int(fingerprint([values])), int(values.view(torch.int64).sum())))
-            whole[place] ^= 1 << bit
-        assert found[0][0] != found[1][0]
-        alike += found[0][1] == found[1][1]
-    assert alike > 100  # the plain sum
-
-
-def test_rows_and_columns_that_change_places_are_seen():
-    values = torch.arange(4 * COLUMNS, dtype=torch.int64).view(4, COLUMNS)
-    seen = {int(fingerprint([values[list(order)].reshape(-1)])) for order in itertools.permutations(range(4))}
-    seen |= {int(fingerprint([values.roll(shift, dims=1).reshape(-1)])) for shift in range(1, 50)}
-    assert len(seen) == 24 + 49
-
-
 def test_what_is_finite():
     ones = torch.ones(10)
     assert finite([ones, torch.arange(3), torch.zeros(0)]) and finite([])
     for value in (torch.inf, -torch.inf, torch.nan):
         for dtype in (torch.float32, torch.bfloat16):
             assert not finite([ones, torch.tensor([1.0, value, 2.0], dtype=dtype)])
-
-
-# --- classes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -191,9 +156,6 @@ def test_the_largest_class(fingerprints, expected):
 def test_the_majority_is_of_all_and_finite(fingerprints, whole, expected):
     assert majority(np.array(fingerprints), np.array(whole, dtype=bool)) == expected
     assert all_equal(np.array(fingerprints)) == (len(set(fingerprints)) == 1)
-
-
-# --- repair ----------------------------------------------------------------------------------------------------------
 
 
 def buckets(received):
@@ -266,33 +228,6 @@ def test_without_a_majority_the_finite_ones_are_averaged():
     assert compare(LocalPeers(4), buckets(received)).equal and not finite(received[0])
 
 
-def _repaired(rank, size):
-    """What :func:`repair` does of three buckets: untouched, one replica hit, all hit."""
-    peers = RankPeers(None) if rank is not None else LocalPeers(size)
-    received = [[_tensor(0), _tensor(1), _tensor(2 + number)] for number in peers.local]
-    for number, own in zip(peers.local, received):
-        if number == 1:
-            own[1][4] = torch.inf
-    compared = compare(peers, buckets(received))
-    done = repair(peers, buckets(received), compared)
-    return done, compared.differing.tolist(), [[one.numpy() for one in own] for own in received]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_repair_as_one_process_does(size):
-    done, differing, expected = _repaired(None, size)
-    assert done == {1: "majority" if size > 2 else "mean", 2: "mean"} and differing == [1, 2]
-    for number, rank in enumerate(run_ranks(_repaired, size, size)):
-        assert rank[:2] == (done, differing)
-        for bucket, (found, wanted) in enumerate(zip(rank[2][0], expected[number])):
-            assert np.allclose(found, wanted, atol=1e-6) if bucket == 2 else np.array_equal(found, wanted)
-            if size == 2:
-                assert np.array_equal(found, wanted)
-
-
-# --- intervals -------------------------------------------------------------------------------------------------------
-
-
 def interval(rule, start=10, **flags):
     return Interval(LossyConfig(param_sync_interval=start, param_sync_rule=rule, **flags))
 
@@ -352,13 +287,3 @@ def test_our_rule_settles_where_the_paper_s_would_not(power, start):
         other.arrived(other.current, (other.current / wanted) ** (2 * power), 1.0, wanted**2)
         seen.append(other.current)
     assert (len(set(seen[-6:])) > 1) == (power >= 1 and start != 30)
-
-
-@pytest.mark.parametrize(("eta", "expected"), [(0.1, [4, 6, 5, 5, 5]), (0.01, [37, 19, 26, 23, 24])])
-def test_the_paper_s_rule_by_hand(eta, expected):
-    """SGD, four replicas, an error as long as the gradient: H depends on the learning rate."""
-    rule, found = interval("snr"), []
-    for _ in range(5):
-        rule.arrived(rule.current, eta**2 * 0.75 * rule.current, 1.0, 1.0)
-        found.append(rule.current)
-    assert found == expected

@@ -8,19 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy import hooks
 from megatron_lossy.base.exchange import cut
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.lab.virtual.versions import Versions
 from tests.ranks import run_ranks
+from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows("two virtual workers are two ranks bit for bit")
 
 STEPS = 5
-UNITS = {
-    "shard": {},
-    "bucket": {"loss_unit": "bucket"},
-    "packet": {"loss_unit": "packet", "packet_bytes": 512},
-}
+UNITS = {"shard": {}, "bucket": {"loss_unit": "bucket"}, "packet": {"loss_unit": "packet", "packet_bytes": 512}}
 RULES = ("renormalize", "renormalize-remote", "previous", "zero")
 OVERFLOWS = 2.0**18  # the first two steps
 BUCKETS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
@@ -41,6 +40,7 @@ def cases(folder, size):
             yield f"{unit} {rule}", {"layers": 1, **BUCKETS}, LossyConfig(**lossy, **flags, grad_recovery=rule)
     matrix = folder / "rates.txt"
     np.savetxt(matrix, np.random.default_rng(1).uniform(0, 0.8, (size, size)))
+    feedback = lossy | {"grad_recovery": "error-feedback"}
     channels = {
         "bursts": LossyConfig(**lossy, loss_model=("gilbert-elliott:3",)),
         "per link": LossyConfig(loss_model=(f"per-link:{matrix}",)),
@@ -52,16 +52,9 @@ def cases(folder, size):
         "no loss": LossyConfig(),
         "gradients only": LossyConfig(p_grad=0.4),
         "parameters only": LossyConfig(p_param=0.4, **UNITS["packet"]),
-        "feedback": LossyConfig(**lossy, **UNITS["packet"], grad_recovery="error-feedback"),
-        "feedback in units of buckets": LossyConfig(
-            **lossy, **UNITS["bucket"], grad_recovery="error-feedback", grad_priority="none"
-        ),
-        "quantile": LossyConfig(
-            **lossy,
-            **UNITS["packet"],
-            grad_recovery="error-feedback",
-            grad_priority="element-quantile:0.2",
-        ),
+        "feedback": LossyConfig(**feedback, **UNITS["packet"]),
+        "feedback in units of buckets": LossyConfig(**feedback, **UNITS["bucket"], grad_priority="none"),
+        "quantile": LossyConfig(**feedback, **UNITS["packet"], grad_priority="element-quantile:0.2"),
         "zeros": LossyConfig(**lossy, **UNITS["packet"], grad_recovery="zero", grad_priority="packet-mean:0.1"),
     }
     for name, config in channels.items():
@@ -89,9 +82,6 @@ def cases(folder, size):
 
 
 def real_runs(rank, chosen):
-    from megatron_lossy import hooks
-    from tests.tiny_gpt import TinyGPT, build
-
     results = {}
     for name, model, config in chosen:
         lossy = hooks.install(config, steps=STEPS)
@@ -108,9 +98,6 @@ def real_runs(rank, chosen):
 
 
 def virtual_runs(rank, chosen, size):
-    from megatron_lossy.lab.virtual import VirtualCluster
-    from tests.tiny_gpt import TinyGPT, build
-
     results = {}
     for name, model, config in chosen:
         cluster = VirtualCluster(config, size, steps=STEPS)
@@ -166,7 +153,7 @@ def test_two_workers_are_two_ranks_bit_for_bit(tmp_path, others):
     data=st.data(),
 )
 def test_versions_are_plain_copies(workers, shards, unit, rate, steps, seed, data):
-    """Replicas put together from versions are those of workers that each keep a whole copy, at any loss."""
+    """Replicas put together from versions are those of workers that each keep a whole copy, at any loss; values read too."""
     random = np.random.default_rng(seed)
     units, total = cut(shards, [4] * len(shards), unit, 12)
     buffers = [torch.zeros(workers * shard) for shard in shards]
@@ -182,6 +169,8 @@ def test_versions_are_plain_copies(workers, shards, unit, rate, steps, seed, dat
                 buffer.copy_(torch.from_numpy(random.standard_normal(buffer.numel()).astype(np.float32)))
         versions.after_update(successful)
         fresh = [buffer.clone() for buffer in buffers]
+        places = [random.integers(buffer.numel(), size=random.integers(12)) for buffer in buffers]
+        values = [versions.everyone(bucket, chosen) for bucket, chosen in enumerate(places)]
         for worker in range(workers):
             if successful:
                 for number, (cut_, buffer) in enumerate(zip(units, buffers, strict=True)):
@@ -189,8 +178,8 @@ def test_versions_are_plain_copies(workers, shards, unit, rate, steps, seed, dat
                     arrived = torch.from_numpy(np.ascontiguousarray(arrived[:, : cut_.shard]).reshape(-1))
                     copies[worker][number] = torch.where(arrived, buffer, copies[worker][number])
             versions.swap_in(worker)
-            for buffer, copy in zip(buffers, copies[worker], strict=True):
-                assert torch.equal(buffer, copy)
+            for buffer, copy, chosen, value in zip(buffers, copies[worker], places, values, strict=True):
+                assert torch.equal(buffer, copy) and torch.equal(value[worker], copy[torch.from_numpy(chosen)])
             versions.swap_out()
             assert all(torch.equal(a, b) for a, b in zip(buffers, fresh, strict=True))
         saved = versions.state_dict()
