@@ -80,30 +80,30 @@ class Event(list[Callable[..., None]]):
 
 
 class Events:
-    """The events of a run. All ranks of a job come to them in the same order."""
+    """The events of a run. All ranks of a job come to them in the same order. Runs of all kinds have those without a kind below."""
 
     def __init__(self) -> None:
-        #: The model chunk ``ddp`` is about to be added.
+        #: The model chunk ``ddp`` is about to be added. (Megatron, virtual)
         self.chunk_comes = Event()
-        #: The exchanges of the model chunk ``ddp`` are lossy now.
+        #: The exchanges of the model chunk ``ddp`` are lossy now. (Megatron, virtual; DDP, with its run as the argument)
         self.chunk_added = Event()
-        #: Megatron has made ``optimizer``. Functions may raise :class:`UsageError`.
+        #: Megatron has made ``optimizer``. Functions may raise :class:`UsageError`. (Megatron)
         self.optimizer_added = Event()
-        #: Model and optimizer exist. Functions may raise :class:`UsageError`.
+        #: Model and optimizer exist. Functions may raise :class:`UsageError`. (our trainer, FSDP2)
         self.built = Event()
         #: The optimizer is about to check gradients and to make its update.
         self.iteration_begins = Event()
         #: The weights are about to be updated.
         self.update_begins = Event()
-        #: The optimizer is done; also after an iteration without an update.
+        #: The optimizer is done; but for FSDP2 and DDP also after an iteration without an update.
         self.iteration_ends = Event()
-        #: The stale units of replicas are about to be saved, and no part keeps the whole state.
+        #: The stale units of replicas are about to be saved, after the states of parts. It does not come if a keeper has the whole state.
         self.save_begins = Event()
         #: All replicas are equal, after ``iteration`` iterations: a checkpoint was loaded.
         self.restart = Event()
-        #: Megatron is about to check its arguments ``args``.
+        #: Megatron is about to check its arguments ``args``. (megatron.training)
         self.arguments_come = Event()
-        #: Megatron and the hooks have checked ``args``; no process group exists.
+        #: Megatron and the hooks have checked ``args``; no process group exists. (megatron.training)
         self.arguments_checked = Event()
         #: The run has come to a good end. All jobs call it.
         self.leave = Event()
