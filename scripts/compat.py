@@ -162,7 +162,7 @@ def _has(python: str, module: str) -> bool:
 def _identify(python: str, environment: dict[str, str]) -> dict[str, str]:
     """Versions, from the interpreter that will run the tests."""
     code = (
-        "import json, platform, torch; from megatron_lossy import device; device.prepare_import(); "
+        "import json, platform, torch; from megatron_lossy.base import device; device.prepare_import(); "
         "import megatron.core as core; print(json.dumps({'core': core.__version__, 'file': core.__file__, "
         "'python': platform.python_version(), 'torch': torch.__version__}))"
     )
