@@ -160,11 +160,11 @@ MECHANISMS = Mechanisms(
 )
 
 #: Kinds of several jobs in one run, by the name of one job.
-JOBS = Registry("megatron_lossy.base.jobs", {"island": "megatron_lossy.mechanisms.islands.jobs:IslandJobs"})
+JOBS = Registry("megatron_lossy.jobs", {"island": "megatron_lossy.mechanisms.islands.jobs:IslandJobs"})
 
 #: Refusals of the core.
 REFUSALS = Registry(
-    "megatron_lossy.config.refusals",
+    "megatron_lossy.refusals",
     {
         "core": "megatron_lossy.config.refusals.core:CORE",
         "pytorch": "megatron_lossy.config.refusals.core:PYTORCH",
