@@ -13,7 +13,7 @@ from megatron_lossy.base.exchange import Delivery, Exchange, Lost, Stream, cut
 from megatron_lossy.base.registry import GRAD_RECOVERIES
 from megatron_lossy.channel.draws import generator
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.mechanisms.priority.choosing import Priority, Protection, importance, top
+from megatron_lossy.mechanisms.priority.choosing import Priority, Protection, top, unit_means
 from megatron_lossy.recovery import IndexedRows, MaskedRows
 from megatron_lossy.recovery.feedback import ErrorFeedback
 from megatron_lossy.transport import check_owners
@@ -41,7 +41,7 @@ def test_importance_against_numpy(size, shard, elements, dtype):
     buffer = values[3:]
     rows = buffer.float().numpy().reshape(size, shard)
     expected = [[np.abs(row[piece]).mean() for piece in pieces(shard, elements)] for row in rows]
-    np.testing.assert_allclose(importance(buffer, units_of(shard, elements)), expected, rtol=1e-5)
+    np.testing.assert_allclose(unit_means(buffer, units_of(shard, elements)).numpy(), expected, rtol=1e-5)
 
 
 @settings(deadline=None)

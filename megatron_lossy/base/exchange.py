@@ -176,8 +176,7 @@ class Delivery:
     ``sources`` [S] and ``receivers`` [R] are ranks in the full group. ``arrived`` bool[R, S, units] includes each
     rank's own shard. ``cut`` holds the units of every bucket: their numbers and their elements; with ``--loss-unit
     shard`` all buckets share unit 0. ``outbound`` is :attr:`sent`, or a function that draws it. In phase ``param`` a
-    unit that did not arrive is stale from now on. ``final`` bool[R, S, units] is set if more units arrived in the end
-    than the draw says: parameters that their owners delivered in spite of the draw.
+    unit that did not arrive is stale from now on.
     """
 
     exchange: Exchange
@@ -186,7 +185,6 @@ class Delivery:
     arrived: np.ndarray
     cut: Sequence[BucketUnits]
     outbound: np.ndarray | Callable[[], np.ndarray] | None = None
-    final: np.ndarray | None = None
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

@@ -77,8 +77,7 @@ def check_training(plan: Plan) -> None:
 
         facts = of_trainer(train, plan.ranks) | facts
     check_refusals(lossy, facts)
-    if plan.jobs.several:
-        lossy.jobs().check(train.train_iters)
+    lossy.jobs().check(train.train_iters)
 
 
 def check_trainer(device: Device) -> None:

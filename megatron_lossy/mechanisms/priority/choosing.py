@@ -183,11 +183,6 @@ def lengths(units: BucketUnits) -> np.ndarray:
     return np.concatenate([np.full(numbers.stop - numbers.start, elements) for numbers, elements in units.parts])
 
 
-def importance(buffer: torch.Tensor, units: BucketUnits) -> np.ndarray:
-    """float32[N, count]: :func:`unit_means`, here."""
-    return unit_means(buffer, units).cpu().numpy()
-
-
 def unit_means(buffer: torch.Tensor, units: BucketUnits) -> torch.Tensor:
     """float32[N, count]: the mean of |values| of each unit of ``buffer`` [N * shard] (SMART, equation 1).
 

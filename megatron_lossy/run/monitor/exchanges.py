@@ -64,12 +64,10 @@ class ExchangeMonitor(Observer):
             ages = self._ages.get(delivery.exchange.stream)
             if ages is None:
                 ages = self._ages[delivery.exchange.stream] = np.zeros(arrived.shape, dtype=np.int32)
-            final = arrived if delivery.final is None else delivery.final
             ages += 1
-            np.multiply(ages, ~final, out=ages)
-            stale = final.size - np.count_nonzero(final)
+            np.multiply(ages, ~arrived, out=ages)
             self._window.add(
-                stale=stale, param_lost=lost, param_sent=sent, ages=int(ages.sum()), oldest=int(ages.max())
+                stale=missed, param_lost=lost, param_sent=sent, ages=int(ages.sum()), oldest=int(ages.max())
             )
 
     def begin_equal(self) -> None:
