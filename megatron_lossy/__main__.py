@@ -31,7 +31,7 @@ USAGE = (
     "python -m megatron_lossy lighthouse [--help] serves where islands find each other"
 )
 
-_COMMANDS = ("doctor", "refusals", "copy", "lighthouse")
+_COMMANDS = ("doctor", "refusals", "copy", "lighthouse", "coordinator")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -63,6 +63,11 @@ def main(arguments: list[str] | None = None) -> None:
             from .mechanisms.islands.rendezvous.serve import main as lighthouse
 
             lighthouse(rest)
+            return
+        if script == "coordinator":
+            from .mechanisms.islands.membership.coordinator import main as coordinator
+
+            coordinator(rest)
             return
         if script == "copy":
             _copy(rest)

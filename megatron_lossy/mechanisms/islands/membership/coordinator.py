@@ -1,0 +1,300 @@
+"""``python -m megatron_lossy coordinator``: serve the store where islands agree on who is there (docs/elastic.md).
+
+It answers the three requests of etcd's JSON gateway that :mod:`.store` makes, to who has the key file. A journal keeps all but
+beats. A page and ``/metrics`` are at an address of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import signal
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ....base.errors import ArgumentParser, cannot, refuse
+from ....transport.network import LEAST_BYTES
+from .page import Watcher
+from .store import PORT, split_address
+from .tls import server_context
+
+#: Bytes of the head of a request, of its body, of a key, of a value, of all keys and values; keys; connections.
+HEAD, BODY, KEY, VALUE, ALL, KEYS, CONNECTIONS = 1 << 14, 1 << 18, 256, 1 << 16, 64 << 20, 20_000, 512
+#: Seconds for a handshake, for the next request of a connection, and for the rest of a request or its answer.
+HANDSHAKE, IDLE, REST = 5.0, 120.0, 10.0
+#: Bytes of a journal, besides those of the values in it, above which it is written anew.
+_SPARE = 16 << 20
+#: Part of the keys that the journal leaves out: they are written each second, and islands write them again.
+_BEAT = b"/beat/"
+
+#: Answers a request: method, path and body to status, type and content.
+Route = Callable[[str, str, bytes], "tuple[int, str, bytes]"]
+
+
+class Journal:
+    """The writes to a dictionary, each on disk before it is answered. One process at a time has it.
+
+    Raises :class:`UsageError` if ``path`` cannot be used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.values: dict[bytes, bytes] = {}
+        try:
+            self._file: Any = open(path, "ab+")
+            self._lock()
+            self._file.seek(0)
+            for line in self._file:
+                with contextlib.suppress(ValueError, TypeError):  # the last one may be torn
+                    key, value = json.loads(line)
+                    self.values[base64.b64decode(key)] = base64.b64decode(value)
+            self._shorten()
+        except BlockingIOError:
+            raise refuse("--journal", path, "belongs to a coordinator that runs") from None
+        except OSError as error:
+            raise cannot("--journal", path, "written", error) from None
+
+    def write(self, key: bytes, value: bytes) -> None:
+        """Add a line. Raises :class:`OSError`, and then it is not there."""
+        end = self._file.tell()
+        try:
+            self._append(_line(key, value))
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+                self._file.seek(end)
+            raise
+        self.values[key] = value
+        if end > self._long:
+            self._shorten()
+
+    def _shorten(self) -> None:
+        """Write a journal of the present values alone, and put it in the place of this one."""
+        new = self._path.with_name(self._path.name + ".new")
+        with contextlib.ExitStack() as undo:
+            old, self._file = self._file, open(new, "wb", buffering=0)
+            undo.callback(setattr, self, "_file", old)
+            self._lock()
+            self._append(b"".join(_line(*one) for one in self.values.items()))
+            new.replace(self._path)
+            undo.pop_all()
+        old.close()
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        self._long = self._file.tell() + _SPARE
+
+    def _append(self, lines: bytes) -> None:
+        if self._file.write(lines) != len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(self._file.fileno())
+
+    def _lock(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _line(key: bytes, value: bytes) -> bytes:
+    return json.dumps([base64.b64encode(key).decode(), base64.b64encode(value).decode()]).encode() + b"\n"
+
+
+class Dictionary:
+    """What the coordinator keeps, and its answers. No input or output, but for the journal.
+
+    ``noted(key, value)`` is called with each write. ``malformed``: requests that nobody could answer.
+    """
+
+    def __init__(self, journal: Journal | None, noted: Callable[[bytes, bytes], None] = lambda *_: None) -> None:
+        self._journal, self._noted = journal, noted
+        self._values = dict(journal.values) if journal else {}
+        self._size = sum(len(key) + len(value) for key, value in self._values.items())
+        self.malformed = 0
+        for key, value in self._values.items():
+            noted(key, value)
+
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, str, bytes]:
+        """A :data:`Route`."""
+        try:
+            handle = {"/v3/kv/range": self._range, "/v3/kv/put": self._put, "/v3/kv/txn": self._swap}[path]
+            if method != "POST":
+                raise ValueError("only POST")
+            status, found = 200, handle(json.loads(body))
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+            self.malformed += 1
+            status, found = 400, {"error": f"{type(error).__name__}: {error}"}
+        except OSError as error:  # the disk of the journal
+            status, found = 503, {"error": str(error)}
+        return status, "application/json", json.dumps(found).encode()
+
+    def _range(self, request: Any) -> dict[str, Any]:
+        first = _bytes(request["key"])
+        if "range_end" not in request:
+            found = [first] if first in self._values else []
+        else:
+            end = _bytes(request["range_end"])
+            found = sorted(key for key in self._values if first <= key < end)
+        return {"kvs": [{"key": _text(key), "value": _text(self._values[key])} for key in found]}
+
+    def _put(self, request: Any) -> dict[str, Any]:
+        key, value = _bytes(request["key"]), _bytes(request["value"])
+        size = self._size + len(value) - len(self._values.get(key, b"")) + (0 if key in self._values else len(key))
+        if len(key) > KEY or len(value) > VALUE:
+            raise ValueError(f"a key of {len(key)} bytes and a value of {len(value)}: at most {KEY} and {VALUE}")
+        if size > ALL or (key not in self._values and len(self._values) >= KEYS):
+            raise ValueError(f"the store is full: {len(self._values)} keys, {self._size} bytes")
+        if self._journal and _BEAT not in key:
+            self._journal.write(key, value)
+        self._values[key], self._size = value, size
+        self._noted(key, value)
+        return {}
+
+    def _swap(self, request: Any) -> dict[str, Any]:
+        (compare,), (success,) = request["compare"], request["success"]
+        found = self._values.get(_bytes(compare["key"]))
+        if compare["result"] != "EQUAL" or (compare["target"] == "CREATE" and compare["create_revision"] != "0"):
+            raise ValueError("only equality with a value, and with none")
+        old = None if compare["target"] == "CREATE" else _bytes(compare["value"])
+        if found == old:
+            self._put(success["request_put"])
+        return {"succeeded": found == old}
+
+
+def _bytes(code: str) -> bytes:
+    return base64.b64decode(code, validate=True)
+
+
+def _text(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+class Server:
+    """Serves a route by HTTP/1.1. ``accepted``: connections of anybody; ``greeted``: those that could be talked to."""
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+        self._open: set[asyncio.Task[None]] = set()
+        self.accepted = self.greeted = self.broken = 0
+
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.Server:
+        """Listen. Strangers end at the handshake."""
+        timeout = HANDSHAKE if tls else None
+        return await asyncio.get_running_loop().create_server(
+            self._protocol, host, port, ssl=tls, ssl_handshake_timeout=timeout
+        )
+
+    @property
+    def connections(self) -> int:
+        return len(self._open)
+
+    def _protocol(self) -> asyncio.Protocol:
+        self.accepted += 1
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(limit=HEAD), self._begin)
+
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.greeted += 1
+        if len(self._open) >= CONNECTIONS:
+            writer.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), IDLE)
+                method, path, length = _parse(head)
+                body = await asyncio.wait_for(reader.readexactly(length), REST)
+                status, kind, content = self._route(method, path, body)
+                writer.write(
+                    f"HTTP/1.1 {status} {'OK' if status == 200 else 'Error'}\r\nContent-Type: {kind}\r\n"
+                    f"Content-Length: {len(content)}\r\n\r\n".encode()
+                    + content
+                )
+                await asyncio.wait_for(writer.drain(), REST)
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError) as error:
+            if not (isinstance(error, asyncio.IncompleteReadError) and not error.partial):  # it has closed
+                self.broken += 1
+        finally:
+            writer.close()
+
+
+def _parse(head: bytes) -> tuple[str, str, int]:
+    """Method, path and bytes of the body. Raises :class:`ValueError`."""
+    first, *lines = head.decode("ascii").split("\r\n")
+    method, path, version = first.split(" ")
+    fields = dict(line.lower().split(":", 1) for line in lines if line)
+    length = fields.get("content-length", "0").strip()
+    if version != "HTTP/1.1" or "transfer-encoding" in fields or not length.isdecimal() or not int(length) <= BODY:
+        raise ValueError(first)
+    return method, path, int(length)
+
+
+async def serve(
+    bind: tuple[str, int], key: bytes, journal: Path, page: tuple[str, int] | None, say: Callable[[str], None]
+) -> None:
+    """Serve until SIGINT or SIGTERM. ``say`` gets the addresses. Raises :class:`UsageError`."""
+    watcher = Watcher(time.time)
+    store = Dictionary(Journal(journal), watcher.note)
+    server = Server(store.answer)
+    watcher.counters = lambda: {
+        "accepted": server.accepted,
+        "authenticated": server.greeted,
+        "broken": server.broken,
+        "malformed": store.malformed,
+        "connections": server.connections,
+    }
+    end = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, end.set)
+    with contextlib.ExitStack() as stack:
+        doors = [("--bind", "coordinator: tcp://", server, bind, server_context(key))]
+        if page is not None:
+            doors.append(("--page", "page: http://", Server(watcher.answer), page, None))
+        for flag, name, one, (host, port), tls in doors:
+            try:
+                listening = await one.start(host, port, tls)
+            except OSError as error:
+                raise refuse(flag, f"{host}:{port}", f"nothing can listen there: {error.strerror or error}") from None
+            stack.callback(listening.close)
+            host, port = listening.sockets[0].getsockname()[:2]
+            say(f"{name}{f'[{host}]' if ':' in host else host}:{port}")
+        await end.wait()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command. Raises :class:`UsageError`."""
+    parser = ArgumentParser(
+        prog="python -m megatron_lossy coordinator",
+        description="Serve the store where islands agree on who is there. Only who has the key file is answered.",
+    )
+    parser.add_argument("--bind", default=f"[::]:{PORT}", metavar="ADDR:PORT", help="default %(default)s")
+    parser.add_argument("--key-file", required=True, metavar="FILE", help="the secret that all islands have, too")
+    parser.add_argument(
+        "--journal", default="coordinator.journal", metavar="FILE", help="its memory; default %(default)s"
+    )
+    parser.add_argument(
+        "--page",
+        default=f"127.0.0.1:{PORT + 1}",
+        metavar="ADDR:PORT",
+        help="a page and /metrics, which anybody can read there; none: neither; default %(default)s",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        key = Path(options.key_file).read_bytes()
+    except OSError as error:
+        raise cannot("--key-file", options.key_file, "read", error) from None
+    if len(key) < LEAST_BYTES:
+        raise refuse("--key-file", options.key_file, f"has {len(key)} bytes, and a secret needs {LEAST_BYTES} at least")
+    page = None if options.page == "none" else split_address(options.page, "--page")
+    bind = split_address(options.bind, "--bind")
+    asyncio.run(serve(bind, key, Path(options.journal), page, lambda line: print(line, flush=True)))

@@ -1,0 +1,157 @@
+"""The values that islands write into the store: one JSON object each.
+
+More fields than are known are ignored, so that a newer version can add some. A value with less, or of another form, is none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any, TypeVar
+
+#: The slot of an island and a random name of its process: ``2/1a2b3c4d``.
+Member = str
+Members = tuple[str, ...]
+_MEMBER = re.compile(r"\d{1,3}/[0-9a-f]{8}")
+_MOST = 1 << 53
+#: The checks by the type of a field.
+_CHECKS = {
+    "int": lambda value: type(value) is int and 0 <= value < _MOST,
+    "Slots": lambda value: type(value) is int and 0 <= value < 1 << 1000,
+    "float": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "str": lambda value: type(value) is str and len(value) <= 200,
+    "Member": lambda value: type(value) is str and _MEMBER.fullmatch(value) is not None,
+    "Members": lambda value: (
+        type(value) is list
+        and all(map(_CHECKS["Member"], value))
+        and len({slot_of(one) for one in value}) == len(value)
+    ),
+}
+_T = TypeVar("_T")
+
+
+def slot_of(member: Member) -> int:
+    """Return its slot."""
+    return int(member.partition("/")[0])
+
+
+class Slots(int):
+    """A set of slots, as bits."""
+
+    @classmethod
+    def of(cls, members: Iterable[Member]) -> Slots:
+        return cls(sum(1 << slot for slot in {slot_of(one) for one in members}))
+
+    def __contains__(self, member: Member) -> bool:
+        return bool(int(self) >> slot_of(member) & 1)
+
+
+NOBODY = Slots(0)
+
+
+@dataclass(frozen=True)
+class Birth:
+    """Of a store, written once. ``time``: Unix seconds."""
+
+    nonce: str
+    time: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Its holder. ``flags``: digest of those that islands must share. ``address``: where it listens, HOST:PORT."""
+
+    me: Member
+    host: str
+    address: str
+    flags: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The state of an island, each second.
+
+    ``entry``: hash of the newest that it has. ``role``: waits, copies, sends, leaves. ``seconds``: per exchange. ``heard``: within
+    the time of silence. ``attempt``: the nonce of the preparation that it connects for, and with whom it is ``ready``. ``yields``: to
+    a branch that brings more. ``loss`` and ``event`` are for operators, and so is ``lost``, the share of messages that did not come.
+    """
+
+    me: Member
+    count: int
+    role: str
+    iteration: int
+    exchange: int
+    entry: str = ""
+    seconds: float = 1.0
+    lag: int = 0
+    heard: Slots = NOBODY
+    attempt: str = ""
+    ready: Slots = NOBODY
+    yields: int = 0
+    loss: float = 0.0
+    lost: float = 0.0
+    event: str = ""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """An attempt at the entry of ``number``: the candidates connect to each other."""
+
+    number: int
+    by: Member
+    nonce: str
+    candidates: Members
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An epoch, from exchange ``first`` on, when the run has made ``iteration`` iterations.
+
+    Who is a member and no sender copies, or listens. ``parent``: hash of the entry before it, empty for the first.
+    """
+
+    number: int
+    members: Members
+    senders: Members
+    first: int
+    iteration: int
+    parent: str
+    nonce: str
+
+    def __post_init__(self) -> None:
+        if not self.senders or not set(self.senders) <= set(self.members):
+            raise ValueError("senders that are no members, or none")
+
+    @cached_property
+    def ident(self) -> str:
+        """Its hash: 16 hexadecimal digits."""
+        return hashlib.blake2b(write(self).encode(), digest_size=8).hexdigest()
+
+
+def write(message: Any) -> str:
+    """Return its text; equal messages have equal texts."""
+    return json.dumps(asdict(message), sort_keys=True, separators=(",", ":"))
+
+
+def read(cls: type[_T], text: str | None) -> _T | None:
+    """Return the message in ``text``; ``None`` if that is none of ``cls``."""
+    try:
+        found = json.loads(text or "")
+        values = {}
+        for field in fields(cls):  # type: ignore[arg-type]
+            value = found[field.name]
+            if not _CHECKS[str(field.type)](value):
+                return None
+            values[field.name] = {"Members": tuple, "Slots": Slots}.get(str(field.type), _same)(value)
+        return cls(**values)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -1,0 +1,438 @@
+"""How islands agree on who is there: the rules of one island, without a clock, a store or a network.
+
+An island polls: it reads what is in the store, and gets what it is to write, whom to connect to, and what has become of it. Keys
+are ``birth``, ``flags``, ``slot/I``, ``beat/I``, ``prepare`` and ``epoch``. The last holds the newest entry of the list of epochs:
+an entry replaces its predecessor by compare-and-swap, so that none is written twice, and names it by its hash.
+
+Whatever is written without an answer is read at the next poll.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from .messages import NOBODY, Beat, Birth, Entry, Member, Members, Preparation, Slot, Slots, read, slot_of, write
+
+#: An answer that differs from every text: the write asks for no former value.
+ANY = object()
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds: between polls; until a silent island counts as dead; for candidates to connect; in which a new store is filled again
+    (``quiet``); until less than half of the senders go on without the others (``alone``), and the first island begins (``join``);
+    until an island that was left out is tried again, doubled each time up to a most; in which an entry is read by all.
+    """
+
+    poll: float = 1.0
+    silent: float = 10.0
+    connect: float = 6.0
+    quiet: float = 20.0
+    alone: float = 60.0
+    join: float = 60.0
+    again: float = 30.0
+    most_again: float = 600.0
+    read: float = 3.0
+
+
+@dataclass(frozen=True)
+class Local:
+    """The state of this island that no store has.
+
+    ``unix``: seconds, of a clock that may be wrong. ``iteration`` and ``exchange``: made so far; ``interval`` iterations make an
+    exchange, which takes ``seconds``. ``ready``: its weights are the run's, and may be sent. ``leaves``: it is about to end. ``heard``:
+    members whose frames have come within the time of silence. ``connected``: candidates to which a connection stands. ``answers``:
+    whether the holder of this island's slot answers at its address; ``None``: not known. The others are for operators.
+    """
+
+    unix: float
+    iteration: int = 0
+    exchange: int = 0
+    interval: int = 1
+    seconds: float = 1.0
+    ready: bool = False
+    leaves: bool = False
+    heard: Collection[Member] = ()
+    connected: Collection[Member] = ()
+    answers: bool | None = None
+    lag: int = 0
+    loss: float = 0.0
+    lost: float = 0.0
+    event: str = ""
+
+
+class Write(NamedTuple):
+    """``old``: the text that is there, ``None`` for none; :data:`ANY`: whatever it is."""
+
+    key: str
+    new: str
+    old: object = ANY
+
+
+@dataclass
+class Plan:
+    """``writes`` in their order, of which the rest is left out once one fails. ``connect``: to these, of attempt ``attempt``.
+
+    ``ask``: the address of a holder, which may be alive. ``refused`` and ``lost``: the line with which this island ends, before it
+    held its slot or afterwards. ``lines``: for the log.
+    """
+
+    writes: list[Write] = field(default_factory=list)
+    connect: Members = ()
+    attempt: str = ""
+    ask: str | None = None
+    refused: str | None = None
+    lost: str | None = None
+    lines: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Seen:
+    """An island by its beats. ``silence``: seconds of this one's own polls in which the counter did not move."""
+
+    count: int
+    silence: float = 0.0
+    moved: bool = False
+
+
+class Picture:
+    """What is in the store. ``skipped``: values that are no messages."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self.texts = texts
+        self.skipped = 0
+        self.birth = self._read(Birth, "birth")
+        self.entry = self._read(Entry, "epoch")
+        self.prepared = self._read(Preparation, "prepare")
+        self.slots = self._of_slots(Slot, "slot")
+        self.beats = {beat.me: beat for beat in self._of_slots(Beat, "beat").values()}
+
+    def _read(self, cls: type[_T], key: str) -> _T | None:
+        found = read(cls, self.texts.get(key))
+        self.skipped += found is None and key in self.texts
+        return found
+
+    def _of_slots(self, cls: type[_T], name: str) -> dict[int, _T]:
+        found = {key: self._read(cls, key) for key in self.texts if key.startswith(f"{name}/")}
+        return {slot_of(one.me): one for key, one in found.items() if one and key == f"{name}/{slot_of(one.me)}"}
+
+
+class Island:
+    """The rules of one of ``islands`` slots, which ``own`` describes. :attr:`entry` is the newest that names it.
+
+    :attr:`since` tells, by hash, the entries that it has had: exchanges before the first of one are made under the one before.
+    """
+
+    def __init__(self, own: Slot, islands: int, times: Times, now: float) -> None:
+        self.own, self.me, self.slot = own, own.me, slot_of(own.me)
+        self.times = times
+        self.entry: Entry | None = None
+        self.holds = False
+        self._islands, self._began = islands, now
+        self._birth: str | None = None
+        self._quiet = now + times.quiet
+        self._polled: float | None = None
+        self._seen: dict[Member, _Seen] = {}
+        self._count = 0
+        self._role = "waits"
+        #: The preparation that it saw last, and since when. What kept others from proposing, and since when.
+        self._attempt, self._waiting = ("", now), ((), now)
+        self._fewer: float | None = None
+        self._yields = -math.inf
+        #: For whom was left out: until when, and how long the next time.
+        self._left_out: dict[Member, tuple[float, float]] = {}
+
+    def hear(self, entry: Entry) -> bool:
+        """Take over an entry that came from another member, or from the store. Return whether it is news."""
+        if self.me not in entry.members or (self.entry is not None and entry.number <= self.entry.number):
+            return False
+        self.entry = entry
+        self._role = "sends" if self.me in entry.senders else "copies"
+        return True
+
+    def missed(self) -> None:
+        """The store did not answer."""
+        self._fewer = None
+
+    def poll(self, now: float, texts: Mapping[str, str], local: Local) -> Plan:
+        """Return what to do. ``now``: seconds of this island's clock. ``texts``: the keys and values of the store."""
+        plan, picture = Plan(), Picture(texts)
+        if picture.birth is None:
+            birth = Birth(secrets.token_hex(8), int(local.unix))
+            plan.writes.append(Write("birth", write(birth), texts.get("birth")))
+            return plan
+        if self._birth != picture.birth.nonce:
+            if self._birth is not None:
+                self._quiet, self._seen, self._polled = now + self.times.quiet, {}, None
+            self._birth = picture.birth.nonce
+        self._judge(now, picture)
+        if not self._hold(now, picture, local, plan):
+            return plan
+        if picture.entry is not None:
+            self.hear(picture.entry)
+        if local.ready and self._role == "copies":
+            self._role = "sends"
+        if self.entry and (picture.entry is None or picture.entry.number < self.entry.number):
+            plan.writes.append(Write("epoch", write(self.entry), texts.get("epoch")))
+        self._connect(now, picture, local, plan)
+        beat = self._beat(now, local, plan)
+        plan.writes.append(Write(f"beat/{self.slot}", write(beat)))
+        if now >= self._quiet and not local.leaves and self.me in picture.beats:
+            picture.beats[self.me] = beat
+            self._propose(now, picture, local, plan)
+        return plan
+
+    # -- who lives
+
+    def _judge(self, now: float, picture: Picture) -> None:
+        """Count silence by polls that follow each other: neither an outage of the store nor this island's own sleep counts."""
+        step = now - self._polled if self._polled is not None else 0.0
+        step = step if step < 3 * self.times.poll else 0.0
+        self._polled = now
+        there = {slot.me for slot in picture.slots.values()} | picture.beats.keys()
+        self._seen = {me: seen for me, seen in self._seen.items() if me in there}
+        for me in there:
+            count = picture.beats[me].count if me in picture.beats else -1
+            seen = self._seen.setdefault(me, _Seen(count))
+            if seen.count == count:
+                seen.silence += step
+            else:
+                self._seen[me] = _Seen(count, moved=True)
+
+    def _silent(self, me: Member, picture: Picture, local: Local) -> bool:
+        """Whether its beats stand still, and nobody who lives hears it."""
+        if me in picture.beats and picture.beats[me].role == "leaves":
+            return True
+        if me not in self._seen or self._seen[me].silence < self.times.silent:
+            return me not in self._seen
+        return me not in local.heard and not any(
+            me in beat.heard and other != me and self._seen[other].silence < self.times.silent
+            for other, beat in picture.beats.items()
+        )
+
+    def _hold(self, now: float, picture: Picture, local: Local, plan: Plan) -> bool:
+        """Whether this island holds its slot, and may go on; otherwise ``plan`` has what to do for it."""
+        holder, text = picture.slots.get(self.slot), picture.texts.get(f"slot/{self.slot}")
+        mine = holder is not None and holder.me == self.me
+        claim = Write(f"slot/{self.slot}", write(self.own), text)
+        if not self.holds and mine:
+            self.holds = True
+        if self.holds and holder is not None and not mine:
+            plan.lost = f"--island {self.slot}: a later start at {holder.host} has taken this slot"
+            return False
+        if self.entry is None and not self._agree(now, picture, local, plan):
+            return False
+        if self.holds:
+            if holder is None:  # a store that has lost it
+                plan.writes.append(claim)
+            if "flags" not in picture.texts:
+                plan.writes.append(Write("flags", self.own.flags, None))
+            return True
+        if holder is None or (self._silent(holder.me, picture, local) and local.answers is False):
+            if now >= self._quiet:
+                plan.writes.append(claim)
+            return False
+        seen = self._seen[holder.me]
+        if seen.silence < self.times.silent and seen.moved and not self._silent(holder.me, picture, local):
+            plan.refused = f"--island {self.slot}: the island at {holder.host} has this slot, and is alive"
+        plan.ask = holder.address
+        return False
+
+    def _agree(self, now: float, picture: Picture, local: Local, plan: Plan) -> bool:
+        """Whether the flags of the run are those of this island. Flags that nobody alive has are replaced."""
+        flags = picture.texts.get("flags")
+        if flags == self.own.flags:
+            return True
+        for slot in picture.slots.values():
+            if slot.flags == flags and slot.me != self.me and not self._silent(slot.me, picture, local):
+                plan.refused = f"--island {self.slot}: island {slot_of(slot.me)} at {slot.host} has other flags"
+                return False
+        if now >= self._quiet:
+            plan.writes.append(Write("flags", self.own.flags, flags))
+        return False
+
+    def _beat(self, now: float, local: Local, plan: Plan) -> Beat:
+        self._count += 1
+        return Beat(
+            me=self.me,
+            count=self._count,
+            role="leaves" if local.leaves else self._role,
+            iteration=local.iteration,
+            exchange=local.exchange,
+            entry=self.entry.ident if self.entry else "",
+            seconds=local.seconds,
+            lag=local.lag,
+            heard=Slots.of(local.heard),
+            attempt=plan.attempt,
+            ready=Slots.of(set(plan.connect) & set(local.connected)),
+            yields=int(now < self._yields),
+            loss=local.loss,
+            lost=local.lost,
+            event=local.event[:48],
+        )
+
+    # -- the next entry
+
+    def _connect(self, now: float, picture: Picture, local: Local, plan: Plan) -> None:
+        prepared = picture.prepared
+        if prepared is None or prepared.number <= self._number(picture) or local.leaves:
+            return
+        if prepared.nonce != self._attempt[0]:
+            self._attempt = prepared.nonce, now
+        if self.me in prepared.candidates:
+            plan.attempt, plan.connect = prepared.nonce, prepared.candidates
+
+    def _number(self, picture: Picture) -> int:
+        """The number of the newest entry that is known; of none, the birth of the store, so that numbers never repeat."""
+        known = [entry.number for entry in (picture.entry, self.entry) if entry is not None]
+        return max([*known, picture.birth.time if picture.birth else 0])
+
+    def _propose(self, now: float, picture: Picture, local: Local, plan: Plan) -> None:
+        """Prepare an entry, or commit it, if that is this island's turn and there is need."""
+        live = {
+            slot.me: picture.beats[slot.me]
+            for _, slot in sorted(picture.slots.items())
+            if slot.flags == self.own.flags and slot.me in picture.beats and not self._silent(slot.me, picture, local)
+        }
+        if not self._is_turn(now, picture, live):
+            return
+        base, last = self.entry, picture.entry
+        wanted = tuple(me for me in live if now >= self._left_out.get(me, (0.0, 0.0))[0])
+        if base is not None and last is not None and last.ident == base.ident and self._stands(wanted, live, base):
+            self._fewer = None
+            return
+        number, prepared, text = self._number(picture) + 1, picture.prepared, picture.texts.get("prepare")
+        if prepared is None or prepared.number != number:
+            prepared = None
+        age = now - self._attempt[1]
+        if prepared is None or prepared.by != self.me or set(prepared.candidates) != set(wanted):
+            if prepared is None or prepared.by == self.me or age >= self.times.connect + 2 * self.times.poll:
+                new = Preparation(number, self.me, secrets.token_hex(4), wanted)
+                plan.writes.append(Write("prepare", write(new), text))
+            return
+        ready = {me: live[me].ready for me in wanted if live[me].attempt == prepared.nonce}
+        ready[self.me] = Slots.of(set(wanted) & set(local.connected))
+        whole = not _lacking(wanted, ready)
+        if not whole and age < self.times.connect:
+            return
+        members = _connected(wanted, ready, self._senders(live, base))
+        self._leave_out(now, wanted, members, picture, plan)
+        if self._may_commit(now, members, live, base, last):
+            entry = self._entry(number, members, live, base, local)
+            plan.writes.append(Write("epoch", write(entry), picture.texts.get("epoch")))
+
+    def _stands(self, wanted: Sequence[Member], live: Mapping[Member, Beat], base: Entry) -> bool:
+        """Whether ``base`` has the right members already, and all that may send."""
+        may_send = {me for me in wanted if live[me].role == "sends" and live[me].entry == base.ident}
+        return set(wanted) == set(base.members) and may_send <= set(base.senders)
+
+    def _is_turn(self, now: float, picture: Picture, live: Mapping[Member, Beat]) -> bool:
+        """Whether this island proposes: the first sender of the branch with most members; another one where that one does not."""
+        branches = _branches(live)
+        if branches:
+            best = max(branches, key=lambda ident: _weight(branches[ident], live, ident))
+            if self.entry is None or self.entry.ident != best:
+                return False
+            turn = sorted(branches[best], key=lambda me: (live[me].role != "sends", slot_of(me)))
+        elif len(live) < self._islands and now - self._began < self.times.join:
+            return False
+        else:
+            turn = list(live)
+        state = (self._number(picture), *live)
+        if self._waiting[0] != state:
+            self._waiting = state, now
+        return self.me == turn[0] or now - self._waiting[1] > self.times.connect + 4 * self.times.poll
+
+    def _senders(self, live: Mapping[Member, Beat], base: Entry | None) -> list[Member]:
+        """Those who send under ``base``, and live."""
+        if base is None:
+            return []
+        late = {me for me in base.senders if live.get(me) and live[me].entry == base.parent}  # has not read base yet
+        return [me for me, beat in live.items() if beat.role == "sends" and (beat.entry == base.ident or me in late)]
+
+    def _leave_out(self, now: float, wanted: Members, members: Members, picture: Picture, plan: Plan) -> None:
+        for me in wanted:
+            if me in members:
+                self._left_out.pop(me, None)
+                continue
+            wait = self._left_out.get(me, (0.0, self.times.again))[1]
+            self._left_out[me] = now + wait, min(2 * wait, self.times.most_again)
+            slot = picture.slots[slot_of(me)]
+            plan.lines.append(
+                f"island {slot_of(me)} at {slot.host} is left out, and tried again in {wait:.0f} s: not all members have a "
+                f"connection with it; open {slot.address} to them, or their ports to it"
+            )
+
+    def _may_commit(
+        self, now: float, members: Members, live: Mapping[Member, Beat], base: Entry | None, last: Entry | None
+    ) -> bool:
+        """Whether ``members`` are enough, and no other branch brings more of them."""
+        if base is not None:
+            brought = {ident: len(set(branch) & set(members)) for ident, branch in _branches(live).items()}
+            if max(brought.values()) > brought[base.ident]:
+                self._yields = now + self.times.again
+                return False
+            if last is not None and last.ident == base.ident and self._stands(members, live, base):
+                return False
+        former = base or last
+        if former is None or 2 * len(set(former.senders) & set(members)) >= len(former.senders):
+            self._fewer = None
+            return True
+        if self._fewer is None:
+            self._fewer = now
+        return now - self._fewer >= self.times.alone
+
+    def _entry(
+        self, number: int, members: Members, live: Mapping[Member, Beat], base: Entry | None, local: Local
+    ) -> Entry:
+        """The entry of ``members``, late enough for all to have read it before its first exchange."""
+        senders = [me for me in self._senders(live, base) if me in members]
+        if not senders:
+            most = max(live[me].iteration for me in members)
+            senders = [me for me in members if live[me].iteration == most]
+        first = max(live[me].exchange for me in senders)
+        if base is not None:
+            quickest = max(1e-3, min(live[me].seconds for me in senders))
+            first += 1 + math.ceil(self.times.read / quickest)
+        iteration = max(live[me].iteration + (first - live[me].exchange) * local.interval for me in senders)
+        parent = base.ident if base else ""
+        return Entry(number, members, tuple(senders), first, iteration, parent, secrets.token_hex(8))
+
+
+def _branches(live: Mapping[Member, Beat]) -> dict[str, list[Member]]:
+    """Those who live, by the entry that they have. Who never sent does not count while a sender lives."""
+    voters = {me: beat for me, beat in live.items() if beat.entry}
+    voters = {me: beat for me, beat in voters.items() if beat.role == "sends"} or voters
+    found: dict[str, list[Member]] = {}
+    for me, beat in voters.items():
+        found.setdefault(beat.entry, []).append(me)
+    return found
+
+
+def _weight(branch: Sequence[Member], live: Mapping[Member, Beat], ident: str) -> tuple[object, ...]:
+    """A branch that does not yield counts before one that does; then the number of those who hear another, or one alone."""
+    hearing = [me for me in branch if len(branch) == 1 or any(one in live[me].heard for one in branch if one != me)]
+    yields = any(live[me].yields for me in branch)
+    return not yields, len(hearing), max(live[me].iteration for me in branch), ident
+
+
+def _lacking(members: Sequence[Member], ready: Mapping[Member, Slots]) -> dict[Member, int]:
+    """The members without a connection to all others, with the number of those that they lack."""
+    lacks = {
+        me: sum(not (one in ready.get(me, NOBODY) and me in ready.get(one, NOBODY)) for one in members if one != me)
+        for me in members
+    }
+    return {me: number for me, number in lacks.items() if number}
+
+
+def _connected(wanted: Members, ready: Mapping[Member, Slots], keep: Collection[Member]) -> Members:
+    """Return those of ``wanted`` of which every pair is connected: who lacks most pairs goes, of ``keep`` last."""
+    members = list(wanted)
+    while lacks := _lacking(members, ready):
+        members.remove(max(lacks, key=lambda me: (lacks[me], me not in keep, slot_of(me))))
+    return tuple(members)

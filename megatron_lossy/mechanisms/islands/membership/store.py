@@ -1,0 +1,275 @@
+"""A store with compare-and-swap: four calls, and one client for both backends.
+
+Our coordinator (``tcp://``) answers the three requests of etcd's JSON gateway that these calls need, over mutual TLS. etcd
+(``etcd://``) is asked as it is. Values are text; keys begin with the name of the run, which callers do not see.
+"""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import re
+import socket
+import ssl
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from ....base.errors import cannot, first_line, refuse
+from .tls import NAME, client_context
+
+PORT = 29510
+#: Seconds after which a call has ended, connecting included.
+TIMEOUT = 2.0
+_URL = re.compile(r"(?P<kind>tcp|etcd)://(?P<hosts>[^/?]+)/(?P<run>[A-Za-z0-9._-]{1,64})(\?access=(?P<access>.+))?")
+_HOST = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\[\]:,/\s]+)(:(?P<port>\d{1,5}))?")
+_T = TypeVar("_T")
+
+
+class Unreachable(ConnectionError):
+    """No usable answer within the timeout. A write may have been made all the same."""
+
+
+class Store(ABC):
+    """Text by key. Every call ends within ``timeout`` seconds, and raises :class:`Unreachable` if it has no answer by then.
+
+    An object is of one thread.
+    """
+
+    timeout = TIMEOUT
+
+    @abstractmethod
+    def get(self, key: str) -> str | None:
+        """Return the value; ``None`` if there is none."""
+
+    @abstractmethod
+    def put(self, key: str, value: str) -> None:
+        """Write the value."""
+
+    @abstractmethod
+    def put_if(self, key: str, old: str | None, new: str) -> bool:
+        """Write ``new`` if the value is ``old`` (``None``: there is none), at once. Return whether that was done.
+
+        ``new`` must differ from what anybody else writes, so that a write without an answer can be told from another's.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str) -> dict[str, str]:
+        """Return all values whose key begins with ``prefix``, as of one moment, by whole key."""
+
+
+class Gateway(Store):
+    """A store behind etcd's JSON gateway at one of ``hosts``, (name, port); who does not answer is asked last.
+
+    ``tls``: how to connect; plainly without. ``name``: in the server's certificate, if it is not the host's. ``user``: and password.
+    """
+
+    def __init__(
+        self,
+        hosts: list[tuple[str, int]],
+        run: str,
+        tls: ssl.SSLContext | None = None,
+        name: str | None = None,
+        user: tuple[str, str] | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        self.timeout = timeout
+        self._hosts, self._prefix, self._tls, self._name, self._user = list(hosts), f"{run}/", tls, name, user
+        self._connection: http.client.HTTPConnection | None = None
+        self._token: str | None = None
+
+    def get(self, key: str) -> str | None:
+        found = self._repeat(lambda end: self._range({"key": self._key(key)}, end))
+        return next(iter(found.values()), None)
+
+    def list(self, prefix: str) -> dict[str, str]:
+        first = self._prefix + prefix
+        end_key = _code(first[:-1] + chr(ord(first[-1]) + 1))
+        return self._repeat(lambda end: self._range({"key": _code(first), "range_end": end_key}, end))
+
+    def put(self, key: str, value: str) -> None:
+        self._repeat(lambda end: self._post("kv/put", {"key": self._key(key), "value": _code(value)}, end))
+
+    def put_if(self, key: str, old: str | None, new: str) -> bool:
+        there = {"target": "CREATE", "create_revision": "0"}
+        compare = {"key": self._key(key), "result": "EQUAL"} | (
+            there if old is None else {"target": "VALUE", "value": _code(old)}
+        )
+        body = {"compare": [compare], "success": [{"request_put": {"key": self._key(key), "value": _code(new)}}]}
+        unanswered = False
+
+        def attempt(end: float) -> bool:
+            nonlocal unanswered
+            asked, unanswered = unanswered, True
+            if asked and new in (found := self._range({"key": self._key(key)}, end)).values():
+                return True
+            if asked and next(iter(found.values()), None) != old:
+                return False
+            written = bool(self._post("kv/txn", body, end).get("succeeded", False))
+            # The attempt without an answer may have come through between the look and this one.
+            return written or (asked and new in self._range({"key": self._key(key)}, end).values())
+
+        return self._repeat(attempt)
+
+    def _key(self, key: str) -> str:
+        return _code(self._prefix + key)
+
+    def _range(self, body: Mapping[str, str], end: float) -> dict[str, str]:
+        found = self._post("kv/range", body, end).get("kvs", [])
+        return {_text(one["key"])[len(self._prefix) :]: _text(one.get("value", "")) for one in found}
+
+    def _repeat(self, attempt: Callable[[float], _T]) -> _T:
+        """Attempt it at each host, and once more where a kept connection may have ended, as long as there is time."""
+        end = time.monotonic() + self.timeout
+        for left in reversed(range(len(self._hosts) + 1)):
+            try:
+                return attempt(end)
+            except Unreachable:
+                if not left or time.monotonic() >= end:
+                    raise
+        raise AssertionError("a loop of one turn at least")
+
+    def _post(self, path: str, body: Mapping[str, Any], end: float) -> dict[str, Any]:
+        """The answer of the host that is asked first. A thread of its own asks it, since names are looked up without a timeout."""
+        answer: concurrent.futures.Future[tuple[int, dict[str, Any]]] = concurrent.futures.Future()
+        asked = threading.Thread(target=_settle, args=[answer, lambda: self._ask(path, body, end)], daemon=True)
+        host, port = self._hosts[0]
+        try:
+            asked.start()
+            status, found = answer.result(max(0.0, end - time.monotonic()))
+            if status == 401:
+                self._token = None  # of a server that has restarted, or too old
+            if status != 200:
+                raise OSError(f"status {status}, {found.get('error', 'without a reason')}")
+            return found
+        except (
+            OSError,
+            http.client.HTTPException,
+            ValueError,
+            AttributeError,
+            concurrent.futures.TimeoutError,
+        ) as error:
+            self.close()
+            self._hosts.append(self._hosts.pop(0))
+            why = first_line(error)
+            if isinstance(error, ssl.SSLError):
+                why = f"it has another key file or certificate ({why})"
+            elif isinstance(error, (TimeoutError, concurrent.futures.TimeoutError)):
+                why = f"no answer within {self.timeout:g} s"
+            raise Unreachable(f"{host}:{port}: {why}") from None
+
+    def _ask(self, path: str, body: Mapping[str, Any], end: float) -> tuple[int, dict[str, Any]]:
+        """Status and answer; on the thread."""
+        connection = self._connection
+        if connection is None:
+            connection = self._connection = self._connect(end)
+        headers = {}
+        if self._user is not None and path != "auth/authenticate":
+            if self._token is None:
+                name, password = self._user
+                status, found = self._ask("auth/authenticate", {"name": name, "password": password}, end)
+                if status != 200:
+                    return 400, found
+                self._token = found["token"]
+            headers["Authorization"] = self._token
+        if time.monotonic() >= end:  # nobody waits for it any more, and it must not be done later
+            raise TimeoutError
+        connection.request("POST", f"/v3/{path}", json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+    def _connect(self, end: float) -> http.client.HTTPConnection:
+        host, port = self._hosts[0]
+        sock = socket.create_connection((host, port), max(1e-3, end - time.monotonic()))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(self.timeout)
+        if self._tls is not None:
+            sock = self._tls.wrap_socket(sock, server_hostname=self._name or host)
+        if time.monotonic() >= end:  # nobody waits for it any more
+            sock.close()
+            raise TimeoutError
+        connection = http.client.HTTPConnection(host, port)
+        connection.sock, connection.auto_open = sock, 0
+        return connection
+
+    def close(self) -> None:
+        """End the connection. A later call makes a new one."""
+        connection, self._connection = self._connection, None
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)  # what is under way on a thread ends with it
+            connection.close()
+
+
+def _settle(answer: concurrent.futures.Future[Any], work: Callable[[], Any]) -> None:
+    try:
+        answer.set_result(work())
+    except Exception as error:
+        answer.set_exception(error)
+
+
+def _code(text: str) -> str:
+    return base64.b64encode(text.encode("utf-8", "surrogateescape")).decode()
+
+
+def _text(code: str) -> str:
+    return base64.b64decode(code).decode("utf-8", "surrogateescape")
+
+
+def split_address(text: str, flag: str, default: int = PORT) -> tuple[str, int]:
+    """Return host and port of ``text``, HOST or HOST:PORT. Raises :class:`UsageError` about ``flag``."""
+    found = _HOST.fullmatch(text)
+    port = int(found["port"] or default) if found else 0
+    if not found or not 0 <= port < 65536:
+        raise refuse(flag, text, "must be HOST:PORT; IPv6 as [::1]:29510")
+    return found["host"].strip("[]"), port
+
+
+def open_store(url: str, key: bytes | None, flag: str = "--rendezvous") -> Gateway:
+    """Return the store of ``url``: ``tcp://HOST:PORT/RUN`` or ``etcd://HOST:PORT,…/RUN``. Nothing is connected yet.
+
+    ``key``: of the key file, for ``tcp``. ``?access=FILE`` after the name of an etcd: a YAML file with any of user and password, and
+    ca, cert and key, which are paths. Raises :class:`UsageError`.
+    """
+    found = _URL.fullmatch(url)
+    if not found or (found["kind"] == "tcp" and (found["access"] or "," in found["hosts"])):
+        raise refuse(flag, url, "must be tcp://HOST:PORT/RUN, or etcd://HOST:PORT,HOST:PORT/RUN")
+    hosts = [split_address(one, flag, PORT if found["kind"] == "tcp" else 2379) for one in found["hosts"].split(",")]
+    if found["kind"] == "tcp":
+        if key is None:
+            raise refuse(flag, url, "needs the key file that the coordinator has")
+        return Gateway(hosts, found["run"], client_context(key), NAME)
+    access = _access(found["access"], flag) if found["access"] else {}
+    tls = None
+    if "ca" in access:
+        try:
+            tls = ssl.create_default_context(cafile=access["ca"])
+            if "cert" in access:
+                tls.load_cert_chain(access["cert"], access.get("key"))
+        except OSError as error:  # SSLError is one
+            raise refuse(flag, url, f"ca, cert and key of {found['access']}: {first_line(error)}") from None
+    user = (access["user"], access.get("password", "")) if "user" in access else None
+    return Gateway(hosts, found["run"], tls, user=user)
+
+
+def _access(path: str, flag: str) -> dict[str, str]:
+    try:
+        found = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise cannot(flag, path, "read", error) from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        found = None
+    fields = "user", "password", "ca", "cert", "key"
+    if not isinstance(found, dict) or not all(
+        name in fields and isinstance(value, str) for name, value in found.items()
+    ):
+        raise refuse(flag, path, f"must be YAML with any of {', '.join(fields)}, each with text")
+    return found

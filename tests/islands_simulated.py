@@ -1,0 +1,288 @@
+"""Islands, links and a store in trouble at random, in virtual time: the code of the protocol, and what must hold of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+from megatron_lossy.mechanisms.islands.membership.messages import Entry, Slot, read, slot_of
+from megatron_lossy.mechanisms.islands.membership.protocol import ANY, Island, Local, Times
+from megatron_lossy.mechanisms.islands.membership.store import Store, Unreachable
+
+TIMES = Times(join=15.0)
+STEP = 0.25
+#: The Unix second at which the simulation begins.
+UNIX = 1_700_000_000
+
+
+class Memory(Store):
+    """A store in memory. ``lose()``: whether the answer to a write is lost. ``away``: nobody reaches it."""
+
+    def __init__(self, lose=lambda: False):
+        self.values, self.lose, self.away = {}, lose, False
+
+    def get(self, key):
+        self._reach()
+        return self.values.get(key)
+
+    def list(self, prefix):
+        self._reach()
+        return {key: value for key, value in self.values.items() if key.startswith(prefix)}
+
+    def put(self, key, value):
+        self._reach()
+        self.values[key] = value
+
+    def put_if(self, key, old, new):
+        self._reach()
+        if self.values.get(key) != old:
+            return False
+        self.values[key] = new
+        if self.lose():
+            raise Unreachable("the answer is lost")
+        return True
+
+    def _reach(self):
+        if self.away:
+            raise Unreachable("away")
+
+
+class Process:
+    """One start of an island. ``made``: exchanges, one a second."""
+
+    def __init__(self, world, slot, flags="f"):
+        self.world, self.slot = world, slot
+        self.me = f"{slot}/{world.random.getrandbits(32):08x}"
+        self.rate, self.offset = world.random.uniform(0.99, 1.01), world.random.uniform(0, 1e6)
+        self.phase = world.random.randrange(4)
+        self.island = Island(Slot(self.me, f"host{slot}", self.me, flags), world.size, TIMES, self.clock())
+        self.made, self.heard, self.held, self.copied = 0.0, {}, [], None
+        self.alive, self.frozen_until, self.cut_until, self.reached = True, 0.0, 0.0, world.now
+        self.ask = self.ended = None
+        self.connect = ()
+
+    def clock(self):
+        return self.offset + self.rate * self.world.now
+
+    def runs(self):
+        return self.alive and self.frozen_until <= self.world.now
+
+    def entry(self):
+        """The one that it exchanges under."""
+        return next((one for one in reversed(self.held) if one.first <= self.made), None)
+
+    def trains_with_others(self):
+        return any(self.world.now - at < TIMES.silent for at in self.heard.values())
+
+    def sends(self):
+        """Whether its weights are the run's, as of the last entry."""
+        since = self.copied if self.copied is not None else -1e9
+        return bool(self.held) and (self.me in self.held[-1].senders or self.world.now - since > 5)
+
+    def hear(self, entry):
+        if self.island.hear(entry):
+            self.note()
+
+    def note(self):
+        """The island has a new entry."""
+        entry = self.island.entry
+        if entry is None or (self.held and self.held[-1].ident == entry.ident):
+            return
+        if self.me not in entry.senders:
+            if self.sends() and self.trains_with_others() and len(entry.senders) == 1:
+                self.world.note("one that trains with others follows one that is alone", f"{self.me} {entry}")
+            self.made, self.copied = float(entry.first), self.world.now
+        self.held.append(entry)
+
+    def poll(self):
+        world = self.world
+        connected = [me for me in self.connect if me != self.me and world.linked(self.me, me)]
+        for me in connected:
+            world.met[frozenset((self.me, me))] = world.now
+        answers = None if self.ask is None else world.answers(self.ask)
+        local = Local(
+            unix=UNIX + world.now,
+            iteration=int(self.made),
+            exchange=int(self.made),
+            ready=self.sends(),
+            heard=[me for me, at in self.heard.items() if world.now - at < TIMES.silent],
+            connected=connected,
+            answers=answers,
+        )
+        world.store.away = world.away or self.cut_until > world.now
+        try:
+            texts = world.store.list("")
+            self.reached = world.now
+            plan = self.island.poll(self.clock(), texts, local)
+            self.note()
+            self.connect, self.ask, self.ended = plan.connect, plan.ask, plan.refused or plan.lost
+            if plan.lost:
+                world.counts["lost its slot"] += 1
+            for write in plan.writes:
+                if write.old is ANY:
+                    world.store.put(write.key, write.new)
+                    continue
+                try:
+                    written = world.store.put_if(write.key, write.old, write.new)
+                except Unreachable:
+                    world.written(self, write)
+                    raise
+                if written:
+                    world.written(self, write)
+        except Unreachable:
+            self.island.missed()
+
+
+class World:
+    """``size`` slots; ``trouble`` happens until ``calm``, a second."""
+
+    def __init__(self, seed, size=5, trouble=True):
+        self.random, self.size, self.trouble = random.Random(seed), size, trouble
+        self.now, self.away, self.away_until, self.wipe = 0.0, False, 0.0, False
+        self.store = Memory(lambda: self.random.random() < 0.02)
+        self.down, self.met, self.back = {}, {}, {}
+        self.broken, self.counts, self.entries = [], Counter(), {}
+        self.processes = [Process(self, slot) for slot in range(size)]
+        self.others = []  # starts for slots that are taken, or with other flags
+
+    def note(self, rule, what):
+        self.broken.append(f"{self.now:.2f} s: {rule}: {what}")
+
+    def linked(self, one, other):
+        found = self.by_name(one), self.by_name(other)
+        pair = frozenset((slot_of(one), slot_of(other)))
+        return all(process and process.runs() for process in found) and self.down.get(pair, 0.0) <= self.now
+
+    def by_name(self, me):
+        return next((one for one in (*self.processes, *self.others) if one.me == me and one.alive), None)
+
+    def answers(self, me):
+        found = self.by_name(me)
+        return found is not None and found.runs()
+
+    def written(self, process, write):
+        if write.key == f"slot/{process.slot}" and write.old:
+            old = read(Slot, write.old)
+            holder = old and self.by_name(old.me)
+            well = holder and (holder.trains_with_others() or self.now - holder.reached < TIMES.silent / 2)
+            if well and holder is not process and holder.runs():
+                self.note("a start ends a healthy island", f"{process.me} takes the slot of {old.me}")
+        if write.key == "epoch":
+            self.committed(process, read(Entry, write.new))
+
+    def committed(self, process, entry):
+        known = self.entries.setdefault(entry.number, entry)
+        if known.ident != entry.ident:
+            self.note("a number is written twice", f"{entry} and {known}")
+        if known is not entry:  # who knew it wrote it into a store that had lost it
+            return
+        self.counts["entries"] += 1
+        for pair in itertools.combinations(entry.members, 2):
+            if self.now - self.met.get(frozenset(pair), -1e9) > 2 * TIMES.connect:
+                self.note("an epoch with an unconnected pair", f"{pair} of {entry}")
+        found = {me: self.by_name(me) for me in entry.members}
+        flags = {one.island.own.flags for one in found.values() if one}
+        if len(flags) > 1:
+            self.note("other flags in one epoch", f"{entry}")
+        for me in entry.senders:
+            one = found[me]
+            if one and entry.parent and one.runs() and self.now - one.reached < 3 and one.made > entry.first:
+                self.note("an epoch begins before it can be read", f"{me} is at {one.made}, {entry}")
+        there = [one for one in found.values() if one and one.runs() and self.now - one.reached < 3]
+        others = Counter(
+            one.held[-1].ident
+            for one in there
+            if one.me not in entry.senders and one.sends() and one.trains_with_others()
+        )
+        if others and max(others.values()) > len(entry.senders):
+            self.note("a smaller branch becomes the run", f"{others} and {entry}")
+
+    def disturb(self):
+        draw, now = self.random.random(), self.now
+        if draw < 0.0012:
+            self.down[frozenset(self.random.sample(range(self.size), 2))] = now + self.random.uniform(10, 300)
+        elif draw < 0.0024:
+            self.random.choice(self.processes).frozen_until = now + self.random.uniform(5, 90)
+        elif draw < 0.0034:
+            self.kill(self.random.choice(self.processes))
+        elif draw < 0.0040 and not self.away:
+            self.away, self.away_until, self.wipe = True, now + 120, self.random.random() < 0.3
+        elif draw < 0.0050:
+            for slot in self.random.sample(range(self.size), self.random.randint(1, self.size - 1)):
+                self.processes[slot].cut_until = now + self.random.uniform(20, 150)
+        elif draw < 0.0065 and not self.others:
+            flags = self.random.choice(["f", "other"])
+            other = Process(self, self.random.randrange(self.size), flags)
+            other.until = now + 60
+            self.others.append(other)
+
+    def kill(self, process):
+        if process.alive:
+            process.alive = False
+            self.back[process.slot] = self.now + self.random.uniform(5, 30)
+
+    def run(self, seconds):
+        """Go on for ``seconds``."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += STEP
+            if self.trouble:
+                self.disturb()
+            if self.away and self.now >= self.away_until:
+                self.away = False
+                if self.wipe:
+                    self.store.values = {}
+            self.step()
+
+    def step(self):
+        tick = round(self.now / STEP)
+        for slot, process in enumerate(self.processes):
+            if not process.alive and self.back[slot] <= self.now:
+                process = self.processes[slot] = Process(self, slot)
+            if process.runs():
+                process.made += STEP
+                if (tick + process.phase) % 4 == 0:
+                    process.poll()
+                if process.ended:
+                    self.kill(process)
+        for other in list(self.others):
+            if (tick + other.phase) % 4 == 0 and other.alive:
+                other.poll()
+            if other.island.holds:  # a start of this slot that found it empty; the old one is dead, or lost
+                old = self.processes[other.slot]
+                self.processes[other.slot] = other
+                if old.alive:
+                    self.others = [old]
+                    old.until = self.now + 60
+                    continue
+            elif not other.ended and self.now <= other.until:
+                continue
+            if other.island.own.flags != "f" and other.island.holds:
+                self.kill(other)
+            self.others = []
+        self.exchange()
+
+    def exchange(self):
+        everybody = [one for one in (*self.processes, *self.others) if one.runs()]
+        for one, other in itertools.combinations(everybody, 2):
+            if not self.linked(one.me, other.me) or not (one.held and other.held):
+                continue
+            mine, theirs = one.held[-1], other.held[-1]
+            here, there = one.entry(), other.entry()
+            if here and there and here.ident == there.ident and {one.me, other.me} <= set(here.members):
+                one.heard[other.me] = other.heard[one.me] = self.now
+                self.counts["met"] += 1
+            if mine.ident != theirs.ident:  # entries travel with frames
+                self.counts["other entries"] += 1
+                old, new = (one, theirs) if mine.number < theirs.number else (other, mine)
+                old.hear(new)
+
+    def check_one_epoch(self):
+        """What must hold once nothing has happened for long."""
+        held = {one.me: one.held[-1].ident if one.held else None for one in self.processes if one.alive}
+        last = self.processes[0].held[-1] if self.processes[0].held else None
+        if len(set(held.values())) != 1 or last is None or set(last.members) != set(held):
+            self.note("not one epoch of all after calm", f"{held} {last}")
+        elif set(last.senders) != set(last.members):
+            self.note("not all send after calm", f"{last}")
