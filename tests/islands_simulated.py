@@ -12,6 +12,8 @@ from megatron_lossy.mechanisms.islands.membership.store import Store, Unreachabl
 
 TIMES = Times(join=15.0)
 STEP = 0.25
+#: What happens, and how likely in a step of time.
+CHANCES = {"unlink": 0.0012, "freeze": 0.0012, "kill": 0.001, "outage": 0.0006, "cut": 0.001, "start": 0.0015}
 #: The Unix second at which the simulation begins.
 UNIX = 1_700_000_000
 
@@ -60,7 +62,7 @@ class Process:
         self.made, self.heard, self.held, self.copied = 0.0, {}, [], None
         self.alive, self.frozen_until, self.cut_until, self.reached = True, 0.0, 0.0, world.now
         self.ask = self.ended = None
-        self.connect = ()
+        self.connect, self.lines, self.skipped = (), [], 0
 
     def clock(self):
         return self.offset + self.rate * self.world.now
@@ -117,6 +119,7 @@ class Process:
             plan = self.island.poll(self.clock(), texts, local)
             self.note()
             self.connect, self.ask, self.ended = plan.connect, plan.ask, plan.refused or plan.lost
+            self.lines += plan.lines
             if plan.lost:
                 world.counts["lost its slot"] += 1
             for write in plan.writes:
@@ -199,23 +202,35 @@ class World:
             self.note("a smaller branch becomes the run", f"{others} and {entry}")
 
     def disturb(self):
-        draw, now = self.random.random(), self.now
-        if draw < 0.0012:
-            self.down[frozenset(self.random.sample(range(self.size), 2))] = now + self.random.uniform(10, 300)
-        elif draw < 0.0024:
-            self.random.choice(self.processes).frozen_until = now + self.random.uniform(5, 90)
-        elif draw < 0.0034:
-            self.kill(self.random.choice(self.processes))
-        elif draw < 0.0040 and not self.away:
-            self.away, self.away_until, self.wipe = True, now + 120, self.random.random() < 0.3
-        elif draw < 0.0050:
-            for slot in self.random.sample(range(self.size), self.random.randint(1, self.size - 1)):
-                self.processes[slot].cut_until = now + self.random.uniform(20, 150)
-        elif draw < 0.0065 and not self.others:
-            flags = self.random.choice(["f", "other"])
-            other = Process(self, self.random.randrange(self.size), flags)
-            other.until = now + 60
-            self.others.append(other)
+        """Something that happens once in a few minutes."""
+        for kind, chance in CHANCES.items():
+            if self.random.random() < chance:
+                one, other = self.random.sample(range(self.size), 2)
+                self.happen(kind, one, other, self.random.random())
+
+    def happen(self, kind, one, other, extent):
+        """``one`` and ``other``: slots. ``extent``: 0 to 1, how long it lasts, or how bad it is."""
+        now, process = self.now, self.processes[one]
+        if kind == "unlink":
+            self.down[frozenset((one, other))] = now + 10 + 290 * extent
+        elif kind == "freeze":
+            process.frozen_until = now + 5 + 85 * extent
+        elif kind == "kill":
+            self.kill(process)
+        elif kind == "outage" and not self.away:
+            self.away, self.away_until, self.wipe = True, now + 120, extent < 0.3
+        elif kind == "cut":
+            for slot in range(one, one + 1 + int(extent * (self.size - 1))):
+                self.processes[slot % self.size].cut_until = now + 20 + 130 * extent
+        elif kind == "start" and not self.others:
+            self.start(one, "f" if extent < 0.5 else "other")
+
+    def start(self, slot, flags="f"):
+        """Start another island in ``slot``, which tries for a minute. Return it."""
+        other = Process(self, slot, flags)
+        other.until = self.now + 60
+        self.others.append(other)
+        return other
 
     def kill(self, process):
         if process.alive:

@@ -135,7 +135,7 @@ class Island:
         self.holds = False
         self._islands, self._began = islands, now
         self._birth: str | None = None
-        self._quiet = now + times.quiet
+        self._quiet = math.inf
         self._polled: float | None = None
         self._seen: dict[Member, _Seen] = {}
         self._count = 0
@@ -167,9 +167,8 @@ class Island:
             plan.writes.append(Write("birth", write(birth), texts.get("birth")))
             return plan
         if self._birth != picture.birth.nonce:
-            if self._birth is not None:
-                self._quiet, self._seen, self._polled = now + self.times.quiet, {}, None
-            self._birth = picture.birth.nonce
+            self._birth, self._quiet = picture.birth.nonce, now + self.times.quiet
+            self._seen, self._polled = {}, None
         self._judge(now, picture)
         if not self._hold(now, picture, local, plan):
             return plan
@@ -215,6 +214,11 @@ class Island:
             for other, beat in picture.beats.items()
         )
 
+    def _alive(self, me: Member, picture: Picture, local: Local) -> bool:
+        """Whether its beats have moved, or one who lives hears it; an island may be neither alive nor silent yet."""
+        seen = self._seen[me]
+        return not self._silent(me, picture, local) and (seen.moved or seen.silence >= 2 * self.times.silent)
+
     def _hold(self, now: float, picture: Picture, local: Local, plan: Plan) -> bool:
         """Whether this island holds its slot, and may go on; otherwise ``plan`` has what to do for it."""
         holder, text = picture.slots.get(self.slot), picture.texts.get(f"slot/{self.slot}")
@@ -237,8 +241,7 @@ class Island:
             if now >= self._quiet:
                 plan.writes.append(claim)
             return False
-        seen = self._seen[holder.me]
-        if seen.silence < self.times.silent and seen.moved and not self._silent(holder.me, picture, local):
+        if self._alive(holder.me, picture, local) or local.answers:
             plan.refused = f"--island {self.slot}: the island at {holder.host} has this slot, and is alive"
         plan.ask = holder.address
         return False
@@ -248,11 +251,11 @@ class Island:
         flags = picture.texts.get("flags")
         if flags == self.own.flags:
             return True
-        for slot in picture.slots.values():
-            if slot.flags == flags and slot.me != self.me and not self._silent(slot.me, picture, local):
+        others = [slot for slot in picture.slots.values() if slot.flags == flags and slot.me != self.me]
+        for slot in others:
+            if self._alive(slot.me, picture, local):
                 plan.refused = f"--island {self.slot}: island {slot_of(slot.me)} at {slot.host} has other flags"
-                return False
-        if now >= self._quiet:
+        if now >= self._quiet and all(self._silent(slot.me, picture, local) for slot in others):
             plan.writes.append(Write("flags", self.own.flags, flags))
         return False
 
