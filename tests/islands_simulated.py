@@ -51,7 +51,7 @@ class Memory(Store):
 
 
 class Process:
-    """One start of an island. ``made``: exchanges, one a second."""
+    """One start of an island. ``made``: exchanges, one a second once it is in the run."""
 
     def __init__(self, world, slot, flags="f"):
         self.world, self.slot = world, slot
@@ -256,7 +256,7 @@ class World:
             if not process.alive and self.back[slot] <= self.now:
                 process = self.processes[slot] = Process(self, slot)
             if process.runs():
-                process.made += STEP
+                process.made += STEP if process.held else 0.0
                 if (tick + process.phase) % 4 == 0:
                     process.poll()
                 if process.ended:

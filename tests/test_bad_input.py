@@ -198,7 +198,7 @@ LAUNCH = [
 ]
 LAUNCHER = [
     Case("none.py", "SCRIPT none.py: must be a Python file, for example Megatron-LM's pretrain_gpt.py"),
-    Case("docter", "SCRIPT docter: must be a Python file, *copy, lighthouse, did you mean doctor\n"),
+    Case("docter", "SCRIPT docter: must be a Python file, *copy, lighthouse, coordinator, did you mean doctor\n"),
     Case("text.txt --loss-preset papr", "--loss-preset papr: must be a file or one of asyncmesh"),
     Case("text.txt --p-grad 2", "--p-grad 2.0: must be in [0, 1)"),
     Case(

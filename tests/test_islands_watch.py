@@ -1,0 +1,86 @@
+"""Islands that poll a real coordinator, which dies and comes back with nothing."""
+
+import os
+import secrets
+import signal
+import time
+
+import pytest
+
+from megatron_lossy.mechanisms.islands.membership.messages import Slot, slot_of
+from megatron_lossy.mechanisms.islands.membership.protocol import Island, Local, Times
+from megatron_lossy.mechanisms.islands.membership.store import open_store
+from megatron_lossy.mechanisms.islands.membership.watch import Watch
+from tests.coordinator import KEY, Coordinator
+
+pytest.importorskip("cryptography")
+pytestmark = pytest.mark.shows("islands agree at a coordinator that dies and comes back empty", device=False)
+
+TIMES = Times(poll=0.1, silent=2.0, connect=1.0, quiet=1.0, alone=5.0, join=60.0, read=0.3)
+
+
+class Launch:
+    """An island of three that reaches all others, and does nothing else."""
+
+    def __init__(self, url, slot, flags="f"):
+        me = f"{slot}/{secrets.token_hex(4)}"
+        self.island = Island(Slot(me, "host", "host:1", flags), 3, TIMES, time.monotonic())
+        self.lines, self.plan, self.leaves = [], None, False
+        self.watch = Watch(open_store(url, KEY), self.island, self.local, self.act, self.lines.append)
+
+    def local(self):
+        candidates = () if self.plan is None else self.plan.connect
+        return Local(time.time(), ready=True, leaves=self.leaves, connected=candidates, answers=False)
+
+    def act(self, plan):
+        self.plan = plan
+
+    @property
+    def slots(self):
+        entry = self.island.entry
+        return [] if entry is None else [slot_of(one) for one in entry.members]
+
+    def close(self):
+        self.leaves = True
+        self.watch.close()
+
+
+def wait(there):
+    while not there():
+        time.sleep(0.05)
+
+
+def test_a_run_at_a_coordinator_that_loses_all(tmp_path):
+    server = Coordinator(tmp_path)
+    launches = [Launch(server.url(), slot) for slot in range(3)]
+    try:
+        wait(lambda: all(one.slots == [0, 1, 2] for one in launches))
+        entry = launches[0].island.entry
+        taken, wrong = Launch(server.url(), 1), Launch(server.url(), 2, "other flags")
+        wait(lambda: all(one.plan is not None and one.plan.refused for one in (taken, wrong)))
+        assert "is alive" in taken.plan.refused and "has other flags" in wrong.plan.refused
+        server.end(signal.SIGKILL)
+        wait(lambda: all(one.watch.why for one in launches))
+        os.remove(tmp_path / "coordinator.journal")
+        again = Coordinator(tmp_path, server.port)
+        wait(lambda: not any(one.watch.why for one in launches))
+        wait(lambda: again_has(again, entry))
+        for one in launches:
+            assert one.lines[0].endswith("going on as before") and "answers again" in one.lines[-1]
+            assert one.island.entry == entry
+        launches[1].close()
+        wait(lambda: launches[0].slots == launches[2].slots == [0, 2])
+        assert launches[0].island.entry.number > entry.number
+        assert launches[0].island.entry.parent == entry.ident
+        launches[1] = Launch(again.url(), 1)  # which need not wait until the one before is silent
+        wait(lambda: all(one.slots == [0, 1, 2] for one in launches))
+        wait(lambda: len(launches[0].island.entry.senders) == 3)
+    finally:
+        for one in launches:
+            one.close()
+    again.end(signal.SIGTERM)
+
+
+def again_has(server, entry):
+    text = open_store(server.url(), KEY).get("now/epoch")
+    return text is not None and entry.nonce in text
