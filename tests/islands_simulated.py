@@ -78,21 +78,19 @@ class Process:
         return any(self.world.now - at < TIMES.silent for at in self.heard.values())
 
     def sends(self):
-        """Whether its weights are the run's, as of the last entry."""
-        since = self.copied if self.copied is not None else -1e9
-        return bool(self.held) and (self.me in self.held[-1].senders or self.world.now - since > 5)
+        """Whether its weights are the run's."""
+        return self.island.role == "sends" or (self.copied is not None and self.world.now - self.copied > 5)
 
     def hear(self, entry):
-        if self.island.hear(entry):
-            self.note()
+        self.note(self.sends(), self.island.hear(entry))
 
-    def note(self):
-        """The island has a new entry."""
+    def note(self, sent, news=True):
+        """Take over the entry of the island, if it is new. ``sent``: whether it sent before."""
         entry = self.island.entry
-        if entry is None or (self.held and self.held[-1].ident == entry.ident):
+        if not news or entry is None or (self.held and self.held[-1].ident == entry.ident):
             return
-        if self.me not in entry.senders:
-            if self.sends() and self.trains_with_others() and len(entry.senders) == 1:
+        if self.island.role == "copies":
+            if sent and self.trains_with_others() and len(entry.senders) == 1:
                 self.world.note("one that trains with others follows one that is alone", f"{self.me} {entry}")
             self.made, self.copied = float(entry.first), self.world.now
         self.held.append(entry)
@@ -116,8 +114,9 @@ class Process:
         try:
             texts = world.store.list("")
             self.reached = world.now
+            sent = self.sends()
             plan = self.island.poll(self.clock(), texts, local)
-            self.note()
+            self.note(sent)
             self.connect, self.ask, self.ended = plan.connect, plan.ask, plan.refused or plan.lost
             self.lines += plan.lines
             if plan.lost:
@@ -154,8 +153,11 @@ class World:
 
     def linked(self, one, other):
         found = self.by_name(one), self.by_name(other)
-        pair = frozenset((slot_of(one), slot_of(other)))
-        return all(process and process.runs() for process in found) and self.down.get(pair, 0.0) <= self.now
+        return all(process and process.runs() for process in found) and not self.is_down(slot_of(one), slot_of(other))
+
+    def is_down(self, one, other):
+        """Whether nothing crosses between two slots."""
+        return self.down.get(frozenset((one, other)), 0.0) > self.now
 
     def by_name(self, me):
         return next((one for one in (*self.processes, *self.others) if one.me == me and one.alive), None)
@@ -281,7 +283,7 @@ class World:
     def exchange(self):
         everybody = [one for one in (*self.processes, *self.others) if one.runs()]
         for one, other in itertools.combinations(everybody, 2):
-            if not self.linked(one.me, other.me) or not (one.held and other.held):
+            if self.is_down(one.slot, other.slot) or not (one.held and other.held):
                 continue
             mine, theirs = one.held[-1], other.held[-1]
             here, there = one.entry(), other.entry()

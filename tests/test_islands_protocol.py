@@ -62,7 +62,7 @@ def any_order(events):
     assert found.broken == []
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(EVENTS)
 def test_the_rules_hold_in_any_order_of_events(events):
     any_order(events)

@@ -10,8 +10,8 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 #: The slot of an island and a random name of its process: ``2/1a2b3c4d``.
@@ -135,9 +135,11 @@ class Entry:
 
 def write(message: Any) -> str:
     """Return its text; equal messages have equal texts."""
-    return json.dumps(asdict(message), sort_keys=True, separators=(",", ":"))
+    values = {field.name: getattr(message, field.name) for field in fields(message)}
+    return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
 
+@lru_cache(maxsize=1024)
 def read(cls: type[_T], text: str | None) -> _T | None:
     """Return the message in ``text``; ``None`` if that is none of ``cls``."""
     try:

@@ -123,9 +123,10 @@ class Picture:
 
 
 class Island:
-    """The rules of one of ``islands`` slots, which ``own`` describes. :attr:`entry` is the newest that names it.
+    """The rules of one of ``islands`` slots, which ``own`` describes.
 
-    :attr:`since` tells, by hash, the entries that it has had: exchanges before the first of one are made under the one before.
+    :attr:`entry` is the newest that names it; exchanges before its first are made under the one before. :attr:`role`: waits for an
+    entry, copies, or sends. :attr:`holds`: whether its slot is its own.
     """
 
     def __init__(self, own: Slot, islands: int, times: Times, now: float) -> None:
@@ -139,7 +140,7 @@ class Island:
         self._polled: float | None = None
         self._seen: dict[Member, _Seen] = {}
         self._count = 0
-        self._role = "waits"
+        self.role = "waits"
         #: The preparation that it saw last, and since when. What kept others from proposing, and since when.
         self._attempt, self._waiting = ("", now), ((), now)
         self._fewer: float | None = None
@@ -151,8 +152,10 @@ class Island:
         """Take over an entry that came from another member, or from the store. Return whether it is news."""
         if self.me not in entry.members or (self.entry is not None and entry.number <= self.entry.number):
             return False
+        # Who was ready a moment ago, and is no sender, was ready too late to be one.
+        ready = self.role == "sends" and self.entry is not None and entry.parent == self.entry.ident
+        self.role = "sends" if ready or self.me in entry.senders else "copies"
         self.entry = entry
-        self._role = "sends" if self.me in entry.senders else "copies"
         return True
 
     def missed(self) -> None:
@@ -172,10 +175,10 @@ class Island:
         self._judge(now, picture)
         if not self._hold(now, picture, local, plan):
             return plan
+        if local.ready and self.role == "copies":
+            self.role = "sends"
         if picture.entry is not None:
             self.hear(picture.entry)
-        if local.ready and self._role == "copies":
-            self._role = "sends"
         if self.entry and (picture.entry is None or picture.entry.number < self.entry.number):
             plan.writes.append(Write("epoch", write(self.entry), texts.get("epoch")))
         self._connect(now, picture, local, plan)
@@ -264,7 +267,7 @@ class Island:
         return Beat(
             me=self.me,
             count=self._count,
-            role="leaves" if local.leaves else self._role,
+            role="leaves" if local.leaves else self.role,
             iteration=local.iteration,
             exchange=local.exchange,
             entry=self.entry.ident if self.entry else "",
