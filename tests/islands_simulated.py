@@ -58,7 +58,7 @@ class Process:
         self.me = f"{slot}/{world.random.getrandbits(32):08x}"
         self.rate, self.offset = world.random.uniform(0.99, 1.01), world.random.uniform(0, 1e6)
         self.phase = world.random.randrange(4)
-        self.island = Island(Slot(self.me, f"host{slot}", self.me, flags), world.size, TIMES, self.clock())
+        self.island = Island(Slot(self.me, f"host{slot}", self.me, flags), world.size, TIMES, self.clock(), world.draw)
         self.made, self.heard, self.held, self.copied = 0.0, {}, [], None
         self.alive, self.frozen_until, self.cut_until, self.reached = True, 0.0, 0.0, world.now
         self.ask = self.ended = None
@@ -147,6 +147,9 @@ class World:
         self.broken, self.counts, self.entries = [], Counter(), {}
         self.processes = [Process(self, slot) for slot in range(size)]
         self.others = []  # starts for slots that are taken, or with other flags
+
+    def draw(self, size):
+        return self.random.randbytes(size).hex()
 
     def note(self, rule, what):
         self.broken.append(f"{self.now:.2f} s: {rule}: {what}")

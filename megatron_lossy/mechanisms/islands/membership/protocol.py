@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -126,15 +126,17 @@ class Island:
     """The rules of one of ``islands`` slots, which ``own`` describes.
 
     :attr:`entry` is the newest that names it; exchanges before its first are made under the one before. :attr:`role`: waits for an
-    entry, copies, or sends. :attr:`holds`: whether its slot is its own.
+    entry, copies, or sends. :attr:`holds`: whether its slot is its own. ``draw``: random hexadecimal text of so many bytes.
     """
 
-    def __init__(self, own: Slot, islands: int, times: Times, now: float) -> None:
+    def __init__(
+        self, own: Slot, islands: int, times: Times, now: float, draw: Callable[[int], str] = secrets.token_hex
+    ) -> None:
         self.own, self.me, self.slot = own, own.me, slot_of(own.me)
         self.times = times
         self.entry: Entry | None = None
         self.holds = False
-        self._islands, self._began = islands, now
+        self._islands, self._began, self._draw = islands, now, draw
         self._birth: str | None = None
         self._quiet = math.inf
         self._polled: float | None = None
@@ -166,7 +168,7 @@ class Island:
         """Return what to do. ``now``: seconds of this island's clock. ``texts``: the keys and values of the store."""
         plan, picture = Plan(), Picture(texts)
         if picture.birth is None:
-            birth = Birth(secrets.token_hex(8), int(local.unix))
+            birth = Birth(self._draw(8), int(local.unix))
             plan.writes.append(Write("birth", write(birth), texts.get("birth")))
             return plan
         if self._birth != picture.birth.nonce:
@@ -318,7 +320,7 @@ class Island:
         age = now - self._attempt[1]
         if prepared is None or prepared.by != self.me or set(prepared.candidates) != set(wanted):
             if prepared is None or prepared.by == self.me or age >= self.times.connect + 2 * self.times.poll:
-                new = Preparation(number, self.me, secrets.token_hex(4), wanted)
+                new = Preparation(number, self.me, self._draw(4), wanted)
                 plan.writes.append(Write("prepare", write(new), text))
             return
         ready = {me: live[me].ready for me in wanted if live[me].attempt == prepared.nonce}
@@ -407,7 +409,7 @@ class Island:
             first += 1 + math.ceil(self.times.read / quickest)
         iteration = max(live[me].iteration + (first - live[me].exchange) * local.interval for me in senders)
         parent = base.ident if base else ""
-        return Entry(number, members, tuple(senders), first, iteration, parent, secrets.token_hex(8))
+        return Entry(number, members, tuple(senders), first, iteration, parent, self._draw(8))
 
 
 def _branches(live: Mapping[Member, Beat]) -> dict[str, list[Member]]:
