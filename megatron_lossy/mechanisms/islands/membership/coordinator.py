@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from ....base.errors import ArgumentParser, cannot, refuse
-from ....transport.network import LEAST_BYTES
 from .page import Watcher
 from .store import PORT, split_address
-from .tls import server_context
+from .tls import read_key, server_context
 
 #: Bytes of the head of a request, of its body, of a key, of a value, of all keys and values; keys; connections.
 HEAD, BODY, KEY, VALUE, ALL, KEYS, CONNECTIONS = 1 << 14, 1 << 18, 256, 1 << 16, 64 << 20, 20_000, 512
@@ -50,7 +49,7 @@ class Journal:
         self.values: dict[bytes, bytes] = {}
         try:
             self._file: Any = open(path, "ab+")
-            self._lock()
+            _lock(self._file)
             self._file.seek(0)
             for line in self._file:
                 with contextlib.suppress(ValueError, TypeError):  # the last one may be torn
@@ -66,7 +65,7 @@ class Journal:
         """Add a line. Raises :class:`OSError`, and then it is not there."""
         end = self._file.tell()
         try:
-            self._append(_line(key, value))
+            _append(self._file, _line(key, value))
         except OSError:
             with contextlib.suppress(OSError):
                 self._file.truncate(end)
@@ -74,33 +73,31 @@ class Journal:
             raise
         self.values[key] = value
         if end > self._long:
-            self._shorten()
+            with contextlib.suppress(OSError):  # it stays long
+                self._shorten()
 
     def _shorten(self) -> None:
         """Write a journal of the present values alone, and put it in the place of this one."""
-        new = self._path.with_name(self._path.name + ".new")
-        with contextlib.ExitStack() as undo:
-            old, self._file = self._file, open(new, "wb", buffering=0)
-            undo.callback(setattr, self, "_file", old)
-            self._lock()
-            self._append(b"".join(_line(*one) for one in self.values.items()))
-            new.replace(self._path)
-            undo.pop_all()
-        old.close()
+        aside = self._path.with_name(self._path.name + ".new")
+        new = open(aside, "wb", buffering=0)
+        _lock(new)
+        _append(new, b"".join(_line(*one) for one in self.values.items()))
+        aside.replace(self._path)
+        self._file.close()
+        self._file, self._long = new, new.tell() + _SPARE
         folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-        self._long = self._file.tell() + _SPARE
+        os.fsync(folder)
+        os.close(folder)
 
-    def _append(self, lines: bytes) -> None:
-        if self._file.write(lines) != len(lines):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(self._file.fileno())
 
-    def _lock(self) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _append(file: Any, lines: bytes) -> None:
+    if file.write(lines) != len(lines):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.fsync(file.fileno())
+
+
+def _lock(file: Any) -> None:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _line(key: bytes, value: bytes) -> bytes:
@@ -185,11 +182,10 @@ class Server:
         self.accepted = self.greeted = self.broken = 0
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.Server:
-        """Listen. Strangers end at the handshake."""
-        timeout = HANDSHAKE if tls else None
-        return await asyncio.get_running_loop().create_server(
-            self._protocol, host, port, ssl=tls, ssl_handshake_timeout=timeout
-        )
+        """Listen. Strangers end at the handshake. At ``::`` IPv4 is listened to as well."""
+        loop, timeout = asyncio.get_running_loop(), HANDSHAKE if tls else None
+        where = None if host == "::" else host
+        return await loop.create_server(self._protocol, where, port, ssl=tls, ssl_handshake_timeout=timeout)
 
     @property
     def connections(self) -> int:
@@ -289,12 +285,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="a page and /metrics, which anybody can read there; none: neither; default %(default)s",
     )
     options = parser.parse_args(arguments)
-    try:
-        key = Path(options.key_file).read_bytes()
-    except OSError as error:
-        raise cannot("--key-file", options.key_file, "read", error) from None
-    if len(key) < LEAST_BYTES:
-        raise refuse("--key-file", options.key_file, f"has {len(key)} bytes, and a secret needs {LEAST_BYTES} at least")
+    key = read_key(options.key_file)
     page = None if options.page == "none" else split_address(options.page, "--page")
     bind = split_address(options.bind, "--bind")
     asyncio.run(serve(bind, key, Path(options.journal), page, lambda line: print(line, flush=True)))
