@@ -180,11 +180,12 @@ class World:
             self.committed(process, read(Entry, write.new))
 
     def committed(self, process, entry):
-        known = self.entries.setdefault(entry.number, entry)
-        if known.ident != entry.ident:
-            self.note("a number is written twice", f"{entry} and {known}")
-        if known is not entry:  # who knew it wrote it into a store that had lost it
+        known = self.entries.get(entry.number)
+        if known is not None:  # who knows it writes it into a store that has lost it
+            if known.ident != entry.ident:
+                self.note("a number is written twice", f"{entry} and {known}")
             return
+        self.entries[entry.number] = entry
         self.counts["entries"] += 1
         for pair in itertools.combinations(entry.members, 2):
             if self.now - self.met.get(frozenset(pair), -1e9) > 2 * TIMES.connect:

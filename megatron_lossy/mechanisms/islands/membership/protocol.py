@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from .messages import NOBODY, Beat, Birth, Entry, Member, Members, Preparation, Slot, Slots, read, slot_of, write
@@ -302,11 +302,7 @@ class Island:
 
     def _propose(self, now: float, picture: Picture, local: Local, plan: Plan) -> None:
         """Prepare an entry, or commit it, if that is this island's turn and there is need."""
-        live = {
-            slot.me: picture.beats[slot.me]
-            for _, slot in sorted(picture.slots.items())
-            if slot.flags == self.own.flags and slot.me in picture.beats and not self._silent(slot.me, picture, local)
-        }
+        live = self._live(picture, local)
         if not self._is_turn(now, picture, live):
             return
         base, last = self.entry, picture.entry
@@ -333,6 +329,20 @@ class Island:
         if self._may_commit(now, members, live, base, last):
             entry = self._entry(number, members, live, base, local)
             plan.writes.append(Write("epoch", write(entry), picture.texts.get("epoch")))
+
+    def _live(self, picture: Picture, local: Local) -> dict[Member, Beat]:
+        """Those who may be in an epoch with this island, by slot. Of who does not reach the store the entry is that of who hears it."""
+        live = {
+            slot.me: picture.beats[slot.me]
+            for _, slot in sorted(picture.slots.items())
+            if slot.flags == self.own.flags and slot.me in picture.beats and not self._silent(slot.me, picture, local)
+        }
+        late = [me for me in live if self._seen[me].silence >= 3 * self.times.poll]
+        for me in late:
+            entries = [beat.entry for other, beat in live.items() if other not in late and me in beat.heard]
+            if entries:
+                live[me] = replace(live[me], entry=entries[0])
+        return live
 
     def _stands(self, wanted: Sequence[Member], live: Mapping[Member, Beat], base: Entry) -> bool:
         """Whether ``base`` has the right members already, and all that may send."""
