@@ -39,7 +39,7 @@ def etcd_server(tmp_path_factory):
     server.end()
 
 
-@pytest.fixture(params=["coordinator", "etcd"])
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.programs) for name in ("coordinator", "etcd")])
 def server(request):
     return request.getfixturevalue(f"{request.param}_server")
 
