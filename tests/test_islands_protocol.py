@@ -79,10 +79,7 @@ def test_all_begin_at_once_when_the_last_one_is_there():
     found = World(0, 3, trouble=False)
     found.run(TIMES.quiet + 10)
     first = epoch(found)
-    assert slots(first.members) == slots(first.senders) == [0, 1, 2] and (first.first, first.parent) == (
-        TIMES.quiet,
-        "",
-    )
+    assert slots(first.members) == slots(first.senders) == [0, 1, 2] and (first.first, first.parent) == (0, "")
 
 
 def test_an_empty_slot_is_waited_for_no_longer_than_the_flag_says():

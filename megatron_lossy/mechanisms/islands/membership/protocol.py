@@ -19,6 +19,8 @@ from .messages import NOBODY, Beat, Birth, Entry, Member, Members, Preparation, 
 
 #: An answer that differs from every text: the write asks for no former value.
 ANY = object()
+#: Polls after which a beat that has not moved is late.
+_LATE = 3
 _T = TypeVar("_T")
 
 
@@ -196,7 +198,8 @@ class Island:
     def _judge(self, now: float, picture: Picture) -> None:
         """Count silence by polls that follow each other: neither an outage of the store nor this island's own sleep counts."""
         step = now - self._polled if self._polled is not None else 0.0
-        step = step if step < 3 * self.times.poll else 0.0
+        if step >= _LATE * self.times.poll:  # beats that are there may be from before it
+            step, self._quiet = 0.0, max(self._quiet, now + _LATE * self.times.poll)
         self._polled = now
         there = {slot.me for slot in picture.slots.values()} | picture.beats.keys()
         self._seen = {me: seen for me, seen in self._seen.items() if me in there}
@@ -218,6 +221,10 @@ class Island:
             me in beat.heard and other != me and self._seen[other].silence < self.times.silent
             for other, beat in picture.beats.items()
         )
+
+    def _is_late(self, me: Member) -> bool:
+        """Whether its beat may say what is no longer so."""
+        return self._seen[me].silence >= _LATE * self.times.poll
 
     def _alive(self, me: Member, picture: Picture, local: Local) -> bool:
         """Whether its beats have moved, or one who lives hears it; an island may be neither alive nor silent yet."""
@@ -319,7 +326,8 @@ class Island:
                 new = Preparation(number, self.me, self._draw(4), wanted)
                 plan.writes.append(Write("prepare", write(new), text))
             return
-        ready = {me: live[me].ready for me in wanted if live[me].attempt == prepared.nonce}
+        fresh = [me for me in wanted if live[me].attempt == prepared.nonce and not self._is_late(me)]
+        ready = {me: live[me].ready for me in fresh}
         ready[self.me] = Slots.of(set(wanted) & set(local.connected))
         whole = not _lacking(wanted, ready)
         if not whole and age < self.times.connect:
@@ -337,7 +345,7 @@ class Island:
             for _, slot in sorted(picture.slots.items())
             if slot.flags == self.own.flags and slot.me in picture.beats and not self._silent(slot.me, picture, local)
         }
-        late = [me for me in live if self._seen[me].silence >= 3 * self.times.poll]
+        late = [me for me in live if self._is_late(me)]
         for me in late:
             entries = [beat.entry for other, beat in live.items() if other not in late and me in beat.heard]
             if entries:
@@ -391,8 +399,10 @@ class Island:
     ) -> bool:
         """Whether ``members`` are enough, and no other branch brings more of them."""
         if base is not None:
-            brought = {ident: len(set(branch) & set(members)) for ident, branch in _branches(live).items()}
-            if max(brought.values()) > brought[base.ident]:
+            branches = _branches(live)
+            brought = {ident: len(set(branch) & set(members)) for ident, branch in branches.items()}
+            best = max(branches, key=lambda ident: (brought[ident], *_weight(branches[ident], live, ident)[1:]))
+            if best != base.ident:
                 self._yields = now + self.times.again
                 return False
             if last is not None and last.ident == base.ident and self._stands(members, live, base):
