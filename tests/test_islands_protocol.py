@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.mechanisms.islands.membership import messages, protocol
+from megatron_lossy.mechanisms.islands.membership import messages
 from megatron_lossy.mechanisms.islands.membership.messages import Beat, Birth, Entry, Preparation, Slot, read, write
 from megatron_lossy.mechanisms.islands.membership.protocol import Island, Local
 from tests.islands_simulated import CHANCES, TIMES, World
@@ -214,7 +214,7 @@ def test_values_that_are_no_messages_are_skipped_and_end_nobody():
         if not key.startswith("slot/"):
             found.store.values[key] = '{"protocol": 5}'
     found.store.values |= {"beat/9": "[" * 5000, "slot/9": "null", "other": "1", "beat/x": "\udcff"}
-    picture = protocol.Picture(found.store.values)
+    picture = messages.Picture(found.store.values)
     assert picture.skipped == 9 and picture.entry is None
     found.run(5)
     assert epoch(found) == before and not found.broken

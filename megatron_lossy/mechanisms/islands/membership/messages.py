@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
@@ -157,3 +157,25 @@ def read(cls: type[_T], text: str | None) -> _T | None:
 
 def _same(value: Any) -> Any:
     return value
+
+
+class Picture:
+    """What is in the store. ``skipped``: values that are no messages."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self.texts = texts
+        self.skipped = 0
+        self.birth = self._take(Birth, "birth")
+        self.entry = self._take(Entry, "epoch")
+        self.prepared = self._take(Preparation, "prepare")
+        self.slots = self._of_slots(Slot, "slot")
+        self.beats = {beat.me: beat for beat in self._of_slots(Beat, "beat").values()}
+
+    def _take(self, cls: type[_T], key: str) -> _T | None:
+        found = read(cls, self.texts.get(key))
+        self.skipped += found is None and key in self.texts
+        return found
+
+    def _of_slots(self, cls: type[_T], name: str) -> dict[int, _T]:
+        found = {key: self._take(cls, key) for key in self.texts if key.startswith(f"{name}/")}
+        return {slot_of(one.me): one for key, one in found.items() if one and key == f"{name}/{slot_of(one.me)}"}

@@ -13,15 +13,14 @@ import math
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from .messages import NOBODY, Beat, Birth, Entry, Member, Members, Preparation, Slot, Slots, read, slot_of, write
+from .messages import NOBODY, Beat, Birth, Entry, Member, Members, Picture, Preparation, Slot, Slots, slot_of, write
 
 #: An answer that differs from every text: the write asks for no former value.
 ANY = object()
 #: Polls after which a beat that has not moved is late.
 _LATE = 3
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -100,28 +99,6 @@ class _Seen:
     count: int
     silence: float = 0.0
     moved: bool = False
-
-
-class Picture:
-    """What is in the store. ``skipped``: values that are no messages."""
-
-    def __init__(self, texts: Mapping[str, str]) -> None:
-        self.texts = texts
-        self.skipped = 0
-        self.birth = self._read(Birth, "birth")
-        self.entry = self._read(Entry, "epoch")
-        self.prepared = self._read(Preparation, "prepare")
-        self.slots = self._of_slots(Slot, "slot")
-        self.beats = {beat.me: beat for beat in self._of_slots(Beat, "beat").values()}
-
-    def _read(self, cls: type[_T], key: str) -> _T | None:
-        found = read(cls, self.texts.get(key))
-        self.skipped += found is None and key in self.texts
-        return found
-
-    def _of_slots(self, cls: type[_T], name: str) -> dict[int, _T]:
-        found = {key: self._read(cls, key) for key in self.texts if key.startswith(f"{name}/")}
-        return {slot_of(one.me): one for key, one in found.items() if one and key == f"{name}/{slot_of(one.me)}"}
 
 
 class Island:
