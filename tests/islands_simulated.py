@@ -13,7 +13,15 @@ from megatron_lossy.mechanisms.islands.membership.store import Store, Unreachabl
 TIMES = Times(join=15.0)
 STEP = 0.25
 #: What happens, and how likely in a step of time.
-CHANCES = {"unlink": 0.0012, "freeze": 0.0012, "kill": 0.001, "outage": 0.0006, "cut": 0.001, "start": 0.0015}
+CHANCES = {
+    "unlink": 0.0012,
+    "deafen": 0.0006,
+    "freeze": 0.0012,
+    "kill": 0.001,
+    "outage": 0.0006,
+    "cut": 0.001,
+    "start": 0.0015,
+}
 #: The Unix second at which the simulation begins.
 UNIX = 1_700_000_000
 
@@ -143,7 +151,9 @@ class World:
         self.random, self.size, self.trouble = random.Random(seed), size, trouble
         self.now, self.away, self.away_until, self.wipe = 0.0, False, 0.0, False
         self.store = Memory(lambda: self.random.random() < 0.02)
-        self.down, self.met, self.back = {}, {}, {}
+        # Until when nothing crosses between two slots, or to the first from the second.
+        self.down, self.deaf = {}, {}
+        self.met, self.back = {}, {}
         self.broken, self.counts, self.entries = [], Counter(), {}
         self.processes = [Process(self, slot) for slot in range(size)]
         self.others = []  # starts for slots that are taken, or with other flags
@@ -155,12 +165,13 @@ class World:
         self.broken.append(f"{self.now:.2f} s: {rule}: {what}")
 
     def linked(self, one, other):
-        found = self.by_name(one), self.by_name(other)
-        return all(process and process.runs() for process in found) and not self.is_down(slot_of(one), slot_of(other))
+        """Whether two processes can connect."""
+        found, slots = (self.by_name(one), self.by_name(other)), (slot_of(one), slot_of(other))
+        return all(process and process.runs() for process in found) and self.hears(*slots) and self.hears(*slots[::-1])
 
-    def is_down(self, one, other):
-        """Whether nothing crosses between two slots."""
-        return self.down.get(frozenset((one, other)), 0.0) > self.now
+    def hears(self, one, other):
+        """Whether slot ``one`` gets what ``other`` sends."""
+        return max(self.down.get(frozenset((one, other)), 0.0), self.deaf.get((one, other), 0.0)) <= self.now
 
     def by_name(self, me):
         return next((one for one in (*self.processes, *self.others) if one.me == me and one.alive), None)
@@ -219,6 +230,8 @@ class World:
         now, process = self.now, self.processes[one]
         if kind == "unlink":
             self.down[frozenset((one, other))] = now + 10 + 290 * extent
+        elif kind == "deafen":
+            self.deaf[one, other] = now + 10 + 290 * extent
         elif kind == "freeze":
             process.frozen_until = now + 5 + 85 * extent
         elif kind == "kill":
@@ -286,18 +299,16 @@ class World:
 
     def exchange(self):
         everybody = [one for one in (*self.processes, *self.others) if one.runs()]
-        for one, other in itertools.combinations(everybody, 2):
-            if self.is_down(one.slot, other.slot) or not (one.held and other.held):
+        for one, other in itertools.permutations(everybody, 2):
+            if not self.hears(one.slot, other.slot) or not (one.held and other.held):
                 continue
-            mine, theirs = one.held[-1], other.held[-1]
             here, there = one.entry(), other.entry()
             if here and there and here.ident == there.ident and {one.me, other.me} <= set(here.members):
-                one.heard[other.me] = other.heard[one.me] = self.now
+                one.heard[other.me] = self.now
                 self.counts["met"] += 1
-            if mine.ident != theirs.ident:  # entries travel with frames
-                self.counts["other entries"] += 1
-                old, new = (one, theirs) if mine.number < theirs.number else (other, mine)
-                old.hear(new)
+            theirs = other.held[-1]
+            if theirs.number > one.held[-1].number:  # entries travel with frames
+                one.hear(theirs)
 
     def check_one_epoch(self):
         """What must hold once nothing has happened for long."""

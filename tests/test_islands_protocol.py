@@ -42,7 +42,7 @@ def test_the_rules_hold_in_trouble_at_random(seed):
     found.run(1300)
     found.check_one_epoch()
     assert found.broken == []
-    assert found.counts["entries"] > 5 and found.counts["met"] > 50_000
+    assert found.counts["entries"] > 5 and found.counts["met"] > 100_000
 
 
 EVENTS = st.lists(
@@ -62,7 +62,7 @@ def any_order(events):
     assert found.broken == []
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(EVENTS)
 def test_the_rules_hold_in_any_order_of_events(events):
     any_order(events)
@@ -131,7 +131,7 @@ def test_a_member_that_most_do_not_reach_is_left_out_named_and_tried_again():
     met = found.counts["met"]
     found.run(100)
     assert slots(epoch(found).members) == [0, 1, 2]
-    assert found.counts["met"] - met >= 3 * 100 / 0.25 * 0.99  # all of the time
+    assert found.counts["met"] - met >= 6 * 100 / 0.25 * 0.99  # all of the time
     lines = found.processes[0].lines
     assert lines[0].startswith("island 3 at host3 is left out, and tried again in 30 s: ")
     assert "tried again in 60 s" in lines[1]
@@ -162,7 +162,7 @@ def test_without_a_store_all_goes_on():
     found.away, found.away_until, found.wipe = True, found.now + 300, False
     met = found.counts["met"]
     found.run(290)
-    assert found.counts["met"] - met == 3 * 290 / 0.25
+    assert found.counts["met"] - met == 6 * 290 / 0.25
     found.run(60)
     found.check_one_epoch()
     assert not found.broken and found.counts["entries"] == 1  # an outage is nobody's silence
