@@ -98,7 +98,8 @@ class Process:
         if not news or entry is None or (self.held and self.held[-1].ident == entry.ident):
             return
         if self.island.role == "copies":
-            if sent and self.trains_with_others() and len(entry.senders) == 1:
+            alone = self.world.trained_alone.get(entry.ident)
+            if sent and self.trains_with_others() and alone:
                 self.world.note("one that trains with others follows one that is alone", f"{self.me} {entry}")
             self.made, self.copied = float(entry.first), self.world.now
         self.held.append(entry)
@@ -154,7 +155,7 @@ class World:
         # Until when nothing crosses between two slots, or to the first from the second.
         self.down, self.deaf = {}, {}
         self.met, self.back = {}, {}
-        self.broken, self.counts, self.entries = [], Counter(), {}
+        self.broken, self.counts, self.entries, self.trained_alone = [], Counter(), {}, {}
         self.processes = [Process(self, slot) for slot in range(size)]
         self.others = []  # starts for slots that are taken, or with other flags
 
@@ -197,6 +198,8 @@ class World:
                 self.note("a number is written twice", f"{entry} and {known}")
             return
         self.entries[entry.number] = entry
+        senders = [self.by_name(me) for me in entry.senders]
+        self.trained_alone[entry.ident] = not any(one and one.trains_with_others() for one in senders)
         self.counts["entries"] += 1
         for pair in itertools.combinations(entry.members, 2):
             if self.now - self.met.get(frozenset(pair), -1e9) > 2 * TIMES.connect:

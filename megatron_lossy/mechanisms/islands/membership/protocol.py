@@ -360,7 +360,7 @@ class Island:
 
     def _leave_out(self, now: float, wanted: Members, members: Members, picture: Picture, plan: Plan) -> None:
         for me in wanted:
-            if me in members:
+            if me in members or me == self.me:
                 self._left_out.pop(me, None)
                 continue
             wait = self._left_out.get(me, (0.0, self.times.again))[1]
