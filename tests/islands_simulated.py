@@ -70,6 +70,7 @@ class Process:
         self.made, self.heard, self.held, self.copied = 0.0, {}, [], None
         self.alive, self.frozen_until, self.cut_until, self.reached = True, 0.0, 0.0, world.now
         self.ask = self.ended = None
+        self.replaced = False  # by a later start of its slot
         self.connect, self.lines, self.skipped = (), [], 0
 
     def clock(self):
@@ -284,20 +285,19 @@ class World:
                 if process.ended:
                     self.kill(process)
         for other in list(self.others):
-            if (tick + other.phase) % 4 == 0 and other.alive:
+            if (tick + other.phase) % 4 == 0 and other.runs():
                 other.poll()
-            if other.island.holds:  # a start of this slot that found it empty; the old one is dead, or lost
-                old = self.processes[other.slot]
-                self.processes[other.slot] = other
-                if old.alive:
-                    self.others = [old]
-                    old.until = self.now + 60
-                    continue
-            elif not other.ended and self.now <= other.until:
-                continue
-            if other.island.own.flags != "f" and other.island.holds:
-                self.kill(other)
-            self.others = []
+            if other.ended or self.now > other.until:
+                other.alive = False
+                self.others.remove(other)
+            elif other.island.holds and not other.replaced:  # it is the island of this slot now
+                old, self.processes[other.slot] = self.processes[other.slot], other
+                self.others.remove(other)
+                if old.alive:  # frozen, or cut off, until it finds that
+                    old.replaced, old.until = True, self.now + 1e9
+                    self.others.append(old)
+                if other.island.own.flags != "f":
+                    self.kill(other)
         self.exchange()
 
     def exchange(self):
