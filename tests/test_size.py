@@ -6,15 +6,16 @@ from scripts.size import sizes
 
 pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay within limits", device=False)
 
+# Until islands agree at the coordinator, the lighthouse and what infers epochs from it stand beside its code: 1,400 lines in 8 files.
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 34_000,
-    "lines of the package": 48_500,
+    "lines outside lab": 34_500,
+    "lines of the package": 49_800,
     "lines of C": 4_900,
-    "lines of tests": 41_000,
+    "lines of tests": 42_200,
     "lines of scripts and benchmarks": 10_000,
-    "files of islands": 46,
-    "lines of islands": 7_200,
+    "files of islands": 54,
+    "lines of islands": 8_700,
     "files under 40 lines": 24,
     "files over 450 lines": 4,
     "words of pages": 64_000,
