@@ -103,6 +103,8 @@ class Process:
             if sent and self.trains_with_others() and alone:
                 self.world.note("one that trains with others follows one that is alone", f"{self.me} {entry}")
             self.made, self.copied = float(entry.first), self.world.now
+        elif entry.first > self.made + 10:  # it has slept, and keeps its weights
+            self.made = float(entry.first)
         self.held.append(entry)
 
     def poll(self):

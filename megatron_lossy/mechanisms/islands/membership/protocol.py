@@ -104,7 +104,8 @@ class _Seen:
 class Island:
     """The rules of one of ``islands`` slots, which ``own`` describes.
 
-    :attr:`entry` is the newest that names it; exchanges before its first are made under the one before. :attr:`role`: waits for an
+    :attr:`entry` is the newest that names it; exchanges before its first are made under the one before, and who is far from that
+    goes on at it, with the weights that it has. :attr:`role`: waits for an
     entry, copies, or sends. :attr:`holds`: whether its slot is its own. ``draw``: random hexadecimal text of so many bytes.
     """
 
@@ -324,9 +325,9 @@ class Island:
         }
         late = [me for me in live if self._is_late(me)]
         for me in late:
-            entries = [beat.entry for other, beat in live.items() if other not in late and me in beat.heard]
-            if entries:
-                live[me] = replace(live[me], entry=entries[0])
+            hearers = [other for other, beat in live.items() if other not in late and me in beat.heard]
+            if hearers:
+                live[me] = replace(live[me], entry=live[hearers[0]].entry, heard=Slots.of(hearers))
         return live
 
     def _stands(self, wanted: Sequence[Member], live: Mapping[Member, Beat], base: Entry) -> bool:
