@@ -1,5 +1,7 @@
 """The store where islands agree: our coordinator and etcd keep one contract, and strangers change nothing."""
 
+import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -14,7 +16,7 @@ import pytest
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.mechanisms.islands.membership import coordinator
-from megatron_lossy.mechanisms.islands.membership.coordinator import Dictionary, Journal
+from megatron_lossy.mechanisms.islands.membership.coordinator import Dictionary, Journal, Server
 from megatron_lossy.mechanisms.islands.membership.messages import Beat, Entry, Slot, write
 from megatron_lossy.mechanisms.islands.membership.page import Watcher
 from megatron_lossy.mechanisms.islands.membership.store import Gateway, Unreachable, open_store
@@ -153,6 +155,59 @@ def test_nobody_answers():
         port = free.getsockname()[1]
     with pytest.raises(Unreachable, match=f"127.0.0.1:{port}: .*refused"):
         open_store(f"tcp://127.0.0.1:{port}/run", KEY).get("a")
+
+
+def test_a_name_that_nobody_finds_holds_no_call(monkeypatch):
+    found = threading.Event()
+
+    def look_up(*arguments, **options):
+        found.wait()
+        raise OSError("not found")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(Unreachable, match="no answer within 2 s"):
+        open_store("tcp://somewhere/run", KEY).get("a")
+    found.set()
+
+
+def test_an_answer_that_never_ends_holds_no_call():
+    """A byte now and then, which a timeout of each read does not end."""
+    over = threading.Event()
+
+    def trickle(listening):
+        line, _ = listening.accept()
+        with line, contextlib.suppress(OSError):
+            line.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+            while not over.wait(0.1):
+                line.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=trickle, args=[listening], daemon=True)
+        thread.start()
+        with pytest.raises(Unreachable, match="no answer within 2 s"):
+            Gateway([listening.getsockname()], "run").get("a")
+        over.set()
+        thread.join()
+
+
+def test_more_connections_than_there_may_be_are_closed(monkeypatch):
+    monkeypatch.setattr(coordinator, "CONNECTIONS", 2)
+
+    async def connect():
+        server = Server(lambda *request: (200, "text/plain", b"here"))
+        listening = await server.start("127.0.0.1", 0, None)
+        port = listening.sockets[0].getsockname()[1]
+        answers = []
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            with contextlib.suppress(ConnectionError):
+                writer.write(b"GET / HTTP/1.1\r\n\r\n")
+                answers.append((writer, await reader.read(10)))
+        listening.close()
+        return [answer for _, answer in answers], server.accepted, server.connections
+
+    answers, accepted, connections = asyncio.run(connect())
+    assert answers[:2] == [b"HTTP/1.1 2"] * 2 and answers[2:] in ([], [b""]) and (accepted, connections) == (3, 2)
 
 
 def test_a_dead_host_is_left_for_another(etcd_server):
