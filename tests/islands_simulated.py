@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 
 from megatron_lossy.mechanisms.islands.membership.messages import Entry, Slot, read, slot_of
 from megatron_lossy.mechanisms.islands.membership.protocol import ANY, Island, Local, Times
@@ -66,7 +67,9 @@ class Process:
         self.me = f"{slot}/{world.random.getrandbits(32):08x}"
         self.rate, self.offset = world.random.uniform(0.99, 1.01), world.random.uniform(0, 1e6)
         self.phase = world.random.randrange(4)
-        self.island = Island(Slot(self.me, f"host{slot}", self.me, flags), world.size, TIMES, self.clock(), world.draw)
+        self.island = Island(
+            Slot(self.me, f"host{slot}", self.me, flags), world.size, world.times, self.clock(), world.draw
+        )
         self.made, self.heard, self.held, self.copied = 0.0, {}, [], None
         self.alive, self.frozen_until, self.cut_until, self.reached = True, 0.0, 0.0, world.now
         self.ask = self.ended = None
@@ -149,10 +152,11 @@ class Process:
 
 
 class World:
-    """``size`` slots; ``trouble`` happens until ``calm``, a second."""
+    """``size`` slots. ``trouble``: something happens at times. ``without``: what is left out, to see that it is missed."""
 
-    def __init__(self, seed, size=5, trouble=True):
-        self.random, self.size, self.trouble = random.Random(seed), size, trouble
+    def __init__(self, seed, size=5, trouble=True, without=""):
+        self.random, self.size, self.trouble, self.without = random.Random(seed), size, trouble, without
+        self.times = replace(TIMES, quiet=0.0) if without == "the quiet of a new store" else TIMES
         self.now, self.away, self.away_until, self.wipe = 0.0, False, 0.0, False
         self.store = Memory(lambda: self.random.random() < 0.02)
         # Until when nothing crosses between two slots, or to the first from the second.
@@ -182,7 +186,7 @@ class World:
 
     def answers(self, me):
         found = self.by_name(me)
-        return found is not None and found.runs()
+        return found is not None and found.runs() and self.without != "the question to a holder"
 
     def written(self, process, write):
         if write.key == f"slot/{process.slot}" and write.old:
@@ -312,7 +316,7 @@ class World:
                 one.heard[other.me] = self.now
                 self.counts["met"] += 1
             theirs = other.held[-1]
-            if theirs.number > one.held[-1].number:  # entries travel with frames
+            if theirs.number > one.held[-1].number and self.without != "entries in frames":  # they travel with frames
                 one.hear(theirs)
 
     def check_one_epoch(self):

@@ -8,12 +8,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.mechanisms.islands.membership import messages
+from megatron_lossy.mechanisms.islands.membership import messages, protocol
 from megatron_lossy.mechanisms.islands.membership.messages import Beat, Birth, Entry, Preparation, Slot, read, write
 from megatron_lossy.mechanisms.islands.membership.protocol import Island, Local
 from tests.islands_simulated import CHANCES, TIMES, World
 
 pytestmark = pytest.mark.shows("one list of epochs holds through kills, freezes, cuts, a lost store", device=False)
+
+
+RULES = [
+    "entries in frames",
+    "the question to a holder",
+    "the quiet of a new store",
+    "connections of every pair",
+    "witnesses",
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_is_missed_in_the_simulation(rule, monkeypatch):
+    if rule == "connections of every pair":
+        monkeypatch.setattr(protocol, "_connected", lambda wanted, ready, keep: wanted)
+    if rule == "witnesses":
+        monkeypatch.setattr(protocol.Slots, "__contains__", lambda self, member: False)
+    broken, seed = [], 0
+    while not broken:  # as many runs as it takes
+        found = World(seed, without=rule)
+        found.run(1500)
+        found.trouble = False
+        found.run(1300)
+        found.check_one_epoch()
+        broken, seed = found.broken, seed + 1
 
 
 def world(size=3, seed=0):

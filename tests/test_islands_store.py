@@ -12,6 +12,7 @@ import ssl
 import threading
 import time
 
+import psutil
 import pytest
 
 from megatron_lossy.base.errors import UsageError
@@ -131,16 +132,18 @@ def test_a_write_without_an_answer_is_read_before_it_is_repeated(connect, came):
 
 
 def test_a_frozen_server_holds_no_call_and_goes_on_later(connect, server):
-    pid = getattr(server, "program", None) or server.process
+    process = psutil.Process((getattr(server, "program", None) or server.process).pid)
     store = connect()
     store.put("a", "1")
-    os.kill(pid.pid, signal.SIGSTOP)
+    process.suspend()
     try:
+        while process.status() != psutil.STATUS_STOPPED:  # it may answer until then
+            time.sleep(0.01)
         for late in (store, connect()):
             with pytest.raises(Unreachable, match="no answer within 2 s"):
                 late.put_if("a", "1", "2")
     finally:
-        os.kill(pid.pid, signal.SIGCONT)
+        process.resume()
     while True:  # a busy machine may take its time
         try:
             assert store.get("a") in ("1", "2")  # who has no answer may have written
