@@ -316,7 +316,7 @@ class World:
                 one.heard[other.me] = self.now
                 self.counts["met"] += 1
             theirs = other.held[-1]
-            if theirs.number > one.held[-1].number and self.without != "entries in frames":  # they travel with frames
+            if theirs.number > one.held[-1].number:  # entries travel with frames
                 one.hear(theirs)
 
     def check_one_epoch(self):

@@ -288,7 +288,7 @@ class Island:
     def _propose(self, now: float, picture: Picture, local: Local, plan: Plan) -> None:
         """Prepare an entry, or commit it, if that is this island's turn and there is need."""
         live = self._live(picture, local)
-        if not self._is_turn(now, picture, live):
+        if self.me not in live or not self._is_turn(now, picture, live):
             return
         base, last = self.entry, picture.entry
         wanted = tuple(me for me in live if now >= self._left_out.get(me, (0.0, 0.0))[0])
