@@ -211,6 +211,11 @@ LAUNCHER = [
     full("copy empty", "empty: File too large"),
     Case("doctor --megatron-lm none", "--megatron-lm none: must be a checkout of Megatron-LM"),
     Case("doctor --step gpu", "--step: invalid choice: 'gpu'"),
+    Case("coordinator", "the following arguments are required: --key-file"),
+    Case("coordinator --key-file none", "--key-file none: cannot be read: No such file or directory"),
+    Case("coordinator --key-file own.yaml", "--key-file own.yaml: has 14 bytes, and a secret needs 16 at least"),
+    Case("coordinator --key-file text.txt --page a:b", "--page a:b: must be HOST:PORT"),
+    Case("coordinator --key-file text.txt --journal text.txt/a", "--journal text.txt/a: cannot be written: Not a"),
 ]
 #: Commands, the names that they give themselves, and their cases.
 PROGRAMS = {
