@@ -16,7 +16,7 @@ STEP = 0.25
 #: What happens, and how likely in a step of time.
 CHANCES = {
     "unlink": 0.0012,
-    "deafen": 0.0006,
+    "one way": 0.0006,
     "freeze": 0.0012,
     "kill": 0.001,
     "outage": 0.0006,
@@ -70,7 +70,7 @@ class Process:
         self.island = Island(
             Slot(self.me, f"host{slot}", self.me, flags), world.size, world.times, self.clock(), world.draw
         )
-        self.made, self.heard, self.held, self.copied = 0.0, {}, [], None
+        self.made, self.received, self.held, self.copied = 0.0, {}, [], None
         self.alive, self.frozen_until, self.cut_until, self.reached = True, 0.0, 0.0, world.now
         self.ask = self.ended = None
         self.replaced = False  # by a later start of its slot
@@ -87,14 +87,14 @@ class Process:
         return next((one for one in reversed(self.held) if one.first <= self.made), None)
 
     def trains_with_others(self):
-        return any(self.world.now - at < TIMES.silent for at in self.heard.values())
+        return any(self.world.now - at < TIMES.silent for at in self.received.values())
 
     def sends(self):
         """Whether its weights are the run's."""
         return self.island.role == "sends" or (self.copied is not None and self.world.now - self.copied > 5)
 
-    def hear(self, entry):
-        self.note(self.sends(), self.island.hear(entry))
+    def adopt(self, entry):
+        self.note(self.sends(), self.island.adopt(entry))
 
     def note(self, sent, news=True):
         """Take over the entry of the island, if it is new. ``sent``: whether it sent before."""
@@ -121,7 +121,7 @@ class Process:
             iteration=int(self.made),
             exchange=int(self.made),
             ready=self.sends(),
-            heard=[me for me, at in self.heard.items() if world.now - at < TIMES.silent],
+            received=[me for me, at in self.received.items() if world.now - at < TIMES.silent],
             connected=connected,
             answers=answers,
         )
@@ -160,7 +160,7 @@ class World:
         self.now, self.away, self.away_until, self.wipe = 0.0, False, 0.0, False
         self.store = Memory(lambda: self.random.random() < 0.02)
         # Until when nothing crosses between two slots, or to the first from the second.
-        self.down, self.deaf = {}, {}
+        self.down, self.one_way = {}, {}
         self.met, self.back = {}, {}
         self.broken, self.counts, self.entries, self.trained_alone = [], Counter(), {}, {}
         self.processes = [Process(self, slot) for slot in range(size)]
@@ -175,11 +175,11 @@ class World:
     def linked(self, one, other):
         """Whether two processes can connect."""
         found, slots = (self.by_name(one), self.by_name(other)), (slot_of(one), slot_of(other))
-        return all(process and process.runs() for process in found) and self.hears(*slots) and self.hears(*slots[::-1])
+        return all(process and process.runs() for process in found) and self.gets(*slots) and self.gets(*slots[::-1])
 
-    def hears(self, one, other):
+    def gets(self, one, other):
         """Whether slot ``one`` gets what ``other`` sends."""
-        return max(self.down.get(frozenset((one, other)), 0.0), self.deaf.get((one, other), 0.0)) <= self.now
+        return max(self.down.get(frozenset((one, other)), 0.0), self.one_way.get((one, other), 0.0)) <= self.now
 
     def by_name(self, me):
         return next((one for one in (*self.processes, *self.others) if one.me == me and one.alive), None)
@@ -200,7 +200,7 @@ class World:
 
     def committed(self, process, entry):
         known = self.entries.get(entry.number)
-        if known is not None:  # who knows it writes it into a store that has lost it
+        if known is not None:  # one that has it writes it into a store that has lost it
             if known.ident != entry.ident:
                 self.note("a number is written twice", f"{entry} and {known}")
             return
@@ -240,8 +240,8 @@ class World:
         now, process = self.now, self.processes[one]
         if kind == "unlink":
             self.down[frozenset((one, other))] = now + 10 + 290 * extent
-        elif kind == "deafen":
-            self.deaf[one, other] = now + 10 + 290 * extent
+        elif kind == "one way":
+            self.one_way[one, other] = now + 10 + 290 * extent
         elif kind == "freeze":
             process.frozen_until = now + 5 + 85 * extent
         elif kind == "kill":
@@ -309,18 +309,18 @@ class World:
     def exchange(self):
         everybody = [one for one in (*self.processes, *self.others) if one.runs()]
         for one, other in itertools.permutations(everybody, 2):
-            if not self.hears(one.slot, other.slot) or not (one.held and other.held):
+            if not self.gets(one.slot, other.slot) or not (one.held and other.held):
                 continue
             here, there = one.entry(), other.entry()
             if here and there and here.ident == there.ident and {one.me, other.me} <= set(here.members):
-                one.heard[other.me] = self.now
+                one.received[other.me] = self.now
                 self.counts["met"] += 1
             theirs = other.held[-1]
             if theirs.number > one.held[-1].number:  # entries travel with frames
-                one.hear(theirs)
+                one.adopt(theirs)
 
     def check_one_epoch(self):
-        """What must hold once nothing has happened for long."""
+        """That all are in one epoch, once nothing has happened for long."""
         held = {one.me: one.held[-1].ident if one.held else None for one in self.processes if one.alive}
         last = self.processes[0].held[-1] if self.processes[0].held else None
         if len(set(held.values())) != 1 or last is None or set(last.members) != set(held):

@@ -266,7 +266,7 @@ def test_mutated_values_end_nobody(count):
             values[key] = value.decode("utf-8", "surrogateescape")
         polls += 1
         now += rng.choice([0.1, 1, 5])
-        plan = island.poll(now, values, Local(1.7e9, polls, polls, ready=True, heard=members[1:], connected=members))
+        plan = island.poll(now, values, Local(1.7e9, polls, polls, ready=True, received=members[1:], connected=members))
         assert plan.lost is None and plan.refused is None
 
 

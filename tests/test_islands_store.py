@@ -79,7 +79,7 @@ def test_a_value_is_swapped_only_if_it_is_the_old_one(connect):
 
 
 def in_threads(work, count):
-    """What ``work(number)`` returned, on ``count`` threads at once."""
+    """The results of ``work(number)`` on ``count`` threads at once."""
     found = [None] * count
     threads = [
         threading.Thread(target=lambda number=number: found.__setitem__(number, work(number)))

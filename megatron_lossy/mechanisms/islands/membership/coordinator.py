@@ -1,6 +1,6 @@
 """``python -m megatron_lossy coordinator``: serve the store where islands agree on who is there (docs/elastic.md).
 
-It answers the three requests of etcd's JSON gateway that :mod:`.store` makes, to who has the key file. A journal keeps all but
+It answers the three requests of etcd's JSON gateway that :mod:`.store` makes, to holders of the key file. A journal keeps all but
 beats. A page and ``/metrics`` are at an address of their own.
 """
 
@@ -105,9 +105,9 @@ def _line(key: bytes, value: bytes) -> bytes:
 
 
 class Dictionary:
-    """What the coordinator keeps, and its answers. No input or output, but for the journal.
+    """The values of the coordinator, and its answers. No input or output, but for the journal.
 
-    ``noted(key, value)`` is called with each write. ``malformed``: requests that nobody could answer.
+    ``noted(key, value)`` is called with each write. ``malformed``: requests without an answer.
     """
 
     def __init__(self, journal: Journal | None, noted: Callable[[bytes, bytes], None] = lambda *_: None) -> None:
@@ -271,7 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command. Raises :class:`UsageError`."""
     parser = ArgumentParser(
         prog="python -m megatron_lossy coordinator",
-        description="Serve the store where islands agree on who is there. Only who has the key file is answered.",
+        description="Serve the store where islands agree on who is there. Only holders of the key file are answered.",
     )
     parser.add_argument("--bind", default=f"[::]:{PORT}", metavar="ADDR:PORT", help="default %(default)s")
     parser.add_argument("--key-file", required=True, metavar="FILE", help="the secret that all islands have, too")

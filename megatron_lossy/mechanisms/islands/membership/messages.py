@@ -76,7 +76,7 @@ class Slot:
 class Beat:
     """The state of an island, each second.
 
-    ``entry``: hash of the newest that it has. ``role``: waits, copies, sends, leaves. ``seconds``: per exchange. ``heard``: within
+    ``entry``: hash of the newest that it has. ``role``: waits, copies, sends, leaves. ``seconds``: per exchange. ``received``: within
     the time of silence. ``attempt``: the nonce of the preparation that it connects for, and with whom it is ``ready``. ``yields``: to
     a branch that brings more. ``loss`` and ``event`` are for operators, and so is ``lost``, the share of messages that did not come.
     """
@@ -89,7 +89,7 @@ class Beat:
     entry: str = ""
     seconds: float = 1.0
     lag: int = 0
-    heard: Slots = NOBODY
+    received: Slots = NOBODY
     attempt: str = ""
     ready: Slots = NOBODY
     yields: int = 0
@@ -112,7 +112,7 @@ class Preparation:
 class Entry:
     """An epoch, from exchange ``first`` on, when the run has made ``iteration`` iterations.
 
-    Who is a member and no sender copies, or listens. ``parent``: hash of the entry before it, empty for the first.
+    A member that is no sender copies, or listens. ``parent``: hash of the entry before it, empty for the first.
     """
 
     number: int
@@ -160,7 +160,7 @@ def _same(value: Any) -> Any:
 
 
 class Picture:
-    """What is in the store. ``skipped``: values that are no messages."""
+    """The messages in the store. ``skipped``: values that are no messages."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self.texts = texts

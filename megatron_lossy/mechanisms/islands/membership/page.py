@@ -20,7 +20,7 @@ _METRICS: tuple[tuple[str, str, Callable[[_Island, float], float]], ...] = (
 )
 _COUNTERS = {
     "accepted": "connections of anybody",
-    "authenticated": "connections of who has the key file",
+    "authenticated": "connections with the key file",
     "broken": "connections that ended within a request",
     "malformed": "requests that had no answer",
 }

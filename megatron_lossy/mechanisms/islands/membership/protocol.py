@@ -1,4 +1,4 @@
-"""How islands agree on who is there: the rules of one island, without a clock, a store or a network.
+"""The rules by which islands agree on who is there, for one island: without a clock, a store or a network.
 
 An island polls: it reads what is in the store, and gets what it is to write, whom to connect to, and what has become of it. Keys
 are ``birth``, ``flags``, ``slot/I``, ``beat/I``, ``prepare`` and ``epoch``. The last holds the newest entry of the list of epochs:
@@ -46,7 +46,7 @@ class Local:
     """The state of this island that no store has.
 
     ``unix``: seconds, of a clock that may be wrong. ``iteration`` and ``exchange``: made so far; ``interval`` iterations make an
-    exchange, which takes ``seconds``. ``ready``: its weights are the run's, and may be sent. ``leaves``: it is about to end. ``heard``:
+    exchange, which takes ``seconds``. ``ready``: its weights are the run's, and may be sent. ``leaves``: it is about to end. ``received``:
     members whose frames have come within the time of silence. ``connected``: candidates to which a connection stands. ``answers``:
     whether the holder of this island's slot answers at its address; ``None``: not known. The others are for operators.
     """
@@ -58,7 +58,7 @@ class Local:
     seconds: float = 1.0
     ready: bool = False
     leaves: bool = False
-    heard: Collection[Member] = ()
+    received: Collection[Member] = ()
     connected: Collection[Member] = ()
     answers: bool | None = None
     lag: int = 0
@@ -123,18 +123,18 @@ class Island:
         self._seen: dict[Member, _Seen] = {}
         self._count = 0
         self.role = "waits"
-        #: The preparation that it saw last, and since when. What kept others from proposing, and since when.
+        #: The preparation that it saw last, and since when. The state in which others do not propose, and since when.
         self._attempt, self._waiting = ("", now), ((), now)
         self._fewer: float | None = None
         self._yields = -math.inf
         #: For whom was left out: until when, and how long the next time.
         self._left_out: dict[Member, tuple[float, float]] = {}
 
-    def hear(self, entry: Entry) -> bool:
+    def adopt(self, entry: Entry) -> bool:
         """Take over an entry that came from another member, or from the store. Return whether it is news."""
         if self.me not in entry.members or (self.entry is not None and entry.number <= self.entry.number):
             return False
-        # Who was ready a moment ago, and is no sender, was ready too late to be one.
+        # One that was ready a moment ago, and is no sender, was ready too late to be one.
         ready = self.role == "sends" and self.entry is not None and entry.parent == self.entry.ident
         self.role = "sends" if ready or self.me in entry.senders else "copies"
         self.entry = entry
@@ -160,7 +160,7 @@ class Island:
         if local.ready and self.role == "copies":
             self.role = "sends"
         if picture.entry is not None:
-            self.hear(picture.entry)
+            self.adopt(picture.entry)
         if self.entry and (picture.entry is None or picture.entry.number < self.entry.number):
             plan.writes.append(Write("epoch", write(self.entry), texts.get("epoch")))
         self._connect(now, picture, local, plan)
@@ -190,13 +190,13 @@ class Island:
                 self._seen[me] = _Seen(count, moved=True)
 
     def _silent(self, me: Member, picture: Picture, local: Local) -> bool:
-        """Whether its beats stand still, and nobody who lives hears it."""
+        """Whether its beats stand still, and nobody who lives receives from it."""
         if me in picture.beats and picture.beats[me].role == "leaves":
             return True
         if me not in self._seen or self._seen[me].silence < self.times.silent:
             return me not in self._seen
-        return me not in local.heard and not any(
-            me in beat.heard and other != me and self._seen[other].silence < self.times.silent
+        return me not in local.received and not any(
+            me in beat.received and other != me and self._seen[other].silence < self.times.silent
             for other, beat in picture.beats.items()
         )
 
@@ -205,7 +205,7 @@ class Island:
         return self._seen[me].silence >= _LATE * self.times.poll
 
     def _alive(self, me: Member, picture: Picture, local: Local) -> bool:
-        """Whether its beats have moved, or one who lives hears it; an island may be neither alive nor silent yet."""
+        """Whether its beats have moved, or one who lives receives from it; an island may be neither alive nor silent yet."""
         seen = self._seen[me]
         return not self._silent(me, picture, local) and (seen.moved or seen.silence >= 2 * self.times.silent)
 
@@ -260,7 +260,7 @@ class Island:
             entry=self.entry.ident if self.entry else "",
             seconds=local.seconds,
             lag=local.lag,
-            heard=Slots.of(local.heard),
+            received=Slots.of(local.received),
             attempt=plan.attempt,
             ready=Slots.of(set(plan.connect) & set(local.connected)),
             yields=int(now < self._yields),
@@ -317,7 +317,7 @@ class Island:
             plan.writes.append(Write("epoch", write(entry), picture.texts.get("epoch")))
 
     def _live(self, picture: Picture, local: Local) -> dict[Member, Beat]:
-        """Those who may be in an epoch with this island, by slot. Of who does not reach the store the entry is that of who hears it."""
+        """Those who may be in an epoch with this island, by slot. One that does not reach the store has the entry of those that receive from it."""
         live = {
             slot.me: picture.beats[slot.me]
             for _, slot in sorted(picture.slots.items())
@@ -325,9 +325,9 @@ class Island:
         }
         late = [me for me in live if self._is_late(me)]
         for me in late:
-            hearers = [other for other, beat in live.items() if other not in late and me in beat.heard]
-            if hearers:
-                live[me] = replace(live[me], entry=live[hearers[0]].entry, heard=Slots.of(hearers))
+            receivers = [other for other, beat in live.items() if other not in late and me in beat.received]
+            if receivers:
+                live[me] = replace(live[me], entry=live[receivers[0]].entry, received=Slots.of(receivers))
         return live
 
     def _stands(self, wanted: Sequence[Member], live: Mapping[Member, Beat], base: Entry) -> bool:
@@ -411,7 +411,7 @@ class Island:
 
 
 def _branches(live: Mapping[Member, Beat]) -> dict[str, list[Member]]:
-    """Those who live, by the entry that they have. Who never sent does not count while a sender lives."""
+    """Those who live, by the entry that they have. One that never sent does not count while a sender lives."""
     voters = {me: beat for me, beat in live.items() if beat.entry}
     voters = {me: beat for me, beat in voters.items() if beat.role == "sends"} or voters
     found: dict[str, list[Member]] = {}
@@ -421,10 +421,12 @@ def _branches(live: Mapping[Member, Beat]) -> dict[str, list[Member]]:
 
 
 def _weight(branch: Sequence[Member], live: Mapping[Member, Beat], ident: str) -> tuple[object, ...]:
-    """A branch that does not yield counts before one that does; then the number of those who hear another, or one alone."""
-    hearing = [me for me in branch if len(branch) == 1 or any(one in live[me].heard for one in branch if one != me)]
+    """A branch that does not yield counts before one that does; then the number of those who receive from another, or one alone."""
+    receiving = [
+        me for me in branch if len(branch) == 1 or any(one in live[me].received for one in branch if one != me)
+    ]
     yields = any(live[me].yields for me in branch)
-    return not yields, len(hearing), max(live[me].iteration for me in branch), ident
+    return not yields, len(receiving), max(live[me].iteration for me in branch), ident
 
 
 def _lacking(members: Sequence[Member], ready: Mapping[Member, Slots]) -> dict[Member, int]:

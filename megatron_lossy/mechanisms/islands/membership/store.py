@@ -67,7 +67,7 @@ class Store(ABC):
 
 
 class Gateway(Store):
-    """A store behind etcd's JSON gateway at one of ``hosts``, (name, port); who does not answer is asked last.
+    """A store behind etcd's JSON gateway at one of ``hosts``, (name, port); one that does not answer is asked last.
 
     ``tls``: how to connect; plainly without. ``name``: in the server's certificate, if it is not the host's. ``user``: and password.
     """

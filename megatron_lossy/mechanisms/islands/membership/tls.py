@@ -29,12 +29,12 @@ def read_key(path: str, flag: str = "--key-file") -> bytes:
 
 
 def client_context(key: bytes) -> ssl.SSLContext:
-    """Return the context of who connects. ``key``: the bytes of the key file."""
+    """Return the context of a client. ``key``: the bytes of the key file."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, key)
 
 
 def server_context(key: bytes) -> ssl.SSLContext:
-    """Return the context of who is connected to."""
+    """Return the context of a server."""
     return _context(ssl.PROTOCOL_TLS_SERVER, key)
 
 
