@@ -56,7 +56,7 @@ NOBODY = Slots(0)
 
 @dataclass(frozen=True)
 class Birth:
-    """Of a store, written once. ``time``: Unix seconds."""
+    """The name of a store, written once. ``time``: Unix seconds."""
 
     nonce: str
     time: int
