@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from ...base.errors import first_line
-from .aside import Brought, Pieces
-from .between_ranks import BetweenRanks, Carrier, Crossed, Keeping, Parties, Waiting
-from .carrying import Among
-from .mean import Mean
-from .places import Places
+from .between_ranks import BetweenRanks, Brought, Crossed, Keeping, Parties, Pieces, Waiting
+from .carrying import Among, Carrier
+from .rounds import Mean
+from .vector import Places
 
 
 class Lane:

@@ -2,7 +2,8 @@
 
 Every island sends each owner its piece (an all-to-all). Owners add up in the order of the islands, so that the result
 is the same as for islands in one process. Then their means are gathered. Both halves run on a thread of their own while
-training goes on.
+training goes on. Vectors go between a device and the carriers, which are in host memory, beside the stream that computes: on CUDA
+through page-locked memory, on a stream of their own. The threads of the carriers wait for it; training does not.
 
 Its twin is :class:`.mean.InMemory`: here an island has one row of the exchange, and learns from NaN what nobody sent.
 """
@@ -13,91 +14,94 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ...base.exchange import BucketUnits, Delivery, Exchange, Stream
-from ...base.fetch import aside
+from ...base.fetch import Fetched, aside, is_here, stream_aside
+from ...base.fingerprint import finite
 from ...config import LossyConfig
-from ...recovery.rows import to_device
+from ...recovery.rows import to_device, used_here
 from ...transport.base import draw
-from .aside import ASIDE, BITS, Brought, Pieces
+from .carrying import Carrier
 from .flags import SYNC_PHASES
-from .form import Codes, form_of
-from .mean import Mean, elements_of, finite_rows, mean_of, networks_between, owed_to
-from .places import Places
-from .rest import Rest
+from .form import SIGNAL, Codes, Form, Rest, form_of
+from .mean import elements_of, finite_rows, mean_of, networks_between, owed_to
+from .rounds import Mean
 from .stopping import Stopping
-from .world import Meeting
+from .vector import Places
 
 _HOST = torch.device("cpu")
+#: Integers as long as elements.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-class Carrier(Protocol):
-    """Carries one exchange after the other between the islands, in host memory."""
+class Pieces:
+    """``own`` float32[k] in ``islands`` pieces of ``form``, with room for :data:`SIGNAL` more items behind each.
 
-    #: Whether it reports losses.
-    observes: bool
-
-    def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Send ``pieces`` [M, n], one to each island. Returns the pieces for this island [M, n], and the arrived units.
-
-        The second is bool[M, units or more]; ``None``: all. Items that did not arrive are zero.
-        """
-
-    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
-        """[M, n]: ``own`` [n] of every island, and the units that arrived as in :meth:`scatter`."""
-
-    def do_without(self, place: int) -> None:
-        """Wait no more for the island in ``place``, where the others can go on without it."""
-
-    def close(self) -> None:
-        """Close the carrier after the last exchange."""
-
-
-class Reliable:
-    """Carries exchanges over torch. Only drawn losses occur."""
-
-    observes = False
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-
-    def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self._meeting.all_to_all(pieces), None
-
-    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self._meeting.all_gather(own), None
-
-    def do_without(self, place: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def carriers_of(
-    config: LossyConfig,
-    most: int,
-    island: int,
-    prefix: str,
-    store: Callable[[str], Any],
-    meet: Callable[[str], Meeting],
-    patience: float,
-) -> list[Carrier]:
-    """A carrier for each exchange that crosses at once, for a rank of ``island``; their names begin with ``prefix``.
-
-    ``most``: elements of an exchange at most. ``store``, ``meet``: the store and the meeting of a name, of the ranks
-    with this one's place in every island. ``patience``: seconds for an island that sends nothing.
+    ``own`` becomes what is sent: as it arrives. If some values are not finite, all pieces are blank: this tells the others that nothing
+    comes from here. ``shard``, ``units``: the elements of a piece. ``here``: whether they were in host memory from the beginning.
     """
-    names = [f"{prefix}{lane}" for lane in range(config.lanes)]
-    if config.transport != "udp":
-        return [Reliable(meet(name)) for name in names]
-    from .datagrams import IslandLink  # which starts a thread
 
-    return [IslandLink(config, name, island, config.islands, store(name), most, patience) for name in names]
+    def __init__(self, own: torch.Tensor, islands: int, form: Form) -> None:
+        self.shard = -(-len(own) // islands)
+        self.units = form.cut(self.shard)
+        self._dtype = form.dtype
+        self.here = is_here(own)
+        missing = islands * self.shard - len(own)
+        whole = torch.nn.functional.pad(own, (0, missing)) if missing else own
+        items = form.items(self.units)
+        rows = own.new_zeros(islands, items + SIGNAL, dtype=form.dtype)
+        form.encode(whole.view(islands, self.shard), self.units, rows[:, :items])
+        if not form.exact:
+            own.copy_(form.decode(rows[:, :items], self.units).view(-1)[: len(own)])
+        present = finite([own])
+        self._present: bool | Fetched = bool(present) if self.here else Fetched(present)  # before the long copy
+        self._rows: torch.Tensor | Fetched = rows
+        if not self.here:
+            self._leave(rows.masked_fill_(~present, form.blank))
+        elif not self._present:
+            rows.fill_(form.blank)
+
+    @property
+    def present(self) -> bool:
+        """Whether all values are finite."""
+        if isinstance(self._present, Fetched):
+            self._present = bool(self._present.wait())
+        return self._present
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[M, items + SIGNAL], in host memory."""
+        if isinstance(self._rows, Fetched):
+            self._rows = torch.from_numpy(self._rows.wait()).view(self._dtype)
+        return self._rows
+
+    def _leave(self, rows: torch.Tensor) -> None:
+        """Begin to copy ``rows`` to the host. Nothing depends on the values."""
+        if rows.device.type == "cuda":
+            stream_aside(rows.device).wait_stream(torch.cuda.current_stream(rows.device))
+        with aside(rows.device):
+            used_here((rows,))
+            self._rows = Fetched(rows.view(_BITS[rows.element_size()]))  # NumPy knows no bfloat16
+
+
+class Brought:
+    """Marks the end of the work that :func:`aside` has so far. Made on a thread, used on the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record(stream_aside(device))
+
+    def use(self, *tensors: torch.Tensor | None) -> None:
+        """Let what is computed from now on use ``tensors``, which were brought before."""
+        if self._event is not None:
+            self._event.wait()
+            used_here(tensor for tensor in tensors if tensor is not None)
 
 
 class Parties(NamedTuple):
@@ -268,9 +272,9 @@ class BetweenRanks:
     def _message(
         self, parties: Parties, exact: torch.Tensor, units: BucketUnits, averaged: np.ndarray, keeping: Keeping
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The message of the own means [items + ASIDE], and as they arrive [shard]. ``averaged`` bool[units]: somebody sent them."""
+        """The message of the own means [items + SIGNAL], and as they arrive [shard]. ``averaged`` bool[units]: somebody sent them."""
         items = self._form.items(units)
-        sent = torch.zeros(items + ASIDE, dtype=self._form.dtype)
+        sent = torch.zeros(items + SIGNAL, dtype=self._form.dtype)
 
         def crosses(values: torch.Tensor) -> torch.Tensor:
             self._form.encode(values[None], units, sent[None, :items])
@@ -287,7 +291,7 @@ class BetweenRanks:
 
     def _say(self, rows: torch.Tensor) -> None:
         """Put the signal to stop behind each of ``rows``, as bits."""
-        rows.view(BITS[rows.element_size()])[..., -1] = self._stopping.number
+        rows.view(_BITS[rows.element_size()])[..., -1] = self._stopping.number
 
     def _heard(
         self, rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
@@ -297,7 +301,7 @@ class BetweenRanks:
         A signal counts only if it arrived: with the last elements, or in a unit behind them.
         """
         items = self._form.items(units)
-        said = rows.view(BITS[rows.element_size()])[:, -1].numpy()
+        said = rows.view(_BITS[rows.element_size()])[:, -1].numpy()
         if drawn is not None:
             said = said * drawn[:, -1]
         if arrived is not None:

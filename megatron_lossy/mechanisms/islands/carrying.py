@@ -1,8 +1,8 @@
-"""Carries the exchanges of one epoch, among its members' ranks of one number: over gloo, or as datagrams.
+"""Carriers of exchanges between ranks of one number of all islands, or of the members of an epoch: over gloo, or as datagrams.
 
-It is opened on a thread, while training goes on (:mod:`.elastic.opening`). A member that dies, or stands still for longer than the patience,
-breaks it over gloo: what is under way is lost whole, and so is the rest of the epoch. Of datagrams only those from and to that member
-are lost.
+An epoch is opened on a thread, while training goes on (:mod:`.elastic.opening`). A member that dies, or stands still for longer than the
+patience, breaks it over gloo: what is under way is lost whole, and so is the rest of the epoch. Of datagrams only those from and to that
+member are lost.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from .between_ranks import Carrier
+from ...config import LossyConfig
 from .epochs import Epoch
 from .world import Meeting
 
@@ -25,8 +25,30 @@ Total = Callable[[torch.Tensor], torch.Tensor]
 LINGER = 10.0
 
 
+class Carrier(Protocol):
+    """Carries one exchange after the other between the islands, in host memory."""
+
+    #: Whether it reports losses.
+    observes: bool
+
+    def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Send ``pieces`` [M, n], one to each island. Returns the pieces for this island [M, n], and the arrived units.
+
+        The second is bool[M, units or more]; ``None``: all. Items that did not arrive are zero.
+        """
+
+    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
+        """[M, n]: ``own`` [n] of every island, and the units that arrived as in :meth:`scatter`."""
+
+    def do_without(self, place: int) -> None:
+        """Wait no more for the island in ``place``, where the others can go on without it."""
+
+    def close(self) -> None:
+        """Close the carrier after the last exchange."""
+
+
 class Collectives:
-    """Exchanges among the members of ``meeting``, of which those in ``senders``, their places, are averaged."""
+    """Exchanges over torch among the members of ``meeting``, of which those in ``senders``, their places, are averaged."""
 
     observes = False
 
@@ -39,13 +61,14 @@ class Collectives:
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         """See :class:`.Carrier`. Nothing comes to who does not send."""
         if self._sends:
-            return self._open().all_to_all_among(pieces, self._sending), None
-        self._open().all_to_all_among(pieces[:0], [False for _ in self._sending])
+            return self._open().all_to_all(pieces, self._sending), None
+        self._open().all_to_all(pieces[:0], [False for _ in self._sending])
         return torch.zeros_like(pieces), np.zeros(pieces.shape, dtype=bool)
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
         """See :class:`.Carrier`."""
-        return self._open().all_gather(own)[self._senders], None
+        received = self._open().all_gather(own)
+        return received if all(self._sending) else received[self._senders], None
 
     def _open(self) -> Meeting:
         if self._meeting is None:
@@ -78,6 +101,28 @@ class Alone:
 
     def close(self) -> None:
         """Nobody is told."""
+
+
+def carriers_of(
+    config: LossyConfig,
+    most: int,
+    island: int,
+    prefix: str,
+    store: Callable[[str], Any],
+    meet: Callable[[str], Meeting],
+    patience: float,
+) -> list[Carrier]:
+    """A carrier for each exchange that crosses at once, for a rank of ``island``; their names begin with ``prefix``.
+
+    ``most``: elements of an exchange at most. ``store``, ``meet``: the store and the meeting of a name, of the ranks
+    with this one's place in every island. ``patience``: seconds for an island that sends nothing.
+    """
+    names = [f"{prefix}{lane}" for lane in range(config.lanes)]
+    if config.transport != "udp":
+        return [Collectives(meet(name), range(config.islands)) for name in names]
+    from .datagrams import IslandLink  # which starts a thread
+
+    return [IslandLink(config, name, island, config.islands, store(name), most, patience) for name in names]
 
 
 class Among:

@@ -17,9 +17,8 @@ from ...config import LossyConfig
 from ...transport.udp.engine import Engine, PeerLost, Transfer
 from ...transport.udp.leaving import Leaving, patiently
 from ...transport.udp.process import engine_for
-from .aside import ASIDE
 from .flags import SYNC_PHASES
-from .form import Codes, form_of
+from .form import SIGNAL, Codes, form_of
 
 #: Seconds between two looks at who is silent.
 _LOOKS = 0.25
@@ -58,7 +57,7 @@ class IslandLink:
         self._size, self._patience = size, patience
         self._senders = list(range(size) if senders is None else senders)
         form = form_of(config)
-        self._shard = shard = form.items(form.cut(-(-most // len(self._senders)))) + ASIDE
+        self._shard = shard = form.items(form.cut(-(-most // len(self._senders)))) + SIGNAL
         self._packet = form.packet
         bucket = (shard * form.dtype.itemsize, self._packet * form.dtype.itemsize)
         buckets = {phase: [bucket] for phase in SYNC_PHASES}
