@@ -8,9 +8,10 @@ member are lost.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,18 +26,20 @@ Total = Callable[[torch.Tensor], torch.Tensor]
 LINGER = 10.0
 
 
-class Carrier(Protocol):
+class Carrier(ABC):
     """Carries one exchange after the other between the islands, in host memory."""
 
     #: Whether it reports losses.
-    observes: bool
+    observes = False
 
+    @abstractmethod
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         """Send ``pieces`` [M, n], one to each island. Returns the pieces for this island [M, n], and the arrived units.
 
         The second is bool[M, units or more]; ``None``: all. Items that did not arrive are zero.
         """
 
+    @abstractmethod
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         """[M, n]: ``own`` [n] of every island, and the units that arrived as in :meth:`scatter`."""
 
@@ -47,10 +50,8 @@ class Carrier(Protocol):
         """Close the carrier after the last exchange."""
 
 
-class Collectives:
+class Collectives(Carrier):
     """Exchanges over torch among the members of ``meeting``, of which those in ``senders``, their places, are averaged."""
-
-    observes = False
 
     def __init__(self, meeting: Meeting, senders: Sequence[int]) -> None:
         self._meeting: Meeting | None = meeting
@@ -75,18 +76,13 @@ class Collectives:
             raise RuntimeError("the epoch is closed")
         return self._meeting
 
-    def do_without(self, place: int) -> None:
-        """See :class:`.Carrier`."""
-
     def close(self) -> None:
         """Let the others see that it is over: without its last user a group closes its connections."""
         self._meeting = None
 
 
-class Alone:
+class Alone(Carrier):
     """The exchanges of the only member: nothing crosses."""
-
-    observes = False
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, None]:
         """See :class:`.Carrier`."""
@@ -95,12 +91,6 @@ class Alone:
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
         """See :class:`.Carrier`."""
         return own[None], None
-
-    def do_without(self, place: int) -> None:
-        """See :class:`.Carrier`."""
-
-    def close(self) -> None:
-        """Nobody is told."""
 
 
 def carriers_of(

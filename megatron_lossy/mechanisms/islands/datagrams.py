@@ -17,6 +17,7 @@ from ...config import LossyConfig
 from ...transport.udp.engine import Engine, PeerLost, Transfer
 from ...transport.udp.leaving import Leaving, patiently
 from ...transport.udp.process import engine_for
+from .carrying import Carrier
 from .flags import SYNC_PHASES
 from .form import SIGNAL, Codes, form_of
 
@@ -24,7 +25,7 @@ from .form import SIGNAL, Codes, form_of
 _LOOKS = 0.25
 
 
-class IslandLink:
+class IslandLink(Carrier):
     """Exchanges of this island with others, one after another. One rank of each island opens it, a collective call.
 
     ``rank`` of ``size``: the place of this island among those that open it. ``senders``: the places of those whose weights are averaged;

@@ -14,7 +14,7 @@ _SETTLES = 10
 
 @dataclass(frozen=True)
 class IslandJobs(Jobs):
-    """The islands of a run with the flags ``config``, and notes about those that are allowed, but rarely wanted."""
+    """The islands of a run with the flags ``config``; one job without any. Notes are about flags that are rarely wanted."""
 
     name: str = "island"
     config: Any = field(default=None, repr=False)

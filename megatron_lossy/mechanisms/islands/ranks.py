@@ -57,9 +57,7 @@ class RankIslands(Part, JobGroup):
         self.world = world
         self.monitor = IslandMonitor()
         self.config = config
-        self._rounds: list[Rounds[BetweenRanks]] | None = (
-            None  # of the weights that each of torch's optimizers updates here
-        )
+        self._rounds: list[Rounds[BetweenRanks]] | None = None  # by optimizer of torch's
         self._hooks: list[Any] = []
         self._made: set[int] = set()  # optimizers whose exchanges of this iteration are made
         self._iterations = 0  # that were begun, as far as stopping is concerned

@@ -140,6 +140,7 @@ class SmithPredictor(Rule):
         return [row.clone() if places is None else places.read(row) for row in self.moved]
 
     def apply(self, island: int, now: torch.Tensor, result: Result) -> torch.Tensor:
+        assert result.snapshot is not None
         moved = read_at(self.moved[island], result.places)
         known = moved - result.snapshot
         off = result.mean - result.sent - known
