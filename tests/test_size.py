@@ -14,7 +14,7 @@ LIMITS = {
     "lines of tests": 41_000,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 37,
-    "lines of islands": 6_930,
+    "lines of islands": 6_890,
     "files under 40 lines": 24,
     "files over 450 lines": 4,
     "words of pages": 64_000,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +24,14 @@ from ...base.fingerprint import finite
 from ...config import LossyConfig
 from ...recovery.rows import to_device, used_here
 from ...transport.base import draw
-from .carrying import Carrier
+from .carrying import Carrier, Collectives
 from .flags import SYNC_PHASES
 from .form import SIGNAL, Codes, Form, Rest, form_of
 from .mean import elements_of, finite_rows, mean_of, networks_between, owed_to
 from .rounds import Mean
 from .stopping import Stopping
 from .vector import Places
+from .world import Meeting
 
 _HOST = torch.device("cpu")
 #: Integers as long as elements.
@@ -102,6 +103,28 @@ class Brought:
         if self._event is not None:
             self._event.wait()
             used_here(tensor for tensor in tensors if tensor is not None)
+
+
+def carriers_of(
+    config: LossyConfig,
+    most: int,
+    island: int,
+    prefix: str,
+    store: Callable[[str], Any],
+    meet: Callable[[str], Meeting],
+    patience: float,
+) -> list[Carrier]:
+    """A carrier for each exchange that crosses at once, for a rank of ``island``; their names begin with ``prefix``.
+
+    ``most``: elements of an exchange at most. ``store``, ``meet``: the store and the meeting of a name, of the ranks
+    with this one's place in every island. ``patience``: seconds for an island that sends nothing.
+    """
+    names = [f"{prefix}{lane}" for lane in range(config.lanes)]
+    if config.transport != "udp":
+        return [Collectives(meet(name), range(config.islands)) for name in names]
+    from .datagrams import IslandLink  # which starts a thread
+
+    return [IslandLink(config, name, island, config.islands, store(name), most, patience) for name in names]
 
 
 class Parties(NamedTuple):

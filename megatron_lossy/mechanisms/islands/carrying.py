@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...config import LossyConfig
 from .epochs import Epoch
 from .world import Meeting
 
@@ -91,28 +90,6 @@ class Alone(Carrier):
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
         """See :class:`.Carrier`."""
         return own[None], None
-
-
-def carriers_of(
-    config: LossyConfig,
-    most: int,
-    island: int,
-    prefix: str,
-    store: Callable[[str], Any],
-    meet: Callable[[str], Meeting],
-    patience: float,
-) -> list[Carrier]:
-    """A carrier for each exchange that crosses at once, for a rank of ``island``; their names begin with ``prefix``.
-
-    ``most``: elements of an exchange at most. ``store``, ``meet``: the store and the meeting of a name, of the ranks
-    with this one's place in every island. ``patience``: seconds for an island that sends nothing.
-    """
-    names = [f"{prefix}{lane}" for lane in range(config.lanes)]
-    if config.transport != "udp":
-        return [Collectives(meet(name), range(config.islands)) for name in names]
-    from .datagrams import IslandLink  # which starts a thread
-
-    return [IslandLink(config, name, island, config.islands, store(name), most, patience) for name in names]
 
 
 class Among:

@@ -22,8 +22,7 @@ from ...base.exchange import Delivery
 from ...base.jobs import JobGroup
 from ...config import LossyConfig
 from ...run.mechanism import Part
-from .between_ranks import BetweenRanks
-from .carrying import carriers_of
+from .between_ranks import BetweenRanks, carriers_of
 from .form import bytes_sent
 from .monitor import IslandMonitor
 from .rounds import Rounds

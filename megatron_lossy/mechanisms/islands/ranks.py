@@ -32,8 +32,7 @@ from ...hooks.buckets import buckets_by_stream, own_shard
 from ...hooks.versions import data_parallel_rank, pipeline_stage
 from ...recovery.rows import to_device
 from ...run.mechanism import Part
-from .between_ranks import BetweenRanks
-from .carrying import carriers_of
+from .between_ranks import BetweenRanks, carriers_of
 from .flags import CONSENSUS_FOLDER
 from .form import bytes_sent
 from .monitor import IslandMonitor
