@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..base.ledger import Patch, Takes
+from ..transport.sites import Scalars
 from . import seam
 from .runtime import Lossy
 
@@ -30,10 +31,22 @@ def step(run: Lossy, applies: bool, original: Callable, self: Any, *args: Any, *
         return original(self, *args, **kwargs)
 
 
+def _scalars(sites: int) -> Patch:
+    return Patch(
+        target="torch.distributed:all_reduce",
+        around=Scalars(sites).all_reduce,
+        why="norms, losses and flags cross between sites once, and not as often as a ring of all ranks does",
+        versions="all",
+        until="Megatron reduces scalars in two levels",
+        takes=Takes(("tensor", "op", "group", "async_op")),
+    )
+
+
 def patches(run: Lossy) -> list[Patch]:
     """Every patch that a lossy run needs in megatron-core."""
     return [
         *run.patches,
+        *([] if run.config.sites is None else [_scalars(run.config.sites)]),
         Patch(
             target=f"{_BUFFER}:dist_reduce_scatter_func",
             around=partial(seam.reduce_scatter, run),

@@ -84,6 +84,7 @@ def describe(plan: Plan) -> list[str]:
         f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.iterations}",
         (f"ranks    {_where(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
         *_jobs(plan),
+        *_sites(plan),
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
     ]
@@ -109,6 +110,23 @@ def _jobs(plan: Plan) -> list[str]:
     what = f"launch of its own, of {ranks}" if jobs.apart else f"job of {ranks} consecutive"
     each = f"each a {what} rank{'s'[: ranks != 1]}, data {data}, in {first} and so on"
     return [f"{jobs.name + 's':8} {jobs.number}, {each}"]
+
+
+def _sites(plan: Plan) -> list[str]:
+    """The bytes that cross the border of a site, each way: (M - 1) / M of gradients and of parameters, whatever its size."""
+    train, lossy = plan.train, plan.lossy
+    if lossy.sites is None:
+        return []
+    elements = parameters(train, plan.layout.vocab_size) * (lossy.sites - 1) / lossy.sites
+    plain = {"grad": 32, "param": 16 if train.bf16 else 32}
+    grad, param = (
+        elements * lossy.copies(phase) * lossy.wire_bits.get(phase, bits) / 8 / 1e9 for phase, bits in plain.items()
+    )
+    ranks = (train.virtual_workers or plan.ranks) // lossy.sites
+    sent = f"{grad:.3g} GB of gradients and {param:.3g} GB of parameters"
+    return [
+        f"sites    {lossy.sites} of {ranks} rank{'s'[: ranks != 1]}; out of each {sent} an iteration, and as much into it"
+    ]
 
 
 def estimates(plan: Plan) -> list[str]:
