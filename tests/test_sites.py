@@ -18,7 +18,11 @@ from tests.test_delivery_log import STEPS, assert_same_history, real_run, replic
 from tests.test_hooks_owner_weights import OVERLAPS, inside_and_after, resume, save_and_go_on
 from tests.test_monitor import drift_real, drift_virtual, flat, only_drift
 from tests.test_virtual import BUCKETS, real_runs, virtual_runs
+from tests.test_virtual_train import OVERLAP as BUCKETS_OF_TRAINER
+from tests.test_virtual_train import losses_of, run_both
+from tests.test_virtual_train import weights as weights_of
 from tests.tiny_gpt import TinyGPT, build
+from tests.trainer import TINY, train_runs
 
 pytestmark = pytest.mark.shows("losses between sites by value; one replica in each site")
 
@@ -353,3 +357,34 @@ def copies(rank):
 def test_fsdp2_over_a_mesh_of_two_dimensions_is_refused(pool):
     for message in pool.run(copies, 4):
         assert message.startswith("--sites 2: needs fully_shard over all ranks, with a mesh of one dimension")
+
+
+# --- our trainer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_four_virtual_workers(data, tmp_path):
+    """The checkpoint to the last bit; logged losses are sums of four in another order."""
+    loss = {
+        "p_grad": 0.3,
+        "p_param": 0.3,
+        "loss_unit": "packet",
+        "packet_bytes": 256,
+        "sites": 2,
+        "eval_weights": "both",
+    }
+    [(real, virtual)] = run_both(4, data, tmp_path, {"sites": (BUCKETS_OF_TRAINER, loss)}).values()
+    assert weights_of(virtual) == weights_of(real)
+    for one, other in zip(losses_of(virtual), losses_of(real), strict=True):
+        assert dict(one) == pytest.approx(dict(other), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_stages_inside_of_sites_change_no_value(data):
+    """The ranks of a pipeline are others, and data-parallel ranks exchange the same."""
+    stages = TINY | data | {"pipeline_model_parallel_size": 2, "train_iters": 3}
+    mapped = stages | {"use_tp_pp_dp_mapping": True}
+    loss = {"p_grad": 0.3, "p_param": 0.3}
+    runs = [(stages, loss), (mapped, loss), (mapped, loss | {"sites": 2})]
+    for summaries, _ in run_ranks(train_runs, 4, *runs):
+        assert summaries[1] == summaries[0] == summaries[2]
