@@ -7,10 +7,12 @@ other sites.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache, partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -244,9 +246,28 @@ def later(works: Sequence[Any], begin: Callable[[], Transfer], tensor: torch.Ten
     return transfer
 
 
-@cache
-def _thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-sites")
+class _Thread:
+    """Does jobs one after another. It keeps no process from ending, whose ranks may wait for each other after an error."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Future[Transfer], Callable[[], Transfer]]] = SimpleQueue()
+        threading.Thread(target=self._run, name="megatron-lossy-sites", daemon=True).start()
+
+    def submit(self, job: Callable[[], Transfer]) -> Future[Transfer]:
+        future: Future[Transfer] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, job = self._jobs.get()
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+_thread = cache(_Thread)
 
 
 class _Begun:
