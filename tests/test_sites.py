@@ -11,6 +11,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.transport.sites import check_blocks
+from megatron_lossy.transport.udp.process import settings_of
 from tests import contract, fsdp
 from tests.ranks import run_ranks
 from tests.rules import assert_same_weights
@@ -388,3 +389,13 @@ def test_stages_inside_of_sites_change_no_value(data):
     runs = [(stages, loss), (mapped, loss), (mapped, loss | {"sites": 2})]
     for summaries, _ in run_ranks(train_runs, 4, *runs):
         assert summaries[1] == summaries[0] == summaries[2]
+
+
+def rate(rank, config):
+    return settings_of(config).rate
+
+
+def test_the_ranks_of_a_site_share_its_rate(pool):
+    config = LossyConfig(transport="udp", loss_unit="packet", udp_rate="100mbit", sites=2)
+    flat = dataclasses.replace(config, sites=None)
+    assert pool.run(rate, 4, config) == [1e8 / 8 / 2] * 4 and pool.run(rate, 4, flat) == [1e8 / 8] * 4
