@@ -11,7 +11,7 @@ from ..base.exchange import Stream
 from ..channel.corruption import Corruption
 from ..config import PHASES, LossyConfig
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
-from ..transport.sites import Sites, make_group
+from ..transport.sites import Scalars, Sites, make_group
 from .buckets import apart, buckets_by_stream, replicated_units
 from .grad_errors import errors_of_owner
 from .seam import Slot, attach
@@ -34,7 +34,8 @@ class Exchanges:
         self._job, self._jobs = job
         self._corruption = corruption
         self._networks: dict[tuple[str, tuple[int, ...]], Network] = {}
-        self._sites = Sites(config.sites)
+        self._sites, self._of_scalars = Sites(config.sites), Sites(config.sites)
+        self.scalars = Scalars(self._of_scalars)
 
     def find_nodes(self) -> bool:
         """Find :attr:`nodes` if they are needed and not known; returns whether it found them. A collective call."""
@@ -52,8 +53,11 @@ class Exchanges:
 
         ``steps``: length of the run, if known, to refuse a trace that is too short.
         """
-        stage = pipeline_stage(ddp)
-        return [self._of_stream(*found, stage, steps) for found in buckets_by_stream(ddp)]
+        stage, streams = pipeline_stage(ddp), buckets_by_stream(ddp)
+        groups = [pairs[0][0].data_parallel_group for _, _, pairs in streams]
+        self._sites.open(groups)
+        self._of_scalars.open([dist.group.WORLD, *groups])
+        return [self._of_stream(*found, stage, steps) for found in streams]
 
     def _of_stream(
         self, stream: Stream, full: dist.ProcessGroup, buckets: Sequence[tuple[Any, Any]], stage: int, steps: int | None

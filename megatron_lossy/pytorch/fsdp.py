@@ -94,6 +94,7 @@ class LossyFSDP(LossyRun):
         self._again: list[_Again] = []
         MECHANISMS.attach(self)
         self._streams = streams_of([one for one in groups if one.trained])
+        self._sites.open(stream.ranks for stream in self._streams)
         for stream in self._streams:
             self._add(stream, regather)
         for one in self._sharded:

@@ -8,9 +8,9 @@ other sites.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
@@ -37,7 +37,9 @@ def check_blocks(ranks: Sequence[int], sites: int, world: int) -> None:
 
     A site is a block of ``world / sites`` global ranks.
     """
-    if not _evenly(ranks, sites, world):
+    size, rest = divmod(world, sites)
+    even = [site for site in range(sites) for _ in range(len(ranks) // sites)]
+    if rest or [rank // size for rank in ranks] != even:
         raise refuse(
             "--sites",
             sites,
@@ -46,25 +48,20 @@ def check_blocks(ranks: Sequence[int], sites: int, world: int) -> None:
         )
 
 
-def _evenly(ranks: Sequence[int], sites: int, world: int) -> bool:
-    size, rest = divmod(world, sites)
-    return not rest and [rank // size for rank in ranks] == [
-        site for site in range(sites) for _ in range(len(ranks) // sites)
-    ]
-
-
+@dataclass(frozen=True)
 class Site:
-    """This rank's place in two levels, and the process groups of both. A collective call of ``group``, all data-parallel ranks.
+    """This rank's place in a group of data-parallel ranks, in two levels.
 
-    ``number``: of the site, of ``sites``. ``ranks``: those of a site. ``place``: of this rank among them.
+    ``number``: of the site, of ``sites``. ``ranks``: the number of those of a site. ``place``: of this rank among them.
+    ``inside``: the ranks of this site. ``between``: the ranks of this place, one of each site.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sites: int) -> None:
-        members = dist.get_process_group_ranks(group)
-        self.sites, self.ranks = sites, len(members) // sites
-        self.number, self.place = divmod(dist.get_rank(group), self.ranks)
-        self.inside = _new_group(members[self.number * self.ranks : (self.number + 1) * self.ranks])
-        self.between = _new_group(members[self.place :: self.ranks])
+    sites: int
+    number: int
+    ranks: int
+    place: int
+    inside: dist.ProcessGroup
+    between: dist.ProcessGroup
 
     def stream(self, stream: Stream) -> Stream:
         """``stream`` of the ranks of this place, whose losses are their own."""
@@ -72,35 +69,52 @@ class Site:
 
 
 class Sites:
-    """This rank's place in the sites, ``number`` if there are any, of each group that asks for it."""
+    """This rank's places in the sites, ``number`` if there are any. Each has process groups of its own."""
 
     def __init__(self, number: int | None) -> None:
         self._number = number
-        self._found: dict[tuple[int, ...], Site] = {}
+        self._found: dict[tuple[int, ...], Site | None] = {}
 
-    def of(self, group: dist.ProcessGroup) -> Site | None:
-        """The place in ``group``; ``None`` if each of its ranks exchanges for itself. A collective call of ``group``.
+    def open(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Make the process groups of both levels of ``groups``, which this rank is in. A collective call of all ranks.
 
-        Raises :class:`UsageError` if sites cut it unevenly.
+        Raises :class:`UsageError` if sites cut one of them unevenly.
         """
         if self._number is None:
+            return
+        world = dist.get_world_size()
+        everywhere: list[Any] = [None] * world
+        dist.all_gather_object(everywhere, [tuple(dist.get_process_group_ranks(group)) for group in groups])
+        for ranks in sorted({one for those in everywhere for one in those} - self._found.keys()):
+            check_blocks(ranks, self._number, world)
+            self._found[ranks] = self._made(ranks, self._number)
+
+    @staticmethod
+    def _made(ranks: tuple[int, ...], sites: int) -> Site | None:
+        each = len(ranks) // sites
+        if each == 1:
             return None
-        ranks = tuple(dist.get_process_group_ranks(group))
-        check_blocks(ranks, self._number, dist.get_world_size())
-        if len(ranks) > self._number and ranks not in self._found:
-            self._found[ranks] = Site(group, self._number)
-        return self._found.get(ranks)
+        # All ranks make all groups: torch names groups by their number in the process.
+        inside = [dist.new_group(ranks[site * each : (site + 1) * each]) for site in range(sites)]
+        between = [dist.new_group(ranks[place::each]) for place in range(each)]
+        if dist.get_rank() not in ranks:
+            return None
+        number, place = divmod(ranks.index(dist.get_rank()), each)
+        return Site(sites, number, each, place, inside[number], between[place])
+
+    def of(self, group: dist.ProcessGroup | None) -> Site | None:
+        """The place in ``group``; ``None`` if it was not opened, or each of its ranks exchanges for itself."""
+        return self._found.get(tuple(dist.get_process_group_ranks(group or dist.group.WORLD)))
 
 
 class Scalars:
-    """Small all-reduces over ranks of several of ``sites``: inside each site, and then between the ranks of one place.
+    """Small all-reduces over ranks of several sites: inside each site, and then between the ranks of one place.
 
-    Groups are its own, since collectives of several threads would mix in others.
+    ``sites``: of no exchange, in whose groups the collectives of several threads would mix.
     """
 
-    def __init__(self, sites: int) -> None:
+    def __init__(self, sites: Sites) -> None:
         self._sites = sites
-        self._places = Sites(sites)
 
     def all_reduce(
         self,
@@ -111,7 +125,7 @@ class Scalars:
         async_op: bool = False,
     ) -> Any:
         """Wraps ``torch.distributed.all_reduce``."""
-        place = self._place(group) if tensor.numel() <= _SMALL and op in _IN_LEVELS else None
+        place = self._sites.of(group) if tensor.numel() <= _SMALL and op in _IN_LEVELS else None
         if place is None:
             return original(tensor, op=op, group=group, async_op=async_op)
         work = original(tensor, op=op, group=place.inside, async_op=True)
@@ -122,19 +136,10 @@ class Scalars:
         transfer.wait()
         return None
 
-    def _place(self, group: dist.ProcessGroup | None) -> Site | None:
-        group = group or dist.group.WORLD
-        ranks = dist.get_process_group_ranks(group)
-        return self._places.of(group) if _evenly(ranks, self._sites, dist.get_world_size()) else None
-
 
 #: Elements of the largest all-reduce in two levels, and the operations that can be made in two.
 _SMALL = 1024
 _IN_LEVELS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
-
-
-def _new_group(ranks: list[int]) -> dist.ProcessGroup:
-    return dist.new_group(ranks, use_local_synchronization=True)
 
 
 def make_group(
