@@ -231,7 +231,7 @@ def cases():
         for rule in ("renormalize", "renormalize-remote", "previous", "zero"):
             yield f"{unit} {rule}", {"layers": 1, **BUCKETS}, LossyConfig(**lossy, **unit, grad_recovery=rule)
     both = LossyConfig(**lossy, **packets)
-    codes = {"grad_wire": "int8", "param_wire": "int8"}
+    codes = {"grad_wire": "int8", "param_wire": "int8", "transport": "pieces"}
     for name, model, more in (
         ("lead", {}, {"param_send": "compensated"}),
         ("lead, bf16", {"dtype": "bf16"}, {"param_send": "compensated"}),
@@ -239,7 +239,6 @@ def cases():
         ("codes, lead", {}, codes | {"param_send": "compensated"}),
         ("feedback", {}, {"grad_recovery": "error-feedback", "grad_priority": "packet-mean:0.1"}),
         ("pieces", BUCKETS, {"transport": "pieces"}),
-        ("codes in pieces", {}, codes | {"transport": "pieces"}),
         ("bf16, accumulation", {"dtype": "bf16", "accumulation": 2}, {}),
         ("fp16, overflowing at first", {"dtype": "fp16", "initial_loss_scale": 2.0**18}, {}),
         ("noise", {}, {"grad_error": "gaussian:0.01", "grad_error_at": "reduce"}),
@@ -363,6 +362,10 @@ def test_fsdp2_over_a_mesh_of_two_dimensions_is_refused(pool):
 # --- our trainer ---------------------------------------------------------------------------------------------------
 
 
+def numbers(record):
+    return {name: value for name, value in record if name != "kind"}
+
+
 @pytest.mark.slow
 def test_four_ranks_train_as_four_virtual_workers(data, tmp_path):
     """The checkpoint to the last bit; logged losses are sums of four in another order."""
@@ -377,7 +380,7 @@ def test_four_ranks_train_as_four_virtual_workers(data, tmp_path):
     [(real, virtual)] = run_both(4, data, tmp_path, {"sites": (BUCKETS_OF_TRAINER, loss)}).values()
     assert weights_of(virtual) == weights_of(real)
     for one, other in zip(losses_of(virtual), losses_of(real), strict=True):
-        assert dict(one) == pytest.approx(dict(other), rel=1e-6)
+        assert numbers(one) == pytest.approx(numbers(other), rel=1e-6)
 
 
 @pytest.mark.slow
