@@ -15,7 +15,7 @@ import yaml
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.data.manifest import BLOCK, check_manifest, write_manifest
-from megatron_lossy.lab.launch.__main__ import describe, estimates
+from megatron_lossy.lab.launch.__main__ import estimates
 from megatron_lossy.lab.launch.__main__ import main as launch
 from megatron_lossy.lab.launch.checks import (
     check,
@@ -723,10 +723,10 @@ def test_a_dry_run_says_what_crosses_between_sites():
     """By hand: half of the gradients in float32 and of the weights in bfloat16, whatever the ranks of a site; and codes."""
     plan, weights = over_datagrams("--sites=2"), 6_738_415_616
     sent = "13.5 GB of gradients and 6.74 GB of parameters"
-    assert f"sites    2 of 32 ranks; out of each {sent} an iteration, and as much into it" in describe(plan)
+    assert f"sites    2 of 32 ranks; out of each {sent} an iteration, and as much into it" in estimates(plan)
     assert check_memory(plan).components["parts of a site"] == pytest.approx(weights * 6 / 32)
     coded = over_datagrams("--sites=4", "--grad-wire=int8", "--param-wire=int8")
-    assert any("4 of 16 ranks; out of each 5.05 GB of gradients and 5.05 GB" in line for line in describe(coded))
+    assert any("4 of 16 ranks; out of each 5.05 GB of gradients and 5.05 GB" in line for line in estimates(coded))
 
 
 def test_a_dry_run_warns_of_optimizer_instances(caplog):

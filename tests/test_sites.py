@@ -254,20 +254,23 @@ def test_four_workers_in_two_sites_are_four_ranks_bit_for_bit():
     real = run_ranks(real_runs, 4, chosen)
     [virtual] = run_ranks(virtual_runs, 1, chosen, 4)
     for name, _, config in chosen:
-        assert_same_sites(name, [one[name] for one in real], virtual[name])
+        # Between turns the buffers of virtual workers hold what owners send, which may not be their weights.
+        plain = config.param_send == "plain" and config.param_wire == "raw"
+        assert_same_sites(name, [one[name] for one in real], virtual[name], plain)
         last = virtual[name][-1][2]
         same = all(np.array_equal(last[0][key], last[2][key]) for key in last[0])
         assert same == (config.p_param == 0), name
 
 
-def assert_same_sites(name, real, virtual):
+def assert_same_sites(name, real, virtual, plain):
     for step, (losses, norm, replicas, owners) in enumerate(virtual):
         for rank, history in enumerate(real):
             loss, real_norm, replica, real_owners = history[step]
             assert (losses[rank], norm) == (loss, real_norm), (name, step, rank)
             for key in replica:
                 np.testing.assert_array_equal(replicas[rank][key], replica[key], f"{name}, step {step}")
-                np.testing.assert_array_equal(owners[key], real_owners[key], f"{name}, step {step}")
+                if plain:
+                    np.testing.assert_array_equal(owners[key], real_owners[key], f"{name}, step {step}")
 
 
 # --- what is saved and recorded ------------------------------------------------------------------------------------
@@ -363,7 +366,7 @@ def test_fsdp2_over_a_mesh_of_two_dimensions_is_refused(pool):
 
 
 def numbers(record):
-    return {name: value for name, value in record if name != "kind"}
+    return {name: value for name, value in record if not isinstance(value, str)}
 
 
 @pytest.mark.slow

@@ -198,7 +198,7 @@ def _sites() -> Iterator[Row]:
     lossy = {**_LOST, "sites": 2}
     yield Row("sites", {}, {**lossy, "grad_recovery": "previous"}, ranks=4)
     yield Row("sites-overlap", _OVERLAP, lossy, ranks=4)
-    codes = dict(grad_wire="int8", param_wire="int8", transport="pieces", param_send="compensated")
+    codes = dict(grad_wire="int8", param_wire="int8", transport="pieces")
     yield Row("sites-codes-overlap-bf16", {**_OVERLAP, "bf16": True}, {**lossy, **codes}, ranks=4)
     yield Row("sites-udp-overlap", _OVERLAP, {**_UDP, "sites": 2}, ranks=4)
 

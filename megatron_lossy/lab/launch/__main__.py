@@ -84,7 +84,6 @@ def describe(plan: Plan) -> list[str]:
         f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.iterations}",
         (f"ranks    {_where(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
         *_jobs(plan),
-        *_sites(plan),
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
     ]
@@ -141,6 +140,7 @@ def estimates(plan: Plan) -> list[str]:
         f"model    {parameters(train, plan.layout.vocab_size) / 1e9:.3f} B parameters",
         f"tokens   {total / train.train_iters / 1e6:.3f} M an iteration, {total / 1e9:.2f} G in all",
         f"memory   {memory.total / GIB:.1f}{has} GiB on {launch.device}, stage {memory.stage}: {parts} (assumed)",
+        *_sites(plan),
         *describe_datagrams(plan, memory),
         f"disk     {checkpoint_bytes(train, plan.lossy, plan.layout, plan.device) / GIB:,.1f} GiB a checkpoint",
         f"time     {hours:,.0f} h / R, where R is the measured tokens per second and accelerator",

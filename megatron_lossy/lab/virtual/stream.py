@@ -132,7 +132,8 @@ class StreamBuckets:
     def _add_inside(self, first: bool) -> list[torch.Tensor]:
         """Move the gradients of a worker into the sums of its site, and return these. ``first``: of a new site."""
         if not self._inside:
-            self._inside = [total.float() if self._wide else torch.empty_like(total) for total in self.sums]
+            wide = torch.float32 if self._wide else None
+            self._inside = [torch.empty_like(total, dtype=wide) for total in self.sums]
         for bucket, total in zip(self.buckets, self._inside, strict=True):
             _move(seen(self.groups[0], bucket.grad_data), total.view(self.groups[0].size, -1), add=not first)
         return self._inside
