@@ -63,8 +63,8 @@ class TransportFlags(Flags):
     )
     udp_rate: str | None = flag(
         None,
-        "udp: the most a process sends, for example 10gbit or 300mbit; default the speed of the interface, shared by the "
-        "ranks of this host, else 1gbit",
+        "udp: the most a process sends, with --sites all of a site together, for example 10gbit or 300mbit; default the speed of "
+        "the interface, shared by the ranks of this host, else 1gbit",
         metavar="RATE",
         incidental=True,
     )

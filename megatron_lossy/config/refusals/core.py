@@ -94,6 +94,12 @@ def _beyond(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
     return next(({"beyond": rank} for rank in ranks if facts.workers is not None and rank >= facts.workers), None)
 
 
+def _uneven_sites(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
+    """The number of data-parallel ranks, if sites do not divide it."""
+    data = facts.workers and facts.workers // (facts.context or 1)
+    return {"data": data} if data and data % config.sites else None
+
+
 CORE = Section(
     "core",
     "Megatron and losses",
@@ -191,4 +197,33 @@ WORKERS = Section(
     "one rank exchanges nothing, so that nothing can be lost; start at least two (torchrun "
     "--nproc-per-node 2 …, or --virtual-workers), or set no loss rate and no --transport udp",
     _loses_nothing,
+)
+
+SITES = Section(
+    "sites",
+    "Sites",
+    "--lossy-links | --sites | names the links that lose data, as --sites does; omit one",
+    lambda c, f: c.ranks_of_node is not None,
+    "--islands | --sites | averages every few iterations what sites exchange in each; omit one",
+    lambda c, f: c.averages,
+    "--p-act, --p-act-grad, --act-transport, --virtual-boundaries | --sites | "
+    "loses messages between stages, which are all inside a site; omit it",
+    lambda c, f: c.loses_at_boundaries,
+    "--async-pipeline | --sites | exchanges micro-batches of several ages; omit one",
+    lambda c, f: c.async_pipeline,
+    f"--sites | no distributed optimizer | is for shards of gradients and parameters; {OFF}",
+    lambda c, f: f.distributed_optimizer is False,
+    "--sites | DistributedDataParallel | is for shards of gradients and parameters; shard the model with fully_shard",
+    lambda c, f: f.data_parallel == "DDP",
+    "--sites | LossyWorkers | needs real ranks or --virtual-workers: here a worker is a site already",
+    lambda c, f: f.in_memory,
+    "--num-distributed-optimizer-instances = {facts.optimizer_instances} | --sites | "
+    "must be 1 with --sites, which make the optimizer's shards those of all ranks",
+    lambda c, f: above(f.optimizer_instances, 1),
+    "--pipeline-model-parallel-size = {facts.pipeline} | --sites | "
+    "needs --use-tp-pp-dp-mapping with --sites: else the stages are in different sites, and data-parallel ranks in one",
+    lambda c, f: f.stages_inside is False and above(f.pipeline, 1),
+    "--sites | data-parallel ranks that it does not divide | must divide the {data} data-parallel ranks",
+    _uneven_sites,
+    when=lambda c: c.sites is not None,
 )

@@ -71,6 +71,9 @@ def check_training(plan: Plan) -> None:
 
         check_flags(train, lossy, plan.ranks)
         return
+    from ...hooks.checks import warn_of_instances
+
+    warn_of_instances(lossy, train.num_distributed_optimizer_instances)
     facts = Facts(flushes=True)
     if plan.jobs.several:  # Megatron-LM, which checks the rest, sees one job
         from ..train.facts import of_trainer

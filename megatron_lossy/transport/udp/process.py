@@ -38,11 +38,14 @@ _engines: dict[tuple[UdpSettings, tuple[str, ...]], list[Engine]] = {}
 def settings_of(config: LossyConfig) -> UdpSettings:
     """The settings that the flags ask for. Raises :class:`UsageError` for an unreadable or too short key file."""
     rule, flows = config.udp_rate_rule
+    rate = config.udp_bytes_per_second
+    if rate is not None and config.sites is not None:
+        rate /= dist.get_world_size() // config.sites
     return UdpSettings(
         interfaces=config.udp_interfaces,
         port=config.udp_port,
         threads=config.udp_sockets,
-        rate=config.udp_bytes_per_second,
+        rate=rate,
         rate_control=rule,
         flows=flows,
         deadline=config.udp_deadline_seconds,
