@@ -352,7 +352,7 @@ BOUNDS = """
 enum {{ UNIT = 1408, UNITS = 2000 }};
 static struct engine *engine(void)
 {{
-    struct settings set = {{.rate = 1e9, .path_rate = 1e9, .reorder = -1, .peer_timeout = 30 * SECOND, .eager = 1 << 20,
+    struct settings set = {{.rate = 1e9, .reorder = -1, .peer_timeout = 30 * SECOND, .eager = 1 << 20,
                            .memory = 16 << 20, .packet = UNIT, .rule = FIXED}};
     int64_t result[3];
     return ml_create(&set, NULL, 0, 0, 0, result);
@@ -364,7 +364,7 @@ static struct channel *channel(struct engine *e, uint32_t id, struct sockaddr_in
     ml_bucket(c, 0, 0, UNITS * UNIT, UNIT);
     assert(!ml_reported(c, 0, 0));
     *other = (struct sockaddr_in){{.sin_family = AF_INET, .sin_port = htons((uint16_t)(1000 + id))}};
-    assert(!ml_member(c, 1, (void *)other, sizeof *other, id, 1000, 1000, 1 << 20, key, key, NULL, now));
+    assert(!ml_member(c, 1, (void *)other, sizeof *other, id, 1000, 1000, 1 << 20, key, key, now));
     ml_open(c);
     return c;
 }}

@@ -317,7 +317,7 @@ def test_completion_is_the_models_in_long_orders(events, deadline, must, toleran
 def follow_rate(fixed, ceiling, reports):
     """Drive the engine's rate and the model with the same reports."""
     lib = load()
-    c = lib.ml_rate_new(4e6, ceiling, RULES["fixed" if fixed else "dedicated"], 1000, 1.0, None)
+    c = lib.ml_rate_new(4e6, ceiling, RULES["fixed" if fixed else "dedicated"], 1000, 1.0)
     model = Rate(4e6, ceiling, fixed)
     out = (ctypes.c_double * 5)()
     now, datagrams, top = SECOND, 0, 0
@@ -329,7 +329,7 @@ def follow_rate(fixed, ceiling, reports):
             lib.ml_rate_sample(c, now, MS + rtt)
             model.sample(now, MS + rtt)
         clock = now // 1000 % 2**32
-        lib.ml_rate_report(c, now, datagrams, datagrams * 1000, top, clock, 0, 0.0, 0)
+        lib.ml_rate_report(c, now, datagrams, datagrams * 1000, top, clock, 0, 0.0)
         model.report(now, datagrams, datagrams * 1000, top, clock)
         lib.ml_rate_get(c, out)
         rtt_min = -1 if model.rtt_min is None else model.rtt_min

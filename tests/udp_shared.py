@@ -1,4 +1,4 @@
-"""A model of ``shared.c``: how fast one host may be sent to on a network that others use.
+"""A model of ``shared.c``: how fast one process may be sent to on a network that others use.
 
 Loss is ours until it is proven to be the path's: what a path loses does not fall when everybody sends less at once, what a full
 queue loses does. At ticks of a clock that all hosts have, flows that lost anything *dip*; what they lose then is the path's, their

@@ -131,7 +131,7 @@ static void open_all(int cipher, uint32_t memory)
         }
         for (uint32_t other = 0; other < RANKS; other++) {
             struct sockaddr_in a = address_of(other);
-            if (other != rank && ml_member(c, other, (struct sockaddr *)&a, sizeof a, other, 40, 60, set.eager, key, key, NULL, now))
+            if (other != rank && ml_member(c, other, (struct sockaddr *)&a, sizeof a, other, 40, 60, set.eager, key, key, now))
                 fail(__LINE__, "member");
             struct sockaddr_in second = address_of(other + RANKS);
             if (other != rank && epoch % 2)

@@ -68,8 +68,6 @@ class Node:
     bears: bool = False
     reported: tuple[str, ...] = ()
     ways: bool = False  # each rank has a second address, of another network
-    #: Memory of one path, of all ranks but the first: they are on one host, and the first on another one.
-    path: ctypes.Array[ctypes.c_char] | None = None
     exchanges: dict[tuple[str, int, int], Exchange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,7 +76,6 @@ class Node:
             assert not self.lib.ml_load_cipher()
         settings = _Settings(
             rate=self.rate,
-            path_rate=self.rate,
             reorder=self.reorder,
             peer_timeout=self.peer_timeout,
             eager=self.eager,
@@ -100,12 +97,8 @@ class Node:
             if peer != self.rank:
                 where = address(peer)
                 windows = (self.window, self.window)
-                path = None
-                if self.path is not None and self.rank:
-                    path = ctypes.addressof(self.path)
-                    self.lib.ml_path(path, self.engine, 0)
                 assert not self.lib.ml_member(
-                    self.channel, peer, where, len(where), peer, *windows, self.eager, self.key, self.key, path, 0
+                    self.channel, peer, where, len(where), peer, *windows, self.eager, self.key, self.key, 0
                 )
                 if self.ways:
                     self.lib.ml_way(self.channel, peer, address(peer + SECOND_WAY))

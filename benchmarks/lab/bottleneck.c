@@ -2,8 +2,8 @@
  *
  *     senders -> drop-tail queue -> link of so many bytes/s -> loss of the path -> receivers
  *
- * Flows of ours, several of which may be those between two hosts, send exchanges, with pauses; receivers report after 256 datagrams or 2 ms, as the engine's do. TCP flows send
- * all they may, Cubic (RFC 9438) or Reno, with an acknowledgement of each packet. Nothing but the queue takes time that varies.
+ * Flows of ours send exchanges, with pauses; receivers report after 256 datagrams or 2 ms, as the engine's do. TCP flows send all
+ * they may, Cubic (RFC 9438) or Reno, with an acknowledgement of each packet. Nothing but the queue takes time that varies.
  */
 #include "../../megatron_lossy/transport/udp/c/base.h"
 #include "../../megatron_lossy/transport/udp/c/shared.c"
@@ -11,12 +11,12 @@
 
 enum { CUBIC = SHARED + 1, RENO }; /* beside the rules of rate.c */
 enum { SEND, ARRIVE, HEAR, DUE }; /* kinds of events */
-enum { BYTES = 1500, RING = 1 << 17, STEPS = 8, GROUPS = 64, PATHS = 64 };
+enum { BYTES = 1500, RING = 1 << 17, STEPS = 8, GROUPS = 64 };
 
 /* The layout is repeated in bottleneck.py. */
 struct flow_in {
-    int32_t kind, group;                     /* group: flows to one host, which tells each its share; -1: none */
-    int32_t path, as;                        /* path: of ours that are one sender; -1: it is by itself; as: so many TCP flows */
+    int32_t kind, group, as;                 /* group: flows to one process, which reports to each its share; -1: none; as: so many
+                                              * TCP flows */
     double begin, end;                       /* seconds */
     double least, most;                      /* bytes of an exchange; 0: without end */
     double pause_least, pause_most, ceiling; /* seconds; bytes/s */
@@ -135,7 +135,6 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
     struct sim sim = {.random = set->seed * 7919 + 1};
     struct sender *flows = calloc((size_t)set->flows, sizeof *flows);
     struct group groups[GROUPS] = {{0}};
-    struct sender *firsts[PATHS] = {0};
     double rate = set->rate, queue = set->queue * set->rate, rtt = set->rtt;
     ns end = (ns)(set->seconds * 1e9), warm = (ns)(set->warm * 1e9), idle_at = 0, looked = 0;
     int step = 0, active = 0;
@@ -144,12 +143,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
         f->in = in[i];
         f->sent_at = calloc(RING, sizeof *f->sent_at);
         f->skew = (ns)(draw(&sim) * set->skew * 1e9);
-        struct sender *first = f->in.path >= 0 ? firsts[f->in.path] : NULL;
-        if (f->in.path >= 0 && !first)
-            firsts[f->in.path] = f;
-        if (first)
-            f->skew = first->skew;
-        rate_init(&f->rate, 4e6, f->in.ceiling, f->in.kind, BYTES, f->in.as, first ? first->rate.path : NULL);
+        rate_init(&f->rate, 4e6, f->in.ceiling, f->in.kind, BYTES, f->in.as);
         f->window = 10;
         f->threshold = 1e9;
         push(&sim, (struct event){.at = (ns)(f->in.begin * 1e9), .flow = i, .kind = SEND, .a = 1});
@@ -188,21 +182,16 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
             if (tcp(f)) {
                 burst = f->window > (double)f->flight ? (int)(f->window - (double)f->flight) : 0;
             } else {
-                struct path *path = f->rate.path;
+                int shared = f->in.kind == SHARED;
+                rate_look(&f->rate, now, now + f->skew, f->free_at);
                 burst = (int)(f->rate.rate * (double)rate_burst(&f->rate) / 1e9 / BYTES);
                 burst = burst < 1 ? 1 : burst > 44 ? 44 : burst;
-                ns turn = path ? rate_turn(&f->rate, now, now + f->skew, burst * (double)BYTES) : now;
-                if (now < turn) { /* other flows of the path go first */
-                    push(&sim, (struct event){.at = turn, .flow = v.flow, .kind = SEND, .b = ++f->turn});
-                    continue;
-                }
-                double r = f->rate.rate, trip = path ? (double)shared_trip(&path->shared) / 1e9 : 0;
-                if (path) {
-                    double room = 2 * r * (trip + 0.01) / BYTES / path_flows(path) + 16 - (double)(f->number - f->reported);
+                double r = f->rate.rate, trip = (double)shared_trip(&f->rate.shared) / 1e9;
+                if (shared) {
+                    double room = 2 * r * (trip + 0.01) / BYTES + 16 - (double)(f->number - f->reported);
                     if (room < burst)
                         burst = (int)room;
                     if (burst < 1) {
-                        rate_pass(&f->rate);
                         ns again = greatest(f->heard_at, f->free_at) + (ns)(trip * 1e9) + 30 * MS;
                         if (now >= again) {
                             burst = 1;
@@ -213,11 +202,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                         }
                     }
                 }
-                f->free_at = now + (ns)(burst * (double)BYTES * 1e9 / r);
-                if (path) {
-                    rate_spend(&f->rate, burst * (double)BYTES, now);
-                    f->free_at = now;
-                }
+                f->free_at = (shared ? greatest(f->free_at, now - rate_burst(&f->rate)) : now) + (ns)(burst * (double)BYTES * 1e9 / r);
             }
         } else if (v.kind == ARRIVE) {
             if (now >= warm)
@@ -290,17 +275,13 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
         } else {
             ns sent_at = f->sent_at[(v.b - 1) % RING], trip = now - sent_at - v.since;
             f->heard_at = now;
-            uint64_t fresh = v.b;
-            for (ns mark = rate_mark(&f->rate); fresh > f->reported && f->sent_at[(fresh - 1) % RING] >= mark;)
-                fresh--;
-            fresh = v.b > fresh ? v.b - fresh : 0;
             if (v.b > f->reported)
                 f->reported = v.b;
             rate_sample(&f->rate, now, trip);
-            if (v.marks && fresh)
+            if (v.marks && sent_at >= rate_mark(&f->rate))
                 rate_marked(&f->rate, now);
             rate_report(&f->rate, now, v.a, v.a * BYTES, v.b, (uint32_t)(v.came / US), sent_at,
-                        f->in.group >= 0 ? groups[f->in.group].share : 0, fresh);
+                        f->in.group >= 0 ? groups[f->in.group].share : 0);
             if (f->blocked)
                 push(&sim, (struct event){.at = greatest(now, f->free_at), .flow = v.flow, .kind = SEND, .b = ++f->turn});
             f->blocked = 0;
@@ -356,7 +337,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
     for (int i = 0; i < set->flows; i++) {
         out[i] = flows[i].out;
         out[i].rate = flows[i].rate.rate;
-        out[i].credit = flows[i].rate.path ? flows[i].rate.path->shared.credit : 0;
+        out[i].credit = flows[i].rate.shared.credit;
         free(flows[i].sent_at);
     }
     free(flows);

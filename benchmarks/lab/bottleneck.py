@@ -22,14 +22,13 @@ from megatron_lossy.transport.udp.engine import RULES
 KINDS = {**RULES, "cubic": 3, "reno": 4}
 #: Bytes of a packet.
 PACKET = 1500
-_STEPS, _GROUPS, _PATHS = 8, 64, 64
+_STEPS, _GROUPS = 8, 64
 
 
 class _Flow(ctypes.Structure):
     _fields_ = [
         ("kind", ctypes.c_int32),
         ("group", ctypes.c_int32),
-        ("path", ctypes.c_int32),
         ("as_flows", ctypes.c_int32),
         *(
             (name, ctypes.c_double)
@@ -100,23 +99,21 @@ class Bottleneck:
 class Flow:
     """A flow of a kind of :data:`KINDS`: exchanges of 4 to 40 MB with pauses of 10 to 300 ms, or without end.
 
-    ``group``: the host that receives it, which tells its flows what each has; ``None``: it does not. ``path``: the number of
-    two hosts, whose flows are one sender with ``shared``; ``None``: no other flow has these hosts. ``as_flows``: TCP flows that a path of ``shared`` is fair as.
+    ``group``: the process that receives it, which reports to its flows what each has; ``None``: it does not. ``as_flows``: TCP
+    flows that a flow of ``shared`` is fair as.
     """
 
     kind: str = "shared"
     endless: bool = False
     group: int | None = None
     begin: float = 0.0
-    path: int | None = None
     as_flows: int = 1
 
     def _packed(self) -> _Flow:
         endless = self.endless or KINDS[self.kind] > RULES["shared"]
         sizes = (0.0, 0.0) if endless else (4e6, 40e6)
         group = -1 if self.group is None else self.group % _GROUPS
-        path = -1 if self.path is None or self.kind != "shared" else self.path % _PATHS
-        return _Flow(KINDS[self.kind], group, path, self.as_flows, self.begin, 1e6, *sizes, 0.01, 0.3, 1.25e9)
+        return _Flow(KINDS[self.kind], group, self.as_flows, self.begin, 1e6, *sizes, 0.01, 0.3, 1.25e9)
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,8 @@ class TransportFlags(Flags):
     )
     udp_rate_control: str = flag(
         "shared",
-        "udp: how a rate is found below --udp-rate: shared, beside other traffic, which keeps its share; shared:K, all that goes "
-        "from a host to another one leaves to others what K TCP flows would; dedicated, on a link of one's own; or fixed, not at "
+        "udp: how a rate is found below --udp-rate: shared, beside other traffic, which keeps its share; shared:K, what goes "
+        "from a process to another one leaves to others what K TCP flows would; dedicated, on a link of one's own; or fixed, not at "
         "all (closed networks only)",
         metavar="{shared[:K],dedicated,fixed}",
         incidental=True,

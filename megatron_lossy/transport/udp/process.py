@@ -21,7 +21,6 @@ from .address import find_addresses
 from .carrier import Dtypes, UdpWire
 from .engine import Channel, Engine
 from .parity import Code
-from .paths import job_name
 from .session import Buckets
 from .settings import UdpSettings
 
@@ -72,7 +71,7 @@ def engines_for(config: LossyConfig, towards: str | None = None) -> list[Engine]
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if settings.rate_control == "dedicated" and not local_rank:
             logger.warning(_DEDICATED)
-        threads, job = settings.threads, job_name(os.environ)
+        threads = settings.threads
         own = replace(
             settings,
             rate=None if settings.rate is None else settings.rate / threads,
@@ -89,7 +88,6 @@ def engines_for(config: LossyConfig, towards: str | None = None) -> list[Engine]
                     local_rank=local_rank * threads + number,
                     sharers=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * -(-threads // len(addresses)),
                     others=addresses[first + 1 :] + addresses[:first],
-                    job=job if threads == 1 else job or f"process {os.getpid()}",
                 )
                 engines.append(engine)
         except BaseException:

@@ -205,22 +205,13 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
             e->blocked_until = 0;
         }
     }
-    uint64_t fresh = f->out.reported_top, after = a.top; /* the first number that was sent after the mark */
-    for (ns mark = rate_mark(&f->rate); fresh < after;) {
-        uint64_t middle = fresh + (after - fresh) / 2;
-        if (f->out.number - middle > f->out.mask || f->out.sent[middle & f->out.mask].at < mark)
-            fresh = middle + 1;
-        else
-            after = middle;
-    }
     if (known)
         size_reported(e, f, a.datagrams, a.top, stamp->full, now);
     f->out.reported_top = a.top;
-    if (a.marked > f->out.marked && a.top > fresh)
+    if (a.marked > f->out.marked && known && stamp->at >= rate_mark(&f->rate))
         rate_marked(&f->rate, now);
     f->out.marked = a.marked;
-    rate_report(&f->rate, now, a.datagrams, a.bytes, a.top, a.clock,
-                known ? stamp->at : -1, (double)a.share, a.top - fresh);
+    rate_report(&f->rate, now, a.datagrams, a.bytes, a.top, a.clock, known ? stamp->at : -1, (double)a.share);
     return TAKEN;
 }
 
@@ -228,19 +219,13 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
 static void shares(struct engine *e, struct flow *f, size_t bytes, ns now)
 {
     if (now >= e->arrivals.ends) {
-        int whole = now < e->arrivals.ends + 100 * MS && e->arrivals.paths > 1; /* alone it has all, and learns nothing */
+        int whole = now < e->arrivals.ends + 100 * MS && e->arrivals.flows > 1; /* alone it has all, and learns nothing */
         e->arrivals.share = whole ? e->arrivals.bytes * 10 / e->arrivals.flows : 0;
-        e->arrivals.bytes = e->arrivals.flows = e->arrivals.paths = 0;
+        e->arrivals.bytes = e->arrivals.flows = 0;
         e->arrivals.number++;
         e->arrivals.ends = now + 100 * MS;
     }
-    if (f->in.interval != e->arrivals.number) {
-        int other = 0; /* of its host has sent in this interval */
-        for (const struct flow *one = e->flows; f->rate.path && one; one = one->next)
-            other |= one->rate.path == f->rate.path && one->in.interval == e->arrivals.number;
-        e->arrivals.paths += !other;
-        e->arrivals.flows++;
-    }
+    e->arrivals.flows += f->in.interval != e->arrivals.number;
     f->in.interval = e->arrivals.number;
     e->arrivals.bytes += bytes + e->wire_overhead;
 }

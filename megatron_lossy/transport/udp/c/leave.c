@@ -151,11 +151,8 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
         allowed += (uint64_t)(speed * (double)f->rate.rtt_min / 1e9 / (HEADER + e->set.packet));
     }
     if (f->rate.rule == SHARED) { /* no more than a queue that has grown meanwhile can say */
-        struct path *p = f->rate.path;
-        path_lock(p);
-        const struct shared *s = &p->shared;
-        double most = 2 * s->rate * (double)(shared_trip(s) + 10 * MS) / 1e9 / s->packet / path_flows(p) + 16;
-        path_unlock(p);
+        const struct shared *s = &f->rate.shared;
+        double most = 2 * s->rate * (double)(shared_trip(s) + 10 * MS) / 1e9 / s->packet + 16;
         allowed = allowed < most ? allowed : (uint64_t)most;
     }
     if (allowed > f->out.limit)
@@ -166,7 +163,6 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
         return (uint32_t)(allowed - outstanding);
     }
     if (now < f->out.force_at) {
-        rate_pass(&f->rate);
         e->blocked_until = least(e->blocked_until, f->out.force_at);
         return 0;
     }
@@ -214,20 +210,15 @@ static uint32_t batch_most(const struct flow *f, uint32_t datagram, uint32_t roo
 static void spend(struct engine *e, struct flow *f, uint32_t bytes, uint32_t n, ns now)
 {
     double wire = bytes + (double)n * e->wire_overhead;
-    if (f->rate.rule == SHARED)
-        rate_spend(&f->rate, wire, now);
-    else
-        f->out.free_at = greatest(f->out.free_at, now - 2 * MS) + (ns)(wire * 1e9 / f->rate.rate);
+    ns caught = f->rate.rule == SHARED ? rate_burst(&f->rate) : 2 * MS;
+    f->out.free_at = greatest(f->out.free_at, now - caught) + (ns)(wire * 1e9 / f->rate.rate);
     e->free_at = greatest(e->free_at, now - 2 * MS) + (ns)(wire * 1e9 / e->set.rate);
 }
 
-/* Whether it is its time to send units of a bucket. */
-static int may_send(struct engine *e, struct flow *f, const struct bucket *b, ns now)
+/* Whether it is its time to send. */
+static int may_send(struct engine *e, struct flow *f, ns now)
 {
-    uint32_t datagram = train_to(e, f, b, NULL).datagram;
-    if (f->rate.rule == SHARED)
-        f->out.free_at = rate_turn(&f->rate, now, now + e->set.clock,
-                                   batch_most(f, datagram, SEGMENTS) * (double)(datagram + e->wire_overhead));
+    rate_look(&f->rate, now, now + e->set.clock, f->out.free_at);
     if (now >= f->out.free_at)
         return 1;
     e->blocked_until = least(e->blocked_until, f->out.free_at);
@@ -245,7 +236,7 @@ static int produce_again(struct engine *e, struct member *m, ns now, uint8_t *ou
     struct flow *f = m->flow;
     const struct dest *d = m->resend.ring[m->resend.first % RESENDS].dest;
     const struct bucket *b = d->x->bucket;
-    if (!may_send(e, f, b, now))
+    if (!may_send(e, f, now))
         return 0;
     uint32_t room = window_room(e, m, now);
     if (!room)
@@ -277,7 +268,7 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
             return 0;
     }
     const struct bucket *b = d->x->bucket;
-    if (!may_send(e, f, b, now))
+    if (!may_send(e, f, now))
         return 0;
     uint32_t room = window_room(e, m, now);
     if (!room)

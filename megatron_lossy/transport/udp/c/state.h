@@ -228,7 +228,7 @@ struct control {
 };
 
 struct settings {
-    double rate, path_rate; /* path_rate: of all processes of this host, to one other */
+    double rate;
     ns reorder, peer_timeout; /* reorder < 0: by the round trip */
     uint64_t eager, memory, instance;
     uint32_t packet;
@@ -250,7 +250,7 @@ struct engine {
     size_t early;
     uint64_t orders;
     /* What came in this interval from how many flows, and of the last one bytes/s of each. */
-    struct { uint64_t bytes, share; uint32_t flows, paths, number; ns ends; } arrivals;
+    struct { uint64_t bytes, share; uint32_t flows, number; ns ends; } arrivals;
     struct engine_counters count;
     /* watch: says when addresses of this host change. lost: nothing can be sent from `local`, to which the socket is bound, any
      * more. source: where what is sent came from, when that was last looked at. cuts: whether the kernel cuts what goes out
