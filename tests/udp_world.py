@@ -19,10 +19,6 @@ CHANNEL = 0x01020304
 VERDICTS = ("taken", "malformed", "foreign", "bad tag", "duplicate", "late", "early", "early dropped")
 
 
-#: Between the numbers of the first and of the second address of a rank.
-SECOND_WAY = 50
-
-
 class _Output(ctypes.Structure):
     _fields_ = [
         ("to", ctypes.c_uint8 * 128),
@@ -67,7 +63,6 @@ class Node:
     key: bytes = bytes(16)
     bears: bool = False
     reported: tuple[str, ...] = ()
-    ways: bool = False  # each rank has a second address, of another network
     exchanges: dict[tuple[str, int, int], Exchange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,8 +95,6 @@ class Node:
                 assert not self.lib.ml_member(
                     self.channel, peer, where, len(where), peer, *windows, self.eager, self.key, self.key, 0
                 )
-                if self.ways:
-                    self.lib.ml_way(self.channel, peer, address(peer + SECOND_WAY))
         if self.bears:
             self.lib.ml_bears(self.channel)
         self.lib.ml_open(self.channel)
@@ -280,8 +273,7 @@ class World:
                 continue
             node.timers(self.now)
             for destination, datagram in node.produce_all(self.now):
-                second = node.ways and destination >= SECOND_WAY  # of that network is what is sent there, too
-                source = node.rank + SECOND_WAY if second else self.addresses[node.rank]
+                source = self.addresses[node.rank]
                 for at in self.link(node.rank, destination, datagram, self.now):
                     heapq.heappush(self.on_the_way, (at, next(self._count), source, destination, datagram))
         times = [node.due() for node in self.nodes if node.rank not in self.stopped]
@@ -292,8 +284,6 @@ class World:
             _, _, source, destination, datagram = heapq.heappop(self.on_the_way)
             if destination in self.addresses:
                 self.nodes[self.addresses.index(destination)].handle(self.now, source, datagram)
-            elif 0 <= destination - SECOND_WAY < len(self.nodes) and self.nodes[0].ways:
-                self.nodes[destination - SECOND_WAY].handle(self.now, source, datagram)
             # else nobody has it any more
 
     def run(self, until, limit: int = 20 * SECOND) -> None:

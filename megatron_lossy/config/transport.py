@@ -24,8 +24,6 @@ UDP_WINDOWS = 4
 UDP_MOST_COPIES = 4
 #: Each takes a socket's buffer and a thread.
 UDP_MOST_THREADS = 16
-#: The engine keeps so many addresses of another process.
-UDP_MOST_INTERFACES = 4
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,7 @@ class TransportFlags(Flags):
     )
     udp_interface: str | None = flag(
         None,
-        "udp: network interface to send from; default the one that reaches MASTER_ADDR. Up to 4, as a,b: parts of a bucket take them "
-        "in turns, and where nothing comes over one the next is taken",
+        "udp: network interface to send from; default the one that reaches MASTER_ADDR",
         metavar="NAME",
         incidental=True,
     )
@@ -145,12 +142,6 @@ class TransportFlags(Flags):
             raise refuse("--udp-rate-control", "fixed", "needs --udp-rate")
         if not 1 <= self.udp_threads <= UDP_MOST_THREADS:
             raise refuse("--udp-threads", self.udp_threads, f"must be in [1, {UDP_MOST_THREADS}]")
-        names = self.udp_interfaces
-        if len(set(names)) < len(names) or not all(names) or len(names) > UDP_MOST_INTERFACES:
-            why = (
-                f"must be the name of an interface, or 2 to {UDP_MOST_INTERFACES} different ones with commas in between"
-            )
-            raise refuse("--udp-interface", self.udp_interface, why)
         if not 0 <= self.udp_port <= 65535:
             raise refuse("--udp-port", self.udp_port, "must be in [0, 65535]")
         if isinstance(deadline, float) and not 0 < deadline < math.inf:
@@ -189,16 +180,6 @@ class TransportFlags(Flags):
         if colon and not (flows.isdecimal() and 1 <= int(flows) <= 1000):
             raise refuse("--udp-rate-control", self.udp_rate_control, "K must be in [1, 1000]")
         return name, int(flows or 1)
-
-    @property
-    def udp_interfaces(self) -> tuple[str, ...]:
-        """The names of ``--udp-interface``; none without it."""
-        return () if self.udp_interface is None else tuple(self.udp_interface.split(","))
-
-    @property
-    def udp_sockets(self) -> int:
-        """Sockets of a process: ``--udp-threads``, and at least one of each interface."""
-        return max(self.udp_threads, len(self.udp_interfaces))
 
     @property
     def udp_fec_code(self) -> tuple[int, int] | None:

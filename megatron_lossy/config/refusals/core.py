@@ -62,10 +62,10 @@ def _older_torch(facts: Facts) -> bool:
 
 def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None:
     """The last port that ``--udp-port`` may be, if the ranks of a host take more."""
-    last = _LAST_PORT + 1 - (facts.ranks_of_host or 0) * config.udp_sockets
+    last = _LAST_PORT + 1 - (facts.ranks_of_host or 0) * config.udp_threads
     if facts.ranks_of_host is None or config.udp_port <= last:
         return None
-    each = "" if config.udp_sockets == 1 else f", {config.udp_sockets} with --udp-threads or several interfaces"
+    each = "" if config.udp_threads == 1 else f", {config.udp_threads} with --udp-threads"
     return {"last": last, "each": each}
 
 

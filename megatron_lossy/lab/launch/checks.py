@@ -126,8 +126,8 @@ def datagram_memory(plan: Plan, memory: StageMemory) -> tuple[int, int, int] | N
     if lossy.transport != "udp" or plan.train.virtual_workers or memory.far == 0:
         return None
     if plan.device.kind == "cpu":
-        return 0, lossy.udp_memory, lossy.udp_sockets
-    return lossy.udp_memory, 2 * lossy.udp_memory, lossy.udp_sockets + 2
+        return 0, lossy.udp_memory, lossy.udp_threads
+    return lossy.udp_memory, 2 * lossy.udp_memory, lossy.udp_threads + 2
 
 
 def describe_datagrams(plan: Plan, memory: StageMemory) -> list[str]:

@@ -61,7 +61,6 @@ AXES = {
     "udp unreachable": Axis("ICMP errors"),
     "udp marked": Axis("datagrams with a mark of congestion"),
     "udp moved": Axis("peers whose address changed"),
-    "udp switched": Axis("times that another interface was taken"),
     "udp shortened": Axis("paths that took shorter datagrams only"),
     "udp sent again": Axis("datagrams of high priority sent again"),
     "udp put together": Axis("datagrams of high priority put together from parity"),

@@ -22,7 +22,7 @@ import numpy as np
 from ...base.errors import UsageError, refuse
 from ...config.transport import UDP_REPORT_BYTES, check_code
 from . import build, session
-from .address import any_like, resolve, speed_of
+from .address import resolve, speed_of
 from .packet import CODES, PHASES, overhead
 from .settings import MIB, UdpSettings
 
@@ -86,7 +86,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("code", None, pointer, i, u32, i),
         ("promise", None, pointer, u32, u32),
         ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u64, text, text, i64),
-        ("way", None, pointer, u32, pointer),
         ("open", None, pointer),
         ("probe", None, pointer, i64),
         ("probed", i, pointer, u32),
@@ -176,7 +175,6 @@ class Engine:
         log: called with lines for the user.
         local_rank: added to ``settings.port``, unless that is 0.
         sharers: processes of this host that share the interface's speed, if no rate is set.
-        others: addresses of other interfaces, each of a network of its own: where nothing comes over one, the next is taken.
     """
 
     def __init__(
@@ -187,11 +185,9 @@ class Engine:
         *,
         local_rank: int = 0,
         sharers: int = 1,
-        others: Sequence[str] = (),
     ) -> None:
         self.settings = settings
         self.address = address
-        self.others = list(others)
         self.log = log
         self.instance = int.from_bytes(os.urandom(8), "little")
         self.datagram = settings.packet_bytes + overhead(settings.cipher)
@@ -205,9 +201,7 @@ class Engine:
                 "udp",
                 "needs libcrypto.so.3 or libcrypto.so.1.1: install OpenSSL, or give --udp-key-file none",
             )
-        packed = pack_address(
-            any_like(address) if others else address, settings.port + local_rank if settings.port else 0
-        )
+        packed = pack_address(address, settings.port + local_rank if settings.port else 0)
         result = (ctypes.c_int64 * 3)()
         # A privileged process gets the buffer that it asks for; other processes get at most net.core.rmem_max.
         self._engine = self._lib.ml_create(
@@ -448,7 +442,6 @@ class Channel:
             window=window,
             limit=limit,
             threads=settings.threads,
-            others=engine.others,
             codes=" ".join(f"{phase}: {self._codes.get(phase, 'raw')}" for phase in self.phases),
         )
         texts = _all(store, f"{prefix}/hello", self.rank, self.size, hello.encode())
@@ -480,8 +473,6 @@ class Channel:
             if self._lib.ml_member(channel, peer, *where, hello.window, hello.limit, hello.eager, *keys, -1):
                 self._lib.ml_close(channel, -1)
                 raise MemoryError(f"rank {peer} of channel {self.name}")
-            for other in hello.others:
-                self._lib.ml_way(channel, peer, pack_address(other, hello.port))
         return channel
 
     def _reach(self, store: session.Store, prefix: str) -> None:

@@ -29,7 +29,6 @@ _COLUMNS = {
     "send_failed": "send_failed",
     "unreachable": "unreachable",
     "moved": "moved",
-    "switched": "switched",
     "shortened": "shortened",
     "sent_again": "resent",
     "put_together": "repaired",
@@ -52,7 +51,6 @@ def totals(peers: Sequence[Mapping[str, int]], engine: Mapping[str, int]) -> Cou
         "send_failed",
         "unreachable",
         "moved",
-        "switched",
         "shortened",
     ):
         found[name] = engine[name]

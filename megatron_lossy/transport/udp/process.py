@@ -17,7 +17,7 @@ from ...config import LossyConfig
 from ..base import Networks
 from ..coded import Coded
 from ..network import read_key_file
-from .address import find_addresses
+from .address import find_address
 from .carrier import Dtypes, UdpWire
 from .engine import Channel, Engine
 from .parity import Code
@@ -30,17 +30,17 @@ logger = logging.getLogger(__name__)
 _EAGER_BYTES = 1 << 22
 _DEDICATED = "udp: --udp-rate-control dedicated is for a link of this training's own: others on it get little"
 
-#: By settings and addresses.
-_engines: dict[tuple[UdpSettings, tuple[str, ...]], list[Engine]] = {}
+#: By settings and address.
+_engines: dict[tuple[UdpSettings, str], list[Engine]] = {}
 
 
 def settings_of(config: LossyConfig) -> UdpSettings:
     """The settings that the flags ask for. Raises :class:`UsageError` for an unreadable or too short key file."""
     rule, flows = config.udp_rate_rule
     return UdpSettings(
-        interfaces=config.udp_interfaces,
+        interface=config.udp_interface,
         port=config.udp_port,
-        threads=config.udp_sockets,
+        threads=config.udp_threads,
         rate=config.udp_bytes_per_second,
         rate_control=rule,
         flows=flows,
@@ -65,8 +65,8 @@ def engines_for(config: LossyConfig, towards: str | None = None) -> list[Engine]
     ``towards``: a host; without ``--udp-interface`` they send from the address that reaches it. Default: MASTER_ADDR.
     """
     settings = settings_of(config)
-    addresses = find_addresses(settings.interfaces, towards or os.environ.get("MASTER_ADDR", "127.0.0.1"))
-    key = settings, tuple(addresses)
+    address = find_address(settings.interface, towards or os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    key = settings, address
     if key not in _engines or _engines[key][0].closed:  # in a child process
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if settings.rate_control == "dedicated" and not local_rank:
@@ -80,14 +80,12 @@ def engines_for(config: LossyConfig, towards: str | None = None) -> list[Engine]
         engines: list[Engine] = []
         try:
             for number in range(threads):
-                first = number % len(addresses)
                 engine = Engine(
                     own,
-                    addresses[first],
+                    address,
                     logger.warning,
                     local_rank=local_rank * threads + number,
-                    sharers=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * -(-threads // len(addresses)),
-                    others=addresses[first + 1 :] + addresses[:first],
+                    sharers=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * threads,
                 )
                 engines.append(engine)
         except BaseException:

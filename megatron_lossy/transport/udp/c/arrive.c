@@ -283,8 +283,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     int elsewhere = c && !c->failed && source < c->size && c->members[source].flow
         && !same_address(&c->members[source].flow->to, from);
     if (!c || c->failed || source >= c->size || !c->members[source].flow
-        || (elsewhere && !tag && way_of(c->members[source].flow, from) == ADDRESSES)
-        || (elsewhere && from->sa_family != c->members[source].flow->to.ss_family)) {
+        || (elsewhere && !tag) || (elsewhere && from->sa_family != c->members[source].flow->to.ss_family)) {
         e->count.foreign++;
         return FOREIGN;
     }
@@ -309,7 +308,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         case REPORT: fits = !index && size == REPORT_BYTES; break;
         case ALIVE: fits = index <= 2 && !size; break;
         case CHALLENGE:
-        case ANSWER: fits = (tag || f->ways.count > 1) && !index && size == NONCE; break;
+        case ANSWER: fits = tag && !index && size == NONCE; break;
         case MEASURE: fits = index && index <= PIECES && size == piece_of(e->set.packet, index); break;
         case MEASURED: fits = index && index <= PIECES && !size; break;
         default: fits = index <= 2 && size <= e->set.packet;

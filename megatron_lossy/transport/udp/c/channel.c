@@ -120,15 +120,14 @@ static void flows_empty(struct engine *e, ns now)
 static struct flow *flow_find(struct engine *e, const struct sockaddr *to, socklen_t to_size, uint64_t instance)
 {
     for (struct flow *f = e->flows; f; f = f->next)
-        if (f->instance == instance && same_address(&f->ways.to[0], to))
+        if (f->instance == instance && same_address(&f->first, to))
             return f;
     struct flow *f = calloc(1, sizeof *f);
     if (!f)
         return NULL;
     memcpy(&f->to, to, to_size);
     f->to_size = to_size;
-    f->ways.to[0] = f->to;
-    f->ways.count = 1;
+    f->first = f->to;
     f->instance = instance;
     f->out.window = f->out.limit = UINT32_MAX;
     f->report.threshold = report_threshold(e);
@@ -183,16 +182,6 @@ API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, u
 out:
     release(e);
     return result;
-}
-
-/* Another address of a member's process, of as many bytes as the first. Before ml_open. */
-API void ml_way(struct channel *c, uint32_t rank, const struct sockaddr *to)
-{
-    struct flow *f = c->members[rank].flow;
-    acquire(c->engine);
-    if (way_of(f, to) == ADDRESSES && f->ways.count < ADDRESSES)
-        memcpy(&f->ways.to[f->ways.count++], to, f->to_size);
-    release(c->engine);
 }
 
 /* Who is lost is done without. Before ml_open. */

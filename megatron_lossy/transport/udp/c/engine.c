@@ -30,7 +30,6 @@
 #include "must.c"     /* what must arrive: lists, parity, requests */
 #include "halves.c"   /* the two halves of an exchange: posting, sending */
 #include "moved.c"    /* processes whose address changes */
-#include "ways.c"     /* processes with several interfaces */
 #include "size.c"     /* paths whose MTU changes */
 #include "arrive.c"   /* what arrives: one datagram */
 #include "leave.c"    /* what leaves: the next datagrams */

@@ -14,7 +14,6 @@ enum { SEGMENTS = 64, BATCH_BYTES = 65000 }; /* that go out together */
 enum { AHEAD = 8 };                          /* steps that a peer may be ahead, and be kept */
 enum { PIECES = 16, ASSEMBLIES = 32 };       /* of a unit, the most; units of a rank of which some have come */
 enum { CONTROLS = 8192, REPORTS = 4, RESENDS = 4096 };
-enum { ADDRESSES = 4 }; /* addresses of a process, the most */
 enum { SILENT = 1, REFUSED, LEFT, DEAF, IN_VAIN }; /* why a channel failed, or a member is done without */
 #define SILENCE (200 * MS)        /* of a process: it may hear nothing either */
 #define PULSE (50 * MS)           /* between signs of life meanwhile, to few others */
@@ -27,7 +26,7 @@ enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DR
 #define ENGINE_COUNTERS(X) \
     X(datagrams_sent) X(bytes_sent) X(datagrams_received) X(bytes_received) X(malformed) X(foreign) \
     X(socket_overflow) X(send_blocked) X(send_failed) X(too_big) X(unreachable) X(early_bytes) X(early_most) \
-    X(segmented) X(gathered) X(moved) X(rebound) X(switched) X(shortened) X(lengthened) X(marked)
+    X(segmented) X(gathered) X(moved) X(rebound) X(shortened) X(lengthened) X(marked)
 #define MEMBER_COUNTERS(X) \
     X(sent) X(received) X(units) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) \
     X(repeated) X(by_deadline) X(ends) X(readies) X(asks) X(forced) X(asked) X(nacks) X(resent) X(parities) X(repaired)
@@ -45,7 +44,7 @@ struct stamp { ns at; uint64_t data, full; };
 /* Between this process and another one, for all channels that have both. */
 struct flow {
     struct flow *next;
-    struct sockaddr_storage to;
+    struct sockaddr_storage to, first; /* first: the one that it announced */
     socklen_t to_size;
     uint64_t instance; /* of the other process */
     struct member *members, *speaker;
@@ -74,12 +73,6 @@ struct flow {
         ns until, at, wait, changed_at;
         uint8_t nonce[NONCE], answer[NONCE];
     } move;
-    struct { /* the addresses of its interfaces (ways.c); when another one was taken, when its process was asked
-              * whether it is there, and when the first is asked again */
-        struct sockaddr_storage to[ADDRESSES];
-        uint32_t count;
-        ns at, asked, home_at;
-    } ways;
     /* Of DATA and PARITY (size.c): the most bytes of a payload that get through, or 0 for any; of the longest, those sent in
      * a row of which none was reported, and all that had been when the last report came; while it is measured: when the next round
      * goes out, rounds, and how many of each length came; else when longer ones are tried again, and from when on it may be
@@ -289,15 +282,6 @@ static uint32_t in_unit_bytes(const struct exchange *x, uint32_t unit)
 static uint32_t units_of(const struct bucket *b, uint64_t length)
 {
     return length ? (uint32_t)((length + b->unit - 1) / b->unit) : b->units;
-}
-
-/* The place of `a` among the addresses of a flow's process; `ADDRESSES`: it is none of them. */
-static uint32_t way_of(const struct flow *f, const struct sockaddr *a)
-{
-    for (uint32_t i = 0; i < f->ways.count; i++)
-        if (same_address(&f->ways.to[i], a))
-            return i;
-    return ADDRESSES;
 }
 
 static ns round_trip(const struct flow *f) { return f->rate.known ? f->rate.rtt_min : 10 * MS; }
