@@ -7,8 +7,7 @@ and all-gathers in turns. It ends after the exchanges or the seconds, whichever 
 nothing but sleep for 5 ms at a time: when it oversleeps, the machine was busy with something else, and an exchange that
 takes long at that moment says nothing about the transport.
 
-With ``--trouble S`` something happens to the path every S seconds, in turn: one way is cut for 0.1 to 5 s, its MTU changes, an
-end of it gets another address. An exchange goes on if it ends two round trips, 50 ms and twice its usual time after that.
+With ``--trouble S`` something happens to the path every S seconds, in turn: one way is cut for 0.1 to 5 s, its MTU changes. An exchange goes on if it ends two round trips, 50 ms and twice its usual time after that.
 """
 
 from __future__ import annotations
@@ -89,7 +88,6 @@ class Trouble:
         self.events: list[Event] = []
         self._lab, self._link, self._every = lab, link, every
         self._random = random.Random(seed)
-        self._moved = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -104,7 +102,7 @@ class Trouble:
 
     def _turns(self) -> Iterator[Callable[[], str]]:
         while True:
-            yield from (self._cut, self._mtu, self._move)
+            yield from (self._cut, self._mtu)
 
     def _cut(self) -> str:
         source, seconds = self._random.randrange(2), 0.1 * 50 ** self._random.random()
@@ -119,11 +117,6 @@ class Trouble:
         self._link = dataclasses.replace(self._link, mtu=mtu)
         self._lab.set(self._link)
         return "MTU less" if mtu < before else "MTU more"
-
-    def _move(self) -> str:
-        self._moved += 1
-        self._lab.nodes[self._random.randrange(2)].move(self._moved)
-        return "another address"
 
     def close(self) -> None:
         """No more of it."""

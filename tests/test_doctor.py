@@ -148,12 +148,8 @@ def test_what_the_interface_takes_is_said(monkeypatch, address, mtu, status, tex
     assert [one.status for one in found] == ([status] if status else []) and all(text in one.text for one in found)
 
 
-def test_addresses_that_are_translated_and_paths_that_are_narrow_are_said():
-    engine = SimpleNamespace(counters=lambda: {"moved": 2, "shortened": 0})
-    assert [one.text for one in network._paths(engine)] == [
-        "2 ranks are reached at another address than they have: address translation; answers find them"
-    ]
-    engine = SimpleNamespace(counters=lambda: {"moved": 0, "shortened": 1})
+def test_paths_that_are_narrow_are_said():
+    engine = SimpleNamespace(counters=lambda: {"shortened": 1})
     assert [one.status for one in network._paths(engine)] == ["warning"]
 
 

@@ -14,9 +14,7 @@ from megatron_lossy.transport.udp import build, packet
 from megatron_lossy.transport.udp.engine import RULES, SECOND, _declare, load
 from megatron_lossy.transport.udp.packet import (
     ALIVE,
-    ANSWER,
     ASK,
-    CHALLENGE,
     CODES,
     DATA,
     END,
@@ -114,8 +112,6 @@ def test_what_the_numpy_codec_writes_is_read_by_the_engine(size, version, kind, 
                 REPORT: index == 0 and size == packet.REPORT_PAYLOAD.itemsize,
                 ALIVE: index <= 2 and size == 0,
                 PROBE: index <= 2 and size <= 64,
-                CHALLENGE: False,  # without a cipher
-                ANSWER: False,
                 MEASURE: 1 <= index <= 16 and size == -(-64 // max(index, 1)),
                 MEASURED: 1 <= index <= 16 and size == 0,
             }[kind]

@@ -27,11 +27,11 @@ pytestmark = pytest.mark.shows("rates beside other flows: the rule, its model, a
 PHASES = ("starts", "grows", "dips")
 
 
-def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, as_flows=1, longer=0.0, mark=None, moves=()):
+def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, as_flows=1, longer=0.0, mark=None):
     """Drive the engine's rule and the model by one link, and compare them at each step; the model in the end.
 
     ``capacity``: bytes/s; ``queue``, ``trip``: seconds; after 3 s the way there is ``longer``; what waits for ``mark`` is
-    marked; pauses come at random. After ``moves``, seconds, its address changes.
+    marked; pauses come at random.
     """
     lib = load()
     rate = lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, as_flows)
@@ -41,13 +41,7 @@ def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, as_flows=1, lo
     sent_at: list[int] = []
     came, top, report_at, marks, told_marks = 0, 0, 0, 0, 0
     reports, seen = [], set()
-    moves = [int((1 + at) * SECOND) for at in moves]
     while now < (1 + seconds) * SECOND:
-        if moves and now >= moves[0]:
-            moves.pop(0)
-            lib.ml_rate_moved(rate, now)
-            model.moved(now)
-            model.share = share
         if now - free > 5 * MS:
             model.resume(now)
         model.clock(now, now + clock)
@@ -97,21 +91,10 @@ def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, as_flows=1, lo
     share=st.sampled_from([0.0, 1e6]),
     as_flows=st.sampled_from([1, 4]),
     mark=st.sampled_from([None, 0.001, 0.01]),
-    moves=st.sampled_from([(), (2.5,), (0.3, 0.5, 3.0)]),
 )
 @settings(max_examples=15, deadline=None)
 def test_the_rule_is_the_models(**link):
     follow(seconds=5, **link)
-
-
-@pytest.mark.parametrize("loss", [0.0, 0.05])
-def test_another_path_like_the_last_is_used_as_much_a_moment_later(loss):
-    """Forgetting what a path loses would cost seconds: the next dips would have to find it out again."""
-    link = dict(capacity=12.5e6, loss=loss, queue=0.02, trip=0.02)
-    before = follow(1, 9.0, **link)[0]
-    after = follow(1, 9.5, moves=(9.0,), **link)[0]
-    assert after.rate > 0.5 * before.rate and math.isclose(after.credit, before.credit, abs_tol=0.05)
-    assert (after.credit > 0.01) == (loss > 0)
 
 
 #: Without a compiler there is an engine that was built before, but no packet model.

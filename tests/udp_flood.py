@@ -22,7 +22,7 @@ def main():
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     others = range(size // 2, size) if rank < size // 2 else range(size // 2)
     settings = UdpSettings(interface="lab0", rate_control=rule, cipher=cipher)
-    with Engine(settings, find_address("lab0", "127.0.0.1"), lambda line: None, job=folder) as engine:
+    with Engine(settings, find_address("lab0", "127.0.0.1"), lambda line: None) as engine:
         channel = engine.open(
             "flood", rank, size, FolderStore(folder), "flood", {"grad": [(SHARD, UNIT)], "param": []}, peers=others
         )

@@ -99,20 +99,6 @@ class Shared:
         self._tick = -1
         self._pool = [0.0, 0.0]  # sent and lost in dips
         self._lost_any = self._full = False
-        self._moved_at: int | None = None
-
-    def moved(self, now: int) -> None:
-        """Another path: half the rate, and what is known of its loss until a dip says otherwise."""
-        if self._moved_at is not None and now - self._moved_at < SECOND:
-            return
-        new = Shared(self.ceiling, self.packet)
-        new.flows, new.credit, new.share = self.flows, self.credit, 0.0
-        new._tick, new._last, new._moved_at = self._tick, self._last, now
-        new._mark = new._resumed = now
-        new._lost_any = self.credit > 0
-        new._pool = self._pool
-        new._set(max(self.rate / 2, new.rate))
-        self.__dict__.update(new.__dict__)
 
     def _set(self, rate: float) -> None:
         self.rate = between(self.floor, rate, self.ceiling)

@@ -254,8 +254,6 @@ class World:
         self.link = link or (lambda source, destination, datagram, now: [now + MS])
         self.now = SECOND
         self.stopped: set[int] = set()
-        #: The number of each rank's address.
-        self.addresses = list(range(size))
         self.on_the_way: list = []
         self._count = itertools.count()
 
@@ -273,18 +271,15 @@ class World:
                 continue
             node.timers(self.now)
             for destination, datagram in node.produce_all(self.now):
-                source = self.addresses[node.rank]
                 for at in self.link(node.rank, destination, datagram, self.now):
-                    heapq.heappush(self.on_the_way, (at, next(self._count), source, destination, datagram))
+                    heapq.heappush(self.on_the_way, (at, next(self._count), node.rank, destination, datagram))
         times = [node.due() for node in self.nodes if node.rank not in self.stopped]
         if self.on_the_way:
             times.append(self.on_the_way[0][0])
         self.now = max(self.now + 1, min(times))
         while self.on_the_way and self.on_the_way[0][0] <= self.now:
             _, _, source, destination, datagram = heapq.heappop(self.on_the_way)
-            if destination in self.addresses:
-                self.nodes[self.addresses.index(destination)].handle(self.now, source, datagram)
-            # else nobody has it any more
+            self.nodes[destination].handle(self.now, source, datagram)
 
     def run(self, until, limit: int = 20 * SECOND) -> None:
         """Until ``until()``; fails if that takes more than ``limit`` of the world's time."""

@@ -95,9 +95,6 @@ def _packets(engine: Engine) -> list[Finding]:
 def _paths(engine: Engine) -> list[Finding]:
     """Say what the datagrams of others have shown of the ways between them and this rank."""
     counts, findings = engine.counters(), []
-    if counts["moved"]:
-        text = f"{counts['moved']} ranks are reached at another address than they have: address translation; answers find them"
-        findings.append(Finding("network", "addresses", "ok", text))
     if counts["shortened"]:
         text = "a path takes shorter datagrams only: lower --packet-bytes, or auto"
         findings.append(Finding("network", "packets on the way", "warning", text))

@@ -60,7 +60,6 @@ AXES = {
     "udp send failed": Axis("datagrams that could not be sent"),
     "udp unreachable": Axis("ICMP errors"),
     "udp marked": Axis("datagrams with a mark of congestion"),
-    "udp moved": Axis("peers whose address changed"),
     "udp shortened": Axis("paths that took shorter datagrams only"),
     "udp sent again": Axis("datagrams of high priority sent again"),
     "udp put together": Axis("datagrams of high priority put together from parity"),

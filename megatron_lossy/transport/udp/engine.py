@@ -121,7 +121,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double),
         ("rate_mark", i64, pointer),
         ("rate_marked", None, pointer, i64),
-        ("rate_moved", None, pointer, i64),
         ("rate_look", None, pointer, i64, i64, i64),
         ("rate_shared", None, pointer, pointer),
         ("rate_get", None, pointer, pointer),

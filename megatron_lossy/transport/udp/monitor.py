@@ -28,7 +28,6 @@ _COLUMNS = {
     "too_big": "too_big",
     "send_failed": "send_failed",
     "unreachable": "unreachable",
-    "moved": "moved",
     "shortened": "shortened",
     "sent_again": "resent",
     "put_together": "repaired",
@@ -50,7 +49,6 @@ def totals(peers: Sequence[Mapping[str, int]], engine: Mapping[str, int]) -> Cou
         "too_big",
         "send_failed",
         "unreachable",
-        "moved",
         "shortened",
     ):
         found[name] = engine[name]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-VERSION = 4
-DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, CHALLENGE, ANSWER, MEASURE, MEASURED = range(1, 14)
+VERSION = 5
+DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, MEASURE, MEASURED = range(1, 12)
 #: The most bytes of lists and reports in a datagram, if a unit is not shorter: it passes wherever IP does.
 CONTROL_BYTES = 480
 PHASES = {"grad": 0, "param": 1}
@@ -33,14 +33,11 @@ HEADER = np.dtype(
         ("piece", "u1"),  # of a unit that is cut: number of pieces - 1 in the high four bits, which one in the low ones
         # DATA: unit. END: units of the message, and part. READY: 0, or 1 and part if the receiver is done. ALIVE: 1 for
         # the last, 2 if nothing is heard of the receiver. PARITY: its number. NACK: number of units that it names.
-        # MEASURE, MEASURED: 1/index of a unit's length is what it measures. ASK, CHALLENGE, ANSWER: 0.
+        # MEASURE, MEASURED: 1/index of a unit's length is what it measures. ASK: 0.
         ("index", "<u4"),
     ]
 )
 assert HEADER.itemsize == 28
-
-#: Payload of a CHALLENGE, which goes to an address that a process may have moved to, and of the ANSWER from there.
-NONCE_BYTES = 8
 
 #: Payload of a REPORT: datagrams and bytes that came from its addressee; the highest number + 1, the time since it came
 #: (µs), and the clock of the reporter (µs) then; DATA that the addressee may have on the way: with ease, and at most; what

@@ -240,13 +240,6 @@ static void report_later(struct engine *e, struct flow *f, ns now)
     due(e, f->report.at);
 }
 
-/* What does not open is its process's fault only if it came from where that is. */
-static int refuse(struct engine *e, int elsewhere, uint64_t *count, int verdict)
-{
-    *(elsewhere ? &e->count.foreign : count) += 1;
-    return elsewhere ? FOREIGN : verdict;
-}
-
 /* DUPLICATE: a number came before; LATE: it is older than the window; else TAKEN. Before `top` moves. A ring of words as in
  * RFC 6479: the one that begins anew may not be one that is still asked about, so that the window has 64 numbers less. */
 static int replayed(struct flow *f, uint64_t number)
@@ -262,6 +255,33 @@ static int replayed(struct flow *f, uint64_t number)
     int again = (*seen & bit) != 0;
     *seen |= bit;
     return again ? DUPLICATE : TAKEN;
+}
+
+/* A process was silent and is there again: what waits for it need not wait for its long intervals. */
+static void flow_back(struct engine *e, const struct flow *f, ns now)
+{
+    for (const struct member *m = f->members; m; m = m->next)
+        for (struct exchange *x = e->live; x; x = x->next) {
+            if (x->channel != m->channel)
+                continue;
+            struct source *s = &x->sources[m->rank];
+            struct dest *d = &x->dests[m->rank];
+            if (s->ready_at != NEVER) {
+                s->ready_wait = ready_base(f);
+                s->ready_at = least(s->ready_at, now + s->ready_wait);
+                exchange_due(x, s->ready_at);
+            }
+            if (d->ask_at != NEVER) {
+                d->ask_wait = ready_base(f);
+                d->ask_at = least(d->ask_at, now + d->ask_wait);
+                exchange_due(x, d->ask_at);
+            }
+            if (d->end_at != NEVER) {
+                d->end_wait = MS;
+                d->end_at = least(d->end_at, now + d->end_wait);
+                exchange_due(x, d->end_at);
+            }
+        }
 }
 
 static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *p, size_t n, ns now)
@@ -280,10 +300,8 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     struct channel *c = e->channels;
     while (c && c->id != h.channel)
         c = c->next;
-    int elsewhere = c && !c->failed && source < c->size && c->members[source].flow
-        && !same_address(&c->members[source].flow->to, from);
     if (!c || c->failed || source >= c->size || !c->members[source].flow
-        || (elsewhere && !tag) || (elsewhere && from->sa_family != c->members[source].flow->to.ss_family)) {
+        || !same_address(&c->members[source].flow->to, from)) {
         e->count.foreign++;
         return FOREIGN;
     }
@@ -307,20 +325,22 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         case ASK: fits = !index && !size; break;
         case REPORT: fits = !index && size == REPORT_BYTES; break;
         case ALIVE: fits = index <= 2 && !size; break;
-        case CHALLENGE:
-        case ANSWER: fits = tag && !index && size == NONCE; break;
         case MEASURE: fits = index && index <= PIECES && size == piece_of(e->set.packet, index); break;
         case MEASURED: fits = index && index <= PIECES && !size; break;
         default: fits = index <= 2 && size <= e->set.packet;
         }
         fits = fits && h.tag >> CODE == code;
     }
-    if (!fits || number >= f->in.top + JUMP)
-        return refuse(e, elsewhere, &m->count.malformed, MALFORMED);
+    if (!fits || number >= f->in.top + JUMP) {
+        m->count.malformed++;
+        return MALFORMED;
+    }
     const uint8_t *payload = p + HEADER;
     if (tag) {
-        if (!cipher_open(key_of(&m->open, number, 0), p, payload, (int)size, e->scratch))
-            return refuse(e, elsewhere, &m->count.bad_tag, BAD_TAG);
+        if (!cipher_open(key_of(&m->open, number, 0), p, payload, (int)size, e->scratch)) {
+            m->count.bad_tag++;
+            return BAD_TAG;
+        }
         payload = e->scratch;
         if ((verdict = replayed(f, number)) != TAKEN) {
             *(verdict == LATE ? &m->count.late : &m->count.duplicate) += 1;
@@ -333,8 +353,6 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     f->in.marked += (uint64_t)e->net.marked;
     e->count.marked += (uint64_t)e->net.marked;
     if (number >= f->in.top) {
-        if (elsewhere)
-            move_seen(e, f, from, now);
         f->in.top = number + 1;
         f->in.top_at = now;
         if (now - f->heard > SILENCE + round_trip(f) + 20 * MS) /* it did not answer to the first pulse */
@@ -405,8 +423,6 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
             }
         }
         break;
-    case CHALLENGE: challenged(e, m, from, payload); break;
-    case ANSWER: verdict = answered(e, f, payload, now); break;
     case MEASURE: control(e, m, MEASURED, NULL, index); break;
     case MEASURED: f->size.heard[index] += f->size.heard[index] < UINT8_MAX; break;
     case PROBE:

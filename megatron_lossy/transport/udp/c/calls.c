@@ -241,7 +241,6 @@ API void ml_rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t byt
     rate_report(r, now, datagrams, bytes, top, clock, sent_at, share);
 }
 API void ml_rate_marked(struct rate *r, ns now) { rate_marked(r, now); }
-API void ml_rate_moved(struct rate *r, ns now) { rate_moved(r, now); }
 API ns ml_rate_mark(struct rate *r) { return rate_mark(r); }
 API void ml_rate_look(struct rate *r, ns now, ns clock, ns free_at) { rate_look(r, now, clock, free_at); }
 /* Of SHARED: rate, what came through, credit, phase, whether it competes. */

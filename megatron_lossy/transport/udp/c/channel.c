@@ -120,14 +120,13 @@ static void flows_empty(struct engine *e, ns now)
 static struct flow *flow_find(struct engine *e, const struct sockaddr *to, socklen_t to_size, uint64_t instance)
 {
     for (struct flow *f = e->flows; f; f = f->next)
-        if (f->instance == instance && same_address(&f->first, to))
+        if (f->instance == instance && same_address(&f->to, to))
             return f;
     struct flow *f = calloc(1, sizeof *f);
     if (!f)
         return NULL;
     memcpy(&f->to, to, to_size);
     f->to_size = to_size;
-    f->first = f->to;
     f->instance = instance;
     f->out.window = f->out.limit = UINT32_MAX;
     f->report.threshold = report_threshold(e);

@@ -117,10 +117,6 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
             address(o, f, bytes, bytes);
             return 1;
         }
-        if (k->type == CHALLENGE || k->type == ANSWER) {
-            payload = k->type == CHALLENGE ? f->move.nonce : f->move.answer;
-            size = NONCE;
-        }
         if (k->type == REPORT) {
             struct arrivals a = {f->in.received, f->in.bytes, f->in.top, (uint32_t)least((now - f->in.top_at) / US, UINT32_MAX),
                                  (uint32_t)(f->in.top_at / US), e->window, e->limit, e->arrivals.share, f->in.marked};
@@ -130,10 +126,6 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
         }
         uint32_t bytes = build(e, m, k->type, 0, k->phase, k->step, k->bucket, k->index, payload, size, out, now);
         address(o, f, bytes, bytes);
-        if (k->type == CHALLENGE)
-            memcpy(&o->to, &f->move.to, sizeof o->to);
-        if (k->type == ANSWER)
-            memcpy(&o->to, &f->move.asker, sizeof o->to);
         return 1;
     }
     return 0;

@@ -57,17 +57,6 @@ static void rate_restart(struct rate *r, ns now)
     }
 }
 
-/* It goes over another path now. */
-static void rate_moved(struct rate *r, ns now)
-{
-    if (r->rule == SHARED) {
-        shared_moved(&r->shared, now);
-        r->rate = r->shared.rate;
-    } else {
-        rate_init(r, r->floor, r->ceiling, r->rule, 0, 0);
-    }
-}
-
 static void rate_set(struct rate *r, double rate)
 {
     r->rate = rate < r->floor ? r->floor : rate > r->ceiling ? r->ceiling : rate;

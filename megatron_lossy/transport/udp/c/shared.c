@@ -60,7 +60,7 @@ struct shared {
     ns mark, resumed;       /* counted is what is sent from `mark` on: before it was sent at another rate; the window begins later */
     int begun, based, counts; /* counts: `from` is known */
     ns least, gap; /* of the window: least round trip, longest pause between what came last in reports */
-    ns calm_at, queued_at, moved_at;
+    ns calm_at, queued_at;
     double before;     /* what was proven when the queue began to grow */
     double drained;    /* the rate to go on with when a queue is drained; 0: it fell by a loss since */
     double step, grew; /* of a search for more; seconds of growth since the last loss */
@@ -110,19 +110,6 @@ static void shared_restart(struct shared *s, ns now)
     s->srtt = srtt;
     s->slot.at = at;
     memcpy(s->slot.least, least, sizeof least);
-}
-
-/* It is another path. It is tried at half of the rate: most often it is alike, and a start corrects what is wrong. Of the flows
- * that move together, the first says so. */
-static void shared_moved(struct shared *s, ns now)
-{
-    if (s->moved_at && now - s->moved_at < SECOND)
-        return;
-    double rate = s->rate / 2;
-    shared_again(s, now);
-    if (rate > s->rate)
-        shared_set(s, rate);
-    s->moved_at = now;
 }
 
 static ns shared_trip(const struct shared *s) { return s->srtt ? s->srtt : 10 * MS; }

@@ -26,7 +26,7 @@ enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DR
 #define ENGINE_COUNTERS(X) \
     X(datagrams_sent) X(bytes_sent) X(datagrams_received) X(bytes_received) X(malformed) X(foreign) \
     X(socket_overflow) X(send_blocked) X(send_failed) X(too_big) X(unreachable) X(early_bytes) X(early_most) \
-    X(segmented) X(gathered) X(moved) X(rebound) X(shortened) X(lengthened) X(marked)
+    X(segmented) X(gathered) X(shortened) X(lengthened) X(marked)
 #define MEMBER_COUNTERS(X) \
     X(sent) X(received) X(units) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) \
     X(repeated) X(by_deadline) X(ends) X(readies) X(asks) X(forced) X(asked) X(nacks) X(resent) X(parities) X(repaired)
@@ -44,7 +44,7 @@ struct stamp { ns at; uint64_t data, full; };
 /* Between this process and another one, for all channels that have both. */
 struct flow {
     struct flow *next;
-    struct sockaddr_storage to, first; /* first: the one that it announced */
+    struct sockaddr_storage to;
     socklen_t to_size;
     uint64_t instance; /* of the other process */
     struct member *members, *speaker;
@@ -68,11 +68,6 @@ struct flow {
     ns heard, refused_at;
     struct { ns at, until; } pulse; /* the next one, while it is silent; it hears nothing from here, until when that is believed */
     uint32_t refused; /* times that its host said so, since it was heard */
-    struct {          /* where it may have moved to, until when, and when it is asked again; what it asked us, and from where */
-        struct sockaddr_storage to, asker;
-        ns until, at, wait, changed_at;
-        uint8_t nonce[NONCE], answer[NONCE];
-    } move;
     /* Of DATA and PARITY (size.c): the most bytes of a payload that get through, or 0 for any; of the longest, those sent in
      * a row of which none was reported, and all that had been when the last report came; while it is measured: when the next round
      * goes out, rounds, and how many of each length came; else when longer ones are tried again, and from when on it may be
@@ -245,12 +240,10 @@ struct engine {
     /* What came in this interval from how many flows, and of the last one bytes/s of each. */
     struct { uint64_t bytes, share; uint32_t flows, number; ns ends; } arrivals;
     struct engine_counters count;
-    /* watch: says when addresses of this host change. lost: nothing can be sent from `local`, to which the socket is bound, any
-     * more. source: where what is sent came from, when that was last looked at. cuts: whether the kernel cuts what goes out
-     * together; gso: whether that is asked for. marked: what is handled bears a mark of congestion. */
+    /* cuts: whether the kernel cuts what goes out together; gso: whether that is asked for. marked: what is handled bears a mark
+     * of congestion. */
     struct {
-        int socket, wake, watch, gso, cuts, lost, refusals, marked, buffer, force;
-        struct sockaddr_storage local, source;
+        int socket, wake, gso, cuts, refusals, marked;
         uint32_t overflow_seen;
         uint8_t *receive;
     } net;
