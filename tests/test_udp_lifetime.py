@@ -399,7 +399,7 @@ int main(void)
         return 2;
     int dropped = 0;
     for (uint32_t i = 0; i < 50000; i++) {{
-        struct header h = {{.type = PARITY, .source = 1, .channel = 7, .step = 1, .index = i, .number = i + 1, .pieces = 1}};
+        struct header h = {{.type = PARITY, .source = 1, .channel = 7, .step = 1, .index = i, .number = i + 1}};
         header_write(&h, datagram);
         dropped += ml_handle(e, (void *)&other, datagram, sizeof datagram, now) == EARLY_DROPPED;
     }}

@@ -60,7 +60,7 @@ AXES = {
     "udp send failed": Axis("datagrams that could not be sent"),
     "udp unreachable": Axis("ICMP errors"),
     "udp marked": Axis("datagrams with a mark of congestion"),
-    "udp shortened": Axis("paths that took shorter datagrams only"),
+    "udp narrowed": Axis("times that no full datagram came any more"),
     "udp sent again": Axis("datagrams of high priority sent again"),
     "udp put together": Axis("datagrams of high priority put together from parity"),
     "gradient errors": Axis("errors in gradients of a record"),

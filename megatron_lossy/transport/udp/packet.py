@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 VERSION = 5
-DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, MEASURE, MEASURED = range(1, 12)
+DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK = range(1, 10)
 #: The most bytes of lists and reports in a datagram, if a unit is not shorter: it passes wherever IP does.
 CONTROL_BYTES = 480
 PHASES = {"grad": 0, "param": 1}
@@ -30,10 +30,9 @@ HEADER = np.dtype(
         ),  # counts the exchanges of a phase and bucket that crossed as datagrams, from 0; not the iteration
         ("bucket", "<u2"),
         ("phase", "u1"),
-        ("piece", "u1"),  # of a unit that is cut: number of pieces - 1 in the high four bits, which one in the low ones
+        ("zero", "u1"),
         # DATA: unit. END: units of the message, and part. READY: 0, or 1 and part if the receiver is done. ALIVE: 1 for
-        # the last, 2 if nothing is heard of the receiver. PARITY: its number. NACK: number of units that it names.
-        # MEASURE, MEASURED: 1/index of a unit's length is what it measures. ASK: 0.
+        # the last, 2 if nothing is heard of the receiver. PARITY: its number. NACK: number of units that it names. ASK: 0.
         ("index", "<u4"),
     ]
 )

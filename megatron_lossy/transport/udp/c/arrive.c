@@ -205,8 +205,6 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
             e->blocked_until = 0;
         }
     }
-    if (known)
-        size_reported(e, f, a.datagrams, a.top, stamp->full, now);
     f->out.reported_top = a.top;
     if (a.marked > f->out.marked && known && stamp->at >= rate_mark(&f->rate))
         rate_marked(&f->rate, now);
@@ -313,20 +311,18 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         const struct bucket *b = keyed ? &c->bucket[phase][bucket] : NULL;
         uint8_t code = type == DATA || type == PARITY ? b->code : 0;
         switch (type) {
-        case DATA: fits = index < b->units && size == piece_bytes(b->unit, unit_bytes(b, index), h.pieces, h.piece); break;
+        case DATA: fits = index < b->units && size == unit_bytes(b, index); break;
         case END: fits = b->reports ? index >= b->units && size >= 8 && size <= e->set.packet : index == b->units && !size; break;
         case READY:
             fits = index <= 1 && !size;
             if (b->reports && index && index <= parts_of(b->units, bits_room(e)))
                 fits |= size == bits_bytes(e, b, index - 1);
             break;
-        case PARITY: fits = b->reports && index / 255 < b->units && size == piece_bytes(b->unit, b->unit, h.pieces, h.piece); break;
+        case PARITY: fits = b->reports && index / 255 < b->units && size == b->unit; break;
         case NACK: fits = b->reports && index && index <= list_room(e) && size == 4 * index; break;
         case ASK: fits = !index && !size; break;
         case REPORT: fits = !index && size == REPORT_BYTES; break;
         case ALIVE: fits = index <= 2 && !size; break;
-        case MEASURE: fits = index && index <= PIECES && size == piece_of(e->set.packet, index); break;
-        case MEASURED: fits = index && index <= PIECES && !size; break;
         default: fits = index <= 2 && size <= e->set.packet;
         }
         fits = fits && h.tag >> CODE == code;
@@ -371,12 +367,6 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         report_later(e, f, now);
     if (type == DATA || type == PARITY)
         shares(e, f, n, now);
-    if (h.pieces > 1) {
-        m->deaf.full_at = now;
-        if (!(payload = assemble(c, m, &h, payload, size)))
-            return TAKEN;
-        size = type == DATA ? unit_bytes(&c->bucket[phase][bucket], index) : c->bucket[phase][bucket].unit;
-    }
     if (type == DATA || type == PARITY) {
         if (size == c->bucket[phase][bucket].unit)
             m->deaf.full_at = now;
@@ -423,8 +413,6 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
             }
         }
         break;
-    case MEASURE: control(e, m, MEASURED, NULL, index); break;
-    case MEASURED: f->size.heard[index] += f->size.heard[index] < UINT8_MAX; break;
     case PROBE:
         m->probe.heard = 1;
         if (index)

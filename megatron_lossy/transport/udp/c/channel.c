@@ -249,8 +249,6 @@ static void channel_free(struct channel *c)
         struct member *m = &c->members[i];
         key_free(&m->seal);
         key_free(&m->open);
-        free(m->assembly.of);
-        free(m->assembly.bytes);
         if (!m->flow)
             continue;
         struct member **link = &m->flow->members;

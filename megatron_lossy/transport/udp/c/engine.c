@@ -29,7 +29,6 @@
 #include "exchange.c" /* exchange state: begin, early pool, end */
 #include "must.c"     /* what must arrive: lists, parity, requests */
 #include "halves.c"   /* the two halves of an exchange: posting, sending */
-#include "size.c"     /* paths whose MTU changes */
 #include "arrive.c"   /* what arrives: one datagram */
 #include "leave.c"    /* what leaves: the next datagrams */
 #include "channel.c"  /* channels: opening and closing */

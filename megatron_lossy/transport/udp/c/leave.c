@@ -2,18 +2,16 @@
  * turn over destinations, as far as pace and window have room.
  */
 
-static uint32_t build_piece(struct engine *e, struct member *m, int type, int tag, int phase, uint32_t step, uint32_t bucket,
-                            uint32_t index, uint32_t pieces, uint32_t piece, const uint8_t *payload, uint32_t size, uint8_t *out,
-                            ns now)
+static uint32_t build(struct engine *e, struct member *m, int type, int tag, int phase, uint32_t step, uint32_t bucket,
+                      uint32_t index, const uint8_t *payload, uint32_t size, uint8_t *out, ns now)
 {
     struct flow *f = m->flow;
     struct header h = {.type = (uint8_t)type, .tag = (uint8_t)tag, .phase = (uint8_t)phase, .step = step, .index = index,
                        .source = (uint16_t)m->channel->rank, .bucket = (uint16_t)bucket, .channel = m->channel->id,
-                       .number = f->out.number, .pieces = (uint8_t)pieces, .piece = (uint8_t)piece};
+                       .number = f->out.number};
     header_write(&h, out);
     f->out.data += type == DATA;
-    f->out.full += (type == DATA || type == PARITY) && size >= piece_of(m->channel->full, pieces);
-    f->out.sent[f->out.number & f->out.mask] = (struct stamp){now, f->out.data, f->out.full};
+    f->out.sent[f->out.number & f->out.mask] = (struct stamp){now, f->out.data};
     f->out.number++;
     m->count.sent++;
     if (e->set.cipher) {
@@ -25,35 +23,27 @@ static uint32_t build_piece(struct engine *e, struct member *m, int type, int ta
     return HEADER + size + tag_bytes(e);
 }
 
-static uint32_t build(struct engine *e, struct member *m, int type, int tag, int phase, uint32_t step, uint32_t bucket,
-                      uint32_t index, const uint8_t *payload, uint32_t size, uint8_t *out, ns now)
-{
-    return build_piece(e, m, type, tag, phase, step, bucket, index, 1, 0, payload, size, out, now);
-}
-
 /* Datagrams that go out together, of one length but for the last. */
-struct train { uint8_t *out; uint32_t pieces, datagram, n, bytes; };
+struct train { uint8_t *out; uint32_t datagram, n, bytes; };
 
-static struct train train_to(const struct engine *e, const struct flow *f, const struct bucket *b, uint8_t *out)
+static struct train train_of(const struct engine *e, const struct bucket *b, uint8_t *out)
 {
-    uint32_t pieces = pieces_to(f, b->unit);
-    return (struct train){.out = out, .pieces = pieces, .datagram = HEADER + piece_of(b->unit, pieces) + tag_bytes(e)};
+    return (struct train){.out = out, .datagram = HEADER + b->unit + tag_bytes(e)};
 }
 
-/* Add a unit or a parity of an exchange, in the pieces in which it gets through. */
+/* Add a unit or a parity of an exchange. */
 static void train_add(struct engine *e, struct member *m, struct train *t, int type, int priority, const struct exchange *x,
                       uint32_t index, const uint8_t *payload, uint32_t size, ns now)
 {
-    uint32_t length = piece_of(x->bucket->unit, t->pieces);
-    for (uint32_t piece = 0, from = 0; from < size; piece++, from += length, t->n++)
-        t->bytes += build_piece(e, m, type, priority | x->bucket->code << CODE, x->phase, x->step, x->number, index, t->pieces, piece, payload + from,
-                                size - from < length ? size - from : length, t->out + t->bytes, now);
+    t->bytes += build(e, m, type, priority | x->bucket->code << CODE, x->phase, x->step, x->number, index, payload, size,
+                      t->out + t->bytes, now);
+    t->n++;
 }
 
 /* Whether there is room for another unit: only the last datagram may be shorter. */
 static int train_room(const struct train *t, uint32_t most)
 {
-    return !t->n || (t->n + t->pieces <= most && t->bytes == t->n * t->datagram);
+    return !t->n || (t->n < most && t->bytes == t->n * t->datagram);
 }
 
 static void address(struct output *o, const struct flow *f, uint32_t bytes, uint32_t segment)
@@ -86,8 +76,6 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
             continue;
         if (k->type == PROBE)
             size = c->probe_bytes;
-        if (k->type == MEASURE)
-            size = piece_of(e->set.packet, k->index);
         if (k->type == END && c->bucket[k->phase][k->bucket].reports) {
             const struct exchange *x = find(c, k->phase, k->step, k->bucket);
             if (!x)
@@ -233,7 +221,7 @@ static int produce_again(struct engine *e, struct member *m, ns now, uint8_t *ou
     uint32_t room = window_room(e, m, now);
     if (!room)
         return 0;
-    struct train t = train_to(e, f, b, out);
+    struct train t = train_of(e, b, out);
     uint32_t most = batch_most(f, t.datagram, room);
     while (train_room(&t, most) && m->resend.first != m->resend.last && m->resend.ring[m->resend.first % RESENDS].dest == d) {
         uint32_t position = m->resend.ring[m->resend.first++ % RESENDS].position, unit = d->must.list[position];
@@ -265,7 +253,7 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
     uint32_t room = window_room(e, m, now);
     if (!room)
         return 0;
-    struct train t = train_to(e, f, b, out);
+    struct train t = train_of(e, b, out);
     uint32_t most = batch_most(f, t.datagram, room), entries = entries_of(d);
     while (train_room(&t, most) && d->position < entries && may_begin(m, d)) {
         uint32_t unit = b->order ? b->order[d->position] : d->position, size = unit_bytes(b, unit);

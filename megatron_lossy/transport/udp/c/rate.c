@@ -43,20 +43,6 @@ static void rate_init(struct rate *r, double floor, double ceiling, int rule, do
     }
 }
 
-/* What was lost said nothing of how much the path takes: find out again. */
-static void rate_restart(struct rate *r, ns now)
-{
-    if (r->rule == SHARED) {
-        shared_restart(&r->shared, now);
-        r->rate = r->shared.rate;
-    } else if (r->rule == DEDICATED) {
-        r->starting = 1;
-        r->foreign = 0.3;
-        memset(&r->interval, 0, sizeof r->interval);
-        r->interval.least = NEVER;
-    }
-}
-
 static void rate_set(struct rate *r, double rate)
 {
     r->rate = rate < r->floor ? r->floor : rate > r->ceiling ? r->ceiling : rate;

@@ -86,32 +86,6 @@ static void shared_init(struct shared *s, double ceiling, double packet, double 
     s->dip.tick = -1;
 }
 
-/* It begins again. The share that the path loses is believed until a dip says that it is another one. */
-static void shared_again(struct shared *s, ns now)
-{
-    struct shared old = *s;
-    shared_init(s, old.ceiling, old.packet, 1);
-    s->flows = old.flows;
-    s->credit = old.credit;
-    s->lost_any = old.credit > 0;
-    s->dip.sum = old.dip.sum;
-    s->dip.tick = old.dip.tick;
-    s->begun = old.begun;
-    s->last = old.last;
-    s->mark = s->resumed = now;
-}
-
-/* The path takes other packets now. It keeps what it knows of round trips. */
-static void shared_restart(struct shared *s, ns now)
-{
-    ns rtt = s->rtt, srtt = s->srtt, at = s->slot.at, least[2] = {s->slot.least[0], s->slot.least[1]};
-    shared_again(s, now);
-    s->rtt = rtt;
-    s->srtt = srtt;
-    s->slot.at = at;
-    memcpy(s->slot.least, least, sizeof least);
-}
-
 static ns shared_trip(const struct shared *s) { return s->srtt ? s->srtt : 10 * MS; }
 
 /* The least of the last 3 to 6 seconds. */

@@ -12,7 +12,6 @@
 enum { PHASES = 2 };
 enum { SEGMENTS = 64, BATCH_BYTES = 65000 }; /* that go out together */
 enum { AHEAD = 8 };                          /* steps that a peer may be ahead, and be kept */
-enum { PIECES = 16, ASSEMBLIES = 32 };       /* of a unit, the most; units of a rank of which some have come */
 enum { CONTROLS = 8192, REPORTS = 4, RESENDS = 4096 };
 enum { SILENT = 1, REFUSED, LEFT, DEAF, IN_VAIN }; /* why a channel failed, or a member is done without */
 #define SILENCE (200 * MS)        /* of a process: it may hear nothing either */
@@ -26,7 +25,7 @@ enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DR
 #define ENGINE_COUNTERS(X) \
     X(datagrams_sent) X(bytes_sent) X(datagrams_received) X(bytes_received) X(malformed) X(foreign) \
     X(socket_overflow) X(send_blocked) X(send_failed) X(too_big) X(unreachable) X(early_bytes) X(early_most) \
-    X(segmented) X(gathered) X(shortened) X(lengthened) X(marked)
+    X(segmented) X(gathered) X(narrowed) X(marked)
 #define MEMBER_COUNTERS(X) \
     X(sent) X(received) X(units) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) \
     X(repeated) X(by_deadline) X(ends) X(readies) X(asks) X(forced) X(asked) X(nacks) X(resent) X(parities) X(repaired)
@@ -39,7 +38,7 @@ struct member_counters { MEMBER_COUNTERS(FIELD) };
 API const char *ml_engine_counter_names(void) { return ENGINE_COUNTERS(NAME); }
 API const char *ml_member_counter_names(void) { return MEMBER_COUNTERS(NAME); }
 
-struct stamp { ns at; uint64_t data, full; };
+struct stamp { ns at; uint64_t data; };
 
 /* Between this process and another one, for all channels that have both. */
 struct flow {
@@ -50,7 +49,7 @@ struct flow {
     struct member *members, *speaker;
     struct rate rate;
     struct {
-        uint64_t number, data, full; /* next number; DATA sent; of them and PARITY the longest */
+        uint64_t number, data;       /* next number; DATA sent */
         uint64_t reported;           /* DATA sent up to the highest number that it has reported */
         uint64_t marked;             /* that it has reported to bear a mark */
         struct stamp *sent;              /* when a number was sent; a ring of `mask` + 1 */
@@ -68,23 +67,6 @@ struct flow {
     ns heard, refused_at;
     struct { ns at, until; } pulse; /* the next one, while it is silent; it hears nothing from here, until when that is believed */
     uint32_t refused; /* times that its host said so, since it was heard */
-    /* Of DATA and PARITY (size.c): the most bytes of a payload that get through, or 0 for any; of the longest, those sent in
-     * a row of which none was reported, and all that had been when the last report came; while it is measured: when the next round
-     * goes out, rounds, and how many of each length came; else when longer ones are tried again, and from when on it may be
-     * measured. */
-    struct {
-        uint32_t most, silent, rounds;
-        uint64_t looked;
-        ns at, again_at, from, wait;
-        uint8_t heard[PIECES + 1], measures;
-    } size;
-};
-
-/* A unit of which not all pieces have come. */
-struct assembly {
-    uint8_t type, phase, pieces;
-    uint16_t bucket, have; /* have: which pieces, a bit each; 0: nothing */
-    uint32_t step, index;
 };
 
 /* What must arrive of a message that goes. */
@@ -189,7 +171,6 @@ struct member {
      * known, and when the first and the last of them were over; when the last datagram of its bucket's length came. */
     struct { uint32_t steps, units; ns since, at, full_at; } deaf;
     struct { struct resend *ring; uint32_t first, last; } resend; /* a ring of RESENDS */
-    struct { struct assembly *of; uint8_t *bytes; uint32_t next; } assembly; /* [ASSEMBLIES], and the bytes of each */
     struct member_counters count;
 };
 
@@ -240,10 +221,9 @@ struct engine {
     /* What came in this interval from how many flows, and of the last one bytes/s of each. */
     struct { uint64_t bytes, share; uint32_t flows, number; ns ends; } arrivals;
     struct engine_counters count;
-    /* cuts: whether the kernel cuts what goes out together; gso: whether that is asked for. marked: what is handled bears a mark
-     * of congestion. */
+    /* gso: whether the kernel cuts what goes out together. marked: what is handled bears a mark of congestion. */
     struct {
-        int socket, wake, gso, cuts, refusals, marked;
+        int socket, wake, gso, refusals, marked;
         uint32_t overflow_seen;
         uint8_t *receive;
     } net;

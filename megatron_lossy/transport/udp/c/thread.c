@@ -274,7 +274,7 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
     if (!e->net.receive || e->net.wake < 0 || e->net.socket < 0 || bind(e->net.socket, address, address_size) < 0)
         goto failed;
     int none = 0; /* a kernel without it takes the control message, and sends one datagram that is too long */
-    e->net.cuts = e->net.gso = setsockopt(e->net.socket, SOL_UDP, UDP_SEGMENT, &none, sizeof none) == 0;
+    e->net.gso = setsockopt(e->net.socket, SOL_UDP, UDP_SEGMENT, &none, sizeof none) == 0;
     result[1] = granted(e->net.socket, SO_RCVBUF, force ? SO_RCVBUFFORCE : SO_RCVBUF, buffer);
     granted(e->net.socket, SO_SNDBUF, force ? SO_SNDBUFFORCE : SO_SNDBUF, buffer);
     socket_options(e, e->net.socket, address->sa_family);

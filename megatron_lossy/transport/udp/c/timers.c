@@ -104,7 +104,6 @@ static void flow_timers(struct engine *e, struct flow *f, int alive, ns now)
         due(e, f->pulse.at);
     else if (e->live)
         due(e, f->heard + SILENCE);
-    size_timers(e, f, now);
     for (struct member *m = f->members; m; m = m->next) {
         /* Anybody can forge an ICMP message: it is believed where silence says the same. */
         int refused = f->refused >= 3 && now - f->heard >= believed(m);

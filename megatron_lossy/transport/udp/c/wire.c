@@ -9,7 +9,7 @@ static void put16(uint8_t *p, uint16_t v) { v = htole16(v); memcpy(p, &v, 2); }
 static void put32(uint8_t *p, uint32_t v) { v = htole32(v); memcpy(p, &v, 4); }
 static void put64(uint8_t *p, uint64_t v) { v = htole64(v); memcpy(p, &v, 8); }
 
-enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, MEASURE, MEASURED };
+enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK };
 enum { VERSION = 5, HEADER = 28, TAG = 16, REPORT_BYTES = 56, LARGEST = 65507 };
 enum { AGAIN = 2 }; /* the priority of what is sent again */
 enum { CODE = 3, CODES = 3 }; /* raw, int8, int4 */
@@ -17,7 +17,6 @@ enum { CODE = 3, CODES = 3 }; /* raw, int8, int4 */
 
 struct header {
     uint8_t type, tag, phase; /* tag: the priority, and the code of the bucket from bit CODE on */
-    uint8_t pieces, piece; /* of how many that a unit is cut into this is which */
     uint16_t source, bucket;
     uint32_t channel, step, index;
     uint64_t number;
@@ -27,10 +26,8 @@ struct header {
 static int header_read(struct header *h, const uint8_t *p)
 {
     *h = (struct header){.type = p[0] & 15, .tag = p[1], .phase = p[22], .source = get16(p + 2), .bucket = get16(p + 20),
-                         .channel = get32(p + 4), .step = get32(p + 16), .index = get32(p + 24), .number = get64(p + 8),
-                         .pieces = (uint8_t)(1 + (p[23] >> 4)), .piece = p[23] & 15};
-    return p[0] >> 4 == VERSION && h->type >= DATA && h->type <= MEASURED && h->tag < CODES << CODE && h->piece < h->pieces
-        && (h->pieces == 1 || h->type == DATA || h->type == PARITY);
+                         .channel = get32(p + 4), .step = get32(p + 16), .index = get32(p + 24), .number = get64(p + 8)};
+    return p[0] >> 4 == VERSION && h->type >= DATA && h->type <= ASK && h->tag < CODES << CODE && !p[23];
 }
 
 static void header_write(const struct header *h, uint8_t *p)
@@ -43,7 +40,7 @@ static void header_write(const struct header *h, uint8_t *p)
     put32(p + 16, h->step);
     put16(p + 20, h->bucket);
     p[22] = h->phase;
-    p[23] = (uint8_t)((h->pieces - 1) << 4 | h->piece);
+    p[23] = 0;
     put32(p + 24, h->index);
 }
 
