@@ -52,15 +52,14 @@ def lab():
 
 
 @contextlib.contextmanager
-def sockets(lab, source=0, destination=1, version=4):
+def sockets(lab, source=0, destination=1):
     """A UDP socket of each node, the first of them connected to the second, which has room for all that comes."""
-    family = socket.AF_INET if version == 4 else socket.AF_INET6
-    out, into = (lab.nodes[node].do(socket.socket, family, socket.SOCK_DGRAM) for node in (source, destination))
+    out, into = (lab.nodes[node].do(socket.socket, socket.AF_INET, socket.SOCK_DGRAM) for node in (source, destination))
     with out, into:
         into.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 26)
-        into.bind((lab.address(destination, version), PORT))
+        into.bind((lab.address(destination), PORT))
         into.settimeout(2)
-        out.connect((lab.address(destination, version), PORT))
+        out.connect((lab.address(destination), PORT))
         yield out, into
 
 
@@ -88,23 +87,6 @@ def test_packets_that_are_longer_than_the_mtu_vanish(lab):
         send(out, [2], 600)
         send(out, [3], 472)  # and 28 bytes of headers
         assert receive(into, 2)[0].tolist() == [1, 3]
-    lab.set(Link())
-
-
-@pytest.mark.parametrize("version", [4, 6])
-def test_packets_that_wait_and_allow_it_are_marked(lab, version):
-    """What waits is more than one packet of 1,028 or 1,048 bytes; and no checksum is wrong, or nothing would come."""
-    level, option = (socket.IPPROTO_IP, socket.IP_TOS) if version == 4 else (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
-    wanted = socket.IP_RECVTOS if version == 4 else socket.IPV6_RECVTCLASS
-    lab.set(Link(rate=1e6, mark=1500))
-    with sockets(lab, version=version) as (out, into):
-        into.setsockopt(level, wanted, 1)
-        for allowed, marks in ((2, [2, 2, 3, 3]), (1, [1, 1, 3, 3]), (0, [0] * 4)):
-            out.setsockopt(level, option, allowed)
-            send(out, range(4), 1000)
-            into.settimeout(20)
-            assert [into.recvmsg(2048, 100)[1][0][2][0] for _ in range(4)] == marks
-            time.sleep(0.05)
     lab.set(Link())
 
 

@@ -314,7 +314,7 @@ int main(void)
     struct engine *e = ml_create(&set, (struct sockaddr *)&here, sizeof here, 1 << 16, 0, result);
     struct channel *c = ml_channel(e, 7, 0, 2, 1, 0, 64);
     ml_bucket(c, 0, 0, 640, 64);
-    if (ml_member(c, 1, (struct sockaddr *)&there, sizeof there, 1, 100, 100, 1 << 20, NULL, NULL, NULL, -1))
+    if (ml_member(c, 1, (struct sockaddr *)&there, sizeof there, 1, 100, 100, 1 << 20, NULL, NULL, -1))
         return 2;
     ml_open(c);
     static uint8_t memory[640], arrived[20];

@@ -26,7 +26,7 @@ def numbered(names, first):
 
 
 def test_counters_of_peers_and_socket_are_added_up():
-    engine = numbered(("malformed", "foreign", "socket_overflow", "marked", *TOTAL), 10)
+    engine = numbered(("malformed", "foreign", "socket_overflow", *TOTAL), 10)
     peer = numbered(("sent", "received", "lost", "late", "duplicate", "early_dropped", "malformed", "bad_tag"), 100)
     found = totals([peer, peer], engine)
     assert (found["sent"], found["units_lost"], found["overflow"], found["bad_tag"]) == (200, 204, 12, 214)

@@ -27,11 +27,10 @@ pytestmark = pytest.mark.shows("rates beside other flows: the rule, its model, a
 PHASES = ("starts", "grows", "dips")
 
 
-def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, as_flows=1, longer=0.0, mark=None):
+def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, as_flows=1, longer=0.0):
     """Drive the engine's rule and the model by one link, and compare them at each step; the model in the end.
 
-    ``capacity``: bytes/s; ``queue``, ``trip``: seconds; after 3 s the way there is ``longer``; what waits for ``mark`` is
-    marked; pauses come at random.
+    ``capacity``: bytes/s; ``queue``, ``trip``: seconds; after 3 s the way there is ``longer``; pauses come at random.
     """
     lib = load()
     rate = lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, as_flows)
@@ -39,7 +38,7 @@ def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, as_flows=1, lo
     model.share = share
     now, free, link, clock = SECOND, 0, 0, 3
     sent_at: list[int] = []
-    came, top, report_at, marks, told_marks = 0, 0, 0, 0, 0
+    came, top, report_at = 0, 0, 0
     reports, seen = [], set()
     while now < (1 + seconds) * SECOND:
         if now - free > 5 * MS:
@@ -51,25 +50,20 @@ def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, as_flows=1, lo
             sent_at.append(now)
             if max(link - now, 0) <= queue * SECOND:
                 link = max(link, now) + int(1500 * SECOND / capacity)
-                marks += mark is not None and link - now > mark * SECOND
                 if random_.random() >= loss:
                     came, top = came + 1, len(sent_at)
                     if link >= report_at:
                         report_at = link + 2 * MS
                         landed = link + int(longer * SECOND) * (now > 4 * SECOND)
-                        reports.append((landed + int(trip * SECOND / 2), came, top, landed, marks))
+                        reports.append((landed + int(trip * SECOND / 2), came, top, landed))
         free = max(free, now - MS // 4) + int(batch * 1500 * SECOND / model.rate)
         now = max(free, now + 1) + (random_.randrange(300) * MS if random_.random() < 0.0005 else 0)
         while reports and reports[0][0] <= now:
-            at, arrived, highest, landed, marked = reports.pop(0)
+            at, arrived, highest, landed = reports.pop(0)
             sent = sent_at[highest - 1]
             rtt = at - sent + int(trip * SECOND / 2)
             micros = landed // 1000
             lib.ml_rate_sample(rate, at, rtt)
-            if marked > told_marks and sent >= lib.ml_rate_mark(rate):
-                lib.ml_rate_marked(rate, at)
-                model.marked(at)
-            told_marks = marked
             lib.ml_rate_report(rate, at, arrived, 1500 * arrived, highest, micros % 2**32, sent, share)
             model.sample(at, rtt)
             model.report(at, arrived, highest, sent, micros * 1000)
@@ -90,7 +84,6 @@ def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, as_flows=1, lo
     trip=st.sampled_from([0.001, 0.02, 0.1]),
     share=st.sampled_from([0.0, 1e6]),
     as_flows=st.sampled_from([1, 4]),
-    mark=st.sampled_from([None, 0.001, 0.01]),
 )
 @settings(max_examples=15, deadline=None)
 def test_the_rule_is_the_models(**link):
@@ -99,17 +92,6 @@ def test_the_rule_is_the_models(**link):
 
 #: Without a compiler there is an engine that was built before, but no packet model.
 compiled = pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
-
-
-@compiled
-@pytest.mark.parametrize("mbit", [100, 1000])
-@pytest.mark.parametrize("loss", [0.0, 0.1])
-def test_routers_that_mark_lose_nothing(mbit, loss):
-    """A router marks what waits for 1 ms of 20: nothing overflows, but for the start, and the link is used."""
-    one = run(Bottleneck(mbit, 20, 20, loss=loss, mark=1), [Flow()], seconds=25, warm=8, seed=2)
-    assert one.own_loss() == 0 and one.used > 0.7
-    four = run(Bottleneck(mbit, 20, 20, loss=loss, mark=1), [Flow()] * 4, seconds=25, warm=8)
-    assert four.own_loss() < 0.002 and four.used > 0.55
 
 
 def test_long_histories_come_to_every_phase():

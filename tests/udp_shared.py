@@ -26,8 +26,6 @@ GROWTH, BESIDE, KEPT, KEPT_LOSSY = 0.8, 1.2, 0.78, 0.92
 HOLDS = 20 * MS
 #: Of what came through once a queue is drained; round trips from then to a search for more.
 KEPT_DRAINED, PATIENCE = 0.92, 25
-#: Of the rate after a mark.
-KEPT_MARKED = 0.82
 
 
 def between(low: float, x: float, high: float) -> float:
@@ -98,7 +96,7 @@ class Shared:
         self._dip_rate = 0.0
         self._tick = -1
         self._pool = [0.0, 0.0]  # sent and lost in dips
-        self._lost_any = self._full = False
+        self._lost_any = False
 
     def _set(self, rate: float) -> None:
         self.rate = between(self.floor, rate, self.ceiling)
@@ -211,16 +209,6 @@ class Shared:
         if sent >= min(enough, 0.3 * self.rate / self.packet) and (passed >= wanted or took >= 2 * wanted):
             self._window_over(now, passed, sent, lost, took)
 
-    def marked(self, now: int) -> None:
-        """Something that was sent in this window bears a mark of congestion."""
-        if self.phase == "starts":
-            self._full = True
-        if self.phase == "grows":
-            self._step = self._grew = 0.0
-            self.proven = self._drained = self.rate
-            self._set(self.rate * self._kept(KEPT_MARKED))
-            self._later(now)
-
     def resume(self, now: int) -> None:
         """Something is sent after a pause, which ends a window."""
         self._queued_at = 0
@@ -315,7 +303,7 @@ class Shared:
         delivered = (sent - lost) * self.packet * 1e9 / took if took > 0 else self.rate
         queued = self._queue > max(4 * MS, self._rtt // 8)
         if self.phase == "starts":
-            if not self._starts_excess(sent, lost) and not queued and not self._full:
+            if not self._starts_excess(sent, lost) and not queued:
                 self.proven = self.rate
                 self._set(2 * self.rate)
                 self._later(now)

@@ -26,7 +26,6 @@ struct step { double at, rate, rtt; };
 struct setting {
     double rate, rtt, queue, loss, burst, jitter; /* bytes/s, seconds, seconds at `rate`, share, packets in a row, seconds */
     double skew;                                  /* seconds, the most between two clocks */
-    double mark;                                  /* seconds that wait, from which on ours are marked and TCP's lost; 0: never */
     double seconds, warm;                         /* counted after `warm` */
     double interval;                              /* seconds of a row of the trace */
     uint64_t seed;
@@ -34,7 +33,7 @@ struct setting {
     struct step step[STEPS];
 };
 
-struct event { ns at; uint64_t order; int32_t flow, kind; uint64_t a, b, marks; ns since, came; };
+struct event { ns at; uint64_t order; int32_t flow, kind; uint64_t a, b; ns since, came; };
 
 struct sim { struct event *heap; size_t events, room; uint64_t order, random; };
 
@@ -83,7 +82,7 @@ struct sender {
     double left; /* bytes of the exchange */
     int active, blocked;
     /* Its receiver. */
-    uint64_t received, marks, top, serial, turn; /* marks: since the last report; turn: of the one SEND that is not void */
+    uint64_t received, top, serial, turn; /* turn: of the one SEND that is not void */
     ns top_at, came_at;
     uint32_t unreported;
     int in_burst, seen; /* seen: in this interval of its group */
@@ -228,7 +227,6 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                 g->bytes += BYTES;
             }
             f->received++;
-            f->marks += v.b;
             if (v.a >= f->top) {
                 f->top = v.a + 1;
                 f->top_at = now;
@@ -254,8 +252,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                 f->serial++;
                 f->unreported = 0;
                 push(&sim, (struct event){.at = now + half, .flow = v.flow, .kind = HEAR, .a = f->received, .b = f->top,
-                                          .marks = f->marks, .since = now - f->top_at, .came = f->top_at});
-                f->marks = 0;
+                                          .since = now - f->top_at, .came = f->top_at});
                 continue;
             }
         } else if (tcp(f)) {
@@ -278,8 +275,6 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
             if (v.b > f->reported)
                 f->reported = v.b;
             rate_sample(&f->rate, now, trip);
-            if (v.marks && sent_at >= rate_mark(&f->rate))
-                rate_marked(&f->rate, now);
             rate_report(&f->rate, now, v.a, v.a * BYTES, v.b, (uint32_t)(v.came / US), sent_at,
                         f->in.group >= 0 ? groups[f->in.group].share : 0);
             if (f->blocked)
@@ -302,11 +297,6 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                     trace[(now / (ns)(set->interval * 1e9) * set->flows + v.flow) * 2 + 1] += BYTES;
                 continue;
             }
-            int marked = set->mark > 0 && idle_at > now + (ns)(set->mark * 1e9);
-            if (marked && tcp(f)) {
-                f->out.overflowed += now >= warm;
-                continue;
-            }
             idle_at = greatest(idle_at, now) + (ns)(BYTES * 1e9 / rate);
             if (idle_at >= warm)
                 used[0] += BYTES;
@@ -321,7 +311,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                 continue;
             }
             f->came_at = greatest(f->came_at, idle_at + half + (ns)(set->jitter * draw(&sim) * 1e9));
-            push(&sim, (struct event){.at = f->came_at, .flow = v.flow, .kind = ARRIVE, .a = number, .b = (uint64_t)marked});
+            push(&sim, (struct event){.at = f->came_at, .flow = v.flow, .kind = ARRIVE, .a = number});
         }
         if (tcp(f) || v.kind != SEND)
             continue;

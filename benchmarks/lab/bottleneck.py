@@ -61,7 +61,6 @@ class _Setting(ctypes.Structure):
                 "burst",
                 "jitter",
                 "skew",
-                "mark",
                 "seconds",
                 "warm",
                 "interval",
@@ -79,9 +78,7 @@ class Bottleneck:
     """A path: ``mbit`` Mbit/s behind a queue of ``queue`` ms, a round trip of ``rtt`` ms, and loss of its own.
 
     ``burst``: mean packets lost in a row, 0 for single ones. ``jitter``: ms, the most that a packet is late. ``skew``: ms,
-    the most between the clocks of two senders. ``mark``: ms that wait, from which on packets of ours are marked, and those of TCP lost,
-    as by routers with ECN; 0: never. ``steps``: what
-    the path becomes at a time: seconds, Mbit/s, ms.
+    the most between the clocks of two senders. ``steps``: what the path becomes at a time: seconds, Mbit/s, ms.
     """
 
     mbit: float = 100
@@ -91,7 +88,6 @@ class Bottleneck:
     burst: float = 0.0
     jitter: float = 0.0
     skew: float = 10.0
-    mark: float = 0.0
     steps: tuple[tuple[float, float, float], ...] = ()
 
 
@@ -167,7 +163,6 @@ def run(
         burst=path.burst,
         jitter=path.jitter / 1e3,
         skew=path.skew / 1e3,
-        mark=path.mark / 1e3,
         seconds=seconds,
         warm=warm,
         interval=interval,

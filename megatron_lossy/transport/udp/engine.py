@@ -111,7 +111,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("member_rate", None, pointer, u32, pointer),
         # Functions without socket and thread, for tests:
         ("handle", i, pointer, pointer, pointer, size, i64),
-        ("marked", None, pointer, i),
         ("produce", i, pointer, i64, pointer, pointer),
         ("timers", None, pointer, i64),
         ("due", i64, pointer),
@@ -119,8 +118,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("rate_free", None, pointer),
         ("rate_sample", None, pointer, i64, i64),
         ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double),
-        ("rate_mark", i64, pointer),
-        ("rate_marked", None, pointer, i64),
         ("rate_look", None, pointer, i64, i64, i64),
         ("rate_shared", None, pointer, pointer),
         ("rate_get", None, pointer, pointer),

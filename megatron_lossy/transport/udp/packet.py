@@ -40,8 +40,7 @@ assert HEADER.itemsize == 28
 
 #: Payload of a REPORT: datagrams and bytes that came from its addressee; the highest number + 1, the time since it came
 #: (µs), and the clock of the reporter (µs) then; DATA that the addressee may have on the way: with ease, and at most; what
-#: comes to the reporter, for each process that sends to it (bytes/s), 0 if it does not know; how many of the datagrams bore a mark
-#: of congestion (ECN).
+#: comes to the reporter, for each process that sends to it (bytes/s), 0 if it does not know.
 REPORT_PAYLOAD = np.dtype(
     [
         ("datagrams", "<u8"),
@@ -52,7 +51,6 @@ REPORT_PAYLOAD = np.dtype(
         ("window", "<u4"),
         ("limit", "<u4"),
         ("share", "<u8"),
-        ("marked", "<u8"),
     ]
 )
 
@@ -101,7 +99,6 @@ def report(
     window: int = 2**32 - 1,
     limit: int = 2**32 - 1,
     share: int = 0,
-    marked: int = 0,
 ) -> bytes:
     """The payload of a REPORT."""
-    return np.array((datagrams, size, top, since, clock, window, limit, share, marked), REPORT_PAYLOAD).tobytes()
+    return np.array((datagrams, size, top, since, clock, window, limit, share), REPORT_PAYLOAD).tobytes()

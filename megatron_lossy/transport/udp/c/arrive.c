@@ -185,7 +185,7 @@ static int take_ask(struct channel *c, struct member *m, int phase, uint32_t ste
 static int take_report(struct engine *e, struct flow *f, const uint8_t *payload, ns now)
 {
     struct arrivals a = arrivals_read(payload);
-    if (a.top > f->out.number || a.datagrams > UINT64_MAX / 2 || a.bytes > UINT64_MAX / 2 || a.marked > a.datagrams)
+    if (a.top > f->out.number || a.datagrams > UINT64_MAX / 2 || a.bytes > UINT64_MAX / 2)
         return MALFORMED;
     uint32_t most = (uint32_t)((f->out.mask + 1) / 4); /* what `sent` has room for */
     f->out.window = (uint32_t)least(greatest(a.window, 1), most);
@@ -206,9 +206,6 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
         }
     }
     f->out.reported_top = a.top;
-    if (a.marked > f->out.marked && known && stamp->at >= rate_mark(&f->rate))
-        rate_marked(&f->rate, now);
-    f->out.marked = a.marked;
     rate_report(&f->rate, now, a.datagrams, a.bytes, a.top, a.clock, known ? stamp->at : -1, (double)a.share);
     return TAKEN;
 }
@@ -346,8 +343,6 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     m->count.received++;
     f->in.received++;
     f->in.bytes += n;
-    f->in.marked += (uint64_t)e->net.marked;
-    e->count.marked += (uint64_t)e->net.marked;
     if (number >= f->in.top) {
         f->in.top = number + 1;
         f->in.top_at = now;

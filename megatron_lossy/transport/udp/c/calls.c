@@ -220,8 +220,6 @@ API int ml_handle(struct engine *e, const struct sockaddr *from, const uint8_t *
 {
     return handle(e, from, bytes, size, now);
 }
-/* Whether datagrams that are handled from now on bear a mark of congestion. */
-API void ml_marked(struct engine *e, int marked) { e->net.marked = marked; }
 API int ml_produce(struct engine *e, ns now, uint8_t *out, struct output *o) { return produce(e, now, out, o); }
 API void ml_timers(struct engine *e, ns now) { timers(e, now); }
 API ns ml_due(const struct engine *e) { return least(e->timers_at, e->blocked_until); }
@@ -240,8 +238,6 @@ API void ml_rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t byt
 {
     rate_report(r, now, datagrams, bytes, top, clock, sent_at, share);
 }
-API void ml_rate_marked(struct rate *r, ns now) { rate_marked(r, now); }
-API ns ml_rate_mark(struct rate *r) { return rate_mark(r); }
 API void ml_rate_look(struct rate *r, ns now, ns clock, ns free_at) { rate_look(r, now, clock, free_at); }
 /* Of SHARED: rate, what came through, credit, phase, whether it competes. */
 API void ml_rate_shared(const struct rate *r, double *out)

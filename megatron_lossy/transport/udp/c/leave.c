@@ -107,7 +107,7 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
         }
         if (k->type == REPORT) {
             struct arrivals a = {f->in.received, f->in.bytes, f->in.top, (uint32_t)least((now - f->in.top_at) / US, UINT32_MAX),
-                                 (uint32_t)(f->in.top_at / US), e->window, e->limit, e->arrivals.share, f->in.marked};
+                                 (uint32_t)(f->in.top_at / US), e->window, e->limit, e->arrivals.share};
             arrivals_write(&a, report);
             payload = report;
             size = REPORT_BYTES;

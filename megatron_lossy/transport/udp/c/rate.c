@@ -111,18 +111,6 @@ static void rate_close_interval(struct rate *r, ns now)
     r->interval.least = NEVER;
 }
 
-/* What was sent from then on counts; NEVER: nothing does. */
-static ns rate_mark(const struct rate *r) { return r->rule == SHARED ? r->shared.mark : 0; }
-
-/* Of what was sent after rate_mark something bore a mark of congestion. */
-static void rate_marked(struct rate *r, ns now)
-{
-    if (r->rule != SHARED)
-        return;
-    shared_marked(&r->shared, now);
-    r->rate = r->shared.rate;
-}
-
 /* A REPORT: what has arrived, the highest number + 1, and the receiver's clock (µs) when that came. Of ours: when it was sent
  * (-1: forgotten). `share`: bytes/s that the receiver has for each flow; 0: unknown. */
 static void rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t bytes, uint64_t top, uint32_t clock, ns sent_at,

@@ -9,8 +9,6 @@
  * last 50 ms is the path's (`credit`), and is not answered any more. Until the first tick a flow that fell three times and loses
  * as before holds a part of its rate, so that its dip has datagrams to tell by. Nothing else raises `credit`.
  *
- * Where routers mark packets instead of losing them, a mark is answered as a loss that is ours for sure; sockets ask for none (here.c).
- *
  * A queue is drained, three times; then it is somebody else's, and the flow competes: it answers loss only.
  *
  * Times are ns, rates bytes/s. The tests have a model of it in Python (tests/udp_shared.py), benchmarks/lab/bottleneck.c the
@@ -37,7 +35,6 @@
 #define USUAL 7.5e6
 #define KEPT 0.78              /* of the rate after a loss */
 #define KEPT_LOSSY 0.92        /* on a path that loses */
-#define KEPT_MARKED 0.82       /* of the rate after a mark */
 #define KEPT_DRAINED 0.92      /* of what came through, once a queue is drained */
 #define REMEMBERED 0.9         /* of earlier dips */
 #define MOST_CREDIT 0.3
@@ -53,7 +50,7 @@ struct shared {
     double proven; /* the rate that came through when there was loss */
     double credit; /* the share that the path loses */
     double share;  /* what the receiver has for this flow; 0: it did not say */
-    int phase, competes, drains, full; /* full: a mark came in the start */
+    int phase, competes, drains;
     ns rtt, srtt; /* least and smoothed round trip */
     struct { ns least[2], at; } slot;
     struct look base, from, last; /* where the window begins; since when losses count; the last report */
@@ -272,7 +269,7 @@ static void shared_clock(struct shared *s, ns now, ns clock)
 
 static void starts(struct shared *s, ns now, double n, double l, ns took, double delivered, int queued)
 {
-    if (!starts_excess(n, l) && !queued && !s->full) {
+    if (!starts_excess(n, l) && !queued) {
         s->proven = s->rate;
         shared_set(s, 2 * s->rate);
         window_later(s, now);
@@ -405,19 +402,6 @@ static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t
     double enough = s->phase == STARTS ? 8 : lossy(s) ? 4000 * s->credit : 2, most = 0.3 * s->rate / s->packet;
     if (n >= (enough < most ? enough : most) && (passed >= wanted || took >= 2 * wanted))
         window_over(s, now, passed, n, l, took);
-}
-
-/* A router says that its queue fills (RFC 3168): nobody needs to dip to find out. It is answered once in a round trip. */
-static void shared_marked(struct shared *s, ns now)
-{
-    if (s->phase == STARTS)
-        s->full = 1; /* its window ends as if something waited */
-    if (s->phase != GROWS)
-        return;
-    s->step = s->grew = 0;
-    s->proven = s->drained = s->rate;
-    shared_set(s, s->rate * kept(s, KEPT_MARKED));
-    window_later(s, now);
 }
 
 /* Something is to be sent after a pause, which ends a window. Bursts may be shorter than any window: what they lost since the last

@@ -25,7 +25,7 @@ enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DR
 #define ENGINE_COUNTERS(X) \
     X(datagrams_sent) X(bytes_sent) X(datagrams_received) X(bytes_received) X(malformed) X(foreign) \
     X(socket_overflow) X(send_blocked) X(send_failed) X(too_big) X(unreachable) X(early_bytes) X(early_most) \
-    X(segmented) X(gathered) X(narrowed) X(marked)
+    X(segmented) X(gathered) X(narrowed)
 #define MEMBER_COUNTERS(X) \
     X(sent) X(received) X(units) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) \
     X(repeated) X(by_deadline) X(ends) X(readies) X(asks) X(forced) X(asked) X(nacks) X(resent) X(parities) X(repaired)
@@ -51,14 +51,13 @@ struct flow {
     struct {
         uint64_t number, data;       /* next number; DATA sent */
         uint64_t reported;           /* DATA sent up to the highest number that it has reported */
-        uint64_t marked;             /* that it has reported to bear a mark */
         struct stamp *sent;              /* when a number was sent; a ring of `mask` + 1 */
         uint64_t mask, reported_top;
         uint32_t window, limit; /* datagrams that it may not have reported; up to `limit` with what the network holds */
         ns free_at, force_at, force_wait;
     } out;
     struct {
-        uint64_t received, bytes, marked, top, control_top; /* top: highest number + 1 */
+        uint64_t received, bytes, top, control_top; /* top: highest number + 1 */
         ns top_at;
         uint32_t interval; /* of arrivals in which it came last */
         uint64_t *seen, seen_words; /* which of the last numbers came, a bit each; a ring */
@@ -221,9 +220,8 @@ struct engine {
     /* What came in this interval from how many flows, and of the last one bytes/s of each. */
     struct { uint64_t bytes, share; uint32_t flows, number; ns ends; } arrivals;
     struct engine_counters count;
-    /* gso: whether the kernel cuts what goes out together. marked: what is handled bears a mark of congestion. */
     struct {
-        int socket, wake, gso, refusals, marked;
+        int socket, wake, gso, refusals; /* gso: whether the kernel cuts what goes out together */
         uint32_t overflow_seen;
         uint8_t *receive;
     } net;

@@ -10,7 +10,7 @@ static void put32(uint8_t *p, uint32_t v) { v = htole32(v); memcpy(p, &v, 4); }
 static void put64(uint8_t *p, uint64_t v) { v = htole64(v); memcpy(p, &v, 8); }
 
 enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK };
-enum { VERSION = 5, HEADER = 28, TAG = 16, REPORT_BYTES = 56, LARGEST = 65507 };
+enum { VERSION = 5, HEADER = 28, TAG = 16, REPORT_BYTES = 48, LARGEST = 65507 };
 enum { AGAIN = 2 }; /* the priority of what is sent again */
 enum { CODE = 3, CODES = 3 }; /* raw, int8, int4 */
 #define ALL UINT32_MAX /* in END, in the place of a list: every unit must arrive */
@@ -45,18 +45,17 @@ static void header_write(const struct header *h, uint8_t *p)
 }
 
 /* The payload of a REPORT: what has arrived, the highest number + 1, how long ago that came (µs) and by which clock (µs),
- * DATA that may be on the way: with ease, and at most; bytes/s that come to this process, for each that sends, 0: unknown; how many
- * of what has arrived bore a mark of congestion (RFC 3168). */
+ * DATA that may be on the way: with ease, and at most; bytes/s that come to this process, for each that sends, 0: unknown. */
 struct arrivals {
     uint64_t datagrams, bytes, top;
     uint32_t since, clock, window, limit;
-    uint64_t share, marked;
+    uint64_t share;
 };
 
 static struct arrivals arrivals_read(const uint8_t *p)
 {
     return (struct arrivals){get64(p), get64(p + 8), get64(p + 16), get32(p + 24), get32(p + 28), get32(p + 32), get32(p + 36),
-                             get64(p + 40), get64(p + 48)};
+                             get64(p + 40)};
 }
 
 static void arrivals_write(const struct arrivals *a, uint8_t *p)
@@ -69,7 +68,6 @@ static void arrivals_write(const struct arrivals *a, uint8_t *p)
     put32(p + 32, a->window);
     put32(p + 36, a->limit);
     put64(p + 40, a->share);
-    put64(p + 48, a->marked);
 }
 
 static int same_address(const struct sockaddr_storage *a, const struct sockaddr *b)
