@@ -1,4 +1,4 @@
-"""What ``--udp-rate-control`` does to a bottleneck and to others, in a packet model with the engine's own rate control.
+"""What ``--udp-rate`` does to a bottleneck and to others, in a packet model with the engine's own rate control.
 
     python -m benchmarks.congestion [--rules shared dedicated] [--seeds 3] [--only TEXT] [--out benchmarks/results]
 

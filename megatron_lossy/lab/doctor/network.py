@@ -126,7 +126,7 @@ def _rule(config: LossyConfig) -> list[Finding]:
         "fixed": "for a network that carries nothing else",
     }
     rule = config.udp_rate_rule[0]
-    return [Finding("network", "rates", "ok", f"--udp-rate-control {rule}: {needs[rule]}")]
+    return [Finding("network", "rates", "ok", f"--udp-rate {rule}: {needs[rule]}")]
 
 
 def _report(everyone: list[dict]) -> list[Finding]:

@@ -22,7 +22,6 @@ _LOSS_FLAGS = {f.name for f in dataclasses.fields(LossyConfig)}
 #: A run may go on with other values of these, but they decide which units a network loses, and which come too late.
 NETWORK = {
     "udp_rate",
-    "udp_rate_control",
     "udp_memory",
     "udp_fec",
 }

@@ -437,7 +437,6 @@ class Channel:
             eager=min(settings.eager_bytes, settings.memory // (4 * max(len(self.peers), 1))),
             window=window,
             limit=limit,
-            threads=settings.threads,
             codes=" ".join(f"{phase}: {self._codes.get(phase, 'raw')}" for phase in self.phases),
         )
         texts = _all(store, f"{prefix}/hello", self.rank, self.size, hello.encode())

@@ -171,7 +171,7 @@ class Search:
 
 def _socket(config: LossyConfig, address: str) -> socket.socket:
     """A socket whose datagrams no router may cut."""
-    port = config.udp_port + int(os.environ.get("LOCAL_RANK", 0)) * config.udp_threads if config.udp_port else 0
+    port = config.udp_port + int(os.environ.get("LOCAL_RANK", 0)) if config.udp_port else 0
     family, where = resolve(address, port)
     own = socket.socket(family, socket.SOCK_DGRAM)
     try:

@@ -43,7 +43,6 @@ class Hello:
     eager: int  # bytes that it keeps from each sender before it has posted
     window: int  # DATA from one sender that its buffer holds with ease
     limit: int  # DATA from one sender that its buffer holds at most
-    threads: int  # sockets of the process
     codes: str  # of the values of each phase
 
     @property
@@ -127,7 +126,6 @@ def _mac(key: bytes, *texts: bytes) -> bytes:
 _EQUAL = (
     ("protocol", "protocol version", "--transport udp"),
     ("size", "number of ranks", "--transport udp"),
-    ("threads", "number of sockets", "--udp-threads"),
     ("cipher", "cipher", "--udp-key-file"),
     ("packet_bytes", "bytes of a unit", "--packet-bytes"),
     ("codes", "form of values", "--grad-wire, --param-wire, --sync-dtype"),
