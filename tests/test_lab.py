@@ -52,14 +52,15 @@ def lab():
 
 
 @contextlib.contextmanager
-def sockets(lab, source=0, destination=1):
+def sockets(lab, source=0, destination=1, version=4):
     """A UDP socket of each node, the first of them connected to the second, which has room for all that comes."""
-    out, into = (lab.nodes[node].do(socket.socket, socket.AF_INET, socket.SOCK_DGRAM) for node in (source, destination))
+    family = socket.AF_INET if version == 4 else socket.AF_INET6
+    out, into = (lab.nodes[node].do(socket.socket, family, socket.SOCK_DGRAM) for node in (source, destination))
     with out, into:
         into.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 26)
-        into.bind((lab.address(destination), PORT))
+        into.bind((lab.address(destination, version), PORT))
         into.settimeout(2)
-        out.connect((lab.address(destination), PORT))
+        out.connect((lab.address(destination, version), PORT))
         yield out, into
 
 

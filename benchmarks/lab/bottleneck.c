@@ -26,6 +26,7 @@ struct step { double at, rate, rtt; };
 struct setting {
     double rate, rtt, queue, loss, burst, jitter; /* bytes/s, seconds, seconds at `rate`, share, packets in a row, seconds */
     double skew;                                  /* seconds, the most between two clocks */
+    double sleep;                                 /* seconds, the mean of the times in which a process of ours does not run */
     double seconds, warm;                         /* counted after `warm` */
     double interval;                              /* seconds of a row of the trace */
     uint64_t seed;
@@ -33,7 +34,7 @@ struct setting {
     struct step step[STEPS];
 };
 
-struct event { ns at; uint64_t order; int32_t flow, kind; uint64_t a, b; ns since, came; };
+struct event { ns at; uint64_t order; int32_t flow, kind; uint64_t a, b; ns since, kernel /* when the kernel had it, if its process slept; else 0 */, came; };
 
 struct sim { struct event *heap; size_t events, room; uint64_t order, random; };
 
@@ -91,6 +92,18 @@ struct sender {
     uint64_t acked, recover, flight, timer;
     ns epoch, srtt;
 };
+
+/* When the process of a flow's sender (0) or receiver (1) runs, from `at` on. It sleeps once in each five of its usual sleeps. */
+static ns wakes(const struct setting *set, int flow, int side, ns at)
+{
+    if (set->sleep <= 0)
+        return at;
+    ns slot = (ns)(5e9 * set->sleep), number = at / slot;
+    struct sim one = {.random = set->seed * 31 + (uint64_t)(number * 4096 + flow * 2 + side) * 0x2545F4914F6CDD1Du};
+    ns from = number * slot + (ns)(draw(&one) * (double)slot), to = from - (ns)(log(1 - draw(&one)) * set->sleep * 1e9);
+    to = least(to, (number + 1) * slot); /* what comes later comes no earlier */
+    return at >= from && at < to ? to : at;
+}
 
 struct group { double bytes, share; int senders; ns until; };
 
@@ -162,6 +175,16 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
             idle_at = now + (ns)(waiting / rate);
         }
         struct sender *f = &flows[v.flow];
+        if (!tcp(f) && !(v.kind == SEND && v.b != f->turn)) {
+            ns awake = wakes(set, v.flow, v.kind == ARRIVE || v.kind == DUE, now);
+            if (awake > now) {
+                v.kernel = v.kernel ? v.kernel : now;
+                v.at = awake;
+                push(&sim, v);
+                continue;
+            }
+        }
+        ns kernel = v.kernel ? v.kernel : now;
         ns half = (ns)(rtt * 5e8);
         int burst = 0;
         if (v.kind == SEND && v.b != f->turn)
@@ -182,7 +205,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                 burst = f->window > (double)f->flight ? (int)(f->window - (double)f->flight) : 0;
             } else {
                 int shared = f->in.kind == SHARED;
-                rate_look(&f->rate, now, now + f->skew, f->free_at);
+                rate_look(&f->rate, now, now + f->skew);
                 burst = (int)(f->rate.rate * (double)rate_burst(&f->rate) / 1e9 / BYTES);
                 burst = burst < 1 ? 1 : burst > 44 ? 44 : burst;
                 double r = f->rate.rate, trip = (double)shared_trip(&f->rate.shared) / 1e9;
@@ -229,7 +252,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
             f->received++;
             if (v.a >= f->top) {
                 f->top = v.a + 1;
-                f->top_at = now;
+                f->top_at = kernel;
             }
             if (++f->unreported == 1)
                 push(&sim, (struct event){.at = now + 2 * MS, .flow = v.flow, .kind = DUE, .a = f->serial});
@@ -270,7 +293,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
             push(&sim, (struct event){.at = now + greatest(200 * MS, 2 * f->srtt), .flow = v.flow, .kind = DUE, .a = ++f->timer});
             burst = f->window > (double)f->flight ? (int)(f->window - (double)f->flight) : 0;
         } else {
-            ns sent_at = f->sent_at[(v.b - 1) % RING], trip = now - sent_at - v.since;
+            ns sent_at = f->sent_at[(v.b - 1) % RING], trip = kernel - sent_at - v.since;
             f->heard_at = now;
             if (v.b > f->reported)
                 f->reported = v.b;

@@ -61,6 +61,7 @@ class _Setting(ctypes.Structure):
                 "burst",
                 "jitter",
                 "skew",
+                "sleep",
                 "seconds",
                 "warm",
                 "interval",
@@ -78,7 +79,8 @@ class Bottleneck:
     """A path: ``mbit`` Mbit/s behind a queue of ``queue`` ms, a round trip of ``rtt`` ms, and loss of its own.
 
     ``burst``: mean packets lost in a row, 0 for single ones. ``jitter``: ms, the most that a packet is late. ``skew``: ms,
-    the most between the clocks of two senders. ``steps``: what the path becomes at a time: seconds, Mbit/s, ms.
+    the most between the clocks of two senders. ``sleep``: ms, the mean of the times in which a process of ours does not run, a sixth of
+    all. ``steps``: what the path becomes at a time: seconds, Mbit/s, ms.
     """
 
     mbit: float = 100
@@ -88,6 +90,7 @@ class Bottleneck:
     burst: float = 0.0
     jitter: float = 0.0
     skew: float = 10.0
+    sleep: float = 0.0
     steps: tuple[tuple[float, float, float], ...] = ()
 
 
@@ -163,6 +166,7 @@ def run(
         burst=path.burst,
         jitter=path.jitter / 1e3,
         skew=path.skew / 1e3,
+        sleep=path.sleep / 1e3,
         seconds=seconds,
         warm=warm,
         interval=interval,

@@ -118,7 +118,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("rate_free", None, pointer),
         ("rate_sample", None, pointer, i64, i64),
         ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double),
-        ("rate_look", None, pointer, i64, i64, i64),
+        ("rate_look", None, pointer, i64, i64),
         ("rate_shared", None, pointer, pointer),
         ("rate_get", None, pointer, pointer),
     ):

@@ -182,7 +182,7 @@ static int take_ask(struct channel *c, struct member *m, int phase, uint32_t ste
     return TAKEN;
 }
 
-static int take_report(struct engine *e, struct flow *f, const uint8_t *payload, ns now)
+static int take_report(struct engine *e, struct flow *f, const uint8_t *payload, ns now, ns came)
 {
     struct arrivals a = arrivals_read(payload);
     if (a.top > f->out.number || a.datagrams > UINT64_MAX / 2 || a.bytes > UINT64_MAX / 2)
@@ -195,7 +195,7 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
     const struct stamp *stamp = &f->out.sent[(a.top - 1) & f->out.mask];
     int known = f->out.number - a.top <= f->out.mask && stamp->at; /* else it was sent long ago */
     if (known) {
-        ns rtt = now - stamp->at - (ns)a.since * US;
+        ns rtt = came - stamp->at - (ns)a.since * US;
         if (a.top > f->out.reported_top && rtt >= 0)
             rate_sample(&f->rate, now, rtt);
         if (stamp->data > f->out.reported) {
@@ -279,7 +279,8 @@ static void flow_back(struct engine *e, const struct flow *f, ns now)
         }
 }
 
-static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *p, size_t n, ns now)
+/* `came`: when the datagram arrived at this host; at `now` this process looks at it. */
+static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *p, size_t n, ns now, ns came)
 {
     uint32_t tag = tag_bytes(e);
     e->count.datagrams_received++;
@@ -345,7 +346,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     f->in.bytes += n;
     if (number >= f->in.top) {
         f->in.top = number + 1;
-        f->in.top_at = now;
+        f->in.top_at = came;
         if (now - f->heard > SILENCE + round_trip(f) + 20 * MS) /* it did not answer to the first pulse */
             flow_back(e, f, now);
         for (struct member *one = now - f->heard > 2 * SECOND ? f->members : NULL; one; one = one->next)
@@ -382,7 +383,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     case NACK: verdict = take_nack(c, m, phase, step, bucket, index, payload); break;
     case ASK: verdict = take_ask(c, m, phase, step, bucket, now); break;
     case REPORT:
-        if ((verdict = take_report(e, f, payload, now)) == MALFORMED)
+        if ((verdict = take_report(e, f, payload, now, came)) == MALFORMED)
             m->count.malformed++;
         break;
     case ALIVE:

@@ -218,7 +218,7 @@ API void ml_member_rate(struct channel *c, uint32_t rank, double *out)
 
 API int ml_handle(struct engine *e, const struct sockaddr *from, const uint8_t *bytes, size_t size, ns now)
 {
-    return handle(e, from, bytes, size, now);
+    return handle(e, from, bytes, size, now, now);
 }
 API int ml_produce(struct engine *e, ns now, uint8_t *out, struct output *o) { return produce(e, now, out, o); }
 API void ml_timers(struct engine *e, ns now) { timers(e, now); }
@@ -238,7 +238,7 @@ API void ml_rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t byt
 {
     rate_report(r, now, datagrams, bytes, top, clock, sent_at, share);
 }
-API void ml_rate_look(struct rate *r, ns now, ns clock, ns free_at) { rate_look(r, now, clock, free_at); }
+API void ml_rate_look(struct rate *r, ns now, ns clock) { rate_look(r, now, clock); }
 /* Of SHARED: rate, what came through, credit, phase, whether it competes. */
 API void ml_rate_shared(const struct rate *r, double *out)
 {

@@ -198,7 +198,7 @@ static void spend(struct engine *e, struct flow *f, uint32_t bytes, uint32_t n, 
 /* Whether it is its time to send. */
 static int may_send(struct engine *e, struct flow *f, ns now)
 {
-    rate_look(&f->rate, now, now + e->set.clock, f->out.free_at);
+    rate_look(&f->rate, now, now + e->set.clock);
     if (now >= f->out.free_at)
         return 1;
     e->blocked_until = least(e->blocked_until, f->out.free_at);

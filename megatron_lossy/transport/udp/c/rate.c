@@ -146,13 +146,11 @@ static void rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t byt
 /* What may go out together, and be caught up with: queues may be short. */
 static ns rate_burst(const struct rate *r) { return r->rule == SHARED ? MS / 4 : MS; }
 
-/* Before something is sent. `clock`: that all hosts have; `free_at`: from when on it could have been. */
-static void rate_look(struct rate *r, ns now, ns clock, ns free_at)
+/* Before something is sent. `clock`: that all hosts have. */
+static void rate_look(struct rate *r, ns now, ns clock)
 {
     if (r->rule != SHARED)
         return;
-    if (now - free_at > 5 * MS) /* for so long nothing was sent that could have been */
-        shared_resume(&r->shared, now);
     shared_clock(&r->shared, now, clock);
     r->rate = r->shared.rate;
 }

@@ -15,6 +15,7 @@ static void socket_options(const struct engine *e, int fd, int family)
     int on = 1, probe = IP_PMTUDISC_PROBE;
     setsockopt(fd, SOL_UDP, UDP_GRO, &on, sizeof on);
     setsockopt(fd, SOL_SOCKET, SO_RXQ_OVFL, &on, sizeof on);
+    setsockopt(fd, SOL_SOCKET, SO_TIMESTAMPNS, &on, sizeof on); /* when it came, however late this process is woken */
     if (family == AF_INET6) {
         setsockopt(fd, IPPROTO_IPV6, IPV6_MTU_DISCOVER, &probe, sizeof probe);
         setsockopt(fd, IPPROTO_IPV6, IPV6_RECVERR, &on, sizeof on);
@@ -134,6 +135,7 @@ static int receive(struct engine *e)
     ns now = clock_now();
     for (int i = 0; i < n; i++) {
         uint32_t size = messages[i].msg_len, segment = size;
+        ns came = now;
         for (struct cmsghdr *h = CMSG_FIRSTHDR(&messages[i].msg_hdr); h; h = CMSG_NXTHDR(&messages[i].msg_hdr, h)) {
             if (h->cmsg_level == SOL_UDP && h->cmsg_type == UDP_GRO) {
                 int length;
@@ -144,6 +146,11 @@ static int receive(struct engine *e)
                 memcpy(&dropped, CMSG_DATA(h), sizeof dropped);
                 e->count.socket_overflow += dropped - e->net.overflow_seen;
                 e->net.overflow_seen = dropped;
+            } else if (h->cmsg_level == SOL_SOCKET && h->cmsg_type == SCM_TIMESTAMPNS) {
+                struct timespec stamp;
+                memcpy(&stamp, CMSG_DATA(h), sizeof stamp);
+                ns at = stamp.tv_sec * SECOND + stamp.tv_nsec - e->set.clock;
+                came = at < now && at > now - SECOND ? at : now; /* that clock may have been set meanwhile */
             }
         }
         e->count.gathered += segment < size;
@@ -153,7 +160,7 @@ static int receive(struct engine *e)
         }
         for (uint32_t from = 0; from < size; from += segment)
             handle(e, (struct sockaddr *)&froms[i], (uint8_t *)parts[i].iov_base + from,
-                   segment < size - from ? segment : size - from, now);
+                   segment < size - from ? segment : size - from, now, came);
     }
     return n;
 }
@@ -178,7 +185,7 @@ static void *run(void *argument)
     struct engine *e = argument;
     struct output o = {.bytes = 0};
     uint32_t sent = 0; /* of `o` */
-    ns retry_at = 0, timed_at = 0;
+    ns retry_at = 0, timed_at = 0, clock_at = 0;
     pthread_mutex_lock(&e->lock);
     for (;;) {
         /* A clock that is read before the socket is found empty: no timer may run out before what came in time. */
@@ -186,6 +193,12 @@ static void *run(void *argument)
         ns before = 0;
         for (int i = 0; i < 8 && !drained; i++) {
             before = clock_now();
+            if (before - clock_at >= SECOND) { /* it may be set */
+                struct timespec t;
+                clock_gettime(CLOCK_REALTIME, &t);
+                e->set.clock = t.tv_sec * SECOND + t.tv_nsec - before;
+                clock_at = before;
+            }
             drained = !receive(e);
             give_way(e);
         }
