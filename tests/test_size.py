@@ -10,7 +10,7 @@ LIMITS = {
     "entries of megatron_lossy": 14,
     "lines outside lab": 34_000,
     "lines of the package": 48_500,
-    "lines of C": 4_900,
+    "lines of C": 4_060,
     "lines of tests": 41_000,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 46,
@@ -18,7 +18,7 @@ LIMITS = {
     "files under 40 lines": 24,
     "files over 450 lines": 4,
     "words of pages": 64_000,
-    "loss flags": 75,
+    "loss flags": 73,
     "lines of train --help": 90,
 }
 

@@ -161,6 +161,15 @@ def test_a_path_that_loses_is_used_all_the_same(loss, least):
 
 
 @compiled
+@pytest.mark.parametrize("loss", [0.05, 0.1])
+def test_sixteen_flows_use_a_path_that_loses(loss):
+    """Each has few datagrams in a dip, and needs several dips to tell the path's loss from its own: by the median of five."""
+    outcomes = [run(Bottleneck(loss=loss), [Flow()] * 16, seconds=20, warm=5, seed=seed) for seed in range(1, 6)]
+    assert np.median([one.used for one in outcomes]) > 0.5
+    assert np.median([one.own_loss() for one in outcomes]) < 0.03
+
+
+@compiled
 def test_it_takes_as_much_as_so_many_flows():
     """Eight Cubic flows leave another one 0.12 of what it has alone."""
     path, left = Bottleneck(queue=20), []

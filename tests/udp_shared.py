@@ -256,7 +256,7 @@ class Shared:
         if held and self.credit > was:
             self.proven = min(chain.delivered / (1 - self.credit), chain.rate)
             self._set(self.proven * KEPT_LOSSY)
-        unsure = share < 0.02 if due < 6 else due < 24 and self._pool[1] > 0.2 * due
+        unsure = (share < 0.02 or self._pool[1] > 0.3 * due) if due < 6 else due < 24 and self._pool[1] > 0.2 * due
         self._lost_any = held and self.credit == 0 and unsure
         if not self._lost_any:
             chain.length = 0

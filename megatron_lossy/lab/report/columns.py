@@ -10,7 +10,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ...base.flags import incidental_fields, of_flags, shown
+from ...base.flags import incidental_fields, of_flags
 from ...config import SECTIONS, LossyConfig
 from ..train.config import TrainConfig
 from .runs import Run
@@ -83,7 +83,12 @@ def _differing(runs: Sequence[Run]) -> set[str]:
 def _settings(run: Run, differing: Set[str]) -> tuple[str, ...]:
     """``differing`` keys as labels. For a run without loss, loss flags are left out: they had no effect."""
     keys = differing - _LOSS_FLAGS if run.clean else differing | _given_of_sections(run)
-    return tuple(f"{key.replace('_', '-')} {shown(run.config.get(key))}" for key in sorted(keys))
+    return tuple(f"{key.replace('_', '-')} {_text(run.config.get(key))}" for key in sorted(keys))
+
+
+def _text(value: Any) -> str:
+    """``value`` as in a heading: of several values, all of them."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _given_of_sections(run: Run) -> set[str]:

@@ -239,8 +239,8 @@ static void dip_over(struct shared *s, double n, double l)
         s->proven = rate < s->chain.rate ? rate : s->chain.rate;
         shared_set(s, s->proven * KEPT_LOSSY);
     }
-    /* Too few are due to tell, or fewer came than would be lost, but more than nothing: the next dip goes on. */
-    int unsure = due < 6 ? share < 0.02 : due < 24 && d->lost > 0.2 * due;
+    /* Too few are due to tell, or fewer were lost than would be, but more than nothing: the next dip goes on. */
+    int unsure = due < 6 ? share < 0.02 || d->lost > 0.3 * due : due < 24 && d->lost > 0.2 * due;
     s->lost_any = held && s->credit == 0 && unsure;
     if (!s->lost_any)
         s->chain.length = 0;
