@@ -282,7 +282,7 @@ def engines_share_a_link(rule, senders, loss=0.0, seconds=8):
 
 @pytest.mark.slow
 def test_several_senders_use_a_link_together():
-    own, used = engines_share_a_link("shared", 4)
+    own, used = engines_share_a_link("shared", 3)
     assert own < 0.04
     assert used > 0.6
 

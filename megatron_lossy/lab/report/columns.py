@@ -87,8 +87,9 @@ def _settings(run: Run, differing: Set[str]) -> tuple[str, ...]:
 
 
 def _text(value: Any) -> str:
-    """``value`` as in a heading: of several values, all of them."""
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    """``value`` as in a heading: the words of a flag as they are written."""
+    words = isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return " ".join(value) if words else str(value)
 
 
 def _given_of_sections(run: Run) -> set[str]:
