@@ -62,11 +62,10 @@ def _older_torch(facts: Facts) -> bool:
 
 def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None:
     """The last port that ``--udp-port`` may be, if the ranks of a host take more."""
-    last = _LAST_PORT + 1 - (facts.ranks_of_host or 0) * config.udp_sockets
+    last = _LAST_PORT + 1 - (facts.ranks_of_host or 0)
     if facts.ranks_of_host is None or config.udp_port <= last:
         return None
-    each = "" if config.udp_sockets == 1 else f", {config.udp_sockets} with --udp-threads or several interfaces"
-    return {"last": last, "each": each}
+    return {"last": last}
 
 
 def _less_memory(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
@@ -172,7 +171,7 @@ TRANSPORT = Section(
     f"--transport | no distributed optimizer | carries no all-reduce; {OFF}; choose pieces or torch",
     lambda c, f: f.distributed_optimizer is False and c.transport == "udp",
     "--udp-port | the ranks of a host | "
-    "must be at most {last}: each of the {facts.ranks_of_host} ranks of a node takes the next one{each}",
+    "must be at most {last}: each of the {facts.ranks_of_host} ranks of a node takes the next one",
     _beyond_ports,
     "--udp-memory | the ranks of a group | "
     "must be at least {least}: room for packets to and from each of {facts.largest_group} ranks",

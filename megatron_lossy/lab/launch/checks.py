@@ -122,15 +122,15 @@ def datagram_memory(plan: Plan, memory: StageMemory) -> tuple[int, int, int] | N
     """Return what ``--transport udp`` takes of a node for each rank; None if no gradients cross as datagrams.
 
     Bytes for copies between device and network (page-locked for CUDA), bytes at most of the host in all, and threads. A
-    process has one thread for each socket, and on an accelerator two more for copies. As much as ``--udp-memory`` says is
+    process has one thread for its socket, and on an accelerator two more for copies. As much as ``--udp-memory`` says is
     there for copies, and as much again for packets that arrive before they are asked for.
     """
     lossy = plan.lossy
     if lossy.transport != "udp" or plan.train.virtual_workers or memory.far == 0:
         return None
     if plan.device.kind == "cpu":
-        return 0, lossy.udp_memory, lossy.udp_sockets
-    return lossy.udp_memory, 2 * lossy.udp_memory, lossy.udp_sockets + 2
+        return 0, lossy.udp_memory, 1
+    return lossy.udp_memory, 2 * lossy.udp_memory, 3
 
 
 def describe_datagrams(plan: Plan, memory: StageMemory) -> list[str]:
