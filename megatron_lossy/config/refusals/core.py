@@ -62,8 +62,10 @@ def _older_torch(facts: Facts) -> bool:
 
 def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None:
     """The last port that ``--udp-port`` may be, if the ranks of a host take more."""
-    last = _LAST_PORT + 1 - (facts.ranks_of_host or 0) * config.udp_sockets
-    if facts.ranks_of_host is None or config.udp_port <= last:
+    if facts.ranks_of_host is None:
+        return None
+    last = _LAST_PORT + 1 - facts.ranks_of_host * config.udp_sockets
+    if config.udp_port <= last:
         return None
     each = "" if config.udp_sockets == 1 else f", {config.udp_sockets} with --udp-threads or several interfaces"
     return {"last": last, "each": each}
@@ -71,17 +73,17 @@ def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None
 
 def _less_memory(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
     """The least ``--udp-memory``, if it is more."""
-    least = config.udp_least_memory(facts.largest_group or 0)
-    return {"least": least} if config.transport == "udp" and config.udp_memory < least else None
+    if facts.largest_group is None or config.transport != "udp":
+        return None
+    least = config.udp_least_memory(facts.largest_group)
+    return {"least": least} if config.udp_memory < least else None
 
 
 def _loses_nothing(config: LossyConfig, facts: Facts) -> bool:
     """Whether losses are asked for although a lone rank exchanges nothing."""
-    over_udp = config.transport == "udp" and not config.uses_transport()
-    loses_own = config.lossy_self and not config.phase("grad").lossless
-    return (
-        facts.largest_group == 1 and not config.jobs().several and (over_udp or draws_losses(config)) and not loses_own
-    )
+    if facts.largest_group != 1 or config.jobs().several or (config.lossy_self and not config.phase("grad").lossless):
+        return False
+    return draws_losses(config) or (config.transport == "udp" and not config.uses_transport())
 
 
 def _on_one_node(config: LossyConfig, facts: Facts) -> bool:
@@ -147,7 +149,7 @@ PYTORCH = Section(
     lambda c, f: c.transport == "udp" and _tensor_copies(f),
     "--grad-recovery, --grad-priority | FSDP2 and tensor parallelism | "
     "would choose other units of each copy of a parameter; choose another rule, and --grad-priority none",
-    lambda c, f: c.chosen() and not c.inert and _tensor_copies(f),
+    lambda c, f: _tensor_copies(f) and c.chosen() and not c.inert,
 )
 
 TRANSPORT = Section(
@@ -158,7 +160,7 @@ TRANSPORT = Section(
     "--lossy-self = with --transport udp | --transport udp | cannot be: the own shard never crosses the network",
     lambda c, f: c.transport == "udp" and c.lossy_self,
     "--transport | torch before 2.8 | needs torch 2.8 or later under Megatron, this is {facts.torch}",
-    lambda c, f: _older_torch(f),
+    lambda c, f: c.transport != "torch" and _older_torch(f),
     "--transport | --virtual-workers | needs real ranks: virtual workers exchange in memory; choose pieces",
     lambda c, f: f.virtual and c.transport == "udp",
     "--transport | LossyWorkers | must be torch or pieces: workers of one process exchange in memory",
@@ -171,7 +173,6 @@ TRANSPORT = Section(
     "--udp-memory | the ranks of a group | "
     "must be at least {least}: room for packets to and from each of {facts.largest_group} ranks",
     _less_memory,
-    when=lambda c: c.transport != "torch",
 )
 
 WORKERS = Section(

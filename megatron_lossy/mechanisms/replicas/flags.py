@@ -22,6 +22,8 @@ LONGEST = 1000
 class ReplicaFlags(Flags):
     """Flags to compare and average replicas. Raises :class:`UsageError` for a value that is not allowed."""
 
+    triggers = ("grad_error",)
+    trigger_facts = ("distributed_optimizer", "weight_hash_interval")
     in_headings: ClassVar[bool] = True
 
     param_sync_interval: int = flag(
