@@ -67,7 +67,7 @@ CEILINGS = {
     "a gradient bucket over datagrams": (11, 40),
     # A rule is told that an exchange is over, since of islands that come and go none is the last; what crosses is numbers or codes.
     "an exchange between islands": (13, 37),
-    "two flags, read and checked": (39, 205),
+    "two flags, read and checked": (12, 57),
 }
 
 

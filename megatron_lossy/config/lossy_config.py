@@ -121,10 +121,10 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     def resolve(self) -> None:
         self._answers(Flags.resolve)
-        values = (item for section in SECTIONS if section not in self.used for item in _resolved(section).items())
-        for name, value in values:
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
+        for section in (one for one in SECTIONS if one not in self.used):
+            for name, value in _resolved()[section].items():
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, value)
 
     def check(self) -> None:
         problems = Collector()
@@ -274,11 +274,12 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
 
 @functools.cache
-def _resolved(section: type[Flags]) -> dict[str, Any]:
-    """Return the values that ``section`` gives to flags if all flags have their defaults."""
-    unset: Any = object.__new__(LossyConfig)  # its class has the defaults
-    section.resolve(unset)
-    return dict(vars(unset))
+def _resolved() -> dict[type[Flags], dict[str, Any]]:
+    """Return, by section, the values that it gives to flags if all flags have their defaults."""
+    unset = {section: object.__new__(LossyConfig) for section in SECTIONS}  # its class has the defaults
+    for section, config in unset.items():
+        section.resolve(config)
+    return {section: dict(vars(config)) for section, config in unset.items()}
 
 
 #: The flags that lose parts of messages between pipeline stages.

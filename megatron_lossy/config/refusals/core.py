@@ -62,10 +62,8 @@ def _older_torch(facts: Facts) -> bool:
 
 def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None:
     """The last port that ``--udp-port`` may be, if the ranks of a host take more."""
-    if facts.ranks_of_host is None:
-        return None
-    last = _LAST_PORT + 1 - facts.ranks_of_host * config.udp_sockets
-    if config.udp_port <= last:
+    ranks = facts.ranks_of_host
+    if ranks is None or config.udp_port <= (last := _LAST_PORT + 1 - ranks * config.udp_sockets):
         return None
     each = "" if config.udp_sockets == 1 else f", {config.udp_sockets} with --udp-threads or several interfaces"
     return {"last": last, "each": each}
@@ -73,9 +71,7 @@ def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None
 
 def _less_memory(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
     """The least ``--udp-memory``, if it is more."""
-    if facts.largest_group is None or config.transport != "udp":
-        return None
-    least = config.udp_least_memory(facts.largest_group)
+    least = config.udp_least_memory(facts.largest_group or 0) if config.transport == "udp" else 0
     return {"least": least} if config.udp_memory < least else None
 
 
