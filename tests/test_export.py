@@ -1,0 +1,64 @@
+"""Checkpoints of our trainer as models of transformers: the loss is that of the run's last evaluation."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.lab.export import main
+from tests.ranks import run_ranks
+from tests.trainer import TINY, train_runs
+
+pytestmark = pytest.mark.shows("a checkpoint in transformers has the loss of the run", device=False)
+
+MODEL = {"rotary_base": 500, "norm_epsilon": 1e-3, "init_method_std": 0.2, "train_iters": 4}
+ISLANDS = {"islands": 2, "sync_method": "parameters", "save_consensus": True}
+
+
+def loss_in_transformers(folder, data):
+    """The mean loss of the tokens that the run's only evaluation read."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model(data["tokens"]).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), data["labels"].flatten()).item()
+
+
+def evaluated(rank, config):
+    """The samples of the evaluation of a run with ``config``."""
+    from megatron_lossy.lab.data import build_tokenizer
+    from megatron_lossy.lab.train import parallel
+    from megatron_lossy.lab.train.config import TrainConfig
+    from megatron_lossy.lab.train.data import build_datasets
+
+    config = TrainConfig(**config)
+    with parallel.world(config, None):
+        _, valid = build_datasets(config, build_tokenizer("byte"))
+        samples = [valid[number] for number in range(config.eval_iters * config.global_batch_size)]
+    return {name: torch.stack([sample[name] for sample in samples]) for name in ("tokens", "labels")}
+
+
+@pytest.mark.parametrize(
+    ("more", "loss", "folder", "whose"),
+    [
+        ({}, {"p_grad": 0.3, "p_param": 0.3, "eval_weights": "owner"}, "", "owner"),
+        ({"share_embeddings_and_output_weights": True}, {}, "", "replica"),
+        ({"virtual_workers": 4}, ISLANDS | {"eval_weights": "consensus"}, "consensus", "consensus"),
+    ],
+)
+def test_the_loss_is_the_same(data, tmp_path, more, loss, folder, whose):
+    pytest.importorskip("transformers")
+    config = TINY | MODEL | data | more | {"save": str(tmp_path / "run")}
+    (([summary], _), *_) = run_ranks(train_runs, 1 if "virtual_workers" in more else 2, (config, loss))
+    [samples] = run_ranks(evaluated, 1, config)
+    out = tmp_path / "model"
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        main([str(tmp_path / "run" / folder), "--hf", str(out)])
+    assert f"{out}: iteration 4 of" in said.getvalue()
+    assert abs(loss_in_transformers(out, samples) - summary["valid"][whose]) < 1e-5
+    with pytest.raises(UsageError, match="holds files already"):
+        main([str(tmp_path / "run" / folder), "--hf", str(out)])
