@@ -274,6 +274,15 @@ def test_a_dry_run_counts_the_checkpoints_that_are_there_at_once(monkeypatch, fl
     assert ("more than the 400.0 GiB that are free at /" in line) == (number > 4)
 
 
+def test_the_dataset_helper_is_built_before_ranks_start(data, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("megatron_lossy.hooks.dataset_helper.build_helper", asked.append)
+    plan = make_plan(arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=2", "--rate=0.1"))
+    for starting in (False, True):
+        check(plan, starting)
+        assert asked == [None] * starting
+
+
 def test_layers_of_files(tmp_path):
     (tmp_path / "base.yaml").write_text("num-layers: 2\nlr: 1.0e-3\nlaunch: {device: cpu, accelerators: 2}\n")
     (tmp_path / "top.yaml").write_text("base: base.yaml\nlr: 2.0e-3\nlaunch: {accelerators: 4}\n")

@@ -293,7 +293,7 @@ def test_older_checkpoints_are_removed_and_nothing_else(tmp_path):
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    (tmp_path / "written_checkpoints.txt").write_text("2 4 5 6 40")
+    (tmp_path / "written_checkpoints.txt").write_text("2\n4\n5\n6\n40\n")
     left = lambda: sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     _remove_older(tmp_path, 6, 4)
     assert left() == sorted(names)

@@ -47,14 +47,9 @@ def main(arguments: Sequence[str]) -> None:
         raise refuse("FOLDER", folder, f"has no {TRACKER}, which names a checkpoint")
     model = llama(config, read_weights(iteration_folder(folder, iteration)))
     with writing("--hf", out):
-        out.parent.mkdir(parents=True, exist_ok=True)
         aside = aside_of(out)
         try:
             model.save_pretrained(aside)
-            if config.tokenizer.startswith("hf:"):
-                from transformers import AutoTokenizer
-
-                AutoTokenizer.from_pretrained(config.tokenizer.removeprefix("hf:")).save_pretrained(aside)
             publish(aside, out)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -95,50 +90,43 @@ def llama(config: TrainConfig, weights: Mapping[str, torch.Tensor]) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     table = weights["embedding.word_embeddings.weight"]
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(table),
-            hidden_size=config.hidden_size,
-            intermediate_size=config.ffn,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.query_groups,
-            max_position_embeddings=config.seq_length,
-            rms_norm_eps=config.norm_epsilon,
-            rope_theta=float(config.rotary_base),
-            initializer_range=config.init_method_std,
-            tie_word_embeddings=config.share_embeddings_and_output_weights,
-            bos_token_id=None,
-            eos_token_id=build_tokenizer(config.tokenizer).eod,
-        )
-    ).to(table.dtype)
+    shape = LlamaConfig(
+        vocab_size=len(table),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.query_groups,
+        max_position_embeddings=config.seq_length,
+        rms_norm_eps=config.norm_epsilon,
+        rope_theta=float(config.rotary_base),
+        tie_word_embeddings=config.share_embeddings_and_output_weights,
+        bos_token_id=None,
+        eos_token_id=build_tokenizer(config.tokenizer).eod,
+    )
     named = {
         "model.embed_tokens.weight": table,
         "model.norm.weight": weights["decoder.final_layernorm.weight"],
         "lm_head.weight": weights.get("output_layer.weight", table),
     }
-    for layer in range(config.num_layers):
-        own = {name.removeprefix(_LAYERS): w[layer] for name, w in weights.items() if name.startswith(_LAYERS)}
-        for name, weight in _of_layer(config, own).items():
-            named[f"model.layers.{layer}.{name}.weight"] = weight
-    model.load_state_dict(named)
-    return model
-
-
-def _of_layer(config: TrainConfig, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of a layer by the names of transformers. ``own``: by those of megatron-core."""
-    # [query groups, heads of a group, of which the last two are its key and its value, size of a head, hidden size]
+    of_layers = {name.removeprefix(_LAYERS): weight for name, weight in weights.items() if name.startswith(_LAYERS)}
+    # [layers, query groups, heads of a group and then its key and its value, size of a head, hidden size]
     heads = (config.query_groups, -1, config.hidden_size // config.num_attention_heads)
-    qkv = own["self_attention.linear_qkv.weight"].unflatten(0, heads)
-    gate, up = own["mlp.linear_fc1.weight"].chunk(2)
-    return {
-        "input_layernorm": own["self_attention.linear_qkv.layer_norm_weight"],
-        "self_attn.q_proj": qkv[:, :-2].flatten(0, 2),
-        "self_attn.k_proj": qkv[:, -2].flatten(0, 1),
-        "self_attn.v_proj": qkv[:, -1].flatten(0, 1),
-        "self_attn.o_proj": own["self_attention.linear_proj.weight"],
-        "post_attention_layernorm": own["mlp.linear_fc1.layer_norm_weight"],
+    qkv = of_layers["self_attention.linear_qkv.weight"].unflatten(1, heads)
+    gate, up = of_layers["mlp.linear_fc1.weight"].chunk(2, dim=1)
+    stacked = {
+        "input_layernorm": of_layers["self_attention.linear_qkv.layer_norm_weight"],
+        "self_attn.q_proj": qkv[:, :, :-2].flatten(1, 3),
+        "self_attn.k_proj": qkv[:, :, -2].flatten(1, 2),
+        "self_attn.v_proj": qkv[:, :, -1].flatten(1, 2),
+        "self_attn.o_proj": of_layers["self_attention.linear_proj.weight"],
+        "post_attention_layernorm": of_layers["mlp.linear_fc1.layer_norm_weight"],
         "mlp.gate_proj": gate,
         "mlp.up_proj": up,
-        "mlp.down_proj": own["mlp.linear_fc2.weight"],
+        "mlp.down_proj": of_layers["mlp.linear_fc2.weight"],
     }
+    for name, layers in stacked.items():
+        named |= {f"model.layers.{number}.{name}.weight": weight for number, weight in enumerate(layers)}
+    model = LlamaForCausalLM(shape).to(table.dtype)
+    model.load_state_dict(named)
+    return model

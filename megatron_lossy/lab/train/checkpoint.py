@@ -134,8 +134,8 @@ class Checkpoints:
                 raise failed
 
         def end() -> None:
-            there = {*_written(final.parent)}.intersection(iterations_in(final.parent)) | {iteration}
-            write_text(final.parent / _WRITTEN, " ".join(map(str, sorted(there))))
+            with open(final.parent / _WRITTEN, "a") as file:
+                file.write(f"{iteration}\n")
             # A killed run may have left a folder of this name that the tracker does not name.
             shutil.rmtree(final, ignore_errors=True)
             publish(aside, final)
@@ -201,15 +201,10 @@ class Checkpoints:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def _written(folder: Path) -> list[int]:
-    """The iterations whose checkpoints in ``folder`` its run wrote, also before it was resumed."""
-    file = folder / _WRITTEN
-    return [int(word) for word in file.read_text().split() if word.isdecimal()] if file.is_file() else []
-
-
 def _remove_older(folder: Path, iteration: int, keep: int) -> None:
     """Remove checkpoints that the run wrote before ``iteration``, which is whole, but the last ``keep`` - 1."""
-    older = sorted(one for one in {*_written(folder)}.intersection(iterations_in(folder)) if one < iteration)
+    written = set((folder / _WRITTEN).read_text().split())  # also before it was resumed
+    older = [one for one in iterations_in(folder) if one < iteration and str(one) in written]
     for one in older[: max(0, len(older) - (keep - 1))]:
         path = iteration_folder(folder, one)
         aside = path.with_name(path.name + _ASIDE)
