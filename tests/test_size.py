@@ -9,17 +9,17 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 # Until islands agree at the coordinator, the lighthouse and what infers epochs from it stand beside its code: 1,400 lines in 8 files.
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 34_500,
-    "lines of the package": 49_800,
-    "lines of C": 4_900,
+    "lines outside lab": 35_500,
+    "lines of the package": 50_000,
+    "lines of C": 4_060,
     "lines of tests": 42_200,
     "lines of scripts and benchmarks": 10_000,
-    "files of islands": 54,
-    "lines of islands": 8_700,
+    "files of islands": 45,
+    "lines of islands": 8_400,
     "files under 40 lines": 24,
     "files over 450 lines": 4,
     "words of pages": 64_000,
-    "loss flags": 75,
+    "loss flags": 74,
     "lines of train --help": 90,
 }
 
