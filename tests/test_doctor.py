@@ -142,7 +142,7 @@ def test_links_between_ranks_are_tried():
     ],
 )
 def test_what_the_interface_takes_is_said(monkeypatch, address, mtu, status, text):
-    monkeypatch.setattr("megatron_lossy.transport.udp.address.mtu_of", lambda _: mtu)
+    monkeypatch.setattr("megatron_lossy.transport.address.mtu_of", lambda _: mtu)
     engine = SimpleNamespace(address=address, datagram=1408 + 44, settings=UdpSettings())
     found = network._packets(engine)
     assert [one.status for one in found] == ([status] if status else []) and all(text in one.text for one in found)

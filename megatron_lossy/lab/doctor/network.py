@@ -76,7 +76,7 @@ def _buffer(engine: Engine) -> Finding:
 
 def _packets(engine: Engine) -> list[Finding]:
     """Say which packets the interface takes; what the way to others takes is tried with those of --packet-bytes."""
-    from ...transport.udp.address import mtu_of
+    from ...transport.address import mtu_of
 
     mtu, packet = mtu_of(engine.address), engine.settings.packet_bytes
     if mtu is None:

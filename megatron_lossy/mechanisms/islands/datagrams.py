@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from ...config import LossyConfig
+from ...transport.leaving import Leaving, patiently
 from ...transport.udp.engine import Engine, PeerLost, Transfer
-from ...transport.udp.leaving import Leaving, patiently
 from ...transport.udp.process import engine_for
 from .aside import ASIDE
 from .flags import SYNC_PHASES

@@ -603,7 +603,7 @@ def _address_towards(urls: Sequence[str]) -> str:
     """The address of this host from which one of ``urls`` is reached, the first that can be."""
     name, whys = os.environ.get("GLOO_SOCKET_IFNAME"), []
     if name:
-        from ....transport.udp.address import find_address
+        from ....transport.address import find_address
 
         return find_address(name.split(",")[0], "localhost")
     for url in urls:
