@@ -116,13 +116,20 @@ class Field:
 
 def available(lab: Lab, names: Sequence[str]) -> tuple[list[str], list[str]]:
     """``names`` with the congestion control that this kernel has, and a line for each that it lacks."""
-    there = lab.nodes[0].sysctl("net.ipv4.tcp_available_congestion_control").split()
+    there, allowed = (
+        lab.nodes[0].sysctl(f"net.ipv4.tcp_{which}_congestion_control").split() for which in ("available", "allowed")
+    )
     chosen, lines = [], []
     for name in names:
         words = name.split()
         if len(words) == 2 and words[1] not in there:
             lines.append(f"no {words[1]} here (modprobe tcp_{words[1]}): {words[0]} runs with cubic instead")
             words[1] = "cubic"
+        if len(words) == 2 and words[1] not in allowed:
+            lines.append(
+                f"{words[1]} is not allowed here (net.ipv4.tcp_allowed_congestion_control): no {' '.join(words)}"
+            )
+            continue
         if " ".join(words) not in chosen:
             chosen.append(" ".join(words))
     return chosen, lines

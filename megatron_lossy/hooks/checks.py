@@ -7,7 +7,7 @@ from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..delivery_log.events import recorded_events
-from ..transport import check_channels, read_key_file
+from ..transport import check_channels, check_network
 
 
 def check_run(config: LossyConfig, facts: Facts) -> None:
@@ -18,7 +18,7 @@ def check_run(config: LossyConfig, facts: Facts) -> None:
     assert facts.workers is not None, "how many ranks there are is known where a run starts"
     check_refusals(config, facts)
     warn_of_one_rank(config, facts.workers)
-    read_key_file(config.udp_key_file)
+    check_network(config)
     recorded_events(config)  # whether they can be read
     config.jobs().check(facts.train_iters)
     check_channels(config, facts.workers, facts.train_iters)

@@ -272,8 +272,9 @@ class DeadlineWire(PieceWire):
         self, phase: str, number: int, window: Window, reports: bool, data: int, each: int, places: Sequence[int]
     ) -> Message:
         """Post ``window``: its data of the far ranks arrive at ``data`` plus ``each`` bytes times their ``places``."""
-        transfer = self._channel_of(window).post(phase, number, window.number, self._to_far(data, each, places))
-        transfer.expects_reports(reports)
+        transfer: Any = self._channel_of(window).post(phase, number, window.number, self._to_far(data, each, places))
+        if reports:
+            transfer.expects_reports()
         return transfer
 
     def _send(
@@ -287,8 +288,8 @@ class DeadlineWire(PieceWire):
         places: Sequence[int],
     ) -> None:
         required = None if must is None else must()[:, window.units]
-        code = (1, 0) if required is None else self._codes[phase].of(required[self.far])
-        self._channel_of(window).send(phase, number, window.number, self._to_far(data, each, places), required, code)
+        more = () if required is None else (required, self._codes[phase].of(required[self.far]))
+        self._channel_of(window).send(phase, number, window.number, self._to_far(data, each, places), *more)
 
     def _to_far(self, data: int, each: int, places: Sequence[int]) -> list[int | None]:
         known = {other: data + place * each for other, place in zip(self.far, places, strict=True)}

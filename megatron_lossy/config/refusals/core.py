@@ -72,15 +72,15 @@ def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None
 def _less_memory(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
     """The least ``--udp-memory``, if it is more."""
     least = config.udp_least_memory(facts.largest_group or 0)
-    return {"least": least} if config.transport == "udp" and config.udp_memory < least else None
+    return {"least": least} if config.observed and config.udp_memory < least else None
 
 
 def _loses_nothing(config: LossyConfig, facts: Facts) -> bool:
     """Whether losses are asked for although a lone rank exchanges nothing."""
-    over_udp = config.transport == "udp" and not config.uses_transport()
+    observed = config.observed and not config.uses_transport()
     loses_own = config.lossy_self and not config.phase("grad").lossless
     return (
-        facts.largest_group == 1 and not config.jobs().several and (over_udp or draws_losses(config)) and not loses_own
+        facts.largest_group == 1 and not config.jobs().several and (observed or draws_losses(config)) and not loses_own
     )
 
 
@@ -141,10 +141,10 @@ PYTORCH = Section(
     lambda c, f: f.data_parallel == "DDP" and not c.phase("param").lossless,
     "--transport | DistributedDataParallel | "
     "carries no all-reduce; choose pieces or torch, or shard the model with fully_shard",
-    lambda c, f: f.data_parallel == "DDP" and c.transport == "udp",
+    lambda c, f: f.data_parallel == "DDP" and c.observed,
     "--transport | FSDP2 and tensor parallelism | "
     "loses other units of each copy of a parameter; choose pieces or torch",
-    lambda c, f: c.transport == "udp" and _tensor_copies(f),
+    lambda c, f: c.observed and _tensor_copies(f),
     "--grad-recovery, --grad-priority | FSDP2 and tensor parallelism | "
     "would choose other units of each copy of a parameter; choose another rule, and --grad-priority none",
     lambda c, f: c.chosen() and not c.inert and _tensor_copies(f),
@@ -153,18 +153,19 @@ PYTORCH = Section(
 TRANSPORT = Section(
     "transport",
     "Transports",
-    "--loss-unit | --transport udp | must be packet with --transport udp, which loses datagrams",
-    lambda c, f: c.transport == "udp" and c.loss_unit != "packet",
-    "--lossy-self = with --transport udp | --transport udp | cannot be: the own shard never crosses the network",
-    lambda c, f: c.transport == "udp" and c.lossy_self,
+    "--loss-unit | --transport udp or stream | must be packet with --transport {config.transport}, which loses packets",
+    lambda c, f: c.observed and c.loss_unit != "packet",
+    "--lossy-self = with --transport {config.transport} | --transport udp or stream | "
+    "cannot be: the own shard never crosses the network",
+    lambda c, f: c.observed and c.lossy_self,
     "--transport | torch before 2.8 | needs torch 2.8 or later under Megatron, this is {facts.torch}",
     lambda c, f: _older_torch(f),
     "--transport | --virtual-workers | needs real ranks: virtual workers exchange in memory; choose pieces",
-    lambda c, f: f.virtual and c.transport == "udp",
+    lambda c, f: f.virtual and c.observed,
     "--transport | LossyWorkers | must be torch or pieces: workers of one process exchange in memory",
-    lambda c, f: f.in_memory and c.transport == "udp",
+    lambda c, f: f.in_memory and c.observed,
     f"--transport | no distributed optimizer | carries no all-reduce; {OFF}; choose pieces or torch",
-    lambda c, f: f.distributed_optimizer is False and c.transport == "udp",
+    lambda c, f: f.distributed_optimizer is False and c.observed,
     "--udp-port | the ranks of a host | "
     "must be at most {last}: each of the {facts.ranks_of_host} ranks of a node takes the next one{each}",
     _beyond_ports,
@@ -189,6 +190,6 @@ WORKERS = Section(
     _beyond,
     "data-parallel size = {facts.largest_group} | losses | "
     "one rank exchanges nothing, so that nothing can be lost; start at least two (torchrun "
-    "--nproc-per-node 2 …, or --virtual-workers), or set no loss rate and no --transport udp",
+    "--nproc-per-node 2 …, or --virtual-workers), or set no loss rate and no --transport udp or stream",
     _loses_nothing,
 )

@@ -113,7 +113,7 @@ class FSDPIslands(Part, JobGroup):
 
     @property
     def carriers(self) -> Sequence[Any]:
-        return [] if self._shard is None or self.config.transport != "udp" else self._shard.crossing.carriers
+        return [] if self._shard is None or not self.config.observed else self._shard.crossing.carriers
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 

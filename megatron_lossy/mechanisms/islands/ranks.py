@@ -223,7 +223,7 @@ class RankIslands(Part, JobGroup):
 
     @property
     def carriers(self) -> Sequence[Any]:
-        shards = self._shards if self.config.transport == "udp" else None
+        shards = self._shards if self.config.observed else None
         return [carrier for shard in shards or () for carrier in shard.crossing.carriers]
 
     # --- weights ---------------------------------------------------------------------------------------------------
