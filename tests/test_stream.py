@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import random
 import re
 import signal
 import socket
@@ -17,17 +18,22 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.report.scalars import AXES
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatter
 from megatron_lossy.transport.address import resolve
 from megatron_lossy.transport.stream import link
 from megatron_lossy.transport.stream.cipher import Cipher, Plain
 from megatron_lossy.transport.stream.frames import DATA, END, HEADER_BYTES, Header, Malformed, Reader, Writer
 from megatron_lossy.transport.stream.host import Host
+from megatron_lossy.transport.stream.monitor import StreamMonitor
 from megatron_lossy.transport.stream.session import Settings
+from megatron_lossy.transport.stream.transfer import Deadline
 from tests.ranks import RankFailed, run_ranks
 from tests.test_udp_engine import Store, in_threads
+from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows(
     "streams: deadlines, stopped ranks, broken connections, strangers, mutated frames", device=False
@@ -61,22 +67,23 @@ class Ranks:
                 raise opened
 
     def _open(self, rank):
-        return self.hosts[rank].open("dense", rank, self.size, self.store, "x", {"grad": [(self.units * UNIT, UNIT)]})
+        cut = {"grad": [(self.units * UNIT, UNIT)] * 2}
+        return self.hosts[rank].open("dense", rank, self.size, self.store, "x", cut)
 
-    def exchange(self, number, ranks=None):
+    def exchange(self, number, ranks=None, bucket=0):
         """bool[N, N, units]: for each of ``ranks`` the units that arrived in the exchange ``number``. Others do not take part."""
         taking_part = range(self.size) if ranks is None else ranks
 
         def run(rank):
-            sent = np.full((self.size, self.units * UNIT), 16 * number + rank, np.uint8)
+            sent = np.full((self.size, self.units * UNIT), 16 * (number % 15) + rank, np.uint8)
             got = np.full((self.size, self.units * UNIT), 255, np.uint8)
             at = lambda rows: [None if other == rank else rows[other].ctypes.data for other in range(self.size)]
-            transfer = self.channels[rank].post("grad", number, 0, at(got))
-            self.channels[rank].send("grad", number, 0, at(sent))
+            transfer = self.channels[rank].post("grad", number, bucket, at(got))
+            self.channels[rank].send("grad", number, bucket, at(sent))
             transfer.finish(LONG)
             for other in range(self.size):
                 if other != rank:
-                    expected = np.where(np.repeat(transfer.arrived[other], UNIT), 16 * number + other, 255)
+                    expected = np.where(np.repeat(transfer.arrived[other], UNIT), 16 * (number % 15) + other, 255)
                     np.testing.assert_array_equal(got[other], expected)
             return transfer.arrived
 
@@ -136,8 +143,8 @@ class Relay:
             one.close()
 
     def cut(self):
-        for pair in self.pairs:
-            for one in pair:
+        for one in (one for pair in self.pairs for one in pair):
+            with suppress(OSError):  # a stranger's is closed
                 one.shutdown(socket.SHUT_RDWR)
         self.pairs.clear()
 
@@ -162,6 +169,20 @@ def test_what_comes_early_waits_for_its_exchange():
         [arrived, _] = ranks.exchange(0, [0])
         early.join()
         assert arrived.all() and channel._early_bytes == 0
+
+
+def test_what_comes_early_and_has_no_room_does_not_block_what_is_waited_for():
+    with Ranks(2, memory=2**20, deadline="auto") as ranks:
+        later, first = (threading.Thread(target=ranks.exchange, args=(0, [1], bucket)) for bucket in (1, 0))
+        later.start()
+        channel = ranks.channels[0]
+        until(lambda: channel._early_bytes > 2**19)
+        first.start()
+        assert ranks.exchange(0, [0], bucket=0)[0].all()
+        [arrived, _] = ranks.exchange(0, [0], bucket=1)
+        later.join()
+        first.join()
+        assert not arrived.all() and int((~arrived).sum()) == channel.counters()[1]["early_dropped"]
 
 
 def test_a_deadline_ends_an_exchange_and_the_next_is_whole():
@@ -207,6 +228,39 @@ def test_a_broken_connection_is_loss_until_it_is_back():
         relay.close()
 
 
+def test_nothing_crosses_while_nothing_is_waited_for(monkeypatch):
+    """Else BBR takes a frame now and then for the rate of the path, and begins each exchange slowly."""
+    asked = []
+    monkeypatch.setattr(link.Link, "ask", asked.append)
+    with Ranks(2, units=10) as ranks:
+        [channel, _] = ranks.channels
+        ranks.exchange(0)
+        asked.clear()
+        looked = threading.Event()
+        channel.poller.ask(channel._look)
+        channel.poller.ask(looked.set)
+        assert looked.wait(LONG) and not asked
+        exchange = threading.Thread(target=ranks.exchange, args=(1, [0]))
+        exchange.start()
+        until(lambda: asked)
+        ranks.exchange(1, [1])
+        exchange.join()
+
+
+def test_the_automatic_deadline_is_when_the_wanted_share_came():
+    deadline = Deadline(Settings(arrive=0.9))
+    for number in range(10):
+        assert deadline.allowed((0, 0)) == math.inf
+        # Of ten exchanges one has a quarter of its units late: that is less than a tenth of all.
+        deadline.took((0, 0), np.where(np.arange(32) < 24, 0.1, 0.1 if number else 5.0))
+    assert deadline.allowed((0, 0)) == pytest.approx(1.05 * 0.1 + 0.002)
+    for _ in range(10):  # cut, they would have taken longer
+        deadline.took((0, 0), np.where(np.arange(32) < 16, 0.1, 0.2))
+    assert deadline.allowed((0, 0)) == pytest.approx(1.05 * 0.2 + 0.002)
+    assert Deadline(Settings(deadline=0.05)).allowed((0, 0)) == 0.05
+    assert Deadline(Settings(deadline=None)).allowed((0, 0)) == math.inf
+
+
 def test_an_automatic_deadline_follows_what_exchanges_took():
     with Ranks(2, units=10, deadline="auto") as ranks:
         [channel, _] = ranks.channels
@@ -236,6 +290,37 @@ def test_strangers_and_replays_change_nothing():
         assert ranks.channels[0].counters()[1] == {"connected": 1, "malformed": 1}
         assert all(one.all() for one in ranks.exchange(0))
         relay.close()
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_after_faults_in_any_order_all_ranks_are_connected(seed):
+    draw, relays, number = random.Random(seed), {}, 0
+    with Ranks(3, units=40, deadline=0.2, through=lambda port: relays.setdefault(port, Relay(port)).port) as ranks:
+        for _ in range(40):
+            relay, fault = draw.choice(list(relays.values())), draw.choice(["cut", "stall", "go", "stranger", "", ""])
+            if fault == "cut":
+                relay.cut()
+            elif fault == "stranger":
+                with socket.create_connection(("127.0.0.1", relay.port)) as stranger:
+                    stranger.sendall(draw.randbytes(draw.choice([1, 80, 1000])))
+            elif fault:
+                (relay.passes.clear if fault == "stall" else relay.passes.set)()
+            else:
+                ranks.exchange(number := number + 1)
+        for relay in relays.values():
+            relay.passes.set()
+        for channel in ranks.channels:
+            channel.deadline.setting = 5.0
+
+        def whole():
+            nonlocal number
+            number += 1
+            return all(one.all() for one in ranks.exchange(number))
+
+        until(whole)
+        until(lambda: sum(host.refused for host in ranks.hosts))
+        for relay in relays.values():
+            relay.close()
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------------
@@ -373,6 +458,25 @@ def test_mutated_frames_are_refused_and_none_is_taken_for_another(payloads, size
         assert len(found) < len(sent) or bytes(mutated).startswith(stream)
 
 
+@pytest.mark.parametrize("frames", [10**5, pytest.param(10**6, marks=pytest.mark.nightly)])
+def test_mutated_frames_by_the_hundred_thousand(frames):
+    """A byte is changed, left out, or put in anywhere: all frames before are taken, and none after."""
+    draw, each, payload = random.Random(frames), 4, os.urandom(64)
+    source = ctypes.addressof(ctypes.create_string_buffer(payload, 64))
+    writer, _ = ends(plain=False)
+    whole = [bytes(writer.frame(Header(DATA, number=number, units=1, size=64), source)) for number in range(each)]
+    stream, length = b"".join(whole), len(whole[0])
+    for _ in range(frames // each):
+        place, change = draw.randrange(len(stream)), draw.randrange(1, 256)
+        put = draw.choice([bytes([stream[place] ^ change]), b"", bytes([change, stream[place]])])
+        mutated = stream[:place] + put + stream[place + 1 :]
+        found, _ = read(ends(plain=False)[1], mutated, [])
+        # A byte that is left out or put in may be the same as its neighbour.
+        same = max(number for number in range(each + 1) if mutated.startswith(stream[: number * length]))
+        assert len(found) == same
+        assert all(taken[1] == payload for taken in found)
+
+
 def test_keys_change_before_they_have_sealed_too_much(monkeypatch):
     monkeypatch.setattr("megatron_lossy.transport.stream.cipher._FRAMES_OF_KEY", 2)
     writer, reader = ends(plain=False)
@@ -425,6 +529,26 @@ def test_a_stopped_rank_loses_its_messages_and_nothing_else():
     for rank in range(2):
         assert results[rank] == [[True] * 3, [True, True, False], [True] * 3, [True] * 3]
     assert results[2][2:] == [[True] * 3] * 2
+
+
+def reported(rank):
+    lossy = hooks.install(LossyConfig(transport="stream", packet_bytes=256))
+    run = build(TinyGPT(bucket_size=3000))
+    for step in range(3):
+        run.step(step)
+    found, lines = lossy.metrics(), StreamMonitor(lambda: [group.wire for group in lossy.groups], rank).summary()
+    lossy.uninstall()
+    return {name: value for name, value in found.items() if name.startswith("stream ")}, lines
+
+
+def test_metrics_are_sums_over_ranks():
+    (first, lines), (second, others) = run_ranks(reported, 2)
+    assert first == second and set(first) == {name for name in AXES if name.startswith("stream ")}
+    assert first["stream arrived"] == 1 and first["stream units lost"] == first["stream broken"] == 0
+    assert (
+        first["stream sent"] == first["stream received"] > 0 and first["stream sent bytes"] > 256 * first["stream sent"]
+    )
+    assert "ranks 0 and 1: sent" in lines[0] and "round trip" in lines[0] and len(others) == 1
 
 
 def other_key(rank, folder):

@@ -19,7 +19,8 @@ from tests.test_virtual import real_runs
 from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows(
-    "UDP and TCP: drawn losses give what pieces give, in every setting",
+    "over UDP drawn losses give what pieces give, in every setting",
+    "over TCP drawn losses give what pieces give",
     "what the network lost is replayed bit for bit",
 )
 

@@ -41,10 +41,10 @@ _PR_SET_PDEATHSIG = 1
 _HEAD_START = 0.004
 
 
-def our_config(flags: str) -> LossyConfig:
-    """The configuration of ours, with more ``flags``."""
+def our_config(flags: str, transport: str = "udp") -> LossyConfig:
+    """The configuration of ours, or of streams, with more ``flags``."""
     parser = add_flags(argparse.ArgumentParser("--flags"), LossyConfig, "loss")
-    always = ["--transport", "udp", "--udp-interface", INTERFACE]
+    always = ["--transport", transport, "--udp-interface", INTERFACE]
     return from_namespace(LossyConfig, parser.parse_args([*always, *shlex.split(flags)]))
 
 
@@ -154,7 +154,7 @@ def _connect(address: str, port: int) -> socket.socket:
 
 
 class Ours:
-    """The public collectives over UDP. Every size has a group of its own; the process group makes the session."""
+    """The public collectives over UDP, or streams. Every size has a group of its own; the process group makes the session."""
 
     def __init__(
         self, rank: int, addresses: Sequence[str], port: int, shards: Sequence[int], config: LossyConfig
@@ -198,13 +198,6 @@ class Ours:
         return Sent(datagrams, again, parities, self._must, self._must_lost)
 
 
-class Streams(Ours):
-    """The same over ``--transport stream``."""
-
-    def __init__(self, rank: int, addresses: Sequence[str], port: int, shards: Sequence[int], *_: object) -> None:
-        super().__init__(rank, addresses, port, shards, LossyConfig(transport="stream", udp_interface=INTERFACE))
-
-
 @dataclass(frozen=True)
 class Done:
     """A rank's part of one exchange, in seconds; ``lost``: share of what was sent to it; ``busiest``: of ``cpu``, that of the
@@ -243,8 +236,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    kinds: dict[str, type[Any]] = {"gloo": Gloo, "tcp": Plain, "stream": Streams, "ours": Ours}
-    kinds["timeouts"] = Timeouts
+    kinds: dict[str, type[Any]] = {"gloo": Gloo, "tcp": Plain, "stream": Ours, "ours": Ours, "timeouts": Timeouts}
     exchanger: Any = kinds[name.split()[0]](rank, addresses, port, shards, config)
     ranks = len(addresses)
     tensors = {shard: (torch.ones(shard), torch.ones(ranks * shard)) for shard in shards}

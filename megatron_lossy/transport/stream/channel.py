@@ -101,7 +101,10 @@ class Channel:
                     self._keep(link, header, payload)
                     continue
                 self._early_bytes -= len(payload)
-                self._place(link, header, memoryview(payload))
+                if header.size and not payload:
+                    transfer.missed(link.rank, header.units)
+                else:
+                    self._place(link, header, memoryview(payload))
             for link in self.links.values() if early else ():  # there is room again
                 self.poller.ask(link.wake)
             return transfer
@@ -140,7 +143,7 @@ class Channel:
                 if not any(transfer.awaits(link.rank) for transfer in self._transfers.values()):
                     return False
                 link.counters["early_dropped"] += header.units  # what is waited for may be behind it
-                return True
+                payload = payload[:0]
             self._early_bytes += len(payload)
             self._keep(link, header, bytes(payload))
             return True

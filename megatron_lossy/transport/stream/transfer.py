@@ -115,6 +115,10 @@ class Transfer:
             self._left[source] = 0
             self._lock.notify_all()
 
+    def missed(self, source: int, units: int) -> None:
+        """Note that ``units`` of ``source`` came, and were not kept."""
+        self._left[source] = max(self._left.get(source, 0) - units, 0)
+
     def awaits(self, source: int) -> bool:
         """Whether units of ``source`` may come."""
         return self.ended is None and bool(self._left.get(source))
