@@ -108,8 +108,8 @@ class Ranks:
 class Relay:
     """Carries the bytes of connections to ``port``, no faster than it is told to, until they are cut."""
 
-    def __init__(self, port):
-        self._to = port
+    def __init__(self, port, pause=0.0):
+        self._to, self._pause = port, pause  # seconds for 16 KiB
         self.passes = threading.Event()
         self.passes.set()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -136,6 +136,7 @@ class Relay:
             while data := source.recv(2**14):
                 said += data
                 self.passes.wait()
+                time.sleep(self._pause)
                 into.sendall(data)
         except OSError:
             pass
@@ -225,6 +226,21 @@ def test_a_broken_connection_is_loss_until_it_is_back():
             until(lambda one=one: all(link.connections for link in one.links.values()))
             assert one.counters()[1 - one.rank]["broken"] == 1
         assert all(one.all() for one in ranks.exchange(2))
+        relay.close()
+
+
+def test_a_rank_that_only_takes_is_no_silent_one():
+    relays = {}
+    with Ranks(2, timeout=2.0, through=lambda port: relays.setdefault(port, Relay(port, 0.01)).port) as ranks:
+        got, sent = (np.full(UNITS * UNIT, value, np.uint8) for value in (0, 1))
+        taking, giving = (
+            channel.post("grad", 0, 0, [None, at]) for channel, at in zip(ranks.channels, (got.ctypes.data, None))
+        )
+        ranks.channels[1].send("grad", 0, 0, [sent.ctypes.data, None])
+        giving.finish(LONG)
+        taking.finish(LONG)
+        assert taking.arrived[1].all() and got.all()
+        [relay] = relays.values()
         relay.close()
 
 
@@ -331,7 +347,12 @@ def test_after_faults_in_any_order_all_ranks_are_connected(seed):
     [
         ({"udp_deadline": "soon"}, "--udp-deadline soon: must be off, auto or milliseconds above 0"),
         ({"udp_deadline": "0"}, "--udp-deadline 0: must be off, auto or milliseconds above 0"),
-        ({"stream_arrive": 0.4}, "--stream-arrive 0.4: must be in [0.5, 1]"),
+        ({"udp_deadline": "auto:0.4"}, "--udp-deadline auto:0.4: SHARE must be in [0.5, 1]"),
+        ({"udp_deadline": "auto:x"}, "--udp-deadline auto:x: SHARE must be in [0.5, 1]"),
+        (
+            {"transport": "udp", "udp_deadline": "auto:0.9"},
+            "--udp-deadline auto:0.9: must be off, auto or milliseconds",
+        ),
         ({"stream_flows": 33}, "--stream-flows 33: must be in [1, 32]"),
         ({"udp_copies": (2,)}, "--udp-copies 2: cannot go with --transport stream: TCP sends again"),
         ({"udp_interface": "a,b"}, "--udp-interface a,b: must be one interface with --transport stream"),

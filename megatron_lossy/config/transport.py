@@ -87,8 +87,9 @@ class TransportFlags(Flags):
     udp_deadline: str | None = flag(
         None,
         "udp, stream: also end an exchange so many milliseconds after this rank asked for it, whatever is missing; off, the default of "
-        "udp; or auto, that of stream: udp, 1.2 times the 95th percentile of the last 100; stream, see --stream-arrive",
-        metavar="{off,auto,MS}",
+        "udp; or auto, that of stream: of udp 1.2 times the 95th percentile of the last 100; of stream the time in which SHARE, by "
+        "default 0.99, of the units of the last 64 came, and a margin",
+        metavar="{off,auto[:SHARE],MS}",
     )
     udp_memory: int = flag(
         2**28,
@@ -127,12 +128,6 @@ class TransportFlags(Flags):
         "a silent rank is waited for",
         metavar="S",
         incidental=True,
-    )
-    stream_arrive: float = flag(
-        0.99,
-        "stream: --udp-deadline auto is the time in which this share of the units of the last 64 exchanges came, and a margin",
-        type=float,
-        metavar="SHARE",
     )
     stream_flows: int = flag(1, "stream: TCP connections of each pair of ranks", type=int, metavar="K", incidental=True)
     stream_congestion: str | None = flag(
@@ -199,8 +194,8 @@ class TransportFlags(Flags):
         _ = self.udp_bytes_per_second, self.udp_fec_code, self.udp_fec_budget
 
     def _check_streams(self: Any) -> None:
-        if not 0.5 <= self.stream_arrive <= 1:  # NaN fails too
-            raise refuse("--stream-arrive", self.stream_arrive, "must be in [0.5, 1]")
+        if not 0.5 <= self.deadline_share <= 1:  # NaN fails too
+            raise refuse("--udp-deadline", self.udp_deadline, "SHARE must be in [0.5, 1]")
         if not 1 <= self.stream_flows <= STREAM_MOST_FLOWS:
             raise refuse("--stream-flows", self.stream_flows, f"must be in [1, {STREAM_MOST_FLOWS}]")
         if max(self.udp_copies) > 1:
@@ -304,12 +299,20 @@ class TransportFlags(Flags):
     def udp_deadline_seconds(self) -> float | str | None:
         """``--udp-deadline``: ``None``, "auto" or seconds. Raises :class:`UsageError`."""
         given = self.udp_deadline or ("auto" if self.transport == "stream" else "off")
-        if given in ("off", "auto"):
+        if given in ("off", "auto") or (self.transport == "stream" and given.startswith("auto:")):
             return None if given == "off" else "auto"
         try:
             return float(given) / 1000
         except ValueError:
             raise refuse("--udp-deadline", given, "must be off, auto or milliseconds above 0") from None
+
+    @property
+    def deadline_share(self) -> float:
+        """SHARE of ``--udp-deadline auto:SHARE``. Raises :class:`UsageError`."""
+        try:
+            return float((self.udp_deadline or "").partition(":")[2] or 0.99)
+        except ValueError:
+            raise refuse("--udp-deadline", self.udp_deadline, "SHARE must be in [0.5, 1]") from None
 
 
 def _transports_of(name: str) -> tuple[str, ...]:

@@ -21,8 +21,8 @@ from .poller import Poller
 from .session import Hello, Secret, Settings
 from .transfer import Deadline, Key, Pointers, Transfer
 
-#: A rank that is silent for this share of the timeout is not waited for.
-_PATIENCE = 0.1
+#: A rank that is silent for this share of the timeout, and so many seconds at least, is not waited for.
+_PATIENCE, _LEAST_PATIENCE = 0.1, 1.0
 
 
 class Channel:
@@ -44,7 +44,8 @@ class Channel:
     ) -> None:
         self.poller, self.name, self.rank, self.secret = poller, name, rank, secret
         self._memory, self._flows, self._forget = settings.memory, settings.flows, forget
-        self.plain, self.patience = settings.cipher == "none", _PATIENCE * settings.timeout
+        self.plain = settings.cipher == "none"
+        self.patience = max(_PATIENCE * settings.timeout, _LEAST_PATIENCE)
         self.deadline = Deadline(settings)
         self.phases = tuple(buckets)
         self._shapes = {phase: [Shape(*one) for one in parts] for phase, parts in buckets.items()}
@@ -235,11 +236,9 @@ class Channel:
         found = {}
         for peer, link in self.links.items():
             with suppress(OSError):  # it was closed meanwhile
-                all_ = [one.measured() for one in list(link.connections.values())]
-                found[peer] = {
-                    "rate": sum(one.rate for one in all_),
-                    "rtt_min": min((one.rtt_min for one in all_), default=0.0),
-                }
+                measured = [one.measured() for one in list(link.connections.values())]
+                rtt_min = min((seconds for _, _, seconds in measured), default=0.0)
+                found[peer] = {"rate": sum(rate for _, rate, _ in measured), "rtt_min": rtt_min}
         return found
 
     def close(self, linger: float = 5.0) -> None:

@@ -15,7 +15,7 @@ import struct
 import termios
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from .cipher import Cipher, Plain
 from .frames import ASK, LIVE, Header, Malformed, Reader, Writer
@@ -29,7 +29,7 @@ _REPLY = struct.Struct("<16s32s")  # random, proof
 #: Seconds for a connection and its handshake.
 HANDSHAKE_SECONDS = 5.0
 #: The most frames that are read or written at a turn: other connections wait.
-_TURN = 8
+_TURN = 4
 
 
 class Stranger(Exception):
@@ -43,6 +43,7 @@ class Way(Protocol):
     caller: int
     most: int
     plain: bool
+    silent: float
 
     def connected(self, connection: Connection) -> None: ...
 
@@ -146,14 +147,6 @@ class Handshake:
         Connection(self._poller, self._socket, link, self._flow, seal, open_, dialed)
 
 
-class Measured(NamedTuple):
-    """The kernel's view of a connection: bytes of the congestion window, bytes per second, and seconds of the least round trip."""
-
-    window: int
-    rate: float
-    rtt_min: float
-
-
 class Connection:
     """Frames to and from the rank of ``link``, which has it from the first authentic frame on."""
 
@@ -241,13 +234,16 @@ class Connection:
                 self.say(LIVE)
 
     def _write(self) -> None:
+        blocked = bool(self._out)
         for _ in range(_TURN):
             if not self._out and self.known:
                 self._out = self.link.next_frame(self._writer)
             if not self._out:
                 return
             sent = self._socket.send(self._out)
-            self._out = self._out[sent:]
+            if blocked and sent:
+                self.link.silent = 0.0  # the other host takes what is sent
+            self._out, blocked = self._out[sent:], False
             if self._out:  # the kernel has enough
                 self._follow_window()
                 return
@@ -258,17 +254,20 @@ class Connection:
         With less its controller runs dry while this thread waits for a processor, and takes the link for slower than it is.
         With more an old exchange would delay the next one by more than a window.
         """
-        window = max(self.measured().window, UNSENT_BYTES)
+        window = max(self.measured()[0], UNSENT_BYTES)
         if not self._unsent / 1.25 <= window <= 1.25 * self._unsent:
             self._unsent = window
             self._socket.setsockopt(socket.IPPROTO_TCP, NOTSENT_LOWAT, window)
 
-    def measured(self) -> Measured:
-        """Ask the kernel. Raises OSError once it is closed. May be called on any thread."""
+    def measured(self) -> tuple[int, float, float]:
+        """Return bytes of the congestion window, bytes per second, and seconds of the least round trip, as the kernel has them.
+
+        Raises OSError once it is closed. May be called on any thread.
+        """
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 168)
         segment, segments = struct.unpack_from("=I", info, 16)[0], struct.unpack_from("=I", info, 80)[0]
         [microseconds], [rate] = struct.unpack_from("=I", info, 148), struct.unpack_from("=Q", info, 160)
-        return Measured(segment * segments, float(rate), microseconds / 1e6)
+        return segment * segments, float(rate), microseconds / 1e6
 
     @property
     def unacknowledged(self) -> bool:

@@ -41,7 +41,7 @@ def settings_of(config: LossyConfig) -> Settings:
         config.stream_flows,
         config.stream_congestion,
         config.udp_deadline_seconds,
-        config.stream_arrive,
+        config.deadline_share,
         config.udp_memory,
         config.udp_cipher,
         read_key_file(config.udp_key_file),

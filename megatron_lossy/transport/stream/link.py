@@ -7,19 +7,17 @@ import logging
 import os
 from collections import Counter, deque
 from functools import partial
-from threading import Condition
-from typing import Protocol
+from typing import Any
 
 from ..address import resolve
 from .connection import Connection, Handshake
 from .frames import ASK, DATA, Header, Writer
-from .poller import Poller
-from .session import Hello, Secret
+from .session import Hello
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a frame at most, and at least; in between a 32nd of a message, so that a deadline loses little of it that has come.
-_FRAME_BYTES, _LEAST_FRAME_BYTES, _FRAMES = 2**18, 2**14, 32
+#: Bytes of a frame at most, and at least; in between a 16th of a message, so that a deadline loses little of it that has come.
+_FRAME_BYTES, _LEAST_FRAME_BYTES, _FRAMES = 2**18, 2**14, 16
 #: Seconds between looks at ranks that are waited for. They are asked after two.
 LOOKS = 0.25
 #: Seconds before a broken connection is dialed again, at first and at most.
@@ -62,36 +60,19 @@ class Message:
         return writer.frame(header, self._address + first * shape.unit), units
 
 
-class Owner(Protocol):
-    """The channel of a link."""
-
-    poller: Poller
-    lock: Condition
-    secret: Secret
-    rank: int
-    most: int
-    plain: bool
-    patience: float
-    closed: bool
-
-    def take(self, link: Link, header: Header, payload: memoryview) -> bool: ...
-
-    def interrupted(self, link: Link) -> None: ...
-
-
 class Link:
     """The connections to one other rank, and the messages for it. All but :meth:`put` runs on the poller's thread.
 
-    ``called``: its name in messages. ``dials``: whether this rank calls it.
+    ``channel``: the :class:`.Channel`. ``called``: its name in messages. ``dials``: whether this rank calls it.
     """
 
-    def __init__(self, channel: Owner, rank: int, hello: Hello, called: str, dials: bool) -> None:
+    def __init__(self, channel: Any, rank: int, hello: Hello, called: str, dials: bool) -> None:
         self.channel, self.rank, self.hello, self.called, self._dials = channel, rank, hello, called, dials
         self.secret, self.caller, self.most, self.plain = channel.secret, channel.rank, channel.most, channel.plain
         self.connections: dict[int, Connection] = {}
         self.counters: Counter[str] = Counter()
         self.problem = "no answer" if dials else "it has not called"
-        #: Seconds that it was waited for since its last frame: those in which this process was stopped do not count.
+        #: Seconds that it was waited for since its last sign of life: those in which this process was stopped do not count.
         self.silent = 0.0
         #: Whether it is done without, whether that is because it has closed the channel, and its connections that ended with a BYE.
         self.left, self.closed, self.byes = False, False, 0
