@@ -247,7 +247,7 @@ def test_a_rank_that_only_takes_is_no_silent_one():
 def test_nothing_crosses_while_nothing_is_waited_for(monkeypatch):
     """Else BBR takes a frame now and then for the rate of the path, and begins each exchange slowly."""
     asked = []
-    monkeypatch.setattr(link.Link, "ask", asked.append)
+    monkeypatch.setattr(link.Link, "ask", lambda one: asked.append(one))
     with Ranks(2, units=10) as ranks:
         [channel, _] = ranks.channels
         ranks.exchange(0)
@@ -273,8 +273,11 @@ def test_the_automatic_deadline_is_when_the_wanted_share_came():
     for _ in range(10):  # cut, they would have taken longer
         deadline.took((0, 0), np.where(np.arange(32) < 16, 0.1, 0.2))
     assert deadline.allowed((0, 0)) == pytest.approx(1.05 * 0.2 + 0.002)
-    assert Deadline(Settings(deadline=0.05)).allowed((0, 0)) == 0.05
-    assert Deadline(Settings(deadline=None)).allowed((0, 0)) == math.inf
+    for setting, allowed in ((0.05, 0.05), (None, math.inf)):
+        deadline = Deadline(Settings(deadline=setting))
+        for _ in range(10):
+            deadline.took((0, 0), np.full(32, 0.1))
+        assert deadline.allowed((0, 0)) == allowed
 
 
 def test_an_automatic_deadline_follows_what_exchanges_took():
@@ -483,9 +486,9 @@ def test_mutated_frames_are_refused_and_none_is_taken_for_another(payloads, size
 def test_mutated_frames_by_the_hundred_thousand(frames):
     """A byte is changed, left out, or put in anywhere: all frames before are taken, and none after."""
     draw, each, payload = random.Random(frames), 4, os.urandom(64)
-    source = ctypes.addressof(ctypes.create_string_buffer(payload, 64))
-    writer, _ = ends(plain=False)
-    whole = [bytes(writer.frame(Header(DATA, number=number, units=1, size=64), source)) for number in range(each)]
+    source, (writer, _) = ctypes.create_string_buffer(payload, 64), ends(plain=False)
+    headers = [Header(DATA, number=number, units=1, size=64) for number in range(each)]
+    whole = [bytes(writer.frame(header, ctypes.addressof(source))) for header in headers]
     stream, length = b"".join(whole), len(whole[0])
     for _ in range(frames // each):
         place, change = draw.randrange(len(stream)), draw.randrange(1, 256)

@@ -28,8 +28,12 @@ _PLACE = struct.Struct("<II")  # rank, flow
 _REPLY = struct.Struct("<16s32s")  # random, proof
 #: Seconds for a connection and its handshake.
 HANDSHAKE_SECONDS = 5.0
-#: The most frames that are read or written at a turn: other connections wait.
-_TURN = 4
+#: The most frames that are read or written at a turn: other connections wait. All that the kernel takes has to be written in one: it
+#: calls a socket writable when a third of its buffer is free, and packets behind a lost one fill it for a round trip.
+_READS, _WRITES = 4, 64
+#: The kernel has to say that data has come before it fills this part of the receive buffer: else the other host could wait for a
+#: window, and this one for data.
+_PART_OF_BUFFER = 8
 
 
 class Stranger(Exception):
@@ -165,7 +169,7 @@ class Connection:
         self._out = memoryview(b"")
         self._held: tuple[Header, memoryview] | None = None
         self._unsent = UNSENT_BYTES
-        self.known = self.closed = self.malformed = False
+        self.known = self.closed = self.malformed = self._blocked = False
         poller.later(HANDSHAKE_SECONDS, lambda: None if self.known else self.close("it proves nothing"))
         if dialed:
             self.say(ASK)
@@ -191,8 +195,7 @@ class Connection:
     def _act(self, events: int) -> None:
         try:
             if events & selectors.EVENT_READ:
-                with suppress(BlockingIOError):
-                    self._read()
+                self._read()
             if events & selectors.EVENT_WRITE and not self.closed:
                 with suppress(BlockingIOError):
                     self._write()
@@ -206,11 +209,14 @@ class Connection:
 
     def _read(self) -> None:
         self._take()
-        for _ in range(_TURN):
+        for _ in range(_READS):
             if self._held is not None or self.closed:
                 return  # what comes before it is asked for has no room: the sender waits
             room = self._reader.room()
-            size = self._socket.recv_into(room)
+            try:
+                size = self._socket.recv_into(room)
+            except BlockingIOError:
+                break
             if not size:
                 raise OSError(0, "it closed the connection")
             self._reader.came(size)
@@ -219,7 +225,8 @@ class Connection:
                 break
         if self._held is None and not self.closed:
             # A part of a frame is of no use: the kernel need not say that it has come.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self._reader.needed)
+            most = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // _PART_OF_BUFFER
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(self._reader.needed, most))
 
     def _take(self) -> None:
         """Put all whole frames where they belong."""
@@ -234,18 +241,18 @@ class Connection:
                 self.say(LIVE)
 
     def _write(self) -> None:
-        blocked = bool(self._out)
-        for _ in range(_TURN):
+        self._follow_window()
+        for _ in range(_WRITES):
             if not self._out and self.known:
                 self._out = self.link.next_frame(self._writer)
             if not self._out:
                 return
             sent = self._socket.send(self._out)
-            if blocked and sent:
+            if self._blocked and sent:
                 self.link.silent = 0.0  # the other host takes what is sent
-            self._out, blocked = self._out[sent:], False
+            self._out = self._out[sent:]
+            self._blocked = bool(self._out)
             if self._out:  # the kernel has enough
-                self._follow_window()
                 return
 
     def _follow_window(self) -> None:

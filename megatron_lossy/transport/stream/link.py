@@ -31,7 +31,7 @@ class Shape:
         self.shard, self.unit = shard, unit
         self.units = -(-shard // unit)
         #: Units of a frame.
-        self.frame = max(1, min(max(shard // _FRAMES, _LEAST_FRAME_BYTES), _FRAME_BYTES) // unit)
+        self.frame = max(1, min(max(-(-self.units // _FRAMES), _LEAST_FRAME_BYTES // unit), _FRAME_BYTES // unit))
 
     def bytes_of(self, first: int, count: int) -> int:
         """Bytes of ``count`` units from ``first`` on."""
@@ -128,12 +128,14 @@ class Link:
         """Do without a connection that is closed. What was in it is lost."""
         with self.channel.lock:
             self.counters["malformed"] += connection.malformed
+        ends = self.left or self.channel.closed
         if connection.known:
-            self.channel.interrupted(self)
+            if not ends:
+                self.channel.interrupted(self)
             if self.connections.get(connection.flow) is not connection:
                 return  # a newer one has taken its place
             del self.connections[connection.flow]
-            if not (self.left or self.channel.closed):
+            if not ends:
                 logger.warning("stream: %s: %s; what it sends is lost until it is connected again", self.called, why)
         self.failed(connection.flow, why)
 

@@ -39,7 +39,7 @@ class Deadline:
         """Note the times of the parts of an exchange of a phase and bucket."""
         took = self._took[key]
         took.append(seconds)
-        if len(took) >= _ENOUGH:
+        if self.setting == "auto" and len(took) >= _ENOUGH:
             self._allowed[key] = _FACTOR * float(np.quantile(np.concatenate(took), self._share)) + _SECONDS
 
     def allowed(self, key: Key) -> float:
