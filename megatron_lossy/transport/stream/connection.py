@@ -28,9 +28,10 @@ _PLACE = struct.Struct("<II")  # rank, flow
 _REPLY = struct.Struct("<16s32s")  # random, proof
 #: Seconds for a connection and its handshake.
 HANDSHAKE_SECONDS = 5.0
-#: The most frames that are read or written at a turn: other connections wait. All that the kernel takes has to be written in one: it
-#: calls a socket writable when a third of its buffer is free, and packets behind a lost one fill it for a round trip.
-_READS, _WRITES = 4, 64
+#: The most frames that are read or written at a turn: other connections wait. All that the kernel takes has to be written in one, and
+#: the rest be tried again after so many seconds: it calls a socket writable when a third of its buffer is free, and packets behind a
+#: lost one fill it for a round trip.
+_READS, _WRITES, _AGAIN = 4, 64, 0.004
 #: The kernel has to say that data has come before it fills this part of the receive buffer: else the other host could wait for a
 #: window, and this one for data.
 _PART_OF_BUFFER = 8
@@ -169,7 +170,7 @@ class Connection:
         self._out = memoryview(b"")
         self._held: tuple[Header, memoryview] | None = None
         self._unsent = UNSENT_BYTES
-        self.known = self.closed = self.malformed = self._blocked = False
+        self.known = self.closed = self.malformed = self._blocked = self._tries = False
         poller.later(HANDSHAKE_SECONDS, lambda: None if self.known else self.close("it proves nothing"))
         if dialed:
             self.say(ASK)
@@ -253,7 +254,16 @@ class Connection:
             self._out = self._out[sent:]
             self._blocked = bool(self._out)
             if self._out:  # the kernel has enough
+                if not self._tries:
+                    self._tries = True
+                    self._poller.later(_AGAIN, self._try)
                 return
+
+    def _try(self) -> None:
+        """Write again, unless the other host takes nothing."""
+        self._tries = False
+        if self._blocked and not self.link.silent:
+            self.wake()
 
     def _follow_window(self) -> None:
         """Let the kernel keep as much unsent as its congestion window.
