@@ -160,7 +160,8 @@ class TransportFlags(Flags):
             why = "needs --transport udp; with others, as in a replay of its log, give the number"
             raise refuse("--packet-bytes", "auto", why)
         for own in fields(TransportFlags):
-            if self.transport not in (needed := _transports_of(own.name)):
+            given = getattr(self, own.name) != own.default
+            if given and self.transport not in (needed := _transports_of(own.name)):
                 refuse_unused(self, own.name, f"needs --transport {' or '.join(needed)}")
         if self.observed:
             self._check_network()
