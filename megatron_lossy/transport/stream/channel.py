@@ -205,8 +205,12 @@ class Channel:
         self.lock.notify_all()
 
     def silent_ranks(self, seconds: float) -> list[int]:
-        """The ranks of which no frame has come for so long, while they were waited for."""
-        return [rank for rank, link in self.links.items() if link.silent >= seconds]
+        """The ranks of which no frame has come for so long, while they were waited for; without a connection :attr:`patience` is enough.
+
+        A process that lives would have called again by then.
+        """
+        least = min(seconds, self.patience)
+        return [rank for rank, link in self.links.items() if link.silent >= (seconds if link.connections else least)]
 
     def lost_ranks(self) -> dict[int, str]:
         """The ranks that are done without, and why."""
