@@ -717,3 +717,18 @@ def test_a_program_without_megatron_is_refused_in_one_line(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert f"--program {program}: megatron.training cannot be imported from its folder" in done.stderr
+
+
+def test_a_dry_run_says_what_crosses_between_sites():
+    """By hand: half of the gradients in float32 and of the weights in bfloat16, whatever the ranks of a site; and codes."""
+    plan, weights = over_datagrams("--sites=2"), 6_738_415_616
+    sent = "13.5 GB of gradients and 6.74 GB of parameters"
+    assert f"sites    2 of 32 ranks; out of each {sent} an iteration, and as much into it" in estimates(plan)
+    assert check_memory(plan).components["parts of a site"] == pytest.approx(weights * 6 / 32)
+    coded = over_datagrams("--sites=4", "--grad-wire=int8", "--param-wire=int8")
+    assert any("4 of 16 ranks; out of each 5.05 GB of gradients and 5.05 GB" in line for line in estimates(coded))
+
+
+def test_a_dry_run_warns_of_optimizer_instances(caplog):
+    check_training(over_datagrams("--num-distributed-optimizer-instances=2"))
+    assert "the exchange between instances stays reliable; --sites M makes the one between sites lossy" in caplog.text

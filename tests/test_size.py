@@ -8,17 +8,17 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 34_800,
-    "lines of the package": 50_150,
-    "lines of C": 4_900,
-    "lines of tests": 41_500,
+    "lines outside lab": 34_000,
+    "lines of the package": 48_500,
+    "lines of C": 4_060,
+    "lines of tests": 41_000,
     "lines of scripts and benchmarks": 10_000,
-    "files of islands": 46,
-    "lines of islands": 7_200,
+    "files of islands": 37,
+    "lines of islands": 6_890,
     "files under 40 lines": 24,
     "files over 450 lines": 4,
-    "words of pages": 64_400,
-    "loss flags": 77,
+    "words of pages": 64_000,
+    "loss flags": 74,
     "lines of train --help": 90,
 }
 

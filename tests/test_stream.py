@@ -357,7 +357,7 @@ def test_after_faults_in_any_order_all_ranks_are_connected(seed):
             "--udp-deadline auto:0.9: must be off, auto or milliseconds",
         ),
         ({"stream_flows": 33}, "--stream-flows 33: must be in [1, 32]"),
-        ({"udp_copies": (2,)}, "--udp-copies 2: cannot go with --transport stream: TCP sends again"),
+        ({"packet_copies": (2,)}, "--packet-copies 2: cannot go with --transport stream: TCP sends again"),
         ({"udp_interface": "a,b"}, "--udp-interface a,b: must be one interface with --transport stream"),
         ({"udp_rate": "1gbit"}, "--udp-rate 1gbit: needs --transport udp"),
         ({"udp_port": 65536}, "--udp-port 65536: must be in [0, 65535]"),

@@ -9,7 +9,6 @@ from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.lab.virtual import VirtualCluster
-from megatron_lossy.transport.udp.process import engines_for
 from tests import contract
 from tests.ranks import run_ranks
 from tests.rules import assert_same_runs, assert_same_weights
@@ -35,17 +34,15 @@ over_networks = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWOR
         (2, "udp", {}),
         (2, "stream", {}),
         (3, "udp", {"udp_key_file": "none"}),
-        (3, "udp", {"udp_threads": 2}),
         (3, "stream", {"udp_key_file": "none"}),
         (3, "stream", {"stream_flows": 2}),
         pytest.param(5, "udp", {}, marks=pytest.mark.slow),
-        pytest.param(5, "udp", {"udp_threads": 4}, marks=pytest.mark.slow),
         pytest.param(5, "stream", {}, marks=pytest.mark.slow),
     ],
 )
 def test_the_public_collectives_give_what_pieces_give(size, network, flags, pool):
-    # Several threads or flows each get a part of a bucket, and there is a small one.
-    shards = [2500, 50] if {"udp_threads", "stream_flows"} & flags.keys() else [50, 7]
+    # Several flows each get a part of a bucket, and there is a small one.
+    shards = [2500, 50] if "stream_flows" in flags else [50, 7]
     for rule in RULES if size == 3 else RULES[:1]:
         lossy = {"p_grad": 0.45, "p_param": 0.45, "packet_bytes": 48, "loss_unit": "packet", "grad_recovery": rule}
         config = LossyConfig(**lossy, **NETWORKS[network], **flags)
@@ -57,19 +54,6 @@ def test_the_public_collectives_give_what_pieces_give(size, network, flags, pool
                 for step in range(STEPS):
                     for bucket in range(len(shards)):
                         np.testing.assert_array_equal(mine[rank][step][bucket], theirs[rank][step][bucket])
-
-
-def bytes_of_sockets(rank, config):
-    """By port, what this process has sent."""
-    exchange_grads(rank, 2, config, [100_000], False)
-    return {engine.port: engine.counters()["bytes_sent"] for engine in engines_for(config)}
-
-
-def test_each_thread_carries_its_part(pool):
-    config = LossyConfig(transport="udp", udp_threads=3)
-    for sent in pool.run(bytes_of_sockets, 2, config):
-        assert len(sent) == 3
-        assert all(4 * 100_000 / 3.2 < one / STEPS < 4 * 100_000 / 2 for one in sent.values()), sent
 
 
 @over_networks

@@ -34,8 +34,11 @@ GONE = {
     "param-sync-source": "give --param-sync-state params:first or all:first",
     "udp-cipher": "give --udp-key-file none",
     "udp-eager-bytes": "it follows --udp-memory",
-    "udp-flows": "give --udp-rate-control shared:K",
+    "udp-copies": "give --packet-copies",
+    "udp-flows": "give --udp-rate shared:K",
+    "udp-rate-control": "give --udp-rate RULE RATE",
     "udp-reorder": "overtaken datagrams have an eighth of a round trip",
+    "udp-threads": "a process has one socket and one thread",
     "weight-stashing": "weights are always kept for the backward pass",
 }
 _FIRST_CLAUSE = re.compile(r"(?:[\w-]+(?:, [\w-]+)*: )?[^;:]*?(?=[;:]| \([a-z]|$)")

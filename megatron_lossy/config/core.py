@@ -59,6 +59,12 @@ class CoreFlags(Flags):
         "reliable",
         metavar="{all,inter-node[:N]}",
     )
+    sites: int | None = flag(
+        None,
+        "the launched ranks, in order, are M equal blocks; losses are between blocks only (docs/sites.md)",
+        type=int,
+        metavar="M",
+    )
     loss_unit: str = flag(
         None,
         "what is lost as a whole: the shard of an iteration over all buckets (the default), the shard of a bucket, or a "
@@ -128,6 +134,8 @@ class CoreFlags(Flags):
             if split_model(model)[0] not in CHANNELS:
                 raise refuse("--loss-model", model, "must be one of " + ", ".join(CHANNELS))
         _ = self.ranks_of_node
+        if self.sites is not None and self.sites < 2:
+            raise refuse("--sites", self.sites, "must be at least 2: within one site nothing is lost")
         if self.packet_bytes != "auto" and not (isinstance(self.packet_bytes, int) and self.packet_bytes >= 1):
             raise refuse("--packet-bytes", self.packet_bytes, "must be auto or at least 1")
         for name in ("delivery_log_bitmaps", "delivery_log_chunk") if self.delivery_log is None else ():
@@ -154,8 +162,12 @@ class CoreFlags(Flags):
             )
         return int(number) if colon else 0
 
+    def members(self, ranks: int) -> int:
+        """The members of an exchange of ``ranks`` data-parallel ranks that can lose data to each other: sites, if any."""
+        return ranks if self.sites is None else self.sites
+
     def notes(self) -> list[str]:
-        parts = []
+        parts = [] if self.sites is None else [f"between {self.sites} sites only"]
         if self.loss_correlation != "independent":
             parts.append(f"correlated by {self.loss_correlation}")
         if self.lossy_links != "all":

@@ -152,7 +152,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
             "no losses are drawn": (self._draws_exchanges, {"loss_correlation", "loss_model"}),
             "nothing that crosses a link can be lost": (
                 self.loses_between_stages() or any(map(self.loses, self.exchanges())),
-                {"lossy_links"},
+                {"lossy_links", "sites"},
             ),
             f"the unit of loss is a {self.loss_unit}": (self.loss_unit == "packet", {"packet_bytes"}),
         }

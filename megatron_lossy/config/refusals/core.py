@@ -62,11 +62,10 @@ def _older_torch(facts: Facts) -> bool:
 
 def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None:
     """The last port that ``--udp-port`` may be, if the ranks of a host take more."""
-    last = _LAST_PORT + 1 - (facts.ranks_of_host or 0) * config.udp_sockets
+    last = _LAST_PORT + 1 - (facts.ranks_of_host or 0)
     if facts.ranks_of_host is None or config.udp_port <= last:
         return None
-    each = "" if config.udp_sockets == 1 else f", {config.udp_sockets} with --udp-threads or several interfaces"
-    return {"last": last, "each": each}
+    return {"last": last}
 
 
 def _less_memory(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
@@ -92,6 +91,12 @@ def _beyond(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
     """The first of ``--grad-error-ranks`` that does not exist."""
     ranks = config.grad_error_ranks or ()
     return next(({"beyond": rank} for rank in ranks if facts.workers is not None and rank >= facts.workers), None)
+
+
+def _uneven_sites(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
+    """The number of data-parallel ranks, if sites do not divide it."""
+    data = facts.workers and facts.workers // (facts.context or 1)
+    return {"data": data} if data and data % config.sites else None
 
 
 CORE = Section(
@@ -167,7 +172,7 @@ TRANSPORT = Section(
     f"--transport | no distributed optimizer | carries no all-reduce; {OFF}; choose pieces or torch",
     lambda c, f: f.distributed_optimizer is False and c.observed,
     "--udp-port | the ranks of a host | "
-    "must be at most {last}: each of the {facts.ranks_of_host} ranks of a node takes the next one{each}",
+    "must be at most {last}: each of the {facts.ranks_of_host} ranks of a node takes the next one",
     _beyond_ports,
     "--udp-memory | the ranks of a group | "
     "must be at least {least}: room for packets to and from each of {facts.largest_group} ranks",
@@ -192,4 +197,33 @@ WORKERS = Section(
     "one rank exchanges nothing, so that nothing can be lost; start at least two (torchrun "
     "--nproc-per-node 2 …, or --virtual-workers), or set no loss rate and no --transport udp or stream",
     _loses_nothing,
+)
+
+SITES = Section(
+    "sites",
+    "Sites",
+    "--lossy-links | --sites | names the links that lose data, as --sites does; omit one",
+    lambda c, f: c.ranks_of_node is not None,
+    "--islands | --sites | averages every few iterations what sites exchange in each; omit one",
+    lambda c, f: c.averages,
+    "--p-act, --p-act-grad, --act-transport, --virtual-boundaries | --sites | "
+    "loses messages between stages, which are all inside a site; omit it",
+    lambda c, f: c.loses_at_boundaries,
+    "--async-pipeline | --sites | exchanges micro-batches of several ages; omit one",
+    lambda c, f: c.async_pipeline,
+    f"--sites | no distributed optimizer | is for shards of gradients and parameters; {OFF}",
+    lambda c, f: f.distributed_optimizer is False,
+    "--sites | DistributedDataParallel | is for shards of gradients and parameters; shard the model with fully_shard",
+    lambda c, f: f.data_parallel == "DDP",
+    "--sites | LossyWorkers | needs real ranks or --virtual-workers: here a worker is a site already",
+    lambda c, f: f.in_memory,
+    "--num-distributed-optimizer-instances = {facts.optimizer_instances} | --sites | "
+    "must be 1 with --sites, which make the optimizer's shards those of all ranks",
+    lambda c, f: above(f.optimizer_instances, 1),
+    "--pipeline-model-parallel-size = {facts.pipeline} | --sites | "
+    "needs --use-tp-pp-dp-mapping with --sites: else the stages are in different sites, and data-parallel ranks in one",
+    lambda c, f: f.stages_inside is False and above(f.pipeline, 1),
+    "--sites | data-parallel ranks that it does not divide | must divide the {data} data-parallel ranks",
+    _uneven_sites,
+    when=lambda c: c.sites is not None,
 )

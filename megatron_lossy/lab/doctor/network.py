@@ -70,7 +70,7 @@ def _datagrams(config: LossyConfig) -> tuple[list[Finding], Callable[[], list[Fi
     engine = engine_for(config)
     address = f"{engine.address}:{engine.port}, {config.udp_cipher}"
     here = [Finding("network", "engine", "ok", address), _buffer(engine), *_packets(engine)]
-    return here, lambda: _paths(engine)
+    return here, list
 
 
 def _streams(config: LossyConfig) -> tuple[list[Finding], Callable[[], list[Finding]]]:
@@ -117,18 +117,6 @@ def _packets(engine: Engine) -> list[Finding]:
     return [Finding("network", "packets", "ok", text)]
 
 
-def _paths(engine: Engine) -> list[Finding]:
-    """Say what the datagrams of others have shown of the ways between them and this rank."""
-    counts, findings = engine.counters(), []
-    if counts["moved"]:
-        text = f"{counts['moved']} ranks are reached at another address than they have: address translation; answers find them"
-        findings.append(Finding("network", "addresses", "ok", text))
-    if counts["shortened"]:
-        text = "a path takes shorter datagrams only: lower --packet-bytes, or auto"
-        findings.append(Finding("network", "packets on the way", "warning", text))
-    return findings
-
-
 def _links(config: LossyConfig, here: list[Finding], later: Callable[[], list[Finding]]) -> list[Finding]:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = LossyGroup.create(config, [BucketSpec(_SHARD)], stream=Stream())
@@ -165,7 +153,7 @@ def _rule(config: LossyConfig) -> list[Finding]:
         "fixed": "for a network that carries nothing else",
     }
     rule = config.udp_rate_rule[0]
-    return [Finding("network", "rates", "ok", f"--udp-rate-control {rule}: {needs[rule]}")]
+    return [Finding("network", "rates", "ok", f"--udp-rate {rule}: {needs[rule]}")]
 
 
 def _report(everyone: list[dict]) -> list[Finding]:

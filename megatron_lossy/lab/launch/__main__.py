@@ -111,6 +111,23 @@ def _jobs(plan: Plan) -> list[str]:
     return [f"{jobs.name + 's':8} {jobs.number}, {each}"]
 
 
+def _sites(plan: Plan) -> list[str]:
+    """The bytes that cross the border of a site, each way: (M - 1) / M of gradients and of parameters, whatever its size."""
+    train, lossy = plan.train, plan.lossy
+    if lossy.sites is None:
+        return []
+    elements = parameters(train, plan.layout.vocab_size) * (lossy.sites - 1) / lossy.sites
+    plain = {"grad": 32, "param": 16 if train.bf16 else 32}
+    grad, param = (
+        elements * lossy.copies(phase) * lossy.wire_bits.get(phase, bits) / 8 / 1e9 for phase, bits in plain.items()
+    )
+    ranks = (train.virtual_workers or plan.ranks) // lossy.sites
+    sent = f"{grad:.3g} GB of gradients and {param:.3g} GB of parameters"
+    return [
+        f"sites    {lossy.sites} of {ranks} rank{'s'[: ranks != 1]}; out of each {sent} an iteration, and as much into it"
+    ]
+
+
 def estimates(plan: Plan) -> list[str]:
     """Size, tokens, memory, disk and time of a run, in lines."""
     launch, train = plan.launch, plan.train
@@ -123,6 +140,7 @@ def estimates(plan: Plan) -> list[str]:
         f"model    {parameters(train, plan.layout.vocab_size) / 1e9:.3f} B parameters",
         f"tokens   {total / train.train_iters / 1e6:.3f} M an iteration, {total / 1e9:.2f} G in all",
         f"memory   {memory.total / GIB:.1f}{has} GiB on {launch.device}, stage {memory.stage}: {parts} (assumed)",
+        *_sites(plan),
         *describe_network(plan, memory),
         f"disk     {checkpoint_bytes(train, plan.lossy, plan.layout, plan.device) / GIB:,.1f} GiB a checkpoint",
         f"time     {hours:,.0f} h / R, where R is the measured tokens per second and accelerator",

@@ -71,6 +71,9 @@ def check_training(plan: Plan) -> None:
 
         check_flags(train, lossy, plan.ranks)
         return
+    from ...hooks.checks import warn_of_instances
+
+    warn_of_instances(lossy, train.num_distributed_optimizer_instances)
     facts = Facts(flushes=True)
     if plan.jobs.several:  # Megatron-LM, which checks the rest, sees one job
         from ..train.facts import of_trainer
@@ -119,15 +122,15 @@ def network_memory(plan: Plan, memory: StageMemory) -> tuple[int, int, int] | No
     """Return what ``--transport udp`` or ``stream`` takes of a node for each rank; None if no gradients cross so.
 
     Bytes for copies between device and network (page-locked for CUDA), bytes at most of the host in all, and threads. A
-    process has one thread for each socket (of all streams), and on an accelerator two more for copies. As much as ``--udp-memory`` says is
+    process has one thread for its socket (of all streams), and on an accelerator two more for copies. As much as ``--udp-memory`` says is
     there for copies, and as much again for packets that arrive before they are asked for.
     """
     lossy = plan.lossy
     if not lossy.observed or plan.train.virtual_workers or memory.far == 0:
         return None
     if plan.device.kind == "cpu":
-        return 0, lossy.udp_memory, lossy.udp_sockets
-    return lossy.udp_memory, 2 * lossy.udp_memory, lossy.udp_sockets + 2
+        return 0, lossy.udp_memory, 1
+    return lossy.udp_memory, 2 * lossy.udp_memory, 3
 
 
 def describe_network(plan: Plan, memory: StageMemory) -> list[str]:

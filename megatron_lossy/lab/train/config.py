@@ -112,6 +112,9 @@ class TrainConfig:
         1, "ranks that share each layer", metavar="N", group="parallelism", basic=True
     )
     pipeline_model_parallel_size: int = flag(1, "stages of layers, each on its own ranks", metavar="N", basic=True)
+    use_tp_pp_dp_mapping: bool = flag(
+        False, "number the ranks of a pipeline before those of a data-parallel group (docs/sites.md)"
+    )
     use_distributed_optimizer: bool = flag(
         True,
         "shard the optimizer over data-parallel ranks; without (--no-use-distributed-optimizer) every rank has all "

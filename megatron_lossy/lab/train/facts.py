@@ -27,6 +27,7 @@ def of_trainer(config: TrainConfig, ranks: int) -> Facts:
         tensor=config.tensor_model_parallel_size,
         copies_apart=config.tensor_model_parallel_size > 1,
         pipeline=config.pipeline_model_parallel_size,
+        stages_inside=config.use_tp_pp_dp_mapping,
         layers=config.num_layers,
         tied=config.share_embeddings_and_output_weights,
         predicts_more_tokens=False,
