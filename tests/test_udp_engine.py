@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from megatron_lossy.base.errors import UsageError
+from megatron_lossy.transport.address import find_address
 from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings, build, session
-from megatron_lossy.transport.udp.address import find_address
 from megatron_lossy.transport.udp.engine import charge, load, windows
 from megatron_lossy.transport.udp.packet import DATA, encode
 

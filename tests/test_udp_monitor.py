@@ -9,7 +9,7 @@ import pytest
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.report.scalars import AXES
-from megatron_lossy.transport.udp.monitor import DatagramMonitor, advice, summary, totals
+from megatron_lossy.transport.udp.monitor import DatagramMonitor, advice, totals
 from megatron_lossy.transport.udp.process import close_engines
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
@@ -62,10 +62,11 @@ def measured(rank, config):
     first = lossy.metrics()
     run.step(3)
     second = lossy.metrics()
-    lines = summary([group.wire for group in lossy.groups], rank)
+    monitor = DatagramMonitor(lambda: [group.wire for group in lossy.groups], rank)
+    lines = monitor.summary()
     lossy.uninstall()
     close_engines()  # before or after the record of a run, when a program ends
-    assert len(summary([group.wire for group in lossy.groups], rank)) == len(lines)
+    assert len(monitor.summary()) == len(lines)
     return first, second, lines
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base.exchange import cut
-from megatron_lossy.transport.udp import carrier
-from megatron_lossy.transport.udp.staging import Courier, Parcel, Ring
-from megatron_lossy.transport.udp.windows import runs, windows
+from megatron_lossy.transport import deadline
+from megatron_lossy.transport.staging import Courier, Parcel, Ring
+from megatron_lossy.transport.windows import runs, windows
 from tests import contract
 from tests.in_lab import telescopes
 from tests.ranks import run_ranks
@@ -37,24 +37,24 @@ CUT = dataclasses.replace(WHOLE, **LITTLE)
 
 def as_on_a_device(rank, function, *args):
     """Let tensors go the way of those on a device, but for the device."""
-    carrier.staged = lambda buffer: True
+    deadline.staged = lambda buffer: True
     return function(rank, *args)
 
 
 def counted(rank, function, *args):
     """The result of ``function``, and the most windows of a bucket."""
-    counts, original = [], carrier.windows
+    counts, original = [], deadline.windows
 
     def noted(*called):
         found = list(original(*called))
         counts.extend(map(len, found))
         return found
 
-    carrier.windows = noted
+    deadline.windows = noted
     try:
         return function(rank, *args), max(counts)
     finally:
-        carrier.windows = original
+        deadline.windows = original
 
 
 def staged_and_counted(rank, *args):

@@ -21,6 +21,10 @@ def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
         from ..transport.udp.monitor import DatagramMonitor
 
         observers.append(DatagramMonitor(lambda: run.carriers, writer))
+    if config.transport == "stream":
+        from ..transport.stream.monitor import StreamMonitor
+
+        observers.append(StreamMonitor(lambda: run.carriers, writer))
     if config.drift_interval and not (config.lossless or config.needs_whole_optimizers()):
         observers.append(Drift(config))
     logs = config.delivery_log is not None and not config.jobs().apart  # else jobs have no exchanges in common

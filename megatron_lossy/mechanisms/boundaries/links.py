@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from ...config import LossyConfig
+from ...transport.leaving import Leaving, patiently
+from ...transport.staging import Departure, arrival, device_of, patience_of, staged
 from ...transport.udp.engine import Channel, Outcome
 from ...transport.udp.engine import Transfer as Datagrams
-from ...transport.udp.leaving import Leaving, patiently
 from ...transport.udp.process import engine_for
-from ...transport.udp.staging import Departure, arrival, device_of, patience_of, staged
 from .flags import BOUNDARY_PHASES
 
 

@@ -21,8 +21,9 @@ import numpy as np
 
 from ...base.errors import UsageError, refuse
 from ...config.transport import UDP_REPORT_BYTES, check_code
+from ..address import resolve, speed_of
+from ..leaving import PeerLost
 from . import build, session
-from .address import resolve, speed_of
 from .packet import CODES, PHASES, overhead
 from .settings import MIB, UdpSettings
 
@@ -49,10 +50,6 @@ _RATES = ("rate", "rtt_min", "foreign_loss", "delivered", "outstanding", "window
 _COPIES = 3
 
 Pointers = Sequence[int | None]
-
-
-class PeerLost(RuntimeError):
-    """A rank is gone: its process, or the way to it. No exchange of the channel will complete any more."""
 
 
 class _Settings(ctypes.Structure):

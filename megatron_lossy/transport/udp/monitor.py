@@ -1,19 +1,12 @@
-"""Reports on datagrams: metrics, a line for each problem that a user can mend, and a table at the end of a run."""
+"""Reports on datagrams."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
-import torch.distributed as dist
-
-from ...run.monitor.observer import Look, Observer
-from ...run.monitor.window import Window
+from ..monitor import NetworkMonitor
 from .process import engine_counters
-
-logger = logging.getLogger(__name__)
 
 #: Counters that become metrics, by the name of the column.
 _COLUMNS = {
@@ -32,7 +25,6 @@ _COLUMNS = {
     "sent_again": "resent",
     "put_together": "repaired",
 }
-_EVERY = 10  # iterations between looks at the counters
 _PERSISTS = 100  # iterations of much loss that are worth a line
 _MUCH = 0.2
 _OVERFLOW = 0.001
@@ -92,82 +84,15 @@ def advice(now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
     return result
 
 
-class Carrier(Protocol):
-    """An end of a link that sends datagrams: its name, and its rank on that link."""
+class DatagramMonitor(NetworkMonitor):
+    """Counts datagrams."""
 
-    name: str
-    rank: int
+    network = "udp"
+    columns = tuple(_COLUMNS)
+    table = ("sent", "received", "lost", "late", "duplicate", "early_dropped", "malformed", "bad_tag")
 
-    def counters(self) -> dict[int, dict[str, int]]: ...
-
-    def rates(self) -> dict[int, dict[str, float]]: ...
-
-
-class DatagramMonitor(Observer):
-    """Counts datagrams over all ranks. ``transports``: returns those of this process, once there are any.
-
-    ``rank``: the number of this process, if it is not its rank: every island has a rank 0.
-    """
-
-    def __init__(self, transports: Callable[[], Sequence[Carrier]], rank: int | None = None) -> None:
-        self._transports = transports
-        self._called = rank
-        self._window = Window(list(_COLUMNS))
-        self._counted: Counter[str] = Counter()
-        self._said: set[str] = set()
-        self._units: Counter[str] = Counter()  # of this iteration
-        self._much = 0
-
-    def _now(self) -> Counter[str]:
-        peers = [peer for one in self._transports() for peer in one.counters().values()]
+    def totals(self, peers: Sequence[Mapping[str, int]]) -> Counter[str]:
         return totals(peers, engine_counters())
 
-    def observe(self, delivery) -> None:
-        arrived = delivery.arrived[delivery.crossing]
-        self._units["all"] += arrived.size
-        self._units["arrived"] += int(arrived.sum())
-
-    def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
-        lost = self._units["all"] - self._units["arrived"]
-        self._much = self._much + 1 if lost > _MUCH * max(self._units["all"], 1) else 0
-        self._units.clear()
-        if iteration % _EVERY:
-            return
-        for reason, line in advice(self._now(), self._much).items():
-            if reason not in self._said:
-                self._said.add(reason)
-                logger.warning("rank %d: %s (said once)", self._rank(), line)
-
-    def metrics(self) -> dict[str, float]:
-        now = self._now()
-        self._window.add(**{column: now[column] - self._counted[column] for column in _COLUMNS})
-        self._counted = now
-        return {f"udp {column.replace('_', ' ')}": value for column, value in self._window.close().items()}
-
-    def close(self) -> None:
-        for line in summary(self._transports(), self._rank()):
-            print(line, flush=True)
-
-    def _rank(self) -> int:
-        if self._called is not None:
-            return self._called
-        return dist.get_rank() if dist.is_initialized() else 0
-
-
-def summary(transports: Sequence[Carrier], rank: int) -> list[str]:
-    """Lines with the totals of this rank; on the first rank also a line for each peer of each stream."""
-    lines, total = [], Counter()
-    for transport in transports:
-        rates = transport.rates()
-        for peer, counts in transport.counters().items():
-            total.update(counts)
-            network = f"{rates[peer]['rate'] / 1e6:.1f} MB/s, round trip {1e3 * rates[peer]['rtt_min']:.1f} ms"
-            lines.append(f"udp, {transport.name}, ranks {transport.rank} and {peer}: {_words(counts)}; {network}")
-    if not total:
-        return []
-    return [*(lines if rank == 0 else []), f"udp, rank {rank}, all: {_words(total)}"]
-
-
-def _words(counts: Mapping[str, int]) -> str:
-    names = ("sent", "received", "lost", "late", "duplicate", "early_dropped", "malformed", "bad_tag")
-    return ", ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in names)
+    def advice(self, now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
+        return advice(now, much_loss_since)

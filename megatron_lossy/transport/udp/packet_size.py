@@ -27,7 +27,7 @@ from ...base.device.attempt import attempt_store
 from ...base.errors import refuse
 from ...config import LossyConfig
 from ...config.transport import UDP_PACKET_BYTES, UDP_PACKETS
-from .address import find_address, mtu_of, resolve
+from ..address import find_address, mtu_of, resolve
 from .packet import overhead
 
 logger = logging.getLogger(__name__)

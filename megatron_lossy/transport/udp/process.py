@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from ...base.exchange import BucketUnits, Stream
 from ...config import LossyConfig
+from ..address import find_address
 from ..base import Networks
 from ..coded import Coded
+from ..deadline import DeadlineWire, Dtypes
 from ..network import read_key_file
-from .address import find_address
-from .carrier import Dtypes, UdpWire
 from .engine import Channel, Engine
 from .parity import Code
 from .session import Buckets
@@ -99,7 +99,7 @@ def open_wire(
     cut: dict[str, Sequence[BucketUnits]],
     group: dist.ProcessGroup | None,
     coded: Mapping[str, Coded] | None = None,
-) -> UdpWire:
+) -> DeadlineWire:
     """The wire of one group. A collective call. Raises :class:`UsageError` if ranks differ or are out of reach."""
     group = group or dist.group.WORLD
     # Every rank is in one group of a stream, and all make the same channels in the same order.
@@ -121,7 +121,7 @@ def open_wire(
 
     code = Code(config.udp_fec_code, config.udp_fec_budget / 100)
     codes = dict.fromkeys(config.chosen(), code)
-    return UdpWire(
+    return DeadlineWire(
         networks,
         stream,
         members,

@@ -1,6 +1,6 @@
-"""``--transport udp``: the exchanges of one group as datagrams. Late units are lost, and reported.
+"""The exchanges of one group over a network that may lose units: datagrams, or streams with a deadline.
 
-The engine writes arrived units where they belong; this module turns tensors into addresses, and bitmaps into
+A channel writes arrived units where they belong; this module turns tensors into addresses, and bitmaps into
 deliveries. An exchange that is made again (evaluation, a save, a rerun) crosses torch's process group, with the
 observed delivery.
 """
@@ -18,17 +18,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...base.exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
-from ...base.fetch import at_hand
-from ...recovery import Gradients, GradRecovery, Parameters, Stale
-from ...recovery.rows import used_here
-from ..base import Latest, Networks, Transfer, draw
-from ..coded import Coded
-from ..pieces import PieceWire, room_for
-from .engine import Channel
-from .engine import Transfer as Datagrams
-from .parity import Code
+from ..base.exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
+from ..base.fetch import at_hand
+from ..recovery import Gradients, GradRecovery, Parameters, Stale
+from ..recovery.rows import used_here
+from .base import Latest, Networks, Transfer, draw
+from .coded import Coded
+from .leaving import Message
+from .pieces import PieceWire, room_for
 from .staging import Parcel, courier_of, device_of, patience_of, staged
+from .udp.parity import Code
 from .windows import Bring, Window, into_pieces, into_replica, runs, windows
 
 #: Returns bool[N, count]: the units that must arrive. An accelerator may still be choosing them.
@@ -41,8 +40,8 @@ _LEAVING = 5.0
 _TOGETHER = {"rtt_min": min, "foreign_loss": max}
 
 
-class UdpWire(PieceWire):
-    """One rank's exchanges with the other ranks of ``group``, over a channel of ``engine``.
+class DeadlineWire(PieceWire):
+    """One rank's exchanges with the other ranks of ``group``, over channels of a network. Units that come too late are lost.
 
     ``networks``: draws losses beside the real ones; with nodes, ranks of one node exchange over ``group``.
     ``open_channels(buckets, peers=ranks, reported=phases)``: opens one for each socket, a collective call. ``memory``: bytes of
@@ -62,7 +61,7 @@ class UdpWire(PieceWire):
         cut: dict[str, Sequence[BucketUnits]],
         dtypes: Dtypes,
         group: dist.ProcessGroup | None,
-        open_channels: Callable[..., list[Channel]],
+        open_channels: Callable[..., list[Any]],
         memory: int,
         codes: Mapping[str, Code] | None = None,
         threads: int = 1,
@@ -75,7 +74,7 @@ class UdpWire(PieceWire):
         nodes = networks["grad"].nodes
         here = nodes[list(members)] if nodes is not None else np.arange(self.size)
         others = [other for other in range(self.size) if other != rank]
-        #: Ranks of the group that are reached without datagrams, and those that are not.
+        #: Ranks of the group that are reached over torch, and those that are not.
         self.near = [other for other in others if here[other] == here[rank]]
         self.far = [other for other in others if other not in self.near]
         # If all ranks are on one node, no rank has others to send to.
@@ -112,7 +111,7 @@ class UdpWire(PieceWire):
         self._begun: _Exchange | None = None  # the latest exchange
         self._patience = patience_of(group)
 
-    def _channel_of(self, window: Window) -> Channel:
+    def _channel_of(self, window: Window) -> Any:
         return self._channels[window.number % len(self._channels)]
 
     def lossless(self, phase: str) -> bool:
@@ -142,10 +141,10 @@ class UdpWire(PieceWire):
         into = list(landing) if in_place else [rows[other] for other in self.near]
         near = self._exchange_near([own[other] for other in self.near], into)
         bring = into_pieces(pieces, self.size, self.far) if on_device else None
-        udp = self._over_udp(x.exchange, x.bucket, near, sent, pieces, must, bring)
+        crossing = self._over_network(x.exchange, x.bucket, near, sent, pieces, must, bring)
 
         def arrived() -> Delivery:
-            delivery = self._record(x.exchange, x.bucket, udp)
+            delivery = self._record(x.exchange, x.bucket, crossing)
             if in_place:
                 used_here((landing,))
                 for group, places in runs(self.near):
@@ -153,7 +152,7 @@ class UdpWire(PieceWire):
             self._combine(pieces, delivery, None, x, rule)
             return delivery
 
-        return Transfer(udp, arrived, apart=True)
+        return Transfer(crossing, arrived, apart=True)
 
     def all_gather(self, x: Parameters, rule: Stale) -> Transfer:
         if self._arriving(x.exchange).was_begun(x.bucket):
@@ -171,10 +170,10 @@ class UdpWire(PieceWire):
         old = rule.rows.take(buffer, units, withdrawn) if withdrawn is not None else None
         near = self._exchange_near([x.sent] * len(self.near), [rows[other] for other in self.near])
         bring = into_replica(buffer, self.size, self.far, units, drawn, rule.rows) if on_device else None
-        udp = self._over_udp(x.exchange, x.bucket, near, x.sent, buffer, None, bring)
+        crossing = self._over_network(x.exchange, x.bucket, near, x.sent, buffer, None, bring)
 
         def arrived() -> Delivery:
-            delivery = self._record(x.exchange, x.bucket, udp)
+            delivery = self._record(x.exchange, x.bucket, crossing)
             if rows[self.rank].data_ptr() != x.sent.data_ptr():
                 rows[self.rank].copy_(x.sent)
             if withdrawn is not None:  # units that were written and count as lost get their old values back
@@ -185,7 +184,7 @@ class UdpWire(PieceWire):
             rule.sent(x, own, delivery)
             return delivery
 
-        return Transfer(udp, arrived, apart=True)
+        return Transfer(crossing, arrived, apart=True)
 
     def _gather_coded(self, x: Parameters, rule: Stale, own: Any) -> Transfer:
         """Exchange parameters in codes: what arrives is decoded into the replica once the exchange is over."""
@@ -195,14 +194,14 @@ class UdpWire(PieceWire):
         rows = received.chunk(self.size)
         near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
         bring = into_pieces(received, self.size, self.far) if staged(sent) else None
-        udp = self._over_udp(x.exchange, x.bucket, near, sent, received, None, bring)
+        crossing = self._over_network(x.exchange, x.bucket, near, sent, received, None, bring)
 
         def arrived() -> Delivery:
-            delivery = self._record(x.exchange, x.bucket, udp)
+            delivery = self._record(x.exchange, x.bucket, crossing)
             self._renew(received, x, rule, own, delivery)
             return delivery
 
-        return Transfer(udp, arrived, apart=True)
+        return Transfer(crossing, arrived, apart=True)
 
     def _exchange_near(self, out: list[torch.Tensor], into: list[torch.Tensor]) -> list[Any]:
         """Exchange with the ranks of this node over torch."""
@@ -220,7 +219,7 @@ class UdpWire(PieceWire):
             works += [dist.irecv(theirs, peer, self.group), dist.isend(mine, peer, self.group)]
         return [group._end_coalescing(device)] if coalesced else works
 
-    def _over_udp(
+    def _over_network(
         self,
         exchange: Exchange,
         bucket: int,
@@ -238,7 +237,7 @@ class UdpWire(PieceWire):
         number = self._numbers[phase, bucket] = self._numbers.get((phase, bucket), -1) + 1
         shard = self._crossing[phase][bucket].shard
         own_pieces = phase == "grad"  # each destination gets another piece
-        parts: list[Datagrams | Parcel] = []
+        parts: list[Message | Parcel] = []
         for window in self._windows[phase][bucket]:
             post = partial(self._post, phase, number, window, must is not None)
             send = partial(self._send, phase, number, window, must)
@@ -271,10 +270,11 @@ class UdpWire(PieceWire):
 
     def _post(
         self, phase: str, number: int, window: Window, reports: bool, data: int, each: int, places: Sequence[int]
-    ) -> Datagrams:
+    ) -> Message:
         """Post ``window``: its data of the far ranks arrive at ``data`` plus ``each`` bytes times their ``places``."""
-        transfer = self._channel_of(window).post(phase, number, window.number, self._to_far(data, each, places))
-        transfer.expects_reports(reports)
+        transfer: Any = self._channel_of(window).post(phase, number, window.number, self._to_far(data, each, places))
+        if reports:
+            transfer.expects_reports()
         return transfer
 
     def _send(
@@ -288,8 +288,8 @@ class UdpWire(PieceWire):
         places: Sequence[int],
     ) -> None:
         required = None if must is None else must()[:, window.units]
-        code = (1, 0) if required is None else self._codes[phase].of(required[self.far])
-        self._channel_of(window).send(phase, number, window.number, self._to_far(data, each, places), required, code)
+        more = () if required is None else (required, self._codes[phase].of(required[self.far]))
+        self._channel_of(window).send(phase, number, window.number, self._to_far(data, each, places), *more)
 
     def _to_far(self, data: int, each: int, places: Sequence[int]) -> list[int | None]:
         known = {other: data + place * each for other, place in zip(self.far, places, strict=True)}
@@ -318,10 +318,10 @@ class UdpWire(PieceWire):
     def restart(self) -> None:
         self._known = Latest()
 
-    def _record(self, exchange: Exchange, bucket: int, udp: _Exchange) -> Delivery:
+    def _record(self, exchange: Exchange, bucket: int, crossing: _Exchange) -> Delivery:
         """Note which units of ``bucket`` arrived. Returns a delivery of this bucket alone."""
         phase = exchange.phase
-        arrived = udp.arrived()
+        arrived = crossing.arrived()
         arrived[[*self.near, self.rank]] = True
         if not self.networks[phase].lossless:
             arrived &= self._drawn(exchange)[:, self.cut[phase][bucket].numbers]
@@ -466,11 +466,11 @@ class _Arriving:
 class _Exchange:
     """An exchange. Its wait ends when nothing more will arrive and all units were sent.
 
-    ``near``: handles of the collectives on this node. ``parts``: its windows as datagrams. ``patience``: seconds for a
+    ``near``: handles of the collectives on this node. ``parts``: its windows, as messages. ``patience``: seconds for a
     live process that sends nothing.
     """
 
-    def __init__(self, near: list[Any], parts: Sequence[Datagrams | Parcel], patience: float) -> None:
+    def __init__(self, near: list[Any], parts: Sequence[Message | Parcel], patience: float) -> None:
         self._near, self._parts, self._patience = near, parts, patience
         self._reports: dict[int, np.ndarray] = {}
 
@@ -485,7 +485,7 @@ class _Exchange:
                 part.finish(self._patience)
 
     @property
-    def _transfers(self) -> list[Datagrams | None]:
+    def _transfers(self) -> list[Any]:
         return [part.transfer if isinstance(part, Parcel) else part for part in self._parts]
 
     def arrived(self) -> np.ndarray:
@@ -503,5 +503,5 @@ class _Exchange:
         return np.concatenate([self._reports[number] for number in range(len(self._parts))], axis=1)
 
     def leave(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until the engine has all data: others may still want them."""
+        """Wait at most ``seconds`` until the network has all data: others may still want them."""
         wait([part.gone for part in self._parts if isinstance(part, Parcel)], seconds)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...base.errors import refuse
-from ...base.exchange import BucketUnits, Lost
-from ...config.transport import UDP_WINDOWS
-from ...recovery.rows import Rows, to_device, unit_views, used_here
+from ..base.errors import refuse
+from ..base.exchange import BucketUnits, Lost
+from ..config.transport import UDP_WINDOWS
+from ..recovery.rows import Rows, to_device, unit_views, used_here
 
 #: A datagram has 16 bits for the number of a window.
 _NUMBERS = 2**16
