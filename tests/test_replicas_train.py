@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lossy.config import LossyConfig
-from megatron_lossy.delivery_log.events import recorded_events
 from megatron_lossy.delivery_log.verify import verify_events
+from tests.boundaries import event_rows
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs
 
@@ -72,25 +71,17 @@ def test_a_checkpoint_holds_the_mean_and_fits_other_numbers_of_ranks(data, tmp_p
 
 
 @pytest.mark.parametrize("kind", [pytest.param("gaussian", marks=pytest.mark.slow), "bit-flip"])
-def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
+def test_ranks_and_virtual_workers_record_the_same(data, tmp_path, kind):
     errors = NOISE if kind == "gaussian" else {"grad_error": "bit-flip:1,0,25", "grad_error_rate": 0.5}
     base = TINY | data | FULL
-    logs = {name: tmp_path / f"log {name}" for name in ("real", "virtual", "replay")}
+    logs = {name: tmp_path / f"log {name}" for name in ("real", "virtual")}
     curves = {}
     for name, ranks, workers in (("real", 2, None), ("virtual", 1, 2)):
         run = base | {"virtual_workers": workers, "save": str(tmp_path / name)}
         loss = {**errors, "param_sync_interval": 3, "replica_check": "log", "delivery_log": str(logs[name])}
         run_ranks(train_runs, ranks, (run, loss))
         curves[name] = [r["lm loss"] for r in read_records(tmp_path / name, "train")]
-    loss = {"grad_error": f"trace:{logs['real']}", "param_sync_interval": 3, "delivery_log": str(logs["replay"])}
-    run_ranks(train_runs, 1, (base | {"virtual_workers": 2, "save": str(tmp_path / "replay")}, loss))
-    curves["replay"] = [r["lm loss"] for r in read_records(tmp_path / "replay", "train")]
-    assert curves["real"] == curves["virtual"] == curves["replay"]
-    recorded = {
-        name: sorted(map(repr, recorded_events(LossyConfig(grad_error=f"trace:{folder}"))))
-        for name, folder in logs.items()
-    }
-    assert recorded["real"] and recorded["real"] == recorded["virtual"] == recorded["replay"]
-    for folder in logs.values():
-        verdict = verify_events(folder)
-        assert verdict.problems == [] and verdict.rows >= len(recorded["real"])
+    assert curves["real"] == curves["virtual"]
+    recorded = {name: sorted(map(repr, event_rows(folder))) for name, folder in logs.items()}
+    assert kind in "".join(recorded["real"]) and recorded["real"] == recorded["virtual"]
+    assert all(verify_events(folder).problems == [] for folder in logs.values())

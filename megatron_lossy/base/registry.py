@@ -141,7 +141,6 @@ GRAD_ERRORS = Registry(
         "none": "megatron_lossy.channel.corruption.base:Nothing",
         "gaussian": "megatron_lossy.channel.corruption.gaussian:Gaussian",
         "bit-flip": "megatron_lossy.channel.corruption.bit_flip:BitFlip",
-        "trace": "megatron_lossy.channel.corruption.recorded:Recorded",
     },
 )
 

@@ -21,9 +21,8 @@ class ErrorFlags(Flags):
         "none",
         "what happens to a reduced gradient: nothing; Gaussian noise, STD its standard deviation in units of the gradient that the "
         "optimizer sees; flipped bits, one in each of K elements of a stream (1), "
-        "among the bits LOW to HIGH, from 0, the lowest of the mantissa (all); or the errors of another run, which "
-        "--delivery-log recorded in FOLDER (docs/corruption.md)",
-        metavar="{none,gaussian[:STD],bit-flip[:K[,LOW,HIGH]],trace:FOLDER}",
+        "among the bits LOW to HIGH, from 0, the lowest of the mantissa (all) (docs/corruption.md)",
+        metavar="{none,gaussian[:STD],bit-flip[:K[,LOW,HIGH]]}",
         group="errors in gradients",
         basic=True,
     )
@@ -65,11 +64,6 @@ class ErrorFlags(Flags):
         return self.grad_error.partition(":")[0]
 
     @property
-    def error_folder(self) -> str | None:
-        """The folder of recorded errors."""
-        return self.grad_error.partition(":")[2] or None if self.error_kind == "trace" else None
-
-    @property
     def grad_error_std(self) -> float | None:
         """STD of ``gaussian``, if it is given. Raises :class:`UsageError`."""
         kind, _, text = self.grad_error.partition(":")
@@ -102,7 +96,7 @@ class ErrorFlags(Flags):
 
     def check(self) -> None:
         if self.error_kind not in GRAD_ERRORS or (
-            ":" in self.grad_error and self.error_kind not in ("trace", "bit-flip", "gaussian")
+            ":" in self.grad_error and self.error_kind not in ("bit-flip", "gaussian")
         ):
             raise refuse("--grad-error", self.grad_error, "must be one of " + ", ".join(GRAD_ERRORS))
         check_choice(self, "grad_error_at")

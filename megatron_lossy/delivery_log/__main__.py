@@ -40,7 +40,7 @@ def _open(folder: str) -> DeliveryLogFolder:
     try:
         return DeliveryLogFolder(Path(folder))
     except FileNotFoundError:
-        events = event_files("DIR", Path(folder))
+        events = event_files(Path(folder))
         what = "holds events and no deliveries" if events else "must be a folder that --delivery-log wrote"
         raise refuse("DIR", folder, what) from None
 
@@ -49,7 +49,7 @@ def _verify(folder: str) -> bool:
     """Print the problems of deliveries and events. Returns whether there are none."""
     from .verify import verify, verify_events
 
-    events, deliveries, verdicts = event_files("DIR", Path(folder)), None, []
+    events, deliveries, verdicts = event_files(Path(folder)), None, []
     if not events or log_files(Path(folder)):
         deliveries = _open(folder)
         verdicts.append(verify(deliveries))

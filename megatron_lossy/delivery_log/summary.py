@@ -9,8 +9,7 @@ import numpy as np
 
 from ..base.flags import flag_name
 from ..config import PHASES, RATES, LossyConfig
-from .events import event_files, read_events
-from .kinds import Kinds, Row, all_kinds
+from .events import Kinds, Row, all_kinds, event_files, read_events
 from .reader import DeliveryLogFolder, Links, LogFile, LogRows
 from .schema import loss_config
 
@@ -177,14 +176,14 @@ def summary_text(folder: DeliveryLogFolder) -> str:
 
 
 def event_lines(folder: DeliveryLogFolder) -> list[str]:
-    """Return the lines of all kinds of events about those in ``folder``. Raises :class:`BadLog`, :class:`UsageError`."""
-    files, config = event_files("DIR", folder.path), folder.files[0].meta.config
+    """Return the lines of all kinds of events about those in ``folder``. Raises :class:`BadLog`."""
+    files = event_files(folder.path)
 
     def rows(kinds: type[Kinds]) -> Iterator[tuple[int, Row]]:
         for file in files:
             yield from ((file.rank, row) for row in read_events(file)[0].to_pylist() if row["kind"] in kinds.names)
 
-    return [line for kinds in all_kinds() for line in kinds(config).summary(rows(kinds))]
+    return [line for kinds in all_kinds() for line in kinds.summary(rows(kinds))]
 
 
 def _flags(folder: DeliveryLogFolder) -> str:

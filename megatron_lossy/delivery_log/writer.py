@@ -52,7 +52,7 @@ def claim_delivery_log(
     check_folder(_FLAG, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if event_files(_FLAG, folder) or log_files(folder):
+        if event_files(folder) or log_files(folder):
             try:
                 other = _other_run(json.loads(note.read_text()), here, flags)
             except (FileNotFoundError, ValueError, KeyError):

@@ -17,7 +17,6 @@ from ..channel.corruption import Corruption, make_corruption
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..delivery_log.events import recorded_events
 from .monitor import Replicas, metrics_of
 from .observers import make_observers
 from .weights import RunWeights
@@ -72,8 +71,8 @@ class Run(RunWeights):
 
     @cached_property
     def corruption(self) -> Corruption:
-        """Draws or replays the errors that hit gradients."""
-        return make_corruption(self.config, recorded_events(self.config))
+        """Draws the errors that hit gradients."""
+        return make_corruption(self.config)
 
     def add_facts(self, facts: Facts) -> None:
         """Add ``facts`` to those of the run. Raise :class:`UsageError` if the loss flags do not go with them all."""

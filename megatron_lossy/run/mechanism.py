@@ -13,7 +13,7 @@ from ..base.section import Flags
 if TYPE_CHECKING:
     from ..config import LossyConfig
     from ..config.refusal import Section
-    from ..delivery_log.kinds import Kinds
+    from ..delivery_log.events import Kinds
     from ..transport import Wire
     from .monitor import Observer
 
@@ -66,7 +66,7 @@ class Mechanism:
         return rules
 
     @classmethod
-    def events(cls) -> type[Kinds] | None:
+    def kinds(cls) -> type[Kinds] | None:
         """Return the kinds of its own events in the log; ``None`` if it has none."""
         return None
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..base.registry import MECHANISMS
-from ..delivery_log.events import EventLog
-from ..delivery_log.kinds import all_kinds
+from ..delivery_log.events import EventLog, all_kinds
 from ..delivery_log.writer import DeliveryLog
 from .monitor import Drift, ExchangeMonitor, Observer
 
@@ -26,6 +25,6 @@ def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
     logs = config.delivery_log is not None and not config.jobs().apart  # else jobs have no exchanges in common
     if logs and not config.lossless:
         observers.append(DeliveryLog(config, writer))
-    if logs and any(kinds(config).happen() for kinds in all_kinds()):
+    if logs and any(kinds.happen(config) for kinds in all_kinds()):
         observers.append(EventLog(config, writer))
     return observers + [one for mechanism in MECHANISMS.all() for one in mechanism.observers(run, writer)]

@@ -10,7 +10,7 @@ from .flags import BoundaryFlags
 
 if TYPE_CHECKING:
     from ...config.refusal import Section
-    from ...delivery_log.kinds import Kinds
+    from ...delivery_log.events import Kinds
     from ...run.monitor import Observer
 
 
@@ -52,7 +52,7 @@ class Boundaries(Mechanism):
         return [BoundaryMonitor()]
 
     @classmethod
-    def events(cls) -> type[Kinds]:
+    def kinds(cls) -> type[Kinds]:
         from .events import BoundaryEvents
 
         return BoundaryEvents

@@ -10,7 +10,7 @@ from .flags import ReplicaFlags
 
 if TYPE_CHECKING:
     from ...config.refusal import Section
-    from ...delivery_log.kinds import Kinds
+    from ...delivery_log.events import Kinds
     from ...run.monitor import Observer
     from .full_replicas import FullReplicas
 
@@ -48,7 +48,7 @@ class Replicas(Mechanism):
             run.add_part(DDPReplica())
 
     @classmethod
-    def events(cls) -> type[Kinds]:
+    def kinds(cls) -> type[Kinds]:
         from .events import ReplicaEvents
 
         return ReplicaEvents
