@@ -30,7 +30,7 @@ from megatron_lossy.mechanisms.boundaries.loss import Boundary
 from megatron_lossy.mechanisms.boundaries.messages import Messages
 from megatron_lossy.mechanisms.replicas.full_replicas import Mismatch
 from megatron_lossy.mechanisms.replicas.synchroniser import Synced
-from megatron_lossy.run.observers import make_observers
+from megatron_lossy.run.base import make_observers
 from tests.boundaries import boundary_lost, boundary_rows, event_rows
 from tests.ranks import run_ranks
 from tests.test_delivery_log import flip_bits, rewrite, truncate

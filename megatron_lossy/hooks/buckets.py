@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from torch.distributed import ProcessGroup
 
+    from ..transport import LossyGroup
+
 
 def buckets_by_stream(ddp: DistributedDataParallel) -> list[tuple[Stream, Any, list[tuple[Any, Any]]]]:
     """The streams of a model chunk: each with its full group and its (buffer, bucket) pairs in canonical order."""
@@ -74,16 +76,16 @@ def _is_shared_embedding(bucket: Any) -> bool:
     return any(getattr(param, "shared_embedding", False) for param in bucket.params_list)
 
 
-def owned_ranges(ranges: np.ndarray, shard: int, owner: int) -> np.ndarray:
-    """int64[k, 2]: the parts of ``ranges`` of a bucket that are in the shard of ``owner``, counted from its start."""
-    inside = np.clip(ranges - owner * shard, 0, shard)
-    return inside[inside[:, 0] < inside[:, 1]]
-
-
 def used_ranges(buffer: Any, bucket: Any) -> np.ndarray:
     """int64[k, 2]: the ranges of ``bucket`` of Megatron's ``buffer`` that hold parameters; the rest is padding."""
     ranges = [buffer.param_index_map[parameter][:2] for parameter in bucket.params_list]
     return np.array(sorted(ranges), dtype=np.int64).reshape(-1, 2) - bucket.offset
+
+
+def used_in(pairs: Sequence[tuple[Any, Any]], group: LossyGroup) -> list[np.ndarray]:
+    """The places of parameters in ``pairs`` of Megatron's (buffer, bucket), as ``group`` exchanges them."""
+    shards = [bucket.param_data.numel() // group.shards for _, bucket in pairs]
+    return [group.seen(used_ranges(*pair), shard) for pair, shard in zip(pairs, shards, strict=True)]
 
 
 def own_shard(bucket: Any, rank: int, size: int) -> torch.Tensor:

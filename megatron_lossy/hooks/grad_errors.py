@@ -10,7 +10,7 @@ import numpy as np
 from ..base.exchange import Stream
 from ..channel.corruption import Corruption, Errors, check_bits
 from ..transport.peers import RankPeers
-from .buckets import owned_ranges, used_ranges
+from .buckets import used_ranges
 from .versions import tensor_group
 
 
@@ -36,9 +36,11 @@ def errors_of_owner(
     It owns shard ``shard`` of ``shards`` of each bucket. ``pairs``: Megatron's (buffer, bucket). ``owner``: the rank in
     the full group, over all optimizer instances. Raises :class:`UsageError` for bits that gradients do not have.
     """
-    ranges = [
-        owned_ranges(used_ranges(buffer, bucket), bucket.grad_data.numel() // shards, shard) for buffer, bucket in pairs
-    ]
+    ranges = []
+    for buffer, bucket in pairs:
+        size = bucket.grad_data.numel() // shards
+        inside = np.clip(used_ranges(buffer, bucket) - shard * size, 0, size)
+        ranges.append(inside[inside[:, 0] < inside[:, 1]])
     return errors_in(corruption, stream, [bucket for _, bucket in pairs], ranges, owner)
 
 

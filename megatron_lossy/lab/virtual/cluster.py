@@ -22,7 +22,7 @@ import torch
 from ...base.ledger import Ledger, Patch
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes, buckets_by_stream
-from ...run.weights import ModelChunks
+from ...run.base import ModelChunks
 from ...transport import LossyGroup
 from .base import VirtualRun
 from .grad_norm import get_grad_norm_fp32

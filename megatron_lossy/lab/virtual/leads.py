@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...mechanisms.lead.compensated import Compensated
-from ...mechanisms.lead.main_weights import MainWeights
+from ...mechanisms.lead.part import MainWeights
 from ...mechanisms.lead.sums import Sums
 from ...transport import LossyGroup
 from ...transport.peers import LocalPeers

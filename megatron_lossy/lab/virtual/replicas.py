@@ -17,7 +17,7 @@ import torch
 from ...base.errors import refuse
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes
-from ...run.weights import ModelChunks
+from ...run.base import ModelChunks
 from ...transport import LossyGroup
 from .base import VirtualRun
 from .replica_reduction import LossyReduction

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...hooks.sampling import used_in
+from ...hooks.buckets import used_in
 from ...run.sampling import Sampler
 from ...transport import LossyGroup
 from .sending import Sending
@@ -24,7 +25,7 @@ class VirtualSampler(Sampler):
         workers, _, units = versions.held.shape
         shards = [bucket.param_data.numel() // group.shards for _, bucket in pairs]
         weights = [buffer.reshape(-1) for buffer in sending.weights]
-        super().__init__(group.stream, workers, range(workers), units, shards, weights, used_in(pairs, group))
+        super().__init__(group.stream, workers, range(workers), units, shards, weights, partial(used_in, pairs, group))
         self._versions = versions
 
     def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
