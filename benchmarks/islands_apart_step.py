@@ -23,9 +23,9 @@ from benchmarks.churn.islands import Islands
 from benchmarks.churn.networks import Loopback
 from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.step_overhead import AGAIN, BASELINE, ratios, spread
-from megatron_lossy.base.device.environment import without_ranks
 from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.base.jobs import folder_of
+from megatron_lossy.lab.environment import without_ranks
 from megatron_lossy.lab.train.metrics import METRICS_FILE
 
 _PROGRAM = "benchmarks.islands_apart_step"

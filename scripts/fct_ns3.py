@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from megatron_lossy.base.coding import Layout
-from megatron_lossy.base.device.environment import processor, versions
 from megatron_lossy.base.errors import ArgumentParser, UsageError, refuse, usage_errors
 from megatron_lossy.base.files import check_folder, replace_file, write_text
+from megatron_lossy.lab.environment import processor, versions
 from megatron_lossy.lab.studies.fct.cells import make_scheme
 from megatron_lossy.lab.studies.fct.path import Losses
 from megatron_lossy.lab.studies.fct.path import Path as Way

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base.exchange import Exchange, Stream
-from megatron_lossy.base.theory.lag import HIGHEST_R
+from megatron_lossy.base.theory import HIGHEST_R
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory import Lag, Lead, lead, mean_lag, stability_limit

@@ -100,7 +100,7 @@ class Channel(ABC):
     def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float] | None:
         """The share of units that miss an update, and their mean age, over ``destinations`` at the rate of ``step``.
 
-        Both are of the steady state (:mod:`megatron_lossy.base.theory.lag`). ``units``: units of loss per link and step.
+        Both are of the steady state (:mod:`megatron_lossy.lab.theory.lag`). ``units``: units of loss per link and step.
         ``None`` if the flags do not tell.
         """
         return None

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ..base import theory
 from ..base.errors import refuse
 from ..base.exchange import Exchange, Stream
 from ..config import LossyConfig, PhaseLoss
@@ -65,7 +64,7 @@ class PerLink(DrawnChannel):
 
     def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float]:
         rates = self.rates[source, destinations]
-        return float(rates.mean()), float(theory.age_mean(rates).mean())
+        return float(rates.mean()), float((rates / (1 - rates)).mean())
 
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
         if len(self.rates) != size:

@@ -151,7 +151,7 @@ def devices() -> tuple[str, int, list[Finding]]:
         return "cpu", 0, []
     kind = device.device_type()
     if kind == "cpu":
-        from ...base.device.environment import processor
+        from ..environment import processor
 
         return kind, 0, [Finding("devices", "cpu", "ok", f"{processor()}; no accelerator")]
     accelerators = getattr(torch, kind)

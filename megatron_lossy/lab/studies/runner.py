@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from ...base.checkpoints import latest_iteration
-from ...base.device.environment import without_ranks
+from ..environment import without_ranks
 from ..train.log import clock
 from ..train.metrics import METRICS_FILE
 from .cells import COMPLETE, DIVERGED, LOG, Cell, CellFolder

@@ -1,6 +1,17 @@
 """All closed forms (docs/theory.md), those that no run uses, and averaging between islands in memory."""
 
 from ...base.theory import *  # noqa: F403
+from .averaging import (  # noqa: F401
+    deviation_predicted,
+    gradient_bytes,
+    gradient_seconds,
+    growth,
+    parts,
+    removed,
+    speed_uncorrected,
+)
+from .drift import age_mean, drift_between, drift_to_owner  # noqa: F401
+from .lag import Lag, delayed_step_bound, mean_lag, stability_limit  # noqa: F401
 from .recovery import (  # noqa: F401
     Weights,
     error_feedback_residual,

@@ -4,7 +4,7 @@ Averaged over receivers and draws, a worker's copy of a remote unit is the owner
 
     S(x) = sum of P(A = a) x^a = (1 - s - (q - s) x) / (1 - q x),    P(A > i) = s q^i,
 
-with x the delay by one update, A the age (:mod:`.ages`), ``s`` the share of receivers that miss an update, and ``q``
+with x the delay by one update, A the age (:mod:`.drift`), ``s`` the share of receivers that miss an update, and ``q``
 the probability that another miss follows. Independent losses have s = q = p; bursts of mean length B have s = p and q =
 1 - 1/B. If only a share f of receivers has lossy links (``--lossy-links inter-node``, or the owner itself counted in),
 s = f p. The mean lag is E A = s / (1 - q).
@@ -24,22 +24,13 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from .ages import persistence, rate_array
+from ...base.theory import Lead, lead
+from .drift import persistence, rate_array
 
-#: r of a lead is cut off here: with r near 1 the lead would remember the whole run.
-HIGHEST_R = 0.95
 _GRID = 20_000
-
-
-class Lead(NamedTuple):
-    """The owner's addition to its weights: E(t) = ``c`` (W(t) - W(t-1)) + ``r`` E(t-1). Nothing by default."""
-
-    c: float = 0.0
-    r: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,20 +60,6 @@ class Lag:
     def lead(self) -> Lead:
         """The lead that undoes this lag, exactly unless its r is cut off."""
         return lead(self.share, self.mean)
-
-
-def lead(share: float, mean_age: float) -> Lead:
-    """The lead for receivers with the share ``share`` of missed updates and the mean age ``mean_age``, in updates.
-
-    Only these two are needed, and receivers can count them. r is cut off to [0, 0.95]: bursts of more than about 20
-    updates are then undone in part, and losses that avoid each other a little more than undone.
-    """
-    if not 0 <= share < 1 or not mean_age >= share:
-        raise ValueError(f"share = {share}, mean_age = {mean_age}: needs 0 <= share < 1 and mean_age >= share")
-    if not share:
-        return Lead()
-    c = share / (1 - share)
-    return Lead(c, min(max(1 - c / mean_age, 0.0), HIGHEST_R))
 
 
 def mean_lag(lag: Lag, sent: Lead = Lead()) -> float:
