@@ -271,7 +271,8 @@ class FakeStream:
     """What :class:`Sample` needs to know of replicas."""
 
     def __init__(self, shards, used):
-        self.shards, self.used = shards, [np.array(runs, dtype=np.int64).reshape(-1, 2) for runs in used]
+        self.shards = shards
+        self.used = lambda: [np.array(runs, dtype=np.int64).reshape(-1, 2) for runs in used]
 
 
 @settings(max_examples=80, deadline=None)

@@ -10,5 +10,3 @@ from ..config import LossyConfig
 from .install import check_patches, install
 from .runtime import Lossy
 from .versions import check_version
-
-__all__ = ["Lossy", "LossyConfig", "check_patches", "check_version", "install"]

@@ -20,16 +20,10 @@ from ..base.registry import MECHANISMS
 from ..config import LossyConfig
 from ..recovery import Gradients
 from ..run.base import ModelChunks, Run
-from ..run.sampling import RankSampler
-from ..run.stale import Held, load_stale_state, stale_state
+from ..run.replicas import Held, RankReplicas, load_stale_state, stale_state
 from ..transport import LossyGroup
 from .buckets import bucket_sizes, buckets_by_stream, own_shard, used_in
-from .checks import (
-    check_exchanged,
-    check_registered,
-    warn_of_lossless,
-)
-from .exchanges import Exchanges
+from .exchanges import Exchanges, check_exchanged, check_registered, warn_of_lossless
 from .facts import of_model
 from .seam import Slot, slot_of
 from .versions import (
@@ -214,9 +208,9 @@ class Lossy(Run):
     def streams(self) -> list[LossyGroup]:
         return self.groups
 
-    def replicas(self) -> list[RankSampler]:
+    def replicas(self) -> list[RankReplicas]:
         return [
-            RankSampler(
+            RankReplicas(
                 group, ranks, [group.view(bucket.param_data) for _, bucket in pairs], partial(used_in, pairs, group)
             )
             for group, ranks, pairs in self.exchanged()

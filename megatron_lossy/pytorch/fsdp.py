@@ -19,8 +19,7 @@ from ..base.registry import MECHANISMS
 from ..channel.corruption import Errors
 from ..config import PHASES, LossyConfig
 from ..run.base import Observed
-from ..run.sampling import RankSampler
-from ..run.stale import Held, load_stale_state, stale_state
+from ..run.replicas import Held, RankReplicas, load_stale_state, stale_state
 from ..transport import LossyGroup, Network, find_nodes
 from ..transport.sites import Sites, make_group
 from .base import LossyRun
@@ -198,9 +197,9 @@ class LossyFSDP(LossyRun):
     def known_later(self) -> bool:
         return bool(self._again) or super().known_later
 
-    def replicas(self) -> list[RankSampler]:
+    def replicas(self) -> list[RankReplicas]:
         return [
-            RankSampler(
+            RankReplicas(
                 lossy,
                 lossy.members or stream.ranks,
                 [lossy.view(one.replica) for one in self._sharded if one.lossy is lossy],

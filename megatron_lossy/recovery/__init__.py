@@ -3,16 +3,3 @@
 from .base import Gradients, GradRecovery, LossScale, Parameters, Rule
 from .rows import IndexedRows, MaskedRows, rows_for, unit_views
 from .stale import Stale
-
-__all__ = [
-    "GradRecovery",
-    "Gradients",
-    "IndexedRows",
-    "LossScale",
-    "MaskedRows",
-    "Parameters",
-    "Rule",
-    "Stale",
-    "rows_for",
-    "unit_views",
-]

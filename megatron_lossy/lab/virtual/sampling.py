@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from ...hooks.buckets import used_in
-from ...run.sampling import Sampler
+from ...run.monitor import Replicas
 from ...transport import LossyGroup
 from .sending import Sending
 from .versions import Versions
 
 
-class VirtualSampler(Sampler):
+class VirtualSampler(Replicas):
     """The replicas that ``versions`` keeps. ``group``: that of a worker. ``sending``: knows the owners' weights."""
 
     def __init__(

@@ -26,9 +26,6 @@ class BoundaryMonitor(Observer):
                 counts = (fate.lost.size, fate.raw, int(fate.lost.sum()), 1, fate.again)
                 self._window.add(**{f"{phase} {column}": value for column, value in zip(_COLUMNS, counts)})
 
-    def restart(self, iteration: int) -> None:
-        self._window.clear()
-
     def metrics(self) -> dict[str, float]:
         total = self._window.close()
         result = {}
@@ -39,9 +36,3 @@ class BoundaryMonitor(Observer):
                 result[f"zero share {phase}"] = zeros / packets
                 result[f"retransmitted share {phase}"] = again / messages
         return result
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"window": self._window.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._window.load_state_dict(state["window"])

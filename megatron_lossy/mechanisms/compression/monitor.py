@@ -30,7 +30,7 @@ class WireMonitor(Observer):
             self._window.add(bytes=(group.size - 1) * sum(group.wire.shard_bytes[phase] for phase in sent))
 
     def restart(self, iteration: int) -> None:
-        self._window.clear()
+        super().restart(iteration)
         self._counted = self._rounded()
 
     def _rounded(self) -> tuple[float, float]:
@@ -62,13 +62,10 @@ class WireMonitor(Observer):
     def state_dict(self) -> dict[str, Any]:
         """The counts of this rank since the last record."""
         now = self._rounded()
-        return {
-            "window": self._window.state_dict(),
-            "rounded": (now[0] - self._counted[0], now[1] - self._counted[1]),
-        }
+        return super().state_dict() | {"rounded": (now[0] - self._counted[0], now[1] - self._counted[1])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
-        self._window.load_state_dict(state["window"])
+        super().load_state_dict(state)
         now, rounded = self._rounded(), state["rounded"]
         self._counted = (now[0] - rounded[0], now[1] - rounded[1])

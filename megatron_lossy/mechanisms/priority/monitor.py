@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from ...recovery.base import Told
 from ...run.monitor.observer import Look, Observer
@@ -27,9 +26,6 @@ class PriorityMonitor(Observer):
         for one in self._told():
             self._window.add(**vars(one))
 
-    def restart(self, iteration: int) -> None:
-        self._window.clear()
-
     def metrics(self) -> dict[str, float]:
         total = self._window.close()
         if not total["units"]:
@@ -42,9 +38,3 @@ class PriorityMonitor(Observer):
             "residual ratio": total["residual"] / total["payload"] if total["payload"] else 0.0,
             "oldest residual": max(total["oldest"], 0.0),
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"window": self._window.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._window.load_state_dict(state["window"])

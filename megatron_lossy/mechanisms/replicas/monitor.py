@@ -47,7 +47,7 @@ class ReplicaMonitor(Observer):
             self._divergence = self._divergence if seen is None else seen
 
     def restart(self, iteration: int) -> None:
-        self._window.clear()
+        super().restart(iteration)
         self._syncs, self._divergence = 0, None
 
     def metrics(self) -> dict[str, float]:
@@ -72,8 +72,8 @@ class ReplicaMonitor(Observer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        return {"window": self._window.state_dict(), "syncs": self._syncs, "divergence": self._divergence}
+        return super().state_dict() | {"syncs": self._syncs, "divergence": self._divergence}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._window.load_state_dict(state["window"])
+        super().load_state_dict(state)
         self._syncs, self._divergence = state["syncs"], state["divergence"]
