@@ -23,7 +23,6 @@ from megatron_lossy.delivery_log.verify import verify, verify_events
 from megatron_lossy.mechanisms.boundaries import datagrams
 from megatron_lossy.mechanisms.boundaries import links as stages
 from megatron_lossy.mechanisms.boundaries.loss import BoundaryLoss
-from megatron_lossy.mechanisms.boundaries.messages import received, sent
 from megatron_lossy.transport.udp.process import close_engines
 from tests import contract
 from tests.boundaries import boundary_rows
@@ -229,10 +228,10 @@ def test_what_one_stage_sends_the_next_one_receives(group):
     ]
     for stage in range(3):
         ends, next_ends = (stage == 0, stage == 2), (stage == 2, stage == 1)
-        leaving = [(number, chunk + (stage == 2)) for number, chunk in sent("act", table, *ends)]
-        assert leaving == received("act", table, *next_ends)
-        back = [(number, chunk - (stage == 2)) for number, chunk in sent("act-grad", table, *next_ends)]
-        assert back == received("act-grad", table, *ends)
+        leaving = [(number, chunk + (stage == 2)) for number, chunk in order("act", table, *ends, sends=True)]
+        assert leaving == order("act", table, *next_ends)
+        back = [(number, chunk - (stage == 2)) for number, chunk in order("act-grad", table, *next_ends, sends=True)]
+        assert back == order("act-grad", table, *ends)
 
 
 def observed(ranks, tiny, config, steps, itemsize=4):

@@ -128,7 +128,7 @@ GRAD_RECOVERIES = Registry(
     "megatron_lossy.recovery",
     {
         "renormalize": "megatron_lossy.recovery.renormalize:Renormalize",
-        "renormalize-remote": "megatron_lossy.recovery.renormalize_remote:RenormalizeRemote",
+        "renormalize-remote": "megatron_lossy.recovery.renormalize:RenormalizeRemote",
         "previous": "megatron_lossy.recovery.previous:Previous",
         "zero": "megatron_lossy.recovery.base:Zero",
         "error-feedback": "megatron_lossy.recovery.feedback:ErrorFeedback",

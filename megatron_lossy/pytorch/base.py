@@ -80,7 +80,7 @@ class LossyRun(Run):
     # --- which step it is ------------------------------------------------------------------------------------------
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """See :class:`.Stepping`."""
+        """An outermost step begins."""
         if optimizer in self._stepped:
             self._finish_round()
         if self.holds:
@@ -91,7 +91,7 @@ class LossyRun(Run):
         self.check_weights()
 
     def check_scaler(self) -> None:
-        """See :class:`.Stepping`."""
+        """A ``GradScaler`` is in use. Raise :class:`UsageError` if the run needs it, and does not have it."""
         if self._scaler is None and any(
             rule.carries_over or rule.feeds_back for group in self.groups for rule in group.grads
         ):
@@ -100,7 +100,7 @@ class LossyRun(Run):
             raise refuse("scaler", None, why)
 
     def use_gradients(self, kind: Kind) -> None:
-        """See :class:`.Stepping`."""
+        """A step has its gradients, and is about to use them. Called again if it evaluates its closure again."""
         if kind is Kind.REJECTED or (kind is Kind.IDLE and not self._reduced):
             return
         if kind is Kind.UPDATE:
@@ -113,7 +113,7 @@ class LossyRun(Run):
             self.begin_update()
 
     def end_step(self, optimizer: torch.optim.Optimizer, kind: Kind) -> None:
-        """See :class:`.Stepping`."""
+        """An outermost step is over."""
         self._stepped[optimizer] = kind
         if kind is Kind.UPDATE:
             self.note_update()

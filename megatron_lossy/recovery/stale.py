@@ -6,10 +6,8 @@ the units that arrive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import refuse
 from ..base.exchange import Delivery
 from .base import Parameters, Rule
 from .rows import Saved
@@ -43,10 +41,3 @@ class Stale(Rule):
 
     def before_update(self, sent: torch.Tensor) -> None:
         """Keep what the next exchange needs of ``sent`` [shard], the own shard. Loops of users say no more than this."""
-
-
-def check_plain(rules: Sequence[Stale], flag: str, value: object) -> None:
-    """Raise :class:`UsageError` for ``flag``, which replaces ``rules``, if they have been replaced already."""
-    for rule in rules:
-        if type(rule) is not Stale:
-            raise refuse(flag, value, f"another mechanism has put {type(rule).__qualname__} in the place of its rule")

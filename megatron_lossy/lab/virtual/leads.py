@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ...mechanisms.lead.compensated import Compensated
+from ...mechanisms.lead.lag import Sums
 from ...mechanisms.lead.part import MainWeights
-from ...mechanisms.lead.sums import Sums
 from ...transport import LossyGroup
 from ...transport.peers import LocalPeers
 from .sending import Sending, seen

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...mechanisms.replicas.optimizers import Main
+from ...mechanisms.replicas.streams import Main
 
 
 @dataclass

@@ -11,9 +11,8 @@ import torch
 
 from ...base.errors import refuse
 from ...mechanisms.replicas.held import HeldReplicas
-from ...mechanisms.replicas.optimizers import Main, Mains
 from ...mechanisms.replicas.repair import Buckets
-from ...mechanisms.replicas.streams import ReplicaStream
+from ...mechanisms.replicas.streams import Main, Mains, ReplicaStream
 from ...mechanisms.replicas.synchroniser import Tensors
 from ...transport.peers import LocalPeers, Peers
 from .replica_states import TrainingStates

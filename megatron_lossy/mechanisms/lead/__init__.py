@@ -36,10 +36,13 @@ class Lead(Mechanism):
     def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:
         if phase != "param" or config.sends_weights() or wire.lossless("param"):
             return rules
-        from ...recovery.stale import check_plain
+        from ...base.errors import refuse
+        from ...recovery import Stale
         from .compensated import Compensated
         from .lag import Lag
 
-        check_plain(rules, "--param-send", config.param_send)
+        if others := {type(rule) for rule in rules} - {Stale}:
+            why = f"another mechanism has put {others.pop().__qualname__} in the place of its rule"
+            raise refuse("--param-send", config.param_send, why)
         lag = Lag(config, wire)
         return [Compensated(rule.units, rule.rank, lag) for rule in rules]

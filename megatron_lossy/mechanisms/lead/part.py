@@ -15,7 +15,7 @@ from ...run.mechanism import Part
 from ...transport import LossyGroup
 from ...transport.peers import RankPeers
 from .compensated import Compensated
-from .sums import Sums
+from .lag import Sums
 
 if TYPE_CHECKING:
     from ...hooks.runtime import Lossy

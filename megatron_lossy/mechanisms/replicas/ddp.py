@@ -9,10 +9,9 @@ import torch
 
 from ...channel.corruption import Errors
 from ...transport.peers import Peers, RankPeers
-from .optimizers import Mains
 from .ranks import OneReplica, warn_of_one_replica
 from .repair import Buckets
-from .streams import ReplicaStream
+from .streams import Mains, ReplicaStream
 from .synchroniser import Tensors
 
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ from ...run.mechanism import Part
 from ...run.monitor.window import of_all_ranks
 from ...transport.peers import Peers
 from .full_replicas import FullReplicas, Gradients
-from .optimizers import Main, Mains, main_parameters, moments_of
 from .repair import Buckets
-from .streams import ReplicaStream, renew, streams_of
+from .streams import Main, Mains, ReplicaStream, main_parameters, moments_of, renew, streams_of
 from .synchroniser import Copies, Replica, Tensors
 
 

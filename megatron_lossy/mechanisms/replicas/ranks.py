@@ -20,9 +20,8 @@ from ...transport.peers import Peers, RankPeers
 from . import lossy_all_reduce
 from .flags import ReplicaFlags
 from .held import HeldReplicas
-from .optimizers import Main, Mains
 from .repair import Buckets
-from .streams import ReplicaStream
+from .streams import Main, Mains, ReplicaStream
 from .synchroniser import Tensors
 
 logger = logging.getLogger(__name__)
