@@ -23,6 +23,7 @@ from megatron_lossy.delivery_log.verify import verify, verify_events
 from megatron_lossy.mechanisms.boundaries import datagrams
 from megatron_lossy.mechanisms.boundaries import links as stages
 from megatron_lossy.mechanisms.boundaries.loss import BoundaryLoss
+from megatron_lossy.mechanisms.boundaries.messages import order
 from megatron_lossy.transport.udp.process import close_engines
 from tests import contract
 from tests.boundaries import boundary_rows
