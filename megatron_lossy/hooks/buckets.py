@@ -1,8 +1,8 @@
-"""Megatron's buckets: their streams, and the places of parameters in them."""
+"""Megatron's buckets: their streams, the places of parameters in them, and the errors that hit their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from ..base.exchange import BucketUnits, Stream
-from .versions import dense_buffers, expert_rank, full_group, model_chunk, pipeline_stage
+from ..channel.corruption import Corruption, Errors, check_bits
+from ..transport.peers import RankPeers
+from .versions import dense_buffers, expert_rank, full_group, model_chunk, pipeline_stage, tensor_group
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -91,3 +93,45 @@ def used_in(pairs: Sequence[tuple[Any, Any]], group: LossyGroup) -> list[np.ndar
 def own_shard(bucket: Any, rank: int, size: int) -> torch.Tensor:
     """[shard]: the part of the parameters of ``bucket`` that ``rank`` of its group of ``size`` owns."""
     return bucket.param_data.chunk(size)[rank]
+
+
+# --- errors in their gradients ---------------------------------------------------------------------------------------
+
+
+def errors_in(
+    corruption: Corruption, stream: Stream, buckets: Sequence[Any], ranges: Sequence[np.ndarray], rank: int
+) -> Errors:
+    """The errors in the gradients that ``rank`` has of ``buckets``, those of ``stream``.
+
+    ``ranges``: for each bucket int64[k, 2], the ranges that hold them. Raises :class:`UsageError` for bits that gradients
+    do not have.
+    """
+    width = min(8 * bucket.grad_data.element_size() for bucket in buckets)
+    check_bits(corruption.config, width)
+    records = corruption.config.delivery_log is not None
+    return Errors(corruption, rank, ranges, width, records, _add_up_of(stream, buckets[0]))
+
+
+def errors_of_owner(
+    corruption: Corruption, stream: Stream, pairs: Sequence[tuple[Any, Any]], shards: int, shard: int, owner: int
+) -> Errors:
+    """The errors in the gradients that a rank owns with the distributed optimizer.
+
+    It owns shard ``shard`` of ``shards`` of each bucket. ``pairs``: Megatron's (buffer, bucket). ``owner``: the rank in
+    the full group, over all optimizer instances. Raises :class:`UsageError` for bits that gradients do not have.
+    """
+    ranges = []
+    for buffer, bucket in pairs:
+        size = bucket.grad_data.numel() // shards
+        inside = np.clip(used_ranges(buffer, bucket) - shard * size, 0, size)
+        ranges.append(inside[inside[:, 0] < inside[:, 1]])
+    return errors_in(corruption, stream, [bucket for _, bucket in pairs], ranges, owner)
+
+
+def _add_up_of(stream: Stream, bucket: Any) -> Callable[[np.ndarray], np.ndarray] | None:
+    """A function that adds up over the tensor-parallel ranks of ``stream``; ``None`` if there is one."""
+    group = tensor_group(stream.kind == "expert")
+    if group is None:
+        return None
+    peers = RankPeers(group, bucket.grad_data.device)
+    return lambda sums: peers.gather(sums[None]).sum(axis=0)

@@ -14,8 +14,7 @@ from ..channel.corruption import Corruption
 from ..config import PHASES, LossyConfig
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
 from ..transport.sites import Scalars, Sites, make_group
-from .buckets import apart, buckets_by_stream, replicated_units
-from .grad_errors import errors_of_owner
+from .buckets import apart, buckets_by_stream, errors_of_owner, replicated_units
 from .seam import Slot, attach, slot_of
 from .versions import optimizers, pipeline_stage, tensor_group
 

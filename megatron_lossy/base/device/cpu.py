@@ -195,6 +195,11 @@ def _compile(original: Callable, model: Any = None, **options: Any) -> Any:
     return model if str(getattr(model, "__module__", "")).startswith("megatron.") else original(model, **options)
 
 
+def _around(target: str, around: Callable, why: str, until: str = _UNTIL, **options: Any) -> Patch:
+    """A patch that calls ``around`` with the original."""
+    return Patch(target=target, around=around, why=why, versions=_VERSIONS, until=until, **options)
+
+
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
     """A patch whose new value is ``replacement``."""
     if isinstance(replacement, types.FunctionType):
@@ -212,7 +217,7 @@ def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
 def import_patches() -> list[Patch]:
     """The attributes that are replaced before megatron.core is imported on a machine without an accelerator."""
     why = "Megatron's functions run eagerly on CPU, and their decorators would import the compiler, for 1.5 s"
-    return [Patch(target="torch:compile", around=_compile, why=why, versions=_VERSIONS, until=_UNTIL)]
+    return [_around("torch:compile", _compile, why)]
 
 
 def patches() -> list[Patch]:
@@ -260,22 +265,17 @@ def patches() -> list[Patch]:
             optional=True,
             create=True,
         ),
-        Patch(
-            target="megatron.core.fp8_utils:_quantize_param_shard_impl",
-            around=_quantize,
-            why="the update of parameters that are not fp8 goes through it too",
-            versions="megatron-core 0.12",
-            until="0.12 is no longer supported",
+        _around(
+            "megatron.core.fp8_utils:_quantize_param_shard_impl",
+            _quantize,
+            "the update of parameters that are not fp8 goes through it too",
+            "0.12 is no longer supported",
             optional=True,
         ),
         _patch("torch._dynamo.config:disable", True, "compiling for the CPU takes longer than small runs do"),
         *(
-            Patch(
-                target=f"{optimizer}.{name}",
-                around=around,
-                why=why,
-                versions=_VERSIONS,
-                until="Megatron loads checkpoints without Transformer Engine and Apex",
+            _around(
+                f"{optimizer}.{name}", around, why, "Megatron loads checkpoints without Transformer Engine and Apex"
             )
             for name, around, why in (
                 ("state_dict", _state_dict, "a checkpoint is loaded before torch's Adam has state"),
@@ -288,13 +288,7 @@ def patches() -> list[Patch]:
             )
         ),
         *(
-            Patch(
-                target=f"torch:{name}",
-                around=_factory,
-                why='scalars and masks are created with device="cuda"',
-                versions=_VERSIONS,
-                until=_UNTIL,
-            )
+            _around(f"torch:{name}", _factory, 'scalars and masks are created with device="cuda"')
             for name in _FACTORIES
         ),
     ]

@@ -9,7 +9,6 @@ from ...run.mechanism import Mechanism
 from .flags import BoundaryFlags
 
 if TYPE_CHECKING:
-    from ...config.refusal import Section
     from ...delivery_log.events import Kinds
     from ...run.monitor import Observer
 
@@ -19,6 +18,7 @@ class Boundaries(Mechanism):
 
     name = "boundaries"
     Flags = BoundaryFlags
+    table = "megatron_lossy.mechanisms.boundaries.refusals:BOUNDARIES"
     phases: ClassVar[Mapping[str, int]] = {"act": 2, "act-grad": 3}
     patched: ClassVar[Mapping[str, Any]] = {"p_act": 0.1}
     axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
@@ -29,12 +29,6 @@ class Boundaries(Mechanism):
         "retransmitted share act": ("share of messages of activations sent again", False),
         "retransmitted share act-grad": ("share of messages of their gradients sent again", False),
     }
-
-    @classmethod
-    def refusals(cls) -> Section:
-        from .refusals import BOUNDARIES
-
-        return BOUNDARIES
 
     @classmethod
     def attach(cls, run: Any) -> None:

@@ -10,7 +10,6 @@ from .flags import CompressionFlags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig
-    from ...config.refusal import Section
     from ...run.monitor import Observer
     from ...transport import Wire
 
@@ -20,16 +19,11 @@ class Compression(Mechanism):
 
     name = "compression"
     Flags = CompressionFlags
+    table = "megatron_lossy.mechanisms.compression.refusals:COMPRESSION"
     axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
         "wire bytes": ("bytes sent, of gradients and parameters", False),
         "wire rounding": ("error of codes over gradients (sums of squares)", True),
     }
-
-    @classmethod
-    def refusals(cls) -> Section:
-        from .refusals import COMPRESSION
-
-        return COMPRESSION
 
     @classmethod
     def attach(cls, run: Any) -> None:

@@ -9,7 +9,6 @@ from .flags import LeadFlags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig
-    from ...config.refusal import Section
     from ...transport import Wire
 
 
@@ -18,12 +17,7 @@ class Lead(Mechanism):
 
     name = "lead"
     Flags = LeadFlags
-
-    @classmethod
-    def refusals(cls) -> Section:
-        from .refusals import LEAD
-
-        return LEAD
+    table = "megatron_lossy.mechanisms.lead.refusals:LEAD"
 
     @classmethod
     def attach(cls, run: Any) -> None:

@@ -10,7 +10,6 @@ from .flags import PriorityFlags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig
-    from ...config.refusal import Section
     from ...run.monitor import Observer
     from ...transport import Wire
 
@@ -20,6 +19,7 @@ class Priorities(Mechanism):
 
     name = "priority"
     Flags = PriorityFlags
+    table = "megatron_lossy.mechanisms.priority.refusals:PRIORITY"
     axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
         "priority share": ("share of gradient units of high priority", False),
         "recovered share": ("share of lost gradient units delivered all the same", False),
@@ -27,12 +27,6 @@ class Priorities(Mechanism):
         "residual ratio": ("residual over gradients (sums of absolute values)", False),
         "oldest residual": ("steps that a residual has waited, most", False),
     }
-
-    @classmethod
-    def refusals(cls) -> Section:
-        from .refusals import PRIORITY
-
-        return PRIORITY
 
     @classmethod
     def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:

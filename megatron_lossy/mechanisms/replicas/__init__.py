@@ -9,7 +9,6 @@ from ...run.mechanism import Mechanism
 from .flags import ReplicaFlags
 
 if TYPE_CHECKING:
-    from ...config.refusal import Section
     from ...delivery_log.events import Kinds
     from ...run.monitor import Observer
     from .full_replicas import FullReplicas
@@ -20,6 +19,7 @@ class Replicas(Mechanism):
 
     name = "replicas"
     Flags = ReplicaFlags
+    table = "megatron_lossy.mechanisms.replicas.refusals:REPLICAS"
     axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
         "gradient mismatches": ("buckets that differed, of a record", False),
         "gradient repairs by majority": ("buckets repaired by majority, of a record", False),
@@ -29,12 +29,6 @@ class Replicas(Mechanism):
         "replicas not finite": ("replicas that were not finite, most at a synchronisation", False),
         "replica divergence": ("distance of replicas from their mean, over its length", True),
     }
-
-    @classmethod
-    def refusals(cls) -> Section:
-        from .refusals import REPLICAS
-
-        return REPLICAS
 
     @classmethod
     def attach(cls, run: Any) -> None:

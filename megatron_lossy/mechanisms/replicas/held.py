@@ -18,7 +18,7 @@ import torch
 from ...base.exchange import Exchange
 from ...base.fetch import Fetched
 from ...channel.corruption import Errors, scaled_unit
-from ...hooks.grad_errors import errors_in
+from ...hooks.buckets import errors_in
 from ...run.mechanism import Part
 from ...run.monitor.window import of_all_ranks
 from ...transport.peers import Peers
