@@ -79,11 +79,9 @@ class LossyDDP(LossyRun):
         config: LossyConfig,
         model: Any,
         optimizers: Sequence[torch.optim.Optimizer],
-        steps: int | None,
-        gapless: bool,
-        scaler: Any,
+        **how: Any,
     ) -> None:
-        super().__init__(config, optimizers, steps, gapless, scaler)
+        super().__init__(config, optimizers, **how)
         self.ranks: dist.ProcessGroup = model.process_group
         self.parameters = [one for one in model.parameters() if one.requires_grad]
         #: The final buckets, once they are known.

@@ -75,13 +75,11 @@ class LossyFSDP(LossyRun):
         config: LossyConfig,
         optimizers: Sequence[torch.optim.Optimizer],
         groups: Sequence[ParameterGroup],
-        steps: int | None,
-        gapless: bool,
-        scaler: Any,
         regather: bool,
         islands: Sequence[Sequence[int]] | None = None,
+        **how: Any,
     ) -> None:
-        super().__init__(config, optimizers, steps, gapless, scaler)
+        super().__init__(config, optimizers, **how)
         #: Times that weights were loaded.
         self.restarts = 0
         self._loading: list[Any] = []  # hooks
