@@ -17,8 +17,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Delivery, Exchange, Stream, cut
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log import writer
-from megatron_lossy.delivery_log.files import log_files
-from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+from megatron_lossy.delivery_log.reader import DeliveryLogFolder, log_files
 from megatron_lossy.delivery_log.schema import RUN, Meta, file_name, pack, unpack
 from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
 from megatron_lossy.transport import LossyGroup, Network, check_channels

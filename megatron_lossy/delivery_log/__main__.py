@@ -9,8 +9,7 @@ from pathlib import Path
 from ..base.errors import ArgumentParser, check_package, refuse, usage_errors
 from ..base.files import writing
 from .events import event_files
-from .files import log_files
-from .reader import BadLog, DeliveryLogFolder
+from .reader import BadLog, DeliveryLogFolder, log_files
 from .schema import check_pyarrow
 
 PROGRAM = "megatron_lossy.delivery_log"

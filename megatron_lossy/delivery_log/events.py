@@ -16,14 +16,12 @@ from ..base.registry import MECHANISMS
 from ..channel.corruption import REDUCED, SPARED
 from ..config import LossyConfig
 from . import schema
-from .files import LogPath, LogWriter, log_files, read_file
-from .reader import BadLog
+from .reader import BadLog, LogPath, log_files, read_file
+from .writer import LogWriter
 
 if TYPE_CHECKING:
     import pyarrow
 
-#: Readers of Parquet folders skip such names: these rows have other columns than deliveries.
-PREFIX = "_events"
 # A file is closed when it has at least this many rows, at the end of an iteration.
 _MOST_ROWS = 2**16
 Row = Mapping[str, Any]
@@ -112,7 +110,7 @@ def content(tables: Iterable[pyarrow.Table]) -> str:
 class EventLog(LogWriter):
     """Writes the events of this process."""
 
-    prefix = PREFIX
+    prefix = schema.EVENTS
     columns = staticmethod(columns)
     most = _MOST_ROWS
 
@@ -132,7 +130,7 @@ class EventLog(LogWriter):
 
 def event_files(folder: Path) -> list[LogPath]:
     """Return the files of events in ``folder``, by rank and iteration."""
-    return log_files(folder, PREFIX)
+    return log_files(folder, schema.EVENTS)
 
 
 def read_events(file: LogPath) -> tuple[pyarrow.Table, schema.Meta]:

@@ -31,6 +31,8 @@ DIGEST_BYTES = 8
 
 #: The beginning of the names of files of deliveries.
 PREFIX = "rank"
+#: That of files of events. Readers of Parquet folders skip such names: these rows have other columns than deliveries.
+EVENTS = "_events"
 #: The key of this package's part of a file's key-value metadata.
 KEY = b"megatron_lossy"
 

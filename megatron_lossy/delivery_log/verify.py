@@ -16,8 +16,7 @@ import numpy as np
 from ..base.exchange import Exchange, Stream
 from ..config import RATES
 from .events import content, event_files, read_events
-from .files import LogPath
-from .reader import BadLog, DeliveryLogFolder, LogFile, LogRows
+from .reader import BadLog, DeliveryLogFolder, LogFile, LogPath, LogRows
 from .replay import Redrawn
 from .schema import Meta
 
