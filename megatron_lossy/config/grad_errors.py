@@ -109,12 +109,10 @@ class ErrorFlags(Flags):
         GRAD_ERRORS.load(self.error_kind).check(self)
 
     def _refuse_errors_of_others(self) -> None:
-        takes = {name: GRAD_ERRORS.load(name).flags for name in GRAD_ERRORS.built_in}  # no other can have flags
-        own = takes.get(self.error_kind, ())
-        for name in dict.fromkeys(name for names in takes.values() for name in names):
-            if name not in own:
-                needed = [other for other, names in takes.items() if name in names]
-                refuse_unused(self, name, f"needs --grad-error {' or '.join(needed)}, not {self.error_kind}")
+        for name in ("grad_error_rate", "grad_error_at", "grad_error_ranks") if self.error_kind == "none" else ():
+            refuse_unused(self, name, "needs --grad-error gaussian or bit-flip, not none")
+        for name in ("grad_error_relative", "grad_error_burst") if self.error_kind != "gaussian" else ():
+            refuse_unused(self, name, f"needs --grad-error gaussian, not {self.error_kind}")
 
     @property
     def errs_apart(self) -> bool:

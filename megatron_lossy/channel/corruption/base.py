@@ -55,8 +55,6 @@ class Corruption(ABC):
 
     #: The value of ``--grad-error``.
     name: ClassVar[str]
-    #: Flags that this model reads and that other models may not read.
-    flags: ClassVar[tuple[str, ...]] = ("grad_error_rate", "grad_error_at", "grad_error_ranks")
 
     def __init__(self, config: LossyConfig) -> None:
         self.config = config
@@ -94,7 +92,6 @@ class Nothing(Corruption):
     """No errors."""
 
     name = "none"
-    flags = ()
 
     def draw(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
         return []

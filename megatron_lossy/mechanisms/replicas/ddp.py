@@ -9,7 +9,8 @@ import torch
 
 from ...channel.corruption import Errors
 from ...transport.peers import Peers, RankPeers
-from .ranks import OneReplica, warn_of_one_replica
+from .held import HeldReplicas
+from .ranks import warn_of_one_replica
 from .repair import Buckets
 from .streams import Mains, ReplicaStream
 from .synchroniser import Tensors
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ...pytorch.ddp import LossyDDP
 
 
-class DDPReplica(OneReplica):
+class DDPReplica(HeldReplicas):
     """The full replica of this rank. Buckets are known later than parameters; until then gradients are equal."""
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class DDPReplica(OneReplica):
 
     def attach(self, run: LossyDDP) -> None:
         super().attach(run)
-        run.events.on(chunk_added=self.add_model_chunk)
+        run.events.on(chunk_added=self.add_model_chunk, iteration_begins=self.begin_iteration)
         run.buckets_known.append(self.know_buckets)
         run.reduction_begins.append(self.before_reduction)
         run.reduction_ends.append(self.after_reduction)
