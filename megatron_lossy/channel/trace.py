@@ -24,7 +24,6 @@ class Trace(Channel):
     """Loses exactly the units that the recorded trace lost, whatever the seed."""
 
     name = "trace"
-    flags = ("trace",)
     redrawable = False  # it is in a file
 
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import os
 import weakref
@@ -187,17 +186,6 @@ class LossyRun(Run):
             )
 
     # --- weights and state -----------------------------------------------------------------------------------------
-
-    def owner_weights(self, model_chunks: Any = None) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model has the owners' weights at all ranks; then its replica again. A collective call.
-
-        With DDP, whose replicas all update everything, it has the mean of the finite replicas.
-        """
-        return super().owner_weights(model_chunks)
-
-    def consensus_weights(self, model_chunks: Any = None) -> contextlib.AbstractContextManager[None]:
-        """A context as of :meth:`owner_weights`, with the mean over islands, if there are several."""
-        return super().consensus_weights(model_chunks)
 
     def state_dict(self) -> dict[str, Any]:
         """The stale units of this rank, and the state of rules and monitors. A collective call.

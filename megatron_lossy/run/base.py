@@ -122,7 +122,7 @@ class Run(ABC):
         """The lossy groups of every worker of this process."""
 
     @abstractmethod
-    def exchanged_weights(self, model_chunks: ModelChunks) -> contextlib.AbstractContextManager[None]:
+    def exchanged_weights(self, model_chunks: Any) -> contextlib.AbstractContextManager[None]:
         """:meth:`owner_weights` of a run whose exchanges keep them."""
 
     @abstractmethod
@@ -318,15 +318,17 @@ class Run(ABC):
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
-    def owner_weights(self, model_chunks: ModelChunks) -> contextlib.AbstractContextManager[None]:
+    def owner_weights(self, model_chunks: ModelChunks | None = None) -> contextlib.AbstractContextManager[None]:
         """A context in which the model holds the owners' weights; afterwards its replica again. A collective call.
 
-        ``model_chunks``: Megatron's ``model``, wrapped in DDP or not.
+        Full replicas have the mean of those that are finite. ``model_chunks``: Megatron's ``model``, wrapped in DDP or not.
         """
         kept = None if self.keeper is None else self.keeper.owner_weights()
         return kept or self.exchanged_weights(model_chunks)
 
-    def consensus_weights(self, model_chunks: ModelChunks) -> contextlib.AbstractContextManager[bool | None]:
+    def consensus_weights(
+        self, model_chunks: ModelChunks | None = None
+    ) -> contextlib.AbstractContextManager[bool | None]:
         """A context as of :meth:`owner_weights`, with the mean over jobs, if there are several; false if these do not meet."""
         return self.job_group.consensus_weights() or self.owner_weights(model_chunks)
 
