@@ -75,14 +75,6 @@ class StreamContext:
         _streams.pop()
 
 
-def _default_stream(device: Any = None) -> CpuStream:
-    return _streams[0]
-
-
-def _current_stream(device: Any = None) -> CpuStream:
-    return _streams[-1]
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
@@ -104,10 +96,6 @@ def _factory(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -
         kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
     return original(*args, **kwargs)
-
-
-def _tensor_cuda(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return tensor
 
 
 def _tensor_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -234,8 +222,8 @@ def patches() -> list[Patch]:
         _patch("torch.cuda:synchronize", _nothing, "work is done when a call returns"),
         _patch("torch.cuda:Stream", CpuStream, streams),
         _patch("torch.cuda:stream", StreamContext, streams),
-        _patch("torch.cuda:current_stream", _current_stream, streams),
-        _patch("torch.cuda:default_stream", _default_stream, streams),
+        _patch("torch.cuda:current_stream", lambda device=None: _streams[-1], streams),
+        _patch("torch.cuda:default_stream", lambda device=None: _streams[0], streams),
         _patch("torch.cuda:Event", Event, events),
         _patch("torch.cuda:empty_cache", _nothing, memory),
         _patch("torch.cuda:manual_seed", torch.manual_seed, state),
@@ -245,7 +233,9 @@ def patches() -> list[Patch]:
         _patch(f"{rng}:_get_cuda_rng_state", _get_rng_state, state, optional=True),
         _patch(f"{rng}:_set_cuda_rng_state", _set_rng_state, state),
         _patch(f"{rng}:CudaRNGStatesTracker.fork", _fork_rng, state),
-        _patch("torch:Tensor.cuda", _tensor_cuda, "moves tensors and modules to the GPU", create=True),
+        _patch(
+            "torch:Tensor.cuda", lambda tensor, *_, **__: tensor, "moves tensors and modules to the GPU", create=True
+        ),
         _patch(
             "torch:Tensor.type",
             _tensor_type,

@@ -43,10 +43,8 @@ class DDPReplica(HeldReplicas):
     def know_buckets(self, ddp: LossyDDP) -> None:
         """Use the final buckets of ``ddp`` from now on."""
         self._final = ddp.buckets
-        self._errors = [[self.errors_of(self.streams[0], rank) for rank in self._ranks_that_err()]]
-
-    def _ranks_that_err(self) -> list[int]:
-        return list(self.peers[0].local) if self._run.config.grad_error_at == "broadcast" else [0]
+        ranks = self.peers[0].local if self._run.config.grad_error_at == "broadcast" else [0]
+        self._errors = [[self.errors_of(self.streams[0], rank) for rank in ranks]]
 
     def errors_of(self, one: ReplicaStream, rank: int) -> Errors:
         dtypes = [bucket.dtype for bucket in self._final] or [torch.float32]

@@ -162,7 +162,7 @@ class Synchroniser:
         if not self._config.synchronises or self._since < self.interval.current:
             return []
         assert self._flight is None
-        flight = self._launch()
+        flight = _Flight(self._since, [self._launch_stream(stream) for stream in self._streams])
         self._since = 0
         changed = [stream.name for stream, part in zip(self._streams, flight.parts, strict=True) if part.changed]
         if self._config.param_sync_overlap:
@@ -186,9 +186,6 @@ class Synchroniser:
         return happened
 
     # --- their work ------------------------------------------------------------------------------------------------
-
-    def _launch(self) -> _Flight:
-        return _Flight(self._since, [self._launch_stream(stream) for stream in self._streams])
 
     def _launch_stream(self, stream: Copies) -> _Part:
         peers = stream.peers
