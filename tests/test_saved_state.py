@@ -38,7 +38,7 @@ WALKED = {
     "recovery.previous.Previous": "test_groups",
     "mechanisms.replicas.synchroniser.Synchroniser": "test_full_replicas",
     "mechanisms.replicas.average.Piece": "test_full_replicas",
-    "mechanisms.replicas.interval.Interval": "test_full_replicas",
+    "mechanisms.replicas.synchroniser.Interval": "test_full_replicas",
     "mechanisms.replicas.full_replicas.FullReplicas": "test_saved_state_virtual.py",
     "mechanisms.replicas.monitor.ReplicaMonitor": "test_saved_state_virtual.py",
     "mechanisms.islands.rounds.Rounds": "test_islands",

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_lossy.base.fingerprint import COLUMNS, fingerprint, finite
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.mechanisms.replicas.interval import Interval, relative
 from megatron_lossy.mechanisms.replicas.repair import compare, largest_class, majority, repair
+from megatron_lossy.mechanisms.replicas.synchroniser import Interval, relative
 from megatron_lossy.transport.peers import LocalPeers, RankPeers
 from tests.ranks import run_ranks
 

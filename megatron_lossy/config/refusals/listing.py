@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import textwrap
-from collections.abc import Sequence
 
 from ...base.errors import ArgumentParser, refuse
 from ..refusal import Section, sections
 
 #: The names of the columns.
 HEAD = ("flag", "not with", "why")
-#: Share of the width that each column of the terminal gets.
-_SHARES = (0.3, 0.28, 0.42)
 
 
 def main(arguments: list[str]) -> None:
@@ -33,17 +29,9 @@ def main(arguments: list[str]) -> None:
 
 
 def as_text(section: Section, width: int) -> str:
-    """``section`` as a table of three columns for a terminal."""
-    widths = [max(16, int(share * width) - 2) for share in _SHARES]
-    lines = [f"{section.about} ({section.name})", *_lines(HEAD, widths), "  ".join("-" * one for one in widths)]
-    for row in section.rows:
-        lines += _lines(row.cells(), widths)
-    return "\n".join(lines)
-
-
-def _lines(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    wrapped = [textwrap.wrap(cell, width, break_on_hyphens=False) for cell, width in zip(cells, widths, strict=True)]
-    return [
-        "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
-        for parts in itertools.zip_longest(*wrapped, fillvalue="")
-    ]
+    """``section`` for a terminal: a paragraph for each row."""
+    rows = (
+        textwrap.fill(" | ".join(row.cells()), width, subsequent_indent="    ", break_on_hyphens=False)
+        for row in section.rows
+    )
+    return "\n".join([f"{section.about} ({section.name})", " | ".join(HEAD), *rows])

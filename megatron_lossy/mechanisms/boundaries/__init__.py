@@ -21,14 +21,6 @@ class Boundaries(Mechanism):
     table = "megatron_lossy.mechanisms.boundaries.refusals:BOUNDARIES"
     phases: ClassVar[Mapping[str, int]] = {"act": 2, "act-grad": 3}
     patched: ClassVar[Mapping[str, Any]] = {"p_act": 0.1}
-    axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
-        "loss rate act": ("share of packets of activations lost", False),
-        "loss rate act-grad": ("share of packets of their gradients lost", False),
-        "zero share act": ("share of packets of activations that became zeros", False),
-        "zero share act-grad": ("share of packets of their gradients that became zeros", False),
-        "retransmitted share act": ("share of messages of activations sent again", False),
-        "retransmitted share act-grad": ("share of messages of their gradients sent again", False),
-    }
 
     @classmethod
     def attach(cls, run: Any) -> None:
@@ -41,7 +33,7 @@ class Boundaries(Mechanism):
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:
         if not run.config.loses_at_boundaries:
             return []
-        from .monitor import BoundaryMonitor
+        from .events import BoundaryMonitor
 
         return [BoundaryMonitor()]
 

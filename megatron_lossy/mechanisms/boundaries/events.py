@@ -6,7 +6,7 @@ For losses of a network the packets that became zeros are recorded; drawn losses
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from ...config import LossyConfig
 from ...delivery_log import schema
 from ...delivery_log.events import Kinds, Row
 from ...delivery_log.summary import percent
+from ...run.monitor import Observer, Window
 from .flags import BOUNDARY_PHASES
 from .loss import Fate
 from .messages import Message
@@ -114,3 +115,31 @@ def _lines(total: Counter[str]) -> list[str]:
         ),
         f"  zeros     {total['zeros']:,} packets, {share('zeros', 'packets')}",
     ]
+
+
+_COLUMNS = ("packets", "raw", "zeros", "messages", "again")
+
+
+class BoundaryMonitor(Observer):
+    """Metrics of all messages between stages since the last record, over all ranks."""
+
+    def __init__(self) -> None:
+        self._window = Window([f"{phase} {column}" for phase in BOUNDARY_PHASES for column in _COLUMNS])
+
+    def happened(self, iteration: int, what: Sequence[Any]) -> None:
+        for one in what:
+            if isinstance(one, Crossed):
+                fate, phase = one.fate, one.message.phase
+                counts = (fate.lost.size, fate.raw, int(fate.lost.sum()), 1, fate.again)
+                self._window.add(**{f"{phase} {column}": value for column, value in zip(_COLUMNS, counts)})
+
+    def metrics(self) -> dict[str, float]:
+        total = self._window.close()
+        result = {}
+        for phase in BOUNDARY_PHASES:
+            packets, raw, zeros, messages, again = (total[f"{phase} {column}"] for column in _COLUMNS)
+            if messages:
+                result[f"loss rate {phase}"] = raw / packets
+                result[f"zero share {phase}"] = zeros / packets
+                result[f"retransmitted share {phase}"] = again / messages
+        return result

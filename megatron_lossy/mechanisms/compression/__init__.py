@@ -20,10 +20,6 @@ class Compression(Mechanism):
     name = "compression"
     Flags = CompressionFlags
     table = "megatron_lossy.mechanisms.compression.refusals:COMPRESSION"
-    axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
-        "wire bytes": ("bytes sent, of gradients and parameters", False),
-        "wire rounding": ("error of codes over gradients (sums of squares)", True),
-    }
 
     @classmethod
     def attach(cls, run: Any) -> None:

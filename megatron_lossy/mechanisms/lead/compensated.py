@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...base.exchange import BucketUnits, Delivery
-from ...recovery.base import Parameters
+from ...recovery.base import Parameters, Stale
 from ...recovery.rows import used_here
-from ...recovery.stale import Stale
 from .lag import Lag
 
 if TYPE_CHECKING:

@@ -20,15 +20,6 @@ class Replicas(Mechanism):
     name = "replicas"
     Flags = ReplicaFlags
     table = "megatron_lossy.mechanisms.replicas.refusals:REPLICAS"
-    axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
-        "gradient mismatches": ("buckets that differed, of a record", False),
-        "gradient repairs by majority": ("buckets repaired by majority, of a record", False),
-        "gradient repairs by mean": ("buckets repaired by their mean, of a record", False),
-        "param syncs": ("synchronisations of a record", False),
-        "param sync interval": ("updates between synchronisations", True),
-        "replicas not finite": ("replicas that were not finite, most at a synchronisation", False),
-        "replica divergence": ("distance of replicas from their mean, over its length", True),
-    }
 
     @classmethod
     def attach(cls, run: Any) -> None:
@@ -43,7 +34,7 @@ class Replicas(Mechanism):
 
     @classmethod
     def kinds(cls) -> type[Kinds]:
-        from .events import ReplicaEvents
+        from .monitor import ReplicaEvents
 
         return ReplicaEvents
 
