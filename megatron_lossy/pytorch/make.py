@@ -15,10 +15,8 @@ from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..transport import settled
 from .arguments import (
-    check_called_once,
     check_groups,
     check_optimizers,
-    check_process_group,
     check_torch,
     config_of,
     optimizers_of,
@@ -71,8 +69,10 @@ def make_lossy(
     how = {"steps": steps, "gapless": gapless, "scaler": scaler}
     if not isinstance(model, torch.nn.Module):
         raise refuse("model", type(model).__name__, "must be a torch.nn.Module")
-    check_process_group()
-    check_called_once(model, _runs)
+    if not dist.is_available() or not dist.is_initialized():
+        raise refuse("model", "without a process group", "call torch.distributed.init_process_group first")
+    if any(module in _runs for module in model.modules()):
+        raise refuse("model", type(model).__name__, "is lossy already: call make_lossy once, for the whole model")
     flags = settled(flags)
     if replicate not in ("all-reduce", "islands"):
         raise refuse("replicate", replicate, "must be all-reduce or islands")

@@ -45,19 +45,15 @@ class WireMonitor(Observer):
         result = {"wire bytes": total["bytes"]}
         if total["square"] > 0:
             result["wire rounding"] = total["error"] / total["square"]
-            self._warn(result["wire rounding"])
+            if result["wire rounding"] > _MUCH and not self._said:
+                self._said, wire = True, self._run.config.grad_wire
+                logger.warning(
+                    "--grad-wire %s: %s rounds away what a loss of %.0f %% would: take int8 or --wire-block 32 (said once)",
+                    wire,
+                    wire,
+                    100 * float(theory.as_loss(result["wire rounding"])),
+                )
         return result
-
-    def _warn(self, omega: float) -> None:
-        config = self._run.config
-        if omega > _MUCH and not self._said:
-            self._said = True
-            logger.warning(
-                "--grad-wire %s: %s rounds away what a loss of %.0f %% would: take int8 or --wire-block 32 (said once)",
-                config.grad_wire,
-                config.grad_wire,
-                100 * float(theory.as_loss(omega)),
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """The counts of this rank since the last record."""
