@@ -89,7 +89,8 @@ def test_make_run_from_the_wheel_in_an_empty_folder(distributions, tmp_path):
     wheel = str(next(distributions.glob("*.whl")))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), wheel]
     subprocess.run(pip, check=True)
-    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    nowhere = {"PATH": str(empty), "CC": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}  # no compiler is found there
+    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"} | nowhere
 
     def python(*arguments):
         command = [sys.executable, "-m", *arguments]
@@ -101,8 +102,13 @@ def test_make_run_from_the_wheel_in_an_empty_folder(distributions, tmp_path):
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     training = ["-m", "megatron_lossy.train", "--config", "configs/tiny/llama_1m.yaml"]
     short = ["--train-iters", "2", "--lr-warmup-iters", "1", "--eval-iters", "1", "--eval-interval", "2"]
-    for rate in ("0.00", "0.40"):
-        python(*torchrun, *training, "--p-grad", rate, "--p-param", rate, "--save", f"runs/tiny/p_{rate}", *short)
+    for rate, wire in (
+        ("0.00", ("--transport", "udp", "--loss-unit", "packet")),
+        ("0.40", ("--transport", "pieces", "--grad-wire", "int8")),
+    ):
+        losses = ("--p-grad", rate, "--p-param", rate, *wire)
+        python(*torchrun, *training, *losses, "--save", f"runs/tiny/p_{rate}", *short)
+    assert not list(tmp_path.glob("cache/**/*.so"))
     assert "val loss" in python("megatron_lossy.report", "runs/tiny")
     assert sorted(run.name for run in read_runs(empty / "runs/tiny")) == ["p_0.00", "p_0.40"]
     assert str(site) in python("inspect", "megatron_lossy.lab", "--details")
