@@ -12,7 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+import megatron_lossy
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config.shipped import FOLDERS, copy_shipped, find_config
 from megatron_lossy.lab.report import read_runs
@@ -62,11 +64,21 @@ def files_of(*folders):
     }
 
 
+def test_images_have_all_that_the_package_needs_and_the_citation_its_version():
+    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
+    of_image = {"torch", "numpy", "megatron-core"}
+    needed = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]} - of_image
+    for name in ("Dockerfile", "Dockerfile.gaudi"):
+        words = (ROOT / "docker" / name).read_text().split()
+        assert needed <= set(words) and "--no-deps" in words, name
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == megatron_lossy.__version__
+
+
 @pytest.mark.slow
 def test_the_source_distribution_is_the_checkout(distributions):
     with tarfile.open(next(distributions.glob("*.tar.gz"))) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    folders = ["megatron_lossy", "tests", "docs", "scripts", "benchmarks", ".ci", ".github", *FOLDERS]
+    folders = ["megatron_lossy", "docker", "tests", "docs", "scripts", "benchmarks", ".ci", ".github", *FOLDERS]
     files = ["Makefile", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt"]
     assert not (files_of(*folders) | set(files)) - inside
 
