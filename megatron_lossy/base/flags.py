@@ -28,6 +28,7 @@ GONE = {
     "grad-error-flips": "give --grad-error bit-flip:K",
     "grad-error-std": "give --grad-error gaussian:STD",
     "island-poll": "islands ask once a second",
+    "keep-checkpoints": "give --save-retain",
     "mixing-gain": "give --delay-correction mixing:A or smith:A",
     "param-priority": "parameters have no priority any more",
     "param-sync-bounds": "intervals stay within 1 and 1000",

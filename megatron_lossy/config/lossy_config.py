@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,8 @@ from ..base.errors import Collector, UsageError, raise_postponed, refuse
 from ..base.flags import as_flag, flag_name, full_name
 from ..base.registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ..base.section import Flags
-from .core import CoreFlags
+from .core import PHASES, CoreFlags, PhaseLoss, RecoveryFlags, Schedule, split_model, value_of
 from .grad_errors import ErrorFlags
-from .phases import PHASES, PhaseLoss, Schedule, split_model, value_of
-from .recovery import RecoveryFlags
 from .refusal import check_refusals
 from .transport import TransportFlags
 
@@ -47,6 +46,10 @@ def _own_names(section: type[Flags]) -> set[str]:
 
 #: The sections, in the order in which they are asked, in help, and in the documentation.
 SECTIONS = _sections()
+#: The flags (fields) for which a section is asked.
+_ASKED_FOR = {
+    section: {*(section.triggers or ()), *(own.name for own in dataclasses.fields(section))} for section in SECTIONS
+}
 #: The flag (field) with the loss rate of each phase that has one.
 RATES: Mapping[str, str] = {phase: name for section in SECTIONS for phase, name in section.rates.items()}
 
@@ -92,8 +95,9 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         with problems.noting():
             self.check()
         problems.finish()
-        GRAD_RECOVERIES.load(self.grad_recovery).check(self)
-        for phase in RATES:
+        if RecoveryFlags in self.used:
+            GRAD_RECOVERIES.load(self.grad_recovery).check(self)
+        for phase in self.exchanges():
             self.phase(phase)
         check_refusals(self)
 
@@ -107,17 +111,28 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     # --- answers of all sections together --------------------------------------------------------------------------
 
+    @property
+    def used(self) -> tuple[type[Flags], ...]:
+        """The sections that are asked: no flag of the others was given, and none of their triggers."""
+        given = {name for name, unset in _unset().items() if getattr(self, name) not in unset}
+        return tuple(section for section in SECTIONS if section.triggers is None or given & _ASKED_FOR[section])
+
     def _answers(self, question: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return the answers of the sections that define the method ``question`` of :class:`.Flags` anew."""
-        own = (getattr(section, question.__name__) for section in SECTIONS)
+        own = (getattr(section, question.__name__) for section in self.used)
         return [answer(self, *arguments) for answer in own if answer is not question]
 
     def resolve(self) -> None:
         self._answers(Flags.resolve)
+        used = self.used
+        for section in (section for section in SECTIONS if section not in used):
+            for name, value in _resolved()[section].items():
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, value)
 
     def check(self) -> None:
         problems = Collector()
-        for section in SECTIONS:
+        for section in self.used:
             with problems.noting():
                 section.check(self)
         problems.finish()
@@ -202,7 +217,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     def of_phase(self, name: str, phase: str) -> Any:
         """The value for ``phase``, one of :meth:`exchanges`, of a flag that takes several; ``None`` if it is not set.
 
-        See :func:`.phases.value_of`.
+        See :func:`.core.value_of`.
         """
         values = getattr(self, name)
         if values is None or len(values) == 1:
@@ -261,6 +276,22 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
                 flags = [as_flag(LossyConfig, name, settings[name]) for name in idle]
                 result.append(f"{' and '.join(flags)} {'does' if len(idle) == 1 else 'do'} nothing, since {why}")
         return result
+
+
+@functools.cache
+def _resolved() -> dict[type[Flags], dict[str, Any]]:
+    """Return, by section, the values that it gives to flags if all flags have their defaults."""
+    unset = {section: object.__new__(LossyConfig) for section in SECTIONS}  # its class has the defaults
+    for section, config in unset.items():
+        section.resolve(config)
+    return {section: dict(vars(config)) for section, config in unset.items()}
+
+
+@functools.cache
+def _unset() -> dict[str, tuple[Any, ...]]:
+    """Return, by flag (field), its default, and the value that a section gives it then."""
+    resolved = {name: value for values in _resolved().values() for name, value in values.items()}
+    return {own.name: (own.default, resolved.get(own.name)) for own in dataclasses.fields(LossyConfig)}
 
 
 #: The flags that lose parts of messages between pipeline stages.

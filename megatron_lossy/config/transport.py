@@ -10,7 +10,7 @@ from typing import Any
 from ..base.errors import refuse
 from ..base.flags import check_choice, check_code, flag, refuse_unused
 from ..base.section import Flags
-from .phases import PHASES
+from .core import PHASES
 
 #: Payload of a datagram: with 28 bytes of header, 16 of authentication and 48 of UDP and IPv6, 1,500 bytes.
 UDP_PACKET_BYTES = 1408
@@ -34,6 +34,8 @@ _BOTH = ("udp_interface", "udp_port", "udp_deadline", "udp_memory", "udp_key_fil
 @dataclass(frozen=True)
 class TransportFlags(Flags):
     """Flags of the transport of exchanges. Raises :class:`UsageError` for a value that is not allowed."""
+
+    triggers = ("packet_bytes",)
 
     transport: str = flag(
         "torch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from ...base.errors import Collector, Problems, UsageError, usage_errors, with_o
 from .checks import check, check_memory, describe_network, epochs_of
 from .command import TORCHRUN_ENVIRONMENT, container, launch_command, shell
 from .devices import GIB
-from .memory import checkpoint_bytes, parameters, seconds, tokens
+from .memory import checkpoint_bytes, parameters, seconds
 from .plan import PROGRAM, Plan, make_plan
 from .several import several
 from .slurm import check_job, done_iterations, run_in_job
@@ -86,6 +87,7 @@ def describe(plan: Plan) -> list[str]:
         *_jobs(plan),
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
+        all_checkpoints(plan),
     ]
     if launch.tokens_per_second:
         hours = seconds(train, plan.ranks, launch.tokens_per_second) / 3600
@@ -131,7 +133,7 @@ def _sites(plan: Plan) -> list[str]:
 def estimates(plan: Plan) -> list[str]:
     """Size, tokens, memory, disk and time of a run, in lines."""
     launch, train = plan.launch, plan.train
-    total = tokens(train)
+    total = train.tokens
     memory = check_memory(plan)
     has = f" of {plan.device.memory / GIB:.1f}" if plan.device.memory else ""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.components.items())
@@ -145,6 +147,17 @@ def estimates(plan: Plan) -> list[str]:
         f"disk     {checkpoint_bytes(train, plan.lossy, plan.layout, plan.device) / GIB:,.1f} GiB a checkpoint",
         f"time     {hours:,.0f} h / R, where R is the measured tokens per second and accelerator",
     ]
+
+
+def all_checkpoints(plan: Plan) -> str:
+    """The size of all checkpoints that are there at once, and whether the disk has it, in a line."""
+    size = plan.checkpoints * checkpoint_bytes(plan.train, plan.lossy, plan.layout, plan.device)
+    there = next(path for path in [plan.folder.absolute(), *plan.folder.absolute().parents] if path.exists())
+    free = shutil.disk_usage(there).free
+    short = "" if size <= free else f": more than the {free / GIB:,.1f} GiB that are free at {there}; see --save-retain"
+    return (
+        f"kept     {size / GIB:,.1f} GiB in at most {plan.checkpoints} checkpoint{'s'[: plan.checkpoints != 1]}{short}"
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from ..data.manifest import check_manifest
 from ..train.saved import check_folders, in_folders_of_job
 from .command import check_shape, ranks_of_node
 from .devices import GIB, Device, check_devices, check_tokenizer
-from .memory import StageMemory, estimate, tokens
+from .memory import StageMemory, estimate
 from .plan import Plan
 
 
@@ -61,6 +61,10 @@ def check(plan: Plan, starting: bool) -> None:
     problems.finish()
     if not plan.launch.trainer:
         check_megatron(plan)
+    if starting:
+        from ...hooks.dataset_helper import build_helper  # it imports torch
+
+        build_helper(None if plan.launch.trainer else Path(plan.launch.program).parent)
 
 
 def check_training(plan: Plan) -> None:
@@ -176,7 +180,7 @@ def check_data(plan: Plan) -> None:
     if plan.launch.data_manifest is not None:
         check_manifest(plan.launch.data_manifest, [prefix for _, prefix in plan.train.data_sets()])
     if (seen := epochs_of(plan)) > plan.launch.max_epochs:
-        need, have = tokens(plan.train) / 1e9, tokens(plan.train) / seen / 1e9
+        need, have = plan.train.tokens / 1e9, plan.train.tokens / seen / 1e9
         raise refuse(
             "--data-path",
             " ".join(plan.train.data_path),
@@ -188,7 +192,7 @@ def epochs_of(plan: Plan) -> float | None:
     """The number of times that the run reads its training data; ``None`` if they are made up, or made at its start."""
     if plan.train.data is not None or plan.mock_data:
         return None
-    return epochs(plan.train.data_path, tokens(plan.train))
+    return epochs(plan.train.data_path, plan.train.tokens)
 
 
 def _vocabulary(tokenizer: str) -> str:

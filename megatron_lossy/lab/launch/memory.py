@@ -92,11 +92,6 @@ def parameters(config: TrainConfig, vocab_size: int) -> int:
     )
 
 
-def tokens(config: TrainConfig) -> int:
-    """Tokens of the whole training."""
-    return config.train_iters * config.global_batch_size * config.seq_length
-
-
 def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> float:
     """Size of a checkpoint: per parameter weight, copy in fp32 and two moments.
 
@@ -111,7 +106,7 @@ def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, de
 
 def seconds(config: TrainConfig, world_size: int, tokens_per_second: float) -> float:
     """Length of the training at ``tokens_per_second`` per accelerator, without evaluation and saves."""
-    return tokens(config) / (world_size * tokens_per_second)
+    return config.tokens / (world_size * tokens_per_second)
 
 
 def estimate(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> StageMemory:

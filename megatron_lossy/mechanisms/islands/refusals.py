@@ -192,5 +192,4 @@ ISLANDS = Section(
     lambda c, f: f.workers is not None and _corrects(c, "ema") and _diverges(c, c.ema_coefficient[0]),
     "--delay-correction | mixing, and a delay with which it diverges | diverges: must be below {bound} with {under_way}",
     lambda c, f: f.workers is not None and _corrects(c, "mixing") and _diverges(c, c.gain),
-    when=lambda c: c.islands > 1,
 )
