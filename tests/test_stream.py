@@ -29,7 +29,7 @@ from megatron_lossy.transport.stream.cipher import Cipher, Plain
 from megatron_lossy.transport.stream.frames import DATA, END, HEADER_BYTES, Header, Malformed, Reader, Writer
 from megatron_lossy.transport.stream.host import Host
 from megatron_lossy.transport.stream.monitor import StreamMonitor
-from megatron_lossy.transport.stream.session import Settings
+from megatron_lossy.transport.stream.settings import Settings
 from megatron_lossy.transport.stream.transfer import Deadline
 from tests.ranks import RankFailed, run_ranks
 from tests.test_udp_engine import Store, in_threads
@@ -154,7 +154,7 @@ class Relay:
         self.passes.set()
 
 
-@pytest.mark.parametrize("flags", [{}, {"flows": 3}, {"cipher": "none"}, {"key": b"0123456789abcdef"}])
+@pytest.mark.parametrize("flags", [{}, {"cipher": "none"}, {"key": b"0123456789abcdef"}])
 def test_everything_arrives(flags):
     with Ranks(3, **flags) as ranks:
         for number in range(3):
@@ -223,7 +223,7 @@ def test_a_broken_connection_is_loss_until_it_is_back():
         exchange.join(LONG)
         assert not exchange.is_alive()
         for one in ranks.channels:
-            until(lambda one=one: all(link.connections for link in one.links.values()))
+            until(lambda one=one: all(link.connection for link in one.links.values()))
             assert one.counters()[1 - one.rank]["broken"] == 1
         assert all(one.all() for one in ranks.exchange(2))
         relay.close()
@@ -297,8 +297,8 @@ def test_strangers_and_replays_change_nothing():
     with Ranks(2, through=lambda port: relays.setdefault(port, Relay(port)).port) as ranks:
         [relay] = relays.values()
         [listening, _] = ranks.hosts
-        name, before = ranks.channels[0].secret.channel, listening.refused
-        refused = (b"GET / HTTP/1.1\r\n\r\n", b"mlstream" + bytes(72), b"mlstream" + name + bytes([1]) + bytes(55))
+        name, before = ranks.channels[0].id, listening.refused
+        refused = (b"GET / HTTP/1.1\r\n\r\n", b"mlstream" + bytes(68), b"mlstream" + name + bytes([1]) + bytes(51))
         for text in (*refused, bytes(relay.calls[0])):
             with socket.create_connection(("127.0.0.1", listening.poller.port)) as stranger:
                 stranger.sendall(text)
@@ -356,12 +356,10 @@ def test_after_faults_in_any_order_all_ranks_are_connected(seed):
             {"transport": "udp", "udp_deadline": "auto:0.9"},
             "--udp-deadline auto:0.9: must be off, auto or milliseconds",
         ),
-        ({"stream_flows": 33}, "--stream-flows 33: must be in [1, 32]"),
         ({"packet_copies": (2,)}, "--packet-copies 2: cannot go with --transport stream: TCP sends again"),
-        ({"udp_interface": "a,b"}, "--udp-interface a,b: must be one interface with --transport stream"),
-        ({"udp_rate": "1gbit"}, "--udp-rate 1gbit: needs --transport udp"),
+        ({"udp_rate": "bbr 1gbit"}, "--udp-rate bbr 1gbit: must be one word with --transport stream"),
         ({"udp_port": 65536}, "--udp-port 65536: must be in [0, 65535]"),
-        ({"transport": "udp", "stream_flows": 2}, "--stream-flows 2: needs --transport stream"),
+        ({"udp_fec": ("2", "1")}, "--udp-fec 2 1: needs --transport udp"),
         ({"transport": "pieces", "udp_port": 1}, "--udp-port 1: needs --transport udp or stream"),
     ],
 )
@@ -424,7 +422,7 @@ def test_a_port_that_is_taken_and_an_unknown_algorithm_are_refused():
         port = other.getsockname()[1]
         with pytest.raises(UsageError, match=f"--udp-port {port}: Address already in use on 127.0.0.1"):
             Host(Settings(port=port), "127.0.0.1")
-    with pytest.raises(UsageError, match="--stream-congestion none-such: No such file or directory"):
+    with pytest.raises(UsageError, match="--udp-rate none-such: No such file or directory"):
         Host(Settings(congestion="none-such"), "127.0.0.1")
 
 

@@ -35,14 +35,12 @@ over_networks = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWOR
         (2, "stream", {}),
         (3, "udp", {"udp_key_file": "none"}),
         (3, "stream", {"udp_key_file": "none"}),
-        (3, "stream", {"stream_flows": 2}),
         pytest.param(5, "udp", {}, marks=pytest.mark.slow),
         pytest.param(5, "stream", {}, marks=pytest.mark.slow),
     ],
 )
 def test_the_public_collectives_give_what_pieces_give(size, network, flags, pool):
-    # Several flows each get a part of a bucket, and there is a small one.
-    shards = [2500, 50] if "stream_flows" in flags else [50, 7]
+    shards = [50, 7]
     for rule in RULES if size == 3 else RULES[:1]:
         lossy = {"p_grad": 0.45, "p_param": 0.45, "packet_bytes": 48, "loss_unit": "packet", "grad_recovery": rule}
         config = LossyConfig(**lossy, **NETWORKS[network], **flags)

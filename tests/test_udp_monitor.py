@@ -9,8 +9,8 @@ import pytest
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.report.scalars import AXES
+from megatron_lossy.transport.ends import close_ends
 from megatron_lossy.transport.udp.monitor import DatagramMonitor, advice, totals
-from megatron_lossy.transport.udp.process import close_engines
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
 
@@ -65,7 +65,7 @@ def measured(rank, config):
     monitor = DatagramMonitor(lambda: [group.wire for group in lossy.groups], rank)
     lines = monitor.summary()
     lossy.uninstall()
-    close_engines()  # before or after the record of a run, when a program ends
+    close_ends()  # before or after the record of a run, when a program ends
     assert len(monitor.summary()) == len(lines)
     return first, second, lines
 

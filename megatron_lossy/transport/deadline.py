@@ -8,6 +8,7 @@ observed delivery.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -20,10 +21,12 @@ import torch.distributed as dist
 
 from ..base.exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ..base.fetch import at_hand
+from ..config import LossyConfig
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
 from ..recovery.rows import used_here
 from .base import Latest, Networks, Transfer, draw
 from .coded import Coded
+from .ends import end_for
 from .leaving import Message
 from .pieces import PieceWire, room_for
 from .staging import Parcel, courier_of, device_of, patience_of, staged
@@ -36,18 +39,15 @@ Must = Callable[[], np.ndarray]
 Dtypes = dict[str, Sequence[torch.dtype]]
 #: Seconds for the data of an exchange that nobody waits for to leave, when the wire is closed.
 _LEAVING = 5.0
-#: How the rates of several sockets towards one process become one; the others are added up.
-_TOGETHER = {"rtt_min": min, "foreign_loss": max}
 
 
 class DeadlineWire(PieceWire):
-    """One rank's exchanges with the other ranks of ``group``, over channels of a network. Units that come too late are lost.
+    """One rank's exchanges with the other ranks of ``group``, over a channel of a network. Units that come too late are lost.
 
     ``networks``: draws losses beside the real ones; with nodes, ranks of one node exchange over ``group``.
-    ``open_channels(buckets, peers=ranks, reported=phases)``: opens one for each socket, a collective call. ``memory``: bytes of
-    page-locked memory for exchanges of a device; larger exchanges cross in windows. ``codes``: by phase, the code that
-    protects the units that must arrive, for phases whose senders choose. ``threads``: that carry windows beside each other.
-    ``passes``: by phase, how often all units of a message are sent.
+    ``open_channel(buckets, peers=ranks, reported=phases)``: a collective call. ``memory``: bytes of page-locked memory for
+    exchanges of a device; larger exchanges cross in windows. ``codes``: by phase, the code that protects the units that must
+    arrive, for phases whose senders choose. ``passes``: by phase, how often all units of a message are sent.
     """
 
     observed = True
@@ -61,12 +61,11 @@ class DeadlineWire(PieceWire):
         cut: dict[str, Sequence[BucketUnits]],
         dtypes: Dtypes,
         group: dist.ProcessGroup | None,
-        open_channels: Callable[..., list[Any]],
+        open_channel: Callable[..., Any],
         memory: int,
-        codes: Mapping[str, Code] | None = None,
-        threads: int = 1,
-        coded: Mapping[str, Coded] | None = None,
-        passes: Mapping[str, int] | None = None,
+        codes: Mapping[str, Code],
+        coded: Mapping[str, Coded],
+        passes: Mapping[str, int],
     ) -> None:
         super().__init__(networks, stream, members, rank, cut, coded)
         self.name = stream.name
@@ -84,9 +83,7 @@ class DeadlineWire(PieceWire):
         dtypes = dict(dtypes) | {phase: [torch.uint8] * len(cut[phase]) for phase in self.coded}
         self._crossing = dict(cut) | {phase: coded.payloads for phase, coded in self.coded.items()}
         #: By phase, the windows of each bucket. The channel numbers them through.
-        self._windows = {
-            phase: list(windows(self._crossing[phase], dtypes[phase], self.size, memory, threads)) for phase in cut
-        }
+        self._windows = {phase: list(windows(self._crossing[phase], dtypes[phase], self.size, memory)) for phase in cut}
         sizes = {
             phase: [
                 (window.elements * dtype.itemsize, units.elements * dtype.itemsize)
@@ -95,14 +92,12 @@ class DeadlineWire(PieceWire):
             ]
             for phase in cut
         }
-        self._codes = dict(codes or {})
-        #: Of each socket. All know all windows, which cross over one after the other.
-        self._channels = [] if self._alone else open_channels(sizes, peers=self.far, reported=tuple(self._codes))
-        self._passes = passes or dict.fromkeys(cut, 1)
-        for phase, times in self._passes.items():
-            for window in (one for parts in self._windows[phase] for one in parts if times > 1 and self._channels):
+        self._codes, self._passes = codes, passes
+        self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(codes))
+        for phase, times in passes.items():
+            for window in (one for parts in self._windows[phase] for one in parts if times > 1 and self._channel):
                 units = window.units.stop - window.units.start
-                self._channel_of(window).copies(phase, window.number, np.zeros(units, dtype=bool), times)
+                self._channel.copies(phase, window.number, np.zeros(units, dtype=bool), times)
         self._unreported: dict[tuple[Exchange, int], tuple[_Exchange, Must]] = {}
         self._known = Latest()  # an _Arriving for each exchange
         self._draws = Latest()
@@ -110,9 +105,6 @@ class DeadlineWire(PieceWire):
         self._agreements: dict[tuple[str, int], tuple[np.ndarray, dist.ProcessGroup]] = {}
         self._begun: _Exchange | None = None  # the latest exchange
         self._patience = patience_of(group)
-
-    def _channel_of(self, window: Window) -> Any:
-        return self._channels[window.number % len(self._channels)]
 
     def lossless(self, phase: str) -> bool:
         return self._alone
@@ -272,7 +264,7 @@ class DeadlineWire(PieceWire):
         self, phase: str, number: int, window: Window, reports: bool, data: int, each: int, places: Sequence[int]
     ) -> Message:
         """Post ``window``: its data of the far ranks arrive at ``data`` plus ``each`` bytes times their ``places``."""
-        transfer: Any = self._channel_of(window).post(phase, number, window.number, self._to_far(data, each, places))
+        transfer: Any = self._channel.post(phase, number, window.number, self._to_far(data, each, places))
         if reports:
             transfer.expects_reports()
         return transfer
@@ -289,7 +281,7 @@ class DeadlineWire(PieceWire):
     ) -> None:
         required = None if must is None else must()[:, window.units]
         more = () if required is None else (required, self._codes[phase].of(required[self.far]))
-        self._channel_of(window).send(phase, number, window.number, self._to_far(data, each, places), *more)
+        self._channel.send(phase, number, window.number, self._to_far(data, each, places), *more)
 
     def _to_far(self, data: int, each: int, places: Sequence[int]) -> list[int | None]:
         known = {other: data + place * each for other, place in zip(self.far, places, strict=True)}
@@ -359,7 +351,7 @@ class DeadlineWire(PieceWire):
         self._agreements[phase, bucket] = mine, group
         for window in self._windows[phase][bucket]:
             units = replicated.any(axis=0)[window.units]
-            self._channel_of(window).copies(phase, window.number, units, self._passes[phase])
+            self._channel.copies(phase, window.number, units, self._passes[phase])
 
     def _agreed(self, phase: str, bucket: int, arrived: np.ndarray) -> np.ndarray:
         mask, group = self._agreements[phase, bucket]
@@ -402,31 +394,23 @@ class DeadlineWire(PieceWire):
 
     def counters(self) -> dict[int, dict[str, int]]:
         """Counters of each peer, by its rank in the group."""
-        return _joined([channel.counters() for channel in self._channels], {})
+        return {} if self._channel is None else self._channel.counters()
 
     def rates(self) -> dict[int, dict[str, float]]:
         """Rates towards each peer: bytes per second, least round trip in seconds, and more."""
-        return _joined([channel.rates() for channel in self._channels], _TOGETHER)
+        return {} if self._channel is None else self._channel.rates()
 
     def close(self) -> None:
         """Close the wire after the last exchange. Exchanges under way may stay incomplete. Nothing is reported afterwards."""
         try:
             if self._begun is not None:
                 self._begun.leave(_LEAVING)
-            for channel in self._channels:
-                channel.close()
+            if self._channel is not None:
+                self._channel.close()
         finally:
             # Exchanges refer to the wire, and it would keep the process group and its threads until garbage is collected.
             self._begun = None
             self._unreported.clear()
-
-
-def _joined(found: Sequence[dict[int, dict[str, Any]]], how: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Join what sockets ``found`` of each peer: by ``how`` for a name, else by their sum."""
-    return {
-        peer: {name: how.get(name, sum)([one[peer][name] for one in found]) for name in values}
-        for peer, values in (found[0] if found else {}).items()
-    }
 
 
 class _Arriving:
@@ -505,3 +489,32 @@ class _Exchange:
     def leave(self, seconds: float) -> None:
         """Wait at most ``seconds`` until the network has all data: others may still want them."""
         wait([part.gone for part in self._parts if isinstance(part, Parcel)], seconds)
+
+
+def open_wire(
+    config: LossyConfig,
+    dtypes: Dtypes,
+    networks: Networks,
+    stream: Stream,
+    members: Sequence[int],
+    rank: int,
+    cut: dict[str, Sequence[BucketUnits]],
+    group: dist.ProcessGroup | None,
+    coded: Mapping[str, Coded],
+) -> DeadlineWire:
+    """The wire of one group. A collective call. Raises :class:`UsageError` if ranks differ or are out of reach."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    # Every rank is in one group of a stream, and all make the same channels in the same order.
+    name = f"{stream.name}-{ranks[0]}"
+    # A drawn prefix keeps keys of dead ranks out: torchrun may use one store for all its attempts.
+    drawn = [os.urandom(8).hex()]
+    dist.broadcast_object_list(drawn, ranks[0], group)
+    prefix, store = f"megatron_lossy/wire/{name}/{drawn[0]}", dist.distributed_c10d._get_default_store()
+    codes = {phase: str(one.code) for phase, one in coded.items()}
+    alike = repr((dtypes, ranks, [one.code for one in coded.values()]))
+    open_channel = partial(end_for(config).open, name, rank, len(members), store, prefix, alike=alike, codes=codes)
+    parity = dict.fromkeys(config.chosen(), Code(config.udp_fec_code, config.udp_fec_budget / 100))
+    passes = {phase: config.copies(phase) for phase in cut}
+    return DeadlineWire(
+        networks, stream, members, rank, cut, dtypes, group, open_channel, config.udp_memory, parity, coded, passes
+    )

@@ -116,7 +116,7 @@ def choose_congestion(made: socket.socket, name: str | None) -> None:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
     except OSError as error:
         allowed = "sysctl net.ipv4.tcp_allowed_congestion_control lists those of this host"
-        raise refuse("--stream-congestion", name, f"{error.strerror}: {allowed}") from None
+        raise refuse("--udp-rate", name, f"{error.strerror}: {allowed}") from None
 
 
 def check_network(config: LossyConfig) -> None:

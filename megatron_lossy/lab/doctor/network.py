@@ -23,6 +23,7 @@ from ...base.errors import UsageError
 from ...base.exchange import Stream
 from ...config import LossyConfig
 from ...transport import BucketSpec, LossyGroup, settled
+from ...transport.ends import end_for
 from .found import Finding
 
 if TYPE_CHECKING:
@@ -65,9 +66,7 @@ def examine_network(config: LossyConfig) -> list[Finding]:
 
 def _datagrams(config: LossyConfig) -> tuple[list[Finding], Callable[[], list[Finding]]]:
     """Findings about datagrams of this host, and a function that returns more of them after the exchanges."""
-    from ...transport.udp.process import engine_for
-
-    engine = engine_for(config)
+    engine = end_for(config)
     address = f"{engine.address}:{engine.port}, {config.udp_cipher}"
     here = [Finding("network", "engine", "ok", address), _buffer(engine), *_packets(engine)]
     return here, list
@@ -75,15 +74,13 @@ def _datagrams(config: LossyConfig) -> tuple[list[Finding], Callable[[], list[Fi
 
 def _streams(config: LossyConfig) -> tuple[list[Finding], Callable[[], list[Finding]]]:
     """The same about streams. Raises :class:`UsageError` for a taken port, a key file, or congestion control that is not allowed."""
-    from ...transport.stream.host import host_for, refused_connections
-
-    host = host_for(config)
+    host = end_for(config)
     address = f"{host.where}, {config.udp_cipher}"
     control = config.stream_congestion or Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     here = [Finding("network", "streams", "ok", address), Finding("network", "congestion control", "ok", control)]
 
     def later() -> list[Finding]:
-        strangers = refused_connections()
+        strangers = host.counters()["strangers"]
         text = f"{strangers} connections of others, or with another key, were refused"
         return [Finding("network", "strangers", "warning", text)] if strangers else []
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ...config import LossyConfig
+from ...transport.ends import end_for
 from ...transport.leaving import Leaving, PeerLost, patiently
 from .carrying import Carrier
 from .flags import SYNC_PHASES
@@ -21,17 +22,6 @@ from .form import SIGNAL, Codes, form_of
 
 #: Seconds between two looks at who is silent.
 _LOOKS = 0.25
-
-
-def end_for(config: LossyConfig, towards: str | None = None) -> Any:
-    """This process's end of exchanges over ``--transport``, which opens channels. ``towards``: a host that it has to reach."""
-    if config.transport == "stream":
-        from ...transport.stream.host import host_for
-
-        return host_for(config, towards)
-    from ...transport.udp.process import engine_for
-
-    return engine_for(config, towards)
 
 
 class IslandLink(Carrier):

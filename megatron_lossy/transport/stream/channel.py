@@ -9,16 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 
+from ..udp.session import Hello, Secrets
 from .frames import ASK, BYE, CODES, DATA, END, LIVE, Header, Malformed
 from .link import LOOKS, Link, Message, Shape
-from .poller import Poller
-from .session import Hello, Secret, Settings
 from .transfer import Deadline, Key, Pointers, Transfer
 
 #: A rank that is silent for this share of the timeout, and so many seconds at least, is not waited for.
@@ -26,24 +26,25 @@ _PATIENCE, _LEAST_PATIENCE = 0.1, 1.0
 
 
 class Channel:
-    """The exchanges of ``hellos``' ranks, as ``rank`` makes them. Made by :meth:`.Host.open`. ``forget``: called at its end."""
+    """The exchanges of ``hellos``' ranks, as ``rank`` makes them. Made by :meth:`.Host.open`."""
 
     def __init__(
         self,
-        poller: Poller,
-        settings: Settings,
+        host: Any,
         name: str,
         rank: int,
         hellos: Sequence[Hello],
-        secret: Secret,
+        secret: Secrets,
         peers: Sequence[int],
         buckets: Mapping[str, Sequence[tuple[int, int]]],
         codes: Mapping[str, str],
         called: Sequence[int],
-        forget: Callable[[], object],
     ) -> None:
-        self.poller, self.name, self.rank, self.secret = poller, name, rank, secret
-        self._memory, self._flows, self._forget = settings.memory, settings.flows, forget
+        self.poller, self.name, self.rank, self.secret = host.poller, name, rank, secret
+        #: Names the channel in handshakes.
+        self.id = secret.derive(b"channel")[:16]
+        settings = host.settings
+        self._host, self._memory = host, settings.memory
         self.plain = settings.cipher == "none"
         self.patience = max(_PATIENCE * settings.timeout, _LEAST_PATIENCE)
         self.deadline = Deadline(settings)
@@ -60,13 +61,12 @@ class Channel:
         self._early_bytes = 0
         names = {peer: f"rank {called[peer]} of {name} ({hellos[peer].where})" for peer in peers}
         self.links = {peer: Link(self, peer, hellos[peer], names[peer], dials=peer < rank) for peer in peers}
-        poller.ask(self._look)
+        self.poller.ask(self._look)
 
     def dial(self) -> None:
         """Open the connections that this rank has to open."""
         for link in self.links.values():
-            for flow in range(self._flows):
-                self.poller.ask(partial(link.dial, flow))
+            self.poller.ask(link.dial)
 
     def _look(self) -> None:
         """Ask silent ranks whether they live, while something is waited for.
@@ -128,10 +128,8 @@ class Channel:
         """Put a frame where it belongs. Returns whether there was room. Raises :class:`Malformed`."""
         with self.lock:
             if header.kind == BYE:
-                link.byes += 1
-                if link.byes >= len(link.connections):
-                    link.closed = True
-                    self._leave(link)
+                link.closed = True
+                self._leave(link)
                 return True
             if link.left or header.kind in (ASK, LIVE):
                 return True
@@ -210,7 +208,7 @@ class Channel:
         A process that lives would have called again by then.
         """
         least = min(seconds, self.patience)
-        return [rank for rank, link in self.links.items() if link.silent >= (seconds if link.connections else least)]
+        return [rank for rank, link in self.links.items() if link.silent >= (seconds if link.connection else least)]
 
     def lost_ranks(self) -> dict[int, str]:
         """The ranks that are done without, and why."""
@@ -219,7 +217,7 @@ class Channel:
     def _why(self, link: Link) -> str:
         if link.closed:
             return "it has closed the channel, or does without this one"
-        return f"nothing came for {link.silent:.0f} s" if link.connections else f"no connection: {link.problem}"
+        return f"nothing came for {link.silent:.0f} s" if link.connection else f"no connection: {link.problem}"
 
     def has_closed(self, rank: int) -> bool:
         """Whether ``rank`` has closed the channel, and may live."""
@@ -239,10 +237,10 @@ class Channel:
         """By peer, ``rate``: bytes per second that the kernel last measured towards it; ``rtt_min``: seconds."""
         found = {}
         for peer, link in self.links.items():
+            connection = link.connection
             with suppress(OSError):  # it was closed meanwhile
-                measured = [one.measured() for one in list(link.connections.values())]
-                rtt_min = min((seconds for _, _, seconds in measured), default=0.0)
-                found[peer] = {"rate": sum(rate for _, rate, _ in measured), "rtt_min": rtt_min}
+                _, rate, rtt_min = (0, 0.0, 0.0) if connection is None else connection.measured()
+                found[peer] = {"rate": rate, "rtt_min": rtt_min}
         return found
 
     def close(self, linger: float = 5.0) -> None:
@@ -259,14 +257,14 @@ class Channel:
         with self.lock:
             for transfer in self._transfers.values():
                 transfer.end()
-        self._forget()
+        self._host.forget(self)
         over = threading.Event()
 
         def end() -> None:
             for link in self.links.values():
                 link.left = True
-                for connection in list(link.connections.values()):
-                    connection.close("the channel is closed")
+                if link.connection is not None:
+                    link.connection.close("the channel is closed")
             over.set()
 
         self.poller.ask(end)
@@ -278,8 +276,6 @@ class Channel:
         asked = threading.Event()
         self.poller.ask(asked.set)  # after what it was asked before
         asked.wait(max(until - time.monotonic(), 0.0))
-        while time.monotonic() < until and not all(
-            link.drained for link in self.links.values() if link.connections and link.lives
-        ):
+        while time.monotonic() < until and not all(link.drained or not link.lives for link in self.links.values()):
             time.sleep(wait)
             wait = min(2 * wait, 0.05)

@@ -1,7 +1,7 @@
 """One TCP connection between two ranks of a channel: the handshake, then frames in both directions.
 
-The dialer sends the channel's name, its rank, which flow it is, and a random number; the listener answers with another. Each proves the
-channel's secret over what was said. Everything here runs on the poller's thread, and nothing waits.
+The dialer sends the channel's name, its rank and a random number; the listener answers with another. Each proves the channel's secret
+over what was said. Everything here runs on the poller's thread, and nothing waits.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import struct
 import termios
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any
 
 from .cipher import Cipher, Plain
 from .frames import ASK, LIVE, Header, Malformed, Reader, Writer
 from .poller import NOTSENT_LOWAT, UNSENT_BYTES, Poller
-from .session import Secret
 
 _MAGIC = b"mlstream"
-_CALL = struct.Struct("<8s16sII16s32s")  # magic, channel, rank, flow, random, proof
-_PLACE = struct.Struct("<II")  # rank, flow
+_CALL = struct.Struct("<8s16sI16s32s")  # magic, channel, rank, random, proof
 _REPLY = struct.Struct("<16s32s")  # random, proof
 #: Seconds for a connection and its handshake.
 HANDSHAKE_SECONDS = 5.0
@@ -41,43 +39,22 @@ class Stranger(Exception):
     """The other end is no rank of this run."""
 
 
-class Way(Protocol):
-    """The way to one rank of a channel, on all its connections. ``caller``: this process's rank. ``most``: bytes of a payload."""
-
-    secret: Secret
-    caller: int
-    most: int
-    plain: bool
-    silent: float
-
-    def connected(self, connection: Connection) -> None: ...
-
-    def broken(self, connection: Connection, why: str) -> None: ...
-
-    def take(self, header: Header, payload: memoryview) -> bool: ...
-
-    def wants_to_send(self) -> bool: ...
-
-    def next_frame(self, writer: Writer) -> memoryview: ...
-
-
 class Handshake:
     """The beginning of a connection.
 
-    ``find(name, rank)``: the way to ``rank`` of the channel of that name, or ``None``. ``over(why)``: called at its end; ``None``: it has
-    become a connection. ``link``: the way to the rank that is dialed, as connection number ``flow``; ``None``: another process dials.
+    ``over(why)``: called at its end; ``None``: it has become a connection. ``link``: the :class:`.Link` to the rank that is dialed; ``None``: another process
+    dials, and ``find(name, rank)`` returns the link to ``rank`` of the channel of that name, or ``None``.
     """
 
     def __init__(
         self,
         poller: Poller,
         made: socket.socket,
-        find: Callable[[bytes, int], Way | None],
         over: Callable[[str | None], None],
-        link: Way | None = None,
-        flow: int = 0,
+        link: Any = None,
+        find: Callable[[bytes, int], Any] = lambda name, rank: None,
     ) -> None:
-        self._poller, self._socket, self._link, self._flow = poller, made, link, flow
+        self._poller, self._socket, self._link = poller, made, link
         self._find, self._ends, self._over = find, over, False
         self._random = os.urandom(16)
         self._heard = b""
@@ -108,9 +85,9 @@ class Handshake:
         error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
-        secret, rank = self._link.secret, self._link.caller
-        proof = secret.proof(b"call", _PLACE.pack(rank, self._flow), self._random)
-        self._socket.send(_CALL.pack(_MAGIC, secret.channel, rank, self._flow, self._random, proof))
+        secret, rank = self._link.channel.secret, self._link.channel.rank
+        proof = secret.derive(b"call", rank.to_bytes(4, "little"), self._random)
+        self._socket.send(_CALL.pack(_MAGIC, self._link.channel.id, rank, self._random, proof))
         self._poller.watch(self._socket, selectors.EVENT_READ, self._act)
 
     def _read(self) -> None:
@@ -126,30 +103,32 @@ class Handshake:
 
     def _reply(self) -> None:
         """Listen: a rank has called."""
-        _, name, rank, self._flow, random, proof = _CALL.unpack(self._heard)
+        _, name, rank, random, proof = _CALL.unpack(self._heard)
         link = self._find(name, rank)
         if link is None:
             raise Stranger("it calls another channel")
-        if not hmac.compare_digest(proof, link.secret.proof(b"call", _PLACE.pack(rank, self._flow), random)):
+        secret = link.channel.secret
+        if not hmac.compare_digest(proof, secret.derive(b"call", rank.to_bytes(4, "little"), random)):
             raise Stranger("it has another secret")
-        self._socket.send(_REPLY.pack(self._random, link.secret.proof(b"reply", random, self._random)))
+        self._socket.send(_REPLY.pack(self._random, secret.derive(b"reply", random, self._random)))
         self._begin(link, random + self._random, dialed=False)
 
     def _meet(self) -> None:
         """Dial: the listener has answered."""
         assert self._link is not None
         random, proof = _REPLY.unpack(self._heard)
-        if not hmac.compare_digest(proof, self._link.secret.proof(b"reply", self._random, random)):
+        if not hmac.compare_digest(proof, self._link.channel.secret.derive(b"reply", self._random, random)):
             raise Stranger("it has another secret")
         self._begin(self._link, self._random + random, dialed=True)
 
-    def _begin(self, link: Way, randoms: bytes, dialed: bool) -> None:
+    def _begin(self, link: Any, randoms: bytes, dialed: bool) -> None:
         self._over = True
         self._ends(None)
-        ours, theirs = (b"dialer", b"listener") if dialed else (b"listener", b"dialer")
-        seal = Plain() if link.plain else Cipher(link.secret.key(randoms, ours), sealing=True)
-        open_ = Plain() if link.plain else Cipher(link.secret.key(randoms, theirs), sealing=False)
-        Connection(self._poller, self._socket, link, self._flow, seal, open_, dialed)
+        ends = (b"dialer", b"listener") if dialed else (b"listener", b"dialer")
+        ours, theirs = (link.channel.secret.derive(b"key", randoms, end)[:16] for end in ends)
+        seal = Plain() if link.channel.plain else Cipher(ours, sealing=True)
+        open_ = Plain() if link.channel.plain else Cipher(theirs, sealing=False)
+        Connection(self._poller, self._socket, link, seal, open_, dialed)
 
 
 class Connection:
@@ -159,14 +138,13 @@ class Connection:
         self,
         poller: Poller,
         made: socket.socket,
-        link: Way,
-        flow: int,
+        link: Any,
         seal: Cipher | Plain,
         open_: Cipher | Plain,
         dialed: bool,
     ) -> None:
-        self._poller, self._socket, self.link, self.flow = poller, made, link, flow
-        self._writer, self._reader = Writer(seal, link.most), Reader(open_, link.most)
+        self._poller, self._socket, self.link = poller, made, link
+        self._writer, self._reader = Writer(seal, link.channel.most), Reader(open_, link.channel.most)
         self._out = memoryview(b"")
         self._held: tuple[Header, memoryview] | None = None
         self._unsent = UNSENT_BYTES

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from ..ends import end_counters
 from ..monitor import NetworkMonitor
-from .host import refused_connections
 
 #: Iterations of much loss that are worth a line.
 _PERSISTS = 100
@@ -33,7 +33,7 @@ class StreamMonitor(NetworkMonitor):
         for peer in peers:
             found.update(peer)
         columns = Counter({column: found[name] for column, name in _COLUMNS.items()})
-        return columns + Counter(refused=found["malformed"] + refused_connections())
+        return columns + Counter(refused=found["malformed"] + end_counters()["strangers"])
 
     def metrics(self) -> dict[str, float]:
         found = super().metrics()

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..leaving import PeerLost
 from .link import Link, Message, Shape
-from .session import Settings
+from .settings import Settings
 
 #: Seconds between two looks at the deadline, and at the ranks that are waited for.
 _SLICE = 0.2

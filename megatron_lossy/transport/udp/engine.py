@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
+import logging
 import os
 import socket
 import threading
@@ -27,6 +28,8 @@ from . import build, session
 from .packet import CODES, PHASES, overhead
 from .settings import MIB, UdpSettings
 
+logger = logging.getLogger(__name__)
+
 SECOND = 1_000_000_000
 #: The rules of rates, by their number in the engine.
 RULES = {"fixed": 0, "dedicated": 1, "shared": 2}
@@ -48,6 +51,7 @@ _RATES = ("rate", "rtt_min", "foreign_loss", "delivered", "outstanding", "window
 
 #: How often units are sent that hold copies of parameters.
 _COPIES = 3
+_DEDICATED = "udp: --udp-rate dedicated is for a link of this training's own: others on it get little"
 
 Pointers = Sequence[int | None]
 
@@ -335,6 +339,14 @@ class Engine:
         self.close(linger=0.0 if kind else 5.0)
 
 
+def made(settings: UdpSettings, address: str, local_rank: int) -> Engine:
+    """The engine of this process, one of those of its host."""
+    if settings.rate_control == "dedicated" and not local_rank:
+        logger.warning(_DEDICATED)
+    sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return Engine(settings, address, logger.warning, local_rank=local_rank, sharers=sharers)
+
+
 class Channel:
     """The exchanges of a group of ranks, made by :meth:`Engine.open`.
 
@@ -402,7 +414,7 @@ class Channel:
             self._lib.ml_bears(self._channel)
         self._lib.ml_open(self._channel)
         try:
-            proofs = _all(store, f"{prefix}/opened", rank, size, secrets.proof(rank))
+            proofs = session.share(store, f"{prefix}/opened", rank, size, secrets.proof(rank))
             secrets.check(proofs)
             self._reach(store, prefix)
         except BaseException:
@@ -434,13 +446,9 @@ class Channel:
             eager=min(settings.eager_bytes, settings.memory // (4 * max(len(self.peers), 1))),
             window=window,
             limit=limit,
-            codes=" ".join(f"{phase}: {self._codes.get(phase, 'raw')}" for phase in self.phases),
+            codes=session.forms(self._codes, self.phases),
         )
-        texts = _all(store, f"{prefix}/hello", self.rank, self.size, hello.encode())
-        hellos = [session.Hello.decode(text, rank, self.name) for rank, text in enumerate(texts)]
-        hellos[self.rank] = hello  # not the stored copy: a writer to the store could bring back an old random
-        session.check_agreement(self.name, hellos, settings.key)
-        return hellos
+        return session.meet(self.name, self.rank, store, prefix, hello, settings.key)
 
     def _create(self, secrets: session.Secrets, buckets: session.Buckets) -> int:
         engine = self._engine
@@ -474,7 +482,7 @@ class Channel:
         while time.monotonic() < until and any(self._lib.ml_probed(self._channel, peer) != 3 for peer in self.peers):
             time.sleep(0.001)
         heard = [r not in self.peers or bool(self._lib.ml_probed(self._channel, r) & 1) for r in range(self.size)]
-        rows = _all(store, f"{prefix}/heard", self.rank, self.size, bytes(heard))
+        rows = session.share(store, f"{prefix}/heard", self.rank, self.size, bytes(heard))
         session.check_reached(self.name, self.hellos, [[bool(x) for x in row] for row in rows], self._engine.datagram)
 
     @contextmanager
@@ -945,9 +953,3 @@ def _first_draws(store: session.Store, key: str, rank: int) -> bytes:
     if rank == 0:
         store.set(key, os.urandom(16))
     return store.get(key)
-
-
-def _all(store: session.Store, key: str, rank: int, size: int, value: bytes) -> list[bytes]:
-    """The values of all ranks under ``key``."""
-    store.set(f"{key}/{rank}", value)
-    return [bytes(store.get(f"{key}/{other}")) for other in range(size)]

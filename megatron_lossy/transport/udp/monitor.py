@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from ..ends import end_counters
 from ..monitor import NetworkMonitor
-from .process import engine_counters
 
 #: Counters that become metrics, by the name of the column.
 _COLUMNS = {
@@ -92,7 +92,7 @@ class DatagramMonitor(NetworkMonitor):
     table = ("sent", "received", "lost", "late", "duplicate", "early_dropped", "malformed", "bad_tag")
 
     def totals(self, peers: Sequence[Mapping[str, int]]) -> Counter[str]:
-        return totals(peers, engine_counters())
+        return totals(peers, end_counters())
 
     def advice(self, now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
         return advice(now, much_loss_since)

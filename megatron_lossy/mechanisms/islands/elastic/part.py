@@ -230,7 +230,7 @@ class ElasticIslands(TrainingIslands):
     def _opener(self) -> Opener:
         engine = None
         if self.config.observed:
-            from ..datagrams import end_for
+            from ....transport.ends import end_for
 
             engine = end_for(self.config, _address_towards(addresses_of(self.config.rendezvous or "")))
         most = [rounds.subset.most for rounds in self._built()]
