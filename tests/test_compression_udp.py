@@ -11,7 +11,6 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import BucketSpec, LossyGroup
 from megatron_lossy.transport.ends import end_for
-from megatron_lossy.transport.udp.packet import CODES, DATA, END, encode
 from tests.ranks import each, run_ranks
 from tests.rules import assert_same_runs
 from tests.test_hooks import OVERLAPS
@@ -19,6 +18,7 @@ from tests.test_transport import STEPS, exchange_grads, gather_params
 from tests.test_udp import assert_replayed, final_weights
 from tests.test_virtual import real_runs
 from tests.tiny_gpt import TinyGPT
+from tests.udp_packet import CODES, DATA, END, encode
 from tests.udp_world import CHANNEL, MS, SECOND, Node
 
 pytestmark = pytest.mark.shows(

@@ -24,11 +24,11 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.report.scalars import AXES
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatter
 from megatron_lossy.transport.address import resolve
+from megatron_lossy.transport.monitor import StreamMonitor
 from megatron_lossy.transport.stream import link
 from megatron_lossy.transport.stream.cipher import Cipher, Plain
 from megatron_lossy.transport.stream.frames import DATA, END, HEADER_BYTES, Header, Malformed, Reader, Writer
 from megatron_lossy.transport.stream.host import Host
-from megatron_lossy.transport.stream.monitor import StreamMonitor
 from megatron_lossy.transport.stream.settings import Settings
 from megatron_lossy.transport.stream.transfer import Deadline
 from tests.ranks import RankFailed, run_ranks

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,24 +16,35 @@ class PeerLost(RuntimeError):
     """A rank is gone: its process, or the way to it. No exchange of the channel will complete any more."""
 
 
-class Message(Protocol):
+class Message(ABC):
     """An exchange of a channel, whatever carries it. ``keep``: owns the memory that is read and written.
 
     ``arrived`` bool[N, units]: the units that arrived, after :meth:`wait`.
     """
 
     keep: object
+    arrived: np.ndarray | None
 
-    @property
-    def arrived(self) -> np.ndarray | None: ...
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> np.ndarray:
+        """bool[N, units]: the units that arrived. Raises :class:`PeerLost`, or TimeoutError after ``timeout`` seconds."""
 
-    def wait(self, timeout: float | None = None) -> np.ndarray: ...
+    @abstractmethod
+    def sent(self, timeout: float | None = None) -> None:
+        """Wait until nothing is read from the sources any more. Raises as :meth:`wait`."""
 
-    def sent(self, timeout: float | None = None) -> None: ...
+    @abstractmethod
+    def all_sent(self) -> bool:
+        """Whether nothing is read from the sources any more. Raises :class:`PeerLost`."""
 
-    def all_sent(self) -> bool: ...
-
-    def finish(self, seconds: float) -> None: ...
+    def finish(self, seconds: float) -> None:
+        """Wait until nothing more arrives, and all is sent. Raises :class:`PeerLost`, also if a live rank sends nothing for ``seconds``."""
+        until = time.monotonic() + seconds
+        try:
+            self.wait(seconds)
+            self.sent(max(until - time.monotonic(), 0.0))
+        except TimeoutError as error:
+            raise PeerLost(f"{error}: nothing for {seconds:g} s") from None
 
 
 def patiently(wait: Callable[[float], Any], seconds: float) -> Any:

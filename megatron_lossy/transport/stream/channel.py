@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ..udp.session import Hello, Secrets
-from .frames import ASK, BYE, CODES, DATA, END, LIVE, Header, Malformed
-from .link import LOOKS, Link, Message, Shape
+from ..udp.session import CODES, Hello, Secrets
+from .frames import ASK, BYE, DATA, END, LIVE, Header, Malformed
+from .link import LOOKS, Link, Outgoing, Shape
 from .transfer import Deadline, Key, Pointers, Transfer
 
 #: A rank that is silent for this share of the timeout, and so many seconds at least, is not waited for.
@@ -119,7 +119,7 @@ class Channel:
             assert transfer.number == number
             for rank, address in enumerate(sources):
                 if address is not None and not self.links[rank].left:
-                    message = Message(header, address, self._shapes[phase][bucket])
+                    message = Outgoing(header, address, self._shapes[phase][bucket])
                     transfer.leaving[rank] = message
                     self.links[rank].put(message)
             return transfer
@@ -186,7 +186,7 @@ class Channel:
                 transfer.begin(link.rank)
                 if link.rank in transfer.leaving:
                     header = Header(END, self._codes[phase], phase, transfer.number, bucket)
-                    link.put(Message(header, 0, transfer.shape, dropped=True))
+                    link.put(Outgoing(header, 0, transfer.shape, dropped=True))
             self.lock.notify_all()
 
     # --- ranks that are gone ---------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class Shape:
         return min((first + count) * self.unit, self.shard) - first * self.unit
 
 
-class Message:
+class Outgoing:
     """A message to one rank: the units at ``address``, and once it is :attr:`dropped` only ``header``, an END."""
 
     def __init__(self, header: Header, address: int, shape: Shape, dropped: bool = False) -> None:
@@ -74,7 +74,7 @@ class Link:
         self.silent = 0.0
         #: Whether it is done without, and whether that is because it has closed the channel.
         self.left = self.closed = False
-        self._messages: deque[Message] = deque()
+        self._messages: deque[Outgoing] = deque()
         self._pause = _REDIAL[0]
 
     @property
@@ -141,7 +141,7 @@ class Link:
         self.silent = 0.0
         return self.channel.take(self, header, payload)
 
-    def put(self, message: Message) -> None:
+    def put(self, message: Outgoing) -> None:
         """Send ``message`` behind those that wait. Called with the channel's lock."""
         if self.connection is None:  # one END of a bucket says that all before it are over
             self._messages = deque(one for one in self._messages if not (one.dropped and one.place == message.place))

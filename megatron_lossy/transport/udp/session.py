@@ -10,10 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from ...base.errors import UsageError
-from .packet import PHASES
 
 #: The version of the datagrams and of the entries in the store.
 PROTOCOL = 10
+PHASES = ("grad", "param")
+#: What values are, by their number in a datagram.
+CODES = {"raw": 0, "int8": 1, "int4": 2}
+HEADER_BYTES, TAG_BYTES = 28, 16
 #: For each phase and each bucket: bytes of a shard, and of a unit.
 Buckets = Mapping[str, Sequence[tuple[int, int]]]
 
@@ -77,12 +80,17 @@ def share(store: Store, key: str, rank: int, size: int, value: bytes) -> list[by
     return [bytes(store.get(f"{key}/{other}")) for other in range(size)]
 
 
+def overhead(cipher: str) -> int:
+    """Bytes of a datagram beside its unit."""
+    return HEADER_BYTES + (0 if cipher == "none" else TAG_BYTES)
+
+
 def forms(codes: Mapping[str, str], phases: Sequence[str]) -> str:
     """The codes of the values of each phase."""
     return " ".join(f"{phase}: {codes.get(phase, 'raw')}" for phase in phases)
 
 
-def digest_buckets(buckets: Buckets, alike: str, phases: Sequence[str] = tuple(PHASES)) -> str:
+def digest_buckets(buckets: Buckets, alike: str, phases: Sequence[str] = PHASES) -> str:
     """Digest of the cut that all ranks of a channel must share, and of other text that must be ``alike``."""
     cut = [[[int(shard), int(unit)] for shard, unit in buckets.get(phase, ())] for phase in phases]
     text = json.dumps([cut, alike])
