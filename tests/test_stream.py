@@ -253,8 +253,8 @@ def test_nothing_crosses_while_nothing_is_waited_for(monkeypatch):
         ranks.exchange(0)
         asked.clear()
         looked = threading.Event()
-        channel.poller.ask(channel._look)
-        channel.poller.ask(looked.set)
+        channel.host.ask(channel._look)
+        channel.host.ask(looked.set)
         assert looked.wait(LONG) and not asked
         exchange = threading.Thread(target=ranks.exchange, args=(1, [0]))
         exchange.start()
@@ -300,7 +300,7 @@ def test_strangers_and_replays_change_nothing():
         name, before = ranks.channels[0].id, listening.refused
         refused = (b"GET / HTTP/1.1\r\n\r\n", b"mlstream" + bytes(68), b"mlstream" + name + bytes([1]) + bytes(51))
         for text in (*refused, bytes(relay.calls[0])):
-            with socket.create_connection(("127.0.0.1", listening.poller.port)) as stranger:
+            with socket.create_connection(("127.0.0.1", listening.port)) as stranger:
                 stranger.sendall(text)
                 with suppress(ConnectionResetError):
                     while stranger.recv(1000):  # to a replay it says something, and closes then

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..base.exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
+from ..base.exchange import BucketUnits, Delivery, Exchange, Stream, units_of
 from ..base.fetch import at_hand
 from ..config import LossyConfig
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
@@ -27,9 +27,8 @@ from ..recovery.rows import used_here
 from .base import Latest, Networks, Transfer, draw
 from .coded import Coded
 from .ends import end_for
-from .leaving import Message
 from .pieces import PieceWire, room_for
-from .staging import Parcel, courier_of, device_of, patience_of, staged
+from .staging import Message, Parcel, courier_of, device_of, patience_of, staged
 from .udp.parity import Code
 from .windows import Bring, Window, into_pieces, into_replica, runs, windows
 
@@ -118,7 +117,8 @@ class DeadlineWire(PieceWire):
         with torch.no_grad():
             chosen = None if rule.protected is None else rule.protected.choose(x)
         must = None if chosen is None else functools.cache(partial(at_hand, chosen))
-        if self._arriving(x.exchange).was_begun(x.bucket):  # it crosses reliably, and its losses are known
+        known = self._arriving(x.exchange)
+        if known.was_begun(x.bucket):  # it crosses reliably, and its losses are known
             return self._scatter_reliably(x, rule, None, lambda: self.delivery(x.exchange))
         coded = self.coded.get("grad")
         sent = x.buffer if coded is None else coded.gradients(x.exchange, x.bucket, x.buffer)
@@ -136,7 +136,7 @@ class DeadlineWire(PieceWire):
         crossing = self._over_network(x.exchange, x.bucket, near, sent, pieces, must, bring)
 
         def arrived() -> Delivery:
-            delivery = self._record(x.exchange, x.bucket, crossing)
+            delivery = self._record(known, x.bucket, crossing)
             if in_place:
                 used_here((landing,))
                 for group, places in runs(self.near):
@@ -147,50 +147,34 @@ class DeadlineWire(PieceWire):
         return Transfer(crossing, arrived, apart=True)
 
     def all_gather(self, x: Parameters, rule: Stale) -> Transfer:
-        if self._arriving(x.exchange).was_begun(x.bucket):
+        known = self._arriving(x.exchange)
+        if known.was_begun(x.bucket):
             return self._gather_reliably(x, rule, lambda: self.delivery(x.exchange))
         with torch.no_grad():
             own = rule.send(x)
-        if "param" in self.coded:
-            return self._gather_coded(x, rule, own)
-        buffer, rows, units = x.buffer, x.buffer.chunk(self.size), self.cut["param"][x.bucket]
-        # On a CPU units are written into the replica as they arrive; nobody reads it before the exchange is over.
-        # On a device, drawn losses are left out when the others are copied there.
-        drawn = None if self.networks["param"].lossless else self._drawn(x.exchange)[:, units.numbers]
-        on_device = staged(buffer)
-        withdrawn = self._may_be_withdrawn(x.bucket, None if on_device else drawn)
-        old = rule.rows.take(buffer, units, withdrawn) if withdrawn is not None else None
-        near = self._exchange_near([x.sent] * len(self.near), [rows[other] for other in self.near])
-        bring = into_replica(buffer, self.size, self.far, units, drawn, rule.rows) if on_device else None
-        crossing = self._over_network(x.exchange, x.bucket, near, x.sent, buffer, None, bring)
-
-        def arrived() -> Delivery:
-            delivery = self._record(x.exchange, x.bucket, crossing)
-            if rows[self.rank].data_ptr() != x.sent.data_ptr():
-                rows[self.rank].copy_(x.sent)
-            if withdrawn is not None:  # units that were written and count as lost get their old values back
-                fresh = Lost(withdrawn.mask & delivery.incoming(units))
-                new = rule.rows.take(buffer, units, fresh)
-                rule.rows.put_(buffer, units, withdrawn, old)
-                rule.rows.put_(buffer, units, fresh, new)
-            rule.sent(x, own, delivery)
-            return delivery
-
-        return Transfer(crossing, arrived, apart=True)
-
-    def _gather_coded(self, x: Parameters, rule: Stale, own: Any) -> Transfer:
-        """Exchange parameters in codes: what arrives is decoded into the replica once the exchange is over."""
-        coded = self.coded["param"]
-        sent = coded.parameters(x.bucket, x.sent)
-        received = sent.new_empty(self.size * len(sent))
+        coded, buffer, units = self.coded.get("param"), x.buffer, self.cut["param"][x.bucket]
+        # Units are written into the replica as they arrive, and nobody reads it before the exchange is over. Aside are those that are
+        # codes, or may count as lost although they came.
+        aside = coded is not None or not self.networks["param"].lossless or ("param", x.bucket) in self._agreements
+        sent = x.sent if coded is None else coded.parameters(x.bucket, x.sent)
+        received = sent.new_empty(self.size * len(sent)) if aside else buffer
         rows = received.chunk(self.size)
         near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
-        bring = into_pieces(received, self.size, self.far) if staged(sent) else None
+        bring = None
+        if staged(sent) and aside:
+            bring = into_pieces(received, self.size, self.far)
+        elif staged(sent):
+            bring = into_replica(buffer, self.size, self.far, units, rule.rows)
         crossing = self._over_network(x.exchange, x.bucket, near, sent, received, None, bring)
 
         def arrived() -> Delivery:
-            delivery = self._record(x.exchange, x.bucket, crossing)
-            self._renew(received, x, rule, own, delivery)
+            delivery = self._record(known, x.bucket, crossing)
+            if coded is None and rows[self.rank].data_ptr() != x.sent.data_ptr():
+                rows[self.rank].copy_(x.sent)
+            if aside:
+                self._renew(received, x, rule, own, delivery)
+            else:
+                rule.sent(x, own, delivery)
             return delivery
 
         return Transfer(crossing, arrived, apart=True)
@@ -231,25 +215,21 @@ class DeadlineWire(PieceWire):
         own_pieces = phase == "grad"  # each destination gets another piece
         parts: list[Message | Parcel] = []
         for window in self._windows[phase][bucket]:
-            post = partial(self._post, phase, number, window, must is not None)
-            send = partial(self._send, phase, number, window, must)
+            key = phase, number, window, must
             if bring is None:
                 start, each = window.start * itemsize, shard * itemsize
-                transfer = post(start + received.data_ptr(), each, self.far)
+                transfer = self._post(*key, received.data_ptr() + start, each, self.far)
                 transfer.keep = received, sent
-                send(start + sent.data_ptr(), each * own_pieces, self.far)
+                self._send(*key, sent.data_ptr() + start, each * own_pieces, self.far)
                 parts.append(transfer)
                 continue
-            pieces, places, each = (
-                sent.view(-1, shard)[:, window.part],
-                range(len(self.far)),
-                window.elements * itemsize,
-            )
+            pieces, each = sent.view(-1, shard)[:, window.part], window.elements * itemsize
+            places = range(len(self.far))
             parcel = Parcel(
                 rows=[pieces[group] for group, _ in runs(self.far)] if own_pieces else [pieces],
                 arriving=torch.Size([len(self.far), window.elements]),
-                post=lambda data, post=post, each=each, places=places: post(data, each, places),
-                send=lambda data, send=send, each=each * own_pieces, places=places: send(data, each, places),
+                post=partial(self._post, *key, each=each, places=places),
+                send=partial(self._send, *key, each=each * own_pieces, places=places),
                 bring=lambda arrived, data, window=window: bring(window, arrived[self.far], data),
                 patience=self._patience,
             )
@@ -261,23 +241,16 @@ class DeadlineWire(PieceWire):
         return self._begun
 
     def _post(
-        self, phase: str, number: int, window: Window, reports: bool, data: int, each: int, places: Sequence[int]
+        self, phase: str, number: int, window: Window, must: Must | None, data: int, each: int, places: Sequence[int]
     ) -> Message:
         """Post ``window``: its data of the far ranks arrive at ``data`` plus ``each`` bytes times their ``places``."""
         transfer: Any = self._channel.post(phase, number, window.number, self._to_far(data, each, places))
-        if reports:
+        if must is not None:
             transfer.expects_reports()
         return transfer
 
     def _send(
-        self,
-        phase: str,
-        number: int,
-        window: Window,
-        must: Must | None,
-        data: int,
-        each: int,
-        places: Sequence[int],
+        self, phase: str, number: int, window: Window, must: Must | None, data: int, each: int, places: Sequence[int]
     ) -> None:
         required = None if must is None else must()[:, window.units]
         more = () if required is None else (required, self._codes[phase].of(required[self.far]))
@@ -310,25 +283,16 @@ class DeadlineWire(PieceWire):
     def restart(self) -> None:
         self._known = Latest()
 
-    def _record(self, exchange: Exchange, bucket: int, crossing: _Exchange) -> Delivery:
+    def _record(self, known: _Arriving, bucket: int, crossing: _Exchange) -> Delivery:
         """Note which units of ``bucket`` arrived. Returns a delivery of this bucket alone."""
-        phase = exchange.phase
+        phase = known.exchange.phase
         arrived = crossing.arrived()
         arrived[[*self.near, self.rank]] = True
         if not self.networks[phase].lossless:
-            arrived &= self._drawn(exchange)[:, self.cut[phase][bucket].numbers]
+            arrived &= self._drawn(known.exchange)[:, self.cut[phase][bucket].numbers]
         if (phase, bucket) in self._agreements:
             arrived = self._agreed(phase, bucket, arrived)
-        return self._arriving(exchange).record(bucket, arrived)
-
-    def _may_be_withdrawn(self, bucket: int, drawn: np.ndarray | None) -> Lost | None:
-        """Units of parameters that may be written and still count as lost. ``drawn``: those that a channel delivers."""
-        mask = np.zeros((self.size, self.cut["param"][bucket].count), dtype=bool)
-        if drawn is not None:
-            mask |= ~drawn
-        if ("param", bucket) in self._agreements:
-            mask |= self._agreements["param", bucket][0]
-        return Lost(mask) if mask.any() else None
+        return known.record(bucket, arrived)
 
     def _drawn(self, exchange: Exchange) -> np.ndarray:
         """bool[N, units]: the units that the channel delivers, of all buckets."""
@@ -417,7 +381,7 @@ class _Arriving:
     """The units of ``exchange`` that have arrived so far, bucket by bucket, and the buckets that were begun."""
 
     def __init__(self, exchange: Exchange, members: Sequence[int], rank: int, cut: Sequence[BucketUnits]) -> None:
-        self._exchange, self._members, self._me, self._cut = exchange, members, members[rank], cut
+        self.exchange, self._members, self._me, self._cut = exchange, members, members[rank], cut
         self._begun: set[int] = set()
         self._arrived: dict[int, np.ndarray] = {}
         self._whole: Delivery | None = None
@@ -444,7 +408,7 @@ class _Arriving:
         for bucket, part in buckets.items():
             arrived[0][:, self._cut[bucket].numbers] = part
         arrived.flags.writeable = False
-        return Delivery(self._exchange, self._members, [self._me], arrived, self._cut)
+        return Delivery(self.exchange, self._members, [self._me], arrived, self._cut)
 
 
 class _Exchange:

@@ -20,7 +20,7 @@ def end_for(config: LossyConfig, towards: str | None = None) -> Any:
     ``towards``: a host; without ``--udp-interface`` the address is the one that reaches it. Default: MASTER_ADDR.
     """
     if config.transport == "stream":
-        from .stream.host import made
+        from .stream.host import Host as made
         from .stream.settings import settings_of
     else:
         from .udp.engine import made

@@ -3,48 +3,14 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-import numpy as np
-
 
 class PeerLost(RuntimeError):
     """A rank is gone: its process, or the way to it. No exchange of the channel will complete any more."""
-
-
-class Message(ABC):
-    """An exchange of a channel, whatever carries it. ``keep``: owns the memory that is read and written.
-
-    ``arrived`` bool[N, units]: the units that arrived, after :meth:`wait`.
-    """
-
-    keep: object
-    arrived: np.ndarray | None
-
-    @abstractmethod
-    def wait(self, timeout: float | None = None) -> np.ndarray:
-        """bool[N, units]: the units that arrived. Raises :class:`PeerLost`, or TimeoutError after ``timeout`` seconds."""
-
-    @abstractmethod
-    def sent(self, timeout: float | None = None) -> None:
-        """Wait until nothing is read from the sources any more. Raises as :meth:`wait`."""
-
-    @abstractmethod
-    def all_sent(self) -> bool:
-        """Whether nothing is read from the sources any more. Raises :class:`PeerLost`."""
-
-    def finish(self, seconds: float) -> None:
-        """Wait until nothing more arrives, and all is sent. Raises :class:`PeerLost`, also if a live rank sends nothing for ``seconds``."""
-        until = time.monotonic() + seconds
-        try:
-            self.wait(seconds)
-            self.sent(max(until - time.monotonic(), 0.0))
-        except TimeoutError as error:
-            raise PeerLost(f"{error}: nothing for {seconds:g} s") from None
 
 
 def patiently(wait: Callable[[float], Any], seconds: float) -> Any:
@@ -62,9 +28,9 @@ class Leaving:
     def __init__(self, memory: int, patience: float) -> None:
         self._memory = memory
         self._patience = patience
-        self._messages: deque[tuple[Message, int]] = deque()
+        self._messages: deque[tuple[Any, int]] = deque()
 
-    def add(self, sending: Message, size: int) -> None:
+    def add(self, sending: Any, size: int) -> None:
         """Keep a message of ``size`` bytes until it has left."""
         self._messages.append((sending, size))
 

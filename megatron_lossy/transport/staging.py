@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ..base.device import current_device
-from .leaving import Message
+from .leaving import PeerLost
 
 #: The places of the ring are multiples of this many bytes.
 _ALIGNMENT = 512
@@ -116,6 +118,37 @@ def arrival(wanted: torch.Tensor) -> torch.Tensor:
 
 
 # --- exchanges ---------------------------------------------------------------------------------------------------------
+
+
+class Message(ABC):
+    """An exchange of a channel, whatever carries it. ``keep``: owns the memory that is read and written.
+
+    ``arrived`` bool[N, units]: the units that arrived, after :meth:`wait`.
+    """
+
+    keep: object
+    arrived: np.ndarray | None
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> np.ndarray:
+        """bool[N, units]: the units that arrived. Raises :class:`PeerLost`, or TimeoutError after ``timeout`` seconds."""
+
+    @abstractmethod
+    def sent(self, timeout: float | None = None) -> None:
+        """Wait until nothing is read from the sources any more. Raises as :meth:`wait`."""
+
+    @abstractmethod
+    def all_sent(self) -> bool:
+        """Whether nothing is read from the sources any more. Raises :class:`PeerLost`."""
+
+    def finish(self, seconds: float) -> None:
+        """Wait until nothing more arrives, and all is sent. Raises :class:`PeerLost`, also if a live rank sends nothing for ``seconds``."""
+        until = time.monotonic() + seconds
+        try:
+            self.wait(seconds)
+            self.sent(max(until - time.monotonic(), 0.0))
+        except TimeoutError as error:
+            raise PeerLost(f"{error}: nothing for {seconds:g} s") from None
 
 
 class Ring:

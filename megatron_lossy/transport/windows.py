@@ -86,17 +86,10 @@ def into_pieces(pieces: torch.Tensor, size: int, sources: Sequence[int]) -> Brin
     return bring
 
 
-def into_replica(
-    replica: torch.Tensor, size: int, sources: Sequence[int], units: BucketUnits, drawn: np.ndarray | None, rows: Rows
-) -> Bring:
-    """Copies the units that arrived from ``sources`` into ``replica`` [N * shard], and leaves the others alone.
-
-    ``drawn`` bool[N, count]: units that a channel delivers; the others count as lost.
-    """
+def into_replica(replica: torch.Tensor, size: int, sources: Sequence[int], units: BucketUnits, rows: Rows) -> Bring:
+    """Copies the units that arrived from ``sources`` into ``replica`` [N * shard], and leaves the others alone."""
 
     def bring(window: Window, arrived: np.ndarray, data: torch.Tensor) -> None:
-        if drawn is not None:
-            arrived = arrived & drawn[list(sources), window.units]
         used_here((replica,))
         whole = rows.nothing(Lost(~arrived))
         if not whole:

@@ -75,7 +75,7 @@ def _datagrams(config: LossyConfig) -> tuple[list[Finding], Callable[[], list[Fi
 def _streams(config: LossyConfig) -> tuple[list[Finding], Callable[[], list[Finding]]]:
     """The same about streams. Raises :class:`UsageError` for a taken port, a key file, or congestion control that is not allowed."""
     host = end_for(config)
-    address = f"{host.where}, {config.udp_cipher}"
+    address = f"{host.address}:{host.port}, {config.udp_cipher}"
     control = config.stream_congestion or Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     here = [Finding("network", "streams", "ok", address), Finding("network", "congestion control", "ok", control)]
 

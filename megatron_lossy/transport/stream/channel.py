@@ -6,51 +6,66 @@ them. When it is over, what the kernel was not handed yet is dropped, and an END
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from ..udp.session import CODES, Hello, Secrets
+from ...base.errors import UsageError
+from ..udp import session
 from .frames import ASK, BYE, DATA, END, LIVE, Header, Malformed
 from .link import LOOKS, Link, Outgoing, Shape
 from .transfer import Deadline, Key, Pointers, Transfer
 
+#: The version of frames, handshakes and entries in the store.
+PROTOCOL = 1
 #: A rank that is silent for this share of the timeout, and so many seconds at least, is not waited for.
 _PATIENCE, _LEAST_PATIENCE = 0.1, 1.0
 
 
 class Channel:
-    """The exchanges of ``hellos``' ranks, as ``rank`` makes them. Made by :meth:`.Host.open`."""
+    """The exchanges of a group of ranks, made by :meth:`.Host.open`. The other arguments are those of the engine of datagrams.
+
+    Raises :class:`UsageError`, the same on all ranks, if they differ or cannot reach each other.
+    """
 
     def __init__(
         self,
         host: Any,
         name: str,
         rank: int,
-        hellos: Sequence[Hello],
-        secret: Secrets,
-        peers: Sequence[int],
-        buckets: Mapping[str, Sequence[tuple[int, int]]],
-        codes: Mapping[str, str],
-        called: Sequence[int],
+        size: int,
+        store: session.Store,
+        prefix: str,
+        buckets: session.Buckets,
+        *,
+        peers: Collection[int] | None = None,
+        alike: str = "",
+        reported: Collection[str] = (),
+        phases: Sequence[str] = session.PHASES,
+        called: Sequence[int] | None = None,
+        codes: Mapping[str, str] = MappingProxyType({}),
+        bears: bool = False,
     ) -> None:
-        self.poller, self.name, self.rank, self.secret = host.poller, name, rank, secret
+        self.host, self.name, self.rank, settings = host, name, rank, host.settings
+        hellos = session.meet("stream", host, name, rank, size, store, prefix, buckets, phases, alike, codes, PROTOCOL)
+        self.secret = session.Secrets(name, 0, hellos, settings.key)
         #: Names the channel in handshakes.
-        self.id = secret.derive(b"channel")[:16]
-        settings = host.settings
-        self._host, self._memory = host, settings.memory
+        self.id = self.secret.derive(b"channel")[:16]
+        self._memory = settings.memory
         self.plain = settings.cipher == "none"
         self.patience = max(_PATIENCE * settings.timeout, _LEAST_PATIENCE)
         self.deadline = Deadline(settings)
-        self.phases = tuple(buckets)
-        self._shapes = {phase: [Shape(*one) for one in parts] for phase, parts in buckets.items()}
-        self._codes = [CODES[codes.get(phase, "raw")] for phase in self.phases]
+        self.phases = tuple(phases)
+        self._shapes = {phase: [Shape(*one) for one in buckets.get(phase, ())] for phase in phases}
+        self._codes = [session.CODES[codes.get(phase, "raw")] for phase in phases]
         every = [shape for parts in self._shapes.values() for shape in parts]
         #: Bytes of a payload at most.
         self.most = max((shape.frame * shape.unit for shape in every), default=0)
@@ -59,14 +74,36 @@ class Channel:
         self._transfers: dict[Key, Transfer] = {}  # the latest of each bucket
         self._early: dict[Key, list[tuple[Link, Header, bytes]]] = defaultdict(list)
         self._early_bytes = 0
-        names = {peer: f"rank {called[peer]} of {name} ({hellos[peer].where})" for peer in peers}
-        self.links = {peer: Link(self, peer, hellos[peer], names[peer], dials=peer < rank) for peer in peers}
-        self.poller.ask(self._look)
+        names = [f"rank {one} of {name}" for one in (range(size) if called is None else called)]
+        self.links = {
+            peer: Link(self, peer, hellos[peer], f"{names[peer]} ({hellos[peer].where})", dials=peer < rank)
+            for peer in sorted(set(range(size) if peers is None else peers) - {rank})
+        }
+        host.channels[self.id] = self
+        self.host.ask(self._look)
+        try:
+            session.share(store, f"{prefix}/opened", rank, size, b"1")
+            for link in self.links.values():
+                self.host.ask(link.dial)
+            self._reach(store, prefix, hellos, settings.timeout)
+        except BaseException:
+            self.close(linger=0.0)
+            raise
 
-    def dial(self) -> None:
-        """Open the connections that this rank has to open."""
-        for link in self.links.values():
-            self.poller.ask(link.dial)
+    def _reach(self, store: session.Store, prefix: str, hellos: Sequence[session.Hello], seconds: float) -> None:
+        """Wait until there is a connection to each other rank."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not all(link.connection for link in self.links.values()):
+            time.sleep(0.002)
+        missing = {rank: link.problem for rank, link in self.links.items() if not link.connection}
+        rows = session.share(store, f"{prefix}/reached", self.rank, len(hellos), json.dumps(missing).encode())
+        for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and knows more
+            for other, why in json.loads(rows[rank]).items():
+                ends = (f"rank {one} of {self.name} ({hellos[one].where})" for one in (rank, int(other)))
+                raise UsageError(
+                    f"--transport stream: {' does not reach '.join(ends)}: {why}; a firewall has to let TCP connections to "
+                    "--udp-port in, and --udp-interface names another path"
+                )
 
     def _look(self) -> None:
         """Ask silent ranks whether they live, while something is waited for.
@@ -77,7 +114,7 @@ class Channel:
             if any(not transfer.over for transfer in list(self._transfers.values())):
                 for link in self.links.values():
                     link.ask()
-            self.poller.later(LOOKS, self._look)
+            self.host.later(LOOKS, self._look)
 
     # --- exchanges -------------------------------------------------------------------------------------------------
 
@@ -107,7 +144,7 @@ class Channel:
                 else:
                     self._place(link, header, memoryview(payload))
             for link in self.links.values() if early else ():  # there is room again
-                self.poller.ask(link.wake)
+                self.host.ask(link.wake)
             return transfer
 
     def send(self, phase: str, number: int, bucket: int, sources: Pointers) -> Transfer:
@@ -252,12 +289,12 @@ class Channel:
         until = time.monotonic() + linger
         self._drain(until)
         for link in self.links.values():
-            self.poller.ask(partial(link.say, BYE))
+            self.host.ask(partial(link.say, BYE))
         self._drain(until)
         with self.lock:
             for transfer in self._transfers.values():
                 transfer.end()
-        self._host.forget(self)
+        self.host.channels.pop(self.id, None)
         over = threading.Event()
 
         def end() -> None:
@@ -267,14 +304,14 @@ class Channel:
                     link.connection.close("the channel is closed")
             over.set()
 
-        self.poller.ask(end)
+        self.host.ask(end)
         over.wait(1.0)
 
     def _drain(self, until: float) -> None:
         """Wait until the other hosts have all that was sent."""
         wait = 1e-3
         asked = threading.Event()
-        self.poller.ask(asked.set)  # after what it was asked before
+        self.host.ask(asked.set)  # after what it was asked before
         asked.wait(max(until - time.monotonic(), 0.0))
         while time.monotonic() < until and not all(link.drained or not link.lives for link in self.links.values()):
             time.sleep(wait)

@@ -1,7 +1,7 @@
 """One TCP connection between two ranks of a channel: the handshake, then frames in both directions.
 
 The dialer sends the channel's name, its rank and a random number; the listener answers with another. Each proves the channel's secret
-over what was said. Everything here runs on the poller's thread, and nothing waits.
+over what was said. Everything here runs on the host's thread, and nothing waits.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from typing import Any
 
 from .cipher import Cipher, Plain
 from .frames import ASK, LIVE, Header, Malformed, Reader, Writer
-from .poller import NOTSENT_LOWAT, UNSENT_BYTES, Poller
 
 _MAGIC = b"mlstream"
 _CALL = struct.Struct("<8s16sI16s32s")  # magic, channel, rank, random, proof
 _REPLY = struct.Struct("<16s32s")  # random, proof
+#: Bytes that the kernel keeps at least besides those that are on the way: what is dropped when an exchange is over is not among them.
+UNSENT_BYTES = 2**17
+NOTSENT_LOWAT = 25  # of Linux; Python's socket lacks it before 3.12
 #: Seconds for a connection and its handshake.
 HANDSHAKE_SECONDS = 5.0
 #: The most frames that are read or written at a turn: other connections wait. All that the kernel takes has to be written in one, and
@@ -48,25 +50,25 @@ class Handshake:
 
     def __init__(
         self,
-        poller: Poller,
+        host: Any,
         made: socket.socket,
         over: Callable[[str | None], None],
         link: Any = None,
         find: Callable[[bytes, int], Any] = lambda name, rank: None,
     ) -> None:
-        self._poller, self._socket, self._link = poller, made, link
+        self._host, self._socket, self._link = host, made, link
         self._find, self._ends, self._over = find, over, False
         self._random = os.urandom(16)
         self._heard = b""
         made.setblocking(False)
-        poller.watch(made, selectors.EVENT_READ if link is None else selectors.EVENT_WRITE, self._act)
-        poller.later(HANDSHAKE_SECONDS, lambda: self.fail(f"no answer in {HANDSHAKE_SECONDS:g} s"))
+        host.watch(made, selectors.EVENT_READ if link is None else selectors.EVENT_WRITE, self._act)
+        host.later(HANDSHAKE_SECONDS, lambda: self.fail(f"no answer in {HANDSHAKE_SECONDS:g} s"))
 
     def fail(self, why: str) -> None:
         """End it, unless it is over."""
         if not self._over:
             self._over = True
-            self._poller.watch(self._socket, 0, self._act)
+            self._host.watch(self._socket, 0, self._act)
             self._socket.close()
             self._ends(why)
 
@@ -88,7 +90,7 @@ class Handshake:
         secret, rank = self._link.channel.secret, self._link.channel.rank
         proof = secret.derive(b"call", rank.to_bytes(4, "little"), self._random)
         self._socket.send(_CALL.pack(_MAGIC, self._link.channel.id, rank, self._random, proof))
-        self._poller.watch(self._socket, selectors.EVENT_READ, self._act)
+        self._host.watch(self._socket, selectors.EVENT_READ, self._act)
 
     def _read(self) -> None:
         wanted = _CALL if self._link is None else _REPLY
@@ -128,7 +130,7 @@ class Handshake:
         ours, theirs = (link.channel.secret.derive(b"key", randoms, end)[:16] for end in ends)
         seal = Plain() if link.channel.plain else Cipher(ours, sealing=True)
         open_ = Plain() if link.channel.plain else Cipher(theirs, sealing=False)
-        Connection(self._poller, self._socket, link, seal, open_, dialed)
+        Connection(self._host, self._socket, link, seal, open_, dialed)
 
 
 class Connection:
@@ -136,20 +138,20 @@ class Connection:
 
     def __init__(
         self,
-        poller: Poller,
+        host: Any,
         made: socket.socket,
         link: Any,
         seal: Cipher | Plain,
         open_: Cipher | Plain,
         dialed: bool,
     ) -> None:
-        self._poller, self._socket, self.link = poller, made, link
+        self._host, self._socket, self.link = host, made, link
         self._writer, self._reader = Writer(seal, link.channel.most), Reader(open_, link.channel.most)
         self._out = memoryview(b"")
         self._held: tuple[Header, memoryview] | None = None
         self._unsent = UNSENT_BYTES
         self.known = self.closed = self.malformed = self._blocked = self._tries = False
-        poller.later(HANDSHAKE_SECONDS, lambda: None if self.known else self.close("it proves nothing"))
+        host.later(HANDSHAKE_SECONDS, lambda: None if self.known else self.close("it proves nothing"))
         if dialed:
             self.say(ASK)
         if not self.closed:
@@ -158,7 +160,7 @@ class Connection:
     def _watch(self) -> None:
         reads = 0 if self._held is not None else selectors.EVENT_READ
         writes = selectors.EVENT_WRITE if self._out or (self.known and self.link.wants_to_send()) else 0
-        self._poller.watch(self._socket, reads | writes, self._act)
+        self._host.watch(self._socket, reads | writes, self._act)
 
     def wake(self) -> None:
         """Read again what was held back, and write what is new."""
@@ -234,7 +236,7 @@ class Connection:
             if self._out:  # the kernel has enough
                 if not self._tries:
                     self._tries = True
-                    self._poller.later(_AGAIN, self._try)
+                    self._host.later(_AGAIN, self._try)
                 return
 
     def _try(self) -> None:
@@ -276,7 +278,7 @@ class Connection:
         """Close the connection; the link dials again, or waits to be dialed."""
         if not self.closed:
             self.closed = True
-            self._poller.watch(self._socket, 0, self._act)
+            self._host.watch(self._socket, 0, self._act)
             with suppress(OSError):  # a forked process may still have it open
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()

@@ -1,50 +1,174 @@
-"""The streams of this process. All its channels share a port and a thread."""
+"""The streams of this process: one thread that waits for all connections, and the port that they come to. All channels share both."""
 
 from __future__ import annotations
 
-import json
+import heapq
+import itertools
+import logging
 import os
+import selectors
 import socket
+import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from ...base.errors import UsageError
-from ..udp import session
+from ...base.errors import refuse
+from ..address import resolve
+from ..network import choose_congestion
 from .channel import Channel
-from .connection import Handshake
+from .connection import NOTSENT_LOWAT, UNSENT_BYTES, Handshake
 from .link import Link
-from .poller import Poller
 from .settings import Settings
+
+logger = logging.getLogger(__name__)
 
 #: Connections that have proved nothing yet. More are refused: they take files of this process.
 _HANDSHAKES = 256
-#: The version of frames, handshakes and entries in the store.
-PROTOCOL = 1
+#: Seconds without traffic after which the kernel looks whether a connection is there: firewalls forget idle ones.
+_KEEP_ALIVE = 30
+#: Seconds without new connections, if the process has no file for them.
+_PAUSE = 0.1
 
 
 class Host:
-    """The channels of a process. ``local_rank`` is added to the port, unless that is 0."""
+    """One thread, one listening socket, and the channels on them. ``local_rank`` is added to the port, unless that is 0.
+
+    Raises :class:`UsageError` for a port that is taken, and for a congestion control that the kernel does not allow.
+    """
 
     def __init__(self, settings: Settings, address: str, local_rank: int = 0) -> None:
         self.settings, self.address = settings, address
         port = settings.port and settings.port + local_rank
-        self.poller = Poller(address, port, settings.congestion, settings.timeout)
-        self._channels: dict[bytes, Channel] = {}
+        family, bound = resolve(address, port)
+        self._listener = self.new_socket(family)
+        try:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind(bound)
+            self._listener.listen(1024)
+        except OSError as error:
+            self._listener.close()
+            raise refuse("--udp-port", port, f"{error.strerror} on {address}") from None
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        #: Those that are open, by the name that handshakes call them.
+        self.channels: dict[bytes, Channel] = {}
         self._shaking = 0
         #: Connections of others that came to nothing.
         self.refused = 0
         self.closed = False
-        self.poller.listen(self._accepted)
+        self._selector = selectors.DefaultSelector()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._bell, selectors.EVENT_READ, lambda _: os.eventfd_read(self._bell))
+        self._asked: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._ends = False
+        self._thread = threading.Thread(target=self._run, name="megatron-lossy-stream", daemon=True)
+        self._thread.start()
+        self.ask(self._listen)
         _alive.add(self)
 
-    @property
-    def where(self) -> str:
-        """Address and port."""
-        return f"{self.address}:{self.poller.port}"
+    def new_socket(self, family: int) -> socket.socket:
+        """A socket with the options of all connections. Raises :class:`UsageError` for an algorithm the kernel does not allow."""
+        made = socket.socket(family, socket.SOCK_STREAM)
+        choose_congestion(made, self.settings.congestion)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_NODELAY, 1),
+            (NOTSENT_LOWAT, UNSENT_BYTES),
+            (socket.TCP_KEEPIDLE, _KEEP_ALIVE),
+            # After so long the kernel ends a connection whose data nobody acknowledges.
+            (socket.TCP_USER_TIMEOUT, int(self.settings.timeout * 1000)),
+        ):
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+        return made
 
-    def _accepted(self, made: socket.socket) -> None:
+    def open(self, *arguments: Any, **options: Any) -> Channel:
+        """Open a channel, a collective call of its ranks. The arguments are those of :class:`.Channel`, without ``host``."""
+        return Channel(self, *arguments, **options)
+
+    def counters(self) -> dict[str, int]:
+        """Connections of strangers."""
+        return {"strangers": self.refused}
+
+    def ask(self, act: Callable[[], None]) -> None:
+        """Call ``act`` on the thread, soon."""
+        self._asked.append(act)
+        os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Close all channels, end the thread, and close the port."""
+        if self.closed:
+            return
+        for channel in list(self.channels.values()):
+            channel.close()
+        self.closed = True
+
+        def end() -> None:
+            self._ends = True
+
+        self.ask(end)
+        self._thread.join()
+        self._selector.close()
+        self._listener.close()
+        os.close(self._bell)
+
+    def forked(self) -> None:
+        """Close the files of the parent in a child process, which has no thread. Connections stay as they are."""
+        self.closed = True
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                os.close(key.fileobj.detach())
+        self._selector.close()
+
+    # --- on the thread ---------------------------------------------------------------------------------------------
+
+    def later(self, seconds: float, act: Callable[[], None]) -> None:
+        """Call ``act`` on the thread after so many seconds."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), act))
+
+    def watch(self, file: Any, events: int, act: Callable[[int], None]) -> None:
+        """Call ``act`` with the events of ``file`` that are there. No ``events``: not any more."""
+        known = self._selector.get_map().get(file.fileno())
+        if not events:
+            if known is not None:
+                self._selector.unregister(file)
+        elif known is None:
+            self._selector.register(file, events, act)
+        elif known.events != events or known.data != act:
+            self._selector.modify(file, events, act)
+
+    def _run(self) -> None:
+        while not self._ends:
+            wait = max(self._timers[0][0] - time.monotonic(), 0.0) if self._timers else None
+            for key, events in self._selector.select(wait):
+                self._do(partial(key.data, events))
+            while self._asked:
+                self._do(self._asked.popleft())
+            while self._timers and self._timers[0][0] <= time.monotonic():
+                self._do(heapq.heappop(self._timers)[2])
+
+    def _do(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception:  # a mistake of one connection must not end those of all others
+            logger.exception("stream: a connection")
+
+    def _listen(self) -> None:
+        self.watch(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _accept(self, _: int) -> None:
+        try:
+            made, _address = self._listener.accept()
+        except OSError as error:
+            logger.debug("stream: %s", error)
+            self.watch(self._listener, 0, self._accept)
+            self.later(_PAUSE, self._listen)
+            return
         if self._shaking >= _HANDSHAKES:
             self.refused += 1
             made.close()
@@ -55,96 +179,12 @@ class Host:
             self._shaking -= 1
             self.refused += why is not None
 
-        Handshake(self.poller, made, over, find=self.find)
+        Handshake(self, made, over, find=self._find)
 
-    def find(self, name: bytes, rank: int) -> Link | None:
+    def _find(self, name: bytes, rank: int) -> Link | None:
         """The link to ``rank`` in the channel that handshakes call ``name``."""
-        channel = self._channels.get(name)
+        channel = self.channels.get(name)
         return None if channel is None else channel.links.get(rank)
-
-    def open(
-        self,
-        name: str,
-        rank: int,
-        size: int,
-        store: session.Store,
-        prefix: str,
-        buckets: session.Buckets,
-        *,
-        peers: Sequence[int] | None = None,
-        alike: str = "",
-        reported: Sequence[str] = (),
-        phases: Sequence[str] = ("grad", "param"),
-        called: Sequence[int] | None = None,
-        codes: Mapping[str, str] = MappingProxyType({}),
-        bears: bool = False,
-    ) -> Channel:
-        """Open a channel of ``size`` ranks, a collective call. The arguments are those of the engine of datagrams.
-
-        Raises :class:`UsageError`, the same on all ranks, if they differ or cannot reach each other.
-        """
-        settings, random = self.settings, os.urandom(16).hex()
-        mine = session.Hello(
-            address=self.address,
-            port=self.poller.port,
-            random=random,
-            proof=session.prove(settings.key, random),
-            buckets=session.digest_buckets(buckets, alike, phases),
-            size=size,
-            protocol=PROTOCOL,
-            cipher=settings.cipher,
-            codes=session.forms(codes, phases),
-        )
-        hellos = session.meet(name, rank, store, prefix, mine, settings.key, "stream")
-        secret = session.Secrets(name, 0, hellos, settings.key)
-        others = sorted(set(range(size) if peers is None else peers) - {rank})
-        named = range(size) if called is None else called
-        cut = {phase: list(buckets.get(phase, ())) for phase in phases}
-        channel = Channel(self, name, rank, hellos, secret, others, cut, codes, named)
-        self._channels[channel.id] = channel
-        try:
-            session.share(store, f"{prefix}/opened", rank, size, b"1")
-            channel.dial()
-            self._reach(channel, store, prefix, hellos)
-        except BaseException:
-            channel.close(linger=0.0)
-            raise
-        return channel
-
-    def _reach(self, channel: Channel, store: session.Store, prefix: str, hellos: Sequence[session.Hello]) -> None:
-        until = time.monotonic() + self.settings.timeout
-        while time.monotonic() < until and not all(link.connection for link in channel.links.values()):
-            time.sleep(0.002)
-        missing = {rank: link.problem for rank, link in channel.links.items() if not link.connection}
-        rows = session.share(store, f"{prefix}/reached", channel.rank, len(hellos), json.dumps(missing).encode())
-        for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and knows more
-            for other, why in json.loads(rows[rank]).items():
-                ends = (f"rank {one} of {channel.name} ({hellos[one].where})" for one in (rank, int(other)))
-                raise UsageError(
-                    f"--transport stream: {' does not reach '.join(ends)}: {why}; a firewall has to let TCP connections to "
-                    "--udp-port in, and --udp-interface names another path"
-                )
-
-    def forget(self, channel: Channel) -> None:
-        """Do without a channel that is closed."""
-        self._channels.pop(channel.id, None)
-
-    def counters(self) -> dict[str, int]:
-        """Connections of strangers."""
-        return {"strangers": self.refused}
-
-    def close(self) -> None:
-        """Close all channels, and the port."""
-        if not self.closed:
-            for channel in list(self._channels.values()):
-                channel.close()
-            self.closed = True
-            self.poller.close()
-
-    def forked(self) -> None:
-        """Release the streams in a child process, which has none of its parent's threads."""
-        self.closed = True
-        self.poller.forked()
 
 
 #: Hosts of this process.
@@ -157,8 +197,3 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-def made(settings: Settings, address: str, local_rank: int) -> Host:
-    """The streams of this process, one of those of its host."""
-    return Host(settings, address, local_rank)

@@ -60,7 +60,7 @@ class Outgoing:
 
 
 class Link:
-    """The connection to one other rank, and the messages for it. All but :meth:`put` runs on the poller's thread.
+    """The connection to one other rank, and the messages for it. All but :meth:`put` runs on the host's thread.
 
     ``channel``: the :class:`.Channel`. ``called``: its name in messages. ``dials``: whether this rank calls it.
     """
@@ -90,14 +90,14 @@ class Link:
 
     def dial(self) -> None:
         """Open the connection, if it is this rank that dials."""
-        poller = self.channel.poller
+        host = self.channel.host
         if not self._dials or self.left or self.channel.closed:
             return
         family, address = resolve(self.hello.address, self.hello.port)
-        made = poller.new_socket(family)
+        made = host.new_socket(family)
         made.setblocking(False)
         error = made.connect_ex(address)
-        handshake = Handshake(poller, made, self.failed, self)
+        handshake = Handshake(host, made, self.failed, self)
         if error not in (0, errno.EINPROGRESS):
             handshake.fail(os.strerror(error))
 
@@ -108,7 +108,7 @@ class Link:
         self.problem = why
         if self._dials:
             self._pause, pause = min(2 * self._pause, _REDIAL[1]), self._pause
-            self.channel.poller.later(pause, self.dial)
+            self.channel.host.later(pause, self.dial)
 
     def connected(self, connection: Connection) -> None:
         """Take a connection that is authentic in place of an older one."""
@@ -146,7 +146,7 @@ class Link:
         if self.connection is None:  # one END of a bucket says that all before it are over
             self._messages = deque(one for one in self._messages if not (one.dropped and one.place == message.place))
         self._messages.append(message)
-        self.channel.poller.ask(self.wake)
+        self.channel.host.ask(self.wake)
 
     def wake(self) -> None:
         """Write, and read what was held back."""

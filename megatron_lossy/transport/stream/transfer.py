@@ -11,7 +11,7 @@ from threading import Condition
 
 import numpy as np
 
-from ..leaving import Message
+from ..staging import Message
 from .link import Link, Outgoing, Shape
 from .settings import Settings
 

@@ -24,7 +24,8 @@ from ...base.errors import UsageError, refuse
 from ...base.native import ENGINE
 from ...config.transport import UDP_REPORT_BYTES, check_code
 from ..address import resolve, speed_of
-from ..leaving import Message, PeerLost
+from ..leaving import PeerLost
+from ..staging import Message
 from . import session
 from .session import CODES, PHASES, overhead
 from .settings import MIB, UdpSettings
@@ -357,7 +358,6 @@ class Channel:
         assert len(phases) == len(PHASES)
         self.name = name
         self.phases = tuple(phases)
-        self._codes = codes
         self.called = list(range(size) if called is None else called)
         self.rank = rank
         self.size = size
@@ -386,9 +386,14 @@ class Channel:
         self.hellos: list[session.Hello] = []
         drawn = _first_draws(store, f"{prefix}/random", rank)
         alike += repr(sorted(reported))
-        self.hellos = self._meet(store, prefix, session.digest_buckets(buckets, alike, self.phases))
+        window, limit = engine.windows(len(self.peers))  # some peers may be counted twice; REPORTs correct the window
+        self.hellos = session.meet(
+            "udp", engine, name, rank, size, store, prefix, buckets, phases, alike, codes, session.PROTOCOL,
+            packet_bytes=settings.packet_bytes, instance=f"{engine.instance:016x}", window=window, limit=limit,
+            eager=min(settings.eager_bytes, settings.memory // (4 * max(len(self.peers), 1))),
+        )  # fmt: skip
         secrets = session.Secrets(name, session.channel_id(drawn, name), self.hellos, settings.key)
-        self._channel = self._create(secrets, buckets)
+        self._channel = self._create(secrets, buckets, codes)
         with engine._lock:
             engine._channels.append(self)
             engine.promise()
@@ -403,36 +408,7 @@ class Channel:
             self.close(linger=0.0)
             raise
 
-    def _meet(self, store: session.Store, prefix: str, buckets: str) -> list[session.Hello]:
-        engine, settings = self._engine, self._engine.settings
-        window, limit = engine.windows(len(self.peers))  # some peers may be counted twice; REPORTs correct the window
-        senders = len(engine.senders) + len(self.peers)
-        if window == LEAST_WINDOW and senders * window * charge(engine.datagram) > engine.granted:
-            needed = senders * window * charge(engine.datagram) // 2
-            engine.log(
-                f"udp: {senders} senders may overflow the receive buffer of {engine.address}:{engine.port}: "
-                f"sysctl -w net.core.rmem_max={needed}"
-            )
-        random = os.urandom(16).hex()
-        hello = session.Hello(
-            address=engine.address,
-            port=engine.port,
-            instance=f"{engine.instance:016x}",
-            random=random,
-            proof=session.prove(settings.key, random),
-            buckets=buckets,
-            size=self.size,
-            protocol=session.PROTOCOL,
-            packet_bytes=settings.packet_bytes,
-            cipher=settings.cipher,
-            eager=min(settings.eager_bytes, settings.memory // (4 * max(len(self.peers), 1))),
-            window=window,
-            limit=limit,
-            codes=session.forms(self._codes, self.phases),
-        )
-        return session.meet(self.name, self.rank, store, prefix, hello, settings.key)
-
-    def _create(self, secrets: session.Secrets, buckets: session.Buckets) -> int:
+    def _create(self, secrets: session.Secrets, buckets: session.Buckets, codes: Mapping[str, str]) -> int:
         engine = self._engine
         counts = [len(buckets.get(phase, ())) for phase in self.phases]
         channel = self._lib.ml_channel(
@@ -443,7 +419,7 @@ class Channel:
         for index, phase in enumerate(self.phases):
             for bucket, (shard, unit) in enumerate(buckets.get(phase, ())):
                 self._lib.ml_bucket(channel, index, bucket, shard, unit)
-                self._lib.ml_code(channel, index, bucket, CODES[self._codes.get(phase, "raw")])
+                self._lib.ml_code(channel, index, bucket, CODES[codes.get(phase, "raw")])
                 if phase in self._reported and self._lib.ml_reported(channel, index, bucket):
                     self._lib.ml_close(channel, -1)
                     raise MemoryError(f"reports of channel {self.name}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...base.errors import UsageError
 
@@ -59,11 +60,40 @@ class Hello:
 
 
 def meet(
-    name: str, rank: int, store: Store, prefix: str, mine: Hello, key: bytes | None, transport: str = "udp"
+    transport: str,
+    end: Any,
+    name: str,
+    rank: int,
+    size: int,
+    store: Store,
+    prefix: str,
+    buckets: Buckets,
+    phases: Sequence[str],
+    alike: str,
+    codes: Mapping[str, str],
+    protocol: int,
+    **more: Any,
 ) -> list[Hello]:
-    """The hellos of all ranks, exchanged through ``store``. Raises :class:`UsageError` unless they can exchange."""
+    """The hellos of all ranks, exchanged through ``store``. Raises :class:`UsageError` unless they can exchange.
+
+    ``end``: of this process, with its address, port and settings. ``alike``: other text that must be the same on all ranks.
+    ``more``: other fields of this rank's hello.
+    """
+    key, random = end.settings.key, os.urandom(16).hex()
+    mine = Hello(
+        address=end.address,
+        port=end.port,
+        random=random,
+        proof=prove(key, random),
+        buckets=digest_buckets(buckets, alike, phases),
+        size=size,
+        protocol=protocol,
+        cipher=end.settings.cipher,
+        codes=" ".join(f"{phase}: {codes.get(phase, 'raw')}" for phase in phases),
+        **more,
+    )
     hellos = []
-    for other, text in enumerate(share(store, f"{prefix}/hello", rank, mine.size, mine.encode())):
+    for other, text in enumerate(share(store, f"{prefix}/hello", rank, size, mine.encode())):
         try:
             # The own one is not the stored copy: a writer to the store could bring back an old random.
             hellos.append(mine if other == rank else Hello(**json.loads(text)))
@@ -83,11 +113,6 @@ def share(store: Store, key: str, rank: int, size: int, value: bytes) -> list[by
 def overhead(cipher: str) -> int:
     """Bytes of a datagram beside its unit."""
     return HEADER_BYTES + (0 if cipher == "none" else TAG_BYTES)
-
-
-def forms(codes: Mapping[str, str], phases: Sequence[str]) -> str:
-    """The codes of the values of each phase."""
-    return " ".join(f"{phase}: {codes.get(phase, 'raw')}" for phase in phases)
 
 
 def digest_buckets(buckets: Buckets, alike: str, phases: Sequence[str] = PHASES) -> str:
