@@ -138,9 +138,6 @@ DATA = [
     Case("--input /proc/self/mem --output-prefix new", "/proc/self/mem: Input/output error", status=1),
     full("--input text.txt --output-prefix new", "new: File too large"),
     full("--input text.txt --output-prefix data/train --overwrite", "data/train: File too large", limit=1000),
-    Case("manifest data/none --output new.json", "PREFIX data/none: there is no data/none.bin"),
-    full("manifest data/train --output new.json", "new.json: File too large"),
-    Case("check text.txt", "--data-manifest text.txt: must be a file of python -m megatron_lossy.data manifest"),
 ]
 STUDIES = [
     Case("none.yaml", "STUDY none.yaml: cannot be read: No such file or directory"),

@@ -14,7 +14,6 @@ import yaml
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.data.manifest import BLOCK, check_manifest, write_manifest
 from megatron_lossy.lab.launch.__main__ import all_checkpoints, estimates
 from megatron_lossy.lab.launch.__main__ import main as launch
 from megatron_lossy.lab.launch.checks import (
@@ -40,7 +39,7 @@ from .trainer import TINY, read_records, write_data
 
 pytestmark = pytest.mark.shows(
     "configurations: sizes, memory, flags, dry runs, refusals",
-    "commands of torchrun, srun, mpirun; requeued jobs; data manifests",
+    "commands of torchrun, srun, mpirun; requeued jobs",
     device=False,
 )
 
@@ -362,7 +361,6 @@ def test_a_run_of_islands_ends_where_the_slowest_does(data, tmp_path):
         (["--tensor-model-parallel-size=3"], "TP x PP = 3 x 1 needs a multiple of 3 ranks"),
         (["--num-attention-heads=30"], "--hidden-size 4096: must be divisible by"),
         (["--tokenizer=hf:absent/model"], "--tokenizer hf:absent/model: is neither a folder nor in"),
-        (["--data-manifest=absent.json"], "--data-manifest absent.json: cannot be read"),
         (["--save=x"], "--save x: cannot be given to launch"),
         (["--loss-model=trace", "--trace=absent"], "--trace absent"),
         (["--environment=A"], "--environment A: must be pairs NAME=VALUE"),
@@ -403,34 +401,6 @@ def test_a_job_of_another_size_is_refused(data, tmp_path):
     command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", data, tmp_path, "--launcher=srun")
     with pytest.raises(UsageError, match="--accelerators 64: must be the 32 tasks of the Slurm job"):
         make_plan(command, tasks=32)
-
-
-def test_a_manifest_finds_what_changed(tmp_path):
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    large = b"0123456789abcdef" * (BLOCK // 16)
-    (folder / "d.bin").write_bytes(large * 2 + b"end")
-    (folder / "d.idx").write_bytes(b"index")
-    prefix, manifest = str(folder / "d"), str(folder / "manifest.json")
-    assert write_manifest([prefix], manifest)["files"]["d.bin"]["bytes"] == 2 * BLOCK + 3
-    with pytest.raises(UsageError, match="exists already"):
-        write_manifest([prefix], manifest)
-    moved = folder.rename(tmp_path / "elsewhere")
-    manifest = str(moved / "manifest.json")
-    assert check_manifest(manifest, [str(moved / "d")]) == 2 * BLOCK + 3 + 5
-    with pytest.raises(UsageError, match="does not name .*other.bin"):
-        check_manifest(manifest, [str(moved / "other")])
-    with open(moved / "d.bin", "r+b") as stream:
-        stream.seek(BLOCK + 7)
-        stream.write(b"x")
-    with pytest.raises(UsageError, match="d.bin differs in the 64 MiB from byte 67,108,864 on"):
-        check_manifest(manifest)
-    (moved / "d.idx").write_bytes(b"inde")
-    with pytest.raises(UsageError, match="d.idx has 4 bytes, not the 5"):
-        check_manifest(manifest)
-    (moved / "d.idx").unlink()
-    with pytest.raises(UsageError, match="d.idx, which is not there"):
-        check_manifest(manifest)
 
 
 def test_commands_of_the_launchers(data, tmp_path):

@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.data``: text files to Megatron's indexed format; ``manifest``, ``check``: hashes."""
+"""``python -m megatron_lossy.data``: text files to Megatron's indexed format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ...base.errors import ArgumentParser, UsageError, refuse, usage_errors
 from ...base.flags import did_you_mean
-from . import manifest
 from .documents import Document, find_files, read_documents, stdlib_documents, validation_documents
 from .indexed import check_output, output_files, output_prefixes, write_indexed
 from .tokenizers import NAMES, build_tokenizer, padded_vocab_size
@@ -20,11 +19,7 @@ from .tokenizers import NAMES, build_tokenizer, padded_vocab_size
 
 def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the flags. Raises :class:`UsageError`."""
-    parser = ArgumentParser(
-        "python -m megatron_lossy.data",
-        description="Text files to Megatron's indexed format.",
-        epilog="python -m megatron_lossy.data manifest|check --help: hashes of data sets, and their check.",
-    )
+    parser = ArgumentParser("python -m megatron_lossy.data", description="Text files to Megatron's indexed format.")
     add = parser.add_argument
     add("--input", nargs="+", metavar="PATH", help="text files, folders (every file in them but hidden ones) or globs")
     add("--stdlib", action="store_true", help="instead of --input: the source of the running Python's standard library")
@@ -111,14 +106,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run :func:`run`, ``manifest`` or ``check``; report wrong input as one line and exit status 2."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    programs = {"manifest": manifest.run_manifest, "check": manifest.run_check}
+    """Run :func:`run`; report wrong input as one line and exit status 2."""
     with usage_errors("megatron_lossy.data"):
-        if arguments[:1] and arguments[0] in programs:
-            programs[arguments[0]](arguments[1:])
-        else:
-            run(arguments)
+        run(arguments)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from ...base.files import check_folder
 from ...config.facts import Facts
 from ...config.refusal import check_refusals
 from ..data import check_files, epochs
-from ..data.manifest import check_manifest
 from ..train.saved import check_folders, in_folders_of_job
 from .command import check_shape, ranks_of_node
 from .devices import GIB, Device, check_devices, check_tokenizer
@@ -167,7 +166,7 @@ def check_host_memory(plan: Plan, memory: StageMemory) -> None:
 
 
 def check_data(plan: Plan) -> None:
-    """Raise :class:`UsageError` unless data and manifest are there, and agree with the tokenizer."""
+    """Raise :class:`UsageError` unless the data are there, and agree with the tokenizer."""
     if plan.train.data is not None or plan.mock_data:
         return
     tokenizer, problems = plan.train.tokenizer, Collector()
@@ -177,8 +176,6 @@ def check_data(plan: Plan) -> None:
             if made is not None and _vocabulary(made.tokenizer) != _vocabulary(tokenizer):
                 raise refuse("--tokenizer", tokenizer, f"{prefix} was made with --tokenizer {made.tokenizer}")
     problems.finish()
-    if plan.launch.data_manifest is not None:
-        check_manifest(plan.launch.data_manifest, [prefix for _, prefix in plan.train.data_sets()])
     if (seen := epochs_of(plan)) > plan.launch.max_epochs:
         need, have = plan.train.tokens / 1e9, plan.train.tokens / seen / 1e9
         raise refuse(

@@ -104,11 +104,6 @@ def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, de
     return total + layout.world_size * estimate(config, lossy, layout, device).saved
 
 
-def seconds(config: TrainConfig, world_size: int, tokens_per_second: float) -> float:
-    """Length of the training at ``tokens_per_second`` per accelerator, without evaluation and saves."""
-    return config.tokens / (world_size * tokens_per_second)
-
-
 def estimate(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> StageMemory:
     """The pipeline stage that needs most memory. ``config`` must fit ``layout.world_size``: ``check_world``."""
     stages = range(config.pipeline_model_parallel_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 
@@ -50,12 +49,6 @@ class LaunchConfig:
     environment: tuple[str, ...] | None = flag(
         None, "environment variables of every rank", type=str, nargs="+", metavar="NAME=VALUE"
     )
-    data_manifest: str | None = flag(
-        None,
-        "manifest of python -m megatron_lossy.data manifest, with which the data must agree",
-        type=str,
-        metavar="FILE",
-    )
     max_epochs: float = flag(
         4.0,
         "refuse a run that would read its training data more often; repeats up to 4 are about as good as new text "
@@ -78,9 +71,6 @@ class LaunchConfig:
     )
     container_mounts: str | None = flag(
         None, "srun: what pyxis mounts in it, SOURCE:TARGET,…", type=str, metavar="MOUNTS"
-    )
-    tokens_per_second: float | None = flag(
-        None, "measured tokens per second and accelerator, to print the expected time", type=float, metavar="R"
     )
     run: bool = flag(
         False,
@@ -105,11 +95,6 @@ class LaunchConfig:
             value = getattr(self, name)
             self._check(name, value is None or value >= 1, "must be at least 1")
         self._check("max_restarts", self.max_restarts >= 0, "must be at least 0")
-        self._check(
-            "tokens_per_second",
-            self.tokens_per_second is None or 0 < self.tokens_per_second < math.inf,
-            "must be a positive number",
-        )
         self._check("max_epochs", self.max_epochs > 0, "must be above 0")
         for pair in self.environment or ():
             self._check("environment", "=" in pair[1:], "must be pairs NAME=VALUE")
