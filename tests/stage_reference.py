@@ -26,7 +26,7 @@ def observed_run(rank: int, config: dict, loss: dict, first: dict | None = None)
     from megatron_lossy.lab.async_pipeline.workers import StageWorkers
     from megatron_lossy.lab.train import loop
     from megatron_lossy.lab.train.config import TrainConfig
-    from megatron_lossy.lab.train.log import Console
+    from megatron_lossy.lab.train.metrics import Console
     from megatron_lossy.lab.train.workers import Workers
 
     seen: dict = {"weights": [], "norms": [], "logged": []}

@@ -279,7 +279,7 @@ def test_processes_that_need_the_same_text_write_it_once(tmp_path):
     program = (
         "import os, sys\n"
         "from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments\n"
-        "from megatron_lossy.lab.train.text import prefixes, with_data_paths, write_text\n"
+        "from megatron_lossy.lab.train.data import prefixes, with_data_paths, write_text\n"
         "given = ['--config', sys.argv[1], '--data', 'stdlib', '--data-cache-path', sys.argv[2]]\n"
         "paths = with_data_paths(configurations(read_arguments(make_parser('p', ''), given))[0])\n"
         "write_text(paths)\n"

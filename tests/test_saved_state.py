@@ -64,7 +64,7 @@ WALKED = {
     "mechanisms.islands.ranks.RankIslands": "test_islands_ranks.py, saved and resumed",
     "mechanisms.islands.fsdp.FSDPIslands": "test_pytorch_islands.py, saved and resumed",
     "run.mechanism.Part": "no state of its own: test_islands_ranks.py",
-    "lab.async_pipeline.stash.Stash": "test_async_pipeline.py, saved and resumed",
+    "lab.async_pipeline.stage.Stash": "test_async_pipeline.py, saved and resumed",
     "lab.async_pipeline.workers.StageWorkers": "test_async_pipeline.py, saved and resumed",
     "pytorch.base.LossyRun": "test_pytorch_run.py, test_pytorch_ddp.py, saved and resumed",
     "pytorch.fsdp.LossyFSDP": "test_pytorch_run.py, saved and resumed",

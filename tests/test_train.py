@@ -18,8 +18,8 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments
 from megatron_lossy.lab.train.config import TrainConfig
+from megatron_lossy.lab.train.data import same_everywhere
 from megatron_lossy.lab.train.saved import check_folders
-from megatron_lossy.lab.train.text import same_everywhere
 from tests.programs import Program
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import ROOT, TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, run_module, train_runs

@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ...base.files import write_text, writing
-from ..train.log import WHOSE
-from ..train.metrics import perplexity
+from ..train.metrics import WHOSE, perplexity
 from .columns import Column, baseline, columns, other_differences
 from .runs import WEIGHTS, Run
 from .scalars import definition, file_name, with_predictions

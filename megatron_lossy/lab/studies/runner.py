@@ -20,8 +20,7 @@ from typing import IO
 
 from ...base.checkpoints import latest_iteration
 from ...base.device.environment import without_ranks
-from ..train.log import clock
-from ..train.metrics import METRICS_FILE
+from ..train.metrics import METRICS_FILE, clock
 from .cells import COMPLETE, DIVERGED, LOG, Cell, CellFolder
 
 _SECONDS_BETWEEN_LINES = 20

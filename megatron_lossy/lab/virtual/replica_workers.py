@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,82 @@ from ...mechanisms.replicas.repair import Buckets
 from ...mechanisms.replicas.streams import ReplicaStream
 from ...mechanisms.replicas.synchroniser import Tensors
 from ...transport.peers import LocalPeers, Peers
-from .replica_states import TrainingStates
+
+
+@dataclass
+class _State:
+    """One worker's state: the data of all weights, the state of each main weight, the ``step`` of groups with one."""
+
+    weights: list[torch.Tensor]
+    moments: list[dict[str, Any]]
+    steps: list[Any]
+
+
+class TrainingStates:
+    """``count`` complete training states, weights and optimizer state, one at a time in the model by pointer.
+
+    They are of the model with ``parameters`` and Megatron's ``optimizers``, and all begin as these are. Gradients are no part of them.
+
+    The first is in the model until :meth:`turn`, and between turns.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizers: Sequence[Any], count: int) -> None:
+        self._inner = [one.optimizer for one in optimizers if one.optimizer is not None]
+        self._mains = [
+            (inner, main) for inner in self._inner for group in inner.param_groups for main in group["params"]
+        ]
+        self._numbers = {id(main): number for number, (_, main) in enumerate(self._mains)}
+        copies = [one for one in parameters if one.requires_grad and id(one) not in self._numbers]
+        self._tensors = [*(main for _, main in self._mains), *copies]
+        self._states = [self._here()]
+        self._states += [copy.deepcopy(self._states[0]) for _ in range(1, count)]
+
+    def _here(self) -> _State:
+        return _State(
+            [tensor.data for tensor in self._tensors], [inner.state[main] for inner, main in self._mains], self._steps()
+        )
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        return (group for inner in self._inner for group in inner.param_groups if "step" in group)
+
+    def _steps(self) -> list[Any]:
+        return [copy.copy(group["step"]) for group in self._groups()]
+
+    @contextlib.contextmanager
+    def turn(self, worker: int) -> Iterator[None]:
+        """A context in which the model and its optimizer have the state of ``worker``."""
+        self._put(worker)
+        try:
+            yield
+        finally:
+            self._states[worker].steps = self._steps()
+            self._put(0)
+
+    def _put(self, worker: int) -> None:
+        state = self._states[worker]
+        for tensor, data in zip(self._tensors, state.weights, strict=True):
+            tensor.data = data
+        for (inner, main), moments in zip(self._mains, state.moments, strict=True):
+            inner.state[main] = moments
+        for group, step in zip(self._groups(), state.steps):
+            group["step"] = copy.copy(step)
+
+    def spread(self) -> None:
+        """Give every worker a copy of the state in the model: a loaded checkpoint may have replaced its tensors."""
+        self._states = [self._here(), *([None] * (len(self._states) - 1))]
+        self._states[1:] = [copy.deepcopy(self._states[0]) for _ in self._states[1:]]
+
+    def weights(self, worker: int, own: Sequence[Main]) -> list[torch.Tensor]:
+        """The main weights ``own`` of ``worker``."""
+        return [self._states[worker].weights[self._numbers[id(main)]] for main, _ in own]
+
+    def moments(self, worker: int, own: Sequence[Main]) -> list[dict[str, Any]]:
+        """The state, in torch's optimizers, of each of the main weights ``own`` of ``worker``."""
+        return [self._states[worker].moments[self._numbers[id(main)]] for main, _ in own]
+
+    def copies(self, worker: int) -> list[torch.Tensor]:
+        """The weights of the model of ``worker`` that are copies of main weights."""
+        return self._states[worker].weights[len(self._mains) :]
 
 
 class WorkerReplicas(HeldReplicas):

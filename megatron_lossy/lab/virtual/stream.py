@@ -21,9 +21,7 @@ from ...hooks.grad_errors import errors_of_owner
 from ...recovery import Gradients, LossScale
 from ...transport import Transfer
 from .in_memory import groups_in_memory
-from .rounded import Rounded
-from .sending import seen
-from .twins import sending_of
+from .sending import Rounded, seen, sending_of
 from .versions import Versions
 
 # Sums are added in pieces that fit into a core's cache, and each source is cleared while it is there.
