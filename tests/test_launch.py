@@ -110,38 +110,23 @@ def test_what_an_asynchronous_pipeline_adds():
     assert stashed["old weights"] == 4 * stashed["weights"]
 
 
-def test_what_islands_and_stages_add():
-    """In copies of the weights; 32 layers and two tables over 4 stages."""
-    four = dataclasses.replace(
-        llama2_7b(), virtual_workers=4, tensor_model_parallel_size=1, pipeline_model_parallel_size=1
-    )
-    weights = 6_738_415_616
+def test_what_islands_add():
+    """In copies of a rank's shard: four islands of 16 ranks."""
+    shard = 6_738_415_616 / 16
 
     def components(**loss):
-        return estimate(four, LossyConfig(**loss), Layout(1), DEVICES["h100"]).components
+        return estimate(llama2_7b(), LossyConfig(islands=4, **loss), Layout(64), DEVICES["h100"]).components
 
-    alone = components()
-    assert alone["optimizer shard"] == 12 * weights  # one device has all of it
-    islands = {"islands": 4, "sync_method": "parameters", "sync_fraction": 0.05, "sync_delay": 10}
-    found = components(**islands)
-    assert found.keys() - alone.keys() == {"islands", "averages under way"}
-    assert found["islands"] == 4 * 2 * weights + 3 * 12 * weights
-    assert found["averages under way"] == pytest.approx(11 * 0.05 * (5 * 4 + 8) * weights)
-    assert components(**islands, island_schedule="events")["visits of means"] == 4 * 2 * weights
-    assert components(**islands, delay_correction="ema")["correction"] == 4 * 4 * weights
-    predicted = components(**islands | {"sync_delay": 50}, delay_correction="smith")
-    assert predicted["averages under way"] == pytest.approx(51 * 0.05 * (9 * 4 + 8) * weights)
-    assert predicted["correction"] == 4 * 4 * weights
-    assert components(**islands, delay_correction="smith") == found  # nothing is under way twice
-    assert components(islands=4, sync_method="diloco", sync_interval=9)["outer optimizer"] == 2 * 4 * 4 * weights
-    stages = {"async_pipeline": True, "virtual_stages": 4}
-    layers = 8 * (4096 * (4 * 4096 + 3 * 11008) + 2 * 4096)
-    old = 2 * (3 * (layers + 32000 * 4096) + 2 * layers + layers)
-    assert components(**stages)["old weights"] == old
-    assert components(**stages, **islands)["old weights"] == 4 * old
-    assert components(**stages, p_grad=0.1)["old weights"] == old
-    assert components(**stages, p_param=0.1)["old weights"] == 4 * old
-    assert "old weights" not in components(**stages | {"virtual_stages": 1})
+    assert components(sync_method="none")["optimizer shard"] == 12 * shard
+    few = {"sync_method": "parameters", "sync_fraction": 0.05, "sync_delay": 10}
+    found = components(**few)
+    assert found["averages under way"] == pytest.approx(11 * 0.05 * (2 * 4 + 8) * shard)
+    assert components(**few, delay_correction="ema")["correction"] == 4 * shard
+    predicted = components(**few | {"sync_delay": 50}, delay_correction="smith")
+    assert predicted["averages under way"] == pytest.approx(51 * 0.05 * (3 * 4 + 8) * shard)
+    assert predicted["correction"] == 4 * shard
+    assert components(**few, delay_correction="smith") == found  # nothing is under way twice
+    assert components(sync_method="diloco", sync_interval=9)["outer optimizer"] == 2 * 4 * shard
 
 
 def llama2_7b():
@@ -315,15 +300,13 @@ def test_flags_for_megatron(data, tmp_path):
     "flags",
     [
         ("--no-use-distributed-optimizer", "--param-sync-interval=4", "--replica-check=log"),
-        ("--virtual-workers=4", "--no-use-distributed-optimizer", "--global-batch-size=16"),
         ("--p-grad=0.1", "--p-param=0.2", "--loss-unit=packet"),
         ("--islands=2", "--sync-method=parameters", "--sync-delay=3", "--save-replicas"),
     ],
     ids=lambda flags: flags[0],
 )
 def test_the_trainer_is_told_what_the_plan_says(flags, data, tmp_path):
-    sizes = ["--device=cpu", "--accelerators=1" if "virtual" in flags[0] else "--accelerators=4"]
-    plan = make_plan(arguments(TINY_FILE, data, tmp_path, *sizes, *flags))
+    plan = make_plan(arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=4", *flags))
     check(plan, starting=False)
     assert plan.module[0] == "megatron_lossy.train"
     told = configurations(read_arguments(make_parser("train", ""), plan.module[1:]))
@@ -340,14 +323,6 @@ def test_megatron_is_told_which_optimizer(data, tmp_path):
         assert ("optimizer shard" in found) == sharded
         whole = found.get("optimizer", 0) or 4 * found["optimizer shard"]
         assert whole == 8 * found["weights"] / 4
-
-
-def test_a_run_of_islands_ends_where_the_slowest_does(data, tmp_path):
-    speeds = ["--virtual-workers=4", "--islands=4", "--sync-method=none", "--island-speeds", "2", "1", "2", "1"]
-    plan = make_plan(
-        arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=1", *speeds, "--train-iters=200")
-    )
-    assert plan.iterations == 133
 
 
 @pytest.mark.parametrize(

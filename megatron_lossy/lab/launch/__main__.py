@@ -82,7 +82,7 @@ def describe(plan: Plan) -> list[str]:
     tensor, pipeline = train.tensor_model_parallel_size, train.pipeline_model_parallel_size
     data = train.data_parallel_size(plan.ranks)
     lines = [
-        f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.iterations}",
+        f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.train.train_iters}",
         (f"ranks    {_where(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
         *_jobs(plan),
         f"loss     {plan.lossy.describe()}",
@@ -120,7 +120,7 @@ def _sites(plan: Plan) -> list[str]:
     grad, param = (
         elements * lossy.copies(phase) * lossy.wire_bits.get(phase, bits) / 8 / 1e9 for phase, bits in plain.items()
     )
-    ranks = (train.virtual_workers or plan.ranks) // lossy.sites
+    ranks = plan.ranks // lossy.sites
     sent = f"{grad:.3g} GB of gradients and {param:.3g} GB of parameters"
     return [
         f"sites    {lossy.sites} of {ranks} rank{'s'[: ranks != 1]}; out of each {sent} an iteration, and as much into it"

@@ -129,7 +129,7 @@ def datagram_memory(plan: Plan, memory: StageMemory) -> tuple[int, int, int] | N
     there for copies, and as much again for packets that arrive before they are asked for.
     """
     lossy = plan.lossy
-    if lossy.transport != "udp" or plan.train.virtual_workers or memory.far == 0:
+    if lossy.transport != "udp" or memory.far == 0:
         return None
     if plan.device.kind == "cpu":
         return 0, lossy.udp_memory, 1

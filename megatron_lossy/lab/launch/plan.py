@@ -53,8 +53,8 @@ class Plan:
 
     @property
     def jobs(self) -> Jobs:
-        """The jobs among which ranks are divided; one for virtual workers, which share a process."""
-        return Jobs() if self.train.virtual_workers else self.lossy.jobs()
+        """The jobs among which ranks are divided."""
+        return self.lossy.jobs()
 
     @property
     def ranks(self) -> int:
@@ -68,19 +68,14 @@ class Plan:
         return self.job_folders[self.island or 0] if self.jobs.apart else self.folder
 
     @property
-    def iterations(self) -> int:
-        """The last iteration of the run: fewer than ``--train-iters`` if the slowest of its jobs makes fewer."""
-        return self.lossy.iterations(self.train.train_iters)
-
-    @property
     def checkpoints(self) -> int:
         """The number of checkpoints that are there at once, at most."""
         train, megatron = self.train, _value(self.only_megatron, "--save-retain-interval")
-        number = -(-self.iterations // (train.save_interval or self.iterations))
+        number = -(-train.train_iters // (train.save_interval or train.train_iters))
         if train.save_retain and self.launch.trainer:
             number = min(number, train.save_retain + 1)  # an older one is deleted once the next is whole
         if megatron is not None:
-            number = min(number, self.iterations // int(megatron) + 2)
+            number = min(number, train.train_iters // int(megatron) + 2)
         return number
 
     @property
@@ -261,6 +256,10 @@ def _program(
     if known.rendezvous is not None and island is None:
         known.island = 0  # all are alike but for their numbers
     train, lossy = configurations(known)
+    if train.virtual_workers:
+        raise refuse(
+            "--virtual-workers", train.virtual_workers, "share one process: python -m megatron_lossy.train starts it"
+        )
     if launch.trainer:
         if from_command_line:
             flags = [word for word in from_command_line if word.startswith("--")]

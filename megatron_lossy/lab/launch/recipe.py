@@ -126,7 +126,7 @@ def megatron_arguments(
     ``only_megatron``: flags by name with dashes, which win. Raises :class:`UsageError` for settings that Megatron-LM
     does not support.
     """
-    for name in ("virtual_workers", "save_retain", "save_failures"):
+    for name in ("save_retain", "save_failures"):
         if value := getattr(config, name):
             has = "; Megatron-LM has --save-retain-interval" if name == "save_retain" else ""
             raise refuse(f"--{_dashed(name)}", value, f"needs --program train{has}")

@@ -40,7 +40,7 @@ def run_in_job(plan: Plan, command: Sequence[str], environment: Mapping[str, str
     """Start ``command`` (srun), wait, and requeue the job unless the run is complete; returns the exit status."""
     job = job_name(environment)
     before = done_iterations(plan)
-    if before >= plan.iterations:
+    if before >= plan.train.train_iters:
         _say(f"{plan.folder} is complete, {before} iterations")
         return 0
     log = next(item for item in command if item.startswith("--output=")).partition("=")[2]
@@ -52,8 +52,8 @@ def run_in_job(plan: Plan, command: Sequence[str], environment: Mapping[str, str
         # A group of its own: a signal to the batch script's group must not make srun kill ranks that are saving.
         status = subprocess.Popen(command, env=environment, start_new_session=True).wait()
         after = done_iterations(plan)
-        _say(f"srun ended with status {status}, at iteration {after} of {plan.iterations}")
-        if after >= plan.iterations:
+        _say(f"srun ended with status {status}, at iteration {after} of {plan.train.train_iters}")
+        if after >= plan.train.train_iters:
             return status
         return _requeue(job, status, after > before)
     finally:
