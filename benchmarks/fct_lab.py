@@ -26,9 +26,8 @@ from benchmarks.exchange.timeouts import HEADER, PAYLOAD
 from benchmarks.lab import Lab, Missing, end_in_order
 from megatron_lossy.base.coding import AdaptiveCode
 from megatron_lossy.base.errors import refuse, usage_errors
-from megatron_lossy.lab.studies.fct.path import Losses
-from megatron_lossy.lab.studies.fct.path import Path as Way
-from megatron_lossy.lab.studies.fct.schemes import Flow, Scheme, SelectiveRepeat, Smart, Uniform
+from megatron_lossy.lab.studies.fct.schemes import Flow, Losses, Scheme, SelectiveRepeat, Smart, Uniform
+from megatron_lossy.lab.studies.fct.schemes import Path as Way
 from megatron_lossy.transport.udp.packet import overhead
 
 #: RTO of what has one, in round trips.

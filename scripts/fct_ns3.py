@@ -30,10 +30,9 @@ from megatron_lossy.base.coding import Layout
 from megatron_lossy.base.device.environment import processor, versions
 from megatron_lossy.base.errors import ArgumentParser, UsageError, refuse, usage_errors
 from megatron_lossy.base.files import check_folder, replace_file, write_text
-from megatron_lossy.lab.studies.fct.cells import make_scheme
-from megatron_lossy.lab.studies.fct.path import Losses
-from megatron_lossy.lab.studies.fct.path import Path as Way
-from megatron_lossy.lab.studies.fct.schemes import Flow, Scheme
+from megatron_lossy.lab.studies.fct.command import make_scheme
+from megatron_lossy.lab.studies.fct.schemes import Flow, Losses, Scheme
+from megatron_lossy.lab.studies.fct.schemes import Path as Way
 
 ROOT = Path(__file__).resolve().parent.parent
 APPLICATIONS = Path(__file__).with_suffix(".cc")

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.lab.studies.fct.cells import Condition, make_scheme, run_cell
-from megatron_lossy.lab.studies.fct.command import read
-from megatron_lossy.lab.studies.fct.path import Losses, Path
-from megatron_lossy.lab.studies.fct.schemes import Adaptive, SelectiveRepeat, Smart, Tolerant, Uniform
+from megatron_lossy.lab.studies.fct.command import Condition, make_scheme, read, run_cell
+from megatron_lossy.lab.studies.fct.schemes import Adaptive, Losses, Path, SelectiveRepeat, Smart, Tolerant, Uniform
 from tests.programs import ROOT, run_program
 
 pytestmark = pytest.mark.shows("completion times by hand, in closed form, of every scheme", device=False)

@@ -11,9 +11,8 @@ import pytest
 
 from benchmarks import fct_lab, run_wan, udp_exchange, udp_priority, udp_soak
 from benchmarks.fct_lab import OnTimeout, contestants
-from megatron_lossy.lab.studies.fct.path import Losses
-from megatron_lossy.lab.studies.fct.path import Path as Way
-from megatron_lossy.lab.studies.fct.schemes import SelectiveRepeat, Smart, Uniform
+from megatron_lossy.lab.studies.fct.schemes import Losses, SelectiveRepeat, Smart, Uniform
+from megatron_lossy.lab.studies.fct.schemes import Path as Way
 from scripts import fct_ns3
 from tests.test_lab import needs_lab
 

@@ -582,7 +582,7 @@ def test_a_signal_ends_all_jobs_and_then_what_they_need(tmp_path):
     program = f"""
 import sys
 from pathlib import Path
-from megatron_lossy.lab.launch.several import _run
+from megatron_lossy.lab.launch.command import _run
 jobs = [[sys.executable, "-c", one] for one in {[wait.format(status) for status in (0, 3, 4)]!r}]
 print("status", _run([{serve!r}], jobs, Path({str(tmp_path / "log")!r})))
 """

@@ -1,16 +1,21 @@
-"""The exact command of a launcher, and its environment."""
+"""The exact command of a launcher, and its environment; those of jobs that are launches of their own, which may all run here."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from ...base.errors import UsageError, refuse
+from ...mechanisms.islands.rendezvous.lighthouse import addresses_of, torchft
 from .devices import first_host
-from .plan import Plan
+from .plan import PROGRAM, Plan
 
 _SHUTDOWN_SECONDS = 300
 
@@ -133,3 +138,59 @@ def _mpirun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
         command += ["-x", f"{name}={value}"]
     command += ["--output-filename", str(plan.own_folder / "logs")]
     return command + _rank(plan, sys.executable, address, launch.master_port)
+
+
+# --- jobs that are launches of their own (``--rendezvous`` without ``--island``) ---------------------------------------
+
+
+def several(plan: Plan, arguments: Sequence[str], about: Sequence[str]) -> int:
+    """Print the command of the lighthouse and of each job of ``plan``, or start all here with ``--run``; returns the exit status.
+
+    ``arguments``: the command line. ``about``: lines about the run. Raises :class:`UsageError`.
+    """
+    own = [one for one in arguments if one not in ("--run", "--dry-run")]
+    jobs = [[sys.executable, "-m", PROGRAM, *own, "--island", str(job)] for job in range(plan.jobs.number)]
+    lighthouses = [_lighthouse(url) for url in addresses_of(plan.lossy.rendezvous or "")]
+    if not plan.launch.run or plan.launch.dry_run:
+        print("\n".join(about))
+        for command in lighthouses:
+            print(f"# on the host of that address\n{shell(command, {})}")
+        for job, command in enumerate(jobs):
+            print(f"# {plan.jobs.name} {job}, where it is\n{shell(command, {})}")
+        return 0
+    if plan.launch.launcher == "srun":
+        raise refuse("--run", "on", "starts all on this host; submit each with --island")
+    torchft()
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    return _run(lighthouses, jobs, plan.folder / "lighthouse.log")
+
+
+def _lighthouse(url: str) -> list[str]:
+    return [sys.executable, "-m", "megatron_lossy", "lighthouse", "--bind", url.removeprefix("http://")]
+
+
+def _run(services: Sequence[Sequence[str]], jobs: Sequence[Sequence[str]], log: Path) -> int:
+    """Run ``jobs`` to their ends, and ``services`` until then, which write into ``log``. A signal goes to all jobs.
+
+    Returns the status of the first of these that failed, as a shell has it.
+    """
+    came: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: came.append(number))
+    with open(log, "a") as file:
+        serving = [subprocess.Popen(one, stdout=file, stderr=file, start_new_session=True) for one in services]
+    # A session each, so that a signal of the terminal comes once, from here.
+    working = [subprocess.Popen(one, start_new_session=True) for one in jobs]
+    try:
+        while any(one.poll() is None for one in working):
+            while came:
+                number = came.pop(0)
+                for one in working:
+                    one.send_signal(number)
+            time.sleep(0.1)
+    finally:
+        for one in serving:
+            one.terminate()
+            one.wait()
+    status = next((one.returncode for one in working if one.returncode), 0)
+    return status if status >= 0 else 128 - status

@@ -17,9 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from ...base.checkpoints import latest_iteration
 from ...base.errors import refuse
-from .plan import Plan
-
-PROGRAM = "megatron_lossy.launch"
+from .plan import PROGRAM, Plan
 
 
 def check_job(plan: Plan, environment: Mapping[str, str]) -> None:
