@@ -94,13 +94,6 @@ class LossTable:
         table = ["| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines]
         return "\n".join([*table, "", *(f"- {note}" for note in self.notes)]) + "\n"
 
-    def latex(self) -> str:
-        """A ``tabular`` environment with the rules of the package booktabs, and the notes as comments."""
-        lines = [["metric", *self.headings], *([name, *map(str, entries)] for name, entries in self.rows)]
-        rows = [" & ".join(map(_latex, line)) + r" \\" for line in lines]
-        body = [rf"\begin{{tabular}}{{l{'r' * len(self.headings)}}}", r"\toprule", rows[0], r"\midrule", *rows[1:]]
-        return "\n".join([*body, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in self.notes)]) + "\n"
-
     def csv(self) -> str:
         """One line per value, in full precision: metric, loss rate, runs, mean, standard error, change."""
         stream = io.StringIO()
@@ -217,12 +210,6 @@ def _lengths(runs: Sequence[Run]) -> list[str]:
         if short := [f"{name} (last {iteration})" for name, iteration in last.items() if iteration < longest]:
             notes.append(f"{what} iteration {longest}: " + ", ".join(short))
     return notes
-
-
-def _latex(text: str) -> str:
-    for character in "&%_#$":
-        text = text.replace(character, "\\" + character)
-    return text.replace("±", r"$\pm$")
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -1,35 +1,9 @@
 """The design of a study: its file, and the cells that follow from it.
 
-A study file is YAML::
-
-    title: Gradients or parameters
-    question: Whose loss costs more, that of gradients or that of parameters?
-    config: ../tiny/llama_1m.yaml      # beside this file; settings of all cells
-    settings: {virtual-workers: 16}    # over those of the config
-    processes: 1                       # per cell, under torchrun if more than 1
-    seeds: [1, 2, 3]                   # of weights and data, the same ones in every cell of the table
-    loss-seeds: [1, 2]                 # of the losses; see loss_seed_of
-    level-name: loss rate
-    levels:                            # the columns of the table
-      10 %: {p: 0.1}
-      20 %: {p: 0.2}
-    variants:                          # its rows; a variant's settings win over the level's
-      both: {}
-      gradients only: {p-param: 0}
-    against: {gradients only: both}    # the partner of a variant in comparisons; default the first variant
-    metrics: [grad norm]               # recorded scalars to report beside the losses (docs/monitors.md)
-    baseline: {name: FullSync, islands: 1}  # settings over all others, for the reference of changes; default no loss
-
-A file may also hold several studies::
-
-    config: ../tiny/llama_1m.yaml      # keys of all its studies, unless one has its own
-    studies:
-      phases: {title: …, levels: …}    # python -m megatron_lossy.lab FILE phases
-
-Keys of ``settings``, levels and variants are flags of ``python -m megatron_lossy.train``; ``p`` stands for
-``p-grad`` and ``p-param``. A level can also be one of errors in gradients (``grad-error``), with variants of the
-actions on them. Every variant is also trained without loss and errors, or with the settings of the baseline: its
-changes refer to that run.
+docs/study.md says what a file can have. Keys of ``settings``, levels and variants are flags of ``python -m
+megatron_lossy.train``; ``p`` stands for ``p-grad`` and ``p-param``. A level can also be one of errors in gradients
+(``grad-error``), with variants of the actions on them. Every variant is also trained without loss and errors, or with the
+settings of the baseline: its changes refer to that run.
 """
 
 from __future__ import annotations
@@ -90,6 +64,8 @@ class Study:
     against: Mapping[str, str] = dataclasses.field(default_factory=dict)
     baseline: str = NO_LOSS
     """The name of the level None."""
+    paper: bool = False
+    """Whether the report is the paper's Table 1, with its rows beside, and its figures."""
 
     @property
     def errs(self) -> bool:
@@ -104,7 +80,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Design:
-    """The content of a study file, or of a command line for Table 1."""
+    """The content of a study file."""
 
     title: str
     question: str = ""
@@ -119,6 +95,7 @@ class Design:
     against: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metrics: Sequence[str] = ()
     baseline: Mapping[str, Any] | None = None
+    paper: bool = False
 
     def study(self, arguments: Sequence[str] = ()) -> Study:
         """All cells, with ``arguments`` of the command line over ``settings``. Raises :class:`UsageError`."""
@@ -144,6 +121,7 @@ class Design:
             tuple(self.metrics),
             self.against,
             self._baseline(any(trial.cell.loss.errs for trial in trials)),
+            self.paper,
         )
 
     def _baseline(self, errs: bool = False) -> str:

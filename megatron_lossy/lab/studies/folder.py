@@ -22,7 +22,6 @@ from ..report import LossTable, Run
 from ..report.runs import WEIGHTS
 from ..report.scalars import file_name, with_predictions
 from ..train.metrics import METRICS_FILE
-from .cells import Cell
 from .design import Study
 from .summary import (
     RUN_COLUMNS,
@@ -39,9 +38,7 @@ from .tables import scalar_tables, table_1, won_back
 
 RECORD = "study.json"
 Place = tuple[str, str, str, str]
-_FIRST, _LEVEL, _TRAINED, _RUNS = "settings of the first cell", "first level", "trained", "runs"
-# Reports that differ only in these belong to one study: more seeds, or drift or sharpness measured too.
-_NO_OTHER_REPORT = {"seed", "loss-seed", "drift-interval", "sharpness-interval"}
+_TRAINED, _RUNS = "trained", "runs"
 
 
 # --- may a report go there? ------------------------------------------------------------------------------------------
@@ -61,43 +58,20 @@ def check_out(out: Path, study: Study) -> None:
     """Raise :class:`UsageError` for the folder of another study. This one may have got more seeds or conditions."""
     try:
         record = json.loads((out / RECORD).read_text())
-        title, first, level = record.get("title"), record.get(_FIRST), record.get(_LEVEL)
-        pairs = [(dict(first), study.trials[0])] if first else []
-        if level:
-            place = level["variant"], level["level"]
-            pairs += [
-                (dict(level["settings"]), trial) for trial in study.trials if (trial.variant, trial.level) == place
-            ]
-        places = [_place(row) for row in _rows(record)]
+        title, there = record.get("title"), {_place(row): row["cell"] for row in _rows(record)}
     except FileNotFoundError:
         return
     except (AttributeError, KeyError, OSError, TypeError, ValueError):
         raise refuse("--out", out, f"{RECORD} there cannot be read; choose another folder") from None
     if title != study.title:
         raise refuse("--out", out, f"holds the report of another study, {title!r}; choose another folder")
-    for there, trial in pairs:
-        here = _settings(trial.cell)
-        for name in sorted((there.keys() | here.keys()) - _NO_OTHER_REPORT):
-            if there.get(name) != here.get(name):
-                values = f"--{name} {_value(there, name)}, not {_value(here, name)}"
-                raise refuse("--out", out, f"holds a report with {values}; choose another folder")
     here = _cells(study)
-    for place in places:
-        if place not in here:
+    for place, cell in there.items():
+        if here.get(place) != cell:
             variant, level, seed, loss_seed = place
-            what = ", ".join(filter(None, (variant, level, f"seed {seed}", loss_seed and f"loss seed {loss_seed}")))
-            raise refuse("--out", out, f"holds a larger report, with {what}; choose another folder")
-
-
-def _settings(cell: Cell) -> dict[str, Any]:
-    """The settings of ``cell`` and its number of processes, as JSON gives them back."""
-    processes = {"processes": cell.processes} if cell.processes > 1 else {}
-    return json.loads(json.dumps(cell.settings | processes))
-
-
-def _value(settings: Mapping[str, Any], name: str) -> str:
-    value = settings.get(name, "as by default")
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            which = ", ".join(filter(None, (variant, level, f"seed {seed}", loss_seed and f"loss seed {loss_seed}")))
+            what = "a report with other settings, of" if place in here else "a larger report, with"
+            raise refuse("--out", out, f"holds {what} {which}; choose another folder")
 
 
 def _rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -128,17 +102,14 @@ def _cells(study: Study) -> dict[Place, str]:
 def write_record(results: Results, out: Path) -> Path:
     """Write ``study.json`` into ``out``; returns it."""
     study = results.study
-    record: dict[str, Any] = {
+    record = {
         "title": study.title,
         "question": study.question,
         # The command that would make this report from nothing.
         "command": shlex.join(["python", "-m", "megatron_lossy.lab", *_from_nothing(sys.argv[1:])]),
         _TRAINED: trained(results),
-        _FIRST: _settings(study.trials[0].cell),
+        _RUNS: run_table(results).splitlines(),  # one line each, in the file as well
     }
-    if (trial := next((trial for trial in study.trials if trial.level is not None), None)) is not None:
-        record[_LEVEL] = {"variant": trial.variant, "level": trial.level, "settings": _settings(trial.cell)}
-    record[_RUNS] = run_table(results).splitlines()  # one line each, in the file as well
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / RECORD, json.dumps(record, indent=1))
     return out / RECORD
@@ -155,11 +126,11 @@ def _from_nothing(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def tables(results: Results, rates: Mapping[str, float] | None) -> dict[str, LossTable]:
-    """All tables of a report by the names of their files. ``rates``: of every level, for Table 1."""
+def tables(results: Results) -> dict[str, LossTable]:
+    """All tables of a report by the names of their files."""
     found: dict[str, LossTable] = {}
-    if rates is not None:
-        found["table1"] = table_1(results, rates)
+    if results.study.paper:
+        found["table1"] = table_1(results)
     else:
         for file, metric in _validation(results).items():
             found[file] = comparison(results, metric)
@@ -175,22 +146,22 @@ def tables(results: Results, rates: Mapping[str, float] | None) -> dict[str, Los
 
 
 def write_tables(results: Results, found: Mapping[str, LossTable], out: Path) -> list[Path]:
-    """Write the runs as CSV, and every table as CSV, Markdown and LaTeX; returns the files."""
+    """Write the runs as CSV, and every table as CSV and Markdown; returns the files."""
     files = [out / "runs.csv"]
     write_text(files[0], run_table(results))
     for name, table in found.items():
-        for suffix, text in (("csv", table.csv()), ("md", table.markdown()), ("tex", table.latex())):
+        for suffix, text in (("csv", table.csv()), ("md", table.markdown())):
             files.append(out / f"{name}.{suffix}")
             write_text(files[-1], text)
     return files
 
 
-def write_figures(results: Results, out: Path, rates: Mapping[str, float] | None, curves: bool = True) -> list[Path]:
+def write_figures(results: Results, out: Path, curves: bool = True) -> list[Path]:
     """Draw every figure as PNG and PDF; returns the files. ``curves``: whether ``results`` have more than ends."""
     from .figures import plot_comparison, plot_figure_1, plot_figure_2, plot_scalar
 
     files: list[Path] = []
-    if rates is None:
+    if not results.study.paper:
         for file, metric in _validation(results).items():
             files += plot_comparison(results, metric, out / file)
     elif curves:

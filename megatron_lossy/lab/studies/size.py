@@ -50,7 +50,7 @@ class Size:
     @classmethod
     def of(cls, folder: Path) -> Size:
         """The report in ``folder``. Raises :class:`UsageError` if its models differ in size, or no level loses."""
-        results, _ = recorded(folder)
+        results = recorded(folder)
         configs = [trial.cell.train for trial in results.study.trials]
         found = {(parameters(one, build_tokenizer(one.tokenizer).vocab_size), one.tokens) for one in configs}
         if len(found) > 1 or not results.study.levels:

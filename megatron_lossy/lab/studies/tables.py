@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,8 +49,9 @@ def paper_entry(metric: str, rate: float) -> Entry:
     return Entry(PAPER_TABLE_1[metric][PAPER_RATES.index(rate)], None, paper_change(metric, rate), 1)
 
 
-def table_1(results: Results, rates: Mapping[str, float]) -> LossTable:
-    """The paper's Table 1 with the paper's own rows beside ours. ``rates``: the rate of every level."""
+def table_1(results: Results) -> LossTable:
+    """The paper's Table 1 with the paper's own rows beside ours."""
+    rates = {trial.level: trial.cell.loss.p_grad for trial in results.study.trials if trial.level}
     levels: list[str | None] = [None, *results.study.levels]
     rows = []
     for name, metric in loss_metrics(results).items():
