@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from megatron_lossy.base.files import write_text
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import theory
-from megatron_lossy.lab.theory.islands import deviation, growth_per_iteration, speed
+from megatron_lossy.lab.theory.islands import rounds_of, simulate, spread
 from megatron_lossy.mechanisms.islands.rules import critical_gain, stability_bound
 
 OUT = Path(__file__).parent.parent / "benchmarks" / "results" / "averaging.md"
@@ -48,6 +50,56 @@ def delayed_steps() -> str:
             ]
         lines.append("| " + " | ".join([str(stages), *(f"{cell:.3g}" for cell in cells)]) + " |")
     return "\n".join(lines) + "\n"
+
+
+def growth_per_iteration(config: LossyConfig, steps: int = 800, size: int = 400) -> float:
+    """The factor on deviations per iteration without local noise, over the second half of ``steps``."""
+    random = torch.Generator().manual_seed(0)
+    weights = torch.randn(config.islands, size, generator=random)
+    rounds = rounds_of(config, weights)
+    if config.sync_method == "parameters" and config.correction == "ema":
+        # Without this the first exchange would remove the deviations, which are no progress.
+        rounds.rule.load_state_dict({"progress": spread(weights)})
+    squares = []
+    for step in range(steps):
+        rounds.after_iteration(step)
+        squares.append(spread(weights).double().square().sum().item())
+    quarter = steps // 4
+    early, late = max(squares[quarter : 2 * quarter]), max(squares[3 * quarter :])
+    return float((late / early) ** (0.25 / quarter))
+
+
+def deviation(config: LossyConfig, steps: int = 1200, size: int = 400) -> float:
+    """The squared distance of islands to their mean, over the second half of ``steps``, under white local steps.
+
+    It is relative to the distance that one iteration of such steps makes.
+    """
+    random = torch.Generator().manual_seed(0)
+    squares: list[float] = []
+
+    def walk(step: int, weights: torch.Tensor) -> None:
+        weights += torch.randn(weights.shape, generator=random)
+
+    def look(step: int, weights: torch.Tensor) -> None:
+        squares.append(spread(weights).square().mean().item())
+
+    simulate(config, torch.zeros(config.islands, size), steps, walk, look)
+    late = squares[steps // 2 :]
+    return sum(late) / len(late) / (1 - 1 / config.islands)
+
+
+def speed(config: LossyConfig, steps: int = 1200, size: int = 400) -> float:
+    """The share of a constant drift that remains, over the second half of ``steps``."""
+    means: list[float] = []
+
+    def drift(step: int, weights: torch.Tensor) -> None:
+        weights += 1.0
+
+    simulate(
+        config, torch.zeros(config.islands, size), steps, drift, lambda _, weights: means.append(weights.mean().item())
+    )
+    half = steps // 2
+    return (means[-1] - means[half - 1]) / (steps - half)
 
 
 def row(fraction: float, delay: int, subset: str) -> list[str]:

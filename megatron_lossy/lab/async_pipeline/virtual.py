@@ -91,11 +91,6 @@ class Stages(Part):
                 else:
                     history.swap()
 
-    @property
-    def kept_elements(self) -> int:
-        """Elements of weights held besides the model."""
-        return sum(history.kept for history in self._histories)
-
     def restart(self, iteration: int) -> None:
         """Give all stages the newest weights."""
         for history in self._histories:  # all versions are equal to the newest
@@ -192,10 +187,6 @@ class _History:
         for (view, _), versions in zip(self._views, self._versions, strict=True):
             view.copy_(versions[0])
             versions.rotate(-1)
-
-    @property
-    def kept(self) -> int:
-        return sum(version.numel() for versions in self._versions for version in versions)
 
     def restart(self) -> None:
         self._versions = []

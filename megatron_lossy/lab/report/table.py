@@ -19,7 +19,7 @@ import numpy as np
 from ...base.files import write_text, writing
 from ..train.metrics import WHOSE, perplexity
 from .columns import Column, baseline, columns, other_differences
-from .runs import WEIGHTS, Run
+from .runs import LOSS, WEIGHTS, Run
 from .scalars import definition, file_name, with_predictions
 
 ONE_SEED = "one loss seed: differences of a few percent can come from the seed alone; no ordering is claimed"
@@ -229,16 +229,16 @@ def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path, scal
 
     ``scalars``: recorded scalars to draw too. A prediction is in the figure of its scalar if both are named.
     """
-    from .curves import plot_curves, plot_scalars
+    from .curves import plot_curves
 
     files = report_files(scalars)
     folder = Path(folder)
     with writing("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
         # Large files go first: if they do not fit, the older report is still complete.
-        plot_curves(runs, folder / CURVES)
+        plot_curves(runs, [LOSS], folder / CURVES)
         for group, figure in zip(with_predictions(scalars), files[3:], strict=True):
-            plot_scalars(runs, group, folder / figure)
+            plot_curves(runs, group, folder / figure)
         write_text(folder / TABLE_MARKDOWN, table.markdown())
         write_text(folder / TABLE_CSV, table.csv())
     return [folder / name for name in files]

@@ -50,7 +50,6 @@ class VirtualCluster(VirtualRun):
         super().__init__(config, workers, steps, gapless, writer, ranks)
         self._members, self._ranks = members, ranks
         self._streams: list[StreamBuckets] = []
-        self._peak = 1.0
 
     # --- building ------------------------------------------------------------------------------------------------
 
@@ -94,12 +93,6 @@ class VirtualCluster(VirtualRun):
     # --- an iteration --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def worker(self, worker: int, evaluates: bool = False) -> Iterator[None]:
-        with super().worker(worker, evaluates):
-            self._note_peak()
-            yield
-
-    @contextlib.contextmanager
     def _replica(self, worker: int) -> Iterator[None]:
         with contextlib.ExitStack() as turns:
             with torch.no_grad():
@@ -126,7 +119,6 @@ class VirtualCluster(VirtualRun):
             for stream in self._streams:
                 stream.reduce(scale)
                 stream.versions.before_update(self.iteration, stream.lost(self.iteration))
-            self._note_peak()
             self._withdraw()
             self.begin_update()
             with self._norm_by_shards() if self.stages is None else self.stages.updating():
@@ -207,19 +199,6 @@ class VirtualCluster(VirtualRun):
     def load_exchanged_state(self, state: list[Any]) -> None:
         for stream, versions in zip(self._streams, state, strict=True):
             stream.versions.load_state_dict(versions)
-
-    # --- memory ----------------------------------------------------------------------------------------------------
-
-    @property
-    def weight_copies(self) -> float:
-        """The most memory that weights have taken so far, in copies of the model, the working one included."""
-        return self._peak
-
-    def _note_peak(self) -> None:
-        own = sum(bucket.param_data.numel() for stream in self._streams for bucket in stream.buckets)
-        kept = sum(stream.kept for stream in self._streams)
-        kept += 0 if self.stages is None else self.stages.kept_elements
-        self._peak = max(self._peak, (own + kept) / own)
 
 
 def get_grad_norm_fp32(

@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import psutil
 import torch
 
-from ...base.errors import refuse
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes
 from ...run.weights import ModelChunks
@@ -22,10 +20,6 @@ from ...transport import LossyGroup
 from .base import VirtualRun
 from .replica_reduction import LossyReduction
 from .replica_workers import WorkerReplicas
-
-# Bytes per element: weights and two moments in float32, and a copy of the weights in the model's precision or of the
-# gradients; and the gradients of a worker, if they are kept for comparison or as substitutes for lost ones.
-_BYTES, _OF_GRADIENTS = 16, 4
 
 
 class VirtualReplicas(VirtualRun):
@@ -48,26 +42,11 @@ class VirtualReplicas(VirtualRun):
 
     def _add(self, ddp: Any) -> None:
         self._parameters = list(ddp.parameters())
-        self._check_memory()
         self.held.add(ddp)
         for one in self.held.streams:
             self._sums.append([torch.empty_like(bucket.grad_data) for bucket in one.buckets])
             if not self.config.untouched("grad"):
                 self._lossy.append(LossyReduction(self.config, one, self.workers, self.steps))
-
-    def _check_memory(self) -> None:
-        elements = sum(parameter.numel() for parameter in self._parameters)
-        kept = (self.config.replica_check != "none") + (not self.config.untouched("grad"))
-        needed = elements * (_BYTES + kept * _OF_GRADIENTS) * self.workers
-        there = psutil.virtual_memory().available
-        if self.device.type == "cuda":
-            there = torch.cuda.mem_get_info(self.device)[0]
-        if self.differ and needed > there:
-            raise refuse(
-                "--virtual-workers",
-                self.workers,
-                f"full replicas of {elements} parameters take {needed / 2**30:.1f} GiB, of {there / 2**30:.1f} GiB that are free",
-            )
 
     # --- an iteration --------------------------------------------------------------------------------------------
 

@@ -48,11 +48,6 @@ class Sending:
         """The owners' weights of every bucket."""
         return self.buffers if self._kept is None else self._kept
 
-    @property
-    def kept(self) -> int:
-        """Elements held beside the buffers."""
-        return 0 if self._kept is None else sum(weights.numel() for weights in self._kept)
-
     @contextlib.contextmanager
     def owner(self, worker: int) -> Iterator[None]:
         """A context in which the shards of ``worker`` hold its weights."""

@@ -95,11 +95,6 @@ class StreamBuckets:
         """Use the sums of ``other``, which reduces its gradients at another time."""
         self.sums, self._totals = other.sums, other._totals
 
-    @property
-    def kept(self) -> int:
-        """Elements of weights held beside the parameter buffers."""
-        return self.versions.kept + self.sending.kept
-
     def collect(self, worker: int, step: int, loss_scale: LossScale, gapless: bool) -> None:
         """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards.
 
