@@ -26,8 +26,8 @@ from megatron_lossy.lab.launch.checks import (
     describe_datagrams,
 )
 from megatron_lossy.lab.launch.command import check_shape, launch_command, shell
-from megatron_lossy.lab.launch.devices import DEVICES
 from megatron_lossy.lab.launch.memory import Layout, estimate, parameters
+from megatron_lossy.lab.launch.options import DEVICES
 from megatron_lossy.lab.launch.plan import make_plan
 from megatron_lossy.lab.launch.rank import rank_environment
 from megatron_lossy.lab.launch.slurm import check_job, done_iterations, job_name, run_in_job

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from ...base.errors import Collector, Problems, UsageError, usage_errors, with_origin
 from .checks import check, check_memory, describe_datagrams, epochs_of
 from .command import TORCHRUN_ENVIRONMENT, container, launch_command, several, shell
-from .devices import GIB
 from .memory import checkpoint_bytes, parameters
+from .options import GIB
 from .plan import PROGRAM, Plan, make_plan
 from .slurm import check_job, done_iterations, run_in_job
 

@@ -19,8 +19,8 @@ from ...config.refusal import check_refusals
 from ..data import check_files, epochs
 from ..train.saved import check_folders, in_folders_of_job
 from .command import check_shape, ranks_of_node
-from .devices import GIB, Device, check_devices, check_tokenizer
 from .memory import StageMemory, estimate
+from .options import GIB, Device, check_devices, check_tokenizer
 from .plan import Plan
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ...base.errors import UsageError, refuse
 from ...mechanisms.islands.rendezvous.lighthouse import addresses_of, torchft
-from .devices import first_host
+from .options import first_host
 from .plan import PROGRAM, Plan
 
 _SHUTDOWN_SECONDS = 300

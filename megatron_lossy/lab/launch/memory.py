@@ -49,7 +49,7 @@ from ...base.registry import CHANNELS, GRAD_RECOVERIES
 from ...config import PHASES, LossyConfig
 from ..data import padded_vocab_size
 from ..train.config import TrainConfig
-from .devices import GIB, Device
+from .options import GIB, Device
 
 #: Bytes for the driver's context, communication buffers, workspaces, and fragmentation: an assumption.
 RESERVED = 6 * GIB

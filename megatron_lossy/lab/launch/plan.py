@@ -16,9 +16,8 @@ from ...config.loss_flags import preset_arguments
 from ...config.settings import from_origin, note_origins_of
 from ..train.arguments import configurations, make_parser, setting_arguments
 from ..train.config import TrainConfig
-from .devices import DEVICES, ENVIRONMENT, Device, check_tokenizer
 from .memory import Layout
-from .options import LaunchConfig
+from .options import DEVICES, ENVIRONMENT, Device, LaunchConfig, check_tokenizer
 from .recipe import Recipe, flag_arguments, loss_arguments, megatron_arguments, read_recipe
 
 PROGRAM = "megatron_lossy.launch"

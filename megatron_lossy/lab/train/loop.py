@@ -48,16 +48,14 @@ from .data import (
     same_everywhere,
     with_data_paths,
 )
-from .evaluate import begin_mean_loss, evaluate
 from .facts import check_flags
 from .metrics import Console, Silent, perplexity
 from .model import build_model, transformer_impl
 from .optimizer import lr_scale
-from .records import Progress, header, open_writers
+from .records import Progress, Stop, header, open_writers
 from .saved import changed_settings, check_folders, in_folders_of_job, same_folder, shared_settings, write_settings
 from .sharpness import Sharpness
-from .stop import Stop
-from .workers import Workers
+from .workers import Workers, begin_mean_loss, evaluate
 
 
 class Diverged(RuntimeError):

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 
-from ...base.ledger import Ledger, Patch
+from ...base.ledger import Patch, Takes, patched
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes, buckets_by_stream
 from ...run.weights import ModelChunks
 from ...transport import LossyGroup
 from .base import VirtualRun
-from .layout import buffers_for
 from .sending import VirtualSampler
 from .stream import StreamBuckets
 
@@ -70,25 +69,16 @@ class VirtualCluster(VirtualRun):
                 )  # fmt: skip
                 self._streams.append(stream)
 
-    @contextlib.contextmanager
-    def _norm_by_shards(self) -> Iterator[None]:
+    def _norm_by_shards(self) -> contextlib.AbstractContextManager[None]:
         buffers = [bucket.grad_data for stream in self._streams for bucket in stream.buckets]
-        ledger = Ledger("virtual cluster")
-        ledger.install(
-            [
-                Patch(
-                    target="megatron.core.optimizer.optimizer:get_grad_norm_fp32",
-                    around=partial(get_grad_norm_fp32, buffers, self.workers, self._inside),
-                    why="adds up the gradient norm shard by shard, as the ranks do, so that clipping rounds alike",
-                    versions="all",
-                    until="never: Megatron has one rank here",
-                )
-            ]
+        norm = Patch(
+            target="megatron.core.optimizer.optimizer:get_grad_norm_fp32",
+            around=partial(get_grad_norm_fp32, buffers, self.workers, self._inside),
+            why="adds up the gradient norm shard by shard, as the ranks do, so that clipping rounds alike",
+            versions="all",
+            until="never: Megatron has one rank here",
         )
-        try:
-            yield
-        finally:
-            ledger.uninstall()
+        return patched("virtual cluster", norm)
 
     # --- an iteration --------------------------------------------------------------------------------------------
 
@@ -244,3 +234,63 @@ def _pieces(grad: torch.Tensor, buffers: Sequence[torch.Tensor], workers: int) -
         result.append((owner, flat[taken : taken + length]))
         taken += length
     return result
+
+
+class _Sized:
+    """A process group of one rank that reports ``size`` ranks."""
+
+    def __init__(self, group: Any, size: int) -> None:
+        self._group = group
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def buffers_for(workers: int) -> contextlib.AbstractContextManager[None]:
+    """A context in which DistributedDataParallel pads its buckets as on ``workers`` ranks.
+
+    Megatron pads each bucket so that it can be cut into as many shards as the group has ranks. So the ends of shards, and
+    the units that are lost together, depend on N.
+    """
+
+    def padded(original: type) -> type:
+        class PaddedBuffer(original):
+            def __init__(self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, *rest, **more):
+                sized = _Sized(data_parallel_group, workers)
+                super().__init__(ddp_config, param_dtype, grad_dtype, params, sized, *rest, **more)
+                self.data_parallel_group = data_parallel_group
+                self.data_parallel_world_size = data_parallel_group.size()
+
+        return PaddedBuffer
+
+    def compute_layout(original, params, bucket_size, data_parallel_world_size, *rest, **more):
+        layout = original(params, bucket_size, workers, *rest, **more)
+        if hasattr(layout, "num_optimizer_shards"):  # from 0.19 on compared with the optimizer's own group
+            layout.num_optimizer_shards = data_parallel_world_size
+        return layout
+
+    why = "buckets must be padded for as many shards as there are virtual workers"
+    until = "Megatron takes the padding of buckets as an argument"
+    return patched(
+        "layout of virtual workers",
+        Patch(
+            target="megatron.core.distributed.distributed_data_parallel:_ParamAndGradBuffer",
+            make=padded,
+            why=why,
+            versions="before 0.18; later it is given the layout",
+            until=until,
+        ),
+        Patch(
+            target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
+            around=compute_layout,
+            why=why,
+            versions="0.18 and later",
+            until=until,
+            optional=True,
+            takes=Takes(("params", "bucket_size", "data_parallel_world_size")),
+        ),
+    )

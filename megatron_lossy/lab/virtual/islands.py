@@ -38,8 +38,7 @@ from ...run.base import Run
 from ...run.monitor import load_states, states_of
 from ...run.weights import ModelChunks
 from ...transport import LossyGroup
-from .cluster import VirtualCluster
-from .layout import buffers_for
+from .cluster import VirtualCluster, buffers_for
 
 #: The file of the islands in a checkpoint.
 ISLANDS = "lossy_islands.pt"
