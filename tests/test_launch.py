@@ -25,12 +25,19 @@ from megatron_lossy.lab.launch.checks import (
     datagram_memory,
     describe_datagrams,
 )
-from megatron_lossy.lab.launch.command import check_shape, launch_command, shell
+from megatron_lossy.lab.launch.command import (
+    check_job,
+    check_shape,
+    done_iterations,
+    job_name,
+    launch_command,
+    run_in_job,
+    shell,
+)
 from megatron_lossy.lab.launch.memory import Layout, estimate, parameters
 from megatron_lossy.lab.launch.options import DEVICES
 from megatron_lossy.lab.launch.plan import make_plan
 from megatron_lossy.lab.launch.rank import rank_environment
-from megatron_lossy.lab.launch.slurm import check_job, done_iterations, job_name, run_in_job
 from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments
 from megatron_lossy.lab.train.config import TrainConfig
 

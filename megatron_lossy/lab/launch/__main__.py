@@ -11,11 +11,19 @@ from collections.abc import Iterator, Sequence
 
 from ...base.errors import Collector, Problems, UsageError, usage_errors, with_origin
 from .checks import check, check_memory, describe_datagrams, epochs_of
-from .command import TORCHRUN_ENVIRONMENT, container, launch_command, several, shell
+from .command import (
+    TORCHRUN_ENVIRONMENT,
+    check_job,
+    container,
+    done_iterations,
+    launch_command,
+    run_in_job,
+    several,
+    shell,
+)
 from .memory import checkpoint_bytes, parameters
 from .options import GIB
 from .plan import PROGRAM, Plan, make_plan
-from .slurm import check_job, done_iterations, run_in_job
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

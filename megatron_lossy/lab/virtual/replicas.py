@@ -18,8 +18,7 @@ from ...hooks.buckets import bucket_sizes
 from ...run.weights import ModelChunks
 from ...transport import LossyGroup
 from .base import VirtualRun
-from .replica_reduction import LossyReduction
-from .replica_workers import WorkerReplicas
+from .replica_workers import LossyReduction, WorkerReplicas
 
 
 class VirtualReplicas(VirtualRun):
