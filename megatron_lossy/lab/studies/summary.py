@@ -165,41 +165,29 @@ def comparison(results: Results, metric_name: str) -> LossTable:
 
 
 def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
-    """Tables by name: changes of other variants, and of other levels, minus those of the first."""
-    metric = loss_metrics(results)[metric_name]
-    note = f"{metric_name}: difference of the changes, in percentage points, seed by seed; {INTERVAL}"
-    return against_the_first(
-        results.study, metric_name, lambda here, there: results.difference(here, there, metric), note
-    )
-
-
-def against_the_first(
-    study: Study, metric_name: str, difference: Callable[[Place, Place], Difference], note: str
-) -> dict[str, LossTable]:
-    """Tables by name: differences of every variant from the first or its partner in the study, and of every level."""
-    tables: dict[str, LossTable] = {}
+    """Tables by name: changes of every variant minus those of the first or of its partner, and of every level of the first."""
+    study, metric, tables = results.study, loss_metrics(results)[metric_name], {}
     if not study.levels:
         return tables
+    note = f"{metric_name}: difference of the changes, in percentage points, seed by seed; {INTERVAL}"
     first, *others = study.variants
     if others:
-        rows = tuple(
-            (
-                f"{name}, against {other}" if (other := study.against.get(name, first)) != first else name,
-                tuple(difference((name, level), (other, level)) for level in study.levels),
-            )
-            for name in others
-        )
-        tables["between_variants"] = LossTable(study.levels, rows, (f"against {first!r}; {note}",))
+        rows = []
+        for name in others:
+            other = study.against.get(name, first)
+            own = tuple(results.difference((name, level), (other, level), metric) for level in study.levels)
+            rows.append((f"{name}, against {other}" if other != first else name, own))
+        tables["between_variants"] = LossTable(study.levels, tuple(rows), (f"against {first!r}; {note}",))
     first_level, *more = study.levels
     if more:
-        rows = tuple(
+        rows = [
             (
                 name or metric_name,
-                tuple(difference((name, level), (name, first_level)) for level in more),
+                tuple(results.difference((name, level), (name, first_level), metric) for level in more),
             )
             for name in study.variants
-        )
-        tables["between_levels"] = LossTable(tuple(more), rows, (f"against {first_level!r}; {note}",))
+        ]
+        tables["between_levels"] = LossTable(tuple(more), tuple(rows), (f"against {first_level!r}; {note}",))
     return tables
 
 

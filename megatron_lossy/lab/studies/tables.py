@@ -11,7 +11,7 @@ import numpy as np
 from ..report import LossTable, Run
 from ..report.scalars import definition, file_name
 from ..report.table import Entry, ScalarEntry
-from .summary import INTERVAL, Difference, Results, against_the_first, loss_metrics, notes, scalar_metric
+from .summary import INTERVAL, Difference, Results, loss_metrics, notes, scalar_metric
 
 # --- Table 1 of the paper ---------------------------------------------------------------------------------------------
 # *Distributed Training under Packet Loss* (Weintraub, Banner, Orda, 2025), beside ours: LLaMA-2 7B, 64 accelerators, 5,000
@@ -64,20 +64,17 @@ def table_1(results: Results) -> LossTable:
 
 
 # --- scalars that runs recorded beside their losses, and their distance from predictions -----------------------------
-# A scalar is the value at the end of a run (:meth:`Run.scalar`). Differences are paired by seed, as those of losses are. They are
-# differences of the values themselves: many scalars, such as drift, do not exist without loss.
+# A scalar is the value at the end of a run (:meth:`Run.scalar`). Many, such as drift, do not exist without loss.
 
 
 def scalar_tables(results: Results, names: Sequence[str]) -> dict[str, LossTable]:
     """All tables of one scalar, by file name. ``names``: the scalar, and its prediction if the study has both."""
     name, *predicted = names
-    file, metric = file_name(name), scalar_metric(name)
-    note = f"{name}: relative difference in percent, seed by seed; {INTERVAL}"
+    file = file_name(name)
     tables = {file: _values(results, names)}
     if predicted:
         tables[f"{file}_against_prediction"] = _against(results, name, *predicted)
-    between = against_the_first(results.study, name, lambda here, there: results.ratio(here, there, metric), note)
-    return tables | {f"{file}_{suffix}": table for suffix, table in between.items()}
+    return tables
 
 
 def levels_with(results: Results, name: str) -> list[str | None]:
