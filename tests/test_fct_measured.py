@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from benchmarks import fct_lab, run_wan, udp_exchange, udp_priority, udp_soak
+from benchmarks.fct.__main__ import make_scheme
+from benchmarks.fct.schemes import Losses, SelectiveRepeat, Smart, Uniform
+from benchmarks.fct.schemes import Path as Way
 from benchmarks.fct_lab import OnTimeout, contestants
-from megatron_lossy.lab.studies.fct.command import make_scheme
-from megatron_lossy.lab.studies.fct.schemes import Losses, SelectiveRepeat, Smart, Uniform
-from megatron_lossy.lab.studies.fct.schemes import Path as Way
 from tests.test_lab import needs_lab
 
 pytestmark = pytest.mark.shows(

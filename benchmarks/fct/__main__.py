@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.lab fct``: completion times between two data centers, by scheme of recovery.
+"""``python -m benchmarks.fct``: completion times between two data centers, by scheme of recovery.
 
 A file is YAML::
 
@@ -36,10 +36,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from ....base.errors import ArgumentParser, UsageError, refuse
-from ....base.files import check_folder, replace_file, write_text
-from ....config.settings import read_yaml
-from .schemes import Adaptive, Losses, Path, Scheme, SelectiveRepeat, Smart, Tolerant, Uniform
+from benchmarks.fct.schemes import Adaptive, Losses, Path, Scheme, SelectiveRepeat, Smart, Tolerant, Uniform
+from megatron_lossy.base.errors import ArgumentParser, UsageError, refuse, usage_errors
+from megatron_lossy.base.files import check_folder, replace_file, write_text
+from megatron_lossy.config.settings import read_yaml
 
 _COLORS = ("#c53030", "#dd6b20", "#2b6cb0", "#2f855a", "#6b46c1", "#666666")
 _RESAMPLES = 400
@@ -177,10 +177,10 @@ class Settings:
         return [Condition(1e6 * size, rate, timeout, burst) for size, timeout, burst, rate in axes]
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the file that the command line names, print the table and write table, values and figures."""
     parser = ArgumentParser(
-        "megatron_lossy.lab fct",
+        "python -m benchmarks.fct",
         description="How long messages take between two data centers if packets are lost, by scheme of recovery "
         "(docs/fct.md).",
     )
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str]) -> None:
         if FilePath(given.out, "fct.csv").exists() and not given.overwrite:
             raise refuse("--out", given.out, "holds results already; --overwrite replaces them")
     cells = run(settings, given.jobs)
-    text = markdown(settings, cells, f"python -m megatron_lossy.lab fct {given.file}")
+    text = markdown(settings, cells, f"python -m benchmarks.fct {given.file}")
     print(text)
     if given.out is None:
         return
@@ -387,3 +387,8 @@ def draw_gains(settings: Settings, cells: Mapping[tuple[str, Condition], Cell], 
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(path, format="png")
+
+
+if __name__ == "__main__":
+    with usage_errors("benchmarks.fct"):
+        main()

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....base.coding import AdaptiveCode, Layout
-from ....base.errors import UsageError
-from ....base.flags import check_code
+from megatron_lossy.base.coding import AdaptiveCode, Layout
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.base.flags import check_code
 
 _NOTHING = np.zeros(0, dtype=np.int64)
 
