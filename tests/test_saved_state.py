@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.theory.islands import rounds_of
 from megatron_lossy.lab.virtual.in_memory import LossyWorkers
 from megatron_lossy.mechanisms.lead.compensated import Compensated
 from megatron_lossy.mechanisms.replicas import average
 from megatron_lossy.transport import BucketSpec
 from megatron_lossy.transport.peers import LocalPeers
+from scripts.stability import rounds_of
 from tests.churning_rows import ChurningRows
 from tests.full_replicas import FullReplicas
 from tests.saved_state import unmissed, walk

@@ -482,7 +482,7 @@ def test_unfinished_and_diverged_runs():
     diverged = _results({**losses, ("10 %", 2, 1): float("nan")})
     assert str(comparison(diverged, "train loss").rows[0][1][1]) == "diverged in 1 of 3 runs"
     assert str(comparison(_results({("10 %", 1, 1): 2.0}), "train loss").rows[0][1][0]) == "-"
-    assert list(loss_metrics(results)) == ["train loss", "train PPL", "val loss", "val PPL"]
+    assert list(loss_metrics(results.weights)) == ["train loss", "train PPL", "val loss", "val PPL"]
     assert str(Difference.of({1: 1.0, 2: math.nan})) == "diverged" and str(Difference.of({})) == "-"
 
 

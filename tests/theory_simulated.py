@@ -16,7 +16,7 @@ import torch
 from megatron_lossy.base.exchange import BucketUnits, Exchange, Stream, cut
 from megatron_lossy.base.registry import GRAD_RECOVERIES
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.virtual.in_memory import Memory
+from megatron_lossy.lab.virtual.in_memory import Memory, WorkerWire
 from megatron_lossy.recovery import Gradients
 from megatron_lossy.transport import Network
 
@@ -132,7 +132,7 @@ def estimates(
     )
     [cuts], _ = cut([3 * units], [4], "packet", 12)
     memory = _memory(config, "grad", workers, [cuts])
-    transports = [memory.worker(rank) for rank in range(workers)]
+    transports = [WorkerWire(memory, rank) for rank in range(workers)]
     rules = [GRAD_RECOVERIES.load(rule)(cuts, rank) for rank in range(workers)]
     generator = torch.Generator().manual_seed(seed)
     buffer = torch.empty(workers, units, 3)

@@ -11,14 +11,14 @@ from pathlib import Path
 from ...base.errors import ArgumentParser, Collector, UsageError, refuse
 from ...base.flags import add_flags, did_you_mean, flag_name, from_namespace
 from ...base.jobs import Jobs
-from ...config import LossyConfig, given
+from ...config import LossyConfig
 from ...config.loss_flags import preset_arguments
 from ...config.settings import from_origin, note_origins_of
 from ..train.arguments import configurations, make_parser, setting_arguments
 from ..train.config import TrainConfig
 from .memory import Layout
 from .options import DEVICES, ENVIRONMENT, Device, LaunchConfig, check_tokenizer
-from .recipe import Recipe, flag_arguments, loss_arguments, megatron_arguments, read_recipe
+from .recipe import Recipe, changed_arguments, flag_arguments, megatron_arguments, read_recipe
 
 PROGRAM = "megatron_lossy.launch"
 # Flags of the trainer that follow from --out.
@@ -265,7 +265,7 @@ def _program(
             known = [*parser._option_string_actions, *make_parser_of_launch()._option_string_actions]
             why = f"is no flag of python -m megatron_lossy.train{did_you_mean(flags, known)}"
             raise UsageError(f"{' '.join(from_command_line)}: {why}")
-        return train, lossy, ["megatron_lossy.train", *_trainer_arguments(train), *loss_arguments(lossy)], [], island
+        return train, lossy, ["megatron_lossy.train", *changed_arguments(train), *changed_arguments(lossy)], [], island
     for flag in _UNKNOWN_SIZES:
         if _value(only_megatron, flag) not in (None, "1"):
             raise refuse(
@@ -273,13 +273,6 @@ def _program(
             )
     flags = megatron_arguments(train, lossy, of_file, "--mock-data" in only_megatron)
     return train, lossy, ["megatron_lossy", launch.program, *flags, *from_command_line], only_megatron, island
-
-
-def _trainer_arguments(config: TrainConfig) -> list[str]:
-    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in given(config).items()}
-    arguments = flag_arguments({name.replace("_", "-"): value for name, value in listed.items()}, "train")
-    # These leave out switches that are on by default and were turned off.
-    return arguments + setting_arguments({name: value for name, value in listed.items() if value is False})
 
 
 def _rate_name(rate: float | None) -> str | None:

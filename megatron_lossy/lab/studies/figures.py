@@ -71,12 +71,12 @@ def plot_comparison(results: Results, metric_name: str, path: str | Path) -> lis
     Without levels, the metric itself is drawn.
     """
     study = results.study
-    metric = loss_metrics(results)[metric_name]
+    metric = loss_metrics(results.weights)[metric_name]
 
     def change(variant: str, level: str | None) -> tuple[float, float | None]:
         if level is None:
-            return mean_and_error(results.by_seed(variant, None, metric))
-        return mean_and_error(results.changes(variant, level, metric))
+            return mean_and_error(results.by_seed(variant, None, metric).values())
+        return mean_and_error(results.changes(variant, level, metric).values())
 
     lines = _lines(study, list(study.levels), change)
     figure, axes = _places(study, list(study.levels))
@@ -131,7 +131,7 @@ def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> lis
 
 
 def _mean_and_error(results: Results, name: str, variant: str, level: str | None) -> tuple[float, float | None]:
-    return mean_and_error(results.by_seed(variant, level, scalar_metric(name)))
+    return mean_and_error(results.by_seed(variant, level, scalar_metric(name)).values())
 
 
 def _lines(

@@ -172,7 +172,7 @@ def write_figures(results: Results, out: Path, curves: bool = True) -> list[Path
 
 
 def _validation(results: Results) -> dict[str, str]:
-    return {file_name(name): name for name in loss_metrics(results) if name.startswith("val loss")}
+    return {file_name(name): name for name in loss_metrics(results.weights) if name.startswith("val loss")}
 
 
 # --- reading it again ------------------------------------------------------------------------------------------------

@@ -66,12 +66,12 @@ class Size:
     @property
     def metric(self) -> str:
         """The loss that is compared: of the owners' weights in validation, if these were evaluated."""
-        names = [name for name in loss_metrics(self.results) if name.startswith("val loss")]
+        names = [name for name in loss_metrics(self.results.weights) if name.startswith("val loss")]
         return next((name for name in names if name.endswith("(owner)")), names[0])
 
     def cost(self, line: Line) -> dict[int, float]:
         """By seed, the change in percent relative to the same seed without loss."""
-        return self.results.changes(*line, loss_metrics(self.results)[self.metric])
+        return self.results.changes(*line, loss_metrics(self.results.weights)[self.metric])
 
     def measured(self, name: str, variant: str, level: str | None) -> dict[int, float]:
         """By seed, the finite values of the scalar ``name``."""
@@ -211,7 +211,7 @@ def _paper(level: str) -> Difference:
 
 
 def _scalar(values: dict[int, float]) -> ScalarEntry:
-    mean, error = mean_and_error(values)
+    mean, error = mean_and_error(values.values())
     return ScalarEntry(mean, error, None, len(values))
 
 
@@ -270,7 +270,7 @@ def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
         shown: list[Artist] = []
         for k, line in enumerate(own):
             colour = line_style(k)["color"]
-            places = [mean_and_error(size.crossing(line))[0] for size in sizes]
+            places = [mean_and_error(size.crossing(line).values())[0] for size in sizes]
             if not any(map(math.isfinite, places)):
                 continue
             costs = [Difference.of(size.cost(line)) for size in sizes]

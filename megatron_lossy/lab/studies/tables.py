@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..report import LossTable, Run
+from ..report import LossTable
 from ..report.scalars import definition, file_name
 from ..report.table import Entry, ScalarEntry
-from .summary import INTERVAL, Difference, Results, loss_metrics, notes, scalar_metric
+from .summary import INTERVAL, Difference, Results, excesses, loss_metrics, notes, scalar_metric
 
 # --- Table 1 of the paper ---------------------------------------------------------------------------------------------
 # *Distributed Training under Packet Loss* (Weintraub, Banner, Orda, 2025), beside ours: LLaMA-2 7B, 64 accelerators, 5,000
@@ -54,7 +54,7 @@ def table_1(results: Results) -> LossTable:
     rates = {trial.level: trial.cell.loss.p_grad for trial in results.study.trials if trial.level}
     levels: list[str | None] = [None, *results.study.levels]
     rows = []
-    for name, metric in loss_metrics(results).items():
+    for name, metric in loss_metrics(results.weights).items():
         rows.append((name, tuple(results.entry("", level, metric) for level in levels)))
         if not name.endswith("(owner)"):
             theirs = name.partition(" (")[0]
@@ -73,7 +73,9 @@ def scalar_tables(results: Results, names: Sequence[str]) -> dict[str, LossTable
     file = file_name(name)
     tables = {file: _values(results, names)}
     if predicted:
-        tables[f"{file}_against_prediction"] = _against(results, name, *predicted)
+        note = f"{name} over {predicted[0]} of the same run"
+        against = excesses(results, name, lambda run: tuple(run.scalar(one) for one in names), note)
+        tables[f"{file}_against_prediction"] = against
     return tables
 
 
@@ -99,24 +101,6 @@ def _values(results: Results, names: Sequence[str]) -> LossTable:
     values = f"values: {', '.join(names)}, {definition(names[0])}"
     headings = tuple(level or results.study.baseline for level in levels)
     return LossTable(headings, tuple(rows), tuple(notes(results, values, changes)))
-
-
-def _against(results: Results, measured: str, predicted: str) -> LossTable:
-    """The percentage by which a scalar is above its prediction in the same runs."""
-
-    def excess(run: Run) -> float | None:
-        value, expected = run.scalar(measured), run.scalar(predicted)
-        return 100 * (value / expected - 1) if value is not None and expected else None
-
-    study = results.study
-    rows = tuple(
-        (
-            variant or measured,
-            tuple(Difference.of(results.by_seed(variant, level, excess)) for level in study.levels),
-        )
-        for variant in study.variants
-    )
-    return LossTable(study.levels, rows, (f"{measured} over {predicted} of the same run, in percent; {INTERVAL}",))
 
 
 # --- the share of the cost of errors that the actions on them win back -----------------------------------------------
@@ -164,7 +148,7 @@ def won_back(results: Results, metric_name: str) -> LossTable | None:
     The first variant does nothing. So does the first of each group of variants with other clean runs: of another
     optimizer, for example.
     """
-    study, metric = results.study, loss_metrics(results)[metric_name]
+    study, metric = results.study, loss_metrics(results.weights)[metric_name]
     if not study.errs:
         return None
     plain = {variant: _plain(results, variant) for variant in study.variants}

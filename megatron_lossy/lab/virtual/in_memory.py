@@ -35,7 +35,7 @@ from ...transport.network import consecutive_nodes
 class Memory:
     """All workers of one process: an exchange is an addition in memory, and one draw serves all of its ranks.
 
-    It has the deliveries between all ``members``, ranks of the full group. :meth:`worker` is the wire of one of them.
+    It has the deliveries between all ``members``, ranks of the full group. :class:`WorkerWire` is the wire of one of them.
 
     ``coded``: of each of them, by phase, the codes of values that cross in codes. ``shard_bytes``: see :class:`Wire`.
     """
@@ -79,10 +79,6 @@ class Memory:
             delivery = Delivery(exchange, self.members, self.members, arrived, cut)
             self._latest.put(exchange, delivery)
         return delivery
-
-    def worker(self, rank: int) -> WorkerWire:
-        """The wire of worker ``rank``."""
-        return WorkerWire(self, rank)
 
 
 class WorkerWire(DrawnWire):
@@ -133,7 +129,7 @@ def groups_in_memory(
     check_links(networks, stream, cut, len(members), steps)
     coded = [coded_of(config, cut, members, rank) for rank in range(len(members))]
     memory = Memory(networks, stream, members, cut, coded, shard_bytes(config, specs, cut))
-    return memory, [LossyGroup(config, memory.worker(rank)) for rank in range(len(members))]
+    return memory, [LossyGroup(config, WorkerWire(memory, rank)) for rank in range(len(members))]
 
 
 class LossyWorkers:

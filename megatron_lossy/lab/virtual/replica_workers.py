@@ -218,7 +218,11 @@ class LossyReduction:
         for number, (mine, total) in enumerate(zip(self._own[worker], self._sums, strict=True)):
             shard = len(total) // self._workers
             sent = total[worker * shard : (worker + 1) * shard]
-            self.groups[worker].all_gather(number, mine, sent, step, partial(mine.copy_, total)).wait()
+
+            def copy(into: torch.Tensor = mine, total: torch.Tensor = total) -> None:
+                into.copy_(total)
+
+            self.groups[worker].all_gather(number, mine, sent, step, copy).wait()
         return self._own[worker]
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
