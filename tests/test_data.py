@@ -90,7 +90,6 @@ def test_lines_and_paragraphs(tmp_path):
     [
         (["--input", "empty.txt"], "empty"),
         (["--input", "empty.txt", "--tokenizer", "mystery"], "--tokenizer mystery"),
-        (["--input", "empty.txt", "--stdlib"], "--stdlib"),
         ([], "--input"),
         (["--input", "*.md"], r"\*.md: matches no file"),
         (["--input", "blank.txt"], "no document holds text"),
@@ -261,7 +260,7 @@ def test_an_absent_package_is_named(tmp_path, name):
         "import sys; sys.modules.update(transformers=None, sentencepiece=None)\n"
         "from megatron_lossy.lab.data.__main__ import main; main()"
     )
-    arguments = ["--stdlib", "--output-prefix", str(tmp_path / "data"), "--tokenizer", name]
+    arguments = ["--input", __file__, "--output-prefix", str(tmp_path / "data"), "--tokenizer", name]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and f"--tokenizer {name}: needs the package" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -707,7 +707,7 @@ def test_what_a_report_has_recorded_is_not_run_again_on_another_machine(tmp_path
     """Three sessions, each with an empty folder of cells: an unfinished study, a larger one, and one that has all."""
     trained = []
 
-    def train(wanted, root, jobs, devices):
+    def train(wanted, root, jobs):
         for number, cell in enumerate(wanted[:3]):
             folder = CellFolder(root, cell)
             folder.write_config()

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +41,7 @@ from ..report.columns import NETWORK
 from ..report.read import read_run
 from ..train.config import TrainConfig
 from ..train.metrics import METRICS_FILE, clock
+from ..train.process import handling
 
 CONFIG, STATE, LOG = "config.yaml", "cell.json", "train.log"
 COMPLETE, DIVERGED = "complete", "diverged"
@@ -210,20 +211,17 @@ class _Job:
     log: IO[bytes]
     started: float
     first: int  # number of iterations trained before
-    slot: int
 
 
-def run_cells(cells: Sequence[Cell], root: str | Path, jobs: int, devices: Sequence[str] = ()) -> Tally:
-    """Run unfinished cells, ``jobs`` at once, in folders below ``root``. They get the ``devices`` in turn."""
-    return _Runner([CellFolder(root, cell) for cell in cells], jobs, devices).run()
+def run_cells(cells: Sequence[Cell], root: str | Path, jobs: int) -> Tally:
+    """Run unfinished cells, ``jobs`` at once, in folders below ``root``."""
+    return _Runner([CellFolder(root, cell) for cell in cells], jobs).run()
 
 
 class _Runner:
-    def __init__(self, folders: Sequence[CellFolder], jobs: int, devices: Sequence[str]) -> None:
-        self._folders = folders
-        self._devices = devices
+    def __init__(self, folders: Sequence[CellFolder], most: int) -> None:
+        self._folders, self._most = folders, most
         self._jobs: list[_Job] = []
-        self._slots = list(range(jobs))[::-1]
         self._tally = Tally()
         self._stop = threading.Event()
         self._started = self._printed = time.monotonic()
@@ -235,7 +233,7 @@ class _Runner:
             self._tally.done = len(self._folders)
             return self._tally
         print(f"{len(self._folders)} cells, {len(self._folders) - len(waiting)} of them done earlier", flush=True)
-        with self._signals():
+        with handling(self._on_signal):
             try:
                 self._work(waiting)
             except BaseException:
@@ -247,7 +245,7 @@ class _Runner:
 
     def _work(self, waiting: list[CellFolder]) -> None:
         while (waiting and not self._stop.is_set()) or self._jobs:
-            while waiting and self._slots and not self._stop.is_set():
+            while waiting and len(self._jobs) < self._most and not self._stop.is_set():
                 self._start(waiting.pop(0))
             self._stop.wait(_POLL) if not self._stop.is_set() else time.sleep(_POLL)
             for job in list(self._jobs):
@@ -257,18 +255,6 @@ class _Runner:
                     waiting.insert(0, job.folder)
             self._tell(waiting)
         self._tally.interrupted = self._stop.is_set()
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {name: signal.signal(name, self._on_signal) for name in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for name, handler in before.items():
-                signal.signal(name, handler)
 
     def _on_signal(self, number: int, _: object) -> None:
         if not self._stop.is_set():
@@ -288,16 +274,15 @@ class _Runner:
         if folder.state is not None:  # another process finished it meanwhile
             log.close()
             return
-        slot = self._slots.pop()
         process = subprocess.Popen(
             self._command(folder, config),
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=self._environment(slot),
+            env=self._environment(),
             start_new_session=True,  # a Ctrl-C is for us; we tell the trainer to save
         )
-        self._jobs.append(_Job(folder, process, log, time.monotonic(), folder.iterations, slot))
+        self._jobs.append(_Job(folder, process, log, time.monotonic(), folder.iterations))
 
     @staticmethod
     def _command(folder: CellFolder, config: Path) -> list[str]:
@@ -309,19 +294,15 @@ class _Runner:
         program = ["megatron_lossy.train", "--config", str(config), "--save", where, "--load", where]
         return [sys.executable, *launcher, *program]
 
-    def _environment(self, slot: int) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         environment = without_ranks()  # a batch system's ranks are ours, not the cells'
         # Cells beside each other would crawl with a thread per core each; and the sum's order shall not depend on it.
         environment.setdefault("OMP_NUM_THREADS", "1")
-        if self._devices:
-            device = self._devices[slot % len(self._devices)]
-            environment |= {"CUDA_VISIBLE_DEVICES": device, "HABANA_VISIBLE_MODULES": device}
         return environment
 
     def _end(self, job: _Job) -> bool:
         """Note the end of ``job``. Returns False if its cell must be started again."""
         self._jobs.remove(job)
-        self._slots.append(job.slot)
         folder, status = job.folder, job.process.returncode
         seconds = time.monotonic() - job.started
         self._trained += max(0, folder.iterations - job.first)

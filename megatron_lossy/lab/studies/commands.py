@@ -19,9 +19,8 @@ from .design import Design, Study, check_metrics, check_seeds, read_design
 from .folder import (
     check_no_runs,
     check_out,
-    read_command,
     read_record,
-    read_recorded_runs,
+    results_of,
     tables,
     write_figures,
     write_record,
@@ -54,8 +53,9 @@ def report(arguments: Sequence[str]) -> None:
 
 def recorded(folder: Path) -> Results:
     """The results in the folder of a report. Raises :class:`UsageError`."""
-    study, *_ = _read_study(read_command(folder))
-    return read_record(folder, study)
+    record = read_record("FOLDER", folder)
+    study, *_ = _read_study(record.command)
+    return results_of(record, study, folder)
 
 
 def _read_study(arguments: Sequence[str]) -> tuple[Study, argparse.Namespace, str]:
@@ -82,10 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--cells", default="runs/cells", metavar="DIR", help=shared)
     records = "folders of earlier reports: runs that their study.json holds are not run again, though --cells has none of them"
     add("--records", default=[], nargs="+", metavar="DIR", help=records)
-    at_once = "cells to run at once; default one per device, on a CPU one per core and rank"
+    at_once = "cells to run at once; default one, on a CPU one per core and rank"
     add("--jobs", type=int, metavar="N", help=at_once)
-    in_turn = "accelerators to give to the cells in turn, by number or name"
-    add("--devices", nargs="+", metavar="DEVICE", help=in_turn)
     seeds = "seeds of weights and data, in every condition; default the study's, or 1 2 3"
     add("--seeds", type=int, nargs="+", metavar="SEED", help=seeds)
     loss_seeds = "seeds of the losses, with each of --seeds; default the study's, or 1 2"
@@ -135,9 +133,9 @@ def _run(study: Study, how: argparse.Namespace, out: Path) -> int:
     check_folder("--out", out)
     check_no_runs(out, how.cells)
     check_out(out, study)
-    recorded = {
-        name: run for folder in how.records for name, run in read_recorded_runs(Path(folder), study.metrics).items()
-    }
+    # Without those of a report that lacks a metric, which runs that are trained now would have.
+    records = [read_record("--records", Path(folder)) for folder in how.records]
+    recorded = {cell: run for record in records for _, cell, run in record.runs if set(study.metrics) <= run.columns}
     if how.list:
         _list(study, how.cells, recorded)
         return 0
@@ -146,7 +144,7 @@ def _run(study: Study, how: argparse.Namespace, out: Path) -> int:
     if not how.report_only:
         check_folder("--cells", how.cells)
         missing = [cell for cell in study.cells if cell.name not in recorded]
-        tally = run_cells(missing, how.cells, how.jobs or _default_jobs(study, how), how.devices or ())
+        tally = run_cells(missing, how.cells, how.jobs or _default_jobs(study))
     runs = {}
     for cell in study.cells:
         folder = CellFolder(how.cells, cell)
@@ -158,12 +156,10 @@ def _run(study: Study, how: argparse.Namespace, out: Path) -> int:
         _report(Results(study, runs), out)
     else:
         print("no cell is done yet")
-    return _explain(tally, len(study.cells) - len(runs))
+    return _explain(tally)
 
 
-def _default_jobs(study: Study, how: argparse.Namespace) -> int:
-    if how.devices:
-        return len(how.devices)
+def _default_jobs(study: Study) -> int:
     from ...base import device
 
     if device.device_type() != "cpu":
@@ -184,7 +180,7 @@ def _list(study: Study, root: str, recorded: Mapping[str, Run]) -> None:
         print(f"{trial.cell.name}  {where}, {seeds}: {states[trial.cell]}")
 
 
-def _explain(tally: Tally, missing: int) -> int:
+def _explain(tally: Tally) -> int:
     for name, reason in tally.failed.items():
         print(f"cell {name} failed: {reason}", file=sys.stderr)
     if tally.interrupted:

@@ -102,7 +102,11 @@ def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> lis
     study = results.study
     levels = levels_with(results, names[0]) if len(study.levels) > 1 else list(study.levels)
     joined = _quantities(study.levels)
-    lines = {name: _lines(study, levels, partial(_mean_and_error, results, name)) for name in names}
+
+    def value(name: str, variant: str, level: str | None) -> tuple[float, float | None]:
+        return mean_and_error(results.by_seed(variant, level, scalar_metric(name)).values())
+
+    lines = {name: _lines(study, levels, partial(value, name)) for name in names}
     points = [point for of_name in lines.values() for values in of_name.values() for point in values]
     ends = np.array([mean + sign * (error or 0.0) for mean, error in points for sign in (-1, 1)])
     if not np.isfinite(ends).any():
@@ -128,10 +132,6 @@ def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> lis
     elif several:
         axes.legend(fontsize=12)
     return save_figure(figure, path)
-
-
-def _mean_and_error(results: Results, name: str, variant: str, level: str | None) -> tuple[float, float | None]:
-    return mean_and_error(results.by_seed(variant, level, scalar_metric(name)).values())
 
 
 def _lines(

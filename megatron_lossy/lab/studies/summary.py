@@ -66,8 +66,6 @@ class Results:
 
     study: Study
     runs: Mapping[str, Run]
-    trained: str = ""
-    """Date, hardware and versions of the training, if the runs themselves do not hold them any more."""
 
     def trials(self, variant: str, level: str | None) -> list[Trial]:
         """The finished trials of one place in the table; ``level`` None is without loss."""
@@ -261,7 +259,7 @@ def trained(results: Results) -> str:
     recorded = sorted({part for origin in origins for part in origin.get("trained", "").split("; ") if part})
     dates = sorted({origin["date"] for origin in origins if "date" in origin})
     if not dates:
-        return "; ".join(recorded) or results.trained
+        return "; ".join(recorded)
     hardware = sorted({origin["hardware"] for origin in origins if "hardware" in origin})
     versions = sorted({f"{name} {v}" for origin in origins for name, v in origin.get("versions", {}).items()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"

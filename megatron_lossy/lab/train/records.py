@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -20,10 +20,7 @@ from ...run.base import Run
 from ..data import epochs
 from .config import TrainConfig
 from .metrics import JsonLinesWriter, TensorBoardWriter, Writer
-from .process import told_to_end
-
-#: Signals that stop a run after one iteration, the same on all ranks, with a checkpoint.
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from .process import SIGNALS, handling, told_to_end
 
 
 @dataclass
@@ -121,15 +118,9 @@ class Stop:
         self._run, self._saves = run, saves
         self._number = 0
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> contextlib.AbstractContextManager[None]:
         """A context in which signals are noted instead of ending the process."""
-        previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        return handling(self._on_signal)
 
     def _on_signal(self, number: int, _: Any) -> None:
         self._number = number

@@ -93,12 +93,8 @@ class WorkerWire(DrawnWire):
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
         transfer = super().reduce_scatter(x, rule)
         if rule.protected is not None and rule.protected.final is not None:
-            self.recovered(x.exchange, rule.units, rule.protected.final.mask)
+            self._memory.recovered(x.exchange, self.rank, rule.units, rule.protected.final.mask)
         return transfer
-
-    def recovered(self, exchange: Exchange, units: BucketUnits, lost: np.ndarray) -> None:
-        """Note the units of this worker's bucket, cut into ``units``, that stay lost: ``lost`` bool[N, count]."""
-        self._memory.recovered(exchange, self.rank, units, lost)
 
     def foresee(self, exchange: Exchange) -> Delivery:
         return self._of(self._memory.foresee(exchange))
