@@ -152,8 +152,7 @@ def weights_and_saved(rank, config):
     from megatron.core import parallel_state
 
     from megatron_lossy.lab.launch import memory
-    from megatron_lossy.lab.train.model import build_model
-    from megatron_lossy.lab.train.parallel import model_parallel
+    from megatron_lossy.lab.train.model import build_model, model_parallel
 
     with model_parallel(config):
         chunk = build_model(config, 257)[0]

@@ -233,24 +233,6 @@ def test_a_cell_is_known_by_what_matters():
     assert {name for name in settings if name.startswith(("loss", "packet", "transport", "udp"))} == {"loss-seed"}
 
 
-def test_what_decides_about_the_losses_of_a_network_is_part_of_a_cell():
-    udp = {**TINY, "transport": "udp", "udp-rate": "1gbit"}
-    del udp["virtual-workers"]
-    variants = {
-        "plain": {},
-        "slow": {"udp-rate": "10mbit"},
-        "fixed": {"udp-rate": ["fixed", "1gbit"]},
-        "small": {"udp-memory": 2**23},
-        "parity": {"udp-fec": [8, 2]},
-        "budget": {"udp-fec": ["auto", "5"]},
-        "port": {"udp-port": 29600, "udp-key-file": "none"},  # no loss is another
-    }
-    study = _design(settings=udp, levels={"udp": {}}, variants=variants, processes=2, seeds=[1], loss_seeds=[1]).study()
-    names = {trial.variant: trial.cell.name for trial in study.trials if trial.level}
-    assert names["port"] == names["plain"] and len(set(names.values())) == len(variants) - 1
-    assert len({trial.cell.name for trial in study.trials if trial.level is None}) == 1
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -260,7 +242,6 @@ def test_what_decides_about_the_losses_of_a_network_is_part_of_a_cell():
         ("title: T\nlevels: {a: 3}", "levels, a: must be a mapping"),
         ("title: T\nlevels: {a: {p: 0.1}}\nseeds: [1, 1]", "seeds: 1 1: must differ"),
         ("title: T\nlevels: {a: {p: 0.1}}\nseeds: 3", "seeds: 3: must be a list"),
-        ("title: T\nlevels: {a: {p: 0.1}}\nprocesses: 0", "processes: 0: must be"),
         ("title: T\nlevels: {a: {p: 0.1}}\nmetrics: grad norm", "metrics: grad norm: must be a list"),
         ("title: T\nlevels: {a: {p: 0.1}}\nmetrics: [grad nrm]", "metrics: 'grad nrm': is not recorded; must be"),
         ("title: T\nlevels: {a: {p: 0.1}}\nmetrics: [[grad norm]]", r"metrics: \['grad norm'\]: is not recorded"),
@@ -302,7 +283,6 @@ def test_no_loss_is_dropped_without_a_word(settings, variant, message):
         ({"metrics": ["lr x sharpness (run)"]}, [], "metrics: 'lr x sharpness .run.': .* with sharpness-interval only"),
         ({}, ["--save", "x"], "--save x: cannot be given to a study"),
         ({}, ["--virtual-workers", "3"], "--global-batch-size 2: must be divisible"),
-        ({"processes": 2}, [], "--virtual-workers 2: all share one device"),
     ],
 )
 def test_wrong_conditions(changes, arguments, message):

@@ -13,7 +13,7 @@ import torch
 from megatron_lossy.base.exchange import Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.theory import divergence as theory
-from megatron_lossy.lab.virtual.replica_workers import LossyReduction
+from megatron_lossy.lab.virtual.replicas import LossyReduction
 from megatron_lossy.mechanisms.replicas.streams import ReplicaStream
 from megatron_lossy.transport.peers import LocalPeers
 from tests.full_replicas import FullReplicas

@@ -69,17 +69,8 @@ class _Writer:
 
         self.prefix, self._tokenizer, self._sha256 = prefix, tokenizer, hashlib.sha256()
         dtype = DType.optimal_dtype(tokenizer.vocab_size)
-        self.description = DatasetDescription(
-            tokenizer.name,
-            tokenizer.fingerprint,
-            tokenizer.vocab_size,
-            tokenizer.eod,
-            0,
-            0,
-            np.dtype(dtype).name,
-            0,
-            "",
-        )
+        name, vocabulary = np.dtype(dtype).name, (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
+        self.description = DatasetDescription(tokenizer.name, *vocabulary, 0, 0, name, 0, "")
         with writing("--output-prefix", prefix):
             os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
             self._aside = aside_of(prefix)

@@ -100,18 +100,8 @@ class LossTable:
         """One line per value, in full precision: metric, loss rate, runs, mean, standard error, change."""
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(
-            [
-                "metric",
-                "loss rate",
-                "runs",
-                "diverged runs",
-                "mean",
-                "standard error",
-                "change in percent",
-                "standard error of the change",
-            ]
-        )
+        of_change = ["change in percent", "standard error of the change"]
+        writer.writerow(["metric", "loss rate", "runs", "diverged runs", "mean", "standard error", *of_change])
         for name, entries in self.rows:
             for heading, entry in zip(self.headings, entries, strict=True):
                 mean = "" if math.isnan(entry.mean) else entry.mean

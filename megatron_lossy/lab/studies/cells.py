@@ -4,8 +4,7 @@ Studies share cells, and a cell runs once. Any number of processes, on any numbe
 work on the same cells, if the file system has locks: each takes cells that no other has taken.
 
 A cell that fails does not stop the others. A cell that a signal ended (out of memory, a crash) goes on from its last
-checkpoint, as long as it gets further each time. So does a cell of several processes if one of them ended. Interrupted
-cells save a checkpoint and continue next time.
+checkpoint, as long as it gets further each time. Interrupted cells save a checkpoint and continue next time.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from ...base.files import write_text
 from ...base.flags import incidental_fields
 from ...config import LossyConfig, given
 from ..report import Run
-from ..report.columns import NETWORK
 from ..report.read import read_run
 from ..train.config import TrainConfig
 from ..train.metrics import METRICS_FILE, clock
@@ -51,11 +49,10 @@ _POLL = 0.5
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run: its two configurations, and its number of processes."""
+    """One training run: its two configurations."""
 
     train: TrainConfig
     loss: LossyConfig
-    processes: int = 1
 
     @property
     def iterations(self) -> int:
@@ -66,9 +63,8 @@ class Cell:
     def settings(self) -> dict[str, Any]:
         """The settings that identify the run and differ from the defaults; keys are flag names without dashes."""
         # Checkpoints of a study always hold the replicas. A run that measured no drift, or no sharpness, cannot replace one that did.
-        # Nor can a run that sent slower, or with less parity, replace one that lost more.
         incidental = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas"}
-        incidental -= {"drift_interval", "sharpness_interval", *NETWORK}
+        incidental -= {"drift_interval", "sharpness_interval"}
         # This value was a default when the first folders were named, and is none with islands.
         incidental |= {"sync_method"} if self.loss.sync_method == "gradients" else set()
         return {name: value for name, value in self.all_settings().items() if name.replace("-", "_") not in incidental}
@@ -84,11 +80,11 @@ class Cell:
     @cached_property
     def name(self) -> str:
         """The folder's name: a digest of the settings."""
-        text = json.dumps({"settings": self.settings, "processes": self.processes}, sort_keys=True)
+        text = json.dumps({"settings": self.settings, "processes": 1}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def make_cell(train: TrainConfig, loss: LossyConfig, processes: int = 1) -> Cell:
+def make_cell(train: TrainConfig, loss: LossyConfig) -> Cell:
     """The cell of these configurations. If they lose nothing, of the loss flags only the evaluated weights remain."""
     if loss.inert:
         loss = LossyConfig(eval_weights=loss.eval_weights)
@@ -97,7 +93,7 @@ def make_cell(train: TrainConfig, loss: LossyConfig, processes: int = 1) -> Cell
     else:
         loss = dataclasses.replace(loss, save_replicas=True)
     train = dataclasses.replace(train, save_interval=train.save_interval or -(-train.train_iters // 4))
-    return Cell(train, loss, processes)
+    return Cell(train, loss)
 
 
 class CellFolder:
@@ -149,7 +145,6 @@ class CellFolder:
             "status": status,
             "seconds": round(seconds, 1),
             "host": socket.gethostname(),
-            "processes": self.cell.processes,
             "settings": self.cell.settings,
             **facts,
         }
@@ -196,9 +191,8 @@ def _locked(file: IO[bytes], how: int) -> bool:
 
 @dataclass
 class Tally:
-    """Numbers of cells that are done and that other processes have, failures with the reason, and interruption."""
+    """The number of cells that other processes have, failures with the reason, and interruption."""
 
-    done: int = 0
     elsewhere: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False
@@ -230,7 +224,6 @@ class _Runner:
     def run(self) -> Tally:
         waiting = [folder for folder in self._folders if folder.state is None]
         if not waiting:
-            self._tally.done = len(self._folders)
             return self._tally
         print(f"{len(self._folders)} cells, {len(self._folders) - len(waiting)} of them done earlier", flush=True)
         with handling(self._on_signal):
@@ -240,7 +233,6 @@ class _Runner:
                 for job in self._jobs:
                     job.process.terminate()  # nobody watches it any more
                 raise
-        self._tally.done = sum(folder.state is not None for folder in self._folders)
         return self._tally
 
     def _work(self, waiting: list[CellFolder]) -> None:
@@ -279,26 +271,18 @@ class _Runner:
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=self._environment(),
+            # A batch system's ranks are ours, not the cells'. Cells beside each other would crawl with a thread per core each;
+            # and the sum's order shall not depend on it.
+            env={"OMP_NUM_THREADS": "1", **without_ranks()},
             start_new_session=True,  # a Ctrl-C is for us; we tell the trainer to save
         )
         self._jobs.append(_Job(folder, process, log, time.monotonic(), folder.iterations))
 
     @staticmethod
     def _command(folder: CellFolder, config: Path) -> list[str]:
-        launcher = ["-m"]
-        if folder.cell.processes > 1:
-            count = str(folder.cell.processes)
-            launcher = ["-m", "megatron_lossy.lab.launch.agent", "--standalone", "--nproc-per-node", count, "-m"]
         where = str(folder.path)
         program = ["megatron_lossy.train", "--config", str(config), "--save", where, "--load", where]
-        return [sys.executable, *launcher, *program]
-
-    def _environment(self) -> dict[str, str]:
-        environment = without_ranks()  # a batch system's ranks are ours, not the cells'
-        # Cells beside each other would crawl with a thread per core each; and the sum's order shall not depend on it.
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        return environment
+        return [sys.executable, "-m", *program]
 
     def _end(self, job: _Job) -> bool:
         """Note the end of ``job``. Returns False if its cell must be started again."""
@@ -312,13 +296,10 @@ class _Runner:
             elif status == 1 and (folder.path / METRICS_FILE).is_file() and folder.result().diverged:
                 folder.finish(DIVERGED, seconds)
             elif not self._stop.is_set():
-                # With several ranks the agent's status says only that one of them has ended.
-                killed = _signal_name(-status) if status < 0 else "the end of a rank"
-                crashed = status < 0 or folder.cell.processes > 1
-                saved = (latest_iteration(folder.path) or 0) if crashed else 0
+                saved = (latest_iteration(folder.path) or 0) if status < 0 else 0
                 if saved > job.first:
                     print(
-                        f"cell {folder.cell.name} was ended by {killed} at iteration "
+                        f"cell {folder.cell.name} was ended by {signal.Signals(-status).name} at iteration "
                         f"{folder.iterations}: going on from iteration {saved}",
                         flush=True,
                     )
@@ -349,13 +330,6 @@ class _Runner:
             f"elapsed {clock(elapsed)}, {estimate} left",
             flush=True,
         )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 def _last_line(log: Path) -> str:

@@ -15,7 +15,7 @@ from ...base.flags import did_you_mean
 from ..report import Run
 from ..train.arguments import make_parser
 from .cells import CellFolder, Tally, run_cells
-from .design import Design, Study, check_metrics, check_seeds, read_design
+from .design import Study, check_metrics, check_seeds, read_design
 from .folder import (
     check_no_runs,
     check_out,
@@ -66,7 +66,9 @@ def _read_study(arguments: Sequence[str]) -> tuple[Study, argparse.Namespace, st
     how, rest = _split(parser, arguments)
     if any(argument.split("=")[0] == "--config" for argument in rest):
         raise UsageError("--config: cannot be given to a study, whose file names it")
-    return _study(read_design(how.study, how.name), how, rest), how, how.name or Path(how.study).stem
+    given = {name: value for name in ("seeds", "loss_seeds", "metrics") if (value := getattr(how, name)) is not None}
+    design = replace(read_design(how.study, how.name), **given)
+    return design.study(rest), how, how.name or Path(how.study).stem
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cells", default="runs/cells", metavar="DIR", help=shared)
     records = "folders of earlier reports: runs that their study.json holds are not run again, though --cells has none of them"
     add("--records", default=[], nargs="+", metavar="DIR", help=records)
-    at_once = "cells to run at once; default one, on a CPU one per core and rank"
+    at_once = "cells to run at once; default one, on a CPU one per core"
     add("--jobs", type=int, metavar="N", help=at_once)
     seeds = "seeds of weights and data, in every condition; default the study's, or 1 2 3"
     add("--seeds", type=int, nargs="+", metavar="SEED", help=seeds)
@@ -122,13 +124,6 @@ def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
     return how, rest
 
 
-def _study(design: Design, how: argparse.Namespace, arguments: Sequence[str]) -> Study:
-    changes = {
-        name: getattr(how, name) for name in ("seeds", "loss_seeds", "metrics") if getattr(how, name) is not None
-    }
-    return replace(design, **changes).study(arguments)
-
-
 def _run(study: Study, how: argparse.Namespace, out: Path) -> int:
     check_folder("--out", out)
     check_no_runs(out, how.cells)
@@ -164,7 +159,7 @@ def _default_jobs(study: Study) -> int:
 
     if device.device_type() != "cpu":
         return 1
-    return max(1, len(os.sched_getaffinity(0)) // study.cells[0].processes)
+    return max(1, len(os.sched_getaffinity(0)))
 
 
 def _list(study: Study, root: str, recorded: Mapping[str, Run]) -> None:

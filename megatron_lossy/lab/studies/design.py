@@ -86,7 +86,6 @@ class Design:
     question: str = ""
     config: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    processes: int = 1
     seeds: Sequence[int] = (1, 2, 3)
     loss_seeds: Sequence[int] = (1, 2)
     level_name: str = "loss rate"
@@ -137,10 +136,10 @@ class Design:
                 for name in _NOT_HERE:
                     if getattr(config, name, None):
                         raise refuse(f"--{name.replace('_', '-')}", getattr(config, name), "cannot be given to a study")
-            train.check_world(self.processes)
+            train.check_world(1)
             if loss.averages and not train.virtual_workers:
                 raise refuse("--islands", loss.islands, "needs --virtual-workers in a study")
-            check_refusals(loss, of_trainer(train, self.processes))
+            check_refusals(loss, of_trainer(train, 1))
             loss.jobs().check(train.train_iters)
             if not train.sharpness_interval and (name := next(filter(needs_sharpness, self.metrics), None)):
                 raise refuse("metrics:", repr(name), "is recorded with sharpness-interval only, which is 0")
@@ -152,18 +151,18 @@ class Design:
                     raise UsageError("loses nothing: a level needs a loss rate, or errors in gradients")
                 if not loss.drift_interval and (name := next(filter(needs_drift, self.metrics), None)):
                     raise refuse("metrics:", repr(name), "is recorded with drift-interval only, which is 0")
-                check_flags(train, loss, self.processes)
+                check_flags(train, loss, 1)
         except UsageError as error:
             raise UsageError(f"{self.title}, {where}: {with_origin(error)}") from None
         trials = []
         for seed in self.seeds:
             seeded = dataclasses.replace(train, seed=seed)
             if level is None:
-                trials.append(Trial(variant, None, seed, None, make_cell(seeded, reference, self.processes)))
+                trials.append(Trial(variant, None, seed, None, make_cell(seeded, reference)))
                 continue
             for loss_seed in self.loss_seeds:
                 lossy = dataclasses.replace(loss, loss_seed=loss_seed_of(seed, loss_seed))
-                cell = make_cell(seeded, lossy, self.processes)
+                cell = make_cell(seeded, lossy)
                 trials.append(Trial(variant, level, seed, loss_seed, cell))
         return trials
 
@@ -268,9 +267,6 @@ def _design(content: Mapping[Any, Any], folder: Path) -> Design:
                 raise refuse("against:", repr(name), "is no variant")
     if "metrics" in content:
         content["metrics"] = check_metrics("metrics:", content["metrics"])
-    processes = content.get("processes", 1)
-    if not isinstance(processes, int) or processes < 1:
-        raise UsageError(f"processes: {processes}: must be a number of at least 1")
     if content.get("config"):
         content["config"] = str(folder / content["config"])
     return Design(**content)

@@ -29,7 +29,7 @@ from ..report.table import Entry, ScalarEntry
 from .commands import recorded
 from .figures import line_style, new_figure, save_figure
 from .summary import INTERVAL, Difference, Results, loss_metrics, mean_and_error, trained
-from .tables import SOURCE, paper_change
+from .tables import SOURCE, paper_entry
 
 STEP, LIMIT, LATE = (f"{name} x sharpness{WHOLE}" for name in ("lr", "largest lr", "lag x lr"))
 DRIFT = f"drift over weight{WHOLE}"
@@ -206,7 +206,9 @@ def _missing(size: Size) -> int:
 
 def _paper(level: str) -> Difference:
     """The paper's change of the validation loss at the rate that ``level`` is called by."""
-    change = paper_change("val loss", float(match[1]) / 100) if (match := re.fullmatch(r"([\d.]+) %", level)) else None
+    change = (
+        paper_entry("val loss", float(match[1]) / 100).change if (match := re.fullmatch(r"([\d.]+) %", level)) else None
+    )
     return Difference.of({} if change is None else {0: change})
 
 

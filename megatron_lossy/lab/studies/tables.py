@@ -35,18 +35,12 @@ PAPER_CHANGES = {
 }
 
 
-def paper_change(metric: str, rate: float) -> float | None:
-    """The paper's change in percent in a row of Table 1; ``None`` if the paper has none."""
-    if metric not in PAPER_TABLE_1 or rate not in PAPER_RATES or not rate:
-        return None
-    return PAPER_CHANGES[metric][PAPER_RATES.index(rate) - 1]
-
-
 def paper_entry(metric: str, rate: float) -> Entry:
-    """The paper's value in a row of Table 1; an entry without runs if the paper has none."""
+    """The paper's value in a row of Table 1, and its change in percent; an entry without runs if the paper has none."""
     if metric not in PAPER_TABLE_1 or rate not in PAPER_RATES:
         return Entry(float("nan"), None, None, 0)
-    return Entry(PAPER_TABLE_1[metric][PAPER_RATES.index(rate)], None, paper_change(metric, rate), 1)
+    place = PAPER_RATES.index(rate)
+    return Entry(PAPER_TABLE_1[metric][place], None, PAPER_CHANGES[metric][place - 1] if place else None, 1)
 
 
 def table_1(results: Results) -> LossTable:

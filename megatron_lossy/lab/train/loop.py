@@ -36,7 +36,6 @@ from ..virtual.island_churn import ChurningIslands
 from ..virtual.island_workers import IslandWorkers
 from ..virtual.islands import VirtualIslands
 from ..virtual.replicas import VirtualReplicas
-from . import parallel
 from .checkpoint import Checkpoints, NotSaved
 from .config import TrainConfig
 from .data import (
@@ -50,7 +49,7 @@ from .data import (
 )
 from .facts import check_flags
 from .metrics import Console, Silent, perplexity
-from .model import build_model, transformer_impl
+from .model import build_model, model_parallel, transformer_impl, world
 from .optimizer import lr_scale
 from .records import Progress, Stop, header, open_writers
 from .saved import changed_settings, check_folders, in_folders_of_job, same_folder, shared_settings, write_settings
@@ -90,7 +89,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     claim_delivery_log(lossy_config, config.data_parallel_size(ranks), resumes, identity(config), TrainConfig)
     if os.environ.get("RANK", "0") == "0":
         build_helper()
-    with parallel.world(config, launched):
+    with world(config, launched):
         prepare_text(config)
         paths = with_data_paths(config)
         data = same_everywhere(fingerprint(paths))
@@ -99,7 +98,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
             launched.compare(shared_settings(config, data))
         lossy = build_run(config, lossy_config, launched)
         try:
-            with parallel.model_parallel(config):
+            with model_parallel(config):
                 first = torch.distributed.get_rank() == 0
                 speaks = first and lossy.speaks
                 run = _Run(config, lossy, paths, (console or Console()) if speaks else Silent())
