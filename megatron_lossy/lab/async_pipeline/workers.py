@@ -47,12 +47,7 @@ class StageWorkers(Workers, Part):
 
     name = "async-pipeline"
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        model_chunks: list,
-        run: Run,
-    ) -> None:
+    def __init__(self, config: TrainConfig, model_chunks: list, run: Run) -> None:
         super().__init__(config, model_chunks, run)
         flags = run.config
         run.add_part(self)

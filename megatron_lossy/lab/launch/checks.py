@@ -173,7 +173,8 @@ def check_data(plan: Plan) -> None:
     for flag, prefix in plan.train.data_sets():
         with problems.noting():
             made = check_files(prefix, flag)
-            if made is not None and _vocabulary(made.tokenizer) != _vocabulary(tokenizer):
+            # Only byte is distinct: other vocabularies can have several names (a file, a model of the Hub).
+            if made is not None and (made.tokenizer == "byte") != (tokenizer == "byte"):
                 raise refuse("--tokenizer", tokenizer, f"{prefix} was made with --tokenizer {made.tokenizer}")
     problems.finish()
     if (seen := epochs_of(plan)) > plan.launch.max_epochs:
@@ -190,11 +191,6 @@ def epochs_of(plan: Plan) -> float | None:
     if plan.train.data is not None or plan.mock_data:
         return None
     return epochs(plan.train.data_path, plan.train.tokens)
-
-
-def _vocabulary(tokenizer: str) -> str:
-    """The kind of a vocabulary. Only byte is distinct: others can have several names (a file, a model of the Hub)."""
-    return "byte" if tokenizer == "byte" else "other"
 
 
 def check_megatron(plan: Plan) -> None:

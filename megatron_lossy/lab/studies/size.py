@@ -164,7 +164,7 @@ def tables(sizes: Sequence[Size]) -> dict[str, LossTable]:
         *(f"{size.name}: {size.parameters:,} parameters, {size.tokens:,} tokens" for size in sizes),
         *(f"trained {origin}" for origin in trainings),
     ]
-    missing = {size.name: _missing(size) for size in sizes}
+    missing = {size.name: len(size.results.study.cells) - len(size.results.runs) for size in sizes}
     notes += [f"unfinished: {count} cells of {name} are missing" for name, count in missing.items() if count]
     headings = (*names, "per 10 times", "7 B (paper)")
     return {"cost": LossTable(headings, tuple(costs), tuple(notes)), "measured": _measured(sizes, lines)}
@@ -177,7 +177,7 @@ def _measured(sizes: Sequence[Size], lines: Sequence[Line]) -> LossTable:
 
     def add(label: str, values: Sequence[dict[int, float]]) -> None:
         if any(values):
-            rows.append((label, tuple(map(_scalar, values))))
+            rows.append((label, tuple(ScalarEntry(*mean_and_error(one.values()), None, len(one)) for one in values)))
 
     add("lr x sharpness, no loss", [size.measured(STEP, size.results.study.variants[0], None) for size in sizes])
     for title, name in (
@@ -200,21 +200,12 @@ def _label(line: Line) -> str:
     return f"{level}, {variant}" if variant else level
 
 
-def _missing(size: Size) -> int:
-    return sum(cell.name not in size.results.runs for cell in size.results.study.cells)
-
-
 def _paper(level: str) -> Difference:
     """The paper's change of the validation loss at the rate that ``level`` is called by."""
     change = (
         paper_entry("val loss", float(match[1]) / 100).change if (match := re.fullmatch(r"([\d.]+) %", level)) else None
     )
     return Difference.of({} if change is None else {0: change})
-
-
-def _scalar(values: dict[int, float]) -> ScalarEntry:
-    mean, error = mean_and_error(values.values())
-    return ScalarEntry(mean, error, None, len(values))
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

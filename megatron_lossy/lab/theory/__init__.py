@@ -6,7 +6,6 @@ from .recovery import (  # noqa: F401
     error_feedback_residual,
     error_feedback_variance,
     mean_error,
-    no_survivor,
     previous_long_run,
     previous_staleness,
     survivors,

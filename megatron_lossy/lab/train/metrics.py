@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...base.files import naming, write_text
 
@@ -21,14 +21,6 @@ METRICS_FILE = "metrics.jsonl"
 
 # Megatron-LM's names of the same values in TensorBoard.
 _MEGATRON_NAMES = {"learning rate": "learning-rate", "grad norm": "grad-norm", "loss scale": "loss-scale"}
-
-
-class Writer(Protocol):
-    """Takes the records of a run."""
-
-    def write(self, record: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JsonLinesWriter:
@@ -91,6 +83,10 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         self._writer.close()
+
+
+#: Takes the records of a run.
+Writer = JsonLinesWriter | TensorBoardWriter
 
 
 def perplexity(loss: float | None) -> float | None:

@@ -165,12 +165,7 @@ def begin_mean_loss(
 
 
 def evaluate(
-    config: TrainConfig,
-    workers: Workers,
-    model_chunks: list,
-    dataset: Any,
-    number: int,
-    lossy: Run,
+    config: TrainConfig, workers: Workers, model_chunks: list, dataset: Any, number: int, lossy: Run
 ) -> dict[str, float]:
     """The loss of evaluation ``number`` (from 0) by its weights: "replica", "owner", "consensus" (of jobs).
 

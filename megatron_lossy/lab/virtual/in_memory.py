@@ -1,12 +1,5 @@
 """All ranks of a group in one process: they exchange in memory, and no process group is needed.
 
-    workers = LossyWorkers(LossyConfig(p_grad=0.1, p_param=0.1), [BucketSpec(shard)], 4)
-    for step in range(steps):
-        ...
-        workers.reduce_scatter(0, grad_shards, grads, step)
-        ...                                     # update every worker's own shard
-        workers.all_gather(0, replicas, param_shards, step)
-
 docs/transport.md has a whole program.
 """
 

@@ -22,7 +22,7 @@ import torch
 
 from ...base.errors import refuse
 from ...base.exchange import Delivery, Stream
-from ...base.files import replace_file
+from ...base.files import naming
 from ...base.jobs import JobGroup
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes
@@ -291,7 +291,9 @@ class VirtualIslands(Run, JobGroup):
         islands = [self._state_of(island) for island in range(len(self.clusters))]
         rounds = [one.state_dict() for one in self._rounds]
         state = {"identity": self.identity(), "islands": islands, "rounds": rounds, "random": self._random}
-        save_islands(folder, state | self._more_state())
+        path = Path(folder, ISLANDS)
+        with naming(path), open(path, "wb") as file:  # given a path, torch would write its name into the file
+            torch.save({"format": _FORMAT, **state, **self._more_state()}, file)
         super().save_replicas(folder)
 
     def _state_of(self, island: int) -> dict[str, Any]:
@@ -380,18 +382,8 @@ def _main(optimizers: Sequence[Any]) -> list[torch.Tensor]:
     ]
 
 
-def save_islands(folder: str | os.PathLike, state: dict[str, Any]) -> None:
-    """Write ``state`` into the checkpoint in ``folder``."""
-
-    def write(aside: Path) -> None:
-        with open(aside, "wb") as file:  # given a path, torch would write its name into the file
-            torch.save({"format": _FORMAT, **state}, file)
-
-    replace_file(Path(folder, ISLANDS), write)
-
-
 def load_islands(folder: str | os.PathLike, islands: int, device: torch.device) -> dict[str, Any]:
-    """The state that :func:`save_islands` wrote. Raises :class:`UsageError` without one, or for a later version."""
+    """The state that :meth:`VirtualIslands.save_replicas` wrote. Raises :class:`UsageError` without one, or for a later version."""
     path = Path(folder, ISLANDS)
     if not path.is_file():
         raise refuse("--islands", islands, f"the checkpoint {Path(folder)} is of no islands")
