@@ -306,16 +306,3 @@ def test_ages_of_the_channels(burst, units):
     if burst is None:  # units of a link are then independent
         close(simulate.Measured.over(of_worker, 16), theory.age_max(p, (workers - 1) * units))
         close(simulate.Measured.over(of_all.astype(float), 16), theory.age_max(p, workers * (workers - 1) * units))
-
-
-@pytest.mark.parametrize(("rule", "lossy_self"), RULES)
-@pytest.mark.parametrize("workers", [2, 6])
-def test_simulated_recovery(rule, lossy_self, workers):
-    """The real rules: expectation, own weight and variance."""
-    p, burn_in = 0.3, 20 if rule == "previous" else 0
-    result = simulate.one_step(simulate.estimates(rule, p, workers, lossy_self, 3000, 2, burn_in))
-    weights = theory.weights(rule, p, workers, lossy_self)
-    close(result["total"], weights.total)
-    close(result["own"], weights.own)
-    close(result["mean"], weights.total)
-    close(result["variance"], weights.noise + weights.total_variance)
