@@ -36,7 +36,8 @@ from megatron_lossy.config.refusal import Section, sections
 from megatron_lossy.config.refusals.listing import HEAD
 from megatron_lossy.lab.report import LossTable
 from megatron_lossy.lab.studies import size
-from megatron_lossy.lab.studies.commands import recorded_tables
+from megatron_lossy.lab.studies.commands import recorded
+from megatron_lossy.lab.studies.folder import tables
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.mechanisms.async_pipeline.flags import AsyncPipelineFlags
 from megatron_lossy.mechanisms.islands.flags import IslandFlags
@@ -100,7 +101,7 @@ def section(text: str, heading: str) -> str:
 
 @functools.cache
 def _tables(study: Path) -> Mapping[str, LossTable]:
-    return recorded_tables(study)
+    return tables(recorded(study))
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from ..channel.corruption import warn_of_one_rank
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..transport import check_channels, read_key_file
+from ..transport import check_channels, check_network
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,6 @@ def check_run(config: LossyConfig, facts: Facts) -> None:
             "--timing-log-level %d: its barriers cross between sites several times an iteration; 0 has none",
             facts.timing_level,
         )
-    read_key_file(config.udp_key_file)
+    check_network(config)
     config.jobs().check(facts.train_iters)
     check_channels(config, facts.workers, facts.train_iters)
