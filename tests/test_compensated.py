@@ -18,6 +18,7 @@ from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather
 from tests.ranks import run_ranks
 from tests.test_hooks_owner_weights import OVERLAPS, refused, resume, save_and_go_on
 from tests.test_transport import group_in_memory
+from tests.test_virtual import assert_virtual_is_real, trained
 from tests.tiny_gpt import TinyGPT, build, missing
 
 pytestmark = pytest.mark.shows(
@@ -209,52 +210,13 @@ def test_the_lead_follows_the_loss_model(tmp_path):
     assert lead(p_param=0.4, param_send="compensated:1.0,0.25") == (1.0, 0.25)
 
 
-def virtual(rank, tiny, config, steps, skipped=()):
-    from megatron_lossy.lab.virtual import VirtualCluster
-
-    cluster = VirtualCluster(config, 2)
-    run = build(dataclasses.replace(tiny, overlap_param_gather=False), cluster)
-    history = []
-    for step in range(steps):
-        told = run.step(step, overflow_on=0 if step in skipped else None)
-        with cluster.owner_weights(run.model):
-            owned = run.replica_buffers()
-        history.append((told["loss"], told["grad_norm"], run.all_replica_buffers(), owned))
-    cluster.uninstall()
-    return history
-
-
-def real(rank, tiny, config, steps, skipped=()):
-    lossy = hooks.install(config)
-    run = build(tiny)
-    history = []
-    for step in range(steps):
-        told = run.step(step, overflow_on=0 if step in skipped else None)
-        if tiny.overlap_param_gather:
-            run.gather()
-        history.append((told["loss"], told["grad_norm"], run.replica_buffers(), run.owner_buffers()))
-    lossy.uninstall()
-    return history
-
-
-def assert_virtual_is_real(both, ranks):
-    """Losses, norms, replicas and owners' weights of every step, bit for bit."""
-    for step, (losses, norm, replicas, owned) in enumerate(both):
-        for rank in range(2):
-            loss, real_norm, replica, real_owned = ranks[rank][step]
-            assert losses[rank] == loss and norm == real_norm, (step, rank)
-            for key in replica:
-                np.testing.assert_array_equal(replicas[rank][key], replica[key], f"step {step}")
-                np.testing.assert_array_equal(owned[key], real_owned[key], f"step {step}")
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("config", [COMPENSATED, BURSTS], ids=["packets", "bursts"])
 @pytest.mark.slow
 def test_two_virtual_workers_are_two_ranks_bit_for_bit(dtype, config, pool):
     tiny = TinyGPT(dtype=dtype, initial_loss_scale=2.0**18, **OVERLAPPED)
-    ranks = pool.run(real, 2, tiny, config, 6)
-    [both] = pool.run(virtual, 1, tiny, config, 6)
+    ranks = pool.run(trained, 2, tiny, config, 6)
+    [both] = pool.run(trained, 1, tiny, config, 6, 2)
     assert_virtual_is_real(both, ranks)
 
 
@@ -284,10 +246,10 @@ def trace(tmp_path_factory):
 def test_where_nobody_knows_the_rate_receivers_count(skipped, trace, pool):
     """Real ranks and virtual workers alike; the sums of all ranks arrive an update later, and a skipped update counts nothing."""
     tiny = TinyGPT(loss_scale=8.0 if skipped else None, **OVERLAPPED)
-    ranks = pool.run(real, 2, tiny, trace, 8, skipped)
-    [both] = pool.run(virtual, 1, tiny, trace, 8, skipped)
+    ranks = pool.run(trained, 2, tiny, trace, 8, None, skipped)
+    [both] = pool.run(trained, 1, tiny, trace, 8, 2, skipped)
     assert_virtual_is_real(both, ranks)
-    plain = pool.run(real, 2, tiny, dataclasses.replace(trace, param_send="plain"), 8, skipped)
+    plain = pool.run(trained, 2, tiny, dataclasses.replace(trace, param_send="plain"), 8, None, skipped)
     assert any(not np.array_equal(plain[0][-1][2][key], value) for key, value in ranks[0][-1][2].items())
 
 

@@ -34,25 +34,17 @@ def burst_tail(transitions: Sequence[float], steps: int, units: int = 1) -> np.n
     return tail
 
 
-def drift_of_ages(tail: ArrayLike, gamma: Sequence[float] = (1.0,)) -> tuple[float, float]:
+def drift_of_ages(tail: ArrayLike) -> tuple[float, float]:
     """Drift to the owner and between two independent receivers, for any ages with P(A > i) = ``tail[i]``.
 
-    Ages beyond the end of ``tail`` count as its length t. So this is also the drift after t broadcasts.
+    In units of the mean square of an increment, of which none is like another. Ages beyond the end of ``tail`` count as its
+    length t. So this is also the drift after t broadcasts.
     """
     later = np.asarray(tail, dtype=np.float64)
-    steps = len(later)
-    exactly = -np.diff(later, prepend=1.0)  # P(A = a) for a < steps; at a = steps nothing can exceed it
-    gap = np.array([2 * exactly[: steps - i] @ later[i:] for i in range(steps)])
-    growth = growth_of(gamma, steps)
-    return float(later @ growth), float(gap @ growth)
-
-
-def growth_of(gamma: Sequence[float], count: int) -> np.ndarray:
-    """float64[count]: E of the squared sum of i+1 increments minus E of the squared sum of i."""
-    terms = np.zeros(count)
-    known = np.asarray(gamma, dtype=np.float64)[:count]
-    terms[: len(known)] = known
-    return 2 * np.cumsum(terms) - terms[:1]
+    exactly = -np.diff(later, prepend=1.0)  # P(A = a) for a < t; at a = t nothing can exceed it
+    apart = np.array([2 * exactly[: len(later) - i] @ later[i:] for i in range(len(later))])
+    every = np.ones(len(later))
+    return float(later @ every), float(apart @ every)
 
 
 # --- leads -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from .averaging import (  # noqa: F401
     removed,
     speed_uncorrected,
 )
-from .drift import age_mean, drift_between, drift_to_owner  # noqa: F401
 from .lag import Lag, delayed_step_bound, mean_lag, stability_limit  # noqa: F401
 from .recovery import (  # noqa: F401
     Weights,

@@ -4,7 +4,7 @@ Averaged over receivers and draws, a worker's copy of a remote unit is the owner
 
     S(x) = sum of P(A = a) x^a = (1 - s - (q - s) x) / (1 - q x),    P(A > i) = s q^i,
 
-with x the delay by one update, A the age (:mod:`.drift`), ``s`` the share of receivers that miss an update, and ``q``
+with x the delay by one update, A the age (how many updates were missed), ``s`` the share of receivers that miss an update, and ``q``
 the probability that another miss follows. Independent losses have s = q = p; bursts of mean length B have s = p and q =
 1 - 1/B. If only a share f of receivers has lossy links (``--lossy-links inter-node``, or the owner itself counted in),
 s = f p. The mean lag is E A = s / (1 - q).
@@ -26,11 +26,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ...base.theory import Lead, lead
-from .drift import persistence, rate_array
 
 _GRID = 20_000
+
+
+def rate_array(p: ArrayLike) -> np.ndarray:
+    """``p`` as float64; raises :class:`ValueError` outside [0, 1)."""
+    p = np.asarray(p, dtype=np.float64)
+    if not ((p >= 0) & (p < 1)).all():
+        raise ValueError(f"p = {p}: must be in [0, 1)")
+    return p
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,12 @@ class Lag:
         """
         if not 0 <= lossy <= 1:
             raise ValueError(f"lossy = {lossy}: must be in [0, 1]")
-        rate = rate_array(p)
-        return cls(lossy * float(rate), float(persistence(rate, burst)))
+        p = float(rate_array(p))
+        if burst is None:
+            return cls(lossy * p, p)
+        if not (burst >= 1 and p / (1 - p) <= burst * (1 + 1e-12)):
+            raise ValueError(f"burst = {burst}: must be at least 1 and p/(1-p), for p = {p}")
+        return cls(lossy * p, 1 - 1 / burst)
 
     @property
     def mean(self) -> float:
