@@ -16,7 +16,6 @@ from megatron_lossy.lab.virtual.in_memory import LossyWorkers
 from megatron_lossy.mechanisms.lead.lag import Counted
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather
 from tests.ranks import run_ranks
-from tests.test_hooks_owner_weights import OVERLAPS, refused, resume, save_and_go_on
 from tests.test_transport import group_in_memory
 from tests.test_virtual import assert_virtual_is_real, trained
 from tests.tiny_gpt import TinyGPT, build, missing
@@ -220,18 +219,6 @@ def test_two_virtual_workers_are_two_ranks_bit_for_bit(dtype, config, pool):
     assert_virtual_is_real(both, ranks)
 
 
-@pytest.mark.parametrize("config", [COMPENSATED, BURSTS], ids=["packets", "bursts"])
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_saved_lead_goes_on(overlap, config, tmp_path, pool):
-    config = dataclasses.replace(config, save_replicas=True)
-    saved = pool.run(save_and_go_on, 2, OVERLAPS[overlap], config, str(tmp_path))
-    again = pool.run(resume, 2, OVERLAPS[overlap], config, str(tmp_path), [own for own, _ in saved])
-    assert again == [report for _, report in saved]
-    plain = dataclasses.replace(config, param_send="plain")
-    for message in pool.run(refused, 2, OVERLAPS[overlap], plain, str(tmp_path), None):
-        assert "--param-send was compensated there and is plain here" in message
-
-
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     """Of independent losses, which nothing but counting tells."""
@@ -301,9 +288,8 @@ def test_the_own_shard_has_no_lead_wherever_it_was_sent_from(pool):
         assert found == [([step + 1.0], [step + 1.0]) for step in range(4)]
 
 
-@pytest.mark.parametrize("resumed", [None, 3, 6, 9])
-def test_a_lead_follows_a_schedule(resumed):
-    """In steps without loss nothing is ahead, and the lead begins anew; against the recursion, also after a resume."""
+def test_a_lead_follows_a_schedule():
+    """In steps without loss nothing is ahead, and the lead begins anew; against the recursion."""
     config = LossyConfig(
         loss_model=("gilbert-elliott:4",),
         loss_schedule=("0:0.4,4:0,7:0.2",),
@@ -316,11 +302,6 @@ def test_a_lead_follows_a_schedule(resumed):
     weights, lead = np.zeros((workers, shard), np.float32), np.zeros((workers, shard), np.float32)
     expected, ahead = np.zeros((workers, workers, shard), np.float32), []
     for step in range(11):
-        if step == resumed:
-            saved = [group.state_dict() for group in lossy.groups]
-            lossy = LossyWorkers(config, [BucketSpec(shard)], workers)
-            for group, state in zip(lossy.groups, saved, strict=True):
-                group.load_state_dict(state, torch.device("cpu"))
         before, weights = weights, weights + random.standard_normal(weights.shape).astype(np.float32)
         for mine, value in zip(owned, weights, strict=True):
             mine.copy_(torch.from_numpy(value))
