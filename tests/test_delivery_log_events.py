@@ -271,13 +271,8 @@ def test_a_folder_with_the_events_of_another_run_is_refused(tmp_path):
     config = LossyConfig(**KINDS["noise"], delivery_log=str(tmp_path))
     claim_delivery_log(config, RANKS, False, {})
     record(tmp_path, "noise")
-    for changes, resumes, message in (
-        ({}, False, "holds the log of a run with these settings"),
-        ({"grad_error": "gaussian:0.25"}, True, "--grad-error was gaussian:0.5 there and is gaussian:0.25 here"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            claim_delivery_log(dataclasses.replace(config, **changes), RANKS, resumes, {})
-    claim_delivery_log(config, RANKS, True, {})
+    with pytest.raises(UsageError, match="holds the log of a run with these settings"):
+        claim_delivery_log(config, RANKS, False, {})
     with pytest.raises(UsageError, match="holds the log of a run"):  # without a claim: in somebody's own program
         EventLog(config).finish_iteration(0, True, list)
     with pytest.raises(UsageError, match="is of a run with other loss flags; choose another folder"):
