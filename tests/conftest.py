@@ -5,6 +5,7 @@ import multiprocessing.forkserver
 import pytest
 
 from megatron_lossy.base import device
+from tests import ranks
 from tests.features import Record
 from tests.lighthouse import serve  # noqa: F401
 from tests.ranks import Pool, run_ranks
@@ -50,6 +51,21 @@ def pytest_make_collect_report(collector):
     options = collector.config.option
     if isinstance(collector, pytest.File) and not options.collectonly and "not ranks" not in options.markexpr:
         multiprocessing.forkserver.ensure_running()
+
+
+def pytest_generate_tests(metafunc):
+    """A test with the marker ``on_cuda`` has a twin with the marker ``cuda``, whose ranks share the CUDA devices."""
+    if metafunc.definition.get_closest_marker("on_cuda"):
+        if "ranks_on" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("ranks_on")
+        cuda = pytest.param("cuda", marks=pytest.mark.cuda)
+        metafunc.parametrize("ranks_on", [pytest.param("cpu", id=pytest.HIDDEN_PARAM), cuda])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Choose where the ranks of this test compute."""
+    ranks.kind = "cuda" if item.get_closest_marker("cuda") else "cpu"
 
 
 def pytest_itemcollected(item):

@@ -87,6 +87,8 @@ INSIDE = {"p_grad": 0.3, "p_param": 0.3}
 OUTER = {"islands": 2, "sync_interval": 2, "sync_method": "diloco", "save_replicas": True}
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("islands of 1 and 2 ranks are virtual ones, bit for bit")
 @pytest.mark.slow
 def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
     cases = {
@@ -114,6 +116,8 @@ def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
     assert len(set(different.values())) == len(cases)
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("islands of 1 and 2 ranks are virtual ones, bit for bit")
 @pytest.mark.nightly
 def test_two_islands_of_two_ranks_are_virtual_ones(data, tmp_path):
     overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}

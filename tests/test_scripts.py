@@ -3,16 +3,18 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from scripts import mutants
+from scripts import gpu_day, mutants
 from scripts.compat import CONTRACT, HEADER, _table, merged
 
 pytestmark = pytest.mark.shows(
     "rows of the matrix of Megatrons",
     "`same_results.py` tells what differs",
     "what `make mutants` changes",
+    "`gpu_day.py` goes on after a step that fails or hangs",
     device=False,
 )
 
@@ -234,3 +236,33 @@ def test_slips_change_one_place_and_leave_words_alone(root):
 def test_a_seed_gives_the_same_draw_and_another_does_not(root):
     draws = [mutants.draw(root, seed, ["base/coding"]) for seed in (1, 1, *range(2, 8))]
     assert draws[0] == draws[1] and len({str(one) for one in draws}) > 1
+
+
+# --- what a day with a GPU does (gpu_day.py) -------------------------------------------------------------------------
+
+
+def options(folder, **given):
+    how = dict(on="cpu", nccl=None, record=None, megatron_lm="x", second=False) | given
+    return SimpleNamespace(out=folder, **how)
+
+
+@pytest.mark.programs
+def test_a_step_ends_by_itself_or_at_its_limit(tmp_path):
+    gpu = options(tmp_path)
+    ends = [("print('12 passed in 3 s'); print('noise')", 60), ("raise SystemExit('no')", 60), ("input()", 0)]
+    code = "import time; time.sleep(3600)"
+    found = [gpu_day.run(gpu_day.Step("a step", 9, ["-c", one]), limit, gpu, {}) for one, limit in [*ends, (code, 3)]]
+    assert [(one.status, one.text) for one in found] == [
+        ("passed", "12 passed in 3 s"),
+        ("failed", "no"),
+        ("left", "no time left"),
+        ("stopped", ""),
+    ]
+
+
+def test_the_lists_fit_in_their_time_and_name_what_is_there(tmp_path):
+    for second, rooms in ((False, 8), (True, 2)):
+        listed = gpu_day.steps(options(tmp_path, second=second))
+        files = {word for step in listed for word in step.words if word.startswith("tests/")}
+        assert len(files) >= rooms and all((Path(gpu_day.ROOT) / one).exists() for one in files)
+    assert gpu_day.summary("warning: a: b\nok: c: d\nok: e: f\n{}") == "1 warning, 2 ok"

@@ -73,6 +73,8 @@ def test_every_setting_of_megatron(name, pool):
     assert bool(lost["grad"]) == bool(lost["param"]) == (world > 1)
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("over UDP every rule and overlap gives what pieces give")
 @pytest.mark.parametrize(
     "name",
     ["compensated", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES)],
@@ -91,6 +93,8 @@ def test_every_rule_and_overlap_gives_what_pieces_give(name, pool):
     assert_same_runs(pool.run(real_runs, 3, chosen), pool.run(real_runs, 3, pieces))
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("over UDP every rule and overlap gives what pieces give")
 def test_without_loss_between_two_ranks_it_is_megatron(pool, unhooked):
     tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])
     mine = pool.run(contract.plain, 2, tiny, LossyConfig(transport="udp"), 4)

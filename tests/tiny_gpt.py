@@ -171,7 +171,7 @@ class TinyRun:
                 shards = [torch.empty_like(shard) for _ in range(group.size())]
                 torch.distributed.all_gather(shards, shard, group=group)
                 buckets += shards
-            result[name] = torch.cat(buckets).numpy()
+            result[name] = _numpy(torch.cat(buckets))
         return result
 
     def rank(self) -> int:
@@ -347,7 +347,7 @@ def _model(config: TinyGPT, transformer: TransformerConfig) -> list[DistributedD
             post_process=parallel_state.is_pipeline_last_stage(**where),
             share_embeddings_and_output_weights=config.tied,
             **numbered,
-        )
+        ).to(device.current_device())
         if config.dtype != "fp32":
             module = Float16Module(transformer, module)
         chunks.append(
@@ -400,8 +400,8 @@ def _batch(config: TinyGPT, iteration: int, rank: int, micro_batch: int) -> dict
 
 
 def _forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any, scale: float) -> tuple[Any, Any]:
-    batch = next(data)
-    causal = torch.ones(1, 1, *[batch["input_ids"].shape[1]] * 2, dtype=torch.bool).triu(1)
+    batch = {name: value.to(device.current_device()) for name, value in next(data).items()}
+    causal = torch.ones(1, 1, *[batch["input_ids"].shape[1]] * 2, dtype=torch.bool).triu(1).to(device.current_device())
     losses = model(batch["input_ids"], batch["position_ids"], causal, labels=batch["labels"])
     return losses, partial(_loss, batch["loss_mask"], scale)
 
@@ -413,4 +413,4 @@ def _loss(mask: torch.Tensor, scale: float, losses: torch.Tensor) -> tuple[Any, 
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().float().numpy().copy()
+    return tensor.detach().float().cpu().numpy().copy()

@@ -6,10 +6,12 @@ the C++ below ``csrc``. Nothing of ``megatron_lossy`` is touched, nor of Megatro
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,6 +133,10 @@ class _NcclOptions:
     _timeout = timedelta(minutes=10)
 
 
+def _device_count() -> int:
+    return 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else _native.device_count()
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
@@ -145,11 +151,11 @@ def _of_torch_cuda() -> dict[str, Any]:
     return {
         "_lazy_init": _nothing,
         "_is_in_bad_fork": always(False),
-        "is_available": always(True),
+        "is_available": lambda: _device_count() > 0,
         "is_initialized": always(True),
         "is_bf16_supported": always(True),
         "is_current_stream_capturing": always(False),
-        "device_count": lambda: _native.device_count(),
+        "device_count": _device_count,
         "current_device": lambda: _native.current_device(),
         "set_device": lambda device: _native.set_current_device(_index(device)),
         "device": _OnDevice,
@@ -164,6 +170,7 @@ def _of_torch_cuda() -> dict[str, Any]:
         "default_stream": lambda device=None: _known_stream(0, _index(device)),
         "set_stream": _set_stream,
         "empty_cache": _nothing,
+        "set_per_process_memory_fraction": _nothing,
         "mem_get_info": always((properties.total_memory, properties.total_memory)),
         "memory_allocated": always(0),
         "max_memory_allocated": always(0),
@@ -206,6 +213,13 @@ def install(tracker: Tracker | None = None, devices: int = 1) -> None:
     groups.ProcessGroupNCCL, groups._NCCL_AVAILABLE = _native.ProcessGroup, True
     # No compiler makes kernels for it. A setting of this thread alone would not reach those of autograd.
     torch._dynamo.config._config["disable"].default = True
+
+
+def everywhere(folder: Path) -> None:
+    """Let each program of Python that has ``folder`` in its ``PYTHONPATH`` have a CUDA device as soon as it imports torch."""
+    described = folder / "impostor-0.dist-info"
+    described.mkdir(parents=True, exist_ok=True)
+    (described / "entry_points.txt").write_text(f"[torch.backends]\nimpostor = {__name__}:install\n")
 
 
 def add_hpu() -> None:

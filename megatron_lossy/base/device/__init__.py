@@ -65,10 +65,15 @@ def current_device() -> torch.device:
     return torch.device(kind, getattr(torch, kind).current_device())
 
 
+def ranks_share_devices() -> bool:
+    """Whether NCCL is asked to let several ranks compute on one device, which it can from 2.31 on."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
 def take_device() -> torch.device:
     """Make this rank compute on the device that its node numbers as ``LOCAL_RANK``; call it before any process group.
 
-    Without a launcher it stays with the current device. Raises :class:`UsageError` if there is no such device. It also
+    Without a launcher it stays with the current device. Ranks that may share a device take the devices in turns. Raises :class:`UsageError` if there is no such device. It also
     raises if every rank sees one device of its own: such ranks cannot be told from ranks that would share a device.
     """
     kind = device_type()
@@ -85,6 +90,8 @@ def take_device() -> torch.device:
         return current_device()
     number, accelerator = int(os.environ["LOCAL_RANK"]), getattr(torch, kind)
     count = accelerator.device_count()
+    if count and ranks_share_devices():
+        number %= count
     if number >= count:
         allowed = f"this rank sees {count} {kind} device{'s'[: count != 1]}, numbered from 0; "
         allowed += f"start at most --nproc-per-node {count}, and let each rank see all devices of its node "

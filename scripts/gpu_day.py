@@ -1,0 +1,184 @@
+"""What one CUDA device can show in eight minutes, what is worth most first.
+
+    python -m scripts.gpu_day --out FOLDER [--nccl libnccl.so.2.xz] [--record "one H100"] [--megatron-lm PATH]
+    python -m scripts.gpu_day --out FOLDER --second          # a shorter list, for another time
+    python -m scripts.gpu_day --out FOLDER --on pretended    # the whole of it without a GPU (docs/impostor.md); or --on cpu
+
+Several ranks share the device, which NCCL allows from 2.31 on. --nccl is its library, if torch brings an older one. Each step
+has a limit of time and prints one line. After a failure the next one follows. FOLDER gets the output of each step, result.json,
+and with --record tests/machines.yaml as it is then. Exit status 0 if all steps passed, 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import lzma
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+#: What the steps import that a machine may lack where torch is.
+PACKAGES = "megatron-core einops numpy psutil pyyaml matplotlib tensorboard pyarrow pytest pytest-timeout hypothesis"
+#: NCCL's buffers stay small, as Megatron makes many groups; and cuBLAS adds up in one order.
+ENVIRONMENT = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_BUFFSIZE": "1048576",
+    "NCCL_MAX_NCHANNELS": "2",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+#: Which tests run.
+MARKERS = {"cuda": "cuda", "pretended": "cuda", "cpu": "on_cuda and not cuda"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of Python and its share of the time. ``seconds``: of 480."""
+
+    name: str
+    seconds: int
+    words: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a step ended: passed, failed, stopped by its limit, or left for want of time."""
+
+    name: str
+    status: str
+    seconds: float
+    text: str
+
+
+def steps(options: argparse.Namespace) -> list[Step]:
+    """The list, in the order of worth."""
+    common = ["-m", "pytest", "-q", "--timeout", "60", "-m", MARKERS[options.on]]
+    common += ["--record", options.record] if options.record else []
+
+    def tests(name: str, seconds: int, files: str, chosen: str = "") -> Step:
+        paths = [f"tests/test_{one}.py" for one in files.split()]
+        return Step(name, seconds, [*common, *paths, *(["-k", chosen] if chosen else [])])
+
+    calibrate = Step("calibration", 150, ["-m", "megatron_lossy", "doctor", "--calibrate", "--json"])
+    pretrain = tests("pretrain_gpt.py", 120, "plugin_megatron_lm")
+    pretrain = Step(pretrain.name, pretrain.seconds, [*pretrain.words, f"--megatron-lm={options.megatron_lm}"])
+    first = [
+        tests("ranks share a device", 40, "device pieces streams"),
+        calibrate,
+        tests("hooks by value", 80, "hooks"),
+        tests("FSDP2, HSDP, DDP", 80, "pytorch pytorch_ddp", "without_loss"),
+        tests("datagrams", 60, "udp"),
+        tests("lead and codes", 60, "compensated compression"),
+        tests("logs and kills", 80, "delivery_log train train_failures"),
+        tests("islands", 60, "islands_ranks pytorch_islands", "not of_two_ranks"),
+        *([pretrain] if options.megatron_lm else []),
+    ]
+    second = [
+        tests("FSDP2 and DDP by value", 120, "pytorch pytorch_ddp", "by_value"),
+        tests("islands of two ranks", 60, "islands_ranks", "of_two_ranks"),
+        Step(
+            "host time of the hooks", 60, ["-m", "benchmarks.step_overhead", "--ranks", "2", "--out", str(options.out)]
+        ),
+    ]
+    return second if options.second else first
+
+
+def missing() -> list[str]:
+    """The packages that are not installed."""
+    absent = []
+    for name in PACKAGES.split():
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            absent.append(name)
+    return absent
+
+
+def environment(options: argparse.Namespace) -> dict[str, str]:
+    """The variables of all steps."""
+    found = os.environ | ENVIRONMENT
+    folders = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    if options.on == "pretended":
+        from tests.impostor.device import everywhere
+
+        everywhere(options.out / "pretended")
+        folders.insert(1, str(options.out / "pretended"))
+    if options.nccl:
+        library = options.nccl
+        if library.suffix == ".xz":
+            library = options.out / "libnccl.so.2"
+            library.write_bytes(lzma.decompress(options.nccl.read_bytes()))
+        found["LD_PRELOAD"] = str(library.resolve())
+    return found | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+
+
+def run(step: Step, limit: float, options: argparse.Namespace, variables: dict[str, str]) -> Result:
+    """Run a step; what it started ends with it."""
+    if limit < 1:
+        return Result(step.name, "left", 0.0, "no time left")
+    log = options.out / (re.sub(r"\W+", "_", step.name) + ".log")
+    began, status = time.monotonic(), "stopped"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *step.words], cwd=ROOT, env=variables, stdout=file, stderr=file, start_new_session=True
+        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = "failed" if process.wait(limit) else "passed"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return Result(step.name, status, round(time.monotonic() - began, 1), summary(log.read_text(errors="replace")))
+
+
+def summary(output: str) -> str:
+    """How many tests or rows passed: pytest's last line, the statuses of the doctor's rows, or the last line of all."""
+    rows = re.findall(r"^(ok|warning|problem): ", output, re.MULTILINE)
+    if rows:
+        return ", ".join(f"{rows.count(one)} {one}" for one in dict.fromkeys(rows))
+    lines = [line.strip("= ") for line in output.splitlines() if line.strip()] or [""]
+    return next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|skipped|error)", line)), lines[-1])
+
+
+def main() -> int:
+    """Run the list; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--on", default="cuda", choices=MARKERS)
+    parser.add_argument("--nccl", type=Path, metavar="FILE", help="a libnccl.so.2 of 2.31 or later, or it as .xz")
+    parser.add_argument("--megatron-lm", metavar="PATH", help="a checkout, whose pretrain_gpt.py runs too")
+    parser.add_argument("--record", metavar="MACHINE", help="add what passed to tests/machines.yaml")
+    parser.add_argument("--second", action="store_true", help="the second list")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time for all steps (%(default)s)")
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if absent := missing():
+        print(f"not installed: python -m pip install -c constraints.txt {' '.join(absent)}", flush=True)
+    variables, end, results = environment(options), time.monotonic() + 60 * options.minutes, []
+    for step in steps(options):
+        limit = min(step.seconds * options.minutes / 8, end - time.monotonic())
+        results.append(run(step, limit, options, variables))
+        print("{status:8} {seconds:6.1f} s  {name}: {text}".format(**asdict(results[-1])), flush=True)
+        content = {"on": options.on, "not installed": absent, "steps": [asdict(one) for one in results]}
+        (options.out / "result.json").write_text(json.dumps(content, indent=1))
+    if options.record:
+        shutil.copy(ROOT / "tests" / "machines.yaml", options.out)
+    return 0 if all(one.status == "passed" for one in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
