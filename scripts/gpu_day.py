@@ -66,7 +66,7 @@ class Result:
 
 def steps(options: argparse.Namespace) -> list[Step]:
     """The list, in the order of worth."""
-    common = ["-m", "pytest", "-q", "--timeout", "60", "-m", MARKERS[options.on]]
+    common = ["-m", "pytest", "-q", f"--timeout={7.5 * options.minutes}", "-m", MARKERS[options.on]]
     common += ["--record", options.record] if options.record else []
 
     def tests(name: str, seconds: int, files: str, chosen: str = "") -> Step:

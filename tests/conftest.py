@@ -96,6 +96,17 @@ def megatron_lm(request):
 
 
 @pytest.fixture(scope="session")
+def pretended():
+    """The pretended CUDA device is compiled; a skip says why it cannot be."""
+    from tests.impostor.build import CannotBuild, library
+
+    try:
+        library()
+    except CannotBuild as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
 def rows():
     """One process that runs command lines one after the other."""
     process = Rows()

@@ -343,9 +343,6 @@ def test_without_a_launcher_a_program_stays_on_its_device(node):
 def test_ranks_share_devices_where_nccl_lets_them(node):
     accelerators = node("cuda", 2, LOCAL_RANK=3, WORLD_SIZE=4, NCCL_MULTI_RANK_GPU_ENABLE=1)
     assert device.take_device() == torch.device("cuda", 1) and accelerators.asked == [("set_device", 1)]
-    node("cuda", 0, LOCAL_RANK=3, WORLD_SIZE=4, NCCL_MULTI_RANK_GPU_ENABLE=1)
-    with pytest.raises(UsageError, match="LOCAL_RANK 3: this rank sees 0 cuda devices"):
-        device.take_device()
 
 
 def _exchanged(rank, size):

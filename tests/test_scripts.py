@@ -242,7 +242,7 @@ def test_a_seed_gives_the_same_draw_and_another_does_not(root):
 
 
 def options(folder, **given):
-    how = dict(on="cpu", nccl=None, record=None, megatron_lm="x", second=False) | given
+    how = dict(on="cpu", nccl=None, record=None, megatron_lm="x", second=False, minutes=8) | given
     return SimpleNamespace(out=folder, **how)
 
 

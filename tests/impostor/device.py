@@ -211,6 +211,10 @@ def install(tracker: Tracker | None = None, devices: int = 1) -> None:
     groups = torch.distributed.distributed_c10d
     _native.ProcessGroup.Options = _NcclOptions
     groups.ProcessGroupNCCL, groups._NCCL_AVAILABLE = _native.ProcessGroup, True
+    # It cannot resize a storage: unsharded parameters of FSDP2 stay where they are.
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    _fsdp_param.free_storage = _fsdp_param.alloc_storage = _nothing
     # No compiler makes kernels for it. A setting of this thread alone would not reach those of autograd.
     torch._dynamo.config._config["disable"].default = True
 

@@ -149,22 +149,6 @@ def take_devices(rank: int) -> tuple[str, str, float]:
     return _on_device(program, devices=2)[0]
 
 
-def refuse_device(rank: int) -> str:
-    """What a rank is told that is one too many for this node."""
-    from megatron_lossy.base import device as product
-
-    os.environ["LOCAL_RANK"] = "2"
-
-    def program() -> str:
-        try:
-            product.take_device()
-        except Exception as error:
-            return str(error)
-        return "taken"
-
-    return _on_device(program, devices=2)[0]
-
-
 def draw(rank: int) -> tuple[bool, bool]:
     """Whether the device draws what the CPU does with the same seed, and leaves the CPU's generator alone."""
 

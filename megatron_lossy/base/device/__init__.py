@@ -90,7 +90,7 @@ def take_device() -> torch.device:
         return current_device()
     number, accelerator = int(os.environ["LOCAL_RANK"]), getattr(torch, kind)
     count = accelerator.device_count()
-    if count and ranks_share_devices():
+    if ranks_share_devices():
         number %= count
     if number >= count:
         allowed = f"this rank sees {count} {kind} device{'s'[: count != 1]}, numbered from 0; "
