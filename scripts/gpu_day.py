@@ -1,7 +1,7 @@
-"""What one CUDA device can show in eight minutes, what is worth most first.
+"""Try in eight minutes all that one CUDA device can show, in the order of worth.
 
     python -m scripts.gpu_day --out FOLDER [--nccl libnccl.so.2.xz] [--record "one H100"] [--megatron-lm PATH]
-    python -m scripts.gpu_day --out FOLDER --second          # a shorter list, for another time
+    python -m scripts.gpu_day --out FOLDER --second          # a shorter list, for another day
     python -m scripts.gpu_day --out FOLDER --on pretended    # the whole of it without a GPU (docs/impostor.md); or --on cpu
 
 Several ranks share the device, which NCCL allows from 2.31 on. --nccl is its library, if torch brings an older one. Each step
@@ -28,9 +28,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-#: What the steps import that a machine may lack where torch is.
+#: Packages that the steps import, and that a machine with torch may lack.
 PACKAGES = "megatron-core einops numpy psutil pyyaml matplotlib tensorboard pyarrow pytest pytest-timeout hypothesis"
-#: NCCL's buffers stay small, as Megatron makes many groups; and cuBLAS adds up in one order.
+#: NCCL's buffers stay small, as Megatron makes many groups; cuBLAS adds up in one order; nothing is compiled, as in the budget.
 ENVIRONMENT = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -40,6 +40,7 @@ ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
 }
 #: Which tests run.
 MARKERS = {"cuda": "cuda", "pretended": "cuda", "cpu": "on_cuda and not cuda"}

@@ -171,6 +171,7 @@ def _of_torch_cuda() -> dict[str, Any]:
         "set_stream": _set_stream,
         "empty_cache": _nothing,
         "set_per_process_memory_fraction": _nothing,
+        "_sleep": lambda cycles: torch.zeros(1, device="cuda"),
         "mem_get_info": always((properties.total_memory, properties.total_memory)),
         "memory_allocated": always(0),
         "max_memory_allocated": always(0),
