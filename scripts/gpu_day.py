@@ -134,15 +134,22 @@ def run(step: Step, limit: float, options: argparse.Namespace, variables: dict[s
     log = options.out / (re.sub(r"\W+", "_", step.name) + ".log")
     began, status = time.monotonic(), "stopped"
     with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *step.words], cwd=ROOT, env=variables, stdout=file, stderr=file, start_new_session=True
-        )
+        started_here = {"GPU_DAY": f"{os.getpid()} {step.name}"}
+        command = [sys.executable, *step.words]
+        process = subprocess.Popen(command, cwd=ROOT, env=variables | started_here, stdout=file, stderr=file)
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = "failed" if process.wait(limit) else "passed"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        end_all_with("GPU_DAY={GPU_DAY}".format(**started_here))
         process.wait()
     return Result(step.name, status, round(time.monotonic() - began, 1), summary(log.read_text(errors="replace")))
+
+
+def end_all_with(variable: str) -> None:
+    """Kill all processes with this in their environment: torchrun starts ranks in sessions of their own."""
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # of another user, or it has ended
+            if variable.encode() in file.read_bytes().split(b"\0"):
+                os.kill(int(file.parent.name), signal.SIGKILL)
 
 
 def summary(output: str) -> str:

@@ -220,11 +220,16 @@ def install(tracker: Tracker | None = None, devices: int = 1) -> None:
     torch._dynamo.config._config["disable"].default = True
 
 
+def install_with_tracker() -> None:
+    """As :func:`install`, with a tracker of its own: what nobody has waited for is not there yet."""
+    install(Tracker())
+
+
 def everywhere(folder: Path) -> None:
     """Let each program of Python that has ``folder`` in its ``PYTHONPATH`` have a CUDA device as soon as it imports torch."""
     described = folder / "impostor-0.dist-info"
     described.mkdir(parents=True, exist_ok=True)
-    (described / "entry_points.txt").write_text(f"[torch.backends]\nimpostor = {__name__}:install\n")
+    (described / "entry_points.txt").write_text(f"[torch.backends]\nimpostor = {__name__}:install_with_tracker\n")
 
 
 def add_hpu() -> None:

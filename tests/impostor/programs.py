@@ -142,8 +142,8 @@ def take_devices(rank: int) -> tuple[str, str, float]:
     def program() -> tuple[str, str, float]:
         product.init_process_group()
         tensor = torch.full((3,), 1.0 + rank, device=product.current_device())
-        dist.all_reduce(tensor)
-        return str(product.current_device()), str(tensor.device), tensor[0].item()
+        [found] = dist.all_reduce(tensor, async_op=True).get_future().wait()
+        return str(product.current_device()), str(found.device), found[0].item()
 
     assert os.environ["LOCAL_RANK"] == str(rank)
     return _on_device(program, devices=2)[0]
