@@ -78,7 +78,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
     pretrain = tests("pretrain_gpt.py", 120, "plugin_megatron_lm")
     pretrain = Step(pretrain.name, pretrain.seconds, [*pretrain.words, f"--megatron-lm={options.megatron_lm}"])
     first = [
-        tests("ranks share a device", 40, "device pieces streams"),
+        tests("ranks share a device", 40, "transport pieces streams", "2-packet or 4-packet or wait or same_bits"),
         calibrate,
         tests("hooks by value", 80, "hooks"),
         tests("FSDP2, HSDP, DDP", 80, "pytorch pytorch_ddp", "without_loss"),

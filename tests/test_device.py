@@ -345,23 +345,6 @@ def test_ranks_share_devices_where_nccl_lets_them(node):
     assert device.take_device() == torch.device("cuda", 1) and accelerators.asked == [("set_device", 1)]
 
 
-def _exchanged(rank, size):
-    whole = torch.arange(3.0 * size, device=device.current_device()) + rank
-    shard, gathered = torch.empty_like(whole[:3]), torch.empty_like(whole)
-    device.reduce_scatter_single(shard, whole)
-    device.all_gather_single(gathered, shard)
-    return gathered.device.type, shard.tolist(), gathered.tolist()
-
-
-@pytest.mark.on_cuda
-@pytest.mark.shows("ranks that share a device reduce and gather right values")
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_reduce_and_gather_on_their_device(size, ranks_on):
-    expected = [size * value + sum(range(size)) for value in range(3 * size)]
-    for rank, found in enumerate(run_ranks(_exchanged, size, size)):
-        assert found == (ranks_on, expected[3 * rank :][:3], expected)
-
-
 @takes_its_device
 @pytest.mark.parametrize(
     ("kind", "count", "environment", "message"),

@@ -83,6 +83,8 @@ def deliveries(config, phase, size, shards, step):
     return [arrived[:, :, a:b] for a, b in itertools.pairwise(starts)]
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("lossy collectives of a plain process group, N = 1 to 4")
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_reduce_scatter_against_the_reference(size, unit):
@@ -129,6 +131,8 @@ def gather_params(rank, size, config, shards, asynchronous):
     return results
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("lossy collectives of a plain process group, N = 1 to 4")
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_gather_against_the_reference(size, unit):

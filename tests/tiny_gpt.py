@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils
 
 from megatron_lossy.base import device
 from megatron_lossy.hooks.versions import dense_buffers
@@ -272,6 +273,8 @@ def missing(config: TinyGPT) -> str | None:
             return f"megatron-core {version} has no bucket of its own for this shared embedding"
         if config.experts and config.instances > 1:
             return f"megatron-core {version} has no optimizer instances with experts"
+    if config.experts and device.device_type() == "cuda" and not hasattr(moe_utils, "te_general_gemm"):
+        return f"megatron-core {version} has no experts on CUDA without a Transformer Engine"
     if config.experts:
         try:
             get_gpt_layer_local_spec(num_experts=config.experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +148,19 @@ def take_devices(rank: int) -> tuple[str, str, float]:
 
     assert os.environ["LOCAL_RANK"] == str(rank)
     return _on_device(program, devices=2)[0]
+
+
+def save_and_load(rank: int) -> tuple[str, list[float]]:
+    """Where a part of a tensor is that was saved and loaded, and its values."""
+
+    def program() -> tuple[str, list[float]]:
+        file = io.BytesIO()
+        torch.save(torch.arange(4.0, device="cuda")[1:], file)
+        file.seek(0)
+        loaded = torch.load(file)
+        return str(loaded.device), loaded.tolist()
+
+    return _on_device(program)[0]
 
 
 def draw(rank: int) -> tuple[bool, bool]:
