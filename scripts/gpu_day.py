@@ -100,13 +100,8 @@ def steps(options: argparse.Namespace) -> list[Step]:
 
 def missing() -> list[str]:
     """The packages that are not installed."""
-    absent = []
-    for name in PACKAGES.split():
-        try:
-            importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            absent.append(name)
-    return absent
+    installed = {one.name.lower() for one in importlib.metadata.distributions()}
+    return [name for name in PACKAGES.split() if name not in installed]
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
@@ -172,6 +167,8 @@ def main() -> int:
     parser.add_argument("--second", action="store_true", help="the second list")
     parser.add_argument("--minutes", type=float, default=8.0, help="time for all steps (%(default)s)")
     options = parser.parse_args()
+    if options.record and options.on != "cuda":
+        parser.error("--record: needs --on cuda, as machines.yaml has what ran on a device")
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     if absent := missing():
