@@ -233,7 +233,7 @@ def history_of(rank, config):
 
 
 @pytest.mark.on_cuda
-@pytest.mark.shows("a log of a CPU is replayed on a GPU, and the other way")
+@pytest.mark.shows("a CPU's log is replayed on a GPU, and the other way")
 def test_a_log_is_replayed_on_another_device(tmp_path, ranks_on):
     """Kernels of devices round otherwise, and Adam makes steps of it; what is lost moves replicas by more."""
     tables = []
