@@ -78,9 +78,7 @@ def _take_device(kind, rank, torch):
         torch.cuda.set_device(number)
         torch.cuda.set_per_process_memory_fraction(0.08)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = (
-            False  # Megatron compares numbers of steps before it loads them
-        )
+        torch.utils.deterministic.fill_uninitialized_memory = False
     elif torch.cuda.is_available():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
