@@ -83,7 +83,7 @@ class Tcp:
 @contextlib.contextmanager
 def exchanging(lab: Lab, rule: str) -> Iterator[None]:
     """Two ranks exchange by ``rule`` meanwhile."""
-    team = Team(lab, "ours", 2, [_SHARD], our_config(f"--udp-rate-control {rule}"))
+    team = Team(lab, "ours", 2, [_SHARD], our_config(f"--udp-rate {rule}"))
     end = threading.Event()
 
     def work() -> None:
@@ -188,9 +188,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.beside_tcp", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=12.0, metavar="S", help="of each run (default 12)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each (default 3)")
-    parser.add_argument(
-        "--rules", nargs="+", default=["shared", "dedicated"], choices=RULES, help="of --udp-rate-control"
-    )
+    parser.add_argument("--rules", nargs="+", default=["shared", "dedicated"], choices=RULES, help="of --udp-rate")
     parser.add_argument("--queues", type=float, nargs="+", default=QUEUES, metavar="MS", help="of the link")
     parser.add_argument("--out", default=RESULTS, metavar="FOLDER", help=f"default {RESULTS}")
     parser.add_argument("--replace", action="store_true", help="write over results of the same day")

@@ -1,4 +1,4 @@
-"""What ``--udp-rate-control`` does to a bottleneck and to others, in a packet model with the engine's own rate control.
+"""What ``--udp-rate`` does to a bottleneck and to others, in a packet model with the engine's own rate control.
 
     python -m benchmarks.congestion [--rules shared dedicated] [--seeds 3] [--only TEXT] [--out benchmarks/results]
 
@@ -72,25 +72,14 @@ def use(*paths: Bottleneck, seconds: float = 20, flows: int = 1) -> Callable[[st
     return measure
 
 
-def between_hosts(*paths: Bottleneck) -> Callable[[str, int], list[float]]:
-    """What 16 flows, and on the second path 64, between two hosts use of a link, percent, 5 seconds after their beginning."""
-
-    def measure(rule: str, seed: int) -> list[float]:
-        flows = [[Flow(rule, path=0)] * count for count in (16, 64)]
-        return [100 * run(path, own, seconds=20, warm=5, seed=seed).used for path, own in zip(paths, flows)]
-
-    return measure
-
-
-def beside(kind: str, *paths: Bottleneck, flows: int = 1) -> Callable[[str, int], list[float]]:
-    """What a TCP flow gets beside one of ours, or several between two hosts, of what it has alone, percent."""
+def beside(kind: str, *paths: Bottleneck) -> Callable[[str, int], list[float]]:
+    """What a TCP flow gets beside one of ours, of what it has alone, percent."""
 
     def measure(rule: str, seed: int) -> list[float]:
         values = []
         for path in paths:
             alone = run(path, [Flow(kind)], seconds=40, warm=8, seed=seed).delivered[0]
-            ours = [Flow(rule, endless=True, path=0, begin=0.1 * index) for index in range(flows)]
-            both = run(path, [*ours, Flow(kind)], seconds=40, warm=8, seed=seed)
+            both = run(path, [Flow(rule, endless=True), Flow(kind)], seconds=40, warm=8, seed=seed)
             values.append(100 * both.delivered[-1] / alone)
         return values
 
@@ -141,12 +130,10 @@ def rows() -> list[Row]:
         Row("use at 0.1 and 1 % of loss, 100 and 1,000 Mbit/s", "%", use(*(Bottleneck(mbit, loss=loss) for mbit in (100, 1000) for loss in (0.001, 0.01))), least=60),
         Row("use at 0.1, 1 and 10 % of loss, 1,000 Mbit/s, RTT 100 ms", "%", use(*(Bottleneck(1000, 100, loss=loss) for loss in (0.001, 0.01, 0.1))), least=60),
         Row("use at 10 % of loss, 16 flows, 100 Mbit/s", "%", use(Bottleneck(loss=0.1), flows=16), least=60),
-        Row("use at 10 % of loss, 16 and 64 flows between two hosts, 100 and 1,000 Mbit/s", "%", between_hosts(Bottleneck(loss=0.1), Bottleneck(1000, loss=0.1)), least=60),
-        Row("use of a clean link, the same flows", "%", between_hosts(Bottleneck(), Bottleneck(1000)), least=85),
+        Row("use of a clean link, 16 flows, 100 and 1,000 Mbit/s", "%", use(Bottleneck(), Bottleneck(1000), flows=16), least=85),
         Row("use at 10 % of loss, 10 and 24 Mbit/s", "%", use(Bottleneck(10, loss=0.1), Bottleneck(24, loss=0.1)), least=60),
         Row("use at 10 % of loss in bursts of 8, 100 Mbit/s", "%", use(Bottleneck(loss=0.1, burst=8)), least=60),
         Row("Cubic beside us, RTT 20 ms, queue 2, 20, 100 ms", "%", beside("cubic", *(Bottleneck(queue=queue) for queue in (2, 20, 100))), least=35, most=65),
-        Row("Cubic beside 16 flows between two hosts, RTT 20 ms, queue 2, 20, 100 ms", "%", beside("cubic", *(Bottleneck(queue=queue) for queue in (2, 20, 100)), flows=16), least=35, most=65),
         Row("Cubic beside us, with jitter of 2 ms, queue 2 and 20 ms", "%", beside("cubic", *(Bottleneck(queue=queue, jitter=2) for queue in (2, 20))), least=35, most=65),
         Row("Reno beside us, RTT 20 ms, queue 2, 20, 100 ms", "%", beside("reno", *(Bottleneck(queue=queue) for queue in (2, 20, 100))), least=25),
         Row("Cubic beside us, RTT 100 ms, queue 20 and 100 ms", "%", beside("cubic", Bottleneck(rtt=100, queue=20), Bottleneck(rtt=100, queue=100)), least=25),
@@ -214,14 +201,13 @@ def plot(path: Path, seeds: int) -> None:
     others = {
         "another Cubic flow": [Flow("cubic")],
         "shared, 1 flow": [Flow(endless=True)],
-        "shared, 16 flows between two hosts": [Flow(endless=True, path=0, begin=0.1 * index) for index in range(16)],
         "shared:4": [Flow(endless=True, as_flows=4)],
         "dedicated, 1 flow": [Flow("dedicated", endless=True)],
     }
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for (name, flows), line in zip(others.items(), ("--", "-", "-", "-", ":")):
+    for (name, flows), line in zip(others.items(), ("--", "-", "-", ":")):
         kept = [[_kept(Bottleneck(queue=queue), flows, seed) for seed in range(1, seeds + 1)] for queue in queues]
         axes.plot(queues, [statistics.median(values) for values in kept], line, marker="o", markersize=4, label=name)
     axes.set_xscale("log")

@@ -7,8 +7,7 @@ and all-gathers in turns. It ends after the exchanges or the seconds, whichever 
 nothing but sleep for 5 ms at a time: when it oversleeps, the machine was busy with something else, and an exchange that
 takes long at that moment says nothing about the transport.
 
-With ``--trouble S`` something happens to the path every S seconds, in turn: one way is cut for 0.1 to 5 s, its MTU changes, an
-end of it gets another address. An exchange goes on if it ends two round trips, 50 ms and twice its usual time after that.
+With ``--trouble S`` one way of the path is cut for 0.1 to 5 s every S seconds. An exchange goes on if it ends two round trips, 50 ms and twice its usual time after that.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,41 +88,21 @@ class Trouble:
         self.events: list[Event] = []
         self._lab, self._link, self._every = lab, link, every
         self._random = random.Random(seed)
-        self._moved = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
-        for what in self._turns():
-            if self._end.wait(self._every):
-                return
+        while not self._end.wait(self._every):
             began = time.monotonic()
-            kind = what()
-            self.events.append(Event(kind, began, time.monotonic()))
+            self._cut()
+            self.events.append(Event("one way cut", began, time.monotonic()))
 
-    def _turns(self) -> Iterator[Callable[[], str]]:
-        while True:
-            yield from (self._cut, self._mtu, self._move)
-
-    def _cut(self) -> str:
+    def _cut(self) -> None:
         source, seconds = self._random.randrange(2), 0.1 * 50 ** self._random.random()
         self._lab.set(dataclasses.replace(self._link, loss=self._CUT, burst=None), source, 1 - source)
         self._end.wait(seconds)
         self._lab.set(self._link, source, 1 - source)
-        return "one way cut"
-
-    def _mtu(self) -> str:
-        before = self._link.mtu or 1500
-        mtu = self._random.choice([mtu for mtu in (600, 1000, 1400, 1500) if mtu != before])
-        self._link = dataclasses.replace(self._link, mtu=mtu)
-        self._lab.set(self._link)
-        return "MTU less" if mtu < before else "MTU more"
-
-    def _move(self) -> str:
-        self._moved += 1
-        self._lab.nodes[self._random.randrange(2)].move(self._moved)
-        return "another address"
 
     def close(self) -> None:
         """No more of it."""

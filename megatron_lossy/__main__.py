@@ -12,6 +12,7 @@ where islands find each other.
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 from pathlib import Path
@@ -26,12 +27,13 @@ USAGE = (
     "usage: python -m megatron_lossy SCRIPT [Megatron's arguments] [loss flags]; --help after SCRIPT lists most, "
     "--help-loss all loss flags and presets; "
     "python -m megatron_lossy doctor [--help] examines this machine; "
+    "python -m megatron_lossy export FOLDER --hf OUT makes a model of transformers of a checkpoint of our trainer; "
     "python -m megatron_lossy refusals [SECTION] lists which flags do not go together; "
     "python -m megatron_lossy copy FOLDER puts configurations and the launchers' scripts there; "
     "python -m megatron_lossy lighthouse [--help] serves where islands find each other"
 )
 
-_COMMANDS = ("doctor", "refusals", "copy", "lighthouse")
+_COMMANDS = ("doctor", "export", "refusals", "copy", "lighthouse")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,14 +48,16 @@ def main(arguments: list[str] | None = None) -> None:
                 parse_loss_flags(arguments)  # which prints and exits
             raise UsageError(USAGE)
         script, *rest = arguments
-        if script == "doctor":  # a script of that name is ./doctor
+        if script in ("doctor", "export"):  # a script of that name is ./doctor
             try:
-                from .lab.doctor import main as doctor
+                command = importlib.import_module(f".lab.{script}", __package__)
             except ModuleNotFoundError as error:
                 if error.name != "megatron_lossy.lab":
                     raise
-                raise UsageError("doctor: needs megatron_lossy.lab, which this installation was made without") from None
-            sys.exit(doctor(rest))
+                raise UsageError(
+                    f"{script}: needs megatron_lossy.lab, which this installation was made without"
+                ) from None
+            sys.exit(command.main(rest))
         if script == "refusals":
             from .config.refusals.listing import main as refusals
 

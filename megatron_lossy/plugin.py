@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .base.errors import ArgumentParser, UsageError, tell_torchrun, usage_errors
 from .base.flags import add_flags, from_namespace
+from .base.jobs import World, launched_ranks
 from .config import LossyConfig
 from .config.facts import Facts
 from .config.loss_flags import add_preset_and_help, with_preset
@@ -26,7 +27,6 @@ from .config.refusal import check_refusals
 from .config.settings import note_origins_of
 
 if TYPE_CHECKING:
-    from .base.jobs import World
     from .base.ledger import Ledger, Patch
     from .hooks import Lossy
 
@@ -71,7 +71,7 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
         return None  # in the place of the whole command line
     if found.use_checkpoint_args or found.use_mp_args_from_checkpoint_args:
         return found.train_iters
-    world = int(os.environ.get("WORLD_SIZE", "1")) * config.jobs().launches
+    world = launched_ranks() * config.jobs().launches
     # Context-parallel ranks shard the optimizer too, so that they do not divide the group.
     size, rest = divmod(world, (found.tensor_model_parallel_size or 1) * (found.pipeline_model_parallel_size or 1))
     if not rest:

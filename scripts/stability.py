@@ -12,7 +12,7 @@ from megatron_lossy.base.files import write_text
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory.islands import deviation, growth_per_iteration, speed
-from megatron_lossy.mechanisms.islands.correction import critical_gain, stability_bound
+from megatron_lossy.mechanisms.islands.rules import critical_gain, stability_bound
 
 OUT = Path(__file__).parent.parent / "benchmarks" / "results" / "averaging.md"
 GAIN = 0.5  # the paper's first coefficient

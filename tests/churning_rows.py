@@ -9,13 +9,11 @@ import numpy as np
 import torch
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.theory.islands import STREAM, Row
+from megatron_lossy.lab.theory.islands import STREAM, vectors_of
 from megatron_lossy.lab.virtual.island_churn import Churn
 from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.member_rounds import MemberRounds
-from megatron_lossy.mechanisms.islands.rounds import Rounds
-from megatron_lossy.mechanisms.islands.shard import Shard
-from megatron_lossy.mechanisms.islands.subset import Subset
+from megatron_lossy.mechanisms.islands.vector import Subset
 
 Act = Callable[[int, torch.Tensor, list[int]], object]
 
@@ -27,15 +25,17 @@ class ChurningRows:
         self.weights, self.step = weights, 0
         self.records: list[dict[str, Any]] = []  # of epochs
         self.churn = Churn(config, steps, self.records.append)
-        self._rows = [Row(row) for row in weights]
         subset = Subset(config, weights.shape[1], 1, STREAM)
         self.crossing = InMemory(config, STREAM, None)
-        shard = Shard(config, subset, self._rows, self.crossing, steps, weights.device, make_rounds=self._make_rounds)
-        assert isinstance(shard.rounds, MemberRounds)
-        self.rounds = shard.rounds
-
-    def _make_rounds(self, *arguments: object) -> Rounds:
-        return MemberRounds(*arguments, presence=self.churn.presence)  # type: ignore[arg-type]
+        self.rounds = MemberRounds(
+            config,
+            subset,
+            vectors_of(weights),
+            self.crossing,
+            steps,
+            weights.device,
+            presence=self.churn.presence,
+        )
 
     def iterate(self, local: Act) -> None:
         """One iteration; ``local`` makes that of the islands that train: its number, the weights, and their slots."""
@@ -49,7 +49,7 @@ class ChurningRows:
         epoch = self.churn.end(self.step, self.rounds.visits)
         if epoch is not None:
             self.crossing.among(epoch.senders, epoch.slots)
-        self.rounds.after_iteration(self.step, self._rows)
+        self.rounds.after_iteration(self.step)
         self.step += 1
 
 

@@ -1,6 +1,7 @@
 """Options of the test suite."""
 
 import multiprocessing.forkserver
+import os
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.rows import Rows
 from tests.tiers import Guard, long_files_first, markers_of
 
 device.prepare_import()
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a program that a signal ends prints its stacks
 
 
 def pytest_addoption(parser):

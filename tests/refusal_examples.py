@@ -69,6 +69,20 @@ TRANSPORT = [
     (UDP | {"udp_memory": 2**23}, {"largest_group": 1024}, "--udp-memory 8388608: must be at least 11534336: room"),
 ]
 
+SITES = {"sites": 2}
+SITE = [
+    (SITES | {"lossy_links": "inter-node"}, {}, "--lossy-links inter-node: names the links that lose data, as --sites"),
+    (SITES | ISLANDS, {}, "--islands 2: averages every few iterations what sites exchange in each"),
+    (SITES | ACT, {}, "--p-act 0.1: loses messages between stages, which are all inside a site"),
+    (SITES | ASYNC, {}, "--async-pipeline on: exchanges micro-batches of several ages"),
+    (SITES, FULL, "--sites 2: is for shards of gradients and parameters; needs Megatron's distributed optimizer"),
+    (SITES, {"data_parallel": "DDP"}, "--sites 2: is for shards of gradients and parameters; shard the model"),
+    (SITES, {"in_memory": True}, "--sites 2: needs real ranks or --virtual-workers"),
+    (SITES, {"optimizer_instances": 2}, "--num-distributed-optimizer-instances 2: must be 1 with --sites"),
+    (SITES, {"pipeline": 2, "stages_inside": False}, "--pipeline-model-parallel-size 2: needs --use-tp-pp-dp-mapping"),
+    (SITES, {"workers": 3}, "--sites 2: must divide the 3 data-parallel ranks"),
+]
+
 _ISLAND_SWITCHES = {
     "--use-checkpoint-args": "each island has a folder",
     "--use-mp-args-from-checkpoint-args": "each island has a folder",
@@ -276,6 +290,7 @@ EXAMPLES = [
     *PYTORCH,
     *TRANSPORT,
     *WORKERS,
+    *SITE,
     *ISLAND,
     *BOUNDARIES,
     *ASYNC_PIPELINE,

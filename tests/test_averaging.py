@@ -19,10 +19,8 @@ from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory.islands import STREAM, deviation, rounds_of, simulate, spread
 from megatron_lossy.lab.virtual.islands import _squares as squares_of
-from megatron_lossy.mechanisms.islands.advice import advice
-from megatron_lossy.mechanisms.islands.correction import Mixing, SmithPredictor, predictor_gain, stability_bound
-from megatron_lossy.mechanisms.islands.shard import make_rule
-from megatron_lossy.mechanisms.islands.subset import Subset
+from megatron_lossy.mechanisms.islands.rules import Mixing, SmithPredictor, make_rule, predictor_gain, stability_bound
+from megatron_lossy.mechanisms.islands.vector import Subset
 
 pytestmark = pytest.mark.shows("subsets, corrections, outer optimizers: definitions and closed forms")
 
@@ -125,11 +123,11 @@ def test_drawn_subsets_leave_1_minus_f_of_the_squared_deviation():
 def decay(config, steps=400):
     """How many iterations deviations take to fall to 1e-4, at most ``steps``, and by what they change per visit."""
     weights, norms = start(config.islands), []
-    rounds, rows = rounds_of(config, weights)
+    rounds = rounds_of(config, weights)
     if config.correction == "ema":  # else the first exchange would remove what is no progress
         rounds.rule.progress.copy_(spread(weights))
     for step in range(steps + config.sync_delay):
-        rounds.after_iteration(step, rows)
+        rounds.after_iteration(step)
         norms.append(spread(weights).norm().item())
     last = next((k for k, norm in enumerate(norms) if norm < 1e-4), len(norms))
     period = 4 * (2 * config.overlap + 1)  # of the roots on the unit circle, in iterations
@@ -298,11 +296,11 @@ def test_a_predictor_with_nothing_under_way_is_mixing_with_gain_one():
         smith, mixing = flags(**base, delay_correction="smith"), flags(**base, delay_correction="mixing:1")
         assert not smith.may_overlap and type(make_rule(smith, start(), None)) is Mixing
         assert torch.equal(simulate(smith, start(), 30, noise(8)), simulate(mixing, start(), 30, noise(8)))
-        rounds, rows = rounds_of(smith, kept := start())
+        rounds = rounds_of(smith, kept := start())
         rounds.rule, local = SmithPredictor(1.0, *kept.shape, kept.device), noise(8)
         for step in range(30):
             local(step, kept)
-            rounds.after_iteration(step, rows)
+            rounds.after_iteration(step)
         assert torch.equal(kept, simulate(mixing, start(), 30, noise(8)))
 
 
@@ -333,13 +331,13 @@ def test_a_predictor_is_its_definition(kind, delay):
 def test_a_moving_average_shifts_the_mean_by_what_it_did_not_follow():
     c = 0.25
     config = flags(delay_correction=f"ema:{c},{c},1000", sync_delay=3)
-    rounds, rows = rounds_of(config, weights := start().double().float())
+    rounds = rounds_of(config, weights := start().double().float())
     local, history = noise(4), []
     for step in range(12):
         local(step, weights)
         now, d = weights.clone(), rounds.rule.progress.clone()
         history.append(now)
-        rounds.after_iteration(step, rows)
+        rounds.after_iteration(step)
         if step >= 3:
             moved = (now - history[step - 3]).mean(dim=0)
             shift = (1 - c) * (d.mean(dim=0) - moved)
@@ -434,13 +432,13 @@ def test_diloco_is_nesterov_sgd_of_torch():
     optimizer = torch.optim.SGD(
         [outer], lr=config.outer_optimizer[0], momentum=config.outer_optimizer[1], nesterov=True
     )
-    rounds, rows = rounds_of(config, weights)
+    rounds = rounds_of(config, weights)
     for step in range(30):
         local(step, weights)
         if step % 3 == 2:
             outer.grad = outer.detach() - weights.mean(dim=0)
             optimizer.step()
-        rounds.after_iteration(step, rows)
+        rounds.after_iteration(step)
         if step % 3 == 2:
             torch.testing.assert_close(weights, outer.detach().expand(4, -1), atol=1e-5, rtol=1e-5)
 
@@ -493,11 +491,11 @@ def test_eager_diloco_keeps_the_speed_that_its_special_case_in_the_paper_loses(i
 
 def test_a_lost_mean_leaves_weights_and_memory_alone():
     config = flags(delay_correction="ema:0.5,0.5,1000", p_sync=0.5, loss_unit="packet", packet_bytes=8)
-    rounds, rows = rounds_of(config, weights := start(size=400))
+    rounds = rounds_of(config, weights := start(size=400))
     rounds.rule.progress.normal_()
     before, memory = weights.clone(), rounds.rule.progress.clone()
-    rounds.after_iteration(0, rows)
-    mean = rounds._crossing.begin(0, before).wait()
+    rounds.after_iteration(0)
+    mean = rounds.crossing.begin(0, before).wait()
     lost = ~mean.arrived
     assert 0.3 < lost.float().mean() < 0.5  # of three quarters
     assert torch.equal(weights[lost], before[lost]) and torch.equal(rounds.rule.progress[lost], memory[lost])
@@ -522,12 +520,12 @@ def test_an_island_with_a_weight_that_is_no_number_sends_nothing():
         weights = start()
         weights[2, 7] = float("nan")
         before = weights.clone()
-        rounds, rows = rounds_of(config, weights)
-        rounds.after_iteration(0, rows)
+        rounds = rounds_of(config, weights)
+        rounds.after_iteration(0)
         others = [0, 1, 3]
         assert torch.isfinite(weights[others]).all()
         assert torch.equal(weights[2].nan_to_num(), before[2].nan_to_num())  # nor does it get anything
-        for delivery in rounds._crossing.deliveries:
+        for delivery in rounds.crossing.deliveries:
             assert not delivery.arrived[:, 2].any()
         if not how:  # what it owns nobody averages
             assert torch.equal(weights[others][:, 30:45], before[others][:, 30:45])
@@ -629,12 +627,12 @@ def test_a_gain_that_diverges_with_drawn_subsets_is_refused(settings, line):
 
 
 def test_overlap_and_averages_that_cannot_settle_are_noted():
-    [note] = advice(flags(sync_fraction=0.05, sync_delay=50, delay_correction="ema"), 300)
+    [note] = flags(sync_fraction=0.05, sync_delay=50, delay_correction="ema").jobs().advice(300)
     assert note.startswith("2 later exchanges of an element under way") and "at most 0.0196" in note
     assert flags(sync_fraction=1 / 51, sync_delay=50).overlap == 0 < flags(sync_fraction=1 / 50, sync_delay=50).overlap
-    [note] = advice(flags(sync_fraction=0.05, sync_delay=10, delay_correction="ema"), 180)
+    [note] = flags(sync_fraction=0.05, sync_delay=10, delay_correction="ema").jobs().advice(180)
     assert "exchanged 9 times in this run" in note
-    assert advice(flags(sync_fraction=0.05, sync_delay=10), 180) == []
+    assert flags(sync_fraction=0.05, sync_delay=10).jobs().advice(180) == []
 
 
 def test_the_coefficient_falls_by_half_a_cosine():

@@ -92,11 +92,11 @@ TRAIN = [
     Case("--load empty --save new", "--load empty: has no latest_checkpointed_iteration.txt, which names"),
     Case("--load broken/gone", "--load broken/gone: latest_checkpointed_iteration.txt there names '7'"),
     Case("--load broken/checkpoint", "--load broken/checkpoint/iter_0000002: cannot be read (*)\n"),
-    Case("--keep-checkpoints 2", "--keep-checkpoints 2: needs --save"),
-    Case("--save new --keep-checkpoints 0", "--keep-checkpoints 0: must be at least 1"),
+    Case("--save-retain 2", "--save-retain 2: needs --save"),
+    Case("--save new --save-retain 0", "--save-retain 0: must be at least 1"),
     Case(
-        "--save new --save-replicas --keep-checkpoints 1 --islands 2 --sync-method parameters",
-        "--keep-checkpoints 1: must be at least 2 with --islands: after a kill between their saves",
+        "--save new --save-replicas --save-retain 1 --islands 2 --sync-method parameters",
+        "--save-retain 1: must be at least 2 with --islands: after a kill between their saves",
         ranks=2,
     ),
     Case("--config list.yaml", "--config list.yaml: p-grad [0.1, 0.2]: must be one value, not a list"),
@@ -104,6 +104,11 @@ TRAIN = [
     Case("--load broken/settings", "--load broken/settings: settings.json there is not of this program"),
     Case("--load runs/p_0.10 --num-layers 4", "--load runs/p_0.10: --num-layers was 2 there and is 4 here"),
     Case("--save runs/p_0.10 --load runs/p_0.10 --lr 1", "--save runs/p_0.10: holds another run (--lr was 0.01"),
+    Case(
+        "--save runs/p_0.10 --load runs/p_0.10 --train-iters 3",
+        "--save runs/p_0.10: holds another run (--train-iters was 2 there and is 3 here); *a finished run takes more --train-iters if",
+    ),
+    Case("--save-failures 1", "--save-failures 1: needs --save"),
     Case("--save text.txt", "--save text.txt: must be a folder that can be written to; it is no folder"),
     Case("--metrics-dir text.txt/run", "--metrics-dir text.txt/run: must be a folder that can be written to; /"),
     Case("--save /proc/none", "--save /proc/none: "),
@@ -321,7 +326,7 @@ def test_one_line_and_nothing_lost_or_left_by_a_program(world, program, case):
 
 
 def test_the_first_rank_tells_what_the_machine_failed(world):
-    """The others end as well, and say at most that they do."""
+    """The others end as well, and say at most the same."""
     words = [*as_flags(SETTINGS), "--save", "new", "--save-interval", "1"]
     before = _content(world)
     done = run_program("tests.crippled", "bytes=60000", "megatron_lossy.train", *words, ranks=2, folder=world)
@@ -329,5 +334,30 @@ def test_the_first_rank_tells_what_the_machine_failed(world):
     shutil.rmtree(world / "new")
     first, *others = done.stderr.splitlines()
     assert first == "megatron_lossy.train: error: new: File too large: the checkpoint of iteration 1 was not saved"
-    assert all(line.startswith("megatron_lossy.train: rank 1 stops: ") for line in others) and done.returncode == 1
+    assert all(line == first for line in others) and done.returncode == 1
     assert after.keys() - before.keys() == {"new/settings.json", "new/metrics.jsonl"}
+
+
+SRUN = "error: SLURM_STEP_NUM_TASKS 2: srun started them, but RANK and WORLD_SIZE are not set"
+
+
+@pytest.mark.parametrize(
+    ("command", "tasks", "status", "said"),
+    [
+        ("megatron_lossy.train FLAGS --exit-interval 1", 1, 0, ""),
+        (
+            "megatron_lossy.train FLAGS --lr 1e30 --clip-grad 0 --train-iters 3",
+            1,
+            1,
+            "stopped: the loss of iteration 3 is ",
+        ),
+        ("megatron_lossy.train FLAGS", 2, 2, SRUN),
+        ("megatron_lossy text.txt", 2, 2, SRUN),
+    ],
+)
+def test_statuses_are_those_of_the_page(world, rows, command, tasks, status, said):
+    """Those of wrong input, machines and signals: above, and in test_errors.py."""
+    assert f"\n| {status} | " in (ROOT / "docs/index.md").read_text()
+    module, *words = command.replace("FLAGS", " ".join(as_flags(SETTINGS))).split()
+    done = rows.run(module, *words, folder=world, SLURM_STEP_NUM_TASKS=tasks)
+    assert done.returncode == status and said in done.stderr and done.stderr.count("\n") <= 1, done.stderr

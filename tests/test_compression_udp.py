@@ -11,7 +11,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import BucketSpec, LossyGroup
 from megatron_lossy.transport.udp.packet import CODES, DATA, END, encode
-from megatron_lossy.transport.udp.process import engines_for
+from megatron_lossy.transport.udp.process import engine_for
 from tests.ranks import each, run_ranks
 from tests.rules import assert_same_runs
 from tests.test_hooks import OVERLAPS
@@ -36,13 +36,13 @@ def test_the_public_collectives_give_what_pieces_give(size, pool):
     configs = [
         LossyConfig(**CODED | LOSSY | {"transport": "udp"} | flags)
         for flags in (
-            {"udp_threads": 2},
+            {},
             {"udp_key_file": "none", "param_wire": "raw", **INT4},
             {"grad_wire": "raw", "grad_recovery": "zero"},
             {"lossy_links": "inter-node:1" if size == 2 else "inter-node:2"},
         )
     ]
-    alone = {"udp_threads": 1, "udp_key_file": None, "transport": "pieces"}
+    alone = {"udp_key_file": None, "transport": "pieces"}
     pieces = [dataclasses.replace(config, **alone) for config in configs]
     for exchange in (exchange_grads, gather_params):
         mine, theirs = (
@@ -86,7 +86,7 @@ def test_what_was_lost_is_replayed_bit_for_bit(rule, tmp_path, pool):
 
 
 def bytes_of_sockets(rank, config):
-    [engine] = engines_for(config)
+    engine = engine_for(config)
     before = engine.counters()["bytes_sent"]  # of other tests in this process
     exchange_grads(rank, 2, config, [50_000], False)
     gather_params(rank, 2, config, [50_000], False)

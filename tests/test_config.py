@@ -11,8 +11,9 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.flags import add_flags, flag_groups, flag_table, flag_tables, from_namespace
 from megatron_lossy.base.section import Flags
 from megatron_lossy.channel.bernoulli import Bernoulli
-from megatron_lossy.config import LossyConfig, PhaseLoss, Schedule, given, value_of
+from megatron_lossy.config import SECTIONS, LossyConfig, PhaseLoss, Schedule, given, value_of
 from megatron_lossy.lab.train.config import TrainConfig
+from tests.refusal_examples import EXAMPLES
 
 pytestmark = pytest.mark.shows("flags: allowed values, sections, schedules, what does nothing is said", device=False)
 
@@ -205,6 +206,20 @@ def test_every_question_to_a_section_has_an_answer_of_all_together():
     config = LossyConfig(grad_error="gaussian", grad_error_relative=1.0, p_act=0.1, loss_correlation="source")
     assert config.taints() and not LossyConfig().taints()
     assert config.notes_beside() and config.notes() and "no losses are drawn" in config.idle()
+
+
+def answers(config):
+    """Return all answers of ``config``, and its sentences about flags that do nothing."""
+    questions = ("exchanges", "changes", "acts", "draws", "notes", "notes_beside", "needs_whole_optimizers", "taints")
+    return [getattr(config, name)() for name in (*questions, "check", "describe")]
+
+
+def test_a_section_that_is_not_asked_would_change_nothing():
+    for flags, facts, _ in EXAMPLES:
+        if facts:  # without, the flags alone are refused
+            config, asked = LossyConfig(**flags), LossyConfig(**flags)
+            vars(asked)["used"] = SECTIONS
+            assert len(config.used) < len(SECTIONS) and answers(config) == answers(asked), flags
 
 
 def test_values_of_phases_come_in_the_order_of_exchanges():

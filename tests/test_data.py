@@ -219,7 +219,7 @@ def test_a_name_that_cannot_be_loaded_names_folders(monkeypatch):
     def from_pretrained(name):
         raise OSError(f"We couldn't connect\nto load {name}")
 
-    hub = types.SimpleNamespace(AutoTokenizer=types.SimpleNamespace(from_pretrained=from_pretrained))
+    hub = types.SimpleNamespace(AutoTokenizer=types.SimpleNamespace(from_pretrained=from_pretrained), __spec__=True)
     monkeypatch.setitem(sys.modules, "transformers", hub)
     message = "hf:someone/something: cannot be loaded: We couldn't connect to load someone/something; hf:FOLDER takes"
     with pytest.raises(UsageError, match=message):

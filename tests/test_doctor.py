@@ -148,15 +148,6 @@ def test_what_the_interface_takes_is_said(monkeypatch, address, mtu, status, tex
     assert [one.status for one in found] == ([status] if status else []) and all(text in one.text for one in found)
 
 
-def test_addresses_that_are_translated_and_paths_that_are_narrow_are_said():
-    engine = SimpleNamespace(counters=lambda: {"moved": 2, "shortened": 0})
-    assert [one.text for one in network._paths(engine)] == [
-        "2 ranks are reached at another address than they have: address translation; answers find them"
-    ]
-    engine = SimpleNamespace(counters=lambda: {"moved": 0, "shortened": 1})
-    assert [one.status for one in network._paths(engine)] == ["warning"]
-
-
 def test_without_a_launcher_the_engine_of_this_host_is_looked_at():
     done = run_program("megatron_lossy", "doctor", "--transport", "udp")
     assert done.returncode == 0 and "start it with torchrun on every host" in done.stdout

@@ -19,8 +19,16 @@ from megatron_lossy.delivery_log.verify import verify
 from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory.islands import STREAM, rounds_of
 from megatron_lossy.lab.virtual.island_churn import ChurningIslands
-from megatron_lossy.mechanisms.islands.epoch_log import EPOCHS, EpochLog
-from megatron_lossy.mechanisms.islands.epochs import Epoch, Heard, Incarnation, Member, counting, next_epoch
+from megatron_lossy.mechanisms.islands.epochs import (
+    EPOCHS,
+    Epoch,
+    EpochLog,
+    Heard,
+    Incarnation,
+    Member,
+    counting,
+    next_epoch,
+)
 from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.presence import Presence, needed_visits
 from megatron_lossy.mechanisms.islands.schedule import Event, read_schedule
@@ -357,10 +365,10 @@ def test_without_events_nothing_is_other(tmp_path, rule):
     rows = ChurningRows(flags(path, **RULES[rule]), start())
     config = LossyConfig(**{"islands": 4, "sync_method": "parameters", **RULES[rule]})
     weights = start()
-    rounds, plain = rounds_of(config, weights)
+    rounds = rounds_of(config, weights)
     for step in range(40):
         noise(1)(step, weights, [0, 1, 2, 3])
-        rounds.after_iteration(step, plain)
+        rounds.after_iteration(step)
         rows.iterate(noise(1))
         assert torch.equal(weights, rows.weights)
 

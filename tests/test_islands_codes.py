@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.theory.islands import STREAM, Row, rounds_of
+from megatron_lossy.lab.theory.islands import STREAM, rounds_of
+from megatron_lossy.mechanisms.islands.form import bytes_sent
 from megatron_lossy.mechanisms.islands.mean import InMemory
-from megatron_lossy.mechanisms.islands.shard import Shard
-from megatron_lossy.mechanisms.islands.subset import Subset
 from tests.reference import block_payload, block_values
 
 pytestmark = pytest.mark.shows("islands in 8 bits: values, rests of means")
@@ -56,9 +55,9 @@ def test_the_noise_of_rounding():
     config, size = flags(islands=4, sync_delay=0), 4 * 4096
     start = 1 + 0.05 * torch.randn(4, size, generator=torch.Generator().manual_seed(0))
     weights, distances = start.clone(), []
-    rounds, rows = rounds_of(config, weights)
+    rounds = rounds_of(config, weights)
     for step in range(40):
-        rounds.after_iteration(step, rows)
+        rounds.after_iteration(step)
         distances.append((weights.mean(dim=0) - start.mean(dim=0)).square().mean().sqrt().item())
     step = (1.2 / 127) / np.sqrt(12)  # the rms of one rounding, of blocks whose largest is about 1.1
     assert 0.5 * step < distances[0] < 1.5 * step
@@ -81,6 +80,5 @@ def test_bytes_of_an_exchange():
     """7/8 of the parameters go to others and come back, with a scale for each block, or for the rest of a shard."""
     for islands, size, bytes_of_a_shard in ((2, 4096, 2048 + 2 * 64), (3, 300, 100 + 2 * 4)):
         config = flags(islands=islands)
-        subset, rows = Subset(config, size, 1, STREAM), [Row(row) for row in torch.randn(islands, size)]
-        shard = Shard(config, subset, rows, InMemory(config, STREAM, None), 10, torch.device("cpu"))
-        assert shard.exchange(0) == pytest.approx(2 * (islands - 1) * bytes_of_a_shard)
+        count = rounds_of(config, torch.randn(islands, size)).after_iteration(0)
+        assert count == size and bytes_sent(config, count) == pytest.approx(2 * (islands - 1) * bytes_of_a_shard)

@@ -15,18 +15,17 @@ from hypothesis import strategies as st
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Stream, cut
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.mechanisms.islands import aside, main_vector
 from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
 from megatron_lossy.mechanisms.islands import mean as means_in_memory
+from megatron_lossy.mechanisms.islands import vector as vectors
 from megatron_lossy.mechanisms.islands.between_members import BetweenMembers
 from megatron_lossy.mechanisms.islands.between_ranks import BetweenRanks
 from megatron_lossy.mechanisms.islands.carrying import Alone, Among
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation, Member
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
-from megatron_lossy.mechanisms.islands.form import form_of
-from megatron_lossy.mechanisms.islands.main_vector import Segment, Vector, shard_vector
+from megatron_lossy.mechanisms.islands.form import SIGNAL, form_of
 from megatron_lossy.mechanisms.islands.mean import InMemory
-from megatron_lossy.mechanisms.islands.places import Places
+from megatron_lossy.mechanisms.islands.vector import Places, Segment, Vector, shard_vector
 from megatron_lossy.transport.base import draw
 
 pytestmark = pytest.mark.shows(
@@ -113,10 +112,10 @@ def test_pieces_that_leave_a_device(monkeypatch):
                 own[count // 2] = value
                 found = []
                 for is_here in (True, False):
-                    monkeypatch.setattr(aside, "is_here", lambda vector, is_here=is_here: is_here)
-                    pieces = aside.Pieces(own.clone(), islands, form)
+                    monkeypatch.setattr(means_of_ranks, "is_here", lambda vector, is_here=is_here: is_here)
+                    pieces = means_of_ranks.Pieces(own.clone(), islands, form)
                     assert pieces.here == is_here
-                    rows = form.decode(pieces.rows[:, : -aside.ASIDE], pieces.units).nan_to_num(99.0)
+                    rows = form.decode(pieces.rows[:, :-SIGNAL], pieces.units).nan_to_num(99.0)
                     found.append((pieces.present, pieces.shard, rows.tolist(), pieces.rows.dtype, pieces.rows.shape))
                 assert found[0] == found[1] and found[0][0] == (value == 1.0)
 
@@ -125,7 +124,7 @@ def test_of_what_leaves_a_device_is_told_later(monkeypatch):
     config, sent = LossyConfig(islands=2, sync_method="parameters", p_sync=0.5), torch.ones(2, 8)
     sent[1, 3] = torch.nan
     expected, told_at_once = cross(config, sent, 0)
-    monkeypatch.setattr(aside, "is_here", lambda vector: False)
+    monkeypatch.setattr(means_of_ranks, "is_here", lambda vector: False)
     means, told = cross(config, sent, 0)
     table = Table(2)
     later = []
@@ -329,7 +328,7 @@ def test_a_shard_has_its_part_of_weights_that_lie_across_its_ends(dtype, monkeyp
         found = [(start, mains[bucket.number][start : start + length]) for start, length in starts[bucket.number]]
         return found[::-1]
 
-    monkeypatch.setattr(main_vector, "main_pieces", pieces)
+    monkeypatch.setattr(vectors, "main_pieces", pieces)
     before = [main.clone() for main in mains]
     for shard in range(3):
         vector = shard_vector([], buckets, weights, shard, 3)

@@ -17,6 +17,7 @@ from megatron_lossy.base import device
 from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.mechanisms.islands.monitor import IslandMonitor
 from megatron_lossy.mechanisms.islands.ranks import RankIslands
+from megatron_lossy.mechanisms.islands.rounds import Mean
 from megatron_lossy.mechanisms.islands.stopping import Stopping
 from megatron_lossy.mechanisms.islands.world import IslandWorld
 from tests.ranks import run_ranks
@@ -188,7 +189,7 @@ def test_who_waits_to_know_the_last_iteration_says_how_long():
     with islands._waiting():
         number, last = first.begin()
     assert (number, last) == (15, 1)
-    islands.monitor.used(0.0, torch.zeros(()), 1)
+    islands.monitor.used(0.0, torch.zeros(1, 1), Mean(torch.zeros(1), None))
     assert islands.monitor.metrics()["sync wait"] > 0.3
     pool = ThreadPoolExecutor(2)
     list(pool.map(Stopping.leave, (first, second)))

@@ -65,9 +65,8 @@ CEILINGS = {
     "a gradient bucket of FSDP2": (9, 22),
     "a gather of FSDP2": (7, 22),
     "a gradient bucket over datagrams": (11, 40),
-    # A rule is told that an exchange is over, since of islands that come and go none is the last; what crosses is numbers or codes.
-    "an exchange between islands": (13, 37),
-    "two flags, read and checked": (39, 205),
+    "an exchange between islands": (10, 26),
+    "two flags, read and checked": (12, 60),
 }
 
 
@@ -113,11 +112,11 @@ def over_datagrams(rank):
 
 def between_islands(rank):
     config = LossyConfig(islands=2, sync_method="parameters", sync_delay=1, p_sync=0.2, loss_unit="bucket")
-    rounds, rows = rounds_of(config, torch.randn(2, 50))
+    rounds = rounds_of(config, torch.randn(2, 50))
     for step in range(2):
-        rounds.after_iteration(step, rows)
+        rounds.after_iteration(step)
     with Journey() as journey:
-        rounds.after_iteration(2, rows)
+        rounds.after_iteration(2)
     return {"an exchange between islands": journey.files}
 
 

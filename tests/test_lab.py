@@ -91,23 +91,6 @@ def test_packets_that_are_longer_than_the_mtu_vanish(lab):
     lab.set(Link())
 
 
-@pytest.mark.parametrize("version", [4, 6])
-def test_packets_that_wait_and_allow_it_are_marked(lab, version):
-    """What waits is more than one packet of 1,028 or 1,048 bytes; and no checksum is wrong, or nothing would come."""
-    level, option = (socket.IPPROTO_IP, socket.IP_TOS) if version == 4 else (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
-    wanted = socket.IP_RECVTOS if version == 4 else socket.IPV6_RECVTCLASS
-    lab.set(Link(rate=1e6, mark=1500))
-    with sockets(lab, version=version) as (out, into):
-        into.setsockopt(level, wanted, 1)
-        for allowed, marks in ((2, [2, 2, 3, 3]), (1, [1, 1, 3, 3]), (0, [0] * 4)):
-            out.setsockopt(level, option, allowed)
-            send(out, range(4), 1000)
-            into.settimeout(20)
-            assert [into.recvmsg(2048, 100)[1][0][2][0] for _ in range(4)] == marks
-            time.sleep(0.05)
-    lab.set(Link())
-
-
 def delivered(lab, before, count):
     """How many of ``count`` packets from node 0 to node 1 arrive, now that the link has read all of them."""
     until = time.monotonic() + 20

@@ -15,7 +15,7 @@ import yaml
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.data.manifest import BLOCK, check_manifest, write_manifest
-from megatron_lossy.lab.launch.__main__ import estimates
+from megatron_lossy.lab.launch.__main__ import all_checkpoints, estimates
 from megatron_lossy.lab.launch.__main__ import main as launch
 from megatron_lossy.lab.launch.checks import (
     check,
@@ -258,6 +258,31 @@ def test_a_shipped_configuration_states_what_is_computed_and_fits(file, tmp_path
         assert " ".join(line.split()) in header
 
 
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [
+        ([], 4),  # the file has a --save-retain-interval
+        (["--save-retain-interval=1000"], 7),
+        (["--program=train", "--tokenizer=byte"], 20),
+        (["--program=train", "--tokenizer=byte", "--save-retain=2"], 3),
+    ],
+)
+def test_a_dry_run_counts_the_checkpoints_that_are_there_at_once(monkeypatch, flags, number):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=400 * 2**30))
+    line = all_checkpoints(over_datagrams(*flags))  # of 87.9 GiB each
+    assert f" GiB in at most {number} checkpoints" in line
+    assert ("more than the 400.0 GiB that are free at /" in line) == (number > 4)
+
+
+def test_the_dataset_helper_is_built_before_ranks_start(data, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("megatron_lossy.hooks.dataset_helper.build_helper", asked.append)
+    plan = make_plan(arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=2", "--rate=0.1"))
+    for starting in (False, True):
+        check(plan, starting)
+        assert asked == [None] * starting
+
+
 def test_layers_of_files(tmp_path):
     (tmp_path / "base.yaml").write_text("num-layers: 2\nlr: 1.0e-3\nlaunch: {device: cpu, accelerators: 2}\n")
     (tmp_path / "top.yaml").write_text("base: base.yaml\nlr: 2.0e-3\nlaunch: {accelerators: 4}\n")
@@ -342,6 +367,10 @@ def test_a_run_of_islands_ends_where_the_slowest_does(data, tmp_path):
         (["--loss-model=trace", "--trace=absent"], "--trace absent"),
         (["--environment=A"], "--environment A: must be pairs NAME=VALUE"),
         (["--hostfile=h"], "--hostfile h: needs --launcher mpirun"),
+        (
+            ["--save-retain=2", "--program=p.py"],
+            "--save-retain 2: needs --program train; Megatron-LM has --save-retain-i",
+        ),
         (["--context-parallel-size=2", "--program=p.py"], "--context-parallel-size 2: launch cannot check it"),
     ],
 )
@@ -717,3 +746,18 @@ def test_a_program_without_megatron_is_refused_in_one_line(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert f"--program {program}: megatron.training cannot be imported from its folder" in done.stderr
+
+
+def test_a_dry_run_says_what_crosses_between_sites():
+    """By hand: half of the gradients in float32 and of the weights in bfloat16, whatever the ranks of a site; and codes."""
+    plan, weights = over_datagrams("--sites=2"), 6_738_415_616
+    sent = "13.5 GB of gradients and 6.74 GB of parameters"
+    assert f"sites    2 of 32 ranks; out of each {sent} an iteration, and as much into it" in estimates(plan)
+    assert check_memory(plan).components["parts of a site"] == pytest.approx(weights * 6 / 32)
+    coded = over_datagrams("--sites=4", "--grad-wire=int8", "--param-wire=int8")
+    assert any("4 of 16 ranks; out of each 5.05 GB of gradients and 5.05 GB" in line for line in estimates(coded))
+
+
+def test_a_dry_run_warns_of_optimizer_instances(caplog):
+    check_training(over_datagrams("--num-distributed-optimizer-instances=2"))
+    assert "the exchange between instances stays reliable; --sites M makes the one between sites lossy" in caplog.text

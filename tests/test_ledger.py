@@ -92,7 +92,7 @@ def every_patch():
     from megatron_lossy.mechanisms.replicas import lossy_all_reduce
     from megatron_lossy.plugin import _command_line_patches, _program_patches
 
-    run = Lossy(LossyConfig(eval_weights="both"))
+    run = Lossy(LossyConfig(eval_weights="both", sites=2, p_grad=0.1))
     return [
         *megatron_core.patches(run),
         lossy_all_reduce.patch(run),

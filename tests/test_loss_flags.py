@@ -95,7 +95,7 @@ def test_what_became_of_a_flag_is_said(name):
 
 def test_what_help_hides_is_accepted_and_proposed():
     parser = make_parser("test", "")
-    assert parser.parse_args(["--udp-rate", "1gbit"]).udp_rate == "1gbit"
+    assert parser.parse_args(["--udp-rate", "1gbit"]).udp_rate == ["1gbit"]
     with pytest.raises(UsageError, match="did you mean --udp-rate$"):
         parser.parse_args(["--udp-rates", "3"])
 

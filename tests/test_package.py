@@ -162,7 +162,7 @@ def ran_without_lab(without_lab, folder, *arguments):
 def test_a_wheel_without_the_lab_trains_a_model_of_fsdp(without_lab, tmp_path):
     (tmp_path / "train.py").write_text(FSDP)
     done = ran_without_lab(without_lab, tmp_path, *TORCHRUN, "train.py")
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr
     rates = [float(rate) for rate in re.findall(r"lost ([0-9.]+)", done.stdout)]  # two ranks may share a line
     assert len(rates) == 2 and all(0.1 < rate < 0.5 for rate in rates)
 

@@ -64,16 +64,6 @@ def test_without_loss_flags_nothing_is_refused():
             assert refused({}, facts) is None
 
 
-def test_each_thread_takes_a_port():
-    flags = {"transport": "udp", "udp_threads": 8}
-    assert refused(flags | {"udp_port": 65472}, {"ranks_of_host": 8}) is None
-    line = (
-        "--udp-port 65473: must be at most 65472: each of the 8 ranks of a node takes the next one, 8 with --udp-threads or several "
-        "interfaces"
-    )
-    assert str(refused(flags | {"udp_port": 65473}, {"ranks_of_host": 8})) == line
-
-
 def test_of_several_wrong_flags_the_first_of_the_table_is_named():
     flags = {"p_grad": 0.1, "grad_recovery": "previous", "udp_port": 65535, "transport": "udp", "p_act": 0.1}
     facts = {"per_token_loss": True, "ranks_of_host": 2, "pipeline": 1, "largest_group": 1}

@@ -213,7 +213,7 @@ def test_no_run_is_without_it(tmp_path):
 
 
 def test_a_phase_of_a_mechanism_takes_its_own_channel_and_schedule(tmp_path):
-    phase = '    rates = {"mine": "mine"}\n    def exchanges(self):\n        return ("mine",)\n'
+    phase = '    triggers = None\n    rates = {"mine": "mine"}\n    def exchanges(self):\n        return ("mine",)\n'
     source = MECHANISM.replace('"a number")\n', '"a number")\n' + phase) + '    phases = {"mine": 9}\n'
     broken_mechanism(tmp_path, source)
     code = (

@@ -160,9 +160,9 @@ def test_runs_of_other_settings_are_not_repetitions(tmp_path):
 
 
 def test_what_decides_about_the_losses_of_a_network_names_columns(tmp_path):
-    write_run(tmp_path / "a", 0.0, [2.0] * 10, transport="udp", udp_rate="1gbit", udp_port=0, udp_fec=["auto"])
-    write_run(tmp_path / "b", 0.0, [2.1] * 10, transport="udp", udp_rate="10mbit", udp_port=0, udp_fec=["auto"])
-    write_run(tmp_path / "c", 0.0, [2.2] * 10, transport="udp", udp_rate="10mbit", udp_port=9, udp_fec=["auto"])
+    write_run(tmp_path / "a", 0.0, [2.0] * 10, transport="udp", udp_rate=["1gbit"], udp_port=0, udp_fec=["auto"])
+    write_run(tmp_path / "b", 0.0, [2.1] * 10, transport="udp", udp_rate=["10mbit"], udp_port=0, udp_fec=["auto"])
+    write_run(tmp_path / "c", 0.0, [2.2] * 10, transport="udp", udp_rate=["10mbit"], udp_port=9, udp_fec=["auto"])
     assert loss_table(read_runs(tmp_path)).headings == ("udp, udp-rate 1gbit", "udp, udp-rate 10mbit")
 
 

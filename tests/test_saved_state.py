@@ -45,11 +45,11 @@ WALKED = {
     "mechanisms.islands.member_rounds.MemberRounds": "test_islands_that_come_and_go",
     "mechanisms.islands.presence.Presence": "test_islands_that_come_and_go",
     "lab.virtual.island_churn.Churn": "test_islands_that_come_and_go",
-    "mechanisms.islands.rule.Rule": "test_islands",
-    "mechanisms.islands.outer.DiLoCo": "test_islands",
-    "mechanisms.islands.correction.MovingAverage": "test_islands",
-    "mechanisms.islands.correction.SmithPredictor": "test_islands",
-    "mechanisms.islands.rest.Rest": "test_islands",
+    "mechanisms.islands.rules.Rule": "test_islands",
+    "mechanisms.islands.rules.DiLoCo": "test_islands",
+    "mechanisms.islands.rules.MovingAverage": "test_islands",
+    "mechanisms.islands.rules.SmithPredictor": "test_islands",
+    "mechanisms.islands.form.Rest": "test_islands",
     "lab.virtual.versions.Versions": "test_saved_state_virtual.py",
     "lab.async_pipeline.virtual.Stages": "test_saved_state_virtual.py",
     "run.monitor.observer.Observer": "test_saved_state_virtual.py",
@@ -292,7 +292,7 @@ class Islands:
 
     def __init__(self, config):
         self.weights = torch.randn(3, 60, generator=torch.Generator().manual_seed(0))
-        self.rounds, self.rows = rounds_of(config, self.weights, 30)
+        self.rounds = rounds_of(config, self.weights, 30)
         self.step = 0
 
     def run(self, steps):
@@ -300,7 +300,7 @@ class Islands:
         for _ in range(steps):
             random = torch.Generator().manual_seed(self.step)
             self.weights.add_(torch.randn(self.weights.shape, generator=random), alpha=0.1)
-            self.rounds.after_iteration(self.step, self.rows)
+            self.rounds.after_iteration(self.step)
             self.step += 1
             history.append(self.weights.clone())
         return history

@@ -240,7 +240,7 @@ def test_what_decides_about_the_losses_of_a_network_is_part_of_a_cell():
     variants = {
         "plain": {},
         "slow": {"udp-rate": "10mbit"},
-        "fixed": {"udp-rate-control": "fixed"},
+        "fixed": {"udp-rate": ["fixed", "1gbit"]},
         "small": {"udp-memory": 2**23},
         "parity": {"udp-fec": [8, 2]},
         "budget": {"udp-fec": ["auto", "5"]},

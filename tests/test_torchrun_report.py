@@ -109,6 +109,23 @@ def test_ranks_that_lose_contact_leave_the_word_to_the_one_that_failed(tmp_path)
     assert "rank      : 1 " in root and "ValueError: ours" in root and status == 1
 
 
+def test_a_dataset_helper_that_cannot_be_built_is_the_root_cause(tmp_path):
+    (tmp_path / "megatron/core/datasets").mkdir(parents=True)
+    _, report, status = run_script(
+        tmp_path,
+        "from megatron_lossy.hooks.dataset_helper import build_helper\n"
+        "with usage_errors('x'), rank_errors('x'):\n"
+        "    if rank == 0:\n"
+        "        wait(1, 2)\n"
+        "        build_helper(here)\n"
+        "    at()\n"
+        "    import torch\n"
+        "    torch.distributed.init_process_group('gloo')\n",
+    )
+    root = report.partition("Root Cause")[2]
+    assert "rank      : 0 " in root and "has no dataset helper, and it cannot be built" in root and status == 1
+
+
 def test_a_rank_that_is_killed_is_the_root_cause(tmp_path):
     before, report, status = run_script(
         tmp_path,

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import signal
-import sys
 import time
 
 import pytest
@@ -196,16 +195,16 @@ def test_ctrl_c_saves_and_once_more_ends_at_once(data, tmp_path):
 
 
 @pytest.mark.programs
-def test_what_a_fresh_checkout_lacks_is_built(tmp_path, monkeypatch):
-    from megatron_lossy.hooks import dataset_helper
+def test_what_a_fresh_checkout_lacks_is_built(tmp_path):
+    from megatron_lossy.hooks.dataset_helper import build_helper
 
-    monkeypatch.setattr(dataset_helper.megatron.core.datasets, "__path__", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "megatron.core.datasets.helpers_cpp", raising=False)  # another test may have it
-    with pytest.raises(UsageError, match=f"{tmp_path} has no dataset helper, and it cannot be built .*pybind11"):
-        dataset_helper.build_helper()
-    (tmp_path / "Makefile").write_text("LIBEXT = wrong\nhelpers_cpp$(LIBEXT):\n\ttouch $@\n")
-    dataset_helper.build_helper()
-    [built] = tmp_path.glob("helpers_cpp*")
+    folder = tmp_path / "megatron/core/datasets"
+    folder.mkdir(parents=True)
+    with pytest.raises(UsageError, match=f"{folder} has no dataset helper, and it cannot be built .*pybind11"):
+        build_helper(tmp_path)
+    (folder / "Makefile").write_text("LIBEXT = wrong\nhelpers_cpp$(LIBEXT):\n\ttouch $@\n")
+    build_helper(tmp_path)
+    [built] = folder.glob("helpers_cpp*")
     assert built.name.removeprefix("helpers_cpp") in importlib.machinery.EXTENSION_SUFFIXES
 
 
@@ -239,8 +238,8 @@ def test_killed_save_leaves_the_last_checkpoint_whole(data, tmp_path, when):
     assert sorted(p.name for p in run.glob("iter_*")) == ["iter_0000003", "iter_0000006", "iter_0000008"]
 
 
-def _disk_full_at(rank: int, iteration: int, *runs: tuple[dict, dict]):
-    """:func:`train_runs`, in which no file may become longer than 60,000 bytes while ``iteration`` is saved."""
+def _disk_full_at(rank: int, iterations: tuple[int, ...], *runs: tuple[dict, dict]):
+    """:func:`train_runs`, in which no file may become longer than 60,000 bytes while ``iterations`` are saved."""
     import resource
 
     from megatron_lossy.lab.train.checkpoint import Checkpoints
@@ -249,45 +248,61 @@ def _disk_full_at(rank: int, iteration: int, *runs: tuple[dict, dict]):
     save, before = Checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def crippled(self, folder, now, common):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60000 if now == iteration else before[0], before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60000 if now in iterations else before[0], before[1]))
         try:
             return save(self, folder, now, common)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     Checkpoints.save = crippled
-    return train_runs(rank, *runs)
+    try:
+        return train_runs(rank, *runs)
+    except OSError as error:
+        return str(error)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_failed_save_ends_no_run_that_has_a_checkpoint(data, tmp_path, ranks):
+def test_failed_saves_that_a_run_may_have_do_not_end_it(data, tmp_path, ranks):
     config = TINY | data | {"save_interval": 2, "eval_iters": 0, "log_interval": 1}
     loss = {"p_grad": 0.3, "p_param": 0.3} if ranks == 2 else {}
-    failing, whole = ({"save": str(tmp_path / name), "keep_checkpoints": 2} for name in ("failing", "whole"))
-    found = run_ranks(_disk_full_at, ranks, 4, (config | failing, loss), (config | whole | {"save_interval": 8}, loss))
-    summaries, output = found[0]
+    failing, whole = ({"save": str(tmp_path / name), "save_retain": 2} for name in ("failing", "whole"))
+    both = (config | failing | {"save_failures": 1}, loss), (config | whole | {"save_interval": 8}, loss)
+    summaries, output = run_ranks(_disk_full_at, ranks, (4,), *both)[0]
     assert [summary["iteration"] for summary in summaries] == [8, 8]
-    why = "File too large: the checkpoint of iteration 4 was not saved; that of iteration 2 is whole; the run goes on\n"
-    assert output.count("was not saved") == 1 and f"  {tmp_path / 'failing'}: {why}" in output
+    why = "File too large: the checkpoint of iteration 4 was not saved; that of iteration 2 is whole"
+    assert output.count("was not saved") == 1 and f"  {tmp_path / 'failing'}: {why}; the run goes on" in output
     there = {name: sorted(path.name for path in (tmp_path / name).glob("iter_*")) for name in ("failing", "whole")}
     assert there == {"failing": ["iter_0000006", "iter_0000008"], "whole": ["iter_0000008"]}
     assert checkpoint_bytes(tmp_path / "failing", 8) == checkpoint_bytes(tmp_path / "whole", 8)
+    for at, more in (((4,), {}), ((4, 6), {"save_failures": 1})):
+        ended = run_ranks(_disk_full_at, ranks, at, (config | more | {"save": str(tmp_path / f"ended {at}")}, loss))
+        assert all(f"File too large: the checkpoint of iteration {at[-1]} was not saved" in one for one in ended)
 
 
 def test_older_checkpoints_are_removed_and_nothing_else(tmp_path):
-    """Not the one just saved, nor later ones, which a run that began again at an earlier one has there."""
+    """Not the one just saved, nor later ones, nor those that another run or program has put there."""
     from megatron_lossy.lab.train.checkpoint import _remove_older
 
-    for name in ("iter_0000002", "iter_0000004", "iter_0000006", "iter_0000040", "iter_0000008.tmp", "consensus"):
+    names = (
+        "iter_0000002",
+        "iter_0000003",
+        "iter_0000004",
+        "iter_0000006",
+        "iter_0000040",
+        "iter_0000008.tmp",
+        "other",
+    )
+    for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    left = lambda: sorted(path.name for path in tmp_path.iterdir())
+    (tmp_path / "written_checkpoints.txt").write_text("2\n4\n5\n6\n40\n")
+    left = lambda: sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     _remove_older(tmp_path, 6, 4)
-    assert len(left()) == 6
+    assert left() == sorted(names)
     _remove_older(tmp_path, 6, 2)
-    assert left() == ["consensus", "iter_0000004", "iter_0000006", "iter_0000008.tmp", "iter_0000040"]
+    assert left() == sorted(set(names) - {"iter_0000002"})
     _remove_older(tmp_path, 6, 1)
-    assert left() == ["consensus", "iter_0000006", "iter_0000008.tmp", "iter_0000040"]
+    assert left() == sorted(set(names) - {"iter_0000002", "iter_0000004"})
 
 
 def test_what_changes_with_a_checkpoint_of_another_run_is_said(data, tmp_path):
@@ -305,6 +320,23 @@ def test_what_changes_with_a_checkpoint_of_another_run_is_said(data, tmp_path):
     assert f"--load {tmp_path / 'first'}: goes on with other settings: {said}" in output
     assert output.count("other settings") == 1 and "; the data had other contents\n" in output
     assert output.count("nothing is left to do: iteration 2 of --train-iters is made\n") == 1
+
+
+def test_a_finished_run_goes_on_as_if_it_had_been_longer(data, tmp_path):
+    config = TINY | data | {"lr_decay_iters": 6, "eval_iters": 0, "log_interval": 1}
+    loss = {"p_grad": 0.3, "p_param": 0.3, "save_replicas": True}
+    whole, longer = ({"save": str(tmp_path / name), "train_iters": 12} for name in ("whole", "longer"))
+    logged = loss | {"delivery_log": str(tmp_path / "log")}
+    again = longer | {"load": longer["save"]}
+    runs = (config | whole, loss), (config | longer | {"train_iters": 8}, logged), (config | again, logged)
+    (_, output), *_ = run_ranks(train_runs, 2, *runs, (config | again, logged))
+    assert "goes on with other settings: --train-iters was 8 there and is 12 here" in output
+    assert "nothing is left to do: iteration 12" in output
+    assert recorded_losses(tmp_path / "whole") == recorded_losses(tmp_path / "longer")
+    assert checkpoint_bytes(tmp_path / "whole", 12) == checkpoint_bytes(tmp_path / "longer", 12)
+    for more in ({"train_iters": 16, "lr": 0.02}, {"train_iters": 16, "lr_decay_iters": 5}, {"train_iters": 40}):
+        [said] = run_ranks(_refused, 1, config | again | more)
+        assert "holds another run (--train-iters was 12 there" in said
 
 
 def _diverge(rank: int, config: dict):

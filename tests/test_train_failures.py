@@ -117,7 +117,7 @@ def _save_on_a_full_disk(rank: int, folder: str) -> str:
 
 def test_all_ranks_know_of_a_full_disk_and_leave_nothing(tmp_path):
     said = run_ranks(_save_on_a_full_disk, 2, str(tmp_path))
-    full = f"OSError [Errno {errno.EFBIG}] File too large: the checkpoint of iteration 3 was not saved: '{tmp_path}'"
+    full = f"NotSaved [Errno {errno.EFBIG}] File too large: the checkpoint of iteration 3 was not saved: '{tmp_path}'"
     assert said == [full, full]
     assert not os.listdir(tmp_path)
 

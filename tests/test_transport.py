@@ -13,6 +13,7 @@ from megatron_lossy.base.device import current_device
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import BucketUnits, Delivery, Exchange, Stream
 from megatron_lossy.base.registry import MECHANISMS
+from megatron_lossy.base.section import Flags
 from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import Section
@@ -228,6 +229,7 @@ class Mine(Mechanism):
     """A mechanism of somebody else, which replaces the rules of gradients."""
 
     name = "mine"
+    Flags = Flags
 
     @classmethod
     def refusals(cls):

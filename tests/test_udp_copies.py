@@ -48,7 +48,7 @@ def test_a_unit_is_lost_if_all_its_copies_are(p, copies, model, together, step):
     config = LossyConfig(p_grad=p, loss_model=(model,), loss_correlation="source" if together else "independent")
     sources, destinations, exchange = np.array([0, 0, 1]), np.array([1, 2, 0]), Exchange("grad", STREAM, step)
     several = [
-        make_channel(dataclasses.replace(config, udp_copies=(number,)), "grad").delivered_links(
+        make_channel(dataclasses.replace(config, packet_copies=(number,)), "grad").delivered_links(
             exchange, sources, destinations, 300
         )
         for number in range(1, copies + 1)
@@ -57,7 +57,7 @@ def test_a_unit_is_lost_if_all_its_copies_are(p, copies, model, together, step):
         assert (fewer <= more).all()
     if together:
         np.testing.assert_array_equal(several[-1][0], several[-1][1])
-    link = delivered(make_channel(dataclasses.replace(config, udp_copies=(copies,)), "grad"), exchange, 1, 0, 300)
+    link = delivered(make_channel(dataclasses.replace(config, packet_copies=(copies,)), "grad"), exchange, 1, 0, 300)
     np.testing.assert_array_equal(link, several[-1][2])
 
 
@@ -65,7 +65,7 @@ def test_a_unit_is_lost_if_all_its_copies_are(p, copies, model, together, step):
 def test_the_rate_is_that_of_all_copies_together(copies):
     """Of independent copies, within five standard errors; parameters have their own number."""
     p, units = 0.4, 200_000
-    config = LossyConfig(p_grad=p, p_param=p, udp_copies=(copies, 1))
+    config = LossyConfig(p_grad=p, p_param=p, packet_copies=(copies, 1))
     for phase, power in (("grad", copies), ("param", 1)):
         lost = ~delivered(make_channel(config, phase), Exchange(phase, STREAM, 0), 0, 1, units)
         expected = p**power
@@ -75,15 +75,15 @@ def test_the_rate_is_that_of_all_copies_together(copies):
 def test_no_closed_form_is_told_for_several_copies():
     config = LossyConfig(p_param=0.2)
     assert predicted(config, 0, 4, 1) is not None
-    assert predicted(dataclasses.replace(config, udp_copies=(1, 2)), 0, 4, 1) is None
-    assert make_channel(dataclasses.replace(config, udp_copies=(2,)), "param").lag(0, 0, np.array([1]), 1) is None
+    assert predicted(dataclasses.replace(config, packet_copies=(1, 2)), 0, 4, 1) is None
+    assert make_channel(dataclasses.replace(config, packet_copies=(2,)), "param").lag(0, 0, np.array([1]), 1) is None
 
 
 @pytest.mark.parametrize("copies", [(2,), (1, 3)])
 def test_with_drawn_losses_it_is_pieces(copies, pool):
-    config = LossyConfig(p_grad=0.5, p_param=0.5, transport="udp", packet_bytes=48, udp_copies=copies)
-    pieces = LossyConfig(p_grad=0.5, p_param=0.5, transport="pieces", **PACKETS, udp_copies=copies)
-    once = dataclasses.replace(pieces, udp_copies=(1,))
+    config = LossyConfig(p_grad=0.5, p_param=0.5, transport="udp", packet_bytes=48, packet_copies=copies)
+    pieces = LossyConfig(p_grad=0.5, p_param=0.5, transport="pieces", **PACKETS, packet_copies=copies)
+    once = dataclasses.replace(pieces, packet_copies=(1,))
     for exchange in (exchange_grads, gather_params):
         mine, theirs, other = (pool.run(exchange, 3, 3, one, [500, 50], True) for one in (config, pieces, once))
         differs = False
@@ -137,7 +137,7 @@ def test_units_with_copies_are_sent_three_times_with_their_tag():
 
 
 def test_bytes_that_cross_are_counted_with_all_copies():
-    config = LossyConfig(**PACKETS, udp_copies=(2, 3))
+    config = LossyConfig(**PACKETS, packet_copies=(2, 3))
     [group, _] = LossyWorkers(config, [BucketSpec(500)], 2).groups
     assert group.wire.shard_bytes == {"grad": 2 * 500 * 4, "param": 3 * 500 * 4}
 
@@ -149,7 +149,7 @@ def test_what_came_in_the_end_is_recorded_and_replayed(tmp_path):
         "data_path": (str(tmp_path / "train"),), "valid_data_path": (str(tmp_path / "valid"),), "train_iters": 4,
         "log_interval": 1, "virtual_workers": 3, "global_batch_size": 6,
     }  # fmt: skip
-    loss = {"loss_unit": "packet", "packet_bytes": 256, "udp_copies": (2, 3)}
+    loss = {"loss_unit": "packet", "packet_bytes": 256, "packet_copies": (2, 3)}
     log = str(tmp_path / "log")
     first = (base | {"save": str(tmp_path / "a")}, loss | {"p_grad": 0.6, "p_param": 0.6, "delivery_log": log})
     run_ranks(train_runs, 1, first)
@@ -165,5 +165,5 @@ def test_what_came_in_the_end_is_recorded_and_replayed(tmp_path):
 
 @pytest.mark.parametrize("copies", [(0,), (5,), (1, 2, 3), ()])
 def test_refused(copies):
-    with pytest.raises(UsageError, match=r"^--udp-copies .*: must be one or two numbers in \[1, 4\]"):
-        LossyConfig(udp_copies=copies)
+    with pytest.raises(UsageError, match=r"^--packet-copies .*: must be one or two numbers in \[1, 4\]"):
+        LossyConfig(packet_copies=copies)

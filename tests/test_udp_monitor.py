@@ -17,7 +17,7 @@ from tests.tiny_gpt import TinyGPT, build
 pytestmark = pytest.mark.shows("metrics of datagrams, and what can be mended is said", device=False)
 
 QUIET = {"received": 100_000, "overflow": 0, "early_dropped": 0, "bad_tag": 0}
-TOTAL = ("too_big", "send_failed", "unreachable", "moved", "switched", "shortened")
+TOTAL = ("too_big", "send_failed", "unreachable", "narrowed")
 
 
 def numbered(names, first):
@@ -26,7 +26,7 @@ def numbered(names, first):
 
 
 def test_counters_of_peers_and_socket_are_added_up():
-    engine = numbered(("malformed", "foreign", "socket_overflow", "marked", *TOTAL), 10)
+    engine = numbered(("malformed", "foreign", "socket_overflow", *TOTAL), 10)
     peer = numbered(("sent", "received", "lost", "late", "duplicate", "early_dropped", "malformed", "bad_tag"), 100)
     found = totals([peer, peer], engine)
     assert (found["sent"], found["units_lost"], found["overflow"], found["bad_tag"]) == (200, 204, 12, 214)
@@ -44,7 +44,7 @@ def test_counters_of_peers_and_socket_are_added_up():
         ({"bad_tag": 1}, 0, ["tag"]),
         ({"too_big": 1}, 0, ["too big"]),
         ({"send_failed": 1}, 0, ["send"]),
-        ({"shortened": 1}, 0, ["shortened"]),
+        ({"narrowed": 1}, 0, ["narrowed"]),
         ({}, 100, ["loss"]),
     ],
 )

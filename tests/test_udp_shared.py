@@ -1,6 +1,5 @@
 """The rate beside others: the engine's rule against its model, and what it does to a bottleneck."""
 
-import bisect
 import ctypes
 import dataclasses
 import math
@@ -28,80 +27,50 @@ pytestmark = pytest.mark.shows("rates beside other flows: the rule, its model, a
 PHASES = ("starts", "grows", "dips")
 
 
-def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_flows=1, longer=0.0, mark=None, moves=()):
+def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, as_flows=1, longer=0.0):
     """Drive the engine's rule and the model by one link, and compare them at each step; the model in the end.
 
-    ``capacity``: bytes/s; ``queue``, ``trip``: seconds; after 3 s the way there is ``longer``; what waits for ``mark`` is
-    marked; pauses come at random. ``flows`` of one path take turns at random. After ``moves``, seconds, its address changes.
+    ``capacity``: bytes/s; ``queue``, ``trip``: seconds; after 3 s the way there is ``longer``; pauses come at random.
     """
     lib = load()
-    rates = [lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, as_flows, None)]
-    rates += [lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, as_flows, rates[0]) for _ in range(flows - 1)]
+    rate = lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, as_flows)
     model, random_ = Shared(1.25e9, 1500, as_flows), random.Random(seed)
     model.share = share
-    now, free, link, clock, newest = SECOND, 0, 0, 3, 0
-    sent_at: list[list[int]] = [[] for _ in rates]
-    came, top, report_at, marks = ([0] * flows for _ in range(4))
-    reports, seen, told, sums, told_marks = [], set(), [(0, 0)] * flows, (0, 0), [0] * flows
-    moves = [int((1 + at) * SECOND) for at in moves]
+    now, free, link, clock = SECOND, 0, 0, 3
+    sent_at: list[int] = []
+    came, top, report_at = 0, 0, 0
+    reports, seen = [], set()
     while now < (1 + seconds) * SECOND:
-        if moves and now >= moves[0]:
-            moves.pop(0)
-            for one in rates:
-                lib.ml_rate_moved(one, now)
-            model.moved(now)
-            model.share = share
-        flow = random_.randrange(flows) if flows > 1 else 0
-        if now - free > 5 * MS:
-            model.resume(now)
         model.clock(now, now + clock)
+        lib.ml_rate_look(rate, now, now + clock)
         batch = max(int(model.rate / 4000 / 1500), 1)
-        turn = lib.ml_rate_turn(rates[flow], now, now + clock, batch * 1500)
-        if turn > now:  # that of another flow
-            assert flows > 1
-            now += min(turn - now, 100_000)
-            continue
-        assert turn == free
         for _ in range(batch):
-            sent_at[flow].append(now)
+            sent_at.append(now)
             if max(link - now, 0) <= queue * SECOND:
                 link = max(link, now) + int(1500 * SECOND / capacity)
-                marks[flow] += mark is not None and link - now > mark * SECOND
                 if random_.random() >= loss:
-                    came[flow], top[flow] = came[flow] + 1, len(sent_at[flow])
-                    if link >= report_at[flow]:
-                        report_at[flow] = link + 2 * MS
+                    came, top = came + 1, len(sent_at)
+                    if link >= report_at:
+                        report_at = link + 2 * MS
                         landed = link + int(longer * SECOND) * (now > 4 * SECOND)
-                        reports.append(
-                            (landed + int(trip * SECOND / 2), flow, came[flow], top[flow], landed, marks[flow])
-                        )
-        lib.ml_rate_spend(rates[flow], batch * 1500, now)
+                        reports.append((landed + int(trip * SECOND / 2), came, top, landed))
         free = max(free, now - MS // 4) + int(batch * 1500 * SECOND / model.rate)
         now = max(free, now + 1) + (random_.randrange(300) * MS if random_.random() < 0.0005 else 0)
         while reports and reports[0][0] <= now:
-            at, flow, arrived, highest, landed, marked = reports.pop(0)
-            sent = sent_at[flow][highest - 1]
+            at, arrived, highest, landed = reports.pop(0)
+            sent = sent_at[highest - 1]
             rtt = at - sent + int(trip * SECOND / 2)
             micros = landed // 1000
-            lib.ml_rate_sample(rates[flow], at, rtt)
-            known_came, known_top = told[flow]
-            fresh = highest - bisect.bisect_left(sent_at[flow], lib.ml_rate_mark(rates[flow]), known_top, highest)
-            if marked > told_marks[flow] and fresh:
-                lib.ml_rate_marked(rates[flow], at)
-                model.marked(at)
-            told_marks[flow] = marked
-            lib.ml_rate_report(rates[flow], at, arrived, 1500 * arrived, highest, micros % 2**32, sent, share, fresh)
-            told[flow], newest = (arrived, highest), max(newest, sent)
-            sums = sums[0] + min(arrived - known_came, fresh), sums[1] + fresh
+            lib.ml_rate_sample(rate, at, rtt)
+            lib.ml_rate_report(rate, at, arrived, 1500 * arrived, highest, micros % 2**32, sent, share)
             model.sample(at, rtt)
-            model.report(at, *sums, newest, micros * 1000)
+            model.report(at, arrived, highest, sent, micros * 1000)
             out = (ctypes.c_double * 5)()
-            lib.ml_rate_shared(rates[flow], out)
+            lib.ml_rate_shared(rate, out)
             expected = (model.rate, model.proven, model.credit, PHASES.index(model.phase), model.competes)
             assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(out, expected)), (list(out), expected)
             seen |= {model.phase, "competes" if model.competes else "alone", "credit" if model.credit else "none"}
-    for one in reversed(rates):
-        lib.ml_rate_free(one)
+    lib.ml_rate_free(rate)
     return model, seen
 
 
@@ -113,43 +82,14 @@ def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_fl
     trip=st.sampled_from([0.001, 0.02, 0.1]),
     share=st.sampled_from([0.0, 1e6]),
     as_flows=st.sampled_from([1, 4]),
-    mark=st.sampled_from([None, 0.001, 0.01]),
-    moves=st.sampled_from([(), (2.5,), (0.3, 0.5, 3.0)]),
 )
 @settings(max_examples=15, deadline=None)
 def test_the_rule_is_the_models(**link):
     follow(seconds=5, **link)
 
 
-@given(seed=st.integers(0, 10**6), flows=st.integers(2, 9), loss=st.sampled_from([0.0, 0.1]))
-@settings(max_examples=10, deadline=None)
-def test_flows_of_one_path_are_one_sender(**flows):
-    follow(seconds=5, capacity=3e6, queue=0.01, trip=0.02, **flows)
-
-
-@pytest.mark.parametrize("loss", [0.0, 0.05])
-def test_another_path_like_the_last_is_used_as_much_a_moment_later(loss):
-    """Forgetting what a path loses would cost seconds: the next dips would have to find it out again."""
-    link = dict(capacity=12.5e6, loss=loss, queue=0.02, trip=0.02)
-    before = follow(1, 9.0, **link)[0]
-    after = follow(1, 9.5, moves=(9.0,), **link)[0]
-    assert after.rate > 0.5 * before.rate and math.isclose(after.credit, before.credit, abs_tol=0.05)
-    assert (after.credit > 0.01) == (loss > 0)
-
-
 #: Without a compiler there is an engine that was built before, but no packet model.
 compiled = pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
-
-
-@compiled
-@pytest.mark.parametrize("mbit", [100, 1000])
-@pytest.mark.parametrize("loss", [0.0, 0.1])
-def test_routers_that_mark_lose_nothing(mbit, loss):
-    """A router marks what waits for 1 ms of 20: nothing overflows, but for the start, and the link is used."""
-    one = run(Bottleneck(mbit, 20, 20, loss=loss, mark=1), [Flow()], seconds=25, warm=8)
-    assert one.own_loss() == 0 and one.used > 0.7
-    four = run(Bottleneck(mbit, 20, 20, loss=loss, mark=1), [Flow()] * 4, seconds=25, warm=8)
-    assert four.own_loss() < 0.002 and four.used > 0.55
 
 
 def test_long_histories_come_to_every_phase():
@@ -182,6 +122,7 @@ def test_a_dedicated_link_is_used(loss):
     [
         (1, Bottleneck(10), 0.02),
         (1, Bottleneck(1000), 0.025),
+        (16, Bottleneck(10, 10, 10), 0.04),
         (4, Bottleneck(100, 100), 0.04),
         (16, Bottleneck(100), 0.025),
         (16, Bottleneck(100, 1, 1), 0.025),
@@ -191,6 +132,22 @@ def test_a_dedicated_link_is_used(loss):
 def test_flows_lose_little_of_their_own_making(flows, path, most, seed):
     assert run(path, [Flow()] * flows, seconds=8, seed=seed).own_loss() < most
     assert run(path, [Flow("dedicated")] * flows, seconds=4, warm=2, seed=seed).own_loss() > most  # what it mends
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("path", "flows"),
+    [
+        (Bottleneck(sleep=10), 1),
+        (Bottleneck(queue=20, sleep=10), 4),
+        (Bottleneck(100, 100, 20, sleep=10), 1),
+        (Bottleneck(1000, queue=5, sleep=3), 1),
+    ],
+)
+def test_a_process_that_sleeps_is_not_taken_for_a_queue(path, flows):
+    """Both ends do not run for a sixth of the time, and handle late what the kernel had meanwhile."""
+    outcome = run(path, [Flow()] * flows, seconds=16, warm=4)
+    assert outcome.used > 0.7 and outcome.own_loss() < 0.02
 
 
 @compiled
@@ -204,25 +161,12 @@ def test_a_path_that_loses_is_used_all_the_same(loss, least):
 
 
 @compiled
-@pytest.mark.parametrize(("path", "flows"), [(Bottleneck(loss=0.1), 16), (Bottleneck(1000, loss=0.1), 64)])
-def test_flows_between_two_hosts_use_a_path_that_loses_as_one(path, flows):
-    """By themselves, each sees too few of its datagrams to tell the path's loss from its own."""
-    together, apart = (run(path, [Flow(path=number)] * flows, seconds=20, warm=5) for number in (0, None))
-    assert together.used > 0.85
-    assert together.own_loss() < 0.025
-    assert together.delivered.min() > 0.5 * together.delivered.mean()
-    assert apart.delivered.min() < 0.1 * apart.delivered.mean()
-
-
-@compiled
-@pytest.mark.parametrize("queue", [2, 20])
-def test_sixteen_flows_between_two_hosts_leave_others_as_much_as_one(queue):
-    path = Bottleneck(queue=queue)
-    alone = run(path, [Flow("cubic")], seconds=40, warm=8).delivered[0]
-    flows = [Flow(endless=True, path=0, begin=0.1 * index) for index in range(16)]
-    assert run(path, [*flows, Flow("cubic")], seconds=40, warm=8).delivered[-1] / alone > 0.3
-    apart = [dataclasses.replace(flow, path=None) for flow in flows]
-    assert run(path, [*apart, Flow("cubic")], seconds=40, warm=8).delivered[-1] / alone < 0.2
+@pytest.mark.parametrize("loss", [0.05, 0.1])
+def test_sixteen_flows_use_a_path_that_loses(loss):
+    """Each has few datagrams in a dip, and needs several dips to tell the path's loss from its own: by the median of five."""
+    outcomes = [run(Bottleneck(loss=loss), [Flow()] * 16, seconds=20, warm=5, seed=seed) for seed in range(1, 6)]
+    assert np.median([one.used for one in outcomes]) > 0.5
+    assert np.median([one.own_loss() for one in outcomes]) < 0.03
 
 
 @compiled
@@ -294,10 +238,9 @@ def test_the_table_says_what_is_missed(tmp_path):
     assert "missed" not in row[2] and "missed" in row[3]  # shared, dedicated
 
 
-def engines_share_a_link(rule, senders, loss=0.0, seconds=8, one_host=False):
+def engines_share_a_link(rule, senders, loss=0.0, seconds=8):
     """Ranks that send to rank 0 without end, over 100 Mbit/s with a queue of 2 ms and a round trip of 20 ms.
 
-    ``one_host``: the senders are processes of one host.
     Returns the shares of what they sent in the second half that did not fit the queue, and of the link that they used.
     """
     rate, queue, shard = 12.5e6, 25e3, 500 * 1408
@@ -317,8 +260,6 @@ def engines_share_a_link(rule, senders, loss=0.0, seconds=8, one_host=False):
         return [] if random_.random() < loss else [free + 10 * MS]
 
     settings_ = {"packet": 1408, "rate": 1.25e9, "rule": rule, "window": 3000}
-    if one_host:
-        settings_["path"] = ctypes.create_string_buffer(load().ml_path_bytes())
     with World(senders + 1, {"grad": [(shard, 1408)]}, link, **settings_) as world:
         data, steps = np.zeros((senders + 1, shard), np.uint8), [0] * (senders + 1)
 
@@ -340,11 +281,10 @@ def engines_share_a_link(rule, senders, loss=0.0, seconds=8, one_host=False):
 
 
 @pytest.mark.slow
-def test_engines_of_one_host_use_a_path_that_loses_as_one():
-    own, used = engines_share_a_link("shared", 8, loss=0.1, seconds=14, one_host=True)
+def test_several_senders_use_a_link_together():
+    own, used = engines_share_a_link("shared", 3)
     assert own < 0.04
-    assert used > 0.7
-    assert engines_share_a_link("shared", 8, loss=0.1, seconds=14)[1] < 0.5
+    assert used > 0.6
 
 
 def overflowed(rule, folder):
@@ -372,33 +312,33 @@ def test_real_engines_lose_little_over_an_emulated_link(tmp_path):
 
 @pytest.mark.parametrize("trip", [20, 100])
 def test_bursts_that_are_shorter_than_a_window_end_the_start(trip):
-    """A sender grows while nothing is lost. Then it sends bursts of less than a window every 50 ms; two fifths of each are lost.
+    """A sender grows while nothing is lost. Then it sends bursts of less than a window every 50 ms; three fifths of each are lost.
 
     ``trip``: ms until a burst is reported: before the next one, or after it.
     """
     lib = load()
-    rate = lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, 1, None)
-    now, came, sent, reports = SECOND, 0, [], []
+    rate = lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, 1)
+    now, came, sent, reports, free = SECOND, 0, [], [], 0
     out = (ctypes.c_double * 5)()
 
     def reported(until):
         while reports and reports[0][0] <= until:
-            at, arrived, top, before, last = reports.pop(0)
-            fresh = sum(one >= lib.ml_rate_mark(rate) for one in sent[before:top])
+            at, arrived, top, last = reports.pop(0)
             lib.ml_rate_sample(rate, at, trip * MS)
-            lib.ml_rate_report(rate, at, arrived, 1500 * arrived, top, last // 1000 % 2**32, last, 0.0, fresh)
+            lib.ml_rate_report(rate, at, arrived, 1500 * arrived, top, last // 1000 % 2**32, last, 0.0)
         lib.ml_rate_shared(rate, out)
 
     def burst(count, lost):
-        nonlocal now, came
+        nonlocal now, came, free
         reported(now)
-        before = len(sent)
         for _ in range(count):
-            now = max(now, lib.ml_rate_turn(rate, now, now, 1500.0))
-            lib.ml_rate_spend(rate, 1500.0, now)
+            now = max(now, free)
+            lib.ml_rate_look(rate, now, now)
+            lib.ml_rate_shared(rate, out)
+            free = max(free, now - MS // 4) + int(1500 * SECOND / out[0])
             sent.append(now)
         came += count - lost
-        reports.append((now + trip * MS, came, len(sent), before, now))
+        reports.append((now + trip * MS, came, len(sent), now))
 
     while out[0] < 30e6:
         burst(max(8, int(out[0] * 0.008 / 1500)), 0)
@@ -406,6 +346,6 @@ def test_bursts_that_are_shorter_than_a_window_end_the_start(trip):
     grown = out[0]
     for _ in range(80):
         now += 50 * MS
-        burst(50, 20)
+        burst(50, 30)
     assert PHASES[int(out[3])] != "starts" and out[0] < grown / 2
     lib.ml_rate_free(rate)

@@ -44,6 +44,7 @@ class TinyGPT:
     context: int = 1  # as ranks with data of their own: attention over several of them needs Transformer Engine
     expert: int = 1
     instances: int = 1  # distributed optimizer instances
+    order: str | None = None  # of the parallel groups among the ranks
     experts: int | None = None
 
     layers: int = 2
@@ -89,6 +90,7 @@ class TinyGPT:
             "context_parallel_size": self.context,
             "expert_model_parallel_size": self.expert,
             "num_distributed_optimizer_instances": self.instances,
+            **({} if self.order is None else {"order": self.order}),
         }
 
 

@@ -21,8 +21,8 @@ def main():
     rule, seconds, folder, cipher = sys.argv[1], float(sys.argv[2]), sys.argv[3], (sys.argv[4:] or ["none"])[0]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     others = range(size // 2, size) if rank < size // 2 else range(size // 2)
-    settings = UdpSettings(interfaces=("lab0",), rate_control=rule, cipher=cipher)
-    with Engine(settings, find_address("lab0", "127.0.0.1"), lambda line: None, job=folder) as engine:
+    settings = UdpSettings(interface="lab0", rate_control=rule, cipher=cipher)
+    with Engine(settings, find_address("lab0", "127.0.0.1"), lambda line: None) as engine:
         channel = engine.open(
             "flood", rank, size, FolderStore(folder), "flood", {"grad": [(SHARD, UNIT)], "param": []}, peers=others
         )

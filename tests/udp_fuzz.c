@@ -36,7 +36,7 @@ static struct channel *open_channel(struct engine *e, uint32_t rank)
             fail(__LINE__);
     for (uint32_t i = 0; i < RANKS; i++) {
         struct sockaddr_in a = address_of((int)i);
-        if (i != rank && ml_member(c, i, (struct sockaddr *)&a, sizeof a, i, WINDOW, WINDOW, 1 << 20, key, key, NULL, 0))
+        if (i != rank && ml_member(c, i, (struct sockaddr *)&a, sizeof a, i, WINDOW, WINDOW, 1 << 20, key, key, 0))
             fail(__LINE__);
     }
     ml_open(c);

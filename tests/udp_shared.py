@@ -1,4 +1,4 @@
-"""A model of ``shared.c``: how fast one host may be sent to on a network that others use.
+"""A model of ``shared.c``: how fast one process may be sent to on a network that others use.
 
 Loss is ours until it is proven to be the path's: what a path loses does not fall when everybody sends less at once, what a full
 queue loses does. At ticks of a clock that all hosts have, flows that lost anything *dip*; what they lose then is the path's, their
@@ -16,18 +16,16 @@ MS = 1_000_000
 SECOND = 1000 * MS
 #: Of the common clock; of a dip: until clocks and queues have settled, and what counts then; its part of the rate.
 TICK, SETTLE, DIP, DIPPED = 2 * SECOND, 15 * MS, 50 * MS, 0.4
-#: Of sending, from which a decision is made; between steps that double; of a round trip that says that something waits.
-LEAST_WINDOW, ROUND, WAITS = 6 * MS, 25 * MS, MS
-LEAST_BURST, MANY_BURSTS = 8, 2000  # datagrams
+#: Of sending, from which a decision is made; between steps that double; of a round trip that says that something waits; of a
+#: sender that had nothing to send, or slept.
+LEAST_WINDOW, ROUND, WAITS, PAUSE = 6 * MS, 25 * MS, MS, 5 * MS
 LEAST_RATE, USUAL, BOUND = 30e3, 7.5e6, 3e6
 #: Growth relative to TCP's: alone, and beside others; what is left of the rate after a loss: on a clean path, and on one that loses.
-GROWTH, BESIDE, KEPT, KEPT_LOSSY = 0.8, 1.2, 0.78, 0.92
+GROWTH, BESIDE, KEPT, KEPT_LOSSY = 0.8, 1.1, 0.78, 0.92
 #: That something must wait, to be drained.
 HOLDS = 20 * MS
 #: Of what came through once a queue is drained; round trips from then to a search for more.
 KEPT_DRAINED, PATIENCE = 0.92, 25
-#: Of the rate after a mark.
-KEPT_MARKED = 0.82
 
 
 def between(low: float, x: float, high: float) -> float:
@@ -86,11 +84,10 @@ class Shared:
         self._slots: list[float] = [float("inf"), float("inf")]
         self._slot_at = 0
         self._base: Look | None = None
-        self._from: Look | None = None
         self._last: Look | None = None
         self._mark: float = 0
         self._least: float = float("inf")
-        self._gap = 0
+        self._came, self._took = 0, 0
         self._calm_at = self._queued_at = 0
         self._before = self._step = self._grew = self._drained = 0.0
         self._chain = Chain()
@@ -98,21 +95,7 @@ class Shared:
         self._dip_rate = 0.0
         self._tick = -1
         self._pool = [0.0, 0.0]  # sent and lost in dips
-        self._lost_any = self._full = False
-        self._moved_at: int | None = None
-
-    def moved(self, now: int) -> None:
-        """Another path: half the rate, and what is known of its loss until a dip says otherwise."""
-        if self._moved_at is not None and now - self._moved_at < SECOND:
-            return
-        new = Shared(self.ceiling, self.packet)
-        new.flows, new.credit, new.share = self.flows, self.credit, 0.0
-        new._tick, new._last, new._moved_at = self._tick, self._last, now
-        new._mark = new._resumed = now
-        new._lost_any = self.credit > 0
-        new._pool = self._pool
-        new._set(max(self.rate / 2, new.rate))
-        self.__dict__.update(new.__dict__)
+        self._lost_any = False
 
     def _set(self, rate: float) -> None:
         self.rate = between(self.floor, rate, self.ceiling)
@@ -166,11 +149,16 @@ class Shared:
 
     def _later(self, mark: float) -> None:
         """A window of what is sent from then on."""
-        self._mark = self._resumed = mark
-        self._base, self._from, self._least = None, None, float("inf")
+        self._mark = mark
+        self._base, self._least = None, float("inf")
 
     def _next(self) -> None:
-        self._base, self._least, self._gap = self._last, float("inf"), 0
+        self._base, self._least = self._last, float("inf")
+        self._came, self._took = 0, 0
+
+    def _delivered(self, unknown: float) -> float:
+        """Bytes/s that came in this window."""
+        return self._came * self.packet * 1e9 / self._took if self._took >= LEAST_WINDOW // 2 else unknown
 
     def sample(self, now: int, rtt: int) -> None:
         """A round trip took ``rtt``."""
@@ -194,15 +182,15 @@ class Shared:
             return
         if last is not None and self_base is not None:
             sent = top - last.top
-            self._gap = max(self._gap, came - last.came)
+            if sent_at - last.sent_at < int(2e9 * sent * self.packet / self.rate) + PAUSE:
+                self._came += datagrams - last.datagrams
+                self._took += came - last.came
             if self.phase == "grows" and self._chain.length:
                 self._chain.sent += sent
                 self._chain.lost += max(sent - (datagrams - last.datagrams), 0)
         self._last = Look(datagrams, top, sent_at, came)
-        if self._from is None and sent_at >= self._mark:
-            self._from = self._last
         if self_base is None:
-            if sent_at >= self._resumed:
+            if sent_at >= self._mark:
                 self._next()
             return
         sent = top - self_base.top
@@ -215,49 +203,23 @@ class Shared:
                 self._dip_over(sent, lost)
                 self._later(now)
             return
-        passed, took = sent_at - self_base.sent_at, came - self_base.came
-        long = passed >= LEAST_WINDOW or took >= 2 * LEAST_WINDOW
-        if self.phase != "starts" and long and self._excess(sent, lost):
-            self._fall(now, sent, lost, took)
+        passed = int(sent * self.packet * 1e9 / self.rate)
+        if self.phase != "starts" and passed >= LEAST_WINDOW and self._excess(sent, lost):
+            self._fall(now, sent, lost)
             return
         wanted = max(self._rtt // 4, LEAST_WINDOW)
         enough = 8 if self.phase == "starts" else 4000 * self.credit if self._lossy else 2
-        if sent >= min(enough, 0.3 * self.rate / self.packet) and (passed >= wanted or took >= 2 * wanted):
-            self._window_over(now, passed, sent, lost, took)
-
-    def marked(self, now: int) -> None:
-        """Something that was sent in this window bears a mark of congestion."""
-        if self.phase == "starts":
-            self._full = True
-        if self.phase == "grows":
-            self._step = self._grew = 0.0
-            self.proven = self._drained = self.rate
-            self._set(self.rate * self._kept(KEPT_MARKED))
-            self._later(now)
-
-    def resume(self, now: int) -> None:
-        """Something is sent after a pause, which ends a window."""
-        self._queued_at = 0
-        if self.phase == "dips":
-            return
-        since = self._from
-        if since is not None:
-            sent = self._last.top - since.top
-            lost = max(sent - (self._last.datagrams - since.datagrams), 0)
-            few = self.phase == "starts" and sent < MANY_BURSTS
-            if sent >= LEAST_BURST and (self._starts_excess(sent, lost) if few else self._excess(sent, lost)):
-                self._fall(now, sent, lost, 0)
-                return
-        self._resumed, self._base, self._least = now, None, float("inf")
+        if sent >= min(enough, 0.3 * self.rate / self.packet) and passed >= wanted:
+            self._window_over(now, passed, sent, lost)
 
     # --- decisions ---
 
-    def _fall(self, now: int, sent: float, lost: float, took: int) -> None:
+    def _fall(self, now: int, sent: float, lost: float) -> None:
         share = lost / (100 if lost < 4 and sent < 100 else sent)
-        delivered = self.rate * (1 - share) / (1 - self.credit)
-        if sent >= 100 and took >= LEAST_WINDOW / 2:
-            delivered = (sent - lost) * self.packet * 1e9 / took / (1 - self.credit)
-        delivered = between(self.rate / 4, delivered, self.rate)
+        delivered = self.rate * (1 - share)
+        if sent >= 100:
+            delivered = self._delivered(delivered)
+        delivered = between(self.rate / 4, delivered / (1 - self.credit), self.rate)
         chain = self._chain
         if chain.length and self.rate < 0.97 * chain.rate:
             chain.length += 1
@@ -294,7 +256,7 @@ class Shared:
         if held and self.credit > was:
             self.proven = min(chain.delivered / (1 - self.credit), chain.rate)
             self._set(self.proven * KEPT_LOSSY)
-        unsure = share < 0.02 if due < 6 else due < 24 and self._pool[1] > 0.2 * due
+        unsure = (share < 0.02 or self._pool[1] > 0.3 * due) if due < 6 else due < 24 and self._pool[1] > 0.2 * due
         self._lost_any = held and self.credit == 0 and unsure
         if not self._lost_any:
             chain.length = 0
@@ -324,20 +286,18 @@ class Shared:
         self._set(DIPPED * min(self.rate, self.proven))
         self._later(float("inf"))
 
-    def _window_over(self, now: int, passed: int, sent: float, lost: float, took: int) -> None:
-        self._from = self._last
-        delivered = (sent - lost) * self.packet * 1e9 / took if took > 0 else self.rate
+    def _window_over(self, now: int, passed: int, sent: float, lost: float) -> None:
         queued = self._queue > max(4 * MS, self._rtt // 8)
         if self.phase == "starts":
-            if not self._starts_excess(sent, lost) and not queued and not self._full:
+            if not self._starts_excess(sent, lost) and not queued:
                 self.proven = self.rate
                 self._set(2 * self.rate)
                 self._later(now)
                 return
             self.phase = "grows"
-            self.proven = min(delivered, self.rate)
+            self.proven = min(self._delivered(self.rate), self.rate)
             if lost > 0:
-                self._fall(now, sent, lost, took)
+                self._fall(now, sent, lost)
             else:
                 self._set(0.8 * self.proven)
                 self._later(now)
@@ -348,7 +308,7 @@ class Shared:
         if queued and not self.competes:
             if self._queued_at and now - self._queued_at >= HOLDS:
                 self._queued_at = 0
-                self._drain(now, sent, lost, took, delivered)
+                self._drain(now, sent)
             else:
                 self._queued_at = self._queued_at or now
                 self._next()
@@ -374,10 +334,8 @@ class Shared:
         self._grew += passed / 1e9
         self._next()
 
-    def _drain(self, now: int, sent: float, lost: float, took: int, delivered: float) -> None:
-        if took > self._gap + LEAST_WINDOW // 2:
-            delivered = (sent - lost) * self.packet * 1e9 / (took - self._gap)
-        rate = delivered / (1 - self.credit)
+    def _drain(self, now: int, sent: float) -> None:
+        rate = self._delivered(self.rate) / (1 - self.credit)
         if not self._drains:
             self._before = max(self.rate, self.proven)
         if sent >= 32 and rate <= 0.85 * self.rate:
@@ -388,9 +346,10 @@ class Shared:
             self._drained = 0.0
             self._set(0.95 * self.proven)
         else:
-            came = min(self.rate, self.proven)
-            self._drained = KEPT_DRAINED * came
-            self._set((0.5 if self._queue > self._rtt // 2 + 10 * MS else 0.85) * came)
+            through = min(self.rate, self.proven)
+            if not self._drains:
+                self._drained = KEPT_DRAINED * through
+            self._set((0.5 if self._queue > self._rtt // 2 + 10 * MS else 0.85) * through)
         self._drains += 1
         self._step = self._grew = 0.0
         self._later(now)

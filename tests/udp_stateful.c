@@ -17,8 +17,8 @@ static int chooses(int kind) { return kinds[kind].phase == 0 && kinds[kind].buck
 static int may_be_short(int kind) { return kind == 2; } /* all of it must arrive */
 
 static uint64_t state, epoch;
-static uint64_t counted[10];
-enum { POSTED, SENT, OVER, LEFT_OPEN, CLOSES, EPOCHS, CUTS, LOST, SWITCHED, WITHOUT };
+static uint64_t counted[9];
+enum { POSTED, SENT, OVER, LEFT_OPEN, CLOSES, EPOCHS, CUTS, LOST, WITHOUT };
 
 static void fail(int line, const char *what)
 {
@@ -37,7 +37,7 @@ static uint32_t draw(uint32_t below)
 struct way { ns at; uint32_t from, to, size; uint8_t *bytes; };
 static struct way ways[WAYS];
 static uint32_t under_way;
-static ns cut_until[RANKS][2 * RANKS];
+static ns cut_until[RANKS][RANKS];
 static uint32_t loss; /* per mille */
 
 static void carry(ns at, uint32_t from, uint32_t to, const uint8_t *bytes, uint32_t size)
@@ -84,7 +84,6 @@ struct caller {
 static struct caller callers[RANKS];
 static ns now = SECOND;
 
-/* Each rank has an address on each of two networks: its number, and RANKS more. */
 static struct sockaddr_in address_of(uint32_t rank)
 {
     struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons((uint16_t)(1000 + rank))};
@@ -131,11 +130,8 @@ static void open_all(int cipher, uint32_t memory)
         }
         for (uint32_t other = 0; other < RANKS; other++) {
             struct sockaddr_in a = address_of(other);
-            if (other != rank && ml_member(c, other, (struct sockaddr *)&a, sizeof a, other, 40, 60, set.eager, key, key, NULL, now))
+            if (other != rank && ml_member(c, other, (struct sockaddr *)&a, sizeof a, other, 40, 60, set.eager, key, key, now))
                 fail(__LINE__, "member");
-            struct sockaddr_in second = address_of(other + RANKS);
-            if (other != rank && epoch % 2)
-                ml_way(c, other, (struct sockaddr *)&second);
         }
         if (bears())
             ml_bears(c);
@@ -308,10 +304,9 @@ static void turn(void)
             uint32_t to = ntohs(((struct sockaddr_in *)&o.to)->sin_port) - 1000u;
             for (uint32_t at = 0; at < o.bytes; at += o.segment) {
                 uint32_t size = o.segment < o.bytes - at ? o.segment : o.bytes - at, copies = draw(100) ? 1 : 2;
-                uint32_t other = to % RANKS, network = to - other;
                 for (; copies && now >= cut_until[rank][to]; copies--)
                     if (draw(1000) >= loss)
-                        carry(now + MS + draw(3) * draw((uint32_t)MS), rank + network, other, e->batch + at, size);
+                        carry(now + MS + draw(3) * draw((uint32_t)MS), rank, to, e->batch + at, size);
             }
         }
         if (e->early > MEMORY)
@@ -338,7 +333,7 @@ static void operate(void)
         return;
     switch (draw(40)) {
     case 0: /* a cut of up to 5 s, one way */
-        cut_until[rank][draw(epoch % 2 ? 2 * RANKS : RANKS)] = now + draw(40) * draw(120) * MS;
+        cut_until[rank][draw(RANKS)] = now + draw(40) * draw(120) * MS;
         counted[CUTS]++;
         break;
     case 1: one->stopped_until = now + draw(800) * MS; break;
@@ -435,14 +430,13 @@ int main(int count_of_arguments, char **arguments)
         for (uint32_t rank = 0; rank < RANKS; rank++) {
             if (callers[rank].channel)
                 close_rank(rank);
-            counted[SWITCHED] += callers[rank].engine->count.switched;
             ml_free(callers[rank].engine);
         }
         while (under_way)
             free(ways[--under_way].bytes);
     }
-    const char *names[] = {"posted", "sent", "over", "open-at-close", "closes", "epochs", "cuts", "lost", "switched", "without"};
-    for (int i = 0; i < 10; i++)
+    const char *names[] = {"posted", "sent", "over", "open-at-close", "closes", "epochs", "cuts", "lost", "without"};
+    for (int i = 0; i < 9; i++)
         printf("%s %llu ", names[i], (unsigned long long)counted[i]);
     printf("\n");
     return 0;

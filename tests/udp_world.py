@@ -19,10 +19,6 @@ CHANNEL = 0x01020304
 VERDICTS = ("taken", "malformed", "foreign", "bad tag", "duplicate", "late", "early", "early dropped")
 
 
-#: Between the numbers of the first and of the second address of a rank.
-SECOND_WAY = 50
-
-
 class _Output(ctypes.Structure):
     _fields_ = [
         ("to", ctypes.c_uint8 * 128),
@@ -67,9 +63,6 @@ class Node:
     key: bytes = bytes(16)
     bears: bool = False
     reported: tuple[str, ...] = ()
-    ways: bool = False  # each rank has a second address, of another network
-    #: Memory of one path, of all ranks but the first: they are on one host, and the first on another one.
-    path: ctypes.Array[ctypes.c_char] | None = None
     exchanges: dict[tuple[str, int, int], Exchange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,7 +71,6 @@ class Node:
             assert not self.lib.ml_load_cipher()
         settings = _Settings(
             rate=self.rate,
-            path_rate=self.rate,
             reorder=self.reorder,
             peer_timeout=self.peer_timeout,
             eager=self.eager,
@@ -100,15 +92,9 @@ class Node:
             if peer != self.rank:
                 where = address(peer)
                 windows = (self.window, self.window)
-                path = None
-                if self.path is not None and self.rank:
-                    path = ctypes.addressof(self.path)
-                    self.lib.ml_path(path, self.engine, 0)
                 assert not self.lib.ml_member(
-                    self.channel, peer, where, len(where), peer, *windows, self.eager, self.key, self.key, path, 0
+                    self.channel, peer, where, len(where), peer, *windows, self.eager, self.key, self.key, 0
                 )
-                if self.ways:
-                    self.lib.ml_way(self.channel, peer, address(peer + SECOND_WAY))
         if self.bears:
             self.lib.ml_bears(self.channel)
         self.lib.ml_open(self.channel)
@@ -268,8 +254,6 @@ class World:
         self.link = link or (lambda source, destination, datagram, now: [now + MS])
         self.now = SECOND
         self.stopped: set[int] = set()
-        #: The number of each rank's address.
-        self.addresses = list(range(size))
         self.on_the_way: list = []
         self._count = itertools.count()
 
@@ -287,21 +271,15 @@ class World:
                 continue
             node.timers(self.now)
             for destination, datagram in node.produce_all(self.now):
-                second = node.ways and destination >= SECOND_WAY  # of that network is what is sent there, too
-                source = node.rank + SECOND_WAY if second else self.addresses[node.rank]
                 for at in self.link(node.rank, destination, datagram, self.now):
-                    heapq.heappush(self.on_the_way, (at, next(self._count), source, destination, datagram))
+                    heapq.heappush(self.on_the_way, (at, next(self._count), node.rank, destination, datagram))
         times = [node.due() for node in self.nodes if node.rank not in self.stopped]
         if self.on_the_way:
             times.append(self.on_the_way[0][0])
         self.now = max(self.now + 1, min(times))
         while self.on_the_way and self.on_the_way[0][0] <= self.now:
             _, _, source, destination, datagram = heapq.heappop(self.on_the_way)
-            if destination in self.addresses:
-                self.nodes[self.addresses.index(destination)].handle(self.now, source, datagram)
-            elif 0 <= destination - SECOND_WAY < len(self.nodes) and self.nodes[0].ways:
-                self.nodes[destination - SECOND_WAY].handle(self.now, source, datagram)
-            # else nobody has it any more
+            self.nodes[destination].handle(self.now, source, datagram)
 
     def run(self, until, limit: int = 20 * SECOND) -> None:
         """Until ``until()``; fails if that takes more than ``limit`` of the world's time."""

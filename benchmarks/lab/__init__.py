@@ -65,8 +65,7 @@ class Link:
     ``delay``: seconds. ``loss``: share of packets. ``burst``: packets lost in a row on average, by a chain of two
     states (Gilbert-Elliott); ``None``: losses are independent. ``rate``: bits per second of IP packets; ``None``: no
     limit. ``queue``: bytes that may wait for the link. ``reorder``: share of packets that come ``late`` seconds later
-    than the others. ``duplicate``: share of packets that come twice. ``mark``: bytes that wait, from
-    which on packets that allow it are marked (ECN). ``mtu``: bytes; longer packets vanish without a word.
+    than the others. ``duplicate``: share of packets that come twice. ``mtu``: bytes; longer packets vanish without a word.
     """
 
     delay: float = 0.0
@@ -77,7 +76,6 @@ class Link:
     reorder: float = 0.0
     late: float = 0.005
     duplicate: float = 0.0
-    mark: float | None = None
     mtu: float | None = None
 
     def __post_init__(self) -> None:

@@ -30,9 +30,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--burst", type=float, metavar="PACKETS", help="lost in a row on average; default: independent")
     parser.add_argument("--rate", type=float, metavar="MBIT", help="Mbit/s in each direction; default: no limit")
     parser.add_argument("--queue", type=float, metavar="MS", help="longest wait for a link with --rate")
-    parser.add_argument(
-        "--mark", type=float, metavar="MS", help="wait from which on packets are marked (ECN); default: never"
-    )
     parser.add_argument("--reorder", type=float, default=0.0, metavar="P", help="share of packets that come 5 ms late")
     parser.add_argument("--duplicate", type=float, default=0.0, metavar="P", help="share of packets that come twice")
     parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="of the links (default 1500)")
@@ -47,17 +44,10 @@ def parser() -> argparse.ArgumentParser:
 def link_of(args: argparse.Namespace) -> Link:
     """The link that the flags describe. Raises :class:`UsageError`."""
     rate = None if args.rate is None else 1e6 * args.rate
-
-    def waiting(name: str) -> float | None:
-        """Bytes that wait for so many milliseconds, if the flag ``--name`` is given."""
-        value = getattr(args, name)
-        if value is not None and rate is None:
-            raise refuse(f"--{name}", value, "needs --rate")
-        return None if value is None else value / 1000 * rate / 8
-
-    queue, mark = waiting("queue"), waiting("mark")
-    queue = math.inf if queue is None else queue
-    return Link(args.rtt / 2000, args.loss, args.burst, rate, queue, args.reorder, duplicate=args.duplicate, mark=mark)
+    if args.queue is not None and rate is None:
+        raise refuse("--queue", args.queue, "needs --rate")
+    queue = math.inf if args.queue is None else args.queue / 1000 * rate / 8
+    return Link(args.rtt / 2000, args.loss, args.burst, rate, queue, args.reorder, duplicate=args.duplicate)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,8 +2,8 @@
  *
  *     senders -> drop-tail queue -> link of so many bytes/s -> loss of the path -> receivers
  *
- * Flows of ours, several of which may be those between two hosts, send exchanges, with pauses; receivers report after 256 datagrams or 2 ms, as the engine's do. TCP flows send
- * all they may, Cubic (RFC 9438) or Reno, with an acknowledgement of each packet. Nothing but the queue takes time that varies.
+ * Flows of ours send exchanges, with pauses; receivers report after 256 datagrams or 2 ms, as the engine's do. TCP flows send all
+ * they may, Cubic (RFC 9438) or Reno, with an acknowledgement of each packet. Nothing but the queue takes time that varies.
  */
 #include "../../megatron_lossy/transport/udp/c/base.h"
 #include "../../megatron_lossy/transport/udp/c/shared.c"
@@ -11,12 +11,12 @@
 
 enum { CUBIC = SHARED + 1, RENO }; /* beside the rules of rate.c */
 enum { SEND, ARRIVE, HEAR, DUE }; /* kinds of events */
-enum { BYTES = 1500, RING = 1 << 17, STEPS = 8, GROUPS = 64, PATHS = 64 };
+enum { BYTES = 1500, RING = 1 << 17, STEPS = 8, GROUPS = 64 };
 
 /* The layout is repeated in bottleneck.py. */
 struct flow_in {
-    int32_t kind, group;                     /* group: flows to one host, which tells each its share; -1: none */
-    int32_t path, as;                        /* path: of ours that are one sender; -1: it is by itself; as: so many TCP flows */
+    int32_t kind, group, as;                 /* group: flows to one process, which reports to each its share; -1: none; as: so many
+                                              * TCP flows */
     double begin, end;                       /* seconds */
     double least, most;                      /* bytes of an exchange; 0: without end */
     double pause_least, pause_most, ceiling; /* seconds; bytes/s */
@@ -26,7 +26,7 @@ struct step { double at, rate, rtt; };
 struct setting {
     double rate, rtt, queue, loss, burst, jitter; /* bytes/s, seconds, seconds at `rate`, share, packets in a row, seconds */
     double skew;                                  /* seconds, the most between two clocks */
-    double mark;                                  /* seconds that wait, from which on ours are marked and TCP's lost; 0: never */
+    double sleep;                                 /* seconds, the mean of the times in which a process of ours does not run */
     double seconds, warm;                         /* counted after `warm` */
     double interval;                              /* seconds of a row of the trace */
     uint64_t seed;
@@ -34,7 +34,7 @@ struct setting {
     struct step step[STEPS];
 };
 
-struct event { ns at; uint64_t order; int32_t flow, kind; uint64_t a, b, marks; ns since, came; };
+struct event { ns at; uint64_t order; int32_t flow, kind; uint64_t a, b; ns since, kernel /* when the kernel had it, if its process slept; else 0 */, came; };
 
 struct sim { struct event *heap; size_t events, room; uint64_t order, random; };
 
@@ -83,7 +83,7 @@ struct sender {
     double left; /* bytes of the exchange */
     int active, blocked;
     /* Its receiver. */
-    uint64_t received, marks, top, serial, turn; /* marks: since the last report; turn: of the one SEND that is not void */
+    uint64_t received, top, serial, turn; /* turn: of the one SEND that is not void */
     ns top_at, came_at;
     uint32_t unreported;
     int in_burst, seen; /* seen: in this interval of its group */
@@ -92,6 +92,18 @@ struct sender {
     uint64_t acked, recover, flight, timer;
     ns epoch, srtt;
 };
+
+/* When the process of a flow's sender (0) or receiver (1) runs, from `at` on. It sleeps once in each five of its usual sleeps. */
+static ns wakes(const struct setting *set, int flow, int side, ns at)
+{
+    if (set->sleep <= 0)
+        return at;
+    ns slot = (ns)(5e9 * set->sleep), number = at / slot;
+    struct sim one = {.random = set->seed * 31 + (uint64_t)(number * 4096 + flow * 2 + side) * 0x2545F4914F6CDD1Du};
+    ns from = number * slot + (ns)(draw(&one) * (double)slot), to = from - (ns)(log(1 - draw(&one)) * set->sleep * 1e9);
+    to = least(to, (number + 1) * slot); /* what comes later comes no earlier */
+    return at >= from && at < to ? to : at;
+}
 
 struct group { double bytes, share; int senders; ns until; };
 
@@ -135,7 +147,6 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
     struct sim sim = {.random = set->seed * 7919 + 1};
     struct sender *flows = calloc((size_t)set->flows, sizeof *flows);
     struct group groups[GROUPS] = {{0}};
-    struct sender *firsts[PATHS] = {0};
     double rate = set->rate, queue = set->queue * set->rate, rtt = set->rtt;
     ns end = (ns)(set->seconds * 1e9), warm = (ns)(set->warm * 1e9), idle_at = 0, looked = 0;
     int step = 0, active = 0;
@@ -144,12 +155,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
         f->in = in[i];
         f->sent_at = calloc(RING, sizeof *f->sent_at);
         f->skew = (ns)(draw(&sim) * set->skew * 1e9);
-        struct sender *first = f->in.path >= 0 ? firsts[f->in.path] : NULL;
-        if (f->in.path >= 0 && !first)
-            firsts[f->in.path] = f;
-        if (first)
-            f->skew = first->skew;
-        rate_init(&f->rate, 4e6, f->in.ceiling, f->in.kind, BYTES, f->in.as, first ? first->rate.path : NULL);
+        rate_init(&f->rate, 4e6, f->in.ceiling, f->in.kind, BYTES, f->in.as);
         f->window = 10;
         f->threshold = 1e9;
         push(&sim, (struct event){.at = (ns)(f->in.begin * 1e9), .flow = i, .kind = SEND, .a = 1});
@@ -169,6 +175,16 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
             idle_at = now + (ns)(waiting / rate);
         }
         struct sender *f = &flows[v.flow];
+        if (!tcp(f) && !(v.kind == SEND && v.b != f->turn)) {
+            ns awake = wakes(set, v.flow, v.kind == ARRIVE || v.kind == DUE, now);
+            if (awake > now) {
+                v.kernel = v.kernel ? v.kernel : now;
+                v.at = awake;
+                push(&sim, v);
+                continue;
+            }
+        }
+        ns kernel = v.kernel ? v.kernel : now;
         ns half = (ns)(rtt * 5e8);
         int burst = 0;
         if (v.kind == SEND && v.b != f->turn)
@@ -188,21 +204,16 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
             if (tcp(f)) {
                 burst = f->window > (double)f->flight ? (int)(f->window - (double)f->flight) : 0;
             } else {
-                struct path *path = f->rate.path;
+                int shared = f->in.kind == SHARED;
+                rate_look(&f->rate, now, now + f->skew);
                 burst = (int)(f->rate.rate * (double)rate_burst(&f->rate) / 1e9 / BYTES);
                 burst = burst < 1 ? 1 : burst > 44 ? 44 : burst;
-                ns turn = path ? rate_turn(&f->rate, now, now + f->skew, burst * (double)BYTES) : now;
-                if (now < turn) { /* other flows of the path go first */
-                    push(&sim, (struct event){.at = turn, .flow = v.flow, .kind = SEND, .b = ++f->turn});
-                    continue;
-                }
-                double r = f->rate.rate, trip = path ? (double)shared_trip(&path->shared) / 1e9 : 0;
-                if (path) {
-                    double room = 2 * r * (trip + 0.01) / BYTES / path_flows(path) + 16 - (double)(f->number - f->reported);
+                double r = f->rate.rate, trip = (double)shared_trip(&f->rate.shared) / 1e9;
+                if (shared) {
+                    double room = 2 * r * (trip + 0.01) / BYTES + 16 - (double)(f->number - f->reported);
                     if (room < burst)
                         burst = (int)room;
                     if (burst < 1) {
-                        rate_pass(&f->rate);
                         ns again = greatest(f->heard_at, f->free_at) + (ns)(trip * 1e9) + 30 * MS;
                         if (now >= again) {
                             burst = 1;
@@ -213,11 +224,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                         }
                     }
                 }
-                f->free_at = now + (ns)(burst * (double)BYTES * 1e9 / r);
-                if (path) {
-                    rate_spend(&f->rate, burst * (double)BYTES, now);
-                    f->free_at = now;
-                }
+                f->free_at = (shared ? greatest(f->free_at, now - rate_burst(&f->rate)) : now) + (ns)(burst * (double)BYTES * 1e9 / r);
             }
         } else if (v.kind == ARRIVE) {
             if (now >= warm)
@@ -243,10 +250,9 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                 g->bytes += BYTES;
             }
             f->received++;
-            f->marks += v.b;
             if (v.a >= f->top) {
                 f->top = v.a + 1;
-                f->top_at = now;
+                f->top_at = kernel;
             }
             if (++f->unreported == 1)
                 push(&sim, (struct event){.at = now + 2 * MS, .flow = v.flow, .kind = DUE, .a = f->serial});
@@ -269,8 +275,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                 f->serial++;
                 f->unreported = 0;
                 push(&sim, (struct event){.at = now + half, .flow = v.flow, .kind = HEAR, .a = f->received, .b = f->top,
-                                          .marks = f->marks, .since = now - f->top_at, .came = f->top_at});
-                f->marks = 0;
+                                          .since = now - f->top_at, .came = f->top_at});
                 continue;
             }
         } else if (tcp(f)) {
@@ -288,19 +293,13 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
             push(&sim, (struct event){.at = now + greatest(200 * MS, 2 * f->srtt), .flow = v.flow, .kind = DUE, .a = ++f->timer});
             burst = f->window > (double)f->flight ? (int)(f->window - (double)f->flight) : 0;
         } else {
-            ns sent_at = f->sent_at[(v.b - 1) % RING], trip = now - sent_at - v.since;
+            ns sent_at = f->sent_at[(v.b - 1) % RING], trip = kernel - sent_at - v.since;
             f->heard_at = now;
-            uint64_t fresh = v.b;
-            for (ns mark = rate_mark(&f->rate); fresh > f->reported && f->sent_at[(fresh - 1) % RING] >= mark;)
-                fresh--;
-            fresh = v.b > fresh ? v.b - fresh : 0;
             if (v.b > f->reported)
                 f->reported = v.b;
             rate_sample(&f->rate, now, trip);
-            if (v.marks && fresh)
-                rate_marked(&f->rate, now);
             rate_report(&f->rate, now, v.a, v.a * BYTES, v.b, (uint32_t)(v.came / US), sent_at,
-                        f->in.group >= 0 ? groups[f->in.group].share : 0, fresh);
+                        f->in.group >= 0 ? groups[f->in.group].share : 0);
             if (f->blocked)
                 push(&sim, (struct event){.at = greatest(now, f->free_at), .flow = v.flow, .kind = SEND, .b = ++f->turn});
             f->blocked = 0;
@@ -321,11 +320,6 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                     trace[(now / (ns)(set->interval * 1e9) * set->flows + v.flow) * 2 + 1] += BYTES;
                 continue;
             }
-            int marked = set->mark > 0 && idle_at > now + (ns)(set->mark * 1e9);
-            if (marked && tcp(f)) {
-                f->out.overflowed += now >= warm;
-                continue;
-            }
             idle_at = greatest(idle_at, now) + (ns)(BYTES * 1e9 / rate);
             if (idle_at >= warm)
                 used[0] += BYTES;
@@ -340,7 +334,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                 continue;
             }
             f->came_at = greatest(f->came_at, idle_at + half + (ns)(set->jitter * draw(&sim) * 1e9));
-            push(&sim, (struct event){.at = f->came_at, .flow = v.flow, .kind = ARRIVE, .a = number, .b = (uint64_t)marked});
+            push(&sim, (struct event){.at = f->came_at, .flow = v.flow, .kind = ARRIVE, .a = number});
         }
         if (tcp(f) || v.kind != SEND)
             continue;
@@ -356,7 +350,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
     for (int i = 0; i < set->flows; i++) {
         out[i] = flows[i].out;
         out[i].rate = flows[i].rate.rate;
-        out[i].credit = flows[i].rate.path ? flows[i].rate.path->shared.credit : 0;
+        out[i].credit = flows[i].rate.shared.credit;
         free(flows[i].sent_at);
     }
     free(flows);

@@ -22,14 +22,13 @@ from megatron_lossy.transport.udp.engine import RULES
 KINDS = {**RULES, "cubic": 3, "reno": 4}
 #: Bytes of a packet.
 PACKET = 1500
-_STEPS, _GROUPS, _PATHS = 8, 64, 64
+_STEPS, _GROUPS = 8, 64
 
 
 class _Flow(ctypes.Structure):
     _fields_ = [
         ("kind", ctypes.c_int32),
         ("group", ctypes.c_int32),
-        ("path", ctypes.c_int32),
         ("as_flows", ctypes.c_int32),
         *(
             (name, ctypes.c_double)
@@ -62,7 +61,7 @@ class _Setting(ctypes.Structure):
                 "burst",
                 "jitter",
                 "skew",
-                "mark",
+                "sleep",
                 "seconds",
                 "warm",
                 "interval",
@@ -80,9 +79,8 @@ class Bottleneck:
     """A path: ``mbit`` Mbit/s behind a queue of ``queue`` ms, a round trip of ``rtt`` ms, and loss of its own.
 
     ``burst``: mean packets lost in a row, 0 for single ones. ``jitter``: ms, the most that a packet is late. ``skew``: ms,
-    the most between the clocks of two senders. ``mark``: ms that wait, from which on packets of ours are marked, and those of TCP lost,
-    as by routers with ECN; 0: never. ``steps``: what
-    the path becomes at a time: seconds, Mbit/s, ms.
+    the most between the clocks of two senders. ``sleep``: ms, the mean of the times in which a process of ours does not run, a sixth of
+    all. ``steps``: what the path becomes at a time: seconds, Mbit/s, ms.
     """
 
     mbit: float = 100
@@ -92,7 +90,7 @@ class Bottleneck:
     burst: float = 0.0
     jitter: float = 0.0
     skew: float = 10.0
-    mark: float = 0.0
+    sleep: float = 0.0
     steps: tuple[tuple[float, float, float], ...] = ()
 
 
@@ -100,23 +98,21 @@ class Bottleneck:
 class Flow:
     """A flow of a kind of :data:`KINDS`: exchanges of 4 to 40 MB with pauses of 10 to 300 ms, or without end.
 
-    ``group``: the host that receives it, which tells its flows what each has; ``None``: it does not. ``path``: the number of
-    two hosts, whose flows are one sender with ``shared``; ``None``: no other flow has these hosts. ``as_flows``: TCP flows that a path of ``shared`` is fair as.
+    ``group``: the process that receives it, which reports to its flows what each has; ``None``: it does not. ``as_flows``: TCP
+    flows that a flow of ``shared`` is fair as.
     """
 
     kind: str = "shared"
     endless: bool = False
     group: int | None = None
     begin: float = 0.0
-    path: int | None = None
     as_flows: int = 1
 
     def _packed(self) -> _Flow:
         endless = self.endless or KINDS[self.kind] > RULES["shared"]
         sizes = (0.0, 0.0) if endless else (4e6, 40e6)
         group = -1 if self.group is None else self.group % _GROUPS
-        path = -1 if self.path is None or self.kind != "shared" else self.path % _PATHS
-        return _Flow(KINDS[self.kind], group, path, self.as_flows, self.begin, 1e6, *sizes, 0.01, 0.3, 1.25e9)
+        return _Flow(KINDS[self.kind], group, self.as_flows, self.begin, 1e6, *sizes, 0.01, 0.3, 1.25e9)
 
 
 @dataclass(frozen=True)
@@ -170,7 +166,7 @@ def run(
         burst=path.burst,
         jitter=path.jitter / 1e3,
         skew=path.skew / 1e3,
-        mark=path.mark / 1e3,
+        sleep=path.sleep / 1e3,
         seconds=seconds,
         warm=warm,
         interval=interval,

@@ -40,7 +40,6 @@ struct settings {
     double reorder;       /* share of packets that are `late` seconds later */
     double late;
     double duplicate;     /* share of packets that come twice */
-    double mark;          /* bytes that wait, from which on packets that allow it are marked (ECN); 0: never */
     double mtu;           /* bytes; longer packets vanish without a word; 0: no limit */
     uint64_t seed;
     uint64_t generation;
@@ -216,22 +215,6 @@ static void renew(struct state *state, const struct settings *settings)
     state->in_burst = settings->burst > 0 && draw(&state->loss_draws) < settings->loss;
 }
 
-/* Congestion, for those who said that they understand (RFC 3168). The checksum of an IPv4 header follows (RFC 1624). */
-static void mark(struct packet *packet)
-{
-    uint8_t *data = packet->data;
-    if (data[0] >> 4 == 6) {
-        if (data[1] & 0x30)
-            data[1] |= 0x30;
-    } else if (data[1] & 3 && (data[1] & 3) != 3) {
-        uint32_t more = 3 - (data[1] & 3), sum = (uint32_t)(~(data[10] << 8 | data[11]) & 0xffff) + more;
-        data[1] |= 3;
-        sum = ~(sum + (sum >> 16)) & 0xffff;
-        data[10] = (uint8_t)(sum >> 8);
-        data[11] = (uint8_t)sum;
-    }
-}
-
 static void through(struct pipe *pipe, struct state *state, struct packet *packet)
 {
     struct counters *counters = packet->counters = &pipe->counters;
@@ -248,8 +231,6 @@ static void through(struct pipe *pipe, struct state *state, struct packet *packe
             give_back(packet);
             return;
         }
-        if (now->mark > 0 && (start - time) * now->rate > now->mark)
-            mark(packet);
         due = state->idle_at = start + packet->bytes / now->rate;
     }
     if (is_lost(state) || (now->mtu > 0 && packet->bytes > now->mtu)) {

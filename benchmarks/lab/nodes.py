@@ -61,12 +61,6 @@ class Node:
         if done.returncode:
             raise OSError(f"ip {'; '.join(commands)}: {done.stderr.strip()}")
 
-    def move(self, times: int) -> None:
-        """Take another address instead of the one that it has: ``times`` times 64 further on, of four."""
-        self.ip(f"addr del {self.address}/24 dev {INTERFACE}")
-        self.address = f"10.77.0.{self.number + 1 + 64 * (times % 4)}"
-        self.ip(f"addr add {self.address}/24 dev {INTERFACE}")
-
     def open_tun(self) -> int:
         """A new TUN device, :data:`INTERFACE`; its file descriptor. It goes when that is closed."""
 

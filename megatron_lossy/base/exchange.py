@@ -28,7 +28,8 @@ class Stream:
     is ``Stream("embedding")``, without a stage. A network loses different units for each of them. There ``tensor`` is
     the tensor-parallel rank, and a tied embedding has its stage.
 
-    Between islands, ``expert_rank`` is the data-parallel rank within its island: it exchanges its own shard.
+    Between islands, ``expert_rank`` is the data-parallel rank within its island: it exchanges its own shard. Between sites
+    it also counts the places within a site: the place of a rank, added to its expert rank times the ranks of a site.
 
     At a boundary between pipeline stages, ``stage`` and ``chunk`` are those of the later stage, in both directions, and
     ``expert_rank`` is the data-parallel rank.
@@ -55,7 +56,8 @@ class Stream:
     @cached_property
     def drawn(self) -> Stream:
         """The stream that losses of the same buckets are drawn by."""
-        return Stream("embedding") if self.kind == "embedding" else replace(self, tensor=None)
+        alike = Stream("embedding", self.expert_rank) if self.kind == "embedding" else self
+        return replace(alike, tensor=None)
 
     @classmethod
     def parse(cls, name: str) -> Stream:

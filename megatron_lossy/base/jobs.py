@@ -10,6 +10,18 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from .checkpoints import names_checkpoint
+from .errors import refuse
+
+
+def launched_ranks() -> int:
+    """Ranks that a launcher started; 1 without one. Raises :class:`UsageError` for tasks of srun without a rank."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1" and "WORLD_SIZE" not in os.environ:
+        why = "srun started them, but RANK and WORLD_SIZE are not set, so that each would train alone; start them by "
+        raise refuse(
+            "SLURM_STEP_NUM_TASKS", tasks, why + "python -m megatron_lossy.launch, or one torchrun on each node"
+        )
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True)

@@ -170,5 +170,6 @@ REFUSALS = Registry(
         "pytorch": "megatron_lossy.config.refusals.core:PYTORCH",
         "transport": "megatron_lossy.config.refusals.core:TRANSPORT",
         "workers": "megatron_lossy.config.refusals.core:WORKERS",
+        "sites": "megatron_lossy.config.refusals.core:SITES",
     },
 )

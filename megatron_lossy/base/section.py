@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +15,11 @@ class Flags:
     :class:`.LossyConfig` inherits them. A section may read the flags of the core, and no flag of another mechanism.
     """
 
+    #: Fields of other sections for which this one is asked, as for its own: if one is not at its default. Otherwise its answers
+    #: are those of this base, and none of its refusals applies. ``None``: it is always asked.
+    triggers: ClassVar[Collection[str] | None] = ()
+    #: Facts of a run with which its refusals apply all the same.
+    trigger_facts: ClassVar[Collection[str]] = ()
     #: The flag (field) with the loss rate of each phase of the section.
     rates: ClassVar[Mapping[str, str]] = {}
     #: Whether reports name each given flag of the section in the heading of a run.

@@ -1,22 +1,110 @@
-"""Flags of the core: what is lost, evaluation, checkpoints, drift, the delivery log (docs/semantics.md)."""
+"""Flags of the core: what is lost, recovery, evaluation, checkpoints, drift, the delivery log (docs/semantics.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 from ..base.errors import refuse
 from ..base.flags import check_choice, flag, flag_name, in_unit_interval, number_or_auto, refuse_unused
-from ..base.registry import CHANNELS
+from ..base.registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ..base.section import Flags
-from .phases import PHASES, split_model
+
+Value = TypeVar("Value")
+
+#: Exchanges of data parallelism.
+PHASES = ("grad", "param")
+
+
+def _numbers() -> dict[str, int]:
+    """The number of every phase. A mechanism of another package whose phases others have is left out."""
+    numbers = {"grad": 0, "param": 1}
+    for mechanism in MECHANISMS.all():
+        taken = [
+            f"the phase {phase!r} with number {number}"
+            for phase, number in mechanism.phases.items()
+            if phase in numbers or number in numbers.values()
+        ]
+        if taken:
+            known = ", ".join(f"{phase} {number}" for phase, number in numbers.items())
+            MECHANISMS.drop(mechanism, f"{' and '.join(taken)} is taken: there are {known}")
+        else:
+            numbers |= mechanism.phases
+    return numbers
+
+
+#: The number of every phase in the key of random draws.
+NUMBERS = _numbers()
+
+
+def value_of(values: Sequence[Value], phase: str, exchanges: Sequence[str] = PHASES) -> Value:
+    """The value for ``phase`` of a flag that takes one for all ``exchanges``, or two, or one for each.
+
+    Of two, the first is that of every other exchange from the first on. Raises ``ValueError`` for another phase.
+    """
+    return values[list(exchanges).index(phase) % len(values)]
+
+
+def split_model(model: str) -> tuple[str, str | None]:
+    """The channel that a value of ``--loss-model`` names, and what follows a colon."""
+    name, colon, argument = model.partition(":")
+    return name, argument if colon else None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Loss rates over iterations: ``starts[k]`` is the first iteration (from 0) with rate ``rates[k]``."""
+
+    starts: tuple[int, ...]
+    rates: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read ``ITERATION:RATE,ITERATION:RATE,…``. Raises :class:`UsageError`."""
+        allowed = "must read ITERATION:RATE,… with iterations rising from 0 and rates in [0, 1)"
+        try:
+            pairs = [item.split(":") for item in text.split(",")]
+            starts = tuple(int(start) for start, _ in pairs)
+            rates = tuple(float(rate) for _, rate in pairs)
+        except ValueError:
+            raise refuse("--loss-schedule", text, allowed) from None
+        rising = all(a < b for a, b in itertools.pairwise(starts))
+        if not starts or starts[0] != 0 or not rising or not all(0 <= rate < 1 for rate in rates):
+            raise refuse("--loss-schedule", text, allowed)
+        return cls(starts, rates)
+
+
+@dataclass(frozen=True)
+class PhaseLoss:
+    """The losses of one phase, after every flag has been read: the settings of its channel.
+
+    ``model``: the channel's name. ``schedule``: the loss rate over iterations (constant for a plain rate).
+    ``lossless``: nothing can ever be lost. ``burst``: mean length of bursts; ``transitions``: the four
+    Gilbert-Elliott parameters (at most one of the two is set). ``matrix`` and ``trace``: files.
+    """
+
+    model: str
+    schedule: Schedule
+    lossless: bool = False
+    burst: float | None = None
+    transitions: tuple[float, float, float, float] | None = None
+    matrix: Path | None = None
+    trace: Path | None = None
+
+    @property
+    def sets_rate(self) -> bool:
+        """Whether the channel has rates of its own, so that no schedule matters."""
+        return self.transitions is not None or self.matrix is not None or self.trace is not None
 
 
 @dataclass(frozen=True)
 class CoreFlags(Flags):
     """Flags of losses that are drawn, and of what a run records. Raises :class:`UsageError` for a value not allowed."""
 
+    triggers = None
     rates: ClassVar[Mapping[str, str]] = {"grad": "p_grad", "param": "p_param"}
 
     p_grad: float = flag(
@@ -58,6 +146,12 @@ class CoreFlags(Flags):
         "all; or inter-node: links between ranks of one node, of the same host name or of N consecutive global ranks, are "
         "reliable",
         metavar="{all,inter-node[:N]}",
+    )
+    sites: int | None = flag(
+        None,
+        "the launched ranks, in order, are M equal blocks; losses are between blocks only (docs/sites.md)",
+        type=int,
+        metavar="M",
     )
     loss_unit: str = flag(
         None,
@@ -128,6 +222,8 @@ class CoreFlags(Flags):
             if split_model(model)[0] not in CHANNELS:
                 raise refuse("--loss-model", model, "must be one of " + ", ".join(CHANNELS))
         _ = self.ranks_of_node
+        if self.sites is not None and self.sites < 2:
+            raise refuse("--sites", self.sites, "must be at least 2: within one site nothing is lost")
         if self.packet_bytes != "auto" and not (isinstance(self.packet_bytes, int) and self.packet_bytes >= 1):
             raise refuse("--packet-bytes", self.packet_bytes, "must be auto or at least 1")
         for name in ("delivery_log_bitmaps", "delivery_log_chunk") if self.delivery_log is None else ():
@@ -154,10 +250,44 @@ class CoreFlags(Flags):
             )
         return int(number) if colon else 0
 
-    def notes(self) -> list[str]:
-        parts = []
+    def members(self, ranks: int) -> int:
+        """The members of an exchange of ``ranks`` data-parallel ranks that can lose data to each other: sites, if any."""
+        return ranks if self.sites is None else self.sites
+
+    def notes(self: Any) -> list[str]:
+        parts = [] if self.sites is None else [f"between {self.sites} sites only"]
         if self.loss_correlation != "independent":
             parts.append(f"correlated by {self.loss_correlation}")
         if self.lossy_links != "all":
             parts.append("inter-node links only")
+        if self.loses("grad"):
+            parts.append(f"recovery {self.grad_recovery}")
         return parts
+
+
+@dataclass(frozen=True)
+class RecoveryFlags(Flags):
+    """Flags of recovery by owners. Raises :class:`UsageError` for a value not allowed."""
+
+    grad_recovery: str = flag(
+        "renormalize",
+        "what the owner does about missing gradients: mean of what arrived; that with its own shard weighted 1/N; "
+        "the last gradient received from that sender; zeros; or zeros, with what was lost added to what its sender sends "
+        "next (docs/smart.md)",
+        choices=GRAD_RECOVERIES,
+        group="recovery",
+        basic=True,
+    )
+    lossy_self: bool = flag(False, "a worker's own gradient shard can be lost too (the paper's literal formula)")
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether senders keep what they lose, and send it again."""
+        known = self.grad_recovery in GRAD_RECOVERIES  # it may not be checked yet
+        return known and GRAD_RECOVERIES.load(self.grad_recovery).feeds_back
+
+    def check(self) -> None:
+        check_choice(self, "grad_recovery")
+
+    def idle(self: Any) -> dict[str, tuple[bool, set[str]]]:
+        return {"no gradient is lost": (self.loses("grad"), {"grad_recovery", "lossy_self"})}

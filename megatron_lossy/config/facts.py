@@ -49,6 +49,10 @@ class Facts:
     #: Whether tensor-parallel ranks have copies of a parameter whose gradients Megatron does not add up after the exchange.
     copies_apart: bool | None = None
     pipeline: int | None = None
+    #: Context-parallel ranks; each counts among the workers.
+    context: int | None = None
+    #: Whether the ranks of a pipeline are numbered before those of a data-parallel group.
+    stages_inside: bool | None = None
     #: Pipelines that a rank is in. Encoder and decoder may have one each.
     pipelines: int | None = None
     #: Whether one pipeline goes through several modules.
@@ -84,6 +88,8 @@ class Facts:
     overlap_param_gather: bool | None = None
     #: Whether gradients are added up beside Megatron's buffers.
     gradients_beside_buffers: bool | None = None
+    #: Level of Megatron's timers, some of which begin with a barrier.
+    timing_level: int | None = None
     #: Iterations between comparisons of the weights of replicas.
     weight_hash_interval: int | None = None
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,8 @@ from ..base.errors import Collector, UsageError, raise_postponed, refuse
 from ..base.flags import as_flag, flag_name, full_name
 from ..base.registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ..base.section import Flags
-from .core import CoreFlags
+from .core import PHASES, CoreFlags, PhaseLoss, RecoveryFlags, Schedule, split_model, value_of
 from .grad_errors import ErrorFlags
-from .phases import PHASES, PhaseLoss, Schedule, split_model, value_of
-from .recovery import RecoveryFlags
 from .refusal import check_refusals
 from .transport import TransportFlags
 
@@ -92,8 +91,9 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         with problems.noting():
             self.check()
         problems.finish()
-        GRAD_RECOVERIES.load(self.grad_recovery).check(self)
-        for phase in RATES:
+        if RecoveryFlags in self.used:
+            GRAD_RECOVERIES.load(self.grad_recovery).check(self)
+        for phase in self.exchanges():
             self.phase(phase)
         check_refusals(self)
 
@@ -107,17 +107,28 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     # --- answers of all sections together --------------------------------------------------------------------------
 
+    @functools.cached_property
+    def used(self) -> tuple[type[Flags], ...]:
+        """The sections that are asked: no flag of the others was given, and none of their triggers."""
+        names = {own.name for own in dataclasses.fields(self) if getattr(self, own.name) != own.default}
+        own = {section: {one.name for one in dataclasses.fields(section)} for section in SECTIONS}
+        return tuple(one for one in SECTIONS if one.triggers is None or names & {*one.triggers, *own[one]})
+
     def _answers(self, question: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return the answers of the sections that define the method ``question`` of :class:`.Flags` anew."""
-        own = (getattr(section, question.__name__) for section in SECTIONS)
+        own = (getattr(section, question.__name__) for section in self.used)
         return [answer(self, *arguments) for answer in own if answer is not question]
 
     def resolve(self) -> None:
         self._answers(Flags.resolve)
+        for section in (one for one in SECTIONS if one not in self.used):
+            for name, value in _resolved()[section].items():
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, value)
 
     def check(self) -> None:
         problems = Collector()
-        for section in SECTIONS:
+        for section in self.used:
             with problems.noting():
                 section.check(self)
         problems.finish()
@@ -152,7 +163,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
             "no losses are drawn": (self._draws_exchanges, {"loss_correlation", "loss_model"}),
             "nothing that crosses a link can be lost": (
                 self.loses_between_stages() or any(map(self.loses, self.exchanges())),
-                {"lossy_links"},
+                {"lossy_links", "sites"},
             ),
             f"the unit of loss is a {self.loss_unit}": (self.loss_unit == "packet", {"packet_bytes"}),
         }
@@ -202,7 +213,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     def of_phase(self, name: str, phase: str) -> Any:
         """The value for ``phase``, one of :meth:`exchanges`, of a flag that takes several; ``None`` if it is not set.
 
-        See :func:`.phases.value_of`.
+        See :func:`.core.value_of`.
         """
         values = getattr(self, name)
         if values is None or len(values) == 1:
@@ -260,6 +271,15 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
                 flags = [as_flag(LossyConfig, name, settings[name]) for name in idle]
                 result.append(f"{' and '.join(flags)} {'does' if len(idle) == 1 else 'do'} nothing, since {why}")
         return result
+
+
+@functools.cache
+def _resolved() -> dict[type[Flags], dict[str, Any]]:
+    """Return, by section, the values that it gives to flags if all flags have their defaults."""
+    unset = {section: object.__new__(LossyConfig) for section in SECTIONS}  # its class has the defaults
+    for section, config in unset.items():
+        section.resolve(config)
+    return {section: dict(vars(config)) for section, config in unset.items()}
 
 
 #: The flags that lose parts of messages between pipeline stages.

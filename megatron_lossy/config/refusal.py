@@ -71,13 +71,11 @@ class Section:
     """The refusals of one mechanism, in order. ``name``: its name in the registry. ``about``: its heading.
 
     ``cells``: two for each row. The first is its text, ``FLAG[, FLAG …][ = VALUE] | NOT WITH | WHY``, the second the
-    condition; see :class:`Refusal`. ``when``: whether the loss flags are of the kind that the section is about.
+    condition; see :class:`Refusal`.
     """
 
-    def __init__(
-        self, name: str, about: str, *cells: str | Condition, when: Callable[[Any], object] = lambda config: True
-    ) -> None:
-        self.name, self.about, self.when = name, about, when
+    def __init__(self, name: str, about: str, *cells: str | Condition) -> None:
+        self.name, self.about = name, about
         self.rows = tuple(_row(text, applies) for text, applies in zip(cells[::2], cells[1::2], strict=True))
 
 
@@ -96,11 +94,14 @@ def sections(ours: bool = False) -> list[Section]:
 def check_refusals(config: Any, facts: Facts = _NOTHING_KNOWN) -> None:
     """Raise the :class:`Refused` of the first row that applies to the loss flags ``config`` in a run with ``facts``.
 
-    Rows about typed values come before those about values of files, presets and defaults.
+    Rows about typed values come before those about values of files, presets and defaults. Rows of mechanisms that the
+    flags do not ask for (:attr:`.Flags.triggers`) cannot apply.
     """
     first = None
-    for section in sections():
-        for row in section.rows if section.when(config) else ():
+    known = {name for name, value in vars(facts).items() if value is not None}
+    asked = [one for one in MECHANISMS.all() if one.Flags in config.used or known & {*one.Flags.trigger_facts}]
+    for section in (*REFUSALS.all(), *(mechanism.refusals() for mechanism in asked)):
+        for row in section.rows:
             found = row.when(config, facts)
             error = row.error(config, facts, found) if found else None
             if error is not None and origin_of(error) is None:

@@ -10,7 +10,7 @@ from typing import Any
 from ..base.errors import refuse
 from ..base.flags import check_choice, check_code, flag, refuse_unused
 from ..base.section import Flags
-from .phases import PHASES
+from .core import PHASES
 
 #: Payload of a datagram: with 28 bytes of header, 16 of authentication and 48 of UDP and IPv6, 1,500 bytes.
 UDP_PACKET_BYTES = 1408
@@ -22,15 +22,13 @@ UDP_REPORT_BYTES = 16
 UDP_WINDOWS = 4
 #: Copies of a packet: more cost more than what they save.
 UDP_MOST_COPIES = 4
-#: Each takes a socket's buffer and a thread.
-UDP_MOST_THREADS = 16
-#: The engine keeps so many addresses of another process.
-UDP_MOST_INTERFACES = 4
 
 
 @dataclass(frozen=True)
 class TransportFlags(Flags):
     """Flags of the transport of exchanges. Raises :class:`UsageError` for a value that is not allowed."""
+
+    triggers = ("packet_bytes",)
 
     transport: str = flag(
         "torch",
@@ -42,8 +40,7 @@ class TransportFlags(Flags):
     )
     udp_interface: str | None = flag(
         None,
-        "udp: network interface to send from; default the one that reaches MASTER_ADDR. Up to 4, as a,b: parts of a bucket take them "
-        "in turns, and where nothing comes over one the next is taken",
+        "udp: network interface to send from; default the one that reaches MASTER_ADDR",
         metavar="NAME",
         incidental=True,
     )
@@ -53,27 +50,15 @@ class TransportFlags(Flags):
         metavar="BASE",
         incidental=True,
     )
-    udp_threads: int = flag(
-        1,
-        "udp: sockets of a process, each with a port, a thread and its share of --udp-rate; parts of a bucket cross over them at "
-        "the same time, where a process has so many cores to spare",
-        type=int,
-        metavar="N",
-        incidental=True,
-    )
-    udp_rate: str | None = flag(
-        None,
-        "udp: the most a process sends, for example 10gbit or 300mbit; default the speed of the interface, shared by the "
-        "ranks of this host, else 1gbit",
-        metavar="RATE",
-        incidental=True,
-    )
-    udp_rate_control: str = flag(
-        "shared",
-        "udp: how a rate is found below --udp-rate: shared, beside other traffic, which keeps its share; shared:K, all that goes "
-        "from a host to another one leaves to others what K TCP flows would; dedicated, on a link of one's own; or fixed, not at "
-        "all (closed networks only)",
-        metavar="{shared[:K],dedicated,fixed}",
+    udp_rate: tuple[str, ...] = flag(
+        ("shared",),
+        "udp: how a rate is found: shared, beside other traffic, which keeps its share; shared:K, what goes "
+        "from a process to another one leaves to others what K TCP flows would; dedicated, on a link of one's own; or "
+        "fixed, not at all (closed networks only); and the most a process sends, with --sites all of a site together, "
+        "for example 10gbit or 300mbit; default the speed of the interface, shared by the ranks of this host, else 1gbit",
+        type=str,
+        nargs="+",
+        metavar="[shared[:K]|dedicated|fixed] [RATE]",
         incidental=True,
     )
     udp_deadline: str = flag(
@@ -105,7 +90,7 @@ class TransportFlags(Flags):
         metavar="auto [PERCENT] | B C",
         incidental=True,
     )
-    udp_copies: tuple[int, ...] = flag(
+    packet_copies: tuple[int, ...] = flag(
         (1,),
         "how often each packet of gradients and parameters is sent, all of a message and then all again, for loss that is no "
         "congestion: 1 to 4; one value for both phases, or two: gradients, parameters; a drawn packet is lost if all its copies are",
@@ -119,6 +104,8 @@ class TransportFlags(Flags):
 
     def resolve(self: Any) -> None:
         udp = self.transport == "udp"
+        if isinstance(self.udp_rate, str):
+            object.__setattr__(self, "udp_rate", tuple(self.udp_rate.split()))
         if self.loss_unit is None:
             object.__setattr__(self, "loss_unit", "packet" if udp else "shard")
         if self.packet_bytes is None:
@@ -129,28 +116,22 @@ class TransportFlags(Flags):
 
     def check(self: Any) -> None:
         check_choice(self, "transport")
-        if not (len(self.udp_copies) in (1, 2) and all(1 <= copies <= UDP_MOST_COPIES for copies in self.udp_copies)):
+        if not (
+            len(self.packet_copies) in (1, 2) and all(1 <= copies <= UDP_MOST_COPIES for copies in self.packet_copies)
+        ):
             allowed = f"must be one or two numbers in [1, {UDP_MOST_COPIES}]: of gradients, of parameters"
-            raise refuse("--udp-copies", " ".join(map(str, self.udp_copies)), allowed)
+            raise refuse("--packet-copies", " ".join(map(str, self.packet_copies)), allowed)
         if self.transport != "udp":
             if self.packet_bytes == "auto":
                 why = "needs --transport udp; with others, as in a replay of its log, give the number"
                 raise refuse("--packet-bytes", "auto", why)
             for own in fields(TransportFlags):
-                if own.name not in ("transport", "udp_copies"):
+                if own.name not in ("transport", "packet_copies"):
                     refuse_unused(self, own.name, "needs --transport udp")
             return
         rate, deadline = self.udp_bytes_per_second, self.udp_deadline_seconds
         if self.udp_rate_rule[0] == "fixed" and rate is None:
-            raise refuse("--udp-rate-control", "fixed", "needs --udp-rate")
-        if not 1 <= self.udp_threads <= UDP_MOST_THREADS:
-            raise refuse("--udp-threads", self.udp_threads, f"must be in [1, {UDP_MOST_THREADS}]")
-        names = self.udp_interfaces
-        if len(set(names)) < len(names) or not all(names) or len(names) > UDP_MOST_INTERFACES:
-            why = (
-                f"must be the name of an interface, or 2 to {UDP_MOST_INTERFACES} different ones with commas in between"
-            )
-            raise refuse("--udp-interface", self.udp_interface, why)
+            raise refuse("--udp-rate", "fixed", "needs a rate, such as fixed 300mbit")
         if not 0 <= self.udp_port <= 65535:
             raise refuse("--udp-port", self.udp_port, "must be in [0, 65535]")
         if isinstance(deadline, float) and not 0 < deadline < math.inf:
@@ -165,40 +146,40 @@ class TransportFlags(Flags):
         """The number of times that each unit of ``phase`` is sent."""
         if phase not in PHASES:
             return 1
-        return self.udp_copies[0] if phase == PHASES[0] else self.udp_copies[-1]
+        return self.packet_copies[0] if phase == PHASES[0] else self.packet_copies[-1]
 
     def notes(self) -> list[str]:
-        if max(self.udp_copies) == 1:
+        if max(self.packet_copies) == 1:
             return []
         return [f"packets sent {self.copies(PHASES[0])} (gradients) and {self.copies(PHASES[1])} times (parameters)"]
 
     def idle(self: Any) -> dict[str, tuple[bool, set[str]]]:
-        return {"nothing is lost": (any(self.loses(phase) for phase in PHASES), {"udp_copies"})}
+        return {"nothing is lost": (any(self.loses(phase) for phase in PHASES), {"packet_copies"})}
 
     @property
     def udp_cipher(self) -> str:
         """The cipher of datagrams, "aes-128-gcm" or "none"."""
         return "none" if self.udp_key_file == "none" else "aes-128-gcm"
 
+    def _udp_rate_words(self) -> tuple[str, str | None]:
+        """The rule and the rate of ``--udp-rate``. Raises :class:`UsageError`."""
+        words = list(self.udp_rate)
+        rule = words.pop(0) if words and not words[0][:1].isdigit() else "shared"
+        rate = words.pop(0) if words else None
+        if words:
+            raise refuse("--udp-rate", " ".join(self.udp_rate), "must be a rule, a rate, or a rule and a rate")
+        return rule, rate
+
     @property
     def udp_rate_rule(self) -> tuple[str, int]:
-        """The rule of ``--udp-rate-control``, and K. Raises :class:`UsageError`."""
-        name, colon, flows = self.udp_rate_control.partition(":")
+        """The rule of ``--udp-rate``, and K. Raises :class:`UsageError`."""
+        rule, _ = self._udp_rate_words()
+        name, colon, flows = rule.partition(":")
         if name not in ("shared", "dedicated", "fixed") or (colon and name != "shared"):
-            raise refuse("--udp-rate-control", self.udp_rate_control, "must be shared, shared:K, dedicated or fixed")
+            raise refuse("--udp-rate", rule, "must be shared, shared:K, dedicated or fixed, and a rate such as 10gbit")
         if colon and not (flows.isdecimal() and 1 <= int(flows) <= 1000):
-            raise refuse("--udp-rate-control", self.udp_rate_control, "K must be in [1, 1000]")
+            raise refuse("--udp-rate", rule, "K must be in [1, 1000]")
         return name, int(flows or 1)
-
-    @property
-    def udp_interfaces(self) -> tuple[str, ...]:
-        """The names of ``--udp-interface``; none without it."""
-        return () if self.udp_interface is None else tuple(self.udp_interface.split(","))
-
-    @property
-    def udp_sockets(self) -> int:
-        """Sockets of a process: ``--udp-threads``, and at least one of each interface."""
-        return max(self.udp_threads, len(self.udp_interfaces))
 
     @property
     def udp_fec_code(self) -> tuple[int, int] | None:
@@ -238,18 +219,17 @@ class TransportFlags(Flags):
 
     @property
     def udp_bytes_per_second(self) -> float | None:
-        """``--udp-rate``. Raises :class:`UsageError`."""
-        if self.udp_rate is None:
+        """The rate of ``--udp-rate``. Raises :class:`UsageError`."""
+        _, text = self._udp_rate_words()
+        if text is None:
             return None
-        found = re.fullmatch(r"([\d.]+)([kmg])bit", self.udp_rate.lower())
+        found = re.fullmatch(r"([\d.]+)([kmg])bit", text.lower())
         try:
             rate = float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]] / 8 if found else 0.0
         except ValueError:
             rate = 0.0
         if not rate > 0:
-            raise refuse(
-                "--udp-rate", self.udp_rate, "must be a number above 0 with kbit, mbit or gbit, such as 10gbit"
-            )
+            raise refuse("--udp-rate", text, "must be a number above 0 with kbit, mbit or gbit, such as 10gbit")
         return rate
 
     @property

@@ -72,7 +72,8 @@ def _other_run(there: dict[str, Any], here: dict[str, Any], flags: type | None) 
         return f"of {there['ranks']} data-parallel ranks, here {here['ranks']}"
     found = difference(LossyConfig, there["loss"], here["loss"])
     if found is None and flags is not None:
-        return difference(flags, there["run"], here["run"])
+        # A finished run may go on with more. The folder of its checkpoints says when.
+        return difference(flags, there["run"], {**here["run"], "train_iters": there["run"]["train_iters"]})
     for name, value in here["run"].items() if found is None else ():
         if there["run"].get(name, value) != value:  # an earlier version may not have noted it
             return f"--{name.replace('_', '-')} was {there['run'][name]} there and is {value} here"

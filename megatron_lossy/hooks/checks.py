@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+
 from ..channel.corruption import warn_of_one_rank
-from ..config import LossyConfig
+from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..delivery_log.events import recorded_events
 from ..transport import check_channels, read_key_file
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_instances(config: LossyConfig, instances: int) -> None:
+    """Warn that what crosses between several optimizer ``instances`` is not lost, if exchanges inside them lose data."""
+    if instances > 1 and not all(config.untouched(phase) for phase in PHASES):
+        logger.warning(
+            "--num-distributed-optimizer-instances %d: the exchange between instances stays reliable; --sites M makes the one "
+            "between sites lossy",
+            instances,
+        )
 
 
 def check_run(config: LossyConfig, facts: Facts) -> None:
@@ -18,6 +32,12 @@ def check_run(config: LossyConfig, facts: Facts) -> None:
     assert facts.workers is not None, "how many ranks there are is known where a run starts"
     check_refusals(config, facts)
     warn_of_one_rank(config, facts.workers)
+    warn_of_instances(config, facts.optimizer_instances or 1)
+    if config.sites is not None and facts.timing_level:
+        logger.warning(
+            "--timing-log-level %d: its barriers cross between sites several times an iteration; 0 has none",
+            facts.timing_level,
+        )
     read_key_file(config.udp_key_file)
     recorded_events(config)  # whether they can be read
     config.jobs().check(facts.train_iters)

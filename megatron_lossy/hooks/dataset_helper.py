@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import os
 import subprocess
@@ -9,20 +10,23 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import megatron.core.datasets
-
 from ..base.errors import UsageError
 
 
-def build_helper() -> None:
+def build_helper(checkout: Path | None = None) -> None:
     """Build megatron-core's dataset helper if it is missing: a wheel has it, a fresh checkout does not.
 
     Megatron-LM does the same later, on a rank whose error is lost among those of the others. Here it is built for this
-    Python. Raises :class:`UsageError` if that fails.
+    Python, and nothing is imported. ``checkout``: of Megatron-LM, whose own Megatron comes first. Raises
+    :class:`UsageError` if that fails.
     """
-    folder = Path(megatron.core.datasets.__path__[0])
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+    folder, suffix = Path(checkout or "", "megatron/core/datasets"), sysconfig.get_config_var("EXT_SUFFIX")
+    if checkout is None or not folder.is_dir():
+        found = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
+        if found is None or found.origin is None:
+            return  # there is no Megatron either
+        folder = Path(found.origin).with_name("datasets")
+    if any((folder / f"helpers_cpp{one}").exists() for one in importlib.machinery.EXTENSION_SUFFIXES):
         return
     command = ["make", "-C", str(folder), f"LIBEXT={suffix}"]
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])

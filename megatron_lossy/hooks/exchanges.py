@@ -10,7 +10,8 @@ import torch.distributed as dist
 from ..base.exchange import Stream
 from ..channel.corruption import Corruption
 from ..config import PHASES, LossyConfig
-from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes, wire_for
+from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
+from ..transport.sites import Scalars, Sites, make_group
 from .buckets import apart, buckets_by_stream, replicated_units
 from .grad_errors import errors_of_owner
 from .seam import Slot, attach
@@ -33,6 +34,8 @@ class Exchanges:
         self._job, self._jobs = job
         self._corruption = corruption
         self._networks: dict[tuple[str, tuple[int, ...]], Network] = {}
+        self._sites, self._of_scalars = Sites(config.sites), Sites(config.sites)
+        self.scalars = Scalars(self._of_scalars)
 
     def find_nodes(self) -> bool:
         """Find :attr:`nodes` if they are needed and not known; returns whether it found them. A collective call."""
@@ -50,8 +53,11 @@ class Exchanges:
 
         ``steps``: length of the run, if known, to refuse a trace that is too short.
         """
-        stage = pipeline_stage(ddp)
-        return [self._of_stream(*found, stage, steps) for found in buckets_by_stream(ddp)]
+        stage, streams = pipeline_stage(ddp), buckets_by_stream(ddp)
+        groups = [pairs[0][0].data_parallel_group for _, _, pairs in streams]
+        self._sites.open(groups)
+        self._of_scalars.open([dist.group.WORLD, *groups])
+        return [self._of_stream(*found, stage, steps) for found in streams]
 
     def _of_stream(
         self, stream: Stream, full: dist.ProcessGroup, buckets: Sequence[tuple[Any, Any]], stage: int, steps: int | None
@@ -64,23 +70,22 @@ class Exchanges:
             check_average("--ddp-average-in-collective", part)
         ranks = dist.get_process_group_ranks(full)
         members = [self._job * len(ranks) + ranks.index(rank) for rank in dist.get_process_group_ranks(part)]
-        specs = specs_of(buckets, len(members))
+        owner, specs = members[dist.get_rank(part)], specs_of(buckets, len(members))
         networks = {phase: self._network(phase, ranks) for phase in PHASES}
-        wire = wire_for(config, specs, networks, members, dist.get_rank(part), stream, steps, part)
-        group = LossyGroup(config, wire)
+        group = make_group(config, specs, networks, members, stream, steps, part, self._sites.of(part))
         share_copies(group, buckets)
         for number, (_, bucket) in enumerate(buckets):
             attach(bucket.grad_data, Slot(group, number))
             attach(bucket.param_data, Slot(group, number))
         if config.errs and len(ranks) > 1:
-            owner = members[group.rank]
-            group.errors = errors_of_owner(self._corruption, stream, buckets, len(members), group.rank, owner)
+            group.errors = errors_of_owner(self._corruption, group.stream, buckets, group.shards, group.own, owner)
         return group
 
     def _network(self, phase: str, ranks: list[int]) -> Network:
         key = (phase, tuple(ranks))
         if key not in self._networks:
-            self._networks[key] = Network(self.config, phase, self._jobs * len(ranks), self.nodes_of(ranks))
+            size = self.config.members(self._jobs * len(ranks))
+            self._networks[key] = Network(self.config, phase, size, self.nodes_of(ranks))
         return self._networks[key]
 
     def nodes_of(self, ranks: Sequence[int]) -> list[int] | None:
@@ -103,5 +108,8 @@ def share_copies(group: LossyGroup, pairs: Sequence[tuple[Any, Any]]) -> None:
         return
     for number, (buffer, bucket) in enumerate(pairs):
         cut = {phase: group.wire.cut[phase][number] for phase in PHASES}
-        copies = {phase: replicated_units(buffer, bucket, units, group.size) for phase, units in cut.items()}
+        copies = {
+            phase: replicated_units(buffer, bucket, units, group.shards)[group.place :: group.ranks]
+            for phase, units in cut.items()
+        }
         group.share_copies(number, copies, tensor)

@@ -65,6 +65,8 @@ def of_arguments(args: Any, jobs: int = 1) -> Facts:
         tensor=getattr(args, "tensor_model_parallel_size", None),
         copies_apart=_size(args, "tensor_model_parallel_size") > 1 and not getattr(args, "sequence_parallel", False),
         pipeline=getattr(args, "pipeline_model_parallel_size", None),
+        context=_size(args, "context_parallel_size"),
+        stages_inside=bool(getattr(args, "use_tp_pp_dp_mapping", False)),
         layers=getattr(args, "num_layers", None),
         tied=getattr(args, "share_embeddings_and_output_weights", not _unties(args)),
         predicts_more_tokens=bool(getattr(args, "mtp_num_layers", None)),
@@ -80,6 +82,7 @@ def of_arguments(args: Any, jobs: int = 1) -> Facts:
         optimizer=str(getattr(args, "optimizer", "")),
         layer_wise=_layer_wise(args),
         optimizer_instances=getattr(args, "num_distributed_optimizer_instances", 1),
+        timing_level=getattr(args, "timing_log_level", None),
         weight_hash_interval=getattr(args, "check_weight_hash_across_dp_replicas_interval", None),
         switches=_switches(args, _SWITCHES),
     )

@@ -115,7 +115,7 @@ class Lossy(Run):
         """The groups, the process group of each, and Megatron's (buffer, bucket) in canonical order."""
         for ddp in self.chunks:
             for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
-                yield group, pairs[0][0].data_parallel_group, pairs
+                yield group, group.members or pairs[0][0].data_parallel_group, pairs
 
     # --- which step it is ----------------------------------------------------------------------------------------
 
@@ -168,11 +168,13 @@ class Lossy(Run):
     def note_all_reduce(self, bucket_group: Any) -> None:
         """Note that the gradients of ``bucket_group`` are about to be all-reduced, without loss. Logs it once."""
         self._all_reduced = True
+        averaged = bucket_group.ddp_config.average_in_collective
         for bucket in bucket_group.buckets:
             slot = slot_of(bucket.grad_data)
             if slot is not None:
                 with torch.no_grad():
-                    slot.group.note_all_reduce(slot.bucket, self.iteration, partial(self._scaled, slot, bucket))
+                    scaled = partial(self._scaled, slot, bucket, averaged)
+                    slot.group.note_all_reduce(slot.bucket, self.iteration, scaled)
         if not self._told_all_reduce and not self.config.untouched("grad"):
             self._told_all_reduce = True
             if dist.get_rank() == 0:
@@ -182,11 +184,13 @@ class Lossy(Run):
                     self.iteration + 1,
                 )
 
-    def _scaled(self, slot: Slot, bucket: Any) -> Gradients:
+    def _scaled(self, slot: Slot, bucket: Any, averaged: bool) -> Gradients:
         """The gradients of ``bucket``, scaled as Megatron will scale them."""
         whole = torch.mul(bucket.grad_data, bucket.gradient_scaling_factor)
         exchange = Exchange("grad", slot.group.stream, self.iteration)
-        return Gradients(exchange, slot.bucket, whole, whole, loss_scale=self.loss_scale, gapless=self.gapless)
+        return Gradients(
+            exchange, slot.bucket, whole, whole, averaged=averaged, loss_scale=self.loss_scale, gapless=self.gapless
+        )
 
     def skip_iteration(self) -> None:
         self.events.iteration_ends()
@@ -252,7 +256,7 @@ class Lossy(Run):
         put_back = slot.group.put_stale_aside(slot.bucket, bucket.param_data, self.update)
         if put_back is not None:
             group = bucket_group.intra_distributed_optimizer_instance_group
-            all_gather_single(bucket.param_data, own_shard(bucket, slot.group.rank, slot.group.size), group=group)
+            all_gather_single(bucket.param_data, own_shard(bucket, slot.group.own, slot.group.shards), group=group)
         return put_back
 
     # --- saved replicas --------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class Gather:
     def own(self) -> torch.Tensor:
         """[shard]: this rank's part of the replica."""
         assert self.replica is not None
-        return self.replica.chunk(self._lossy.size)[self._lossy.rank]
+        return self.replica.chunk(self._lossy.shards)[self._lossy.own]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The replica, into which FSDP2 copies this rank's shard before it calls for the gather."""
@@ -127,7 +127,7 @@ class Gather:
         return self.replica
 
     def _check(self, size: Sequence[int], dtype: torch.dtype) -> None:
-        wanted, spec = self._lossy.size * self._group.spec.shard_of("param"), self._group.spec
+        wanted, spec = self._lossy.shards * self._group.spec.shard_of("param"), self._group.spec
         if (*size,) != (wanted,) or dtype != spec.param_dtype:
             raise refuse(
                 "model",
@@ -187,7 +187,7 @@ class Gather:
         reliable: bool = False,
     ) -> dist.Work | None:
         if reliable or self._clock.update is None:
-            self.sent_bytes += (lossy.size - 1) * sent.nbytes
+            self.sent_bytes += (lossy.shards - 1) * sent.nbytes
             transfer = Transfer(collective())
         else:
             self.sent_bytes += lossy.sent_bytes("param", number, sent)
@@ -241,7 +241,7 @@ class Reduce:
         return handle_of(transfer.then(lambda _: self._lossy.keep_lost(x.bucket, x.exchange.step)), async_op)
 
     def _check(self, sent: torch.Tensor) -> None:
-        wanted, spec = self._lossy.size * self._group.spec.shard, self._group.spec
+        wanted, spec = self._lossy.shards * self._group.spec.shard, self._group.spec
         if sent.numel() != wanted or sent.dtype != spec.grad_dtype:
             raise refuse(
                 "model",

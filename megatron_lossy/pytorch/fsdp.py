@@ -21,7 +21,8 @@ from ..config import PHASES, LossyConfig
 from ..run.base import Observed
 from ..run.sampling import RankSampler
 from ..run.stale import Held, load_stale_state, stale_state
-from ..transport import LossyGroup, Network, find_nodes, wire_for
+from ..transport import LossyGroup, Network, find_nodes
+from ..transport.sites import Sites, make_group
 from .base import LossyRun
 from .exchanges import Gather, Reduce
 from .layout import ParameterGroup, ShardedStream, streams_of
@@ -40,7 +41,7 @@ class _Sharded:
         """[N * shard]: this rank's replica; before the first gather an empty one of zeros."""
         if self.gather.replica is None:
             spec = self.group.spec
-            size = self.lossy.size * spec.shard_of("param")
+            size = self.lossy.shards * spec.shard_of("param")
             self.gather.replica = torch.zeros(size, dtype=spec.param_dtype, device=self.group.device)
         return self.gather.replica
 
@@ -86,12 +87,14 @@ class LossyFSDP(LossyRun):
         self.restarts = 0
         self._loading: list[Any] = []  # hooks
         self.islands = islands
+        self._sites = Sites(config.sites)
         self._event: torch.Event | None = None
         self._sharded: list[_Sharded] = []
         self._lossy: list[LossyGroup] = []
         self._again: list[_Again] = []
         MECHANISMS.attach(self)
         self._streams = streams_of([one for one in groups if one.trained])
+        self._sites.open(stream.ranks for stream in self._streams)
         for stream in self._streams:
             self._add(stream, regather)
         for one in self._sharded:
@@ -123,22 +126,24 @@ class LossyFSDP(LossyRun):
         if self.config.ranks_of_node is not None:
             everywhere = find_nodes(None, self.config.ranks_of_node)
             nodes = [everywhere[rank] for island in self.islands or [ranks] for rank in island]
-        networks = {phase: Network(self.config, phase, self.jobs * len(ranks), nodes) for phase in PHASES}
+        size = self.config.members(self.jobs * len(ranks))
+        networks = {phase: Network(self.config, phase, size, nodes) for phase in PHASES}
         first = self.job * len(ranks)  # no two islands lose the same
         members = [first + ranks.index(rank) for rank in dist.get_process_group_ranks(one.ranks)]
         stream = replace(self.stream, chunk=chunk)
         specs = [group.spec for group in one.groups]
-        wire = wire_for(self.config, specs, networks, members, one.ranks.rank(), stream, self.steps, one.ranks)
-        return LossyGroup(self.config, wire)
+        site = self._sites.of(one.ranks)
+        return make_group(self.config, specs, networks, members, stream, self.steps, one.ranks, site)
 
     def _errors_of(self, one: ShardedStream, lossy: LossyGroup) -> Errors:
         ranges = []
         for group in one.groups:
             shard = group.spec.shard
-            inside = np.clip(group.used(gradients=True) - lossy.rank * shard, 0, shard)
+            inside = np.clip(group.used(gradients=True) - lossy.own * shard, 0, shard)
             ranges.append(inside[inside[:, 0] < inside[:, 1]])
         dtypes = [group.spec.grad_dtype for group in one.groups]
-        return self.errors_of(dtypes, ranges, lossy.wire.members[lossy.rank])
+        rank = lossy.wire.members[lossy.rank] if lossy.members is None else lossy.own
+        return self.errors_of(dtypes, ranges, rank)
 
     # --- an update -------------------------------------------------------------------------------------------------
 
@@ -197,9 +202,9 @@ class LossyFSDP(LossyRun):
         return [
             RankSampler(
                 lossy,
-                stream.ranks,
-                [one.replica for one in self._sharded if one.lossy is lossy],
-                partial(_used, stream.groups),
+                lossy.members or stream.ranks,
+                [lossy.view(one.replica) for one in self._sharded if one.lossy is lossy],
+                partial(_used, stream.groups, lossy),
             )
             for stream, lossy in zip(self._streams, self._lossy, strict=True)
         ]
@@ -324,5 +329,5 @@ def _loaded(me: weakref.ref[LossyFSDP], module: torch.nn.Module, incompatible: A
         run.weights_changed()
 
 
-def _used(groups: Sequence[ParameterGroup]) -> list[np.ndarray]:
-    return [one.used() for one in groups]
+def _used(groups: Sequence[ParameterGroup], lossy: LossyGroup) -> list[np.ndarray]:
+    return [lossy.seen(one.used(), one.spec.shard_of("param")) for one in groups]

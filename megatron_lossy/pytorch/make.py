@@ -110,6 +110,11 @@ def _sharded(
     if not any(group.trained for group in groups):
         raise refuse("model", type(model).__name__, "has no parameter with a gradient in fully_shard")
     check_optimizers(model, optimizers, [one for group in groups for one in group.parameters])
+    if config.sites is not None and any(group.replicated for group in groups):
+        why = (
+            "needs fully_shard over all ranks, with a mesh of one dimension: FSDP2 would reduce gradients between sites"
+        )
+        raise refuse("--sites", config.sites, why)
     islands = _islands(groups) if replicate == "islands" else None
     specs = [group.spec for group in groups]
     check_refusals(

@@ -57,13 +57,17 @@ def used_here(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def unit_views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Tensor, slice]]:
-    """``buffer`` [shards * shard] as [shards, units, elements], with unit numbers. A shorter last unit is apart."""
+    """``buffer`` [shards * shard] as [shards, units, elements], with unit numbers. A shorter last unit is apart.
+
+    The shards of a ``buffer`` [shards, shard] need not be next to each other.
+    """
     shards, start = buffer.numel() // units.shard, buffer.storage_offset()
+    apart = buffer.stride(0) if buffer.dim() == 2 else units.shard
     return [
         (
             buffer.as_strided(
                 (shards, numbers.stop - numbers.start, elements),
-                (units.shard, elements, 1),
+                (apart, elements, 1),
                 start + numbers.start * units.elements,
             ),
             numbers,

@@ -22,6 +22,11 @@ class Held:
     bucket: int
     replica: torch.Tensor
 
+    @property
+    def view(self) -> torch.Tensor:
+        """The part of the replica that the group exchanges."""
+        return self.group.view(self.replica)
+
 
 def stale_state(held: Sequence[Held], update: int | None) -> list[Any]:
     """The stale units of each bucket after ``update``, bool[N, count], and their values; ``None`` without any.
@@ -33,28 +38,28 @@ def stale_state(held: Sequence[Held], update: int | None) -> list[Any]:
         delivery = one.group.delivery("param", update) if update is not None else None
         rule = one.group.params[one.bucket]
         lost = delivery.lost_here(rule.units) if delivery is not None else None
-        whole = (one.replica.clone(),) if lost is not None and not rule.exact else ()
+        whole = (one.view.clone(),) if lost is not None and not rule.exact else ()
         if lost is None or not (lost.mask.any() or whole):
             stale.append(None)
         else:
-            values = rows_for(one.replica.device).take(one.replica, rule.units, lost)
+            values = rows_for(one.replica.device).take(one.view, rule.units, lost)
             stale.append((torch.from_numpy(lost.mask), values, *whole))
     return stale
 
 
 def load_stale_state(held: Sequence[Held], update: int | None, state: Sequence[Any]) -> None:
-    """Restore :func:`stale_state` in the replicas ``held``, all those of their groups."""
+    """Restore :func:`stale_state` in the replicas ``held``, all those of their groups. With sites a collective call."""
     lost: dict[LossyGroup, dict[int, np.ndarray]] = {one.group: {} for one in held}
     for one, saved in zip(held, state, strict=True):
-        if saved is None:
-            continue
-        missed, values, *whole = saved
-        mask = lost[one.group][one.bucket] = missed.cpu().numpy()
         with torch.no_grad():
-            for replica in whole:
-                one.replica.copy_(replica)
-            rows = rows_for(one.replica.device)
-            rows.put_(one.replica, one.group.params[one.bucket].units, Lost(mask), values)
+            view = one.view
+            if saved is not None:
+                missed, values, *whole = saved
+                mask = lost[one.group][one.bucket] = missed.cpu().numpy()
+                for replica in whole:
+                    view.copy_(replica)
+                rows_for(view.device).put_(view, one.group.params[one.bucket].units, Lost(mask), values)
+            one.group.put_view(one.replica, view)
     for group, by_bucket in lost.items():
         if update is not None and not group.lossless("param"):
             group.restore(update, by_bucket)

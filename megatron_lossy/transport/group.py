@@ -48,6 +48,9 @@ class LossyGroup:
         self.gradient_unit = 1.0
         self.grads = grad_rules(config, wire)
         self.params = param_rules(config, wire)
+        self.be_one_of(1, 0)
+        #: The process group of the members, if they are not all ranks that share the buckets.
+        self.members: dist.ProcessGroup | None = None
         #: Objects with a state that the rules share, by name.
         self._shared = {name: one for rule in (*self.grads, *self.params) for name, one in rule.shared.items()}
         self._open: dict[int, int] = {}  # by bucket: a step with gradients that nobody has ended yet
@@ -85,6 +88,31 @@ class LossyGroup:
             self.wire.agree(phase, bucket, units, tensor)
         if self.grads[bucket].protected is not None:
             self.grads[bucket].protected.share(replicated["grad"])
+
+    # --- shards --------------------------------------------------------------------------------------------------
+
+    def be_one_of(self, ranks: int, place: int) -> None:
+        """Set the number of ranks that hold one replica together, a member of the group, and the place of this rank there."""
+        self.ranks, self.place = ranks, place
+        #: The shards of a bucket, each of which another rank owns, and the number of this rank's own.
+        self.shards, self.own = self.size * ranks, self.rank * ranks + place
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """[N * shard]: the shards of ``buffer`` that this group exchanges: itself, or a copy of a part of it."""
+        return columns(buffer, self.size, self.ranks, self.place).reshape(-1)
+
+    def seen(self, ranges: np.ndarray, shard: int) -> np.ndarray:
+        """int64[k, 2]: ``ranges`` of a buffer with shards of ``shard`` elements, as they are in :meth:`view`."""
+        if self.ranks == 1:
+            return ranges
+        result = []
+        for member in range(self.size):
+            inside = np.clip(ranges - (member * self.ranks + self.place) * shard, 0, shard)
+            result.append(inside[inside[:, 0] < inside[:, 1]] + member * shard)
+        return np.concatenate(result)
+
+    def put_view(self, buffer: torch.Tensor, view: torch.Tensor) -> None:
+        """Put a changed :meth:`view` back into ``buffer``."""
 
     # --- exchanges -----------------------------------------------------------------------------------------------
 
@@ -260,3 +288,8 @@ class LossyGroup:
         for phase, rules in (("grad", self.grads), ("param", self.params)):
             for rule, one in zip(rules, state[phase], strict=True):
                 rule.load_state_dict(one, device)
+
+
+def columns(buffer: torch.Tensor, members: int, ranks: int, place: int) -> torch.Tensor:
+    """[members, shard]: the shards of ``buffer`` that the ranks of ``place`` own, of ``ranks`` of each of ``members``."""
+    return buffer.view(members, ranks, -1)[:, place]

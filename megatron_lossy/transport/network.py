@@ -53,7 +53,7 @@ def check_channels(config: LossyConfig, size: int, steps: int | None) -> None:
     """Raise :class:`UsageError` if the files of ``config`` do not fit ``size`` ranks or ``steps`` iterations."""
     for phase in PHASES:
         if not config.phase(phase).lossless:
-            channel_of(config, phase).check(phase, Stream(), size, None, steps)
+            channel_of(config, phase).check(phase, Stream(), config.members(size), None, steps)
 
 
 def consecutive_nodes(ranks: Sequence[int], ranks_per_node: int) -> list[int]:

@@ -62,26 +62,23 @@ def _older_torch(facts: Facts) -> bool:
 
 def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None:
     """The last port that ``--udp-port`` may be, if the ranks of a host take more."""
-    last = _LAST_PORT + 1 - (facts.ranks_of_host or 0) * config.udp_sockets
-    if facts.ranks_of_host is None or config.udp_port <= last:
+    ranks = facts.ranks_of_host
+    if ranks is None or config.udp_port <= (last := _LAST_PORT + 1 - ranks):
         return None
-    each = "" if config.udp_sockets == 1 else f", {config.udp_sockets} with --udp-threads or several interfaces"
-    return {"last": last, "each": each}
+    return {"last": last}
 
 
 def _less_memory(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
     """The least ``--udp-memory``, if it is more."""
-    least = config.udp_least_memory(facts.largest_group or 0)
-    return {"least": least} if config.transport == "udp" and config.udp_memory < least else None
+    least = config.udp_least_memory(facts.largest_group or 0) if config.transport == "udp" else 0
+    return {"least": least} if config.udp_memory < least else None
 
 
 def _loses_nothing(config: LossyConfig, facts: Facts) -> bool:
     """Whether losses are asked for although a lone rank exchanges nothing."""
-    over_udp = config.transport == "udp" and not config.uses_transport()
-    loses_own = config.lossy_self and not config.phase("grad").lossless
-    return (
-        facts.largest_group == 1 and not config.jobs().several and (over_udp or draws_losses(config)) and not loses_own
-    )
+    if facts.largest_group != 1 or config.jobs().several or (config.lossy_self and not config.phase("grad").lossless):
+        return False
+    return draws_losses(config) or (config.transport == "udp" and not config.uses_transport())
 
 
 def _on_one_node(config: LossyConfig, facts: Facts) -> bool:
@@ -92,6 +89,12 @@ def _beyond(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
     """The first of ``--grad-error-ranks`` that does not exist."""
     ranks = config.grad_error_ranks or ()
     return next(({"beyond": rank} for rank in ranks if facts.workers is not None and rank >= facts.workers), None)
+
+
+def _uneven_sites(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
+    """The number of data-parallel ranks, if sites do not divide it."""
+    data = facts.workers and facts.workers // (facts.context or 1)
+    return {"data": data} if config.sites and data and data % config.sites else None
 
 
 CORE = Section(
@@ -147,7 +150,7 @@ PYTORCH = Section(
     lambda c, f: c.transport == "udp" and _tensor_copies(f),
     "--grad-recovery, --grad-priority | FSDP2 and tensor parallelism | "
     "would choose other units of each copy of a parameter; choose another rule, and --grad-priority none",
-    lambda c, f: c.chosen() and not c.inert and _tensor_copies(f),
+    lambda c, f: _tensor_copies(f) and c.chosen() and not c.inert,
 )
 
 TRANSPORT = Section(
@@ -158,7 +161,7 @@ TRANSPORT = Section(
     "--lossy-self = with --transport udp | --transport udp | cannot be: the own shard never crosses the network",
     lambda c, f: c.transport == "udp" and c.lossy_self,
     "--transport | torch before 2.8 | needs torch 2.8 or later under Megatron, this is {facts.torch}",
-    lambda c, f: _older_torch(f),
+    lambda c, f: c.transport != "torch" and _older_torch(f),
     "--transport | --virtual-workers | needs real ranks: virtual workers exchange in memory; choose pieces",
     lambda c, f: f.virtual and c.transport == "udp",
     "--transport | LossyWorkers | must be torch or pieces: workers of one process exchange in memory",
@@ -166,12 +169,11 @@ TRANSPORT = Section(
     f"--transport | no distributed optimizer | carries no all-reduce; {OFF}; choose pieces or torch",
     lambda c, f: f.distributed_optimizer is False and c.transport == "udp",
     "--udp-port | the ranks of a host | "
-    "must be at most {last}: each of the {facts.ranks_of_host} ranks of a node takes the next one{each}",
+    "must be at most {last}: each of the {facts.ranks_of_host} ranks of a node takes the next one",
     _beyond_ports,
     "--udp-memory | the ranks of a group | "
     "must be at least {least}: room for packets to and from each of {facts.largest_group} ranks",
     _less_memory,
-    when=lambda c: c.transport != "torch",
 )
 
 WORKERS = Section(
@@ -191,4 +193,32 @@ WORKERS = Section(
     "one rank exchanges nothing, so that nothing can be lost; start at least two (torchrun "
     "--nproc-per-node 2 …, or --virtual-workers), or set no loss rate and no --transport udp",
     _loses_nothing,
+)
+
+SITES = Section(
+    "sites",
+    "Sites",
+    "--lossy-links | --sites | names the links that lose data, as --sites does; omit one",
+    lambda c, f: c.sites and c.ranks_of_node is not None,
+    "--islands | --sites | averages every few iterations what sites exchange in each; omit one",
+    lambda c, f: c.sites and c.averages,
+    "--p-act, --p-act-grad, --act-transport, --virtual-boundaries | --sites | "
+    "loses messages between stages, which are all inside a site; omit it",
+    lambda c, f: c.sites and c.loses_at_boundaries,
+    "--async-pipeline | --sites | exchanges micro-batches of several ages; omit one",
+    lambda c, f: c.sites and c.async_pipeline,
+    f"--sites | no distributed optimizer | is for shards of gradients and parameters; {OFF}",
+    lambda c, f: c.sites and f.distributed_optimizer is False,
+    "--sites | DistributedDataParallel | is for shards of gradients and parameters; shard the model with fully_shard",
+    lambda c, f: c.sites and f.data_parallel == "DDP",
+    "--sites | LossyWorkers | needs real ranks or --virtual-workers: here a worker is a site already",
+    lambda c, f: c.sites and f.in_memory,
+    "--num-distributed-optimizer-instances = {facts.optimizer_instances} | --sites | "
+    "must be 1 with --sites, which make the optimizer's shards those of all ranks",
+    lambda c, f: c.sites and above(f.optimizer_instances, 1),
+    "--pipeline-model-parallel-size = {facts.pipeline} | --sites | "
+    "needs --use-tp-pp-dp-mapping with --sites: else the stages are in different sites, and data-parallel ranks in one",
+    lambda c, f: c.sites and f.stages_inside is False and above(f.pipeline, 1),
+    "--sites | data-parallel ranks that it does not divide | must divide the {data} data-parallel ranks",
+    _uneven_sites,
 )

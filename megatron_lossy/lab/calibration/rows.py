@@ -194,10 +194,19 @@ def _instances() -> Iterator[Row]:
         yield Row(f"instances-{wire}-overlap", trainer, lossy, ranks=4)
 
 
+def _sites() -> Iterator[Row]:
+    lossy = {**_LOST, "sites": 2}
+    yield Row("sites", {}, {**lossy, "grad_recovery": "previous"}, ranks=4)
+    yield Row("sites-overlap", _OVERLAP, lossy, ranks=4)
+    codes = dict(grad_wire="int8", param_wire="int8", transport="pieces")
+    yield Row("sites-codes-overlap-bf16", {**_OVERLAP, "bf16": True}, {**lossy, **codes}, ranks=4)
+    yield Row("sites-udp-overlap", _OVERLAP, {**_UDP, "sites": 2}, ranks=4)
+
+
 @functools.cache
 def rows() -> dict[str, Row]:
     """All rows by name."""
-    kinds = (_exchanges, _priority, _replicas, _stages, _islands, _virtual, _instances)
+    kinds = (_exchanges, _priority, _replicas, _stages, _islands, _virtual, _instances, _sites)
     return {row.name: row for kind in kinds for row in kind()}
 
 

@@ -3,15 +3,6 @@
 megatron-core itself is imported only when a data set is written, because importing it takes seconds.
 """
 
-from .documents import find_files, read_documents, stdlib_documents, validation_documents  # noqa: F401
-from .indexed import (  # noqa: F401
-    check_blend,
-    check_dataset,
-    check_files,
-    epochs,
-    is_weight,
-    read_description,
-    write_indexed,
-    write_train_valid,
-)
+from .documents import stdlib_documents, validation_documents  # noqa: F401
+from .indexed import check_blend, check_dataset, check_files, epochs, is_weight, read_description, write_indexed  # noqa: F401
 from .tokenizers import Tokenizer, build_tokenizer, padded_vocab_size  # noqa: F401

@@ -13,8 +13,8 @@ from pathlib import Path
 from ...base.errors import ArgumentParser, UsageError, refuse, usage_errors
 from ...base.flags import did_you_mean
 from . import manifest
-from .documents import Document, find_files, read_documents, stdlib_documents
-from .indexed import check_output, output_files, write_indexed, write_train_valid
+from .documents import Document, find_files, read_documents, stdlib_documents, validation_documents
+from .indexed import check_output, output_files, output_prefixes, write_indexed
 from .tokenizers import NAMES, build_tokenizer, padded_vocab_size
 
 
@@ -79,8 +79,7 @@ def _with_progress(documents: Iterable[Document], verb: str, total: int) -> Iter
 def run(arguments: Sequence[str] | None = None) -> None:
     """Run the command line. Raises :class:`UsageError`."""
     given, started = _read(arguments), time.monotonic()
-    prefix = given.output_prefix
-    prefixes = [prefix] if given.split is None else [f"{prefix}_train", f"{prefix}_valid"]
+    prefix, prefixes = given.output_prefix, output_prefixes(given.output_prefix, given.split is not None)
     for output in prefixes:
         check_output(output, given.overwrite)
     tokenizer = build_tokenizer(given.tokenizer)
@@ -98,11 +97,10 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
     # megatron-core warns at import about missing CUDA packages; writing data needs none of them.
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    if given.split is None:
-        written = write_indexed(documents("wrote"), prefix, tokenizer, given.overwrite)
-    else:
-        names, share = [name for name, _ in documents("read")], given.split[1] / sum(given.split)
-        written = write_train_valid(documents("wrote"), names, share, prefix, tokenizer, given.overwrite)
+    validation = None
+    if given.split is not None:
+        validation = validation_documents([name for name, _ in documents("read")], given.split[1] / sum(given.split))
+    written = write_indexed(documents("wrote"), prefix, tokenizer, given.overwrite, validation)
     for output, data in written.items():
         size = f"{data.source_bytes:,} bytes, {data.tokens:,} tokens ({data.dtype})"
         print(f"{output}: {data.documents:,} documents, {size}")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import itertools
 import json
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import BinaryIO
 
 from ...base.errors import cannot, refuse
@@ -36,7 +38,8 @@ def find_files(inputs: Iterable[str], flag: str = "--input") -> list[tuple[str, 
     for given in inputs:
         path = Path(given)
         if path.is_dir():
-            root, matches = path, [p for p in path.rglob("*") if not _hidden(p.relative_to(path))]
+            hidden = re.compile(r"(^|/)\.")
+            root, matches = path, [p for p in path.rglob("*") if not hidden.search(p.relative_to(path).as_posix())]
         elif glob.has_magic(given) and not path.exists():
             literal = list(path.parts)[: next(i for i, part in enumerate(path.parts) if glob.has_magic(part))]
             root, matches = Path(*literal), [Path(p) for p in glob.glob(given, recursive=True)]
@@ -85,16 +88,11 @@ def stdlib_documents() -> list[Document]:
     Python comes without its source.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    documents = []
-    for path in root.rglob("*.py"):
-        name = path.relative_to(root)
-        if not set(name.parts) & set(_STDLIB_LEFT_OUT.split()) and not name.parts[0].startswith(
-            ("_sysconfigdata", "config-")
-        ):
-            with _reading(path, "--stdlib") as stream:
-                data = stream.read()
-            if data.strip():
-                documents.append((name.as_posix(), data))
+    out, machine = set(_STDLIB_LEFT_OUT.split()), ("_sysconfigdata", "config-")
+    names = (path.relative_to(root) for path in root.rglob("*.py"))
+    kept = [name for name in names if out.isdisjoint(name.parts) and not name.parts[0].startswith(machine)]
+    files = [(name.as_posix(), root / name) for name in kept]
+    documents = list(read_documents(files, flag="--stdlib"))
     if len(documents) < 2:
         raise refuse("--stdlib", root, "holds no source of Python's standard library")
     return sorted(documents)
@@ -116,38 +114,23 @@ def validation_documents(names: Sequence[str], fraction: float) -> set[int]:
 
 def _json_lines(name: str, path: Path, stream: Iterable[bytes], key: str, flag: str) -> Iterator[Document]:
     for number, line in enumerate(stream, 1):
-        if not line.strip():
-            continue
         try:
-            record = json.loads(line)
-            text = record[key]
-            data = text.encode()
+            data = json.loads(line)[key].encode() if line.strip() else b""
         except UnicodeError:
-            problem = "is not valid Unicode in UTF-8"
+            raise refuse(flag, path, f"line {number} is not valid Unicode in UTF-8") from None
         except ValueError as error:
-            problem = f"is not JSON: {error}"
+            raise refuse(flag, path, f"line {number} is not JSON: {error}") from None
         except (KeyError, TypeError, AttributeError):
-            problem = f"holds no text under --json-key {key}"
-        else:
-            if data.strip():
-                yield f"{name}:{number}", data
-            continue
-        raise refuse(flag, path, f"line {number} {problem}")
+            raise refuse(flag, path, f"line {number} holds no text under --json-key {key}") from None
+        if data.strip():
+            yield f"{name}:{number}", data
 
 
 def _paragraphs(name: str, stream: Iterable[bytes]) -> Iterator[Document]:
-    lines: list[bytes] = []
-    first = 1
-    for number, line in enumerate(stream, 1):
-        if line.strip():
-            if not lines:
-                first = number
-            lines.append(line)
-        elif lines:
-            yield f"{name}:{first}", b"".join(lines)
-            lines = []
-    if lines:
-        yield f"{name}:{first}", b"".join(lines)
+    for is_text, lines in itertools.groupby(enumerate(stream, 1), lambda line: bool(line[1].strip())):
+        if is_text:
+            numbers, texts = zip(*lines, strict=True)
+            yield f"{name}:{numbers[0]}", b"".join(texts)
 
 
 @contextlib.contextmanager
@@ -157,7 +140,3 @@ def _reading(path: Path, flag: str) -> Iterator[BinaryIO]:
             yield stream
     except OSError as error:
         raise cannot(flag, path, "read", error) from None
-
-
-def _hidden(name: PurePath) -> bool:
-    return any(part.startswith(".") for part in name.parts)

@@ -1,4 +1,4 @@
-"""Megatron's indexed data sets, written through ``megatron.core.datasets.indexed_dataset``.
+"""Megatron's indexed data sets, written by ``IndexedDatasetBuilder`` of megatron-core.
 
 A data set of prefix P is ``P.bin`` (token ids), ``P.idx`` (the beginnings of documents) and our ``P.json``. The last
 names the tokenizer and the source, so that training with another tokenizer is refused. Every document ends with the
@@ -22,13 +22,13 @@ import numpy as np
 
 from ...base.errors import UsageError, cannot, refuse
 from ...base.files import aside_of, check_folder, publish, sync, writing
-from .documents import Document, validation_documents
+from .documents import Document
 from .tokenizers import Tokenizer
 
 _FORMAT = "megatron-lossy data set 1"
 
 
-@dataclass(frozen=True)
+@dataclass
 class DatasetDescription:
     """The content of ``P.json``. ``tokens`` counts end-of-document ids too; ``dtype`` is that of the ids in ``P.bin``.
 
@@ -47,30 +47,32 @@ class DatasetDescription:
 
 
 class _Writer:
-    """Writes the data set ``prefix``; a context manager. Nothing appears under ``prefix`` before :meth:`commit`.
+    """Writes the data set ``prefix``. Nothing appears under ``prefix`` before :meth:`commit`."""
 
-    Raises :class:`UsageError` if the data set may not be written.
-    """
-
-    def __init__(self, prefix: str, tokenizer: Tokenizer, overwrite: bool) -> None:
-        self.prefix, self._tokenizer = prefix, tokenizer
-        self._documents = self._tokens = self._source_bytes = 0
-        self._sha256 = hashlib.sha256()
-        check_output(prefix, overwrite)
-
+    def __init__(self, prefix: str, tokenizer: Tokenizer) -> None:
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-        self._dtype = DType.optimal_dtype(tokenizer.vocab_size)
+        self.prefix, self._tokenizer, self._sha256 = prefix, tokenizer, hashlib.sha256()
+        dtype = DType.optimal_dtype(tokenizer.vocab_size)
+        self.description = DatasetDescription(
+            tokenizer.name,
+            tokenizer.fingerprint,
+            tokenizer.vocab_size,
+            tokenizer.eod,
+            0,
+            0,
+            np.dtype(dtype).name,
+            0,
+            "",
+        )
         with writing("--output-prefix", prefix):
             os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
             self._aside = aside_of(prefix)
             self._aside.mkdir()
-            self._builder = IndexedDatasetBuilder(str(self._aside / "bin"), dtype=self._dtype)
+            self._builder = IndexedDatasetBuilder(str(self._aside / "bin"), dtype=dtype)
 
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Remove the files that are not committed."""
         with contextlib.suppress(OSError):  # on a full disk it tries once more to write the rest
             self._builder.data_file.close()
         shutil.rmtree(self._aside, ignore_errors=True)
@@ -84,33 +86,21 @@ class _Writer:
             raise refuse("--input", name, why) from None
         with writing("--output-prefix", self.prefix):
             self._builder.add_document(np.append(ids, self._tokenizer.eod), [len(ids) + 1])
-        self._documents += 1
-        self._tokens += len(ids) + 1
-        self._source_bytes += len(data)
-        self._sha256.update(len(data).to_bytes(8, "little"))
-        self._sha256.update(data)
+        self.description.documents += 1
+        self.description.tokens += len(ids) + 1
+        self.description.source_bytes += len(data)
+        self._sha256.update(len(data).to_bytes(8, "little") + data)
 
-    def complete(self) -> DatasetDescription:
+    def complete(self) -> None:
         """Write the rest; once this returns, all is on disk. Raises :class:`UsageError` without a document."""
-        if not self._documents:
+        if not self.description.documents:
             raise UsageError(f"--input: no document holds text, so that {self.prefix} would be empty")
-        description = DatasetDescription(
-            self._tokenizer.name,
-            self._tokenizer.fingerprint,
-            self._tokenizer.vocab_size,
-            self._tokenizer.eod,
-            self._documents,
-            self._tokens,
-            np.dtype(self._dtype).name,
-            self._source_bytes,
-            self._sha256.hexdigest(),
-        )
-        content = {"format": _FORMAT, **dataclasses.asdict(description)}
+        self.description.documents_sha256 = self._sha256.hexdigest()
+        content = {"format": _FORMAT, **dataclasses.asdict(self.description)}
         with writing("--output-prefix", self.prefix):
             self._builder.finalize(str(self._aside / "idx"))
             (self._aside / "json").write_text(json.dumps(content, indent=2) + "\n")
             sync(self._aside)
-        return description
 
     def commit(self) -> None:
         """Give the complete data set its name."""
@@ -125,44 +115,37 @@ class _Writer:
 
 
 def write_indexed(
-    documents: Iterable[Document], prefix: str | os.PathLike, tokenizer: Tokenizer, overwrite: bool = False
-) -> dict[str, DatasetDescription]:
-    """Write ``documents`` as the data set ``prefix``; return its description by its prefix.
-
-    Raises :class:`UsageError` if it exists already and ``overwrite`` is false, if it cannot be written, if it has a
-    ``.json`` file that is not ours, or if a document cannot be encoded.
-    """
-    return _write(documents, [os.fspath(prefix)], set(), tokenizer, overwrite)
-
-
-def write_train_valid(
     documents: Iterable[Document],
-    names: Sequence[str],
-    fraction: float,
     prefix: str | os.PathLike,
     tokenizer: Tokenizer,
     overwrite: bool = False,
+    validation: set[int] | None = None,
 ) -> dict[str, DatasetDescription]:
-    """Write ``documents`` as the data sets ``prefix_train`` and ``prefix_valid``, as :func:`write_indexed` does.
+    """Write ``documents`` as the data set ``prefix``; return descriptions by prefix.
 
-    ``names`` are those of all ``documents``. :func:`validation_documents` picks a share of ``fraction`` of them.
+    With ``validation``, the positions of documents, those go to ``prefix_valid`` and all others to ``prefix_train``.
+    Raises :class:`UsageError` if one exists already and ``overwrite`` is false, if it cannot be written, if it has a
+    ``.json`` file that is not ours, or if a document cannot be encoded.
     """
-    prefixes = [f"{os.fspath(prefix)}_{split}" for split in ("train", "valid")]
-    return _write(documents, prefixes, validation_documents(names, fraction), tokenizer, overwrite)
-
-
-def _write(
-    documents: Iterable[Document], prefixes: Sequence[str], second: set[int], tokenizer: Tokenizer, overwrite: bool
-) -> dict[str, DatasetDescription]:
-    """Write documents at the positions ``second`` to the second of ``prefixes``, and all others to the first."""
+    names = output_prefixes(os.fspath(prefix), validation is not None)
     with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(_Writer(prefix, tokenizer, overwrite)) for prefix in prefixes]
-        for position, (name, data) in enumerate(documents):
-            writers[position in second].add(name, data)
-        descriptions = {writer.prefix: writer.complete() for writer in writers}
+        writers = []
+        for name in names:
+            check_output(name, overwrite)
+            writers.append(_Writer(name, tokenizer))
+            stack.callback(writers[-1].close)
+        for position, document in enumerate(documents):
+            writers[position in (validation or ())].add(*document)
+        for writer in writers:
+            writer.complete()
         for writer in writers:
             writer.commit()
-        return descriptions
+    return {writer.prefix: writer.description for writer in writers}
+
+
+def output_prefixes(prefix: str, split: bool) -> list[str]:
+    """Return the data sets that are written under ``prefix``."""
+    return [f"{prefix}_train", f"{prefix}_valid"] if split else [prefix]
 
 
 def output_files(prefix: str) -> list[str]:
@@ -175,18 +158,17 @@ def check_output(prefix: str, overwrite: bool) -> None:
     if not os.path.basename(prefix):
         raise refuse("--output-prefix", prefix, "must end with a name, to which .bin, .idx and .json are added")
     check_folder("--output-prefix", os.path.dirname(prefix) or ".")
-    for file in output_files(prefix):
-        if os.path.exists(file):
-            if not overwrite:
-                raise refuse("--output-prefix", prefix, f"{file} exists already; give another, or --overwrite")
-            if file.endswith(".json") and read_description(prefix) is None:
-                raise refuse("--output-prefix", prefix, f"{file} is not the description of a data set; move it")
+    for file in filter(os.path.exists, output_files(prefix)):
+        if not overwrite:
+            raise refuse("--output-prefix", prefix, f"{file} exists already; give another, or --overwrite")
+        if file.endswith(".json") and read_description(prefix) is None:
+            raise refuse("--output-prefix", prefix, f"{file} is not the description of a data set; move it")
 
 
 def read_description(prefix: str | os.PathLike) -> DatasetDescription | None:
     """Return the content of ``prefix.json``; None if there is none of ours (data of Megatron's own tools has none)."""
     try:
-        content = json.loads(Path(os.fspath(prefix) + ".json").read_bytes())
+        content = json.loads(Path(f"{os.fspath(prefix)}.json").read_bytes())
         if content.pop("format") != _FORMAT:
             return None
         return DatasetDescription(**content)
@@ -217,8 +199,7 @@ def epochs(data_path: Sequence[str], tokens: int) -> float:
 
     Raises :class:`UsageError` if there is no data set, or one without a token.
     """
-    prefixes = [text for text in data_path if not is_weight(text)]
-    sizes = [_tokens(prefix) for prefix in prefixes]
+    sizes = [_tokens(text) for text in data_path if not is_weight(text)]
     weights = [float(text) for text in data_path if is_weight(text)] or sizes
     return max(tokens * weight / sum(weights) / size for weight, size in zip(weights, sizes, strict=True))
 
@@ -247,16 +228,14 @@ def check_files(prefix: str | os.PathLike, flag: str = "--data-path") -> Dataset
 
     Without a ``prefix.json`` of ours only the presence of the files is checked.
     """
-    prefix = os.fspath(prefix)
-    for suffix in ("bin", "idx"):
-        if not os.path.isfile(f"{prefix}.{suffix}"):
-            raise refuse(flag, prefix, f"there is no {prefix}.{suffix}; python -m megatron_lossy.data makes data sets")
-        if not os.access(f"{prefix}.{suffix}", os.R_OK):
-            raise refuse(flag, prefix, f"{prefix}.{suffix} cannot be read")
+    for file in output_files(os.fspath(prefix))[:2]:
+        if not os.path.isfile(file):
+            raise refuse(flag, prefix, f"there is no {file}; python -m megatron_lossy.data makes data sets")
+        if not os.access(file, os.R_OK):
+            raise refuse(flag, prefix, f"{file} cannot be read")
     description = read_description(prefix)
     if description is not None:
-        expected = description.tokens * np.dtype(description.dtype).itemsize
-        size = os.path.getsize(prefix + ".bin")
+        expected, size = description.tokens * np.dtype(description.dtype).itemsize, os.path.getsize(f"{prefix}.bin")
         if size != expected:
             raise refuse(flag, prefix, f"{prefix}.bin has {size} bytes, not the {expected} of {prefix}.json")
     return description
@@ -267,5 +246,4 @@ def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "
     description = check_files(prefix, flag)
     _tokens(os.fspath(prefix), flag)
     if description is not None and description.fingerprint != tokenizer.fingerprint:
-        made = f"{os.fspath(prefix)} was made with --tokenizer {description.tokenizer}"
-        raise refuse("--tokenizer", tokenizer.name, made)
+        raise refuse("--tokenizer", tokenizer.name, f"{prefix} was made with --tokenizer {description.tokenizer}")

@@ -53,13 +53,11 @@ def check_manifest(manifest: str, prefixes: Sequence[str] = (), full: bool = Fal
     def wrong(why: str) -> UsageError:
         return refuse("--data-manifest", manifest, why)
 
-    listed = _read(manifest)
-    files = {Path(manifest).parent / name: entry for name, entry in listed.items()}
+    files = {Path(manifest).parent / name: entry for name, entry in _read(manifest).items()}
     known = {path.resolve() for path in files}
-    for prefix in prefixes:
-        for suffix in ("bin", "idx"):
-            if Path(f"{prefix}.{suffix}").resolve() not in known:
-                raise wrong(f"does not name {prefix}.{suffix}")
+    for named in (file for prefix in prefixes for file in output_files(prefix)[:2]):
+        if Path(named).resolve() not in known:
+            raise wrong(f"does not name {named}")
     for path, entry in files.items():
         if not path.is_file():
             raise wrong(f"names {path}, which is not there")

@@ -58,7 +58,7 @@ def examine_network(config: LossyConfig) -> list[Finding]:
         return [*here, Finding("network", "links", "absent", why)]
     device.init_process_group(timeout=datetime.timedelta(minutes=2))
     try:
-        return _links(config, engine, here)
+        return _links(config, here)
     except UsageError as error:
         return [*here, Finding("network", "links", "problem", str(error))]
     finally:
@@ -92,19 +92,7 @@ def _packets(engine: Engine) -> list[Finding]:
     return [Finding("network", "packets", "ok", text)]
 
 
-def _paths(engine: Engine) -> list[Finding]:
-    """Say what the datagrams of others have shown of the ways between them and this rank."""
-    counts, findings = engine.counters(), []
-    if counts["moved"]:
-        text = f"{counts['moved']} ranks are reached at another address than they have: address translation; answers find them"
-        findings.append(Finding("network", "addresses", "ok", text))
-    if counts["shortened"]:
-        text = "a path takes shorter datagrams only: lower --packet-bytes, or auto"
-        findings.append(Finding("network", "packets on the way", "warning", text))
-    return findings
-
-
-def _links(config: LossyConfig, engine: Engine, here: list[Finding]) -> list[Finding]:
+def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = LossyGroup.create(config, [BucketSpec(_SHARD)], stream=Stream())
     replica, took = torch.zeros(size * _SHARD), []
@@ -118,7 +106,7 @@ def _links(config: LossyConfig, engine: Engine, here: list[Finding]) -> list[Fin
         lost += torch.from_numpy((~delivery.arrived[0]).mean(axis=1)).float() / _EXCHANGES
     rates = group.wire.rates()
     mine = {
-        "findings": [*here, *_paths(engine)],
+        "findings": here,
         "heard": [
             Heard(rank, peer, float(lost[peer]), found["rtt_min"], found["rate"]) for peer, found in rates.items()
         ],
@@ -138,7 +126,7 @@ def _rule(config: LossyConfig) -> list[Finding]:
         "fixed": "for a network that carries nothing else",
     }
     rule = config.udp_rate_rule[0]
-    return [Finding("network", "rates", "ok", f"--udp-rate-control {rule}: {needs[rule]}")]
+    return [Finding("network", "rates", "ok", f"--udp-rate {rule}: {needs[rule]}")]
 
 
 def _report(everyone: list[dict]) -> list[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from ...base.errors import Collector, Problems, UsageError, usage_errors, with_o
 from .checks import check, check_memory, describe_datagrams, epochs_of
 from .command import TORCHRUN_ENVIRONMENT, container, launch_command, shell
 from .devices import GIB
-from .memory import checkpoint_bytes, parameters, seconds, tokens
+from .memory import checkpoint_bytes, parameters, seconds
 from .plan import PROGRAM, Plan, make_plan
 from .several import several
 from .slurm import check_job, done_iterations, run_in_job
@@ -86,6 +87,7 @@ def describe(plan: Plan) -> list[str]:
         *_jobs(plan),
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
+        all_checkpoints(plan),
     ]
     if launch.tokens_per_second:
         hours = seconds(train, plan.ranks, launch.tokens_per_second) / 3600
@@ -111,10 +113,27 @@ def _jobs(plan: Plan) -> list[str]:
     return [f"{jobs.name + 's':8} {jobs.number}, {each}"]
 
 
+def _sites(plan: Plan) -> list[str]:
+    """The bytes that cross the border of a site, each way: (M - 1) / M of gradients and of parameters, whatever its size."""
+    train, lossy = plan.train, plan.lossy
+    if lossy.sites is None:
+        return []
+    elements = parameters(train, plan.layout.vocab_size) * (lossy.sites - 1) / lossy.sites
+    plain = {"grad": 32, "param": 16 if train.bf16 else 32}
+    grad, param = (
+        elements * lossy.copies(phase) * lossy.wire_bits.get(phase, bits) / 8 / 1e9 for phase, bits in plain.items()
+    )
+    ranks = (train.virtual_workers or plan.ranks) // lossy.sites
+    sent = f"{grad:.3g} GB of gradients and {param:.3g} GB of parameters"
+    return [
+        f"sites    {lossy.sites} of {ranks} rank{'s'[: ranks != 1]}; out of each {sent} an iteration, and as much into it"
+    ]
+
+
 def estimates(plan: Plan) -> list[str]:
     """Size, tokens, memory, disk and time of a run, in lines."""
     launch, train = plan.launch, plan.train
-    total = tokens(train)
+    total = train.tokens
     memory = check_memory(plan)
     has = f" of {plan.device.memory / GIB:.1f}" if plan.device.memory else ""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.components.items())
@@ -123,10 +142,22 @@ def estimates(plan: Plan) -> list[str]:
         f"model    {parameters(train, plan.layout.vocab_size) / 1e9:.3f} B parameters",
         f"tokens   {total / train.train_iters / 1e6:.3f} M an iteration, {total / 1e9:.2f} G in all",
         f"memory   {memory.total / GIB:.1f}{has} GiB on {launch.device}, stage {memory.stage}: {parts} (assumed)",
+        *_sites(plan),
         *describe_datagrams(plan, memory),
         f"disk     {checkpoint_bytes(train, plan.lossy, plan.layout, plan.device) / GIB:,.1f} GiB a checkpoint",
         f"time     {hours:,.0f} h / R, where R is the measured tokens per second and accelerator",
     ]
+
+
+def all_checkpoints(plan: Plan) -> str:
+    """The size of all checkpoints that are there at once, and whether the disk has it, in a line."""
+    size = plan.checkpoints * checkpoint_bytes(plan.train, plan.lossy, plan.layout, plan.device)
+    there = next(path for path in [plan.folder.absolute(), *plan.folder.absolute().parents] if path.exists())
+    free = shutil.disk_usage(there).free
+    short = "" if size <= free else f": more than the {free / GIB:,.1f} GiB that are free at {there}; see --save-retain"
+    return (
+        f"kept     {size / GIB:,.1f} GiB in at most {plan.checkpoints} checkpoint{'s'[: plan.checkpoints != 1]}{short}"
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from ..data.manifest import check_manifest
 from ..train.saved import check_folders, in_folders_of_job
 from .command import check_shape, ranks_of_node
 from .devices import GIB, Device, check_devices, check_tokenizer
-from .memory import StageMemory, estimate, tokens
+from .memory import StageMemory, estimate
 from .plan import Plan
 
 
@@ -61,6 +61,10 @@ def check(plan: Plan, starting: bool) -> None:
     problems.finish()
     if not plan.launch.trainer:
         check_megatron(plan)
+    if starting:
+        from ...hooks.dataset_helper import build_helper  # it imports torch
+
+        build_helper(None if plan.launch.trainer else Path(plan.launch.program).parent)
 
 
 def check_training(plan: Plan) -> None:
@@ -71,6 +75,9 @@ def check_training(plan: Plan) -> None:
 
         check_flags(train, lossy, plan.ranks)
         return
+    from ...hooks.checks import warn_of_instances
+
+    warn_of_instances(lossy, train.num_distributed_optimizer_instances)
     facts = Facts(flushes=True)
     if plan.jobs.several:  # Megatron-LM, which checks the rest, sees one job
         from ..train.facts import of_trainer
@@ -119,15 +126,15 @@ def datagram_memory(plan: Plan, memory: StageMemory) -> tuple[int, int, int] | N
     """Return what ``--transport udp`` takes of a node for each rank; None if no gradients cross as datagrams.
 
     Bytes for copies between device and network (page-locked for CUDA), bytes at most of the host in all, and threads. A
-    process has one thread for each socket, and on an accelerator two more for copies. As much as ``--udp-memory`` says is
+    process has one thread for its socket, and on an accelerator two more for copies. As much as ``--udp-memory`` says is
     there for copies, and as much again for packets that arrive before they are asked for.
     """
     lossy = plan.lossy
     if lossy.transport != "udp" or plan.train.virtual_workers or memory.far == 0:
         return None
     if plan.device.kind == "cpu":
-        return 0, lossy.udp_memory, lossy.udp_sockets
-    return lossy.udp_memory, 2 * lossy.udp_memory, lossy.udp_sockets + 2
+        return 0, lossy.udp_memory, 1
+    return lossy.udp_memory, 2 * lossy.udp_memory, 3
 
 
 def describe_datagrams(plan: Plan, memory: StageMemory) -> list[str]:
@@ -173,7 +180,7 @@ def check_data(plan: Plan) -> None:
     if plan.launch.data_manifest is not None:
         check_manifest(plan.launch.data_manifest, [prefix for _, prefix in plan.train.data_sets()])
     if (seen := epochs_of(plan)) > plan.launch.max_epochs:
-        need, have = tokens(plan.train) / 1e9, tokens(plan.train) / seen / 1e9
+        need, have = plan.train.tokens / 1e9, plan.train.tokens / seen / 1e9
         raise refuse(
             "--data-path",
             " ".join(plan.train.data_path),
@@ -185,7 +192,7 @@ def epochs_of(plan: Plan) -> float | None:
     """The number of times that the run reads its training data; ``None`` if they are made up, or made at its start."""
     if plan.train.data is not None or plan.mock_data:
         return None
-    return epochs(plan.train.data_path, tokens(plan.train))
+    return epochs(plan.train.data_path, plan.train.tokens)
 
 
 def _vocabulary(tokenizer: str) -> str:

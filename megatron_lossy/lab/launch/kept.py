@@ -67,7 +67,8 @@ def kept_by(config: LossyConfig, held: Held) -> list[Kept]:
         own = held.compute if held.compute < _FLOAT32 else 0  # a copy of the own shard in fewer bytes
         found.append(Kept("lead", shard * (2 * _FLOAT32 + own)))
     if held.shards > 1 and config.wire_bits:
-        found.append(Kept("codes, sent and arrived", 2 * held.weights * sum(config.wire_bits.values()) / 8))
+        seen = held.weights * config.members(held.shards) / held.shards  # by a rank of a site
+        found.append(Kept("codes, sent and arrived", 2 * seen * sum(config.wire_bits.values()) / 8))
     return found
 
 

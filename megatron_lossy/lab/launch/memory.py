@@ -92,11 +92,6 @@ def parameters(config: TrainConfig, vocab_size: int) -> int:
     )
 
 
-def tokens(config: TrainConfig) -> int:
-    """Tokens of the whole training."""
-    return config.train_iters * config.global_batch_size * config.seq_length
-
-
 def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> float:
     """Size of a checkpoint: per parameter weight, copy in fp32 and two moments.
 
@@ -111,7 +106,7 @@ def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, de
 
 def seconds(config: TrainConfig, world_size: int, tokens_per_second: float) -> float:
     """Length of the training at ``tokens_per_second`` per accelerator, without evaluation and saves."""
-    return tokens(config) / (world_size * tokens_per_second)
+    return config.tokens / (world_size * tokens_per_second)
 
 
 def estimate(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> StageMemory:
@@ -142,10 +137,14 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     if last:
         logits = config.seq_length * config.micro_batch_size * _padded(config, layout.vocab_size) / tensor
         components["logits"] = logits * (4 + 2 * compute)
-    lost = {phase: 0.0 if shards == 1 else _share(lossy, phase, shards) for phase in PHASES}
+    members = lossy.members(shards) if shards > 1 else 1
+    inside = shards // members  # ranks of a site, each with a part of all shards
+    lost = {phase: 0.0 if shards == 1 else _share(lossy, phase, members) / inside for phase in PHASES}
+    if inside > 1:
+        components["parts of a site"] = weights * (_GRADIENT + compute) / inside
     near = _near(lossy, layout, tensor, shards)
     components |= _loss(lossy, weights, compute, shards, lost, device)
-    components |= _pieces(lossy, weights, shards, near, device)
+    components |= _pieces(lossy, weights // inside, shards, near, device)
     saved = sum(components.get(name, 0.0) for name in _SAVED) if lossy.save_replicas else 0.0
 
     def cut(stages: int) -> list[int]:

@@ -73,6 +73,17 @@ class Plan:
         return self.lossy.iterations(self.train.train_iters)
 
     @property
+    def checkpoints(self) -> int:
+        """The number of checkpoints that are there at once, at most."""
+        train, megatron = self.train, _value(self.only_megatron, "--save-retain-interval")
+        number = -(-self.iterations // (train.save_interval or self.iterations))
+        if train.save_retain and self.launch.trainer:
+            number = min(number, train.save_retain + 1)  # an older one is deleted once the next is whole
+        if megatron is not None:
+            number = min(number, self.iterations // int(megatron) + 2)
+        return number
+
+    @property
     def job_folders(self) -> list[Path]:
         """The run's folder, or those of its jobs in it."""
         return [Path(self.jobs.folder(self.folder, job)) for job in range(self.jobs.number)]

@@ -22,7 +22,6 @@ _LOSS_FLAGS = {f.name for f in dataclasses.fields(LossyConfig)}
 #: A run may go on with other values of these, but they decide which units a network loses, and which come too late.
 NETWORK = {
     "udp_rate",
-    "udp_rate_control",
     "udp_memory",
     "udp_fec",
 }
@@ -84,7 +83,13 @@ def _differing(runs: Sequence[Run]) -> set[str]:
 def _settings(run: Run, differing: Set[str]) -> tuple[str, ...]:
     """``differing`` keys as labels. For a run without loss, loss flags are left out: they had no effect."""
     keys = differing - _LOSS_FLAGS if run.clean else differing | _given_of_sections(run)
-    return tuple(f"{key.replace('_', '-')} {run.config.get(key)}" for key in sorted(keys))
+    return tuple(f"{key.replace('_', '-')} {_text(run.config.get(key))}" for key in sorted(keys))
+
+
+def _text(value: Any) -> str:
+    """``value`` as in a heading: the words of a flag as they are written."""
+    words = isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return " ".join(value) if words else str(value)
 
 
 def _given_of_sections(run: Run) -> set[str]:

@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 from ...base.errors import ArgumentParser, UsageError, check_package, refuse
 from ...base.files import check_folder, write_text
 from ..data import build_tokenizer
-from ..launch.memory import parameters, tokens
+from ..launch.memory import parameters
 from ..report import LossTable
 from ..report.runs import WHOLE
 from ..report.table import Entry, ScalarEntry
@@ -52,7 +52,7 @@ class Size:
         """The report in ``folder``. Raises :class:`UsageError` if its models differ in size, or no level loses."""
         results, _ = recorded(folder)
         configs = [trial.cell.train for trial in results.study.trials]
-        found = {(parameters(one, build_tokenizer(one.tokenizer).vocab_size), tokens(one)) for one in configs}
+        found = {(parameters(one, build_tokenizer(one.tokenizer).vocab_size), one.tokens) for one in configs}
         if len(found) > 1 or not results.study.levels:
             raise refuse("FOLDER", folder, "must hold a study of loss in models of one size, all for as many tokens")
         return cls(results, *found.pop())

@@ -9,35 +9,22 @@ import torch
 from ...base.exchange import Stream
 from ...config import LossyConfig
 from ...mechanisms.islands.mean import InMemory
-from ...mechanisms.islands.places import Places, write_at
 from ...mechanisms.islands.rounds import Rounds
-from ...mechanisms.islands.shard import Shard
-from ...mechanisms.islands.subset import Subset
+from ...mechanisms.islands.vector import Segment, Subset, Vector
 
 STREAM = Stream("islands")
 Act = Callable[[int, torch.Tensor], object]
 
 
-class Row:
-    """An island's weights [size], a row of a tensor."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
-
-    def read(self, places: Places | None) -> torch.Tensor:
-        """See :meth:`megatron_lossy.mechanisms.islands.rounds.Weights.read`."""
-        return self.values.clone() if places is None else places.read(self.values)
-
-    def write(self, places: Places | None, values: torch.Tensor) -> None:
-        """See :meth:`megatron_lossy.mechanisms.islands.rounds.Weights.write`."""
-        write_at(self.values, places, values)
+def vectors_of(weights: torch.Tensor) -> list[Vector]:
+    """Return each row of ``weights`` [islands, size] as the vector of an island."""
+    return [Vector([Segment(0, row, None)], len(row), row.device) for row in weights]
 
 
-def rounds_of(config: LossyConfig, weights: torch.Tensor, steps: int = 100_000) -> tuple[Rounds, list[Row]]:
-    """The exchanges between islands with ``weights`` [islands, size], and the rows that they read and write."""
-    subset, rows = Subset(config, weights.shape[1], 1, STREAM), [Row(row) for row in weights]
-    shard = Shard(config, subset, rows, InMemory(config, STREAM, None), steps, weights.device)
-    return shard.rounds, rows
+def rounds_of(config: LossyConfig, weights: torch.Tensor, steps: int = 100_000) -> Rounds[InMemory]:
+    """Return the exchanges between islands with ``weights`` [islands, size], which they change."""
+    subset, crossing = Subset(config, weights.shape[1], 1, STREAM), InMemory(config, STREAM, None)
+    return Rounds(config, subset, vectors_of(weights), crossing, steps, weights.device)
 
 
 def simulate(
@@ -48,11 +35,11 @@ def simulate(
     ``local`` makes an iteration of all islands, and ``after`` is called when they have exchanged. Both get the number
     of the iteration and the weights.
     """
-    rounds, rows = rounds_of(config, weights)
+    rounds = rounds_of(config, weights)
     for step in range(steps):
         if local is not None:
             local(step, weights)
-        rounds.after_iteration(step, rows)
+        rounds.after_iteration(step)
         if after is not None:
             after(step, weights)
     return weights
@@ -67,13 +54,13 @@ def growth_per_iteration(config: LossyConfig, steps: int = 800, size: int = 400)
     """The factor on deviations per iteration without local noise, over the second half of ``steps``."""
     random = torch.Generator().manual_seed(0)
     weights = torch.randn(config.islands, size, generator=random)
-    rounds, rows = rounds_of(config, weights)
+    rounds = rounds_of(config, weights)
     if config.sync_method == "parameters" and config.correction == "ema":
         # Without this the first exchange would remove the deviations, which are no progress.
         rounds.rule.load_state_dict({"progress": spread(weights)})
     squares = []
     for step in range(steps):
-        rounds.after_iteration(step, rows)
+        rounds.after_iteration(step)
         squares.append(spread(weights).double().square().sum().item())
     quarter = steps // 4
     early, late = max(squares[quarter : 2 * quarter]), max(squares[3 * quarter :])

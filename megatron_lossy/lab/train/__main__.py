@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from ...base.errors import usage_errors
+from ...base.jobs import launched_ranks
 from .arguments import configurations, make_parser, read_arguments
-from .process import launched_ranks, quiet_imports, rank_errors, require_megatron
+from .process import quiet_imports, rank_errors, require_megatron
 
 PROGRAM = "megatron_lossy.train"
 

@@ -31,12 +31,14 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from ...base.checkpoints import TRACKER, iteration_folder, iterations_in, latest_iteration
 from ...base.errors import MACHINE_ERRORS, UsageError, cannot, machine_error, refuse
-from ...base.files import publish, write_text, writing
+from ...base.files import publish, write_text
 from ...base.ledger import Ledger, Patch
 from ...hooks.rng import rng_state, set_rng_state
 from ...run.base import Run
 from .process import OtherRankFailed, lost_contact
 
+# The file of the iterations whose checkpoints its folder's run wrote.
+_WRITTEN = "written_checkpoints.txt"
 # The suffix of a folder until its checkpoint is whole.
 _ASIDE = ".tmp"
 # Errors from reading a damaged file, or a file that lacks values of the model.
@@ -46,7 +48,7 @@ _CUT_SHORT = re.compile("PytorchStreamReader|unexpected EOF|corrupt")
 
 
 class NotSaved(OSError):
-    """The machine failed while a checkpoint was written. All ranks raise it, and an earlier checkpoint is whole."""
+    """A checkpoint cannot be written. All ranks raise it, and earlier checkpoints are as they were."""
 
 
 class Checkpoints:
@@ -66,8 +68,7 @@ class Checkpoints:
     def save(self, folder: str, iteration: int, common: dict[str, Any]) -> None:
         """Write the checkpoint of ``iteration`` into ``folder``, with ``common`` values, equal on all ranks.
 
-        Raises :class:`NotSaved`, or the errors of :func:`megatron_lossy.base.files.writing`. Then the checkpoint is not
-        there, and earlier ones are unchanged.
+        Raises :class:`NotSaved`. Then the checkpoint is not there.
         """
 
         def fill(aside: Path) -> None:
@@ -75,7 +76,7 @@ class Checkpoints:
                 scheduler = self._scheduler.state_dict()
                 said = {"iteration": iteration, "ranks": _ranks(), "scheduler": scheduler, **common}
                 self._store(self._state(is_loading=False) | said, aside)
-            self._lossy.save_replicas(aside)
+            _on_all_ranks(lambda: self._lossy.save_replicas(aside))
 
         self._save(folder, iteration, fill)
 
@@ -103,9 +104,10 @@ class Checkpoints:
         try:
             self._write(aside, final, iteration, fill)
         except (Exception, CheckpointException) as error:
-            failed = machine_error(error) or _told(error) or _tried(aside)
+            agreed = error if isinstance(error, NotSaved) else None
+            failed = agreed or machine_error(error) or _told(error) or _tried(aside)
             first = torch.distributed.get_rank() == 0
-            everywhere = isinstance(error, CheckpointException)
+            everywhere = isinstance(error, NotSaved | CheckpointException) or _ranks() == 1
             if everywhere:
                 failed = _on_any_rank(failed)  # from here no rank writes any more, and the first one may clear up
             if first or not everywhere:
@@ -114,29 +116,36 @@ class Checkpoints:
                 raise OtherRankFailed("another rank could not write the checkpoint") from None
             if failed is None:
                 raise
+            where = Path(failed.filename or folder)
+            if agreed and not (where.is_relative_to(folder) or Path(folder).is_relative_to(where)):
+                raise OSError(failed.errno, failed.strerror, failed.filename) from None  # the folder of a log, say
             kept = "" if latest is None else f"; that of iteration {latest} is whole"
             what = f"{failed.strerror}: the checkpoint of iteration {iteration} was not saved{kept}"
-            kind = NotSaved if latest is not None and (everywhere or _ranks() == 1) else OSError
-            raise kind(failed.errno, what, folder) from None
+            raise (NotSaved if everywhere else OSError)(failed.errno, what, folder) from None
 
     def _write(self, aside: Path, final: Path, iteration: int, fill: Callable[[Path], None]) -> None:
         first = torch.distributed.get_rank() == 0
-        if first:
-            with writing("--save", final.parent):
-                for left in final.parent.glob(f"iter_*{_ASIDE}"):  # left by a killed run
-                    shutil.rmtree(left, ignore_errors=True)
-                aside.mkdir(parents=True)
-        torch.distributed.barrier()
-        fill(aside)
-        torch.distributed.barrier()
-        if first:
+
+        def begin() -> None:
+            for left in final.parent.glob(f"iter_*{_ASIDE}"):  # left by a killed run
+                shutil.rmtree(left, ignore_errors=True)
+            aside.mkdir(parents=True)
+            if failed := _tried(aside):  # the first rank alone writes common.pt, and others would wait for it
+                raise failed
+
+        def end() -> None:
+            with open(final.parent / _WRITTEN, "a") as file:
+                file.write(f"{iteration}\n")
             # A killed run may have left a folder of this name that the tracker does not name.
             shutil.rmtree(final, ignore_errors=True)
             publish(aside, final)
             write_text(final.parent / TRACKER, str(iteration))
             if self._keep is not None:
                 _remove_older(final.parent, iteration, self._keep)
-        torch.distributed.barrier()
+
+        _on_all_ranks(begin, first)
+        fill(aside)
+        _on_all_ranks(end, first)
 
     def _store(self, state: dict[str, Any], folder: Path) -> None:
         strategy = FullyParallelSaveStrategyWrapper(
@@ -193,8 +202,9 @@ class Checkpoints:
 
 
 def _remove_older(folder: Path, iteration: int, keep: int) -> None:
-    """Remove all checkpoints before ``iteration``, which is whole, but the last ``keep`` - 1. Later ones stay."""
-    older = [one for one in iterations_in(folder) if one < iteration]
+    """Remove checkpoints that the run wrote before ``iteration``, which is whole, but the last ``keep`` - 1."""
+    written = set((folder / _WRITTEN).read_text().split())  # also before it was resumed
+    older = [one for one in iterations_in(folder) if one < iteration and str(one) in written]
     for one in older[: max(0, len(older) - (keep - 1))]:
         path = iteration_folder(folder, one)
         aside = path.with_name(path.name + _ASIDE)
@@ -254,6 +264,21 @@ def _tried(folder: Path) -> OSError | None:
     except OSError as error:
         return machine_error(error)
     return None
+
+
+def _on_all_ranks(act: Callable[[], None], here: bool = True) -> None:
+    """Call ``act`` on this rank if it is for this one, ``here``. A collective call.
+
+    If it raises :class:`OSError` on any rank, all ranks raise :class:`NotSaved`.
+    """
+    failed: OSError | None = None
+    try:
+        if here:
+            act()
+    except OSError as error:
+        failed = error
+    if failed := _on_any_rank(failed):
+        raise NotSaved(failed.errno, failed.strerror, failed.filename) from None
 
 
 def _on_any_rank(failed: OSError | None) -> OSError | None:

@@ -112,6 +112,9 @@ class TrainConfig:
         1, "ranks that share each layer", metavar="N", group="parallelism", basic=True
     )
     pipeline_model_parallel_size: int = flag(1, "stages of layers, each on its own ranks", metavar="N", basic=True)
+    use_tp_pp_dp_mapping: bool = flag(
+        False, "number the ranks of a pipeline before those of a data-parallel group (docs/sites.md)"
+    )
     use_distributed_optimizer: bool = flag(
         True,
         "shard the optimizer over data-parallel ranks; without (--no-use-distributed-optimizer) every rank has all "
@@ -186,10 +189,16 @@ class TrainConfig:
         incidental=True,
         basic=True,
     )
-    keep_checkpoints: int | None = flag(
+    save_retain: int | None = flag(
         None,
-        "checkpoints to keep in --save; older ones are deleted once a newer one is whole; default all",
+        "checkpoints of this run to keep in --save; older ones are deleted once a newer one is whole; default all",
         type=int,
+        metavar="N",
+        incidental=True,
+    )
+    save_failures: int = flag(
+        0,
+        "failed saves in a row after which the run goes on, and tries again at the next interval; by default the first ends it",
         metavar="N",
         incidental=True,
     )
@@ -237,7 +246,7 @@ class TrainConfig:
             yield from self._need(name, 0 < getattr(self, name) < math.inf, "must be above 0")
         for name in ("sgd_momentum", "adam_beta1", "adam_beta2", "hidden_dropout", "attention_dropout"):
             yield from self._need(name, 0 <= getattr(self, name) < 1, "must be in [0, 1)")
-        for name in ("eval_iters", "lr_warmup_iters", "sharpness_interval"):
+        for name in ("eval_iters", "lr_warmup_iters", "sharpness_interval", "save_failures"):
             yield from self._need(name, getattr(self, name) >= 0, "must be at least 0")
         yield from self._need("seed", 0 < self.seed < 2**31, "must be in [1, 2^31 - 1]")
         decay = self.lr_decay_iters or self.train_iters
@@ -271,8 +280,8 @@ class TrainConfig:
             )
         if self.ddp_average_in_collective and self.calculate_per_token_loss:
             yield refuse("--ddp-average-in-collective", "on", "cannot be combined with --calculate-per-token-loss")
-        if self.keep_checkpoints is not None:
-            yield from self._need("keep_checkpoints", self.save is not None, "needs --save")
+        for name in ("save_retain", "save_failures"):
+            yield from self._need(name, not getattr(self, name) or self.save is not None, "needs --save")
         if self.sharpness_interval:
             yield from self._need(
                 "sharpness_interval", bool(self.virtual_workers), "needs all workers in one process: --virtual-workers"
@@ -351,6 +360,11 @@ class TrainConfig:
         return world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
 
     @property
+    def tokens(self) -> int:
+        """Tokens of the whole training."""
+        return self.train_iters * self.global_batch_size * self.seq_length
+
+    @property
     def gathers_in_forward(self) -> bool:
         """Whether forward passes gather parameters; virtual workers have nothing to gather."""
         return self.overlap_param_gather and not self.virtual_workers
@@ -412,7 +426,7 @@ _POSITIVE = (
     "distributed_timeout_minutes",
     "eval_interval",
     "save_interval",
-    "keep_checkpoints",
+    "save_retain",
     "exit_interval",
     "log_interval",
 )

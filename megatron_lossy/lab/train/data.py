@@ -25,7 +25,6 @@ from megatron.core.datasets.utils import get_blend_from_list
 from ...base import device
 from ...base.errors import machine_error
 from ...base.files import naming, publish, writing
-from ...hooks.dataset_helper import build_helper
 from .config import TrainConfig
 from .text import prefixes
 
@@ -42,8 +41,6 @@ def build_datasets(
     valid_samples = evaluations * config.eval_iters * config.global_batch_size
     cache = _cache_folder(config, train_samples, valid_samples)
     first = torch.distributed.get_rank() == 0
-    if first:
-        build_helper()
     # The cache is written aside, because GPTDataset takes the unfinished cache of a killed run for complete. It has a
     # folder of its own, because another run may be building the same one.
     place = [str(cache if cache.is_dir() else _building_folder(cache)) if first else None]

@@ -27,6 +27,7 @@ def of_trainer(config: TrainConfig, ranks: int) -> Facts:
         tensor=config.tensor_model_parallel_size,
         copies_apart=config.tensor_model_parallel_size > 1,
         pipeline=config.pipeline_model_parallel_size,
+        stages_inside=config.use_tp_pp_dp_mapping,
         layers=config.num_layers,
         tied=config.share_embeddings_and_output_weights,
         predicts_more_tokens=False,
@@ -49,7 +50,7 @@ def check_flags(config: TrainConfig, lossy: LossyConfig, ranks: int) -> None:
         raise refuse(
             "--sharpness-interval", config.sharpness_interval, f"cannot be combined with {what}: needs one optimizer"
         )
-    if config.keep_checkpoints == 1 and lossy.jobs().several and not config.virtual_workers:
+    if config.save_retain == 1 and lossy.jobs().several and not config.virtual_workers:
         why = "must be at least 2 with --islands: after a kill between their saves all go on from the one before"
-        raise refuse("--keep-checkpoints", config.keep_checkpoints, why)
+        raise refuse("--save-retain", config.save_retain, why)
     check_run(lossy, of_trainer(config, ranks))

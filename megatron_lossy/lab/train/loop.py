@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import signal
 import time
 from collections import deque
@@ -20,10 +21,12 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from ... import hooks
 from ...base import device
 from ...base.checkpoints import latest_iteration
+from ...base.errors import cannot
 from ...base.flags import identity
-from ...base.jobs import World
+from ...base.jobs import World, launched_ranks
 from ...config import LossyConfig
 from ...delivery_log.writer import claim_delivery_log
+from ...hooks.dataset_helper import build_helper
 from ...run.base import Run
 from ...transport import settled
 from ..data import build_tokenizer
@@ -38,7 +41,6 @@ from .log import Console, Silent
 from .metrics import perplexity
 from .model import build_model, transformer_impl
 from .optimizer import lr_scale
-from .process import launched_ranks
 from .records import Progress, header, open_writers
 from .saved import changed_settings, check_folders, in_folders_of_job, same_folder, shared_settings, write_settings
 from .sharpness import Sharpness
@@ -77,11 +79,13 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     check_folders(config, lossy_config)
     resumes = bool(config.load) and (same_folder(config.save, config.load) or latest_iteration(config.load) is not None)
     claim_delivery_log(lossy_config, config.data_parallel_size(ranks), resumes, identity(config), TrainConfig)
+    if os.environ.get("RANK", "0") == "0":
+        build_helper()
     with parallel.world(config, launched):
         prepare_text(config)
         paths = with_data_paths(config)
         data = same_everywhere(fingerprint(paths))
-        check_folders(config, lossy_config, data)
+        check_folders(config, lossy_config, data, paths.data_path)
         if launched is not None:
             launched.compare(shared_settings(config, data))
         lossy = build_run(config, lossy_config, launched)
@@ -132,10 +136,9 @@ class _Run:
         self.model, self.workers = build_workers(config, tokenizer.vocab_size, lossy)
         self.optimizer = self.workers.optimizer
         self.sharpness = Sharpness(config, self.model, self.optimizer, lossy, self.train_data)
-        self.checkpoints = Checkpoints(
-            self.model, self.optimizer, self.workers.scheduler, lossy, config.keep_checkpoints
-        )
+        self.checkpoints = Checkpoints(self.model, self.optimizer, self.workers.scheduler, lossy, config.save_retain)
         self.progress = Progress()
+        self.failed_saves = 0  # in a row
         self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
         self.stop = Stop(lossy, saves=config.save is not None)
         self.summary: dict[str, Any] = {}
@@ -313,29 +316,29 @@ class _Run:
         self.summary["valid"] = losses
 
     def _save(self, goes_on: bool) -> None:
-        """Save. If the machine fails, a run that ``goes_on`` keeps its earlier checkpoint, and says so."""
+        """Save. A run that ``goes_on`` may fail to, as often in a row as ``--save-failures`` says, and says so."""
         if self.hooked:
             self._gather_in_forward(False)
         folder, iteration = self.config.save, self.progress.iteration
         progress = [dataclasses.asdict(self.progress)]
         torch.distributed.broadcast_object_list(progress)  # the seconds differ, and rank 0's are saved
-        said = f"saved checkpoint of iteration {iteration:7d} to {folder}"
+        said, failed = [f"saved checkpoint of iteration {iteration:7d} to {folder}"], None
         try:
             self.checkpoints.save(folder, iteration, {"progress": progress[0]})
         except NotSaved as error:
-            if not goes_on:
-                raise
-            said = f"{folder}: {error.strerror}; the run goes on"
+            said, failed = [], error
         beside = self.lossy.job_group.saved_beside(folder)
         if beside is not None:  # of which all jobs are a part
-            folder, writes = beside
             try:
-                self.checkpoints.save_consensus(folder, iteration, writes)
+                self.checkpoints.save_consensus(beside[0], iteration, beside[1])
             except NotSaved as error:
-                if not goes_on:
-                    raise
-                said += f"; {folder}: {error.strerror}"
-        self.console.note(f"  {said}")
+                failed = failed or error
+        self.failed_saves = self.failed_saves + 1 if failed else 0
+        if failed and not (goes_on and self.failed_saves <= self.config.save_failures):
+            raise cannot("--save", failed.filename, "written", failed)
+        if failed:
+            said.append(f"{failed.filename}: {failed.strerror}; the run goes on (--save-failures)")
+        self.console.note("  " + "; ".join(said))
 
     def _load(self) -> bool:
         """Load the checkpoint of ``--load`` if there is one; returns whether there was."""

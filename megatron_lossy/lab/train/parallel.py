@@ -50,6 +50,7 @@ def model_parallel(config: TrainConfig) -> Iterator[None]:
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
+        order="tp-cp-ep-pp-dp" if config.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         distributed_timeout_minutes=config.distributed_timeout_minutes,
         create_gloo_process_groups=False,  # nobody here uses them
     )

@@ -27,11 +27,6 @@ _BETWEEN = 0.3
 _told_to_end = False
 
 
-def launched_ranks() -> int:
-    """Ranks of the world that torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def quiet_imports() -> None:
     """Filter warnings that every rank would repeat: packages megatron-core does without, renamed functions."""
     warnings.filterwarnings("ignore", module=r"megatron\.")

@@ -87,7 +87,7 @@ def header(config: TrainConfig, run: Run, data_path: Sequence[str]) -> str:
             who += f", of which this is number {run.job}"
         if tensor * pipeline > 1:
             who += f", tensor {tensor} x pipeline {pipeline}"
-    seen = epochs(data_path, config.train_iters * config.global_batch_size * config.seq_length)
+    seen = epochs(data_path, config.tokens)
     return f"loss: {run.config.describe()} | {who}, on {device.device_type()} | {seen:.3g} epochs of data"
 
 

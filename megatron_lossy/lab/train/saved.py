@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ...base.files import check_folder, write_text, writing
 from ...base.flags import difference, differences, flag_name, identity, of_flags, texts_by_flag
 from ...base.jobs import Jobs
 from ...config import LossyConfig
+from ..data import epochs
 from .config import SHAPE, TrainConfig
 from .metrics import METRICS_FILE
 
@@ -65,20 +67,28 @@ def same_folder(a: str | None, b: str | None) -> bool:
     return a is not None and b is not None and os.path.realpath(a) == os.path.realpath(b)
 
 
-def check_folders(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None = None) -> None:
-    """Raise :class:`UsageError` if a folder cannot be used, or holds another run, or a checkpoint that does not fit."""
+def check_folders(
+    config: TrainConfig, lossy: LossyConfig, data: list[Any] | None = None, data_path: Sequence[str] | None = None
+) -> None:
+    """Raise :class:`UsageError` if a folder cannot be used, or holds another run, or a checkpoint that does not fit.
+
+    ``data``: the fingerprint of the data; ``data_path``: its prefixes, which ``--data`` may stand for; if they are known.
+    """
     resuming = same_folder(config.save, config.load)
     for flag in ("save", "metrics_dir", "tensorboard_dir", "data_cache_path"):
         check_folder(flag_name(TrainConfig, flag), getattr(config, flag))
     for flag, folder in (("--save", config.save), ("--metrics-dir", config.metrics_dir)):
-        settings = _read_settings(flag, folder)
+        settings = read_settings(flag, folder)
         if settings is None:
             if folder and (Path(folder) / METRICS_FILE).exists():
                 raise refuse(flag, folder, "holds another run")
             continue
-        other = _other_run(settings, settings_of(config, lossy, data))
-        if other:
+        here = settings_of(config, lossy, data)
+        other = _other_run(settings, here)
+        if other and not (resuming and _extends(settings, here, config, lossy, data_path or config.data_path)):
             go_on = f"; to go on from it with other settings, --load it and {flag} elsewhere" if resuming else ""
+            if go_on and other.startswith("--train-iters"):
+                go_on += "; a finished run takes more --train-iters if it has --lr-decay-iters, and data for them"
             raise refuse(flag, folder, f"holds another run ({other}); choose another folder{go_on}")
         if not resuming:
             raise refuse(flag, folder, "holds a run with these settings; --load it as well to continue")
@@ -89,9 +99,27 @@ def check_folders(config: TrainConfig, lossy: LossyConfig, data: list[Any] | Non
         raise refuse("--load", config.load, f"{what}; to start a run, leave it out or give the folder of --save")
 
 
+def _extends(
+    there: dict[str, Any], here: dict[str, Any], config: TrainConfig, lossy: LossyConfig, data: Sequence[str] | None
+) -> bool:
+    """Whether the finished run ``there`` goes on as if it had been begun with the larger ``--train-iters`` of ``config``."""
+    before = there["train"]["train_iters"]
+    scheduled = config.lr_decay_style == "constant" or config.lr_decay_iters is not None
+    if config.optimizer == "nadam":
+        scheduled = scheduled and config.nadam_momentum_decay is not None
+    return (
+        latest_iteration(config.load) == before < config.train_iters
+        and scheduled
+        and not (lossy.averages or lossy.async_pipeline)  # which end in their own way
+        # If data is read again, the samples have another order. Of a blend half a percent more is asked for.
+        and (data is None or epochs(data, config.tokens) < 0.99)
+        and _other_run(there, here | {"train": here["train"] | {"train_iters": before}}) is None
+    )
+
+
 def changed_settings(config: TrainConfig, lossy: LossyConfig, data: list[Any]) -> str | None:
     """The settings that differ from those of the run that ``--load`` names, in words; ``None`` if none does."""
-    settings = _read_settings("--load", config.load)
+    settings = read_settings("--load", config.load)
     if settings is None:
         return None
     here = settings_of(config, lossy, data)
@@ -106,13 +134,15 @@ def changed_settings(config: TrainConfig, lossy: LossyConfig, data: list[Any]) -
 def write_settings(config: TrainConfig, lossy: LossyConfig, data: list[Any]) -> None:
     """Claim the folders that this run writes to."""
     for flag, folder in (("--save", config.save), ("--metrics-dir", config.metrics_dir)):
-        if folder is not None and not (path := Path(folder) / SETTINGS).exists():
+        settings = settings_of(config, lossy, data)
+        if folder is not None and read_settings(flag, folder) != settings:  # a new run, or one that goes on for longer
             with writing(flag, folder):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_text(path, json.dumps(settings_of(config, lossy, data), indent=1))
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                write_text(Path(folder) / SETTINGS, json.dumps(settings, indent=1))
 
 
-def _read_settings(flag: str, folder: str | None) -> dict[str, Any] | None:
+def read_settings(flag: str, folder: str | os.PathLike[str] | None) -> dict[str, Any] | None:
+    """The settings of the run in ``folder``; ``None`` if there is none. Raises :class:`UsageError`."""
     if folder is None or not (path := Path(folder) / SETTINGS).is_file():
         return None
     try:
@@ -137,7 +167,7 @@ def _other_run(there: dict[str, Any], here: dict[str, Any]) -> str | None:
 
 
 def _check_loaded(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None) -> None:
-    settings = _read_settings("--load", config.load)
+    settings = read_settings("--load", config.load)
     if settings is None and (flag := LossyConfig.folders_of_weights.get(Path(config.load).name)):
         why = f"has mean weights alone ({flag}), for --finetune of Megatron-LM; load the run's own checkpoint"
         raise refuse("--load", config.load, why)

@@ -19,7 +19,8 @@ from ..data import (
     check_dataset,
     read_description,
     stdlib_documents,
-    write_train_valid,
+    validation_documents,
+    write_indexed,
 )
 from .config import TrainConfig
 
@@ -62,8 +63,8 @@ def write_text(paths: TrainConfig) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or this process dies
         if not _complete(paths, tokenizer):
             documents = stdlib_documents()
-            names = [name for name, _ in documents]
-            write_train_valid(documents, names, _VALIDATION_SHARE, prefix, tokenizer, overwrite=True)
+            validation = validation_documents([name for name, _ in documents], _VALIDATION_SHARE)
+            write_indexed(documents, prefix, tokenizer, overwrite=True, validation=validation)
 
 
 def _complete(paths: TrainConfig, tokenizer: Tokenizer) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,12 +61,16 @@ class VirtualCluster(VirtualRun):
     def _add(self, ddp: Any) -> None:
         # Ranks divide by their number before the sum, unless gradients are sums over tokens.
         unit = 1.0 if ddp.config.calculate_per_token_loss else float(self.workers)
+        sites = self.config.members(self.workers)
+        self._inside = self.workers // sites
         for name, _, pairs in buckets_by_stream(ddp):
-            stream = StreamBuckets(
-                self.config, pairs, name, self.workers, unit, self.corruption, self.steps, self.living_optimizers,
-                self._members, self._ranks,
-            )  # fmt: skip
-            self._streams.append(stream)
+            for place in range(self._inside):
+                of_place = replace(name, expert_rank=name.expert_rank * self._inside + place)
+                stream = StreamBuckets(
+                    self.config, pairs, of_place, sites, unit, self.corruption, self.steps, self.living_optimizers,
+                    self._members, self._ranks, self._inside, place,
+                )  # fmt: skip
+                self._streams.append(stream)
 
     @contextlib.contextmanager
     def _norm_by_shards(self) -> Iterator[None]:
@@ -75,7 +80,7 @@ class VirtualCluster(VirtualRun):
             [
                 Patch(
                     target="megatron.core.optimizer.optimizer:get_grad_norm_fp32",
-                    around=partial(get_grad_norm_fp32, buffers, self.workers),
+                    around=partial(get_grad_norm_fp32, buffers, self.workers, self._inside),
                     why="adds up the gradient norm shard by shard, as the ranks do, so that clipping rounds alike",
                     versions="all",
                     until="never: Megatron has one rank here",
@@ -100,7 +105,7 @@ class VirtualCluster(VirtualRun):
         with contextlib.ExitStack() as turns:
             with torch.no_grad():
                 for stream in self._streams:
-                    turns.enter_context(stream.turn(worker))
+                    turns.enter_context(stream.turn(worker // self._inside))
             yield
 
     def _collect_of(self, worker: int) -> None:
@@ -168,7 +173,7 @@ class VirtualCluster(VirtualRun):
 
     def replicas(self) -> list[VirtualSampler]:
         return [
-            VirtualSampler(stream.stream, stream.pairs, stream.versions, stream.sending) for stream in self._streams
+            VirtualSampler(stream.groups[0], stream.pairs, stream.versions, stream.sending) for stream in self._streams
         ]
 
     @contextlib.contextmanager

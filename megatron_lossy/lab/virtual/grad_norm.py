@@ -12,16 +12,28 @@ import torch
 
 
 def get_grad_norm_fp32(
-    buffers: Sequence[torch.Tensor], workers: int, original: Callable, grads_for_norm: Any, *args: Any, **kwargs: Any
+    buffers: Sequence[torch.Tensor],
+    workers: int,
+    inside: int,
+    original: Callable,
+    grads_for_norm: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> float:
-    """Wraps megatron-core's function of that name; gradients are views into ``buffers`` [N * shard]."""
+    """Wraps megatron-core's function of that name; gradients are views into ``buffers`` [N * shard].
+
+    ``inside``: workers of a site, which add up their squares first.
+    """
     shards: list[list[torch.Tensor]] = [[] for _ in range(workers)]
     for grad in grads_for_norm:
         for owner, piece in _pieces(grad, buffers, workers):
             shards[owner].append(piece)
     squares = torch.zeros([], dtype=torch.float32)
-    for shard in shards:
-        squares += original(shard, *args, **kwargs) ** 2
+    for first in range(0, workers, inside):
+        of_site = torch.zeros([], dtype=torch.float32)
+        for shard in shards[first : first + inside]:
+            of_site += original(shard, *args, **kwargs) ** 2
+        squares += of_site
     return squares.item() ** 0.5
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from ...base.errors import refuse
 from ...base.exchange import Delivery
 from ...config import LossyConfig
-from ...mechanisms.islands.epoch_log import EpochLog, line
-from ...mechanisms.islands.epochs import Epoch
+from ...mechanisms.islands.epochs import Epoch, EpochLog, line
+from ...mechanisms.islands.mean import InMemory
 from ...mechanisms.islands.member_rounds import MemberRounds
 from ...mechanisms.islands.presence import Presence, Return
 from ...mechanisms.islands.rounds import Rounds
@@ -107,12 +107,12 @@ class ChurningIslands(VirtualIslands):
         self.observers += [] if log is None else [log]
         self.churn = Churn(config, steps, None if log is None else log.add)
 
-    def _make_rounds(self, *arguments: Any) -> Rounds:
+    def _make_rounds(self, *arguments: Any) -> Rounds[InMemory]:
         return MemberRounds(*arguments, presence=self.churn.presence)
 
     @property
-    def _rounds(self) -> list[MemberRounds]:
-        return [shard.rounds for shard in self._shards if isinstance(shard.rounds, MemberRounds)]
+    def _member_rounds(self) -> list[MemberRounds[InMemory]]:
+        return [rounds for rounds in self._rounds if isinstance(rounds, MemberRounds)]
 
     # --- who is there ----------------------------------------------------------------------------------------------
 
@@ -131,11 +131,11 @@ class ChurningIslands(VirtualIslands):
     def _bring_back(self, one: Return) -> None:
         island, source = one.slot, one.source
         if one.anew:
-            for rounds in self._rounds:
+            for rounds in self._member_rounds:
                 rounds.restart(island)
         if one.how == "copy":
             self._take_state(island, self._state_of(source))
-            for rounds in self._rounds:
+            for rounds in self._member_rounds:
                 rounds.rule.copy(source, island)
         if one.idle or one.how == "copy":
             self._begin_equal(island)
@@ -146,12 +146,12 @@ class ChurningIslands(VirtualIslands):
         epoch = self.churn.end(self.iteration, self._visits)
         if epoch is not None:
             among = (len(epoch.senders), len(epoch.slots))
-            for shard in self._shards:
-                shard.crossing.among(epoch.senders, epoch.slots)
+            for rounds in self._rounds:
+                rounds.crossing.among(epoch.senders, epoch.slots)
         super()._exchange(among)
 
     def _visits(self, island: int) -> int:
-        return min(rounds.visits(island) for rounds in self._rounds)
+        return min(rounds.visits(island) for rounds in self._member_rounds)
 
     def _tell(self, delivery: Delivery) -> None:
         """Tell with all slots as sources: nothing arrives from those that are away."""

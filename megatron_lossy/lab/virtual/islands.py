@@ -5,7 +5,7 @@ Then the exchanges between them (:mod:`.rounds`) read and write the weights of a
 are drawn by its workers' ranks among those of all islands, so that no two islands lose the same.
 
 Its twin is :mod:`.ranks`: there Megatron's one optimizer calls the exchange, and each island is a job with checkpoints of
-its own; here the run calls M optimizers in turn. :class:`.shard.Shard` makes the exchanges of both.
+its own; here the run calls M optimizers in turn. :class:`.rounds.Rounds` makes the exchanges of both.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from ...hooks.buckets import bucket_sizes
 from ...hooks.rng import on_cpu, rng_state, set_rng_state
 from ...hooks.versions import optimizers as inner_optimizers
 from ...mechanisms.islands.flags import CONSENSUS_FOLDER
-from ...mechanisms.islands.main_vector import Vector, shard_vector
+from ...mechanisms.islands.form import bytes_sent
 from ...mechanisms.islands.mean import InMemory
 from ...mechanisms.islands.monitor import IslandMonitor
 from ...mechanisms.islands.rounds import Rounds
-from ...mechanisms.islands.shard import Shard
-from ...mechanisms.islands.subset import Subset
+from ...mechanisms.islands.vector import Subset, Vector, shard_vector
 from ...run.base import Run
 from ...run.monitor import load_states, states_of
 from ...run.weights import ModelChunks
@@ -66,7 +65,7 @@ class VirtualIslands(Run, JobGroup):
         self._monitor = IslandMonitor(self._spread)
         self.observers = [self._monitor]
         self._kept: list[list[torch.Tensor]] = []  # by island, the parameters of each bucket
-        self._shards: list[Shard[InMemory]] = []
+        self._rounds: list[Rounds[InMemory]] = []  # by shard of the weights
         self._random: dict[int, dict[str, Any]] = {}
 
     # --- building --------------------------------------------------------------------------------------------------
@@ -92,9 +91,7 @@ class VirtualIslands(Run, JobGroup):
             stream = Stream("islands", expert_rank=shard)
             subset = Subset(self.config, vectors[0].size, self._seed, stream)
             crossing = InMemory(self.config, stream, self._steps)
-            self._shards.append(
-                Shard(self.config, subset, vectors, crossing, self._steps, self.device, make_rounds=self._make_rounds)
-            )
+            self._rounds.append(self._make_rounds(self.config, subset, vectors, crossing, self._steps, self.device))
 
     def _vector(self, island: int, shard: int) -> Vector:
         inner = inner_optimizers(self._optimizers[island])
@@ -117,8 +114,8 @@ class VirtualIslands(Run, JobGroup):
         """The islands that the mean is of."""
         return range(len(self.clusters))
 
-    def _make_rounds(self, *arguments: Any) -> Rounds:
-        """The exchanges of a shard."""
+    def _make_rounds(self, *arguments: Any) -> Rounds[InMemory]:
+        """Return the exchanges of a shard."""
         return Rounds(*arguments)
 
     # --- an iteration ----------------------------------------------------------------------------------------------
@@ -161,12 +158,12 @@ class VirtualIslands(Run, JobGroup):
         self.iteration += 1
 
     def _exchange(self, among: tuple[int, int] | None = None) -> None:
-        """See :meth:`Shard.exchange`."""
-        for shard in self._shards:
-            sent = shard.exchange(self.iteration, among)
-            if sent is not None:
-                self._monitor.exchanged(sent)
-                for delivery in shard.crossing.deliveries:
+        """``among``: see :func:`.bytes_sent`."""
+        for rounds in self._rounds:
+            count = rounds.after_iteration(self.iteration)
+            if count is not None:
+                self._monitor.exchanged(bytes_sent(self.config, count, among))
+                for delivery in rounds.crossing.deliveries:
                     self._monitor.observe(delivery)
                     self._tell(delivery)
 
@@ -204,7 +201,7 @@ class VirtualIslands(Run, JobGroup):
         size = sum(weights.numel() for weights in kept[0])
         squares = sum(_squares([one[number] for one in kept]) for number in range(len(kept[0])))
         result = {"sync deviation": squares / (size * len(kept))}
-        progress = [shard.rounds.rule.state_dict().get("progress") for shard in self._shards]
+        progress = [rounds.rule.state_dict().get("progress") for rounds in self._rounds]
         if progress and progress[0] is not None:
             rows = [[one[island] for island in self.senders] for one in progress]
             result["sync progress spread"] = sum(map(_squares, rows)) / (size * len(kept))
@@ -250,7 +247,7 @@ class VirtualIslands(Run, JobGroup):
             values = [island[name] for island in islands if name in island]
             result[name] = pick(values) if pick else sum(values) / len(values)
         own = self._monitor.metrics()
-        return result | (own if self._shards else {"sync deviation": own["sync deviation"]})
+        return result | (own if self._rounds else {"sync deviation": own["sync deviation"]})
 
     def uninstall(self) -> None:
         for cluster in self.clusters:
@@ -287,7 +284,7 @@ class VirtualIslands(Run, JobGroup):
         for observer in (one for cluster in self.clusters for one in cluster.observers):
             observer.save()
         islands = [self._state_of(island) for island in range(len(self.clusters))]
-        rounds = [shard.rounds.state_dict() for shard in self._shards]
+        rounds = [one.state_dict() for one in self._rounds]
         state = {"identity": self.identity(), "islands": islands, "rounds": rounds, "random": self._random}
         save_islands(folder, state | self._more_state())
         super().save_replicas(folder)
@@ -317,13 +314,13 @@ class VirtualIslands(Run, JobGroup):
             there = saved["identity"].get(name)
             if there != here:
                 raise refuse("--islands", f"with {Path(folder)}", f"{name} was {there} there and is {here} here")
-        if len(saved["rounds"]) != len(self._shards):
+        if len(saved["rounds"]) != len(self._rounds):
             raise refuse("--sync-method", self.config.sync_method, f"exchanges were others in {Path(folder)}")
         states = zip(self._optimizers, self._schedulers, self._kept, saved["islands"], strict=True)
         for optimizer, scheduler, kept, state in states:
             load_island_state(inner_optimizers(optimizer), scheduler, kept, state)
-        for shard, state in zip(self._shards, saved["rounds"], strict=True):
-            shard.rounds.load_state_dict(state)
+        for rounds, state in zip(self._rounds, saved["rounds"], strict=True):
+            rounds.load_state_dict(state)
         self._random = {island: on_cpu(random) for island, random in saved["random"].items()}
         self._load_more(saved)
         super().load_replicas(folder)

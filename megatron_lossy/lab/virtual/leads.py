@@ -23,7 +23,7 @@ from ...mechanisms.lead.main_weights import MainWeights
 from ...mechanisms.lead.sums import Sums
 from ...transport import LossyGroup
 from ...transport.peers import LocalPeers
-from .sending import Sending
+from .sending import Sending, seen
 
 
 class Leads(Sending):
@@ -37,10 +37,13 @@ class Leads(Sending):
     def __init__(
         self, groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers: Callable[[], list[Any]]
     ) -> None:
-        super().__init__([bucket.param_data for bucket in buckets], len(groups))
+        self._of_stream = partial(seen, groups[0])
+        super().__init__([self._of_stream(bucket.param_data) for bucket in buckets], len(groups))
         self._groups = groups
         self._rules = [[rule for rule in group.params if isinstance(rule, Compensated)] for group in groups]
-        self._main = functools.cache(lambda bucket: MainWeights(optimizers(), buckets[bucket], self.buffers[bucket]))
+        self._main = functools.cache(
+            lambda bucket: MainWeights(optimizers(), buckets[bucket], buckets[bucket].param_data)
+        )
         counted = [one for rules in self._rules if (one := rules[0].lag.counted) is not None]
         self._sums = [Sums(LocalPeers(len(counted)), counted)] if counted else []
         self._whole: dict[int, torch.Tensor] = {}
@@ -53,7 +56,7 @@ class Leads(Sending):
 
     @contextlib.contextmanager
     def _optimizers_weights(self) -> Iterator[None]:
-        self._whole = {bucket: self._main(bucket)() for bucket in range(len(self.buffers))}
+        self._whole = {bucket: self._of_stream(self._main(bucket)()) for bucket in range(len(self.buffers))}
         try:
             yield
         finally:

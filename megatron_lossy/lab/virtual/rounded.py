@@ -24,4 +24,6 @@ class Rounded(Sending):
     def change(self, step: int) -> None:
         self._inner.change(step)
         for bucket, buffer in enumerate(self.buffers):
-            self._coded.round_parameters(bucket, buffer)
+            rounded = buffer.reshape(-1)
+            self._coded.round_parameters(bucket, rounded)
+            buffer.copy_(rounded.view_as(buffer))

@@ -8,20 +8,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...base.exchange import Stream
 from ...hooks.sampling import used_in
 from ...run.sampling import Sampler
+from ...transport import LossyGroup
 from .sending import Sending
 from .versions import Versions
 
 
 class VirtualSampler(Sampler):
-    """The replicas that ``versions`` keeps. ``sending``: knows the owners' weights."""
+    """The replicas that ``versions`` keeps. ``group``: that of a worker. ``sending``: knows the owners' weights."""
 
-    def __init__(self, stream: Stream, pairs: Sequence[tuple[Any, Any]], versions: Versions, sending: Sending) -> None:
+    def __init__(
+        self, group: LossyGroup, pairs: Sequence[tuple[Any, Any]], versions: Versions, sending: Sending
+    ) -> None:
         workers, _, units = versions.held.shape
-        shards = [bucket.param_data.numel() // workers for _, bucket in pairs]
-        super().__init__(stream, workers, range(workers), units, shards, sending.weights, used_in(pairs))
+        shards = [bucket.param_data.numel() // group.shards for _, bucket in pairs]
+        weights = [buffer.reshape(-1) for buffer in sending.weights]
+        super().__init__(group.stream, workers, range(workers), units, shards, weights, used_in(pairs, group))
         self._versions = versions
 
     def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:

@@ -7,11 +7,19 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ...transport import LossyGroup
+from ...transport.group import columns
+
+
+def seen(group: LossyGroup, buffer: torch.Tensor) -> torch.Tensor:
+    """The shards of ``buffer`` that the N members of ``group`` exchange, in it: all of it, or [N, shard] that are apart."""
+    return buffer if group.ranks == 1 else columns(buffer, group.size, group.ranks, group.place)
+
 
 class Sending:
     """The values that the owners of a stream of virtual workers send: their weights, unless a mechanism sends others.
 
-    Between updates the parameter ``buffers``, [N * shard] for every bucket, hold the values that were sent. If these are
+    Between updates the parameter ``buffers``, [N * shard] or [N, shard] for every bucket, hold the values that were sent. If these are
     not the owners' weights (:attr:`changes`), the weights are kept beside them.
     """
 

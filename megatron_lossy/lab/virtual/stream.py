@@ -22,6 +22,7 @@ from ...recovery import Gradients, LossScale
 from ...transport import Transfer
 from .in_memory import groups_in_memory
 from .rounded import Rounded
+from .sending import seen
 from .twins import sending_of
 from .versions import Versions
 
@@ -32,7 +33,8 @@ _PIECE = 2**17
 class StreamBuckets:
     """The buckets of one stream: their losses and rules for every worker, the sum, and the replicas.
 
-    ``pairs``: Megatron's (buffer, bucket) in canonical order. ``workers``: their number. ``unit``: the sums of the
+    ``pairs``: Megatron's (buffer, bucket) in canonical order. ``workers``: the number of those that exchange: with sites
+    these, of ``ranks_inside`` workers each, and the stream is that of those at ``place`` in them. ``unit``: the sums of the
     workers' gradients relative to those of ranks. ``corruption``: decides which errors hit the owners. ``steps``:
     length of the run, if known. ``optimizers``: returns Megatron's, once they exist. ``members``: the workers' ranks
     among ``ranks``; by default there are no others. Raises :class:`UsageError` if the loss flags do not fit.
@@ -50,24 +52,30 @@ class StreamBuckets:
         optimizers: Callable[[], list[Any]],
         members: range | None = None,
         ranks: int | None = None,
+        ranks_inside: int = 1,
+        place: int = 0,
     ) -> None:
         members, ranks = members or range(workers), ranks or workers
         self.pairs = pairs
         self.buckets = buckets = [bucket for _, bucket in pairs]
         self.stream = stream
-        self._memory, self.groups = groups_in_memory(config, specs_of(pairs, workers), stream, members, ranks, steps)
+        specs = specs_of(pairs, workers * ranks_inside)
+        self._memory, self.groups = groups_in_memory(config, specs, stream, members, ranks, steps)
         self.cut = self._memory.cut
-        if config.errs and workers > 1:
-            for rank, group in enumerate(self.groups):
-                group.errors = errors_of_owner(corruption, stream, pairs, workers, rank, rank)
+        for group in self.groups:
+            group.be_one_of(ranks_inside, place)
+            if config.errs and group.shards > 1:
+                group.errors = errors_of_owner(corruption, stream, pairs, group.shards, group.own, group.own)
                 group.gradient_unit = unit
-        self.sums = [torch.empty_like(bucket.grad_data) for bucket in buckets]
+        self.sums = [torch.empty_like(seen(self.groups[0], bucket.grad_data)).view(-1) for bucket in buckets]
         # Owners that add up pieces do so in float32, and round once.
         coded = self._memory.coded[0]
         wide = config.transport == "pieces" or "grad" in coded
+        self._wide = config.transport == "pieces" and "grad" in coded  # in which a site adds up
         self._totals = [total.float() if wide and total.element_size() < 4 else total for total in self.sums]
         self._begun: list[Transfer] = []  # the transfers of this iteration, worker by worker
-        buffers = [bucket.param_data for bucket in buckets]
+        self._inside: list[torch.Tensor] = []  # by bucket: the sums of the workers of a site that have had their turn
+        buffers = [seen(self.groups[0], bucket.param_data) for bucket in buckets]
         self.versions = Versions(buffers, self.cut["param"], units_of(self.cut["param"]), workers)
         self.sending = sending_of(self.groups, buckets, optimizers)
         if "param" in coded:
@@ -97,15 +105,21 @@ class StreamBuckets:
     def collect(self, worker: int, step: int, loss_scale: LossScale, gapless: bool) -> None:
         """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards.
 
-        ``loss_scale``, ``gapless``: see :class:`Gradients`.
+        Workers of a site add up theirs, in order, and the last one sends the sum. ``loss_scale``, ``gapless``: see
+        :class:`Gradients`.
         """
+        inside = self.groups[0].ranks
+        taken = self._add_inside(worker % inside == 0) if inside > 1 else [bucket.grad_data for bucket in self.buckets]
+        if (worker + 1) % inside:
+            return
+        worker //= inside
         first = not self._begun
         begun = []
-        for number, (bucket, cut) in enumerate(zip(self.buckets, self.cut["grad"], strict=True)):
-            output, gradients = self.sums[number][worker * cut.shard : (worker + 1) * cut.shard], bucket.grad_data
+        for number, (sent, cut) in enumerate(zip(taken, self.cut["grad"], strict=True)):
+            output, gradients = self.sums[number][worker * cut.shard : (worker + 1) * cut.shard], sent
             if "grad" in self._memory.coded[worker] and gradients.element_size() < 4:
                 gradients = gradients.float()  # owners add up more than half precision can hold
-                bucket.grad_data.zero_()
+                sent.zero_()
 
             def add(gradients: torch.Tensor = gradients, total: torch.Tensor = self._totals[number]) -> None:
                 _move(gradients, total, add=not first)
@@ -114,6 +128,15 @@ class StreamBuckets:
             x = Gradients(exchange, number, gradients, output, add, False, loss_scale, gapless)
             begun.append(self.groups[worker].reduce_scatter(x))
         self._begun += begun
+
+    def _add_inside(self, first: bool) -> list[torch.Tensor]:
+        """Move the gradients of a worker into the sums of its site, and return these. ``first``: of a new site."""
+        if not self._inside:
+            wide = torch.float32 if self._wide else None
+            self._inside = [torch.empty_like(total, dtype=wide) for total in self.sums]
+        for bucket, total in zip(self.buckets, self._inside, strict=True):
+            _move(seen(self.groups[0], bucket.grad_data), total.view(self.groups[0].size, -1), add=not first)
+        return self._inside
 
     def reduce(self, scale: float) -> None:
         """Let every owner correct its shard of the sum, and put ``scale`` times the result into Megatron's buffers."""
@@ -124,7 +147,8 @@ class StreamBuckets:
             transfer.wait()
         self._begun = []
         for bucket, total in zip(self.buckets, self.sums, strict=True):
-            torch.mul(total, scale, out=bucket.grad_data)
+            into = seen(self.groups[0], bucket.grad_data)
+            torch.mul(total.view_as(into), scale, out=into)
 
     def lost(self, step: int) -> np.ndarray:
         """bool[N receivers, N sources, units]: the units that the update of ``step`` loses."""

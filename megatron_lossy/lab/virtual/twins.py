@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...base.registry import MECHANISMS
-from .sending import Sending
+from .sending import Sending, seen
 
 if TYPE_CHECKING:
     from ...transport import LossyGroup
@@ -36,4 +36,4 @@ def sending_of(groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers:
         from .leads import Leads
 
         return Leads(groups, buckets, optimizers)
-    return Sending([bucket.param_data for bucket in buckets], len(groups))
+    return Sending([seen(groups[0], bucket.param_data) for bucket in buckets], len(groups))

@@ -77,7 +77,7 @@ class Versions:
     """The replicas of ``workers`` workers of the buckets of one stream.
 
     Args:
-        buffers: each bucket's fresh parameters, [N * shard].
+        buffers: each bucket's fresh parameters, [N * shard], or [N, shard] that are apart.
         units: how each is cut.
         total: units of the stream.
         workers: N.
@@ -154,7 +154,7 @@ class Versions:
         """[N, S]: the value of each replica at ``places``, offsets int64[S] into ``bucket``."""
         assert self._fresh is None, "a replica is swapped in"
         buffer, cut = self._buckets[bucket]
-        result = buffer[torch.from_numpy(places).to(buffer.device)].repeat(len(self.held), 1)
+        result = buffer.reshape(-1)[torch.from_numpy(places).to(buffer.device)].repeat(len(self.held), 1)
         shards, offsets = np.divmod(places, cut.shard)
         units, elements = np.divmod(offsets, cut.elements)
         held = self.held[:, shards, cut.first + units]

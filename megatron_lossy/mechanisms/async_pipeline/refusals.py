@@ -61,5 +61,4 @@ ASYNC_PIPELINE = Section(
     lambda c, f: f.layer_graphs and _stages(c, f) > 1,
     "--mtp-num-layers | --async-pipeline | cannot be with --async-pipeline: its layers are shared by stages",
     lambda c, f: f.predicts_more_tokens and _stages(c, f) > 1,
-    when=lambda c: c.async_pipeline,
 )

@@ -78,5 +78,4 @@ BOUNDARIES = Section(
     lambda c, f: f.distributed_optimizer is False and c.loses_at_boundaries,
     f"{_LOSING} | FSDP2 and DDP | loses messages between layers and stages of Megatron, which is not there",
     lambda c, f: f.data_parallel and c.loses_at_boundaries,
-    when=lambda c: c.loses_at_boundaries or c.virtual_boundaries is not None,
 )

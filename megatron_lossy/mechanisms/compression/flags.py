@@ -14,6 +14,8 @@ _BITS = {"int8": 8, "int4": 4}
 class CompressionFlags(Flags):
     """Flags of codes. Raises :class:`UsageError` for a value not allowed."""
 
+    triggers = ("sync_dtype",)
+
     grad_wire: str = flag(
         "raw",
         "how gradients cross: as they are, or in whole numbers of 8 or 4 bits with a scale for each block, rounded at random so "

@@ -45,5 +45,4 @@ COMPRESSION = Section(
     f"{_FLAGS} | copies of a parameter on tensor-parallel ranks | "
     "tensor-parallel copies that Megatron does not add up drift apart; turn on --sequence-parallel",
     _apart,
-    when=lambda c: c.wire_bits or c.sync_bits,
 )

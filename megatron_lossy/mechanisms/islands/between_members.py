@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,13 @@ import numpy as np
 import torch
 
 from ...base.errors import first_line
-from .aside import Brought, Pieces
-from .between_ranks import BetweenRanks, Carrier, Crossed, Keeping, Parties, Waiting
-from .carrying import Among
-from .mean import Mean
-from .places import Places
+from .between_ranks import BetweenRanks, Brought, Crossed, Parties, Task, Waiting
+from .carrying import Among, Carrier
+from .rounds import Mean
+from .vector import Places
 
 
-class Lane:
+class Lane(Carrier):
     """The exchange number ``exchange`` of a shard among the members of an epoch; ``None``: nothing is carried.
 
     ``observes``: as that of its carrier.
@@ -41,12 +40,6 @@ class Lane:
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         """See :class:`.Carrier`. Raises :class:`RuntimeError`: the epoch is closed."""
         return self._carrier().gather(own)
-
-    def do_without(self, place: int) -> None:
-        """All lanes of the epoch do."""
-
-    def close(self) -> None:
-        """The epoch is closed, not one lane of it."""
 
 
 class BetweenMembers(BetweenRanks):
@@ -100,21 +93,14 @@ class BetweenMembers(BetweenRanks):
         lane = Lane(among, self._shard, turn, exchange, self._config.transport == "udp")
         return Parties(among.senders, among.place, lane)
 
-    def _cross(
-        self,
-        parties: Parties,
-        pieces: Pieces,
-        drawn: Sequence[np.ndarray | None],
-        keeping: Keeping,
-        device: torch.device,
-    ) -> Crossed:
-        lane = parties.carrier
+    def _cross(self, task: Task) -> Crossed:
+        lane = task.parties.carrier
         assert isinstance(lane, Lane), lane
         if lane.among is None:
-            return self._lost(parties, pieces, device)
+            return self._lost(task, lane.exchange)
         began = time.monotonic()
         try:
-            crossed = super()._cross(parties, pieces, drawn, keeping, device)
+            crossed = super()._cross(task)
             if lane.among.alone:
                 self._loses(lane.exchange)
             elif len(lane.among.epoch.slots) > 1:
@@ -122,18 +108,17 @@ class BetweenMembers(BetweenRanks):
             return crossed
         except (RuntimeError, torch.distributed.DistError) as error:  # a member is gone, or silent
             self._breaks(lane.among, first_line(error), time.monotonic() - began)
-            return self._lost(parties, pieces, device)
+            return self._lost(task, lane.exchange)
         finally:
             lane.among.end()
 
-    def _lost(self, parties: Parties, pieces: Pieces, device: torch.device) -> Crossed:
-        """An exchange of which nothing arrives."""
-        assert isinstance(parties.carrier, Lane), parties
-        self._loses(parties.carrier.exchange)
+    def _lost(self, task: Task, exchange: int) -> Crossed:
+        """Return an exchange of which nothing arrives, and note its number ``exchange``."""
+        self._loses(exchange)
         if self._agrees is not None:
-            self._gone.add(parties.carrier.exchange)
-        owners = len(parties.senders)
-        values = torch.zeros(owners * pieces.shard, device=device)
+            self._gone.add(exchange)
+        pieces, owners = task.pieces, len(task.parties.senders)
+        values = torch.zeros(owners * pieces.shard, device=pieces.device)
         mean = Mean(values, torch.zeros_like(values, dtype=torch.bool))
         nothing = np.zeros((owners, pieces.units.count), dtype=bool)
-        return Crossed(mean, Brought(device), [nothing, nothing])
+        return Crossed(mean, Brought(pieces.device), [nothing, nothing])

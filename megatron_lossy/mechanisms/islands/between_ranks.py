@@ -2,7 +2,8 @@
 
 Every island sends each owner its piece (an all-to-all). Owners add up in the order of the islands, so that the result
 is the same as for islands in one process. Then their means are gathered. Both halves run on a thread of their own while
-training goes on.
+training goes on. Vectors go between a device and the carriers, which are in host memory, beside the stream that computes: on CUDA
+through page-locked memory, on a stream of their own. The threads of the carriers wait for it; training does not.
 
 Its twin is :class:`.mean.InMemory`: here an island has one row of the exchange, and learns from NaN what nobody sent.
 """
@@ -12,70 +13,96 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ...base.exchange import BucketUnits, Delivery, Exchange, Stream
-from ...base.fetch import aside
+from ...base.fetch import Fetched, aside, is_here, stream_aside
+from ...base.fingerprint import finite
 from ...config import LossyConfig
-from ...recovery.rows import to_device
+from ...recovery.rows import to_device, used_here
 from ...transport.base import draw
-from .aside import ASIDE, BITS, Brought, Pieces
+from .carrying import Carrier, Collectives
 from .flags import SYNC_PHASES
-from .form import Codes, form_of
-from .mean import Mean, elements_of, finite_rows, mean_of, networks_between, owed_to
-from .places import Places
-from .rest import Rest
+from .form import SIGNAL, Codes, Form, Rest, form_of
+from .mean import elements_of, finite_rows, mean_of, networks_between, owed_to
+from .rounds import Mean
 from .stopping import Stopping
+from .vector import Places
 from .world import Meeting
 
 _HOST = torch.device("cpu")
+#: Integers as long as elements.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-class Carrier(Protocol):
-    """Carries one exchange after the other between the islands, in host memory."""
+class Pieces:
+    """``own`` float32[k] in ``islands`` pieces of ``form``, with room for :data:`SIGNAL` more items behind each.
 
-    #: Whether it reports losses.
-    observes: bool
+    ``own`` becomes what is sent: as it arrives. If some values are not finite, all pieces are blank: this tells the others that nothing
+    comes from here. ``count``: k. ``shard``, ``units``: the elements of a piece. ``here``: whether they were in host memory from the beginning.
+    """
 
-    def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Send ``pieces`` [M, n], one to each island. Returns the pieces for this island [M, n], and the arrived units.
+    def __init__(self, own: torch.Tensor, islands: int, form: Form) -> None:
+        self.count, self.device = len(own), own.device
+        self.shard = -(-len(own) // islands)
+        self.units = form.cut(self.shard)
+        self._dtype = form.dtype
+        self.here = is_here(own)
+        missing = islands * self.shard - len(own)
+        whole = torch.nn.functional.pad(own, (0, missing)) if missing else own
+        items = form.items(self.units)
+        rows = own.new_zeros(islands, items + SIGNAL, dtype=form.dtype)
+        form.encode(whole.view(islands, self.shard), self.units, rows[:, :items])
+        if not form.exact:
+            own.copy_(form.decode(rows[:, :items], self.units).view(-1)[: len(own)])
+        present = finite([own])
+        self._present: bool | Fetched = bool(present) if self.here else Fetched(present)  # before the long copy
+        self._rows: torch.Tensor | Fetched = rows
+        if not self.here:
+            self._leave(rows.masked_fill_(~present, form.blank))
+        elif not self._present:
+            rows.fill_(form.blank)
 
-        The second is bool[M, units or more]; ``None``: all. Items that did not arrive are zero.
-        """
+    @property
+    def present(self) -> bool:
+        """Whether all values are finite."""
+        if isinstance(self._present, Fetched):
+            self._present = bool(self._present.wait())
+        return self._present
 
-    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
-        """[M, n]: ``own`` [n] of every island, and the units that arrived as in :meth:`scatter`."""
+    @property
+    def rows(self) -> torch.Tensor:
+        """[M, items + SIGNAL], in host memory."""
+        if isinstance(self._rows, Fetched):
+            self._rows = torch.from_numpy(self._rows.wait()).view(self._dtype)
+        return self._rows
 
-    def do_without(self, place: int) -> None:
-        """Wait no more for the island in ``place``, where the others can go on without it."""
+    def _leave(self, rows: torch.Tensor) -> None:
+        """Begin to copy ``rows`` to the host. Nothing depends on the values."""
+        if rows.device.type == "cuda":
+            stream_aside(rows.device).wait_stream(torch.cuda.current_stream(rows.device))
+        with aside(rows.device):
+            used_here((rows,))
+            self._rows = Fetched(rows.view(_BITS[rows.element_size()]))  # NumPy knows no bfloat16
 
-    def close(self) -> None:
-        """Close the carrier after the last exchange."""
 
+class Brought:
+    """Marks the end of the work that :func:`aside` has so far. Made on a thread, used on the one that computes."""
 
-class Reliable:
-    """Carries exchanges over torch. Only drawn losses occur."""
+    def __init__(self, device: torch.device) -> None:
+        self._event = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record(stream_aside(device))
 
-    observes = False
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-
-    def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self._meeting.all_to_all(pieces), None
-
-    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self._meeting.all_gather(own), None
-
-    def do_without(self, place: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def use(self, *tensors: torch.Tensor | None) -> None:
+        """Let what is computed from now on use ``tensors``, which were brought before."""
+        if self._event is not None:
+            self._event.wait()
+            used_here(tensor for tensor in tensors if tensor is not None)
 
 
 def carriers_of(
@@ -94,7 +121,7 @@ def carriers_of(
     """
     names = [f"{prefix}{lane}" for lane in range(config.lanes)]
     if config.transport != "udp":
-        return [Reliable(meet(name)) for name in names]
+        return [Collectives(meet(name), range(config.islands)) for name in names]
     from .datagrams import IslandLink  # which starts a thread
 
     return [IslandLink(config, name, island, config.islands, store(name), most, patience) for name in names]
@@ -111,17 +138,28 @@ class Parties(NamedTuple):
     carrier: Carrier
 
 
-class Keeping(NamedTuple):
-    """The rests of an exchange of ``count`` elements at ``places``, of a vector in host memory.
+class Task(NamedTuple):
+    """An exchange that has begun, for the thread that makes it. ``step``: the iteration before it.
 
-    ``rest``: what they are added to. ``before``: is set once the means of the exchange before are rounded, whose rests go into these; ``over``: once these are.
+    ``drawn``: by phase bool[senders, units], the units that the draw delivers here; ``None``: everything. ``places``: of the elements, in
+    host memory. ``rest``: of this island's means. ``before``: set once the means of the exchange before are rounded, whose rests go into
+    these; ``rounded``: once these are.
     """
 
+    step: int
+    parties: Parties
+    pieces: Pieces
+    drawn: Sequence[np.ndarray | None]
     places: Places | None
-    count: int
-    before: threading.Event
-    over: threading.Event
     rest: Rest | None
+    before: threading.Event
+    rounded: threading.Event
+
+    def arriving(self) -> Sequence[np.ndarray | None]:
+        """Return ``drawn``; nothing if nothing comes from here: then nothing counts that comes here, either."""
+        if self.pieces.present:
+            return self.drawn
+        return [np.zeros((len(self.pieces.rows), self.pieces.units.count), dtype=bool)] * len(self.drawn)
 
 
 class Crossed(NamedTuple):
@@ -172,17 +210,15 @@ class BetweenRanks:
         [own] = sent
         turn, self._begun = self._begun % len(self._threads), self._begun + 1
         parties = self._parties(turn)
-        senders = parties.senders
-        pieces = Pieces(own, len(senders), self._form)
-        units = pieces.units
+        pieces = Pieces(own, len(parties.senders), self._form)
+        drawn = [self._drawn(phase, step, pieces.units, parties.senders) for phase in SYNC_PHASES]
         before, self._rounded = self._rounded, threading.Event()
-        keeping = Keeping(None if places is None else places.on(_HOST), len(own), before, self._rounded, self.rest)
-        drawn = [self._drawn(phase, step, units, senders) for phase in SYNC_PHASES]
-        told = partial(self._tell, step, units, parties)
-        future = self._threads[turn].submit(self._run, parties, pieces, drawn, keeping, own.device)
+        here = None if places is None else places.on(_HOST)
+        task = Task(step, parties, pieces, drawn, here, self.rest, before, self._rounded)
+        future = self._threads[turn].submit(self._run, task)
         if parties.carrier.observes:
-            return Waiting(future, own, lambda crossed: told(crossed.arrived))
-        waiting = Waiting(future, own, lambda _: told(self._arriving(drawn, pieces)))
+            return Waiting(future, own, lambda crossed: self._tell(task, crossed.arrived))
+        waiting = Waiting(future, own, lambda _: self._tell(task, task.arriving()))
         if pieces.here:
             waiting.tell()
         self._untold = waiting
@@ -202,12 +238,12 @@ class BetweenRanks:
         """Those of the exchange that begins, on the thread number ``turn``."""
         return Parties(range(self._config.islands), self._island, self.carriers[turn])
 
-    def _tell(self, step: int, units: BucketUnits, parties: Parties, arrived: Sequence[np.ndarray | None]) -> None:
-        owner = parties.place is not None
+    def _tell(self, task: Task, arrived: Sequence[np.ndarray | None]) -> None:
+        owner = task.parties.place is not None
         for phase, one in zip(SYNC_PHASES, arrived, strict=True):
             if one is not None and (owner or phase != SYNC_PHASES[0]):
-                exchange = Exchange(phase, self._stream, step)
-                self._told(Delivery(exchange, parties.senders, [self._island], one[None], [units]))
+                exchange = Exchange(phase, self._stream, task.step)
+                self._told(Delivery(exchange, task.parties.senders, [self._island], one[None], [task.pieces.units]))
 
     def _drawn(self, phase: str, step: int, units: BucketUnits, senders: Sequence[int]) -> np.ndarray | None:
         """bool[senders, units]: the units that the draw delivers here; ``None``: everything."""
@@ -217,39 +253,24 @@ class BetweenRanks:
         [arrived] = draw(network, exchange, senders, [self._island], units.count)
         return arrived.copy()  # torch wants to be able to write
 
-    @staticmethod
-    def _arriving(drawn: Sequence[np.ndarray | None], pieces: Pieces) -> Sequence[np.ndarray | None]:
-        """``drawn``, or nothing if nothing comes from here: then nothing counts that comes here, either."""
-        if pieces.present:
-            return drawn
-        return [np.zeros((len(pieces.rows), pieces.units.count), dtype=bool)] * len(drawn)
-
-    def _run(self, *arguments: Any) -> Crossed:
-        """:meth:`_cross`, on a thread."""
-        keeping: Keeping = arguments[3]
+    def _run(self, task: Task) -> Crossed:
+        """Run :meth:`_cross`, on a thread."""
         try:
-            return self._cross(*arguments)
+            return self._cross(task)
         finally:
-            keeping.over.set()  # whatever happened, the next one need not wait
+            task.rounded.set()  # whatever happened, the next one need not wait
 
-    def _cross(
-        self,
-        parties: Parties,
-        pieces: Pieces,
-        drawn: Sequence[np.ndarray | None],
-        keeping: Keeping,
-        device: torch.device,
-    ) -> Crossed:
-        """Make both halves of the exchange, on a thread. The mean goes to ``device``."""
-        sent, units = pieces.rows, pieces.units
-        drawn = self._arriving(drawn, pieces)
+    def _cross(self, task: Task) -> Crossed:
+        """Make both halves of the exchange, on a thread. The mean goes to the device."""
+        parties, units, device = task.parties, task.pieces.units, task.pieces.device
+        sent, drawn = task.pieces.rows, task.arriving()
         self._say(sent)
         received, arrived = parties.carrier.scatter(sent)
         rows = self._heard(received, units, drawn[0], arrived)
         reduced = _complete(rows, units, drawn[0], arrived)
         here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
         exact = mean_of(rows[:, None], here)[0]
-        sent, mean = self._message(parties, exact, units, reduced.any(axis=0), keeping)
+        sent, mean = self._message(task, exact, reduced.any(axis=0))
         self._say(sent)
         gathered, arrived = parties.carrier.gather(sent)
         values = self._heard(gathered, units, drawn[1], arrived)
@@ -265,29 +286,28 @@ class BetweenRanks:
             mine = Mean(to_device(values.reshape(-1), device), back, owed)
         return Crossed(mine, Brought(device), [reduced, complete])
 
-    def _message(
-        self, parties: Parties, exact: torch.Tensor, units: BucketUnits, averaged: np.ndarray, keeping: Keeping
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The message of the own means [items + ASIDE], and as they arrive [shard]. ``averaged`` bool[units]: somebody sent them."""
+    def _message(self, task: Task, exact: torch.Tensor, averaged: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """The message of the own means [items + SIGNAL], and as they arrive [shard]. ``averaged`` bool[units]: somebody sent them."""
+        units, place = task.pieces.units, task.parties.place
         items = self._form.items(units)
-        sent = torch.zeros(items + ASIDE, dtype=self._form.dtype)
+        sent = torch.zeros(items + SIGNAL, dtype=self._form.dtype)
 
         def crosses(values: torch.Tensor) -> torch.Tensor:
             self._form.encode(values[None], units, sent[None, :items])
             return self._form.decode(sent[None, :items], units)[0]
 
         there = None if averaged.all() else elements_of(averaged[None, None], units, exact.device)[0, 0]
-        if keeping.rest is not None and parties.place is not None:
-            keeping.before.wait()
-            mean = keeping.rest.crossing(0, parties.place, keeping.places, keeping.count, exact, there, crosses)
-            keeping.over.set()
+        if task.rest is not None and place is not None:
+            task.before.wait()
+            mean = task.rest.crossing(0, place, task.places, task.pieces.count, exact, there, crosses)
+            task.rounded.set()
         else:  # elements without a sender have no mean; NaN tells the others
             mean = crosses(exact if there is None else exact.masked_fill(~there, torch.nan))
         return sent, mean
 
     def _say(self, rows: torch.Tensor) -> None:
         """Put the signal to stop behind each of ``rows``, as bits."""
-        rows.view(BITS[rows.element_size()])[..., -1] = self._stopping.number
+        rows.view(_BITS[rows.element_size()])[..., -1] = self._stopping.number
 
     def _heard(
         self, rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
@@ -297,7 +317,7 @@ class BetweenRanks:
         A signal counts only if it arrived: with the last elements, or in a unit behind them.
         """
         items = self._form.items(units)
-        said = rows.view(BITS[rows.element_size()])[:, -1].numpy()
+        said = rows.view(_BITS[rows.element_size()])[:, -1].numpy()
         if drawn is not None:
             said = said * drawn[:, -1]
         if arrived is not None:
@@ -317,9 +337,9 @@ def _complete(
     rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
 ) -> np.ndarray:
     """bool[M, units]: the units of ``rows`` [M, shard] that arrived and count; only finite units count."""
-    finite = finite_rows(rows)
-    result = np.repeat(finite[:, None], units.count, axis=1)
-    for row in np.flatnonzero(~finite):
+    whole = finite_rows(rows)
+    result = np.repeat(whole[:, None], units.count, axis=1)
+    for row in np.flatnonzero(~whole):
         padded = rows.new_zeros(units.count * units.elements)
         padded[: units.shard] = rows[row]
         result[row] = padded.view(units.count, -1).isfinite().all(dim=1).cpu().numpy()

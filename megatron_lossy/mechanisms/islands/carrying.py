@@ -1,13 +1,14 @@
-"""Carries the exchanges of one epoch, among its members' ranks of one number: over gloo, or as datagrams.
+"""Carriers of exchanges between ranks of one number of all islands, or of the members of an epoch: over gloo, or as datagrams.
 
-It is opened on a thread, while training goes on (:mod:`.elastic.opening`). A member that dies, or stands still for longer than the patience,
-breaks it over gloo: what is under way is lost whole, and so is the rest of the epoch. Of datagrams only those from and to that member
-are lost.
+An epoch is opened on a thread, while training goes on (:mod:`.elastic.opening`). A member that dies, or stands still for longer than the
+patience, breaks it over gloo: what is under way is lost whole, and so is the rest of the epoch. Of datagrams only those from and to that
+member are lost.
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from .between_ranks import Carrier
 from .epochs import Epoch
 from .world import Meeting
 
@@ -25,10 +25,32 @@ Total = Callable[[torch.Tensor], torch.Tensor]
 LINGER = 10.0
 
 
-class Collectives:
-    """Exchanges among the members of ``meeting``, of which those in ``senders``, their places, are averaged."""
+class Carrier(ABC):
+    """Carries one exchange after the other between the islands, in host memory."""
 
+    #: Whether it reports losses.
     observes = False
+
+    @abstractmethod
+    def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Send ``pieces`` [M, n], one to each island. Returns the pieces for this island [M, n], and the arrived units.
+
+        The second is bool[M, units or more]; ``None``: all. Items that did not arrive are zero.
+        """
+
+    @abstractmethod
+    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
+        """[M, n]: ``own`` [n] of every island, and the units that arrived as in :meth:`scatter`."""
+
+    def do_without(self, place: int) -> None:
+        """Wait no more for the island in ``place``, where the others can go on without it."""
+
+    def close(self) -> None:
+        """Close the carrier after the last exchange."""
+
+
+class Collectives(Carrier):
+    """Exchanges over torch among the members of ``meeting``, of which those in ``senders``, their places, are averaged."""
 
     def __init__(self, meeting: Meeting, senders: Sequence[int]) -> None:
         self._meeting: Meeting | None = meeting
@@ -39,31 +61,27 @@ class Collectives:
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         """See :class:`.Carrier`. Nothing comes to who does not send."""
         if self._sends:
-            return self._open().all_to_all_among(pieces, self._sending), None
-        self._open().all_to_all_among(pieces[:0], [False for _ in self._sending])
+            return self._open().all_to_all(pieces, self._sending), None
+        self._open().all_to_all(pieces[:0], [False for _ in self._sending])
         return torch.zeros_like(pieces), np.zeros(pieces.shape, dtype=bool)
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
         """See :class:`.Carrier`."""
-        return self._open().all_gather(own)[self._senders], None
+        received = self._open().all_gather(own)
+        return received if all(self._sending) else received[self._senders], None
 
     def _open(self) -> Meeting:
         if self._meeting is None:
             raise RuntimeError("the epoch is closed")
         return self._meeting
 
-    def do_without(self, place: int) -> None:
-        """See :class:`.Carrier`."""
-
     def close(self) -> None:
         """Let the others see that it is over: without its last user a group closes its connections."""
         self._meeting = None
 
 
-class Alone:
+class Alone(Carrier):
     """The exchanges of the only member: nothing crosses."""
-
-    observes = False
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, None]:
         """See :class:`.Carrier`."""
@@ -72,12 +90,6 @@ class Alone:
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
         """See :class:`.Carrier`."""
         return own[None], None
-
-    def do_without(self, place: int) -> None:
-        """See :class:`.Carrier`."""
-
-    def close(self) -> None:
-        """Nobody is told."""
 
 
 class Among:

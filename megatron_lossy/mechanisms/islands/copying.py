@@ -19,7 +19,7 @@ import torch
 from ...base.errors import first_line
 from ...base.fetch import Fetched
 from .epochs import Incarnation
-from .rounds import Weights
+from .vector import Vector
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def _begin(run: Callable[..., None], *arguments: Any) -> threading.Thread:
     return thread
 
 
-def held_state(vectors: Sequence[Weights], optimizers: Sequence[Any]) -> dict[str, Held | float]:
+def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str, Held | float]:
     """The state as it is now. ``vectors``: main weights; ``optimizers``: torch's, in the same order."""
     found: dict[str, Held | float] = {}
     for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
@@ -193,9 +193,7 @@ def held_state(vectors: Sequence[Weights], optimizers: Sequence[Any]) -> dict[st
     return found
 
 
-def put_state(
-    vectors: Sequence[Weights], optimizers: Sequence[Any], values: Mapping[str, torch.Tensor | float]
-) -> None:
+def put_state(vectors: Sequence[Vector], optimizers: Sequence[Any], values: Mapping[str, torch.Tensor | float]) -> None:
     """Put ``values``, a :func:`held_state`, in the place of the weights and of the optimizers' state."""
     for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
         weights = values[f"{number}/weights"]

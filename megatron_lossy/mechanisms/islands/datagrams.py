@@ -17,15 +17,15 @@ from ...config import LossyConfig
 from ...transport.udp.engine import Engine, PeerLost, Transfer
 from ...transport.udp.leaving import Leaving, patiently
 from ...transport.udp.process import engine_for
-from .aside import ASIDE
+from .carrying import Carrier
 from .flags import SYNC_PHASES
-from .form import Codes, form_of
+from .form import SIGNAL, Codes, form_of
 
 #: Seconds between two looks at who is silent.
 _LOOKS = 0.25
 
 
-class IslandLink:
+class IslandLink(Carrier):
     """Exchanges of this island with others, one after another. One rank of each island opens it, a collective call.
 
     ``rank`` of ``size``: the place of this island among those that open it. ``senders``: the places of those whose weights are averaged;
@@ -58,7 +58,7 @@ class IslandLink:
         self._size, self._patience = size, patience
         self._senders = list(range(size) if senders is None else senders)
         form = form_of(config)
-        self._shard = shard = form.items(form.cut(-(-most // len(self._senders)))) + ASIDE
+        self._shard = shard = form.items(form.cut(-(-most // len(self._senders)))) + SIGNAL
         self._packet = form.packet
         bucket = (shard * form.dtype.itemsize, self._packet * form.dtype.itemsize)
         buckets = {phase: [bucket] for phase in SYNC_PHASES}

@@ -7,13 +7,22 @@ answer compute the same epoch.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from ...base.errors import refuse
+from ...base.files import write_text, writing
+from ...run.monitor.observer import Observer
+
+#: The name of the file of the log, in the folder of ``--delivery-log``.
+EPOCHS = "_epochs.jsonl"
+_FLAG = "--delivery-log"
 #: A sender's weights are in the mean, and it owns a share of the means. A listener only gets means.
 ROLES = ("send", "listen")
 _ID_BYTES = 8
@@ -169,3 +178,64 @@ def next_epoch(
     if any(one.broken and one.epoch == (epoch.id, latest) for one in count):
         return epoch
     return Epoch(epoch.members, latest)
+
+
+def line(
+    exchange: int, made: int, epoch: Epoch | None, lag: Any, events: list[dict[str, Any]], **more: Any
+) -> dict[str, Any]:
+    """Return a line about ``epoch``, or about none, in which ``exchange`` is made after ``made`` iterations of the run.
+
+    ``exchange``: the first of the epoch. ``lag``: of each member. ``events``: of a schedule. ``more``: for example ``returned``, what
+    islands did that are there again.
+    """
+    members = () if epoch is None else epoch.members
+    return {
+        "exchange": exchange,
+        "id": None if epoch is None else epoch.id,
+        "t": made,
+        "members": [[one.slot, one.incarnation.begun] for one in members],
+        "roles": [one.role for one in members],
+        "lag": lag,
+        "events": events,
+        **more,
+    }
+
+
+class EpochLog(Observer):
+    """The log of epochs: a line of JSON for each epoch and each event. Readers of Parquet skip names that begin with an underscore.
+
+    ``folder``: of the delivery log. ``keeps``: all lines, if the run goes on from a checkpoint: others have gone on meanwhile.
+    """
+
+    def __init__(self, folder: str, keeps: bool = False) -> None:
+        self._path, self._keeps = Path(folder, EPOCHS), keeps
+        self._ours = False
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` if the file is of another run."""
+        if not self._ours and self._path.exists():
+            raise refuse(_FLAG, self._path.parent, "holds the log of a run; choose another folder")
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Write a line. Raises :class:`UsageError` if the file is of another run."""
+        self.check()
+        self._ours = True
+        with writing(_FLAG, self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def restart(self, iteration: int) -> None:
+        """Keep the lines before ``iteration``, or all. One that a killed run has left unfinished is the last, and later."""
+        self._ours = True
+        if not self._path.exists():
+            return
+        kept = []
+        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                if json.loads(line)["t"] >= iteration and not self._keeps:
+                    break
+            except ValueError:
+                break
+            kept.append(line)
+        write_text(self._path, "".join(kept))

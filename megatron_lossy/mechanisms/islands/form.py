@@ -1,4 +1,4 @@
-"""The form of what crosses between islands (``--sync-dtype``): numbers of a dtype, or codes with their scales beside them.
+"""The form of values that cross between islands (``--sync-dtype``): numbers of a dtype, or codes with their scales; and rests of codes.
 
 A shard of R rows crosses as rows of a message, of items of :attr:`Form.dtype`. Units of loss are runs of whole items, so that every
 packet can be read by itself.
@@ -7,20 +7,25 @@ packet can be read by itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable, Mapping
 
 import torch
 
+from ...base import theory
 from ...base.coding.blocks import BlockCode
 from ...base.exchange import BucketUnits, cut
 from ...config import LossyConfig
+from .vector import Places, read_at
+
+#: Items behind each message of a row. They say whether to stop.
+SIGNAL = 1
 
 
 class Form(ABC):
     """``dtype``: of the items of a message. ``packet``: items of a packet. ``blank``: in all items, it says that nothing is there."""
 
     #: Whether values cross as they are.
-    exact: ClassVar[bool] = False
+    exact = False
     dtype: torch.dtype
     packet: int
     blank: float
@@ -67,6 +72,7 @@ class Plain(Form):
     def __init__(self, config: LossyConfig, dtype: torch.dtype) -> None:
         super().__init__(config)
         self.dtype, self.packet = dtype, config.packet_bytes // dtype.itemsize
+        self.exact = dtype == torch.float32
 
     def items(self, units: BucketUnits) -> int:
         return units.shard
@@ -79,15 +85,6 @@ class Plain(Form):
 
     def round_(self, values: torch.Tensor, units: BucketUnits) -> torch.Tensor:
         return values.copy_(values.to(self.dtype))
-
-
-class AsItIs(Plain):
-    """float32."""
-
-    exact = True
-
-    def round_(self, values: torch.Tensor, units: BucketUnits) -> torch.Tensor:
-        return values
 
 
 class Codes(Form):
@@ -123,4 +120,69 @@ def form_of(config: LossyConfig) -> Form:
     """The form of ``--sync-dtype``."""
     if config.sync_bits:
         return Codes(config, BlockCode(config.sync_bits, config.wire_block))
-    return AsItIs(config, torch.float32) if config.sync_dtype == "fp32" else Plain(config, torch.bfloat16)
+    return Plain(config, torch.float32 if config.sync_dtype == "fp32" else torch.bfloat16)
+
+
+def bytes_sent(config: LossyConfig, count: int, among: tuple[int, int] | None = None) -> float:
+    """Return the bytes that a sender sends in an exchange of ``count`` elements.
+
+    ``among``: the numbers of senders and receivers; ``None``: all islands are both.
+    """
+    senders, receivers = among or (config.islands, config.islands)
+    shard = -(-count // senders)
+    return theory.bytes_sent(count, senders, form_of(config).bytes_of(shard) / shard, receivers)
+
+
+class Rest:
+    """The rests of means of the islands of this process, numbered from 0: float32[size] each, on the device that makes means.
+
+    An owner keeps, for the next mean of the same element, what codes take from one: with the rest r of an element, m = Q(mean + r)
+    crosses, and r becomes mean + r - m. So the means of an element that crossed add up to those before rounding, but for one rounding,
+    however many they are.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def crossing(
+        self,
+        island: int,
+        place: int,
+        places: Places | None,
+        count: int,
+        mean: torch.Tensor,
+        averaged: torch.Tensor | None,
+        crosses: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """m [shard] of the ``mean`` [shard] that ``island`` owns in an exchange of ``count`` elements at ``places``.
+
+        ``place``: the number of its shard. ``averaged`` bool[shard]: the elements that somebody sent; ``None``: all; the others are NaN.
+        ``crosses``: makes Q(x) [shard] of x.
+        """
+        size = count if places is None else places.size
+        row = self._rows.get(island)
+        row = self._rows[island] = torch.zeros(size, device=mean.device) if row is None else row.to(mean.device)
+        chosen = read_at(row, places)
+        own = chosen[place * len(mean) : (place + 1) * len(mean)]  # the last shard may be shorter
+        whole = mean.clone()
+        whole[: len(own)] += own
+        if averaged is not None:
+            whole.masked_fill_(~averaged, torch.nan)
+        crossed = crosses(whole)
+        left = (whole - crossed)[: len(own)]
+        own.copy_(torch.where(left.isfinite(), left, own))
+        if places is not None:
+            places.write(row, chosen)
+        return crossed
+
+    def forget(self, island: int) -> None:
+        """``island`` begins again."""
+        self._rows.pop(island, None)
+
+    def state_dict(self) -> dict[int, torch.Tensor]:
+        """The rests, by island."""
+        return dict(self._rows)
+
+    def load_state_dict(self, state: Mapping[int, torch.Tensor]) -> None:
+        """Restore :meth:`state_dict`."""
+        self._rows = {island: row.clone() for island, row in state.items()}

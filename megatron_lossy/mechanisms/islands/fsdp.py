@@ -23,11 +23,10 @@ from ...base.jobs import JobGroup
 from ...config import LossyConfig
 from ...run.mechanism import Part
 from .between_ranks import BetweenRanks, carriers_of
-from .main_vector import Segment, Vector
-from .mean import Mean, distance_to
+from .form import bytes_sent
 from .monitor import IslandMonitor
-from .shard import Shard
-from .subset import Subset
+from .rounds import Rounds
+from .vector import Segment, Subset, Vector
 from .world import Meeting
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class FSDPIslands(Part, JobGroup):
         self.place = list(islands[self.island]).index(dist.get_rank())
         self.monitor = IslandMonitor()
         self._prefix = f"megatron_lossy/pytorch/islands/{_made}"
-        self._shard: Shard[BetweenRanks] | None = None
+        self._rounds: Rounds[BetweenRanks] | None = None
         self._updates = 0  # which the exchanges are keyed by
 
     def attach(self, run: LossyFSDP) -> None:
@@ -83,9 +82,9 @@ class FSDPIslands(Part, JobGroup):
         """Begin with the weights of now. A collective call of all islands."""
         self._control.total(torch.zeros(1))  # all are there
         if self.config.sync_method != "none":
-            self._shard = self._build()
+            self._rounds = self._build()
 
-    def _build(self) -> Shard[BetweenRanks]:
+    def _build(self) -> Rounds[BetweenRanks]:
         config, run = self.config, self._run
         vector = self._vector()
         subset = Subset(
@@ -94,7 +93,7 @@ class FSDPIslands(Part, JobGroup):
         patience = _PATIENCE.total_seconds()
         carriers = carriers_of(config, subset.most, self.island, "", self._store, self._meet, patience)
         crossing = BetweenRanks(config, subset.stream, self.island, carriers, run.steps, self._tell)
-        return Shard(config, subset, [vector], crossing, run.steps, run.device, self._note)
+        return Rounds(config, subset, [vector], crossing, run.steps, run.device, self.monitor.used)
 
     def _vector(self) -> Vector:
         """This rank's shards of all parameter groups, one after another."""
@@ -108,21 +107,18 @@ class FSDPIslands(Part, JobGroup):
         for observer in self._run.observers:
             observer.observe(delivery)
 
-    def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
-        self.monitor.used(seconds, *distance_to(mean, sent))
-
     @property
     def carriers(self) -> Sequence[Any]:
-        return [] if self._shard is None or self.config.transport != "udp" else self._shard.crossing.carriers
+        return [] if self._rounds is None or self.config.transport != "udp" else self._rounds.crossing.carriers
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def end_iteration(self) -> None:
         """The update is made, and no weight of it was gathered yet."""
-        sent = None if self._shard is None else self._shard.exchange(self._updates)
+        count = None if self._rounds is None else self._rounds.after_iteration(self._updates)
         self._updates += 1
-        if sent is not None:
-            self.monitor.exchanged(sent)
+        if count is not None:
+            self.monitor.exchanged(bytes_sent(self.config, count))
 
     def restart(self, iteration: int) -> None:
         """Count updates from ``iteration`` on."""
@@ -156,17 +152,17 @@ class FSDPIslands(Part, JobGroup):
 
     def state_dict(self) -> Any:
         """The state of the rule, and of the exchanges under way. Waits for these."""
-        if self._shard is None:
+        if self._rounds is None:
             return None
-        return {"updates": self._updates, "rounds": self._shard.rounds.state_dict()}
+        return {"updates": self._updates, "rounds": self._rounds.state_dict()}
 
     def load_state_dict(self, state: Any) -> None:
-        if self._shard is None:
+        if self._rounds is None:
             raise UsageError(f"--sync-method {self.config.sync_method}: the saved state has other exchanges")
         self._updates = state["updates"]
-        self._shard.rounds.load_state_dict(state["rounds"])
+        self._rounds.load_state_dict(state["rounds"])
 
     def close(self) -> None:
         """End the exchanges."""
-        if self._shard is not None:
-            self._shard.crossing.close()
+        if self._rounds is not None:
+            self._rounds.crossing.close()

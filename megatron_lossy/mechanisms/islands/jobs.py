@@ -6,11 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...base.jobs import Jobs, World
+from .flags import IslandFlags
+
+#: A moving average of an element settles in this many exchanges.
+_SETTLES = 10
 
 
 @dataclass(frozen=True)
 class IslandJobs(Jobs):
-    """The islands of a run with the flags ``config``; one job without any."""
+    """The islands of a run with the flags ``config``; one job without any. Notes are about flags that are rarely wanted."""
 
     name: str = "island"
     config: Any = field(default=None, repr=False)
@@ -29,15 +33,41 @@ class IslandJobs(Jobs):
     def check(self, train_iters: int | None) -> None:
         config = self.config
         if config.averages and config.sync_method != "none":
-            from .mean import check_between
+            from ...base.exchange import Stream
+            from .mean import networks_between
 
-            check_between(config, train_iters)
+            networks_between(config, Stream("islands"), train_iters)
         if config.averages and config.island_schedule is not None:
             from .schedule import read_schedule
 
             read_schedule(config.island_schedule, config.islands, train_iters)
 
     def advice(self, iterations: int | None) -> list[str]:
-        from .advice import advice
+        config, notes = self.config, []
+        if not config.averages or config.sync_method != "parameters":
+            return notes
+        if config.overlap and config.correction != "smith":
+            smaller = 1 / (config.rounds_under_way + 1)
+            notes.append(
+                f"{under_way(config)}; with --sync-fraction of at most {smaller:.3g} there is none, and --delay-correction smith "
+                "knows of them"
+            )
+        visits = None if iterations is None else iterations // (config.parts * config.sync_interval)
+        if config.correction == "ema" and visits is not None and visits < _SETTLES:
+            notes.append(
+                f"--delay-correction ema: an element is exchanged {visits} times in this run; its average never settles"
+            )
+        return notes
 
-        return advice(self.config, iterations)
+
+def under_way(config: IslandFlags) -> str:
+    """Return in words the exchanges of an element that are under way at once."""
+    if config.sync_subset == "bernoulli":
+        many, subset = (
+            f"{config.mean_overlap:.3g} later exchanges of an element on average",
+            " and --sync-subset bernoulli",
+        )
+    else:
+        many = f"{config.overlap} later exchanges of an element"
+        subset = " and --sync-subset partition" if config.sync_subset == "partition" else ""
+    return f"{many} under way (--sync-delay {config.sync_delay}){subset}"

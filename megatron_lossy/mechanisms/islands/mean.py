@@ -7,7 +7,6 @@ own always does), and sends the mean back. An island that does not get it goes o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,67 +18,9 @@ from ...recovery.rows import to_device
 from ...transport import Network
 from ...transport.base import draw
 from .flags import SYNC_PHASES
-from .form import Codes, form_of
-from .places import Places
-from .rest import Rest
-
-
-class Mean(NamedTuple):
-    """The result of an exchange. ``values`` [k]: the owners' means.
-
-    ``arrived`` bool[islands of this process, k], or ``None`` if all arrived everywhere. ``owed`` [islands of this
-    process, k], or ``None`` if nothing was rounded, or owners keep it for their next means (:mod:`.rest`): an owner adds it to its own
-    copy of a mean, so that all islands together get the mean before rounding.
-    """
-
-    values: torch.Tensor
-    arrived: torch.Tensor | None
-    owed: torch.Tensor | None = None
-
-
-def distance_to(mean: Mean, sent: torch.Tensor, stride: int = 1) -> tuple[torch.Tensor, torch.Tensor | int]:
-    """The sum of squared distances of ``sent`` [1, k] to ``mean`` over the elements that arrived, and their number.
-
-    ``stride``: between the elements that are looked at. Nothing waits for the device, and no shape depends on losses.
-    """
-    distance = mean.values[::stride] - sent[0, ::stride]
-    if mean.arrived is None:
-        return distance.dot(distance), distance.numel()
-    arrived = mean.arrived[0, ::stride]
-    distance = distance.where(arrived, 0.0)
-    return distance.dot(distance), arrived.sum()
-
-
-class Pending(Protocol):
-    """An exchange that is under way."""
-
-    def wait(self) -> Mean:
-        """The result of the exchange. It is kept, and may be asked for again."""
-
-
-class Crossing(Protocol):
-    """Turns the vectors that islands send into a mean. ``rest``: what owners keep of rounded means; ``None``: nothing."""
-
-    rest: Rest | None
-
-    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Pending:
-        """Begin the exchange of ``sent`` float32[islands of this process, k], keyed by the iteration ``step``.
-
-        ``places``: the places of its elements; ``None``: all of a vector. ``sent`` becomes what others get of it, rounded.
-        """
-
-    def forget(self, island: int) -> None:
-        """``island`` begins again: it keeps nothing of rounded means."""
-
-
-class Done:
-    """An exchange that is over."""
-
-    def __init__(self, mean: Mean) -> None:
-        self._mean = mean
-
-    def wait(self) -> Mean:
-        return self._mean
+from .form import Codes, Rest, form_of
+from .rounds import Mean
+from .vector import Places
 
 
 class InMemory:
@@ -103,7 +44,7 @@ class InMemory:
         if self.rest is not None:
             self.rest.forget(island)
 
-    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Done:
+    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Mean:
         senders, receivers, (islands, count) = self._senders, self._receivers, sent.shape
         owners = len(senders)
         shard = -(-count // owners)
@@ -122,20 +63,19 @@ class InMemory:
         ]
         here = None if reduced is None else elements_of(reduced, units, sent.device)
         exact = mean_of(crossing.view(owners, owners, shard), here)  # [owners, shard]
-        if self.rest is None:
-            rounded = self._form.round_(exact.clone(), units)
-        else:
+        rounded, owed = exact, None
+        if self.rest is not None:
             rounded = self._coded(self.rest, exact, units, here, places, count)
-        values, owed = rounded.view(-1)[:count], None
-        if self.rest is None and not self._form.exact:
-            rest = owed_to(range(owners), exact - rounded, owners)[:, :count]
-            owed = _of_slots(rest, senders, islands)
+        elif not self._form.exact:
+            rounded = self._form.round_(exact.clone(), units)
+            owed = _of_slots(owed_to(range(owners), exact - rounded, owners)[:, :count], senders, islands)
+        values = rounded.view(-1)[:count]
         if not self.deliveries:
-            return Done(Mean(values, None, owed))
+            return Mean(values, None, owed)
         if gathered is None:
             gathered = np.ones((len(receivers), owners, units.count), dtype=bool)
         back = elements_of(gathered, units, sent.device).reshape(len(receivers), -1)[:, :count]
-        return Done(Mean(values, _of_slots(back, receivers, islands), owed))
+        return Mean(values, _of_slots(back, receivers, islands), owed)
 
     def _coded(
         self,
@@ -237,11 +177,3 @@ def elements_of(arrived: np.ndarray, units: BucketUnits, device: torch.device) -
     """bool[receivers, sources, shard] of bool[receivers, sources, units]."""
     by_unit = torch.from_numpy(arrived) if device.type == "cpu" else to_device(arrived, device)
     return by_unit.repeat_interleave(units.elements, dim=2)[:, :, : units.shard]
-
-
-def check_between(config: LossyConfig, train_iters: int | None) -> None:
-    """Raise :class:`UsageError` for files of rates or losses that do not fit exchanges between islands.
-
-    ``train_iters``: ``None`` if it is not known.
-    """
-    networks_between(config, Stream("islands"), train_iters)

@@ -11,23 +11,21 @@ from typing import Any
 
 import torch
 
-from .mean import Crossing, Mean
 from .presence import Presence
-from .rounds import Flight, Rounds, Weights
-from .rule import Rule
-from .subset import Subset
+from .rounds import Between, Flight, Mean, Rounds
+from .vector import read_at, write_at
 
 
-class MemberRounds(Rounds):
-    """``presence``: says who is there. Other arguments: those of :class:`.Rounds`."""
+class MemberRounds(Rounds[Between]):
+    """``presence``: the islands that are there. Other arguments: those of :class:`.Rounds`."""
 
-    def __init__(self, subset: Subset, rule: Rule, crossing: Crossing, *more: Any, presence: Presence) -> None:
-        super().__init__(subset, rule, crossing, *more)
+    def __init__(self, *arguments: Any, presence: Presence) -> None:
+        super().__init__(*arguments)
         self._presence = presence
         #: The islands that took part in each exchange under way, by the iteration before it.
         self._took_part: dict[int, list[int]] = {}
         #: int16[islands, size]: how often a mean has set each element of a listener since it began to listen.
-        self._set = torch.zeros(len(presence.slots), subset.size, dtype=torch.int16, device=self._device)
+        self._set = torch.zeros(len(presence.slots), self.subset.size, dtype=torch.int16, device=self._device)
 
     def visits(self, island: int) -> int:
         """The least number of times that an element of a listener was set."""
@@ -40,23 +38,21 @@ class MemberRounds(Rounds):
                 members.remove(island)
         self._set[island] = 0
         self.rule.restart(island)
-        self._crossing.forget(island)
+        self.crossing.forget(island)
 
     def give_up(self) -> None:
         """Wait for none of the exchanges under way."""
-        for flight in self.flights:
-            self.rule.end(flight.step)
         self.flights = []
         self._took_part.clear()
 
-    def _begin(self, number: int, step: int, weights: Sequence[Weights]) -> Flight | None:
-        flight = super()._begin(number, step, weights)
+    def _begin(self, number: int, step: int) -> Flight | None:
+        flight = super()._begin(number, step)
         if flight is not None:
             self._took_part[step] = list(self._presence.members)
         return flight
 
-    def _use(self, flight: Flight, mean: Mean, step: int, weights: Sequence[Weights]) -> None:
-        super()._use(flight, mean, step, weights)
+    def _use(self, flight: Flight, mean: Mean, step: int) -> None:
+        super()._use(flight, mean, step)
         for island in self._takers(flight):
             if self._presence.slots[island].listens:
                 self._count(island, flight, mean)
@@ -68,14 +64,9 @@ class MemberRounds(Rounds):
 
     def _count(self, island: int, flight: Flight, mean: Mean) -> None:
         """Note that a mean has set elements of ``island``."""
-        row = self._set[island]
+        row, places = self._set[island], flight.places
         came = torch.ones_like(flight.sent[island], dtype=torch.bool) if mean.arrived is None else mean.arrived[island]
-        before = row if flight.places is None else flight.places.read(row)
-        after = before + came.to(torch.int16)
-        if flight.places is None:
-            row.copy_(after)
-        else:
-            flight.places.write(row, after)
+        write_at(row, places, read_at(row, places) + came.to(torch.int16))
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "took part": self._took_part, "set": self._set}

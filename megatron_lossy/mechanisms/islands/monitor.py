@@ -12,6 +12,7 @@ from ...base.fetch import Fetched
 from ...run.monitor.observer import Observer
 from ...run.monitor.window import Window
 from .flags import SYNC_PHASES
+from .rounds import Mean
 
 #: The most measurements that stay on the device, if a run never asks for them.
 _UNREAD = 1000
@@ -40,14 +41,19 @@ class IslandMonitor(Observer):
         """Count an exchange that begins; an island sends ``sent`` bytes in it."""
         self._window.add(exchanges=1, bytes=sent)
 
-    def used(self, seconds: float, squares: torch.Tensor, elements: torch.Tensor | int) -> None:
-        """Count a used mean. ``seconds``: waiting time. ``squares``: sum of squared distances to it over ``elements``.
+    def used(self, seconds: float, sent: torch.Tensor, mean: Mean, stride: int = 1) -> None:
+        """Count ``mean``, which was used after ``seconds`` of waiting, and its distance to the values ``sent`` [1, k].
 
-        ``squares`` is a scalar on the device. It is read only when somebody asks: reading it now would wait for the
-        device.
+        ``stride``: between the elements that are looked at. The sum of squared distances over those that arrived stays on the device
+        until it is asked for: nothing waits for the device, and no shape depends on losses.
         """
         self._window.add(used=1, seconds=seconds)
-        self._measured.append((squares, elements))
+        distance = mean.values[::stride] - sent[0, ::stride]
+        elements: torch.Tensor | int = distance.numel()
+        if mean.arrived is not None:
+            arrived = mean.arrived[0, ::stride]
+            distance, elements = distance.where(arrived, 0.0), arrived.sum()
+        self._measured.append((distance.dot(distance), elements))
         if len(self._measured) == _UNREAD:
             self._read()
 

@@ -34,23 +34,17 @@ from ...recovery.rows import to_device
 from ...run.mechanism import Part
 from .between_ranks import BetweenRanks, carriers_of
 from .flags import CONSENSUS_FOLDER
-from .main_vector import Vector, shard_vector
-from .mean import Mean, distance_to
+from .form import bytes_sent
 from .monitor import IslandMonitor
-from .rounds import Rounds, Weights
-from .shard import Shard
+from .rounds import Mean, Rounds
 from .stopping import Stopping
-from .subset import Subset
+from .vector import Subset, Vector, shard_vector
 from .world import IslandWorld, Meeting
 
 #: Iterations between two questions whether to stop, of islands that exchange nothing.
 _ASKS = 10
 #: Elements of an exchange at most, about, from which the deviation is known.
 _SAMPLE = 2**16
-
-
-#: The weights that one of torch's optimizers updates on this rank, and their exchanges.
-_Shard = Shard[BetweenRanks]
 
 
 class RankIslands(Part, JobGroup):
@@ -62,9 +56,9 @@ class RankIslands(Part, JobGroup):
         self.world = world
         self.monitor = IslandMonitor()
         self.config = config
-        self._shards: list[_Shard] | None = None
+        self._rounds: list[Rounds[BetweenRanks]] | None = None  # by optimizer of torch's
         self._hooks: list[Any] = []
-        self._made: set[int] = set()  # shards whose exchanges of this iteration are made
+        self._made: set[int] = set()  # optimizers whose exchanges of this iteration are made
         self._iterations = 0  # that were begun, as far as stopping is concerned
 
     def attach(self, run: Any) -> None:
@@ -95,14 +89,14 @@ class RankIslands(Part, JobGroup):
         if left and self._run.config.untouched("param"):
             self._gather()
         if self.config.delivery_log is not None:  # a record must be complete before its iteration is over
-            for shard in self._built():
-                shard.crossing.tell()
+            for rounds in self._built():
+                rounds.crossing.tell()
         self._made.clear()
 
     def _exchange(self, number: int, *_: Any) -> None:
-        sent = self._built()[number].exchange(self._run.iteration)
-        if sent is not None:
-            self.monitor.exchanged(sent)
+        count = self._built()[number].after_iteration(self._run.iteration)
+        if count is not None:
+            self.monitor.exchanged(bytes_sent(self.config, count))
         self._made.add(number)
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
@@ -156,10 +150,10 @@ class RankIslands(Part, JobGroup):
         """The meeting for exchanges that no thread makes."""
         return self.world.meet("control")
 
-    def _built(self) -> list[_Shard]:
-        if self._shards is None:
-            self._shards = [self._build(number, one) for number, one in enumerate(self._exchanging)]
-        return self._shards
+    def _built(self) -> list[Rounds[BetweenRanks]]:
+        if self._rounds is None:
+            self._rounds = [self._build(number, one) for number, one in enumerate(self._exchanging)]
+        return self._rounds
 
     def ready(self) -> None:
         """Raise :class:`UsageError` if there are too few weights to exchange."""
@@ -184,14 +178,12 @@ class RankIslands(Part, JobGroup):
         stream = Stream("islands", data_parallel_rank(chunk), pipeline_stage(chunk), number)
         return Subset(self.config, vector.size, self.world.seed, stream)
 
-    def _build(self, number: int, one: Any) -> _Shard:
-        config, run, vector = self.config, self._run, self._vector(one)
+    def _build(self, number: int, one: Any) -> Rounds[BetweenRanks]:
+        run, vector = self._run, self._vector(one)
         subset = self._subset(vector, number)
         crossing = self._crossing(number, subset)
         self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
-        return Shard(
-            config, subset, [vector], crossing, run.steps, run.device, self._note, make_rounds=self._make_rounds
-        )
+        return self._make_rounds(self.config, subset, [vector], crossing, run.steps, run.device, self._note)
 
     def _crossing(self, number: int, subset: Subset) -> BetweenRanks:
         """The maker of the means of the shard ``number``. A collective call of the ranks with this one's place."""
@@ -199,14 +191,14 @@ class RankIslands(Part, JobGroup):
         carriers = carriers_of(config, subset.most, world.island, f"{number}/", world.store, world.meet, world.patience)
         return BetweenRanks(config, subset.stream, world.island, carriers, self._run.steps, self._tell, self._stopping)
 
-    def _make_rounds(self, *arguments: Any) -> Rounds:
-        """The exchanges of a shard."""
+    def _make_rounds(self, *arguments: Any) -> Rounds[BetweenRanks]:
+        """Return the exchanges of the weights of one optimizer."""
         return Rounds(*arguments)
 
     @property
-    def _vectors(self) -> list[Weights]:
-        """The weights of each shard."""
-        return [shard.vectors[0] for shard in self._built()]
+    def _vectors(self) -> list[Vector]:
+        """The weights of each optimizer."""
+        return [rounds.vectors[0] for rounds in self._built()]
 
     @property
     def _inner(self) -> list[Any]:
@@ -219,12 +211,12 @@ class RankIslands(Part, JobGroup):
 
     def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
         stride = mean.values.numel() // _SAMPLE | 1  # odd, so that it does not follow blocks
-        self.monitor.used(seconds, *distance_to(mean, sent, stride))
+        self.monitor.used(seconds, sent, mean, stride)
 
     @property
     def carriers(self) -> Sequence[Any]:
-        shards = self._shards if self.config.transport == "udp" else None
-        return [carrier for shard in shards or () for carrier in shard.crossing.carriers]
+        built = self._rounds if self.config.transport == "udp" else None
+        return [carrier for rounds in built or () for carrier in rounds.crossing.carriers]
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -311,22 +303,22 @@ class RankIslands(Part, JobGroup):
     def state_dict(self) -> list[dict[str, Any]]:
         """The state of the rules, and of the exchanges under way. Waits for these."""
         with self._waiting():
-            return [shard.rounds.state_dict() for shard in self._built()]
+            return [rounds.state_dict() for rounds in self._built()]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Restore :meth:`state_dict`, once there is an optimizer."""
-        shards = self._built()
-        if len(state) != len(shards):
+        built = self._built()
+        if len(state) != len(built):
             raise UsageError(f"--sync-method {self.config.sync_method}: the checkpoint has other exchanges")
-        for shard, saved in zip(shards, state, strict=True):
-            shard.rounds.load_state_dict(saved)
+        for rounds, saved in zip(built, state, strict=True):
+            rounds.load_state_dict(saved)
 
     def close(self) -> None:
         """The run is over."""
         for hook in self._hooks:
             hook.remove()
-        for shard in self._shards or ():
-            shard.crossing.close()
+        for rounds in self._rounds or ():
+            rounds.crossing.close()
 
 
 def rewind(folder: str, world: IslandWorld, total: Callable[[torch.Tensor], torch.Tensor]) -> str | None:

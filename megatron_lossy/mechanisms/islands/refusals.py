@@ -9,6 +9,7 @@ from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
 from ...config.refusals.core import ONE_EMBEDDING, above, draws_losses, switches
+from .jobs import under_way
 
 _FOLDER = "each island has a folder of its own; give the arguments again"
 
@@ -49,8 +50,7 @@ def _too_short(config: LossyConfig, facts: Facts, needed: int) -> Mapping[str, i
 
 def _diverges(config: LossyConfig, gain: float | None) -> Mapping[str, Any] | None:
     """The bound of the stability of ``gain``, and the exchanges that it is due to, if ``gain`` is not below it."""
-    from .advice import under_way
-    from .correction import stability_bound  # which imports torch
+    from .rules import stability_bound  # which imports torch
 
     if gain is None or gain < (bound := stability_bound(config)):
         return None
@@ -192,5 +192,4 @@ ISLANDS = Section(
     lambda c, f: f.workers is not None and _corrects(c, "ema") and _diverges(c, c.ema_coefficient[0]),
     "--delay-correction | mixing, and a delay with which it diverges | diverges: must be below {bound} with {under_way}",
     lambda c, f: f.workers is not None and _corrects(c, "mixing") and _diverges(c, c.gain),
-    when=lambda c: c.islands > 1,
 )

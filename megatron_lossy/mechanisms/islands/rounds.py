@@ -10,68 +10,103 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from .mean import Crossing, Done, Mean, Pending
-from .places import Places
-from .rule import Back, Rule
-from .subset import Subset
+from ...config import LossyConfig
+from .form import Rest
+from .rules import Result, make_rule
+from .vector import Places, Subset, Vector
 
 
-class Weights(Protocol):
-    """A vector of an island: its main weights in float32, as the optimizer has them."""
+class Mean(NamedTuple):
+    """The result of an exchange. ``values`` [k]: the owners' means.
 
-    def read(self, places: Places | None) -> torch.Tensor:
-        """A copy [k] of the elements at ``places``; ``None``: all."""
+    ``arrived`` bool[islands of this process, k], or ``None`` if all arrived everywhere. ``owed`` [islands of this
+    process, k], or ``None`` if nothing was rounded, or owners keep it for their next means (:class:`.Rest`): an owner adds it to its own
+    copy of a mean, so that all islands together get the mean before rounding.
+    """
 
-    def write(self, places: Places | None, values: torch.Tensor) -> None:
-        """Put ``values`` [k] at ``places`` of the main weights, and into the weights of forward and backward passes."""
+    values: torch.Tensor
+    arrived: torch.Tensor | None
+    owed: torch.Tensor | None = None
+
+    def wait(self) -> Mean:
+        """Return this mean, which is a :class:`Pending` that has ended."""
+        return self
+
+
+class Pending(Protocol):
+    """An exchange that is under way."""
+
+    def wait(self) -> Mean:
+        """Return the result of the exchange. It is kept, and may be asked for again."""
+
+
+class Crossing(Protocol):
+    """Turns the vectors that islands send into a mean. ``rest``: see :class:`.Rest`; ``None``: owners keep nothing."""
+
+    rest: Rest | None
+
+    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Pending:
+        """Begin the exchange of ``sent`` float32[islands of this process, k], keyed by the iteration ``step``.
+
+        ``places``: the places of its elements; ``None``: all of a vector. ``sent`` becomes what others get of it, rounded.
+        """
+
+    def forget(self, island: int) -> None:
+        """Forget what ``island``, which begins again, keeps of rounded means."""
 
 
 @dataclass
 class Flight:
-    """An exchange under way: its number, the iteration before it, its elements, and the values that were sent."""
+    """An exchange under way: its number, the iteration before it, its elements, the values that were sent, and the rule's snapshot."""
 
     number: int
     step: int
     places: Places | None
     sent: torch.Tensor
+    snapshot: Sequence[torch.Tensor] | None
     pending: Pending
 
 
-class Rounds:
-    """The exchanges of one vector of the islands of this process.
+Between = TypeVar("Between", bound=Crossing)
 
-    ``rule``: applies a mean. ``crossing``: makes it. ``interval``, ``delay``: in iterations. ``device``: the device of
-    the weights. ``used``: called when a mean is used, with the seconds of waiting for it, the values that had been sent
+
+class Rounds(Generic[Between]):
+    """The exchanges of one vector, or shard of it, of the islands of this process: ``vectors``, one for each island.
+
+    ``subset``: chooses the elements of each exchange. ``crossing``: makes means. ``steps``: length of the run, if known. ``device``: that
+    of the weights. ``used``: called when a mean is used, with the seconds of waiting for it, the values that had been sent
     float32[islands, k], and the mean.
     """
 
     def __init__(
         self,
+        config: LossyConfig,
         subset: Subset,
-        rule: Rule,
-        crossing: Crossing,
-        interval: int,
-        delay: int,
+        vectors: Sequence[Vector],
+        crossing: Between,
+        steps: int | None,
         device: torch.device,
         used: Callable[[float, torch.Tensor, Mean], None] | None = None,
     ) -> None:
-        self.rule, self._device = rule, device
+        self.subset, self.vectors, self.crossing = subset, vectors, crossing
+        with torch.no_grad():
+            self.rule = make_rule(config, [vector.read(None) for vector in vectors], steps)
         self.flights: list[Flight] = []
-        self._subset, self._crossing = subset, crossing
-        self._interval, self._delay = interval, delay
-        self._used = used
+        self._interval, self._delay = config.sync_interval, config.sync_delay
+        self._device, self._used = device, used
 
-    def after_iteration(self, step: int, weights: Sequence[Weights]) -> int | None:
+    @torch.no_grad()
+    def after_iteration(self, step: int) -> int | None:
         """Begin and use the exchanges that are due after iteration ``step`` (from 0).
 
         Returns the number of elements of the exchange that begins, or ``None`` if none does.
         """
         number, left = divmod(step + 1, self._interval)
-        begun = None if left else self._begin(number - 1, step, weights)
+        begun = None if left else self._begin(number - 1, step)
         due = [flight for flight in self.flights if flight.step + self._delay == step]
         self.flights = [flight for flight in self.flights if flight.step + self._delay > step]
         for flight in due:
@@ -79,58 +114,57 @@ class Rounds:
             mean = flight.pending.wait()
             if self._used is not None:
                 self._used(time.perf_counter() - began, flight.sent, mean)
-            self._use(flight, mean, step, weights)
+            self._use(flight, mean, step)
         if begun is not None and not due and self.rule.always:
             nothing = Mean(torch.zeros_like(begun.sent[0]), torch.zeros_like(begun.sent, dtype=torch.bool))
-            self._use(begun, nothing, step, weights)
+            self._use(begun, nothing, step)
         return None if begun is None else begun.sent.shape[1]
 
-    def _begin(self, number: int, step: int, weights: Sequence[Weights]) -> Flight | None:
-        places = self._subset.places(number, self._device)
-        now = [one.read(places) for one in weights]
-        payloads = [self.rule.payload(island, vector) for island, vector in enumerate(now)]
-        sent = torch.stack(payloads) if len(payloads) > 1 else payloads[0][None]
+    def _begin(self, number: int, step: int) -> Flight | None:
+        places = self.subset.places(number, self._device)
+        now = [vector.read(places) for vector in self.vectors]
+        sent = self.rule.payload(torch.stack(now) if len(now) > 1 else now[0][None])
         if not sent.shape[1]:  # a drawn subset may be empty
             return None
-        self.rule.begin(step, places)
+        snapshot = self.rule.snapshot(places)
         # The values become what is rounded of them: the rest is progress that an island keeps until it is large enough to cross.
-        pending = self._crossing.begin(step, sent, places)
-        flight = Flight(number, step, places, sent, pending)
+        pending = self.crossing.begin(step, sent, places)
+        flight = Flight(number, step, places, sent, snapshot, pending)
         self.flights.append(flight)
         return flight
 
-    def _use(self, flight: Flight, mean: Mean, step: int, weights: Sequence[Weights]) -> None:
+    def _use(self, flight: Flight, mean: Mean, step: int) -> None:
         places = flight.places
         for island in self._takers(flight):
-            one = weights[island]
+            vector = self.vectors[island]
             arrived = None if mean.arrived is None else mean.arrived[island]
             values = mean.values
             if mean.owed is not None and self.rule.keeps_rest:
                 values = values + mean.owed[island]
-            back = Back(flight.sent[island], values, arrived, places, flight.step, step)
-            one.write(places, self.rule.apply(island, one.read(places), back))
-        self.rule.end(flight.step)
+            snapshot = None if flight.snapshot is None else flight.snapshot[island]
+            result = Result(flight.sent[island], values, arrived, places, snapshot, step)
+            vector.write(places, self.rule.apply(island, vector.read(places), result))
 
     def _takers(self, flight: Flight) -> Sequence[int]:
-        """The islands of this process that use the mean of ``flight``."""
+        """Return the islands of this process that use the mean of ``flight``."""
         return range(len(flight.sent))
 
     def state_dict(self) -> dict[str, Any]:
-        """The exchanges under way, which are waited for, the state of the rule, and what owners keep of rounded means."""
+        """Return the exchanges under way, which are waited for, the state of the rule, and what owners keep of rounded means."""
         flights = []
         for flight in self.flights:
             mean = flight.pending.wait()
-            flights.append((flight.number, flight.step, flight.sent, *mean))
+            flights.append((flight.number, flight.step, flight.sent, flight.snapshot, *mean))
         state = {"flights": flights, "rule": self.rule.state_dict()}
-        rest = self._crossing.rest
+        rest = self.crossing.rest
         return state if rest is None else state | {"rest": rest.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
         self.flights = [
-            Flight(number, step, self._subset.places(number, self._device), sent, Done(Mean(*mean)))
-            for number, step, sent, *mean in state["flights"]
+            Flight(number, step, self.subset.places(number, self._device), sent, snapshot, Mean(*mean))
+            for number, step, sent, snapshot, *mean in state["flights"]
         ]
         self.rule.load_state_dict(state["rule"])
-        if self._crossing.rest is not None:
-            self._crossing.rest.load_state_dict(state["rest"])
+        if self.crossing.rest is not None:
+            self.crossing.rest.load_state_dict(state["rest"])

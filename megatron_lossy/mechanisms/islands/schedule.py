@@ -1,7 +1,7 @@
 """The file of ``--island-schedule``: which islands stop, freeze, are cut off, come back and join, and when.
 
 A line is a JSON object ``{"slot": 3, "at": 100, "event": "stop"}``; the event comes before iteration ``at`` (from 0). A
-log of such events (:mod:`.epoch_log`) is a schedule too.
+log of such events (:class:`.epochs.EpochLog`) is a schedule too.
 """
 
 from __future__ import annotations

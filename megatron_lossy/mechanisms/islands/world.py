@@ -127,14 +127,8 @@ class Meeting:
         self.island, self.islands = island, islands
         self._group = torch.distributed.ProcessGroupGloo(store, island, islands, timeout)
 
-    def all_to_all(self, pieces: torch.Tensor) -> torch.Tensor:
-        """[M, n]: the pieces of all islands for this one. ``pieces`` [M, n]: one for each island."""
-        received = torch.empty_like(pieces)
-        self._group.alltoall_base(_bytes(received), _bytes(pieces), [], []).wait()
-        return received
-
-    def all_to_all_among(self, pieces: torch.Tensor, there: Sequence[bool]) -> torch.Tensor:
-        """As :meth:`all_to_all`, of those islands that are ``there`` alone: [P, n]. ``pieces`` [0, n]: this one is not."""
+    def all_to_all(self, pieces: torch.Tensor, there: Sequence[bool]) -> torch.Tensor:
+        """Return the pieces [P, n] for this island of those that are ``there``. ``pieces``: [P, n], one for each of them; or [0, n]."""
         length = pieces.shape[1] * pieces.element_size() if len(pieces) else 0
         lengths = [length * one for one in there]
         received = torch.empty_like(pieces)

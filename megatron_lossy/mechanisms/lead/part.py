@@ -39,7 +39,7 @@ class LeadPart(Part):
             if rules[0].weights is not None:  # of an earlier chunk
                 continue
             for rule, bucket in zip(rules, buckets, strict=True):
-                rule.weights = self._main_weights(bucket, own_shard(bucket, group.rank, group.size))
+                rule.weights = self._main_weights(bucket, own_shard(bucket, group.own, group.shards))
             if (counted := rules[0].lag.counted) is not None:
                 self._sums.append(Sums(RankPeers(ranks, buckets[0].param_data.device), [counted]))
 

@@ -18,6 +18,8 @@ _RULES = ("packet-mean", "element-quantile")
 class PriorityFlags(Flags):
     """Flags of priority. Raises :class:`UsageError` for a value not allowed."""
 
+    triggers = ("grad_recovery", "udp_fec")
+
     grad_priority: str = flag(
         None,
         "packets of gradients that are delivered whatever is lost: the share K, by default 0.01, of the largest mean of "

@@ -54,5 +54,4 @@ PRIORITY = Section(
     "--udp-deadline | --grad-recovery error-feedback and tensor parallelism | "
     "would keep other residuals on each tensor-parallel rank, with --grad-recovery error-feedback; must be off",
     lambda c, f: _is_told(c) and above(f.tensor, 1) and c.udp_deadline_seconds is not None,
-    when=lambda c: c.at_sender,
 )

@@ -22,6 +22,8 @@ LONGEST = 1000
 class ReplicaFlags(Flags):
     """Flags to compare and average replicas. Raises :class:`UsageError` for a value that is not allowed."""
 
+    triggers = ("grad_error",)
+    trigger_facts = ("distributed_optimizer", "weight_hash_interval")
     in_headings: ClassVar[bool] = True
 
     param_sync_interval: int = flag(
@@ -93,14 +95,9 @@ class ReplicaFlags(Flags):
         _ = self.sync_rule
         if self.sync_rule[0] != "fixed" and self.param_sync_interval > LONGEST:
             raise refuse("--param-sync-interval", self.param_sync_interval, f"must be at most {LONGEST} with this rule")
-        needs = {
-            own.name: ("--param-sync-interval", self.synchronises)
-            for own in fields(ReplicaFlags)
-            if own.name.startswith("param_sync_") and own.name != "param_sync_interval"
-        }
-        for name, (what, there) in needs.items():
-            if not there:
-                refuse_unused(self, name, f"needs {what}")
+        for own in () if self.synchronises else fields(ReplicaFlags):
+            if own.name.startswith("param_sync_"):
+                refuse_unused(self, own.name, "needs --param-sync-interval")
 
     def all_reduced(self) -> LossyConfig:
         """The flags of both halves of an all-reduce, each with the losses of ``--p-grad``.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 
 import psutil
 
@@ -27,16 +26,6 @@ def find_address(interface: str | None, master: str) -> str:
             if address.family == family:
                 return address.address
     raise refuse("--udp-interface", interface, "needs an IPv4 or IPv6 address")
-
-
-def find_addresses(interfaces: Sequence[str], master: str) -> list[str]:
-    """:func:`find_address` of each of ``interfaces``; without any, the address that reaches ``master``."""
-    return [find_address(name, master) for name in interfaces or [None]]
-
-
-def any_like(address: str) -> str:
-    """Any address of this host, of the family of ``address``."""
-    return "::" if ":" in address else "0.0.0.0"
 
 
 def _source_towards(master: str) -> str:

@@ -22,9 +22,8 @@ import numpy as np
 from ...base.errors import UsageError, refuse
 from ...config.transport import UDP_REPORT_BYTES, check_code
 from . import build, session
-from .address import any_like, resolve, speed_of
+from .address import resolve, speed_of
 from .packet import CODES, PHASES, overhead
-from .paths import Paths
 from .settings import MIB, UdpSettings
 
 SECOND = 1_000_000_000
@@ -59,7 +58,6 @@ class PeerLost(RuntimeError):
 class _Settings(ctypes.Structure):
     _fields_ = [
         ("rate", ctypes.c_double),
-        ("path_rate", ctypes.c_double),
         ("reorder", ctypes.c_int64),
         ("peer_timeout", ctypes.c_int64),
         ("eager", ctypes.c_uint64),
@@ -87,10 +85,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("bucket", None, pointer, i, u32, u64, u32),
         ("code", None, pointer, i, u32, i),
         ("promise", None, pointer, u32, u32),
-        ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u64, text, text, pointer, i64),
-        ("way", None, pointer, u32, pointer),
-        ("path_bytes", size),
-        ("path", i, pointer, pointer, i64),
+        ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u64, text, text, i64),
         ("open", None, pointer),
         ("probe", None, pointer, i64),
         ("probed", i, pointer, u32),
@@ -116,19 +111,14 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("member_rate", None, pointer, u32, pointer),
         # Functions without socket and thread, for tests:
         ("handle", i, pointer, pointer, pointer, size, i64),
-        ("marked", None, pointer, i),
         ("produce", i, pointer, i64, pointer, pointer),
         ("timers", None, pointer, i64),
         ("due", i64, pointer),
-        ("rate_new", pointer, double, double, i, double, double, pointer),
+        ("rate_new", pointer, double, double, i, double, double),
         ("rate_free", None, pointer),
         ("rate_sample", None, pointer, i64, i64),
-        ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double, u64),
-        ("rate_mark", i64, pointer),
-        ("rate_marked", None, pointer, i64),
-        ("rate_moved", None, pointer, i64),
-        ("rate_turn", i64, pointer, i64, i64, double),
-        ("rate_spend", None, pointer, double, i64),
+        ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double),
+        ("rate_look", None, pointer, i64, i64),
         ("rate_shared", None, pointer, pointer),
         ("rate_get", None, pointer, pointer),
     ):
@@ -181,9 +171,6 @@ class Engine:
         log: called with lines for the user.
         local_rank: added to ``settings.port``, unless that is 0.
         sharers: processes of this host that share the interface's speed, if no rate is set.
-        others: addresses of other interfaces, each of a network of its own: where nothing comes over one, the next is taken.
-        job: names the processes of this host that send to another host as one (:func:`.paths.job_name`); ``None``: this one
-            alone.
     """
 
     def __init__(
@@ -194,17 +181,13 @@ class Engine:
         *,
         local_rank: int = 0,
         sharers: int = 1,
-        others: Sequence[str] = (),
-        job: str | None = None,
     ) -> None:
         self.settings = settings
         self.address = address
-        self.others = list(others)
         self.log = log
         self.instance = int.from_bytes(os.urandom(8), "little")
         self.datagram = settings.packet_bytes + overhead(settings.cipher)
         self.rate = settings.rate or speed_of(address) / sharers
-        self._sharers = sharers
         self._channels: list[Channel] = []
         self._lock = threading.RLock()  # guards the promises to senders
         self._lib = load()
@@ -214,9 +197,7 @@ class Engine:
                 "udp",
                 "needs libcrypto.so.3 or libcrypto.so.1.1: install OpenSSL, or give --udp-key-file none",
             )
-        packed = pack_address(
-            any_like(address) if others else address, settings.port + local_rank if settings.port else 0
-        )
+        packed = pack_address(address, settings.port + local_rank if settings.port else 0)
         result = (ctypes.c_int64 * 3)()
         # A privileged process gets the buffer that it asks for; other processes get at most net.core.rmem_max.
         self._engine = self._lib.ml_create(
@@ -224,7 +205,6 @@ class Engine:
         )
         if not self._engine:
             raise self._refusal(result[2], settings.port + local_rank)
-        self._paths = Paths(job, address, self._lib.ml_path_bytes(), log)
         atexit.register(self.close, 0.0)  # its thread must not outlive the memory that it reads
         _alive.add(self)
         self.port: int = result[0]
@@ -242,7 +222,6 @@ class Engine:
         settings = self.settings
         return _Settings(
             rate=self.rate,
-            path_rate=self.rate * self._sharers,
             reorder=-1 if settings.reorder is None else int(settings.reorder * SECOND),
             peer_timeout=int(settings.peer_timeout * SECOND),
             eager=settings.eager_bytes,
@@ -316,12 +295,6 @@ class Engine:
         """The processes that send to this one, over all channels, by their instance."""
         return {channel.hellos[peer].instance for channel in self._channels if channel.hellos for peer in channel.peers}
 
-    def path_to(self, address: str) -> int | None:
-        """The memory of the path to the host of ``address``, if rates are those of paths."""
-        if self.settings.rate_control != "shared":
-            return None
-        return self._paths.to(address, lambda memory: self._lib.ml_path(memory, self._engine, -1))
-
     def promise(self) -> None:
         """Tell all senders their share of the buffer, after a channel was opened or closed."""
         with self._lock:
@@ -345,7 +318,6 @@ class Engine:
             engine, self._engine = self._engine, None
             if engine:
                 self._lib.ml_free(engine)
-                self._paths.close()
                 atexit.unregister(self.close)
 
     def _forked(self) -> None:
@@ -465,8 +437,6 @@ class Channel:
             eager=min(settings.eager_bytes, settings.memory // (4 * max(len(self.peers), 1))),
             window=window,
             limit=limit,
-            threads=settings.threads,
-            others=engine.others,
             codes=" ".join(f"{phase}: {self._codes.get(phase, 'raw')}" for phase in self.phases),
         )
         texts = _all(store, f"{prefix}/hello", self.rank, self.size, hello.encode())
@@ -495,12 +465,9 @@ class Channel:
             packed = pack_address(hello.address, hello.port)
             keys = secrets.key(self.rank, peer), secrets.key(peer, self.rank)
             where = (packed, len(packed), int(hello.instance, 16))
-            path = engine.path_to(hello.address)
-            if self._lib.ml_member(channel, peer, *where, hello.window, hello.limit, hello.eager, *keys, path, -1):
+            if self._lib.ml_member(channel, peer, *where, hello.window, hello.limit, hello.eager, *keys, -1):
                 self._lib.ml_close(channel, -1)
                 raise MemoryError(f"rank {peer} of channel {self.name}")
-            for other in hello.others:
-                self._lib.ml_way(channel, peer, pack_address(other, hello.port))
         return channel
 
     def _reach(self, store: session.Store, prefix: str) -> None:

@@ -28,9 +28,7 @@ _COLUMNS = {
     "too_big": "too_big",
     "send_failed": "send_failed",
     "unreachable": "unreachable",
-    "moved": "moved",
-    "switched": "switched",
-    "shortened": "shortened",
+    "narrowed": "narrowed",
     "sent_again": "resent",
     "put_together": "repaired",
 }
@@ -51,9 +49,7 @@ def totals(peers: Sequence[Mapping[str, int]], engine: Mapping[str, int]) -> Cou
         "too_big",
         "send_failed",
         "unreachable",
-        "moved",
-        "switched",
-        "shortened",
+        "narrowed",
     ):
         found[name] = engine[name]
     return Counter({column: found[name] for column, name in _COLUMNS.items()}) + Counter(bad_tag=found["bad_tag"])
@@ -76,10 +72,10 @@ def advice(now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
             f"{now['too_big']} datagrams were larger than the MTU of this host's interface and were not sent: lower "
             "--packet-bytes"
         )
-    if now["shortened"]:
-        result["shortened"] = (
-            "a path takes shorter datagrams only: units go over it in pieces, and are lost with any of them; lower "
-            "--packet-bytes"
+    if now["narrowed"]:
+        result["narrowed"] = (
+            "no full datagram comes from a rank any more, and shorter ones do: the MTU of a path has fallen, and its units are lost; "
+            "lower --packet-bytes"
         )
     if now["send_failed"]:
         result["send"] = f"{now['send_failed']} datagrams could not be sent: look at this host's routes and firewall"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-VERSION = 4
-DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, CHALLENGE, ANSWER, MEASURE, MEASURED = range(1, 14)
+VERSION = 5
+DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK = range(1, 10)
 #: The most bytes of lists and reports in a datagram, if a unit is not shorter: it passes wherever IP does.
 CONTROL_BYTES = 480
 PHASES = {"grad": 0, "param": 1}
@@ -30,22 +30,17 @@ HEADER = np.dtype(
         ),  # counts the exchanges of a phase and bucket that crossed as datagrams, from 0; not the iteration
         ("bucket", "<u2"),
         ("phase", "u1"),
-        ("piece", "u1"),  # of a unit that is cut: number of pieces - 1 in the high four bits, which one in the low ones
+        ("zero", "u1"),
         # DATA: unit. END: units of the message, and part. READY: 0, or 1 and part if the receiver is done. ALIVE: 1 for
-        # the last, 2 if nothing is heard of the receiver. PARITY: its number. NACK: number of units that it names.
-        # MEASURE, MEASURED: 1/index of a unit's length is what it measures. ASK, CHALLENGE, ANSWER: 0.
+        # the last, 2 if nothing is heard of the receiver. PARITY: its number. NACK: number of units that it names. ASK: 0.
         ("index", "<u4"),
     ]
 )
 assert HEADER.itemsize == 28
 
-#: Payload of a CHALLENGE, which goes to an address that a process may have moved to, and of the ANSWER from there.
-NONCE_BYTES = 8
-
 #: Payload of a REPORT: datagrams and bytes that came from its addressee; the highest number + 1, the time since it came
 #: (µs), and the clock of the reporter (µs) then; DATA that the addressee may have on the way: with ease, and at most; what
-#: comes to the reporter, for each process that sends to it (bytes/s), 0 if it does not know; how many of the datagrams bore a mark
-#: of congestion (ECN).
+#: comes to the reporter, for each process that sends to it (bytes/s), 0 if it does not know.
 REPORT_PAYLOAD = np.dtype(
     [
         ("datagrams", "<u8"),
@@ -56,7 +51,6 @@ REPORT_PAYLOAD = np.dtype(
         ("window", "<u4"),
         ("limit", "<u4"),
         ("share", "<u8"),
-        ("marked", "<u8"),
     ]
 )
 
@@ -105,7 +99,6 @@ def report(
     window: int = 2**32 - 1,
     limit: int = 2**32 - 1,
     share: int = 0,
-    marked: int = 0,
 ) -> bytes:
     """The payload of a REPORT."""
-    return np.array((datagrams, size, top, since, clock, window, limit, share, marked), REPORT_PAYLOAD).tobytes()
+    return np.array((datagrams, size, top, since, clock, window, limit, share), REPORT_PAYLOAD).tobytes()

@@ -27,7 +27,7 @@ from ...base.device.attempt import attempt_store
 from ...base.errors import refuse
 from ...config import LossyConfig
 from ...config.transport import UDP_PACKET_BYTES, UDP_PACKETS
-from .address import find_addresses, mtu_of, resolve
+from .address import find_address, mtu_of, resolve
 from .packet import overhead
 
 logger = logging.getLogger(__name__)
@@ -63,27 +63,14 @@ def agreed(config: LossyConfig) -> int:
 
 
 def _agree(config: LossyConfig) -> int:
-    """As many times as the rank with most interfaces has some: sockets take them in turns."""
-    addresses = find_addresses(config.udp_interfaces, os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    """Return the most bytes of a packet that come on all paths."""
+    address = find_address(config.udp_interface, os.environ.get("MASTER_ADDR", "127.0.0.1"))
     store, prefix, rank, size = _meeting()
-    taken, interfaces, number = UDP_PACKETS[1], 1, 0
-    while number < interfaces:
-        address = addresses[number % len(addresses)]
-        most, interfaces = _agree_over(config, address, len(addresses), store, f"{prefix}/{number}", rank, size)
-        taken, number = min(taken, most), number + 1
-    return taken
-
-
-def _agree_over(
-    config: LossyConfig, address: str, interfaces: int, store: Any, prefix: str, rank: int, size: int
-) -> tuple[int, int]:
-    """The most bytes of a packet where all ranks send from this ``address`` of theirs, and the most ``interfaces``."""
     with _socket(config, address) as own:
         place = {
             "address": address,
             "port": own.getsockname()[1],
             "mtu": mtu_of(address) or 1500,
-            "interfaces": interfaces,
             "drawn": os.urandom(8).hex(),
         }
         store.set(f"{prefix}/place/{rank}", json.dumps(place))
@@ -115,7 +102,7 @@ def _agree_over(
             source, to = (places[end]["address"] for end in worst)
             why = f"longer ones do not come from {source} to {to}; {why}"
         logger.warning("udp: --packet-bytes auto takes %d: %s", taken, why)
-    return taken, max(one["interfaces"] for one in places)
+    return taken
 
 
 def _meeting() -> tuple[Any, str, int, int]:
@@ -184,7 +171,7 @@ class Search:
 
 def _socket(config: LossyConfig, address: str) -> socket.socket:
     """A socket whose datagrams no router may cut."""
-    port = config.udp_port + int(os.environ.get("LOCAL_RANK", 0)) * config.udp_sockets if config.udp_port else 0
+    port = config.udp_port + int(os.environ.get("LOCAL_RANK", 0)) if config.udp_port else 0
     family, where = resolve(address, port)
     own = socket.socket(family, socket.SOCK_DGRAM)
     try:

@@ -7,7 +7,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -17,11 +16,10 @@ from ...config import LossyConfig
 from ..base import Networks
 from ..coded import Coded
 from ..network import read_key_file
-from .address import find_addresses
+from .address import find_address
 from .carrier import Dtypes, UdpWire
 from .engine import Channel, Engine
 from .parity import Code
-from .paths import job_name
 from .session import Buckets
 from .settings import UdpSettings
 
@@ -29,20 +27,22 @@ logger = logging.getLogger(__name__)
 
 #: Bytes of an exchange that are sent to a rank before it asks for them.
 _EAGER_BYTES = 1 << 22
-_DEDICATED = "udp: --udp-rate-control dedicated is for a link of this training's own: others on it get little"
+_DEDICATED = "udp: --udp-rate dedicated is for a link of this training's own: others on it get little"
 
-#: By settings and addresses.
-_engines: dict[tuple[UdpSettings, tuple[str, ...]], list[Engine]] = {}
+#: By settings and address.
+_engines: dict[tuple[UdpSettings, str], Engine] = {}
 
 
 def settings_of(config: LossyConfig) -> UdpSettings:
     """The settings that the flags ask for. Raises :class:`UsageError` for an unreadable or too short key file."""
     rule, flows = config.udp_rate_rule
+    rate = config.udp_bytes_per_second
+    if rate is not None and config.sites is not None:
+        rate /= dist.get_world_size() // config.sites
     return UdpSettings(
-        interfaces=config.udp_interfaces,
+        interface=config.udp_interface,
         port=config.udp_port,
-        threads=config.udp_sockets,
-        rate=config.udp_bytes_per_second,
+        rate=rate,
         rate_control=rule,
         flows=flows,
         deadline=config.udp_deadline_seconds,
@@ -56,48 +56,20 @@ def settings_of(config: LossyConfig) -> UdpSettings:
 
 
 def engine_for(config: LossyConfig, towards: str | None = None) -> Engine:
-    """The first of :func:`engines_for`: for small messages."""
-    return engines_for(config, towards)[0]
+    """This process's engine for these flags; it lives until the process ends or :func:`close_engines` is called.
 
-
-def engines_for(config: LossyConfig, towards: str | None = None) -> list[Engine]:
-    """This process's engines for these flags; they live until the process ends or :func:`close_engines` is called.
-
-    ``towards``: a host; without ``--udp-interface`` they send from the address that reaches it. Default: MASTER_ADDR.
+    ``towards``: a host; without ``--udp-interface`` it sends from the address that reaches it. Default: MASTER_ADDR.
     """
     settings = settings_of(config)
-    addresses = find_addresses(settings.interfaces, towards or os.environ.get("MASTER_ADDR", "127.0.0.1"))
-    key = settings, tuple(addresses)
-    if key not in _engines or _engines[key][0].closed:  # in a child process
+    address = find_address(settings.interface, towards or os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    key = settings, address
+    if key not in _engines or _engines[key].closed:  # in a child process
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if settings.rate_control == "dedicated" and not local_rank:
             logger.warning(_DEDICATED)
-        threads, job = settings.threads, job_name(os.environ)
-        own = replace(
-            settings,
-            rate=None if settings.rate is None else settings.rate / threads,
-            memory=settings.memory // threads,
-        )
-        engines: list[Engine] = []
-        try:
-            for number in range(threads):
-                first = number % len(addresses)
-                engine = Engine(
-                    own,
-                    addresses[first],
-                    logger.warning,
-                    local_rank=local_rank * threads + number,
-                    sharers=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * -(-threads // len(addresses)),
-                    others=addresses[first + 1 :] + addresses[:first],
-                    job=job if threads == 1 else job or f"process {os.getpid()}",
-                )
-                engines.append(engine)
-        except BaseException:
-            for engine in engines:
-                engine.close(0.0)
-            raise
-        _engines[key] = engines
-        # The engines have registered an end without patience. This is registered later, and so runs earlier.
+        sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        _engines[key] = Engine(settings, address, logger.warning, local_rank=local_rank, sharers=sharers)
+        # The engine has registered an end without patience. This is registered later, and so runs earlier.
         atexit.unregister(close_engines)
         atexit.register(close_engines)
     return _engines[key]
@@ -106,17 +78,15 @@ def engines_for(config: LossyConfig, towards: str | None = None) -> list[Engine]
 def engine_counters() -> Counter[str]:
     """Counters of the sockets of this process."""
     found: Counter[str] = Counter()
-    for engines in _engines.values():
-        for engine in engines:
-            found.update(engine.counters())
+    for engine in _engines.values():
+        found.update(engine.counters())
     return found
 
 
 def close_engines() -> None:
     """Close every channel and socket, once others have all sent data. Runs when the process ends, too."""
     while _engines:
-        for engine in _engines.popitem()[1]:
-            engine.close()
+        _engines.popitem()[1].close()
 
 
 def open_wire(
@@ -140,33 +110,14 @@ def open_wire(
     dist.broadcast_object_list(drawn, first, group)
     prefix = f"megatron_lossy/udp/{name}/{drawn[0]}"
     store = dist.distributed_c10d._get_default_store()
-    engines = engines_for(config)
+    engine = engine_for(config)
     coded = coded or {}
     codes_of_values = {phase: str(one.code) for phase, one in coded.items()}
     alike = repr((dtypes, dist.get_process_group_ranks(group), [one.code for one in coded.values()]))
 
     def open_channels(buckets: Buckets, **options: Any) -> list[Channel]:
-        channels: list[Channel] = []
-        try:
-            for number, engine in enumerate(engines):
-                place = (name, prefix) if not number else (f"{name}, socket {number}", f"{prefix}/{number}")
-                opened = engine.open(
-                    place[0],
-                    rank,
-                    len(members),
-                    store,
-                    place[1],
-                    buckets,
-                    alike=alike,
-                    codes=codes_of_values,
-                    **options,
-                )
-                channels.append(opened)
-        except BaseException:
-            for channel in channels:
-                channel.close(0.0)
-            raise
-        return channels
+        size = len(members)
+        return [engine.open(name, rank, size, store, prefix, buckets, alike=alike, codes=codes_of_values, **options)]
 
     code = Code(config.udp_fec_code, config.udp_fec_budget / 100)
     codes = dict.fromkeys(config.chosen(), code)
@@ -181,7 +132,6 @@ def open_wire(
         open_channels,
         config.udp_memory,
         codes,
-        len(engines),
-        coded,
-        {phase: config.copies(phase) for phase in cut},
+        coded=coded,
+        passes={phase: config.copies(phase) for phase in cut},
     )

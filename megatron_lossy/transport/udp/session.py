@@ -13,7 +13,7 @@ from ...base.errors import UsageError
 from .packet import PHASES
 
 #: The version of the datagrams and of the entries in the store.
-PROTOCOL = 9
+PROTOCOL = 10
 #: For each phase and each bucket: bytes of a shard, and of a unit.
 Buckets = Mapping[str, Sequence[tuple[int, int]]]
 
@@ -43,8 +43,6 @@ class Hello:
     eager: int  # bytes that it keeps from each sender before it has posted
     window: int  # DATA from one sender that its buffer holds with ease
     limit: int  # DATA from one sender that its buffer holds at most
-    threads: int  # sockets of the process
-    others: list[str]  # addresses of its other interfaces, with the same port
     codes: str  # of the values of each phase
 
     @property
@@ -128,7 +126,6 @@ def _mac(key: bytes, *texts: bytes) -> bytes:
 _EQUAL = (
     ("protocol", "protocol version", "--transport udp"),
     ("size", "number of ranks", "--transport udp"),
-    ("threads", "number of sockets", "--udp-threads"),
     ("cipher", "cipher", "--udp-key-file"),
     ("packet_bytes", "bytes of a unit", "--packet-bytes"),
     ("codes", "form of values", "--grad-wire, --param-wire, --sync-dtype"),
@@ -144,18 +141,11 @@ def check_agreement(name: str, hellos: Sequence[Hello], file_key: bytes | None) 
             mine, theirs = getattr(first, field), getattr(hello, field)
             if mine != theirs:
                 raise UsageError(f"{flag}: {what} of {name} is {mine} on rank 0 and {theirs} on rank {rank}")
-        if len(hello.others) != len(first.others):
-            counts = 1 + len(first.others), 1 + len(hello.others)
+        if (":" in hello.address) != (":" in first.address):
             raise UsageError(
-                f"--udp-interface: rank 0 of {name} has {counts[0]} and rank {rank} {counts[1]}: all must have as many, and sockets of "
-                "the same number be on the same network"
+                f"--udp-interface: rank 0 of {name} has the address {first.address} and rank {rank} {hello.address}: "
+                "all must be IPv4 or all IPv6"
             )
-        for address in (hello.address, *hello.others):
-            if (":" in address) != (":" in first.address):
-                raise UsageError(
-                    f"--udp-interface: rank 0 of {name} has the address {first.address} and rank {rank} {address}: "
-                    "all must be IPv4 or all IPv6"
-                )
         if not hmac.compare_digest(hello.proof, prove(file_key, hello.random)):
             other = "another key than this rank" if file_key else "a key, and this rank has none"
             raise UsageError(f"--udp-key-file: rank {rank} of {name} ({hello.where}) has {other}")

@@ -14,16 +14,14 @@ MIB = 1 << 20
 class UdpSettings:
     """The settings of one process. ``rate`` is in bytes per second, times are in seconds; ``None``: engine's choice.
 
-    ``flows``: with ``shared``, the number of TCP flows that are as fair to others as all flows to another host are together.
-    ``port`` is the port of the first process of a host, or 0. ``threads``: engines of the process, which share ``rate`` and
-    ``memory``, and take ``interfaces`` in turns. All ranks must have the same ``threads``, ``cipher``, ``key`` and
+    ``flows``: with ``shared``, the number of TCP flows that are as fair to others as the datagrams to another process are.
+    ``port`` is the port of the first process of a host, or 0. All ranks must have the same ``cipher``, ``key`` and
     ``packet_bytes``. ``eager_bytes``: bytes that each other rank may send before this one has posted; fewer if ``memory`` is too
     small for all.
     """
 
-    interfaces: tuple[str, ...] = ()
+    interface: str | None = None
     port: int = 0
-    threads: int = 1
     rate: float | None = None
     rate_control: Literal["shared", "dedicated", "fixed"] = "shared"
     flows: int = 1

@@ -1,6 +1,6 @@
 """The diary of one island: the epochs that it exchanged in, what happened to it, and what was lost whole.
 
-Its lines are those of :mod:`..epoch_log`, in the folder of the island. ``exchange``: the next one; ``t``: iterations of the run before
+Its lines are those of :func:`..epochs.line`, in the folder of the island. ``exchange``: the next one; ``t``: iterations of the run before
 it. ``members``, ``roles`` and ``id`` are of the epoch that it is made in, and empty and null if this island is in none. ``lag`` is
 that of this ``island`` alone. ``lost``: exchanges of which nothing arrived here since the last line.
 """
@@ -12,8 +12,7 @@ from typing import Any
 
 from ....run.monitor.observer import Observer
 from ....run.monitor.window import Window
-from ..epoch_log import EpochLog, line
-from ..epochs import Epoch
+from ..epochs import Epoch, EpochLog, line
 
 
 class Diary(Observer):

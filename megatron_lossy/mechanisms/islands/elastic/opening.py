@@ -12,8 +12,7 @@ import torch
 
 from ....base.errors import first_line
 from ....config import LossyConfig
-from ..between_ranks import Carrier
-from ..carrying import LINGER, Alone, Among, Collectives, Links, Total, close_all
+from ..carrying import LINGER, Alone, Among, Carrier, Collectives, Links, Total, close_all
 from ..world import Meeting
 from .meeting_place import meet
 from .membership import Placed

@@ -41,7 +41,7 @@ from ..rendezvous.lighthouse import LEAST_WAIT, Lighthouse, addresses_of
 from ..rendezvous.watch import Watch
 from ..rounds import Rounds
 from ..stopping import Stopping
-from ..subset import Subset
+from ..vector import Subset
 from ..world import ElasticWorld
 from .diary import Diary
 from .membership import Membership, Placed
@@ -208,7 +208,7 @@ class ElasticIslands(TrainingIslands):
         return {"--seed": self.world.seed, **self.world.alike} | texts_by_flag(self.config, found)
 
     def _layout(self) -> list[Any]:
-        return [self.world.size, [shard.vectors[0].size for shard in self._built()]]
+        return [self.world.size, [vector.size for vector in self._vectors]]
 
     def _exchange_of(self, iteration: int) -> int:
         """The latest exchange after ``iteration`` iterations; -1: none."""
@@ -233,7 +233,7 @@ class ElasticIslands(TrainingIslands):
             from ....transport.udp.process import engine_for
 
             engine = engine_for(self.config, _address_towards(addresses_of(self.config.rendezvous or "")))
-        most = [shard.subset.most for shard in self._built()]
+        most = [rounds.subset.most for rounds in self._built()]
         return Opener(self.config, self._slot, self.world.rank, most, engine, self._does_without)
 
     def _carried(self, exchange: int) -> Among | None:
@@ -294,10 +294,10 @@ class ElasticIslands(TrainingIslands):
         """The run has made ``now`` iterations without this island: exchanges under way are lost, and replicas begin equal."""
         self._settle()
         self._gather()
-        under_way = {flight.number for shard in self._built() for flight in shard.rounds.flights}
+        under_way = {flight.number for rounds in self._built() for flight in rounds.flights}
         self._diary.note("gave up", exchanges=sorted(under_way), now=now)
-        for shard in self._built():
-            shard.rounds.give_up()
+        for rounds in self._built():
+            rounds.give_up()
         was = self._standing.slot.listens
         self._standing.begins(
             time.monotonic(), self.config.island_patience
@@ -319,8 +319,8 @@ class ElasticIslands(TrainingIslands):
 
     def _restart(self) -> None:
         self._begun, self._visits = self._begun + 1, 0
-        for shard in self._built():
-            shard.rounds.restart(0)
+        for rounds in self._built():
+            rounds.restart(0)
 
     def _tell_question(self) -> None:
         if self._membership is not None:
@@ -519,14 +519,14 @@ class ElasticIslands(TrainingIslands):
             agrees=None if group is None else partial(_same_everywhere, group),
         )
 
-    def _make_rounds(self, *arguments: Any) -> Rounds:
+    def _make_rounds(self, *arguments: Any) -> Rounds[BetweenRanks]:
         return MemberRounds(*arguments, presence=self._standing)
 
     def _visits_here(self) -> int:
         """The least number of times that means have set an element of this rank since the island began to listen."""
         if not self._standing.slot.listens:
             return _ENOUGH
-        return min((shard.rounds.visits(0) for shard in self._built()), default=_ENOUGH)
+        return min((rounds.visits(0) for rounds in self._built()), default=_ENOUGH)
 
     @property
     def carriers(self) -> Sequence[Any]:

@@ -182,10 +182,10 @@ static int take_ask(struct channel *c, struct member *m, int phase, uint32_t ste
     return TAKEN;
 }
 
-static int take_report(struct engine *e, struct flow *f, const uint8_t *payload, ns now)
+static int take_report(struct engine *e, struct flow *f, const uint8_t *payload, ns now, ns came)
 {
     struct arrivals a = arrivals_read(payload);
-    if (a.top > f->out.number || a.datagrams > UINT64_MAX / 2 || a.bytes > UINT64_MAX / 2 || a.marked > a.datagrams)
+    if (a.top > f->out.number || a.datagrams > UINT64_MAX / 2 || a.bytes > UINT64_MAX / 2)
         return MALFORMED;
     uint32_t most = (uint32_t)((f->out.mask + 1) / 4); /* what `sent` has room for */
     f->out.window = (uint32_t)least(greatest(a.window, 1), most);
@@ -195,7 +195,7 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
     const struct stamp *stamp = &f->out.sent[(a.top - 1) & f->out.mask];
     int known = f->out.number - a.top <= f->out.mask && stamp->at; /* else it was sent long ago */
     if (known) {
-        ns rtt = now - stamp->at - (ns)a.since * US;
+        ns rtt = came - stamp->at - (ns)a.since * US;
         if (a.top > f->out.reported_top && rtt >= 0)
             rate_sample(&f->rate, now, rtt);
         if (stamp->data > f->out.reported) {
@@ -205,22 +205,8 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
             e->blocked_until = 0;
         }
     }
-    uint64_t fresh = f->out.reported_top, after = a.top; /* the first number that was sent after the mark */
-    for (ns mark = rate_mark(&f->rate); fresh < after;) {
-        uint64_t middle = fresh + (after - fresh) / 2;
-        if (f->out.number - middle > f->out.mask || f->out.sent[middle & f->out.mask].at < mark)
-            fresh = middle + 1;
-        else
-            after = middle;
-    }
-    if (known)
-        size_reported(e, f, a.datagrams, a.top, stamp->full, now);
     f->out.reported_top = a.top;
-    if (a.marked > f->out.marked && a.top > fresh)
-        rate_marked(&f->rate, now);
-    f->out.marked = a.marked;
-    rate_report(&f->rate, now, a.datagrams, a.bytes, a.top, a.clock,
-                known ? stamp->at : -1, (double)a.share, a.top - fresh);
+    rate_report(&f->rate, now, a.datagrams, a.bytes, a.top, a.clock, known ? stamp->at : -1, (double)a.share);
     return TAKEN;
 }
 
@@ -228,19 +214,13 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
 static void shares(struct engine *e, struct flow *f, size_t bytes, ns now)
 {
     if (now >= e->arrivals.ends) {
-        int whole = now < e->arrivals.ends + 100 * MS && e->arrivals.paths > 1; /* alone it has all, and learns nothing */
+        int whole = now < e->arrivals.ends + 100 * MS && e->arrivals.flows > 1; /* alone it has all, and learns nothing */
         e->arrivals.share = whole ? e->arrivals.bytes * 10 / e->arrivals.flows : 0;
-        e->arrivals.bytes = e->arrivals.flows = e->arrivals.paths = 0;
+        e->arrivals.bytes = e->arrivals.flows = 0;
         e->arrivals.number++;
         e->arrivals.ends = now + 100 * MS;
     }
-    if (f->in.interval != e->arrivals.number) {
-        int other = 0; /* of its host has sent in this interval */
-        for (const struct flow *one = e->flows; f->rate.path && one; one = one->next)
-            other |= one->rate.path == f->rate.path && one->in.interval == e->arrivals.number;
-        e->arrivals.paths += !other;
-        e->arrivals.flows++;
-    }
+    e->arrivals.flows += f->in.interval != e->arrivals.number;
     f->in.interval = e->arrivals.number;
     e->arrivals.bytes += bytes + e->wire_overhead;
 }
@@ -253,13 +233,6 @@ static void report_later(struct engine *e, struct flow *f, ns now)
     else if (f->report.due == 1)
         f->report.at = now + 2 * MS;
     due(e, f->report.at);
-}
-
-/* What does not open is its process's fault only if it came from where that is. */
-static int refuse(struct engine *e, int elsewhere, uint64_t *count, int verdict)
-{
-    *(elsewhere ? &e->count.foreign : count) += 1;
-    return elsewhere ? FOREIGN : verdict;
 }
 
 /* DUPLICATE: a number came before; LATE: it is older than the window; else TAKEN. Before `top` moves. A ring of words as in
@@ -279,7 +252,35 @@ static int replayed(struct flow *f, uint64_t number)
     return again ? DUPLICATE : TAKEN;
 }
 
-static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *p, size_t n, ns now)
+/* A process was silent and is there again: what waits for it need not wait for its long intervals. */
+static void flow_back(struct engine *e, const struct flow *f, ns now)
+{
+    for (const struct member *m = f->members; m; m = m->next)
+        for (struct exchange *x = e->live; x; x = x->next) {
+            if (x->channel != m->channel)
+                continue;
+            struct source *s = &x->sources[m->rank];
+            struct dest *d = &x->dests[m->rank];
+            if (s->ready_at != NEVER) {
+                s->ready_wait = ready_base(f);
+                s->ready_at = least(s->ready_at, now + s->ready_wait);
+                exchange_due(x, s->ready_at);
+            }
+            if (d->ask_at != NEVER) {
+                d->ask_wait = ready_base(f);
+                d->ask_at = least(d->ask_at, now + d->ask_wait);
+                exchange_due(x, d->ask_at);
+            }
+            if (d->end_at != NEVER) {
+                d->end_wait = MS;
+                d->end_at = least(d->end_at, now + d->end_wait);
+                exchange_due(x, d->end_at);
+            }
+        }
+}
+
+/* `came`: when the datagram arrived at this host; at `now` this process looks at it. */
+static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *p, size_t n, ns now, ns came)
 {
     uint32_t tag = tag_bytes(e);
     e->count.datagrams_received++;
@@ -295,11 +296,8 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     struct channel *c = e->channels;
     while (c && c->id != h.channel)
         c = c->next;
-    int elsewhere = c && !c->failed && source < c->size && c->members[source].flow
-        && !same_address(&c->members[source].flow->to, from);
     if (!c || c->failed || source >= c->size || !c->members[source].flow
-        || (elsewhere && !tag && way_of(c->members[source].flow, from) == ADDRESSES)
-        || (elsewhere && from->sa_family != c->members[source].flow->to.ss_family)) {
+        || !same_address(&c->members[source].flow->to, from)) {
         e->count.foreign++;
         return FOREIGN;
     }
@@ -311,32 +309,32 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         const struct bucket *b = keyed ? &c->bucket[phase][bucket] : NULL;
         uint8_t code = type == DATA || type == PARITY ? b->code : 0;
         switch (type) {
-        case DATA: fits = index < b->units && size == piece_bytes(b->unit, unit_bytes(b, index), h.pieces, h.piece); break;
+        case DATA: fits = index < b->units && size == unit_bytes(b, index); break;
         case END: fits = b->reports ? index >= b->units && size >= 8 && size <= e->set.packet : index == b->units && !size; break;
         case READY:
             fits = index <= 1 && !size;
             if (b->reports && index && index <= parts_of(b->units, bits_room(e)))
                 fits |= size == bits_bytes(e, b, index - 1);
             break;
-        case PARITY: fits = b->reports && index / 255 < b->units && size == piece_bytes(b->unit, b->unit, h.pieces, h.piece); break;
+        case PARITY: fits = b->reports && index / 255 < b->units && size == b->unit; break;
         case NACK: fits = b->reports && index && index <= list_room(e) && size == 4 * index; break;
         case ASK: fits = !index && !size; break;
         case REPORT: fits = !index && size == REPORT_BYTES; break;
         case ALIVE: fits = index <= 2 && !size; break;
-        case CHALLENGE:
-        case ANSWER: fits = (tag || f->ways.count > 1) && !index && size == NONCE; break;
-        case MEASURE: fits = index && index <= PIECES && size == piece_of(e->set.packet, index); break;
-        case MEASURED: fits = index && index <= PIECES && !size; break;
         default: fits = index <= 2 && size <= e->set.packet;
         }
         fits = fits && h.tag >> CODE == code;
     }
-    if (!fits || number >= f->in.top + JUMP)
-        return refuse(e, elsewhere, &m->count.malformed, MALFORMED);
+    if (!fits || number >= f->in.top + JUMP) {
+        m->count.malformed++;
+        return MALFORMED;
+    }
     const uint8_t *payload = p + HEADER;
     if (tag) {
-        if (!cipher_open(key_of(&m->open, number, 0), p, payload, (int)size, e->scratch))
-            return refuse(e, elsewhere, &m->count.bad_tag, BAD_TAG);
+        if (!cipher_open(key_of(&m->open, number, 0), p, payload, (int)size, e->scratch)) {
+            m->count.bad_tag++;
+            return BAD_TAG;
+        }
         payload = e->scratch;
         if ((verdict = replayed(f, number)) != TAKEN) {
             *(verdict == LATE ? &m->count.late : &m->count.duplicate) += 1;
@@ -346,13 +344,9 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     m->count.received++;
     f->in.received++;
     f->in.bytes += n;
-    f->in.marked += (uint64_t)e->net.marked;
-    e->count.marked += (uint64_t)e->net.marked;
     if (number >= f->in.top) {
-        if (elsewhere)
-            move_seen(e, f, from, now);
         f->in.top = number + 1;
-        f->in.top_at = now;
+        f->in.top_at = came;
         if (now - f->heard > SILENCE + round_trip(f) + 20 * MS) /* it did not answer to the first pulse */
             flow_back(e, f, now);
         for (struct member *one = now - f->heard > 2 * SECOND ? f->members : NULL; one; one = one->next)
@@ -369,12 +363,6 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         report_later(e, f, now);
     if (type == DATA || type == PARITY)
         shares(e, f, n, now);
-    if (h.pieces > 1) {
-        m->deaf.full_at = now;
-        if (!(payload = assemble(c, m, &h, payload, size)))
-            return TAKEN;
-        size = type == DATA ? unit_bytes(&c->bucket[phase][bucket], index) : c->bucket[phase][bucket].unit;
-    }
     if (type == DATA || type == PARITY) {
         if (size == c->bucket[phase][bucket].unit)
             m->deaf.full_at = now;
@@ -395,7 +383,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     case NACK: verdict = take_nack(c, m, phase, step, bucket, index, payload); break;
     case ASK: verdict = take_ask(c, m, phase, step, bucket, now); break;
     case REPORT:
-        if ((verdict = take_report(e, f, payload, now)) == MALFORMED)
+        if ((verdict = take_report(e, f, payload, now, came)) == MALFORMED)
             m->count.malformed++;
         break;
     case ALIVE:
@@ -421,10 +409,6 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
             }
         }
         break;
-    case CHALLENGE: challenged(e, m, from, payload); break;
-    case ANSWER: verdict = answered(e, f, payload, now); break;
-    case MEASURE: control(e, m, MEASURED, NULL, index); break;
-    case MEASURED: f->size.heard[index] += f->size.heard[index] < UINT8_MAX; break;
     case PROBE:
         m->probe.heard = 1;
         if (index)

@@ -208,8 +208,8 @@ API void ml_member_rate(struct channel *c, uint32_t rank, double *out)
     const struct flow *f = c->members[rank].flow;
     out[0] = f->rate.rate;
     out[1] = f->rate.known ? (double)f->rate.rtt_min / 1e9 : 0.0;
-    out[2] = f->rate.rule == SHARED ? f->rate.path->shared.credit : f->rate.foreign;
-    out[3] = f->rate.rule == SHARED ? f->rate.path->shared.proven : f->rate.greatest;
+    out[2] = f->rate.rule == SHARED ? f->rate.shared.credit : f->rate.foreign;
+    out[3] = f->rate.rule == SHARED ? f->rate.shared.proven : f->rate.greatest;
     out[4] = (double)(f->out.data - f->out.reported);
     out[5] = f->out.window;
     out[6] = f->out.limit;
@@ -218,73 +218,35 @@ API void ml_member_rate(struct channel *c, uint32_t rank, double *out)
 
 API int ml_handle(struct engine *e, const struct sockaddr *from, const uint8_t *bytes, size_t size, ns now)
 {
-    return handle(e, from, bytes, size, now);
+    return handle(e, from, bytes, size, now, now);
 }
-/* Whether datagrams that are handled from now on bear a mark of congestion. */
-API void ml_marked(struct engine *e, int marked) { e->net.marked = marked; }
 API int ml_produce(struct engine *e, ns now, uint8_t *out, struct output *o) { return produce(e, now, out, o); }
 API void ml_timers(struct engine *e, ns now) { timers(e, now); }
 API ns ml_due(const struct engine *e) { return least(e->timers_at, e->blocked_until); }
 
-/* Memory for a path, which processes may share. */
-API size_t ml_path_bytes(void) { return sizeof(struct path); }
-
-/* Make a path, unless there is one of this kind. Others may have it mapped, and wait for their turn: of one that nobody has used
- * for a while only the rate begins again. Nobody else may call it for the same memory meanwhile. Returns 0, or an errno. */
-API int ml_path(struct path *p, const struct engine *e, ns now)
-{
-    double packet = full_datagram(e);
-    uint64_t kind = (uint64_t)sizeof *p << 32 ^ (uint64_t)packet ^ (uint64_t)e->set.path_rate << 12 ^ (uint64_t)e->set.flows << 48 ^ 1;
-    now = at(now);
-    if (p->kind != kind) {
-        path_init(p, e->set.path_rate, packet, fair_flows(e));
-        p->kind = kind;
-        p->used_at = now;
-        return 0;
-    }
-    struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += 2;
-    int error = pthread_mutex_timedlock(&p->lock, &until); /* a process that was stopped in there holds it for as long */
-    if (error == EOWNERDEAD)
-        pthread_mutex_consistent(&p->lock);
-    else if (error)
-        return error;
-    if (now < p->used_at || now - p->used_at >= 10 * SECOND) {
-        shared_init(&p->shared, e->set.path_rate, packet, fair_flows(e));
-        p->used_at = now;
-    }
-    path_unlock(p);
-    return 0;
-}
-
-API struct rate *ml_rate_new(double floor, double ceiling, int rule, double packet, double flows, struct rate *with)
+API struct rate *ml_rate_new(double floor, double ceiling, int rule, double packet, double flows)
 {
     struct rate *r = calloc(1, sizeof *r);
     if (r)
-        rate_init(r, floor, ceiling, rule, packet, flows, with ? with->path : NULL);
+        rate_init(r, floor, ceiling, rule, packet, flows);
     return r;
 }
 API void ml_rate_free(struct rate *r) { free(r); }
 API void ml_rate_sample(struct rate *r, ns now, ns rtt) { rate_sample(r, now, rtt); }
 API void ml_rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t bytes, uint64_t top, uint32_t clock, ns sent_at,
-                        double share, uint64_t fresh)
+                        double share)
 {
-    rate_report(r, now, datagrams, bytes, top, clock, sent_at, share, fresh);
+    rate_report(r, now, datagrams, bytes, top, clock, sent_at, share);
 }
-API void ml_rate_marked(struct rate *r, ns now) { rate_marked(r, now); }
-API void ml_rate_moved(struct rate *r, ns now) { rate_moved(r, now); }
-API ns ml_rate_mark(struct rate *r) { return rate_mark(r); }
-API ns ml_rate_turn(struct rate *r, ns now, ns clock, double bytes) { return rate_turn(r, now, clock, bytes); }
-API void ml_rate_spend(struct rate *r, double bytes, ns now) { rate_spend(r, bytes, now); }
+API void ml_rate_look(struct rate *r, ns now, ns clock) { rate_look(r, now, clock); }
 /* Of SHARED: rate, what came through, credit, phase, whether it competes. */
 API void ml_rate_shared(const struct rate *r, double *out)
 {
-    out[0] = r->path->shared.rate;
-    out[1] = r->path->shared.proven;
-    out[2] = r->path->shared.credit;
-    out[3] = r->path->shared.phase;
-    out[4] = r->path->shared.competes;
+    out[0] = r->shared.rate;
+    out[1] = r->shared.proven;
+    out[2] = r->shared.credit;
+    out[3] = r->shared.phase;
+    out[4] = r->shared.competes;
 }
 API void ml_rate_get(const struct rate *r, double *out)
 {

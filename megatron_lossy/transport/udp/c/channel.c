@@ -117,38 +117,36 @@ static void flows_empty(struct engine *e, ns now)
             flow_empty(f);
 }
 
-static struct flow *flow_find(struct engine *e, const struct sockaddr *to, socklen_t to_size, uint64_t instance, struct path *path)
+static struct flow *flow_find(struct engine *e, const struct sockaddr *to, socklen_t to_size, uint64_t instance)
 {
     for (struct flow *f = e->flows; f; f = f->next)
-        if (f->instance == instance && same_address(&f->ways.to[0], to))
+        if (f->instance == instance && same_address(&f->to, to))
             return f;
     struct flow *f = calloc(1, sizeof *f);
     if (!f)
         return NULL;
     memcpy(&f->to, to, to_size);
     f->to_size = to_size;
-    f->ways.to[0] = f->to;
-    f->ways.count = 1;
     f->instance = instance;
     f->out.window = f->out.limit = UINT32_MAX;
     f->report.threshold = report_threshold(e);
     f->in.seen_words = replay_words(e);
     f->report.at = NEVER;
-    rate_init(&f->rate, 4e6, e->set.rate, e->set.rule, full_datagram(e), fair_flows(e), path);
+    rate_init(&f->rate, 4e6, e->set.rate, e->set.rule, full_datagram(e), fair_flows(e));
     return f;
 }
 
 /* `window`, `limit`: DATA that the peer's buffer holds for us, until its REPORTs say otherwise; `eager`: bytes that it keeps of
- * what it has not posted; `path`: that to its host, or NULL. Before ml_open. */
+ * what it has not posted. Before ml_open. */
 API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, uint32_t to_size, uint64_t instance,
-                  uint32_t window, uint32_t limit, uint64_t eager, const uint8_t *key_out, const uint8_t *key_in, struct path *path, ns now)
+                  uint32_t window, uint32_t limit, uint64_t eager, const uint8_t *key_out, const uint8_t *key_in, ns now)
 {
     struct engine *e = c->engine;
     struct member *m = &c->members[rank];
     int result = -1;
     acquire(e);
     flows_empty(e, at(now));
-    struct flow *f = flow_find(e, to, (socklen_t)to_size, instance, path);
+    struct flow *f = flow_find(e, to, (socklen_t)to_size, instance);
     if (!f)
         goto out;
     if (!f->out.sent) {
@@ -183,16 +181,6 @@ API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, u
 out:
     release(e);
     return result;
-}
-
-/* Another address of a member's process, of as many bytes as the first. Before ml_open. */
-API void ml_way(struct channel *c, uint32_t rank, const struct sockaddr *to)
-{
-    struct flow *f = c->members[rank].flow;
-    acquire(c->engine);
-    if (way_of(f, to) == ADDRESSES && f->ways.count < ADDRESSES)
-        memcpy(&f->ways.to[f->ways.count++], to, f->to_size);
-    release(c->engine);
 }
 
 /* Who is lost is done without. Before ml_open. */
@@ -261,8 +249,6 @@ static void channel_free(struct channel *c)
         struct member *m = &c->members[i];
         key_free(&m->seal);
         key_free(&m->open);
-        free(m->assembly.of);
-        free(m->assembly.bytes);
         if (!m->flow)
             continue;
         struct member **link = &m->flow->members;

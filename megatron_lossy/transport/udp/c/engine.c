@@ -29,13 +29,9 @@
 #include "exchange.c" /* exchange state: begin, early pool, end */
 #include "must.c"     /* what must arrive: lists, parity, requests */
 #include "halves.c"   /* the two halves of an exchange: posting, sending */
-#include "moved.c"    /* processes whose address changes */
-#include "ways.c"     /* processes with several interfaces */
-#include "size.c"     /* paths whose MTU changes */
 #include "arrive.c"   /* what arrives: one datagram */
 #include "leave.c"    /* what leaves: the next datagrams */
 #include "channel.c"  /* channels: opening and closing */
 #include "timers.c"   /* what waits for a time */
 #include "calls.c"    /* interface to Python */
-#include "here.c"     /* sockets, and addresses of this host */
-#include "thread.c"   /* the thread */
+#include "thread.c"   /* the socket and the thread */

@@ -269,10 +269,10 @@ static void channel_fail(struct channel *c, uint32_t culprit, int reason)
 }
 
 enum { DEAF_STEPS = 10, DEAF_UNITS = 100 };
-#define DEAF_TIME (2 * SECOND) /* in which its sender would have found out what does pass */
+#define DEAF_TIME (2 * SECOND)
 
 /* Its end came and nothing of full length: by chance, or since no such datagram passes any more. Exchanges that were under way
- * together count once, for one outage takes them all. */
+ * together count once, for one outage takes them all. What is counted becomes a line for the user. */
 static void count_deaf(struct exchange *x, uint32_t i, ns now)
 {
     const struct source *s = &x->sources[i];
@@ -284,8 +284,10 @@ static void count_deaf(struct exchange *x, uint32_t i, ns now)
         m->deaf.since = now;
     m->deaf.steps += !m->deaf.steps || x->posted_at >= m->deaf.at;
     m->deaf.at = now;
-    if (m->deaf.steps >= DEAF_STEPS && m->deaf.units >= DEAF_UNITS && now - m->deaf.since >= DEAF_TIME)
-        channel_fail(x->channel, i, DEAF);
+    if (m->deaf.steps >= DEAF_STEPS && m->deaf.units >= DEAF_UNITS && now - m->deaf.since >= DEAF_TIME) {
+        x->channel->engine->count.narrowed++;
+        m->deaf.steps = m->deaf.units = 0;
+    }
 }
 
 static void source_over(struct exchange *x, uint32_t i, ns now)

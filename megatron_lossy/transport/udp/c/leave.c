@@ -2,18 +2,16 @@
  * turn over destinations, as far as pace and window have room.
  */
 
-static uint32_t build_piece(struct engine *e, struct member *m, int type, int tag, int phase, uint32_t step, uint32_t bucket,
-                            uint32_t index, uint32_t pieces, uint32_t piece, const uint8_t *payload, uint32_t size, uint8_t *out,
-                            ns now)
+static uint32_t build(struct engine *e, struct member *m, int type, int tag, int phase, uint32_t step, uint32_t bucket,
+                      uint32_t index, const uint8_t *payload, uint32_t size, uint8_t *out, ns now)
 {
     struct flow *f = m->flow;
     struct header h = {.type = (uint8_t)type, .tag = (uint8_t)tag, .phase = (uint8_t)phase, .step = step, .index = index,
                        .source = (uint16_t)m->channel->rank, .bucket = (uint16_t)bucket, .channel = m->channel->id,
-                       .number = f->out.number, .pieces = (uint8_t)pieces, .piece = (uint8_t)piece};
+                       .number = f->out.number};
     header_write(&h, out);
     f->out.data += type == DATA;
-    f->out.full += (type == DATA || type == PARITY) && size >= piece_of(m->channel->full, pieces);
-    f->out.sent[f->out.number & f->out.mask] = (struct stamp){now, f->out.data, f->out.full};
+    f->out.sent[f->out.number & f->out.mask] = (struct stamp){now, f->out.data};
     f->out.number++;
     m->count.sent++;
     if (e->set.cipher) {
@@ -25,35 +23,27 @@ static uint32_t build_piece(struct engine *e, struct member *m, int type, int ta
     return HEADER + size + tag_bytes(e);
 }
 
-static uint32_t build(struct engine *e, struct member *m, int type, int tag, int phase, uint32_t step, uint32_t bucket,
-                      uint32_t index, const uint8_t *payload, uint32_t size, uint8_t *out, ns now)
-{
-    return build_piece(e, m, type, tag, phase, step, bucket, index, 1, 0, payload, size, out, now);
-}
-
 /* Datagrams that go out together, of one length but for the last. */
-struct train { uint8_t *out; uint32_t pieces, datagram, n, bytes; };
+struct train { uint8_t *out; uint32_t datagram, n, bytes; };
 
-static struct train train_to(const struct engine *e, const struct flow *f, const struct bucket *b, uint8_t *out)
+static struct train train_of(const struct engine *e, const struct bucket *b, uint8_t *out)
 {
-    uint32_t pieces = pieces_to(f, b->unit);
-    return (struct train){.out = out, .pieces = pieces, .datagram = HEADER + piece_of(b->unit, pieces) + tag_bytes(e)};
+    return (struct train){.out = out, .datagram = HEADER + b->unit + tag_bytes(e)};
 }
 
-/* Add a unit or a parity of an exchange, in the pieces in which it gets through. */
+/* Add a unit or a parity of an exchange. */
 static void train_add(struct engine *e, struct member *m, struct train *t, int type, int priority, const struct exchange *x,
                       uint32_t index, const uint8_t *payload, uint32_t size, ns now)
 {
-    uint32_t length = piece_of(x->bucket->unit, t->pieces);
-    for (uint32_t piece = 0, from = 0; from < size; piece++, from += length, t->n++)
-        t->bytes += build_piece(e, m, type, priority | x->bucket->code << CODE, x->phase, x->step, x->number, index, t->pieces, piece, payload + from,
-                                size - from < length ? size - from : length, t->out + t->bytes, now);
+    t->bytes += build(e, m, type, priority | x->bucket->code << CODE, x->phase, x->step, x->number, index, payload, size,
+                      t->out + t->bytes, now);
+    t->n++;
 }
 
 /* Whether there is room for another unit: only the last datagram may be shorter. */
 static int train_room(const struct train *t, uint32_t most)
 {
-    return !t->n || (t->n + t->pieces <= most && t->bytes == t->n * t->datagram);
+    return !t->n || (t->n < most && t->bytes == t->n * t->datagram);
 }
 
 static void address(struct output *o, const struct flow *f, uint32_t bytes, uint32_t segment)
@@ -86,8 +76,6 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
             continue;
         if (k->type == PROBE)
             size = c->probe_bytes;
-        if (k->type == MEASURE)
-            size = piece_of(e->set.packet, k->index);
         if (k->type == END && c->bucket[k->phase][k->bucket].reports) {
             const struct exchange *x = find(c, k->phase, k->step, k->bucket);
             if (!x)
@@ -117,23 +105,15 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
             address(o, f, bytes, bytes);
             return 1;
         }
-        if (k->type == CHALLENGE || k->type == ANSWER) {
-            payload = k->type == CHALLENGE ? f->move.nonce : f->move.answer;
-            size = NONCE;
-        }
         if (k->type == REPORT) {
             struct arrivals a = {f->in.received, f->in.bytes, f->in.top, (uint32_t)least((now - f->in.top_at) / US, UINT32_MAX),
-                                 (uint32_t)(f->in.top_at / US), e->window, e->limit, e->arrivals.share, f->in.marked};
+                                 (uint32_t)(f->in.top_at / US), e->window, e->limit, e->arrivals.share};
             arrivals_write(&a, report);
             payload = report;
             size = REPORT_BYTES;
         }
         uint32_t bytes = build(e, m, k->type, 0, k->phase, k->step, k->bucket, k->index, payload, size, out, now);
         address(o, f, bytes, bytes);
-        if (k->type == CHALLENGE)
-            memcpy(&o->to, &f->move.to, sizeof o->to);
-        if (k->type == ANSWER)
-            memcpy(&o->to, &f->move.asker, sizeof o->to);
         return 1;
     }
     return 0;
@@ -151,11 +131,8 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
         allowed += (uint64_t)(speed * (double)f->rate.rtt_min / 1e9 / (HEADER + e->set.packet));
     }
     if (f->rate.rule == SHARED) { /* no more than a queue that has grown meanwhile can say */
-        struct path *p = f->rate.path;
-        path_lock(p);
-        const struct shared *s = &p->shared;
-        double most = 2 * s->rate * (double)(shared_trip(s) + 10 * MS) / 1e9 / s->packet / path_flows(p) + 16;
-        path_unlock(p);
+        const struct shared *s = &f->rate.shared;
+        double most = 2 * s->rate * (double)(shared_trip(s) + 10 * MS) / 1e9 / s->packet + 16;
         allowed = allowed < most ? allowed : (uint64_t)most;
     }
     if (allowed > f->out.limit)
@@ -166,7 +143,6 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
         return (uint32_t)(allowed - outstanding);
     }
     if (now < f->out.force_at) {
-        rate_pass(&f->rate);
         e->blocked_until = least(e->blocked_until, f->out.force_at);
         return 0;
     }
@@ -214,20 +190,15 @@ static uint32_t batch_most(const struct flow *f, uint32_t datagram, uint32_t roo
 static void spend(struct engine *e, struct flow *f, uint32_t bytes, uint32_t n, ns now)
 {
     double wire = bytes + (double)n * e->wire_overhead;
-    if (f->rate.rule == SHARED)
-        rate_spend(&f->rate, wire, now);
-    else
-        f->out.free_at = greatest(f->out.free_at, now - 2 * MS) + (ns)(wire * 1e9 / f->rate.rate);
+    ns caught = f->rate.rule == SHARED ? rate_burst(&f->rate) : 2 * MS;
+    f->out.free_at = greatest(f->out.free_at, now - caught) + (ns)(wire * 1e9 / f->rate.rate);
     e->free_at = greatest(e->free_at, now - 2 * MS) + (ns)(wire * 1e9 / e->set.rate);
 }
 
-/* Whether it is its time to send units of a bucket. */
-static int may_send(struct engine *e, struct flow *f, const struct bucket *b, ns now)
+/* Whether it is its time to send. */
+static int may_send(struct engine *e, struct flow *f, ns now)
 {
-    uint32_t datagram = train_to(e, f, b, NULL).datagram;
-    if (f->rate.rule == SHARED)
-        f->out.free_at = rate_turn(&f->rate, now, now + e->set.clock,
-                                   batch_most(f, datagram, SEGMENTS) * (double)(datagram + e->wire_overhead));
+    rate_look(&f->rate, now, now + e->set.clock);
     if (now >= f->out.free_at)
         return 1;
     e->blocked_until = least(e->blocked_until, f->out.free_at);
@@ -245,12 +216,12 @@ static int produce_again(struct engine *e, struct member *m, ns now, uint8_t *ou
     struct flow *f = m->flow;
     const struct dest *d = m->resend.ring[m->resend.first % RESENDS].dest;
     const struct bucket *b = d->x->bucket;
-    if (!may_send(e, f, b, now))
+    if (!may_send(e, f, now))
         return 0;
     uint32_t room = window_room(e, m, now);
     if (!room)
         return 0;
-    struct train t = train_to(e, f, b, out);
+    struct train t = train_of(e, b, out);
     uint32_t most = batch_most(f, t.datagram, room);
     while (train_room(&t, most) && m->resend.first != m->resend.last && m->resend.ring[m->resend.first % RESENDS].dest == d) {
         uint32_t position = m->resend.ring[m->resend.first++ % RESENDS].position, unit = d->must.list[position];
@@ -277,12 +248,12 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
             return 0;
     }
     const struct bucket *b = d->x->bucket;
-    if (!may_send(e, f, b, now))
+    if (!may_send(e, f, now))
         return 0;
     uint32_t room = window_room(e, m, now);
     if (!room)
         return 0;
-    struct train t = train_to(e, f, b, out);
+    struct train t = train_of(e, b, out);
     uint32_t most = batch_most(f, t.datagram, room), entries = entries_of(d);
     while (train_room(&t, most) && d->position < entries && may_begin(m, d)) {
         uint32_t unit = b->order ? b->order[d->position] : d->position, size = unit_bytes(b, unit);

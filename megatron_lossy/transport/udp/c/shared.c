@@ -9,7 +9,8 @@
  * last 50 ms is the path's (`credit`), and is not answered any more. Until the first tick a flow that fell three times and loses
  * as before holds a part of its rate, so that its dip has datagrams to tell by. Nothing else raises `credit`.
  *
- * Where routers mark packets instead of losing them, a mark is answered as a loss that is ours for sure; sockets ask for none (here.c).
+ * A rate is judged after so much sending at it, in one burst or in several, and what came is timed by the receiver's kernel: neither a
+ * sender with little to send nor a process that sleeps is taken for a path that is full.
  *
  * A queue is drained, three times; then it is somebody else's, and the flow competes: it answers loss only.
  *
@@ -22,22 +23,20 @@
 #define SETTLE (15 * MS)       /* of a dip: clocks differ, and queues drain */
 #define DIP (50 * MS)          /* after that, or half a round trip */
 #define DIPPED 0.4             /* of the rate */
-#define LEAST_WINDOW (6 * MS)  /* of sending, from which a decision is made */
-#define LEAST_BURST 8          /* datagrams of bursts, from which a loss of theirs counts */
-#define MANY_BURSTS 2000       /* until then a start bears what its windows bear: a path may lose as much */
+#define LEAST_WINDOW (6 * MS)  /* of sending at this rate, in one burst or in several, from which a decision is made */
+#define PAUSE (5 * MS)         /* of a sender that had nothing to send, or slept: what came over it says nothing of the path's rate */
 #define ROUND (25 * MS)        /* between steps that double */
 #define WAITS (1 * MS)         /* of a round trip: something waits in a queue */
 #define HOLDS (20 * MS)        /* that something must wait, to be drained */
 #define COMPETES (2 * SECOND)  /* after the last time that something did */
 #define LEAST_RATE 30e3
 #define GROWTH 0.8             /* of a TCP flow's */
-#define BESIDE 1.2             /* the same for one that competes */
+#define BESIDE 1.1             /* the same for one that competes */
 #define PATIENCE 25            /* round trips from a drained queue to a search for more, the most */
 #define BOUND 3e6              /* bytes/s gained in a second at USUAL, the most */
 #define USUAL 7.5e6
 #define KEPT 0.78              /* of the rate after a loss */
 #define KEPT_LOSSY 0.92        /* on a path that loses */
-#define KEPT_MARKED 0.82       /* of the rate after a mark */
 #define KEPT_DRAINED 0.92      /* of what came through, once a queue is drained */
 #define REMEMBERED 0.9         /* of earlier dips */
 #define MOST_CREDIT 0.3
@@ -53,14 +52,15 @@ struct shared {
     double proven; /* the rate that came through when there was loss */
     double credit; /* the share that the path loses */
     double share;  /* what the receiver has for this flow; 0: it did not say */
-    int phase, competes, drains, full; /* full: a mark came in the start */
+    int phase, competes, drains;
     ns rtt, srtt; /* least and smoothed round trip */
     struct { ns least[2], at; } slot;
-    struct look base, from, last; /* where the window begins; since when losses count; the last report */
-    ns mark, resumed;       /* counted is what is sent from `mark` on: before it was sent at another rate; the window begins later */
-    int begun, based, counts; /* counts: `from` is known */
-    ns least, gap; /* of the window: least round trip, longest pause between what came last in reports */
-    ns calm_at, queued_at, moved_at;
+    struct look base, last; /* where the window begins; the last report */
+    ns mark;                /* counted is what is sent from `mark` on: before it was sent at another rate */
+    int begun, based;
+    ns least; /* of the window: least round trip */
+    struct { double datagrams; ns took; } came; /* of the window: those that came in a row, without pauses, and in what time */
+    ns calm_at, queued_at;
     double before;     /* what was proven when the queue began to grow */
     double drained;    /* the rate to go on with when a queue is drained; 0: it fell by a loss since */
     double step, grew; /* of a search for more; seconds of growth since the last loss */
@@ -86,45 +86,6 @@ static void shared_init(struct shared *s, double ceiling, double packet, double 
     s->dip.tick = -1;
 }
 
-/* It begins again. The share that the path loses is believed until a dip says that it is another one. */
-static void shared_again(struct shared *s, ns now)
-{
-    struct shared old = *s;
-    shared_init(s, old.ceiling, old.packet, 1);
-    s->flows = old.flows;
-    s->credit = old.credit;
-    s->lost_any = old.credit > 0;
-    s->dip.sum = old.dip.sum;
-    s->dip.tick = old.dip.tick;
-    s->begun = old.begun;
-    s->last = old.last;
-    s->mark = s->resumed = now;
-}
-
-/* The path takes other packets now. It keeps what it knows of round trips. */
-static void shared_restart(struct shared *s, ns now)
-{
-    ns rtt = s->rtt, srtt = s->srtt, at = s->slot.at, least[2] = {s->slot.least[0], s->slot.least[1]};
-    shared_again(s, now);
-    s->rtt = rtt;
-    s->srtt = srtt;
-    s->slot.at = at;
-    memcpy(s->slot.least, least, sizeof least);
-}
-
-/* It is another path. It is tried at half of the rate: most often it is alike, and a start corrects what is wrong. Of the flows
- * that move together, the first says so. */
-static void shared_moved(struct shared *s, ns now)
-{
-    if (s->moved_at && now - s->moved_at < SECOND)
-        return;
-    double rate = s->rate / 2;
-    shared_again(s, now);
-    if (rate > s->rate)
-        shared_set(s, rate);
-    s->moved_at = now;
-}
-
 static ns shared_trip(const struct shared *s) { return s->srtt ? s->srtt : 10 * MS; }
 
 /* The least of the last 3 to 6 seconds. */
@@ -147,8 +108,8 @@ static void shared_sample(struct shared *s, ns now, ns rtt)
 /* A window of what is sent from `mark` on. */
 static void window_later(struct shared *s, ns mark)
 {
-    s->mark = s->resumed = mark;
-    s->based = s->counts = 0;
+    s->mark = mark;
+    s->based = 0;
     s->least = NEVER;
 }
 
@@ -157,7 +118,8 @@ static void window_next(struct shared *s)
     s->based = 1;
     s->base = s->last;
     s->least = NEVER;
-    s->gap = 0;
+    s->came.datagrams = 0;
+    s->came.took = 0;
 }
 
 static ns queue(const struct shared *s) { return s->least == NEVER ? 0 : s->least - s->rtt; }
@@ -218,12 +180,18 @@ static int suspect(const struct shared *s)
     return s->chain.length >= 3 && h->sent >= 30 && h->lost >= h->sent * between(0.003, few, 0.05) && h->lost <= 0.4 * h->sent;
 }
 
-static void shared_lost(struct shared *s, ns now, double n, double l, ns took)
+/* Bytes/s that came in this window, by the receiver's clock; `unknown`, if it has too few to tell. */
+static double came(const struct shared *s, double unknown)
 {
-    double share = l / (l < 4 && n < 100 ? 100 : n), delivered = s->rate * (1 - share) / (1 - s->credit);
-    if (n >= 100 && took >= LEAST_WINDOW / 2)
-        delivered = (n - l) * s->packet * 1e9 / (double)took / (1 - s->credit);
-    delivered = between(s->rate / 4, delivered, s->rate);
+    return s->came.took >= LEAST_WINDOW / 2 ? s->came.datagrams * s->packet * 1e9 / (double)s->came.took : unknown;
+}
+
+static void shared_lost(struct shared *s, ns now, double n, double l)
+{
+    double share = l / (l < 4 && n < 100 ? 100 : n), delivered = s->rate * (1 - share);
+    if (n >= 100)
+        delivered = came(s, delivered);
+    delivered = between(s->rate / 4, delivered / (1 - s->credit), s->rate);
     if (s->chain.length && s->rate < 0.97 * s->chain.rate) {
         s->chain.length++;
     } else {
@@ -271,8 +239,8 @@ static void dip_over(struct shared *s, double n, double l)
         s->proven = rate < s->chain.rate ? rate : s->chain.rate;
         shared_set(s, s->proven * KEPT_LOSSY);
     }
-    /* Too few are due to tell, or fewer came than would be lost, but more than nothing: the next dip goes on. */
-    int unsure = due < 6 ? share < 0.02 : due < 24 && d->lost > 0.2 * due;
+    /* Too few are due to tell, or fewer were lost than would be, but more than nothing: the next dip goes on. */
+    int unsure = due < 6 ? share < 0.02 || d->lost > 0.3 * due : due < 24 && d->lost > 0.2 * due;
     s->lost_any = held && s->credit == 0 && unsure;
     if (!s->lost_any)
         s->chain.length = 0;
@@ -309,55 +277,52 @@ static void shared_clock(struct shared *s, ns now, ns clock)
     window_later(s, NEVER);
 }
 
-static void starts(struct shared *s, ns now, double n, double l, ns took, double delivered, int queued)
+static void starts(struct shared *s, ns now, double n, double l, int queued)
 {
-    if (!starts_excess(n, l) && !queued && !s->full) {
+    if (!starts_excess(n, l) && !queued) {
         s->proven = s->rate;
         shared_set(s, 2 * s->rate);
         window_later(s, now);
         return;
     }
+    double delivered = came(s, s->rate);
     s->phase = GROWS;
     s->proven = delivered < s->rate ? delivered : s->rate;
     if (l > 0) {
-        shared_lost(s, now, n, l, took);
+        shared_lost(s, now, n, l);
     } else {
         shared_set(s, 0.8 * s->proven);
         window_later(s, now);
     }
 }
 
-static void drain(struct shared *s, ns now, double n, double l, ns took, double delivered)
+static void drain(struct shared *s, ns now, double n)
 {
-    if (took > s->gap + LEAST_WINDOW / 2) /* a longer way makes one */
-        delivered = (n - l) * s->packet * 1e9 / (double)(took - s->gap);
-    double rate = delivered / (1 - s->credit);
+    double rate = came(s, s->rate) / (1 - s->credit);
     if (!s->drains)
         s->before = s->rate > s->proven ? s->rate : s->proven;
     if (n >= 32 && rate <= 0.85 * s->rate)
         s->proven = s->before = rate;
+    double through = s->rate < s->proven ? s->rate : s->proven;
     if (s->drains++ >= 2) { /* somebody else's queue, or a longer way */
         s->competes = 1;
         s->proven = s->before;
         s->drained = 0;
         shared_set(s, 0.95 * s->proven);
     } else {
-        double came = s->rate < s->proven ? s->rate : s->proven;
-        s->drained = KEPT_DRAINED * came;
-        shared_set(s, (queue(s) > s->rtt / 2 + 10 * MS ? 0.5 : 0.85) * came);
+        s->drained = s->drains == 1 ? KEPT_DRAINED * through : s->drained;
+        shared_set(s, (queue(s) > s->rtt / 2 + 10 * MS ? 0.5 : 0.85) * through);
     }
     s->step = s->grew = 0;
     window_later(s, now);
 }
 
 /* A window without more loss than is allowed. */
-static void window_over(struct shared *s, ns now, ns passed, double n, double l, ns took)
+static void window_over(struct shared *s, ns now, ns passed, double n, double l)
 {
-    s->from = s->last;
-    double delivered = took > 0 ? (n - l) * s->packet * 1e9 / (double)took : s->rate;
     int queued = queue(s) > greatest(4 * MS, s->rtt / 8);
     if (s->phase == STARTS) {
-        starts(s, now, n, l, took, delivered, queued);
+        starts(s, now, n, l, queued);
         return;
     }
     s->calm_at = queued ? 0 : s->calm_at ? s->calm_at : now;
@@ -366,7 +331,7 @@ static void window_over(struct shared *s, ns now, ns passed, double n, double l,
     if (queued && !s->competes) {
         if (s->queued_at && now - s->queued_at >= HOLDS) {
             s->queued_at = 0;
-            drain(s, now, n, l, took, delivered);
+            drain(s, now, n);
         } else { /* a machine that was busy looks the same, for a moment */
             s->queued_at = s->queued_at ? s->queued_at : now;
             window_next(s);
@@ -400,27 +365,26 @@ static void window_over(struct shared *s, ns now, ns passed, double n, double l,
     window_next(s);
 }
 
-/* `sent_at`: when the number below `top` was sent; `came`: when it came, by the receiver's clock. */
-static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t top, ns sent_at, ns came)
+/* `sent_at`: when the number below `top` was sent; `came_at`: when it came, by the receiver's clock. */
+static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t top, ns sent_at, ns came_at)
 {
     if (s->begun && (datagrams <= s->last.datagrams || top < s->last.top))
         return;
     if (s->begun && s->based) {
         double n = (double)(top - s->last.top), got = (double)(datagrams - s->last.datagrams), l = n > got ? n - got : 0;
-        s->gap = greatest(s->gap, came - s->last.came);
+        if (sent_at - s->last.sent_at < (ns)(2e9 * n * s->packet / s->rate) + PAUSE) {
+            s->came.datagrams += got;
+            s->came.took += came_at - s->last.came;
+        }
         if (s->phase == GROWS && s->chain.length) {
             s->chain.held.sent += n;
             s->chain.held.lost += l;
         }
     }
     s->begun = 1;
-    s->last = (struct look){datagrams, top, sent_at, came};
-    if (!s->counts && sent_at >= s->mark) {
-        s->counts = 1;
-        s->from = s->last;
-    }
+    s->last = (struct look){datagrams, top, sent_at, came_at};
     if (!s->based) {
-        if (sent_at >= s->resumed)
+        if (sent_at >= s->mark)
             window_next(s);
         return;
     }
@@ -435,44 +399,13 @@ static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t
         }
         return;
     }
-    ns passed = sent_at - s->base.sent_at, took = came - s->base.came;
-    if (s->phase != STARTS && (passed >= LEAST_WINDOW || took >= 2 * LEAST_WINDOW) && excess(s, n, l)) {
-        shared_lost(s, now, n, l, took);
+    ns passed = (ns)(n * s->packet * 1e9 / s->rate);
+    if (s->phase != STARTS && passed >= LEAST_WINDOW && excess(s, n, l)) {
+        shared_lost(s, now, n, l);
         return;
     }
     ns wanted = greatest(s->rtt / 4, LEAST_WINDOW);
     double enough = s->phase == STARTS ? 8 : lossy(s) ? 4000 * s->credit : 2, most = 0.3 * s->rate / s->packet;
-    if (n >= (enough < most ? enough : most) && (passed >= wanted || took >= 2 * wanted))
-        window_over(s, now, passed, n, l, took);
-}
-
-/* A router says that its queue fills (RFC 3168): nobody needs to dip to find out. It is answered once in a round trip. */
-static void shared_marked(struct shared *s, ns now)
-{
-    if (s->phase == STARTS)
-        s->full = 1; /* its window ends as if something waited */
-    if (s->phase != GROWS)
-        return;
-    s->step = s->grew = 0;
-    s->proven = s->drained = s->rate;
-    shared_set(s, s->rate * kept(s, KEPT_MARKED));
-    window_later(s, now);
-}
-
-/* Something is to be sent after a pause, which ends a window. Bursts may be shorter than any window: what they lost since the last
- * decision counts here, or a sender of short bursts would never leave its start. */
-static void shared_resume(struct shared *s, ns now)
-{
-    s->queued_at = 0;
-    if (s->phase == DIPS)
-        return;
-    double n = (double)(s->last.top - s->from.top), got = (double)(s->last.datagrams - s->from.datagrams), l = n > got ? n - got : 0;
-    int few = s->phase == STARTS && n < MANY_BURSTS, lost = few ? starts_excess(n, l) : excess(s, n, l);
-    if (s->counts && n >= LEAST_BURST && lost) {
-        shared_lost(s, now, n, l, 0);
-        return;
-    }
-    s->resumed = now; /* what was sent before is still counted, but does not begin a window */
-    s->based = 0;
-    s->least = NEVER;
+    if (n >= (enough < most ? enough : most) && passed >= wanted)
+        window_over(s, now, passed, n, l);
 }

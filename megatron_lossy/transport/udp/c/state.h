@@ -12,9 +12,7 @@
 enum { PHASES = 2 };
 enum { SEGMENTS = 64, BATCH_BYTES = 65000 }; /* that go out together */
 enum { AHEAD = 8 };                          /* steps that a peer may be ahead, and be kept */
-enum { PIECES = 16, ASSEMBLIES = 32 };       /* of a unit, the most; units of a rank of which some have come */
 enum { CONTROLS = 8192, REPORTS = 4, RESENDS = 4096 };
-enum { ADDRESSES = 4 }; /* addresses of a process, the most */
 enum { SILENT = 1, REFUSED, LEFT, DEAF, IN_VAIN }; /* why a channel failed, or a member is done without */
 #define SILENCE (200 * MS)        /* of a process: it may hear nothing either */
 #define PULSE (50 * MS)           /* between signs of life meanwhile, to few others */
@@ -27,7 +25,7 @@ enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DR
 #define ENGINE_COUNTERS(X) \
     X(datagrams_sent) X(bytes_sent) X(datagrams_received) X(bytes_received) X(malformed) X(foreign) \
     X(socket_overflow) X(send_blocked) X(send_failed) X(too_big) X(unreachable) X(early_bytes) X(early_most) \
-    X(segmented) X(gathered) X(moved) X(rebound) X(switched) X(shortened) X(lengthened) X(marked)
+    X(segmented) X(gathered) X(narrowed)
 #define MEMBER_COUNTERS(X) \
     X(sent) X(received) X(units) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) \
     X(repeated) X(by_deadline) X(ends) X(readies) X(asks) X(forced) X(asked) X(nacks) X(resent) X(parities) X(repaired)
@@ -40,7 +38,7 @@ struct member_counters { MEMBER_COUNTERS(FIELD) };
 API const char *ml_engine_counter_names(void) { return ENGINE_COUNTERS(NAME); }
 API const char *ml_member_counter_names(void) { return MEMBER_COUNTERS(NAME); }
 
-struct stamp { ns at; uint64_t data, full; };
+struct stamp { ns at; uint64_t data; };
 
 /* Between this process and another one, for all channels that have both. */
 struct flow {
@@ -51,16 +49,15 @@ struct flow {
     struct member *members, *speaker;
     struct rate rate;
     struct {
-        uint64_t number, data, full; /* next number; DATA sent; of them and PARITY the longest */
+        uint64_t number, data;       /* next number; DATA sent */
         uint64_t reported;           /* DATA sent up to the highest number that it has reported */
-        uint64_t marked;             /* that it has reported to bear a mark */
         struct stamp *sent;              /* when a number was sent; a ring of `mask` + 1 */
         uint64_t mask, reported_top;
         uint32_t window, limit; /* datagrams that it may not have reported; up to `limit` with what the network holds */
         ns free_at, force_at, force_wait;
     } out;
     struct {
-        uint64_t received, bytes, marked, top, control_top; /* top: highest number + 1 */
+        uint64_t received, bytes, top, control_top; /* top: highest number + 1 */
         ns top_at;
         uint32_t interval; /* of arrivals in which it came last */
         uint64_t *seen, seen_words; /* which of the last numbers came, a bit each; a ring */
@@ -69,34 +66,6 @@ struct flow {
     ns heard, refused_at;
     struct { ns at, until; } pulse; /* the next one, while it is silent; it hears nothing from here, until when that is believed */
     uint32_t refused; /* times that its host said so, since it was heard */
-    struct {          /* where it may have moved to, until when, and when it is asked again; what it asked us, and from where */
-        struct sockaddr_storage to, asker;
-        ns until, at, wait, changed_at;
-        uint8_t nonce[NONCE], answer[NONCE];
-    } move;
-    struct { /* the addresses of its interfaces (ways.c); when another one was taken, when its process was asked
-              * whether it is there, and when the first is asked again */
-        struct sockaddr_storage to[ADDRESSES];
-        uint32_t count;
-        ns at, asked, home_at;
-    } ways;
-    /* Of DATA and PARITY (size.c): the most bytes of a payload that get through, or 0 for any; of the longest, those sent in
-     * a row of which none was reported, and all that had been when the last report came; while it is measured: when the next round
-     * goes out, rounds, and how many of each length came; else when longer ones are tried again, and from when on it may be
-     * measured. */
-    struct {
-        uint32_t most, silent, rounds;
-        uint64_t looked;
-        ns at, again_at, from, wait;
-        uint8_t heard[PIECES + 1], measures;
-    } size;
-};
-
-/* A unit of which not all pieces have come. */
-struct assembly {
-    uint8_t type, phase, pieces;
-    uint16_t bucket, have; /* have: which pieces, a bit each; 0: nothing */
-    uint32_t step, index;
 };
 
 /* What must arrive of a message that goes. */
@@ -201,7 +170,6 @@ struct member {
      * known, and when the first and the last of them were over; when the last datagram of its bucket's length came. */
     struct { uint32_t steps, units; ns since, at, full_at; } deaf;
     struct { struct resend *ring; uint32_t first, last; } resend; /* a ring of RESENDS */
-    struct { struct assembly *of; uint8_t *bytes; uint32_t next; } assembly; /* [ASSEMBLIES], and the bytes of each */
     struct member_counters count;
 };
 
@@ -228,7 +196,7 @@ struct control {
 };
 
 struct settings {
-    double rate, path_rate; /* path_rate: of all processes of this host, to one other */
+    double rate;
     ns reorder, peer_timeout; /* reorder < 0: by the round trip */
     uint64_t eager, memory, instance;
     uint32_t packet;
@@ -250,14 +218,10 @@ struct engine {
     size_t early;
     uint64_t orders;
     /* What came in this interval from how many flows, and of the last one bytes/s of each. */
-    struct { uint64_t bytes, share; uint32_t flows, paths, number; ns ends; } arrivals;
+    struct { uint64_t bytes, share; uint32_t flows, number; ns ends; } arrivals;
     struct engine_counters count;
-    /* watch: says when addresses of this host change. lost: nothing can be sent from `local`, to which the socket is bound, any
-     * more. source: where what is sent came from, when that was last looked at. cuts: whether the kernel cuts what goes out
-     * together; gso: whether that is asked for. marked: what is handled bears a mark of congestion. */
     struct {
-        int socket, wake, watch, gso, cuts, lost, refusals, marked, buffer, force;
-        struct sockaddr_storage local, source;
+        int socket, wake, gso, refusals; /* gso: whether the kernel cuts what goes out together */
         uint32_t overflow_seen;
         uint8_t *receive;
     } net;
@@ -289,15 +253,6 @@ static uint32_t in_unit_bytes(const struct exchange *x, uint32_t unit)
 static uint32_t units_of(const struct bucket *b, uint64_t length)
 {
     return length ? (uint32_t)((length + b->unit - 1) / b->unit) : b->units;
-}
-
-/* The place of `a` among the addresses of a flow's process; `ADDRESSES`: it is none of them. */
-static uint32_t way_of(const struct flow *f, const struct sockaddr *a)
-{
-    for (uint32_t i = 0; i < f->ways.count; i++)
-        if (same_address(&f->ways.to[i], a))
-            return i;
-    return ADDRESSES;
 }
 
 static ns round_trip(const struct flow *f) { return f->rate.known ? f->rate.rtt_min : 10 * MS; }

@@ -1,4 +1,41 @@
-/* The thread: it joins the protocol to a socket and a clock. */
+/* The socket, and the thread that joins it and a clock to the protocol. */
+
+static int granted(int fd, int option, int force, int wanted)
+{
+    int value = 0;
+    socklen_t size = sizeof value;
+    if (setsockopt(fd, SOL_SOCKET, force, &wanted, sizeof wanted) < 0)
+        setsockopt(fd, SOL_SOCKET, option, &wanted, sizeof wanted);
+    getsockopt(fd, SOL_SOCKET, option, &value, &size);
+    return value;
+}
+
+static void socket_options(const struct engine *e, int fd, int family)
+{
+    int on = 1, probe = IP_PMTUDISC_PROBE;
+    setsockopt(fd, SOL_UDP, UDP_GRO, &on, sizeof on);
+    setsockopt(fd, SOL_SOCKET, SO_RXQ_OVFL, &on, sizeof on);
+    setsockopt(fd, SOL_SOCKET, SO_TIMESTAMPNS, &on, sizeof on); /* when it came, however late this process is woken */
+    if (family == AF_INET6) {
+        setsockopt(fd, IPPROTO_IPV6, IPV6_MTU_DISCOVER, &probe, sizeof probe);
+        setsockopt(fd, IPPROTO_IPV6, IPV6_RECVERR, &on, sizeof on);
+    } else {
+        setsockopt(fd, IPPROTO_IP, IP_MTU_DISCOVER, &probe, sizeof probe);
+        setsockopt(fd, IPPROTO_IP, IP_RECVERR, &on, sizeof on);
+    }
+    if (e->set.rate < 4e9) {
+        uint32_t most = (uint32_t)e->set.rate; /* has an effect where the qdisc is fq */
+        setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &most, sizeof most);
+    }
+}
+
+static void close_sockets(struct engine *e)
+{
+    if (e->net.socket >= 0)
+        close(e->net.socket);
+    if (e->net.wake >= 0)
+        close(e->net.wake);
+}
 
 enum { RECEIVE = 32, RECEIVE_BYTES = 65536 };
 #define AT_LEAST_EVERY (10 * MS) /* timers, however much comes in */
@@ -65,10 +102,8 @@ static int transmit(struct engine *e, const struct output *o, uint32_t *sent)
             e->net.gso = 0; /* this interface or kernel does not cut: we do */
             continue;
         }
-        if (result < 0) {
-            e->net.lost |= errno == ENETUNREACH || errno == EINVAL || errno == EADDRNOTAVAIL; /* a source that is not ours any more */
+        if (result < 0)
             *(errno == EMSGSIZE ? &e->count.too_big : &e->count.send_failed) += 1;
-        }
         e->count.segmented += size > o->segment;
         e->count.datagrams_sent += (size + o->segment - 1) / o->segment;
         e->count.bytes_sent += size;
@@ -100,6 +135,7 @@ static int receive(struct engine *e)
     ns now = clock_now();
     for (int i = 0; i < n; i++) {
         uint32_t size = messages[i].msg_len, segment = size;
+        ns came = now;
         for (struct cmsghdr *h = CMSG_FIRSTHDR(&messages[i].msg_hdr); h; h = CMSG_NXTHDR(&messages[i].msg_hdr, h)) {
             if (h->cmsg_level == SOL_UDP && h->cmsg_type == UDP_GRO) {
                 int length;
@@ -110,6 +146,11 @@ static int receive(struct engine *e)
                 memcpy(&dropped, CMSG_DATA(h), sizeof dropped);
                 e->count.socket_overflow += dropped - e->net.overflow_seen;
                 e->net.overflow_seen = dropped;
+            } else if (h->cmsg_level == SOL_SOCKET && h->cmsg_type == SCM_TIMESTAMPNS) {
+                struct timespec stamp;
+                memcpy(&stamp, CMSG_DATA(h), sizeof stamp);
+                ns at = stamp.tv_sec * SECOND + stamp.tv_nsec - e->set.clock;
+                came = at < now && at > now - SECOND ? at : now; /* that clock may have been set meanwhile */
             }
         }
         e->count.gathered += segment < size;
@@ -119,7 +160,7 @@ static int receive(struct engine *e)
         }
         for (uint32_t from = 0; from < size; from += segment)
             handle(e, (struct sockaddr *)&froms[i], (uint8_t *)parts[i].iov_base + from,
-                   segment < size - from ? segment : size - from, now);
+                   segment < size - from ? segment : size - from, now, came);
     }
     return n;
 }
@@ -144,7 +185,7 @@ static void *run(void *argument)
     struct engine *e = argument;
     struct output o = {.bytes = 0};
     uint32_t sent = 0; /* of `o` */
-    ns retry_at = 0, timed_at = 0;
+    ns retry_at = 0, timed_at = 0, clock_at = 0;
     pthread_mutex_lock(&e->lock);
     for (;;) {
         /* A clock that is read before the socket is found empty: no timer may run out before what came in time. */
@@ -152,6 +193,12 @@ static void *run(void *argument)
         ns before = 0;
         for (int i = 0; i < 8 && !drained; i++) {
             before = clock_now();
+            if (before - clock_at >= SECOND) { /* it may be set */
+                struct timespec t;
+                clock_gettime(CLOCK_REALTIME, &t);
+                e->set.clock = t.tv_sec * SECOND + t.tv_nsec - before;
+                clock_at = before;
+            }
             drained = !receive(e);
             give_way(e);
         }
@@ -161,8 +208,6 @@ static void *run(void *argument)
         } else {
             reports(e, before);
         }
-        if (e->net.lost)
-            address_lost(e, before);
         int stopping = atomic_load(&e->thread.stop);
         int busy = !drained;
         for (int i = 0; i < 4; i++) {
@@ -195,11 +240,10 @@ static void *run(void *argument)
         ns rest = until <= now ? 0 : least(until - now, SECOND);
         atomic_store(&e->thread.asleep, 1);
         pthread_mutex_unlock(&e->lock);
-        struct pollfd polled[3] = {{.fd = e->net.socket, .events = POLLIN}, {.fd = e->net.wake, .events = POLLIN},
-                                   {.fd = e->net.watch, .events = POLLIN}};
+        struct pollfd polled[2] = {{.fd = e->net.socket, .events = POLLIN}, {.fd = e->net.wake, .events = POLLIN}};
         struct timespec pause = {rest / SECOND, rest % SECOND};
         if (rest && !atomic_load(&e->thread.waiting))
-            ppoll(polled, 3, &pause, NULL);
+            ppoll(polled, 2, &pause, NULL);
         atomic_store(&e->thread.asleep, 0);
         if (polled[1].revents & POLLIN) {
             uint64_t count;
@@ -208,8 +252,6 @@ static void *run(void *argument)
         pthread_mutex_lock(&e->lock);
         if (polled[0].revents & POLLERR)
             read_errors(e);
-        if (polled[2].revents)
-            addresses_changed(e, clock_now());
     }
     pthread_mutex_unlock(&e->lock);
     return NULL;
@@ -221,7 +263,7 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
 {
     struct engine *e = calloc(1, sizeof *e);
     if (e)
-        e->net.socket = e->net.wake = e->net.watch = -1;
+        e->net.socket = e->net.wake = -1;
     if (!e || !(e->control.ring = calloc(CONTROLS, sizeof *e->control.ring)))
         goto failed;
     e->set = *set;
@@ -245,22 +287,16 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
     if (!e->net.receive || e->net.wake < 0 || e->net.socket < 0 || bind(e->net.socket, address, address_size) < 0)
         goto failed;
     int none = 0; /* a kernel without it takes the control message, and sends one datagram that is too long */
-    e->net.cuts = e->net.gso = setsockopt(e->net.socket, SOL_UDP, UDP_SEGMENT, &none, sizeof none) == 0;
-    e->net.buffer = buffer;
-    e->net.force = force;
-    memcpy(&e->net.local, address, address_size);
+    e->net.gso = setsockopt(e->net.socket, SOL_UDP, UDP_SEGMENT, &none, sizeof none) == 0;
     result[1] = granted(e->net.socket, SO_RCVBUF, force ? SO_RCVBUFFORCE : SO_RCVBUF, buffer);
     granted(e->net.socket, SO_SNDBUF, force ? SO_SNDBUFFORCE : SO_SNDBUF, buffer);
-    socket_options(e, e->net.socket);
+    socket_options(e, e->net.socket, address->sa_family);
     struct sockaddr_storage bound;
     socklen_t size = sizeof bound;
     if (getsockname(e->net.socket, (struct sockaddr *)&bound, &size) < 0)
         goto failed;
     result[0] = ntohs(bound.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&bound)->sin6_port
                                                   : ((struct sockaddr_in *)&bound)->sin_port);
-    memcpy(&e->net.local, &bound, size);
-    if (e->set.cipher)
-        e->net.watch = watch_addresses();
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the interpreter's */

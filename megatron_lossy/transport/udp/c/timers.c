@@ -95,10 +95,7 @@ static void flow_timers(struct engine *e, struct flow *f, int alive, ns now)
     if (!f->members)
         return;
     /* Who is not heard is told so, often: both ways it shall be known at once when the way is free again. */
-    way_timers(e, f, now);
     int silent = e->live && now - f->heard >= SILENCE;
-    if (silent && f->ways.asked <= f->heard)
-        f->ways.asked = now;
     if (alive || ((silent || now < f->pulse.until) && now >= f->pulse.at)) {
         control(e, speaker(f), ALIVE, NULL, silent ? 2 : 0);
         f->pulse.at = now + (now - f->heard < PULSES ? e->pulse : 10 * e->pulse);
@@ -107,8 +104,6 @@ static void flow_timers(struct engine *e, struct flow *f, int alive, ns now)
         due(e, f->pulse.at);
     else if (e->live)
         due(e, f->heard + SILENCE);
-    move_timers(e, f, f->members, now);
-    size_timers(e, f, now);
     for (struct member *m = f->members; m; m = m->next) {
         /* Anybody can forge an ICMP message: it is believed where silence says the same. */
         int refused = f->refused >= 3 && now - f->heard >= believed(m);

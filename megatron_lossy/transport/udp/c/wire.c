@@ -9,15 +9,14 @@ static void put16(uint8_t *p, uint16_t v) { v = htole16(v); memcpy(p, &v, 2); }
 static void put32(uint8_t *p, uint32_t v) { v = htole32(v); memcpy(p, &v, 4); }
 static void put64(uint8_t *p, uint64_t v) { v = htole64(v); memcpy(p, &v, 8); }
 
-enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, CHALLENGE, ANSWER, MEASURE, MEASURED };
-enum { VERSION = 4, HEADER = 28, TAG = 16, REPORT_BYTES = 56, NONCE = 8, LARGEST = 65507 };
+enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK };
+enum { VERSION = 5, HEADER = 28, TAG = 16, REPORT_BYTES = 48, LARGEST = 65507 };
 enum { AGAIN = 2 }; /* the priority of what is sent again */
 enum { CODE = 3, CODES = 3 }; /* raw, int8, int4 */
 #define ALL UINT32_MAX /* in END, in the place of a list: every unit must arrive */
 
 struct header {
     uint8_t type, tag, phase; /* tag: the priority, and the code of the bucket from bit CODE on */
-    uint8_t pieces, piece; /* of how many that a unit is cut into this is which */
     uint16_t source, bucket;
     uint32_t channel, step, index;
     uint64_t number;
@@ -27,10 +26,8 @@ struct header {
 static int header_read(struct header *h, const uint8_t *p)
 {
     *h = (struct header){.type = p[0] & 15, .tag = p[1], .phase = p[22], .source = get16(p + 2), .bucket = get16(p + 20),
-                         .channel = get32(p + 4), .step = get32(p + 16), .index = get32(p + 24), .number = get64(p + 8),
-                         .pieces = (uint8_t)(1 + (p[23] >> 4)), .piece = p[23] & 15};
-    return p[0] >> 4 == VERSION && h->type >= DATA && h->type <= MEASURED && h->tag < CODES << CODE && h->piece < h->pieces
-        && (h->pieces == 1 || h->type == DATA || h->type == PARITY);
+                         .channel = get32(p + 4), .step = get32(p + 16), .index = get32(p + 24), .number = get64(p + 8)};
+    return p[0] >> 4 == VERSION && h->type >= DATA && h->type <= ASK && h->tag < CODES << CODE && !p[23];
 }
 
 static void header_write(const struct header *h, uint8_t *p)
@@ -43,23 +40,22 @@ static void header_write(const struct header *h, uint8_t *p)
     put32(p + 16, h->step);
     put16(p + 20, h->bucket);
     p[22] = h->phase;
-    p[23] = (uint8_t)((h->pieces - 1) << 4 | h->piece);
+    p[23] = 0;
     put32(p + 24, h->index);
 }
 
 /* The payload of a REPORT: what has arrived, the highest number + 1, how long ago that came (µs) and by which clock (µs),
- * DATA that may be on the way: with ease, and at most; bytes/s that come to this process, for each that sends, 0: unknown; how many
- * of what has arrived bore a mark of congestion (RFC 3168). */
+ * DATA that may be on the way: with ease, and at most; bytes/s that come to this process, for each that sends, 0: unknown. */
 struct arrivals {
     uint64_t datagrams, bytes, top;
     uint32_t since, clock, window, limit;
-    uint64_t share, marked;
+    uint64_t share;
 };
 
 static struct arrivals arrivals_read(const uint8_t *p)
 {
     return (struct arrivals){get64(p), get64(p + 8), get64(p + 16), get32(p + 24), get32(p + 28), get32(p + 32), get32(p + 36),
-                             get64(p + 40), get64(p + 48)};
+                             get64(p + 40)};
 }
 
 static void arrivals_write(const struct arrivals *a, uint8_t *p)
@@ -72,7 +68,6 @@ static void arrivals_write(const struct arrivals *a, uint8_t *p)
     put32(p + 32, a->window);
     put32(p + 36, a->limit);
     put64(p + 40, a->share);
-    put64(p + 48, a->marked);
 }
 
 static int same_address(const struct sockaddr_storage *a, const struct sockaddr *b)

@@ -1,0 +1,302 @@
+"""Rules: what an island makes of the mean that comes back, by ``--sync-method`` and ``--delay-correction``.
+
+``parameters`` (*AsyncMesh*, section 3) corrects for an island's progress while a mean was under way. ``none``: the weights become the
+mean (Eq. 5; without delay Eq. 4, SPARTA). ``ema``: adds a moving average of the progress to the mean (Eq. 6 and 7). ``mixing``: the
+weights move by a gain towards the mean that they should have been; with gain 1 that is the ablation of section 5.4, and DaSGD. It keeps
+nothing between exchanges and leaves the mean over islands as it is. ``smith`` is mixing minus the corrections already applied since the
+exchange began: the feedback then has no delay, and cannot diverge (O. J. M. Smith's predictor, 1957).
+
+``diloco`` (Douillard et al., arXiv:2311.08105) is an outer optimizer over the islands' progress: all islands start from the outer
+weights. Every K iterations these take a step of SGD with Nesterov momentum along their distance to the mean of the islands, and islands
+go on from there. ``eager-diloco`` (Kale, Douillard and Donchev, arXiv:2502.12996): the mean is used K iterations later. An island takes
+the mean distance of the round before, with its own part in it replaced by its own distance of now,
+
+    mean(before) + (own - own before) / M.
+
+In the first round there is no earlier mean, and an island takes own / M alone. So the progress of each island counts once in the end.
+With all of its own progress in the first round, an island would stay (1 - 1/M) of it away from the others, and many times as much with
+momentum. Nothing pulls outer weights together again once they differ: a mean must not be lost. The abstract and summaries say as much
+as the formula; the algorithm printed in the paper could not be compared. The special case that *AsyncMesh* names is another rule, and
+slower (docs/islands.md).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from ...base import theory
+from ...config import LossyConfig
+from ...config.facts import Facts
+from ...config.refusal import check_refusals
+from .vector import Places, read_at, write_at
+
+# A factor on the bound of equal gaps, for gaps that vary between 1 and 2n - 1 exchanges (``partition``). With n from 2
+# to 40 and a delay of n - 1, deviations grow from a gain of 1.25 to 1.4 on, instead of 2; with more overlap the bound
+# is nearer to that of equal gaps.
+_IRREGULAR = 0.6
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one exchange for one island.
+
+    ``sent``, ``mean`` float32[k]: the values that it sent, and the mean of all. ``arrived`` bool[k]: the elements whose
+    mean is here; ``None``: all. ``places``: the places of these elements; ``None``: all of the vector. ``snapshot`` [k]: see
+    :meth:`Rule.snapshot`. ``step``: the iteration that has just ended.
+    """
+
+    sent: torch.Tensor
+    mean: torch.Tensor
+    arrived: torch.Tensor | None
+    places: Places | None
+    snapshot: torch.Tensor | None
+    step: int
+
+    def where_arrived(self, there: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+        """Return ``there`` where the mean arrived, and ``otherwise`` elsewhere."""
+        return there if self.arrived is None else torch.where(self.arrived, there, otherwise)
+
+
+class Rule(ABC):
+    """One rule for one vector of the islands of this process. Islands are numbered from 0 within the process."""
+
+    #: Whether the rule acts at every exchange, also when no mean has come back yet.
+    always: ClassVar[bool] = False
+    #: Whether an island keeps its difference to the rounded values that it sent. Then owners may keep rounding's rest.
+    keeps_rest: ClassVar[bool] = False
+
+    def payload(self, now: torch.Tensor) -> torch.Tensor:
+        """Return the values [islands, k] that islands with the weights ``now`` [islands, k] send. It may be the same tensor."""
+        return now
+
+    def snapshot(self, places: Places | None) -> list[torch.Tensor] | None:
+        """Return by island a copy [k] of the state at ``places``, for the result of the exchange that begins; ``None``: not needed."""
+        return None
+
+    @abstractmethod
+    def apply(self, island: int, now: torch.Tensor, result: Result) -> torch.Tensor:
+        """Return the new weights float32[k] of ``island``, whose weights are ``now`` float32[k]."""
+
+    def restart(self, island: int) -> None:
+        """Forget ``island``, which was away and begins again. It does not use exchanges that began before."""
+
+    def copy(self, source: int, island: int) -> None:
+        """Give ``island``, which has just taken the weights of ``source``, the state that belongs to them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that must be saved for a run to continue bit for bit."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+
+
+class NoCorrection(Rule):
+    """The weights become the mean."""
+
+    def apply(self, island: int, now: torch.Tensor, result: Result) -> torch.Tensor:
+        return result.where_arrived(result.mean, now)
+
+
+class Mixing(Rule):
+    """w + gain (mean - sent)."""
+
+    keeps_rest = True
+
+    def __init__(self, gain: float) -> None:
+        self.gain = gain
+
+    def apply(self, island: int, now: torch.Tensor, result: Result) -> torch.Tensor:
+        # This order of operations gives the same bits as ema without delay and with a coefficient of 1.
+        if self.gain == 1:
+            mixed = (now - result.sent).add_(result.mean)
+        else:
+            mixed = torch.add(now, result.mean - result.sent, alpha=self.gain)
+        return result.where_arrived(mixed, now)
+
+
+class SmithPredictor(Rule):
+    """w + gain ((mean - sent) - the moves of w by means since it was sent).
+
+    An island's deviation from the mean when it sent is mean - sent. Two changes have come since. The island has made
+    progress, which no other island knows yet. Exchanges that began earlier have removed part of the deviation, and this
+    rule remembers that part. So every mean removes a share of the known deviation, and nothing is removed twice.
+    ``size``: elements of the vector.
+    """
+
+    keeps_rest = True
+
+    def __init__(self, gain: float, islands: int, size: int, device: torch.device) -> None:
+        self.gain = gain
+        self.moved = torch.zeros(islands, size, device=device)
+
+    def snapshot(self, places: Places | None) -> list[torch.Tensor]:
+        return [row.clone() if places is None else places.read(row) for row in self.moved]
+
+    def apply(self, island: int, now: torch.Tensor, result: Result) -> torch.Tensor:
+        assert result.snapshot is not None
+        moved = read_at(self.moved[island], result.places)
+        known = moved - result.snapshot
+        off = result.mean - result.sent - known
+        write_at(self.moved[island], result.places, result.where_arrived(torch.add(moved, off, alpha=self.gain), moved))
+        # Without another exchange under way this equals mixing, to the bit.
+        if self.gain == 1:
+            corrected = (now - result.sent).add_(result.mean).sub_(known)
+        else:
+            corrected = torch.add(now, off, alpha=self.gain)
+        return result.where_arrived(corrected, now)
+
+    def restart(self, island: int) -> None:
+        self.moved[island] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moved": self.moved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moved.copy_(state["moved"])
+
+
+class MovingAverage(Rule):
+    """mean + d, where d <- (1 - c) d + c (w - sent) for the elements that came back; c falls with time.
+
+    ``size``: elements of the vector. ``steps``: length of the run.
+    """
+
+    keeps_rest = True
+
+    def __init__(
+        self, islands: int, size: int, first: float, last: float, hold: int, steps: int, device: torch.device
+    ) -> None:
+        self._first, self._last, self._hold, self._steps = first, last, hold, steps
+        self.progress = torch.zeros(islands, size, device=device)
+
+    def coefficient(self, step: int) -> float:
+        """The coefficient of iteration ``step`` (from 0): half a cosine after the hold, to the end of the run."""
+        if step < self._hold:
+            return self._first
+        share = min(1.0, (step - self._hold) / max(1, self._steps - self._hold))
+        return self._last + (self._first - self._last) * (1 + math.cos(math.pi * share)) / 2
+
+    def apply(self, island: int, now: torch.Tensor, result: Result) -> torch.Tensor:
+        progress, c = self.progress[island], self.coefficient(result.step)
+        before = read_at(progress, result.places)
+        after = result.where_arrived((now - result.sent).mul_(c).add_((1 - c) * before), before)
+        write_at(progress, result.places, after)
+        return result.where_arrived(result.mean + after, now)
+
+    def restart(self, island: int) -> None:
+        self.progress[island] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"progress": self.progress}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.progress.copy_(state["progress"])
+
+
+class DiLoCo(Rule):
+    """b <- mu b + D, w <- v - lr (D + mu b), with the outer weights v and D = v - mean.
+
+    ``start``: the weights [size] of each island of this process. Elements without a mean keep w, v and b.
+    """
+
+    def __init__(self, start: Sequence[torch.Tensor], lr: float, momentum: float) -> None:
+        self._lr, self._momentum = lr, momentum
+        self.outer = torch.stack(list(start))
+        self.buffer = torch.zeros_like(self.outer)
+
+    def apply(self, island: int, now: torch.Tensor, result: Result) -> torch.Tensor:
+        return result.where_arrived(self._step(island, result), now)
+
+    def _step(self, island: int, result: Result) -> torch.Tensor:
+        outer, buffer = self.outer[island], self.buffer[island]
+        distance = outer - result.mean
+        moved = self._momentum * buffer + distance
+        # v - lr (D + mu b), written in terms of the mean: with lr = 1 and mu = 0 it is the mean, to the bit.
+        step = result.mean + (1 - self._lr) * distance - self._lr * self._momentum * moved
+        buffer.copy_(result.where_arrived(moved, buffer))
+        outer.copy_(result.where_arrived(step, outer))
+        return outer.clone()
+
+    def copy(self, source: int, island: int) -> None:
+        self.outer[island], self.buffer[island] = self.outer[source], self.buffer[source]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"outer": self.outer, "buffer": self.buffer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.outer.copy_(state["outer"])
+        self.buffer.copy_(state["buffer"])
+
+
+class EagerDiLoCo(DiLoCo):
+    """The same with D = mean(before) + (own - own before) / M. Islands send their distance to v."""
+
+    always: ClassVar[bool] = True
+
+    def __init__(self, start: Sequence[torch.Tensor], lr: float, momentum: float, islands: int) -> None:
+        super().__init__(start, lr, momentum)
+        self._islands = islands
+
+    def payload(self, now: torch.Tensor) -> torch.Tensor:
+        return self.outer - now
+
+    def apply(self, island: int, now: torch.Tensor, result: Result) -> torch.Tensor:
+        own = (self.outer[island] - now) / self._islands
+        distance = result.where_arrived(result.mean + own - result.sent / self._islands, own)
+        return self._step(island, replace(result, mean=self.outer[island] - distance, arrived=None))
+
+
+def make_rule(config: LossyConfig, weights: Sequence[torch.Tensor], steps: int | None) -> Rule:
+    """Return the rule for the islands of this process, each with its ``weights`` [size]. ``steps``: length of the run, if known."""
+    if config.sync_method == "diloco":
+        return DiLoCo(weights, *config.outer_optimizer)
+    if config.sync_method == "eager-diloco":
+        return EagerDiLoCo(weights, *config.outer_optimizer, config.islands)
+    check_refusals(config, Facts(ends=steps is not None))
+    if config.correction == "none":
+        return NoCorrection()
+    if config.correction == "mixing":
+        return Mixing(critical_gain(config) if config.gain is None else config.gain)
+    islands, size, device = len(weights), len(weights[0]), weights[0].device
+    if config.correction == "smith":
+        gain = predictor_gain(config) if config.gain is None else config.gain
+        return SmithPredictor(gain, islands, size, device) if config.may_overlap else Mixing(gain)
+    first, last, hold = config.ema_coefficient
+    return MovingAverage(islands, size, first, last, hold, steps or 0, device)
+
+
+def critical_gain(config: LossyConfig) -> float:
+    """The gain of ``mixing``: about the fastest one without oscillation."""
+    if config.sync_subset == "bernoulli":
+        return theory.critical_gain_drawn(config.sync_fraction, config.rounds_under_way)
+    return theory.critical_gain(config.overlap)
+
+
+def predictor_gain(config: LossyConfig) -> float:
+    """The gain of ``smith``: 1 without loss, else 1/(1 + p q).
+
+    p is the loss rate; 1 if it is not known. The mean of the islands that arrived differs from the mean of all. This
+    error is no deviation, so that nothing corrects it: the mean over islands makes a step of it. Overlapping rounds do
+    not know the errors of each other. The mean square of the error is about proportional to p and to the deviation,
+    whose age in visits goes as q + 1/2. This gain keeps the error near its value at q = 0, below the noise of the
+    islands' own steps (tests/test_averaging.py).
+    """
+    if config.sync_lossless:
+        return 1.0
+    lost = config.p_sync if config.p_sync and config.transport != "udp" else 1.0
+    return 1 / (1 + lost * config.mean_overlap)
+
+
+def stability_bound(config: LossyConfig) -> float:
+    """The least gain at which deviations may grow."""
+    if config.sync_subset == "bernoulli":
+        return theory.stability_bound_drawn(config.sync_fraction, config.rounds_under_way)
+    irregular = config.sync_subset == "partition" and config.parts > 1 and config.rounds_under_way
+    return theory.stability_bound(config.overlap) * (_IRREGULAR if irregular else 1)

@@ -1,0 +1,286 @@
+"""An exchange in two levels (``--sites``): reliable inside a site, and lossy between sites. See docs/sites.md.
+
+A site is a block of consecutive ranks, and a worker of all formulas: its gradient is the sum over its ranks, and all of
+them hold the same replica. Each rank of a site exchanges its part of the shards with the ranks of the same place in the
+other sites.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..base.device import all_gather_single, reduce_scatter_single
+from ..base.errors import refuse
+from ..base.exchange import Stream
+from ..base.fetch import aside
+from ..config import LossyConfig
+from ..recovery import Gradients
+from ..recovery.base import Collective
+from ..recovery.rows import used_here
+from .base import Networks, Transfer, Wire
+from .choice import BucketSpec, wire_for
+from .group import LossyGroup
+from .pieces import PieceWire
+
+
+def check_blocks(ranks: Sequence[int], sites: int, world: int) -> None:
+    """Raise :class:`UsageError` unless as many of ``ranks``, of a data-parallel group, are in each site, site by site.
+
+    A site is a block of ``world / sites`` global ranks.
+    """
+    size, rest = divmod(world, sites)
+    even = [site for site in range(sites) for _ in range(len(ranks) // sites)]
+    if rest or [rank // size for rank in ranks] != even:
+        raise refuse(
+            "--sites",
+            sites,
+            f"each data-parallel group must have equally many ranks in each block of {world} / {sites} ranks, in their order; "
+            f"ranks {', '.join(map(str, ranks))} are a group (with pipeline stages give --use-tp-pp-dp-mapping)",
+        )
+
+
+@dataclass(frozen=True)
+class Site:
+    """This rank's place in a group of data-parallel ranks, in two levels.
+
+    ``number``: of the site, of ``sites``. ``ranks``: the number of those of a site. ``place``: of this rank among them.
+    ``inside``: the ranks of this site. ``between``: the ranks of this place, one of each site.
+    """
+
+    sites: int
+    number: int
+    ranks: int
+    place: int
+    inside: dist.ProcessGroup
+    between: dist.ProcessGroup
+
+    def stream(self, stream: Stream) -> Stream:
+        """``stream`` of the ranks of this place, whose losses are their own."""
+        return replace(stream, expert_rank=stream.expert_rank * self.ranks + self.place)
+
+
+class Sites:
+    """This rank's places in the sites, ``number`` if there are any. Each has process groups of its own."""
+
+    def __init__(self, number: int | None) -> None:
+        self._number = number
+        self._found: dict[tuple[int, ...], Site | None] = {}
+
+    def open(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Make the process groups of both levels of ``groups``, which this rank is in. A collective call of all ranks.
+
+        Raises :class:`UsageError` if sites cut one of them unevenly.
+        """
+        if self._number is None:
+            return
+        world = dist.get_world_size()
+        everywhere: list[Any] = [None] * world
+        dist.all_gather_object(everywhere, [tuple(dist.get_process_group_ranks(group)) for group in groups])
+        for ranks in sorted({one for those in everywhere for one in those} - self._found.keys()):
+            check_blocks(ranks, self._number, world)
+            self._found[ranks] = self._made(ranks, self._number)
+
+    @staticmethod
+    def _made(ranks: tuple[int, ...], sites: int) -> Site | None:
+        each = len(ranks) // sites
+        if each == 1:
+            return None
+        # All ranks make all groups: torch names groups by their number in the process.
+        inside = [dist.new_group(ranks[site * each : (site + 1) * each]) for site in range(sites)]
+        between = [dist.new_group(ranks[place::each]) for place in range(each)]
+        if dist.get_rank() not in ranks:
+            return None
+        number, place = divmod(ranks.index(dist.get_rank()), each)
+        return Site(sites, number, each, place, inside[number], between[place])
+
+    def of(self, group: dist.ProcessGroup | None) -> Site | None:
+        """The place in ``group``; ``None`` if it was not opened, or each of its ranks exchanges for itself."""
+        return self._found.get(tuple(dist.get_process_group_ranks(group or dist.group.WORLD)))
+
+
+class Scalars:
+    """Small all-reduces over ranks of several sites: inside each site, and then between the ranks of one place.
+
+    ``sites``: of no exchange, in whose groups the collectives of several threads would mix.
+    """
+
+    def __init__(self, sites: Sites) -> None:
+        self._sites = sites
+
+    def all_reduce(
+        self,
+        original: Callable[..., Any],
+        tensor: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Wraps ``torch.distributed.all_reduce``."""
+        place = self._sites.of(group) if tensor.numel() <= _SMALL and op in _IN_LEVELS else None
+        if place is None:
+            return original(tensor, op=op, group=group, async_op=async_op)
+        work = original(tensor, op=op, group=place.inside, async_op=True)
+        begin = partial(original, tensor, op=op, group=place.between, async_op=True)
+        transfer = later([work], lambda: Transfer(begin()), tensor)
+        if async_op:
+            return transfer
+        transfer.wait()
+        return None
+
+
+#: Elements of the largest all-reduce in two levels, and the operations that can be made in two.
+_SMALL = 1024
+_IN_LEVELS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+
+
+def make_group(
+    config: LossyConfig,
+    buckets: Sequence[BucketSpec],
+    networks: Networks,
+    members: Sequence[int],
+    stream: Stream,
+    steps: int | None,
+    group: dist.ProcessGroup,
+    site: Site | None,
+) -> LossyGroup:
+    """The exchanges of ``group``, in two levels if this rank has a place in a ``site``. See :func:`wire_for`."""
+    if site is None:
+        wire = wire_for(config, buckets, networks, members, dist.get_rank(group), stream, steps, group)
+        return LossyGroup(config, wire)
+    sites = range(site.sites)
+    wire = wire_for(config, buckets, networks, sites, site.number, site.stream(stream), steps, site.between)
+    return SiteGroup(config, wire, site)
+
+
+class SiteGroup(LossyGroup):
+    """The exchanges of a list of buckets in two levels. Its members are the ranks of one place, one of each site.
+
+    ``wire``: carries what crosses between sites.
+    """
+
+    def __init__(self, config: LossyConfig, wire: Wire, site: Site) -> None:
+        super().__init__(config, wire)
+        self.site = site
+        self.be_one_of(site.ranks, site.place)
+        self.members = site.between
+        #: Codes are of float32, as the sums that they are made of.
+        self._wide = isinstance(wire, PieceWire) and "grad" in wire.coded
+
+    def reduce_scatter(self, x: Gradients) -> Transfer:
+        """See :meth:`LossyGroup.reduce_scatter`. The second level begins once the first is over, beside what is computed."""
+        sent = x.buffer.float() if self._wide else x.buffer
+        sums = sent.new_empty(self.size * x.output.numel())
+        pairs = zip(sums.chunk(self.size), sent.chunk(self.size), strict=True)
+        inside, between = self.site.inside, self.site.between
+        works = [over(inside, x.collective, into, run, async_op=True)() for into, run in pairs]
+        carry = over(between, x.collective, x.output, sums, async_op=True)
+        return later(works, partial(super().reduce_scatter, replace(x, buffer=sums, collective=carry)), sums)
+
+    def note_all_reduce(self, bucket: int, step: int, x: Callable[[], Gradients]) -> None:
+        super().note_all_reduce(bucket, step, lambda: self._summed(x()))
+
+    def _summed(self, x: Gradients) -> Gradients:
+        """``x`` with the gradients of the site, which are about to be all-reduced."""
+        sums = x.buffer.new_empty(x.buffer.numel() // self.ranks)
+        for into, run in zip(sums.chunk(self.size), x.buffer.chunk(self.size), strict=True):
+            reduce_scatter_single(into, run, group=self.site.inside)
+        return replace(x, buffer=sums.div_(self.ranks) if x.averaged else sums, output=sums)
+
+    def all_gather(
+        self, bucket: int, buffer: torch.Tensor, sent: torch.Tensor, step: int, collective: Collective
+    ) -> Transfer:
+        """See :meth:`LossyGroup.all_gather`. The second level, inside, begins at the wait, which is in program order."""
+        replica = self.view(buffer)
+        own = replica.chunk(self.size)[self.rank].copy_(sent)
+        carry = over(self.site.between, collective, replica, own)
+        transfer = super().all_gather(bucket, replica, own, step, carry)
+        transfer.apart = True
+        return transfer.then(lambda _: self._spread(buffer, replica, collective))
+
+    def put_view(self, buffer: torch.Tensor, view: torch.Tensor) -> None:
+        """Put the ``view`` of each rank of the site into the ``buffer`` of all of them. A collective call of the site."""
+        self._spread(buffer, view, partial(all_gather_single, buffer, view))
+
+    def put_stale_aside(self, bucket: int, buffer: torch.Tensor, step: int) -> Callable[[], None] | None:
+        return None if self.lossless("param") else partial(self.put_view, buffer, self.view(buffer))
+
+    def _spread(self, buffer: torch.Tensor, view: torch.Tensor, gather: Collective) -> None:
+        used_here((view,))
+        pairs = zip(buffer.chunk(self.size), view.chunk(self.size), strict=True)
+        for work in [over(self.site.inside, gather, run, part, async_op=True)() for run, part in pairs]:
+            work.wait()
+
+
+def over(
+    group: dist.ProcessGroup, collective: Any, output: torch.Tensor, input: torch.Tensor, **options: Any
+) -> Collective:
+    """``collective``, a ``partial`` of a function of (output, input, …), from ``input`` into ``output`` over ``group``."""
+    return partial(
+        collective.func, output, input, *collective.args[2:], **{**collective.keywords, "group": group, **options}
+    )
+
+
+def later(works: Sequence[Any], begin: Callable[[], Transfer], tensor: torch.Tensor) -> Transfer:
+    """Begin an exchange of ``tensor`` when ``works`` are over; what is computed does not wait for them.
+
+    Exchanges begin in the order of the calls, which is the same on all ranks.
+    """
+
+    def begun() -> Transfer:
+        with torch.no_grad():
+            for work in works:
+                work.wait()
+            used_here((tensor,))
+            return begin()
+
+    if tensor.device.type == "cpu":  # where a wait holds up its thread
+        future = _thread().submit(begun)
+        return Transfer(_Begun(future), lambda: future.result().wait(), apart=True)
+    with aside(tensor.device):
+        transfer = begun()
+    transfer.apart = True
+    return transfer
+
+
+class _Thread:
+    """Does jobs one after another. It keeps no process from ending, whose ranks may wait for each other after an error."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Future[Transfer], Callable[[], Transfer]]] = SimpleQueue()
+        threading.Thread(target=self._run, name="megatron-lossy-sites", daemon=True).start()
+
+    def submit(self, job: Callable[[], Transfer]) -> Future[Transfer]:
+        future: Future[Transfer] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, job = self._jobs.get()
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+_thread = cache(_Thread)
+
+
+class _Begun:
+    """The handle of an exchange that another thread begins."""
+
+    def __init__(self, future: Future[Transfer]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """Wait until the exchange has begun."""
+        self._future.result()

@@ -1,0 +1,407 @@
+"""Sites on real ranks: what crosses between them is what the NumPy reference says, and a site holds one replica."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_lossy.base.errors import UsageError
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.virtual import VirtualCluster
+from megatron_lossy.transport.sites import check_blocks
+from megatron_lossy.transport.udp.process import settings_of
+from tests import contract, fsdp
+from tests.ranks import run_ranks
+from tests.rules import assert_same_weights
+from tests.test_delivery_log import STEPS, assert_same_history, real_run, replica_history, table, verdict
+from tests.test_hooks_owner_weights import OVERLAPS, inside_and_after, resume, save_and_go_on
+from tests.test_monitor import drift_real, drift_virtual, flat, only_drift
+from tests.test_virtual import BUCKETS, real_runs, virtual_runs
+from tests.test_virtual_train import OVERLAP as BUCKETS_OF_TRAINER
+from tests.test_virtual_train import losses_of, run_both
+from tests.test_virtual_train import weights as weights_of
+from tests.tiny_gpt import TinyGPT, build
+from tests.trainer import TINY, train_runs
+
+pytestmark = pytest.mark.shows("losses between sites by value; one replica in each site")
+
+BOTH = LossyConfig(p_grad=0.4, p_param=0.4, loss_unit="packet", packet_bytes=1000, sites=2)
+STAGES_INSIDE = "tp-cp-ep-pp-dp"
+
+
+def between_sites(recorded, sites, averaged=False):
+    """``recorded`` of ``contract.record`` as the exchanges between sites: a rank stands for its site, with its shards."""
+    result = [[None if one is None else dict(one, buckets=[]) for one in iterations] for iterations in recorded]
+    for step in range(len(recorded[0])):
+        for rank, iterations in enumerate(recorded):
+            if iterations[step] is None:
+                continue
+            for number, place in enumerate(iterations[step]["buckets"]):
+                members = place["group"]
+                size = len(members) // sites
+                site, column = divmod(members.index(rank), size)
+
+                def own(values, size=size, column=column):
+                    return values.reshape(sites, size, -1)[:, column].reshape(-1)
+
+                of_site = [recorded[member][step]["buckets"][number] for member in members[site * size :][:size]]
+                for other in of_site:
+                    np.testing.assert_array_equal(other["after"], place["after"])
+                sent = own(sum(other["sent"] for other in of_site))
+                result[rank][step]["buckets"].append(
+                    {
+                        **place,
+                        "group": members[column::size],
+                        "full": members[column::size],
+                        "sent": sent / np.float32(size) if averaged else sent,
+                        "before": own(place["before"]),
+                        "after": own(place["after"]),
+                    }
+                )
+    return result
+
+
+def holds(pool, tiny, world, config, steps=4, overflows=None, without=(), gapless=False, **how):
+    recorded = pool.run(contract.record, world, tiny, config, steps, overflows, without, gapless)
+    exchanges = between_sites(recorded, config.sites, tiny.average_in_collective)
+    lost = contract.check(exchanges, config, averaged=tiny.average_in_collective, **how)
+    assert lost["grad"] and lost["param"]
+
+
+@pytest.mark.parametrize("rule", ["renormalize", "renormalize-remote", "previous", "zero", "error-feedback"])
+@pytest.mark.parametrize("unit", ["shard", "bucket", "packet"])
+def test_every_rule_and_unit(rule, unit, pool):
+    """Two sites of two ranks: to the last bit."""
+    if rule == "error-feedback" and unit != "packet":
+        pytest.skip("its packets have priorities")
+    config = dataclasses.replace(BOTH, grad_recovery=rule, loss_unit=unit)
+    if rule == "error-feedback":
+        config = dataclasses.replace(config, grad_priority="packet-mean:0.1", packet_bytes=400)
+    holds(pool, TinyGPT(**BUCKETS), 4, config)
+
+
+SETTINGS = {
+    "no overlap": (4, 2, TinyGPT()),
+    "three sites": (6, 3, TinyGPT(**BUCKETS)),
+    "a rank a site": (3, 3, TinyGPT(**BUCKETS)),
+    "bf16, accumulation": (4, 2, TinyGPT(dtype="bf16", accumulation=2, **BUCKETS)),
+    "average in collective": (4, 2, TinyGPT(average_in_collective=True, **BUCKETS)),
+    "fp32 accumulation": (4, 2, TinyGPT(fp32_accumulation=True, **BUCKETS)),
+    "tensor parallel": (8, 2, TinyGPT(tensor=2, **BUCKETS)),
+    "pipeline, tied": (8, 2, TinyGPT(pipeline=2, accumulation=2, order=STAGES_INSIDE, **BUCKETS)),
+    "experts": (8, 2, TinyGPT(expert=2, experts=4, **BUCKETS)),
+}
+FEW = ("no overlap", "three sites", "fp32 accumulation")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.slow]) for name in SETTINGS]
+)
+def test_every_setting_of_megatron(name, pool):
+    world, sites, tiny = SETTINGS[name]
+    # The gradients of dense layers are sums over four ranks of a site, in an order of the backend.
+    holds(pool, tiny, world, dataclasses.replace(BOTH, sites=sites), exact=name != "experts")
+
+
+@pytest.mark.slow
+def test_an_overflow_and_iterations_without_an_exchange(pool):
+    config = dataclasses.replace(BOTH, grad_recovery="previous")
+    tiny = TinyGPT(dtype="fp16", **BUCKETS)
+    holds(pool, tiny, 4, config, steps=6, overflows={2: 1}, without=(3,), rtol=1e-3, atol=1e-4, exact=False)
+
+
+def test_a_rank_a_site_is_no_site_bit_for_bit(pool):
+    flat = dataclasses.replace(BOTH, sites=None)
+    mine, theirs = (pool.run(contract.plain, 2, TinyGPT(**BUCKETS), config, 4) for config in (BOTH, flat))
+    assert_same_weights(mine, theirs)
+
+
+def test_pieces(pool):
+    holds(pool, TinyGPT(**BUCKETS), 4, dataclasses.replace(BOTH, transport="pieces"))
+
+
+def test_datagrams(pool):
+    """Without loss they give the weights of the flat exchange, but for rounding."""
+    config, tiny = LossyConfig(transport="udp", sites=2, loss_unit="packet"), TinyGPT(optimizer="sgd", **BUCKETS)
+    mine, theirs = (pool.run(contract.plain, 4, tiny, one, 3) for one in (config, None))
+    for (weights, _), (expected, _) in zip(mine, theirs):
+        for name, value in expected.items():
+            np.testing.assert_allclose(weights[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sites", "world"), [((0, 1), 2, 4), ((0, 1, 2), 2, 4), ((0, 2, 1, 3), 2, 4), ((0, 1, 2), 2, 3)]
+)
+def test_groups_that_sites_cut_unevenly_are_refused(ranks, sites, world):
+    with pytest.raises(UsageError, match="--sites 2: each data-parallel group must have equally many ranks"):
+        check_blocks(ranks, sites, world)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (0, 2), (1, 3)])
+def test_groups_that_sites_cut_evenly(ranks):
+    check_blocks(ranks, 2, 4)
+
+
+# --- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def bytes_sent(rank, tiny, config):
+    """The bytes that this rank sends to the other site in an iteration, and those of all gradients and weights."""
+    sent, whole = 0, dist.all_to_all_single
+    gather = dist.all_gather
+
+    def crosses(group):
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        return len({one // (dist.get_world_size() // 2) for one in ranks}) > 1
+
+    def all_to_all_single(output, input, *args, group=None, **kwargs):
+        nonlocal sent
+        sent += input.nbytes // 2 if crosses(group) else 0
+        return whole(output, input, *args, group=group, **kwargs)
+
+    def all_gather(tensors, tensor, group=None, **kwargs):
+        nonlocal sent
+        sent += tensor.nbytes if crosses(group) else 0
+        return gather(tensors, tensor, group=group, **kwargs)
+
+    with contract.installed(config):
+        run = build(tiny)
+        run.step(0)
+        dist.all_to_all_single, dist.all_gather = all_to_all_single, all_gather
+        try:
+            run.step(1)
+        finally:
+            dist.all_to_all_single, dist.all_gather = whole, gather
+        return sent, sum(bucket.nbytes for bucket in run.replica_buffers().values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_half_of_gradients_and_weights_crosses_whatever_the_ranks_of_a_site(ranks, pool):
+    config = LossyConfig(transport="pieces", sites=2)
+    sent, whole = zip(*pool.run(bytes_sent, 2 * ranks, TinyGPT(), config))
+    assert sum(sent[:ranks]) == whole[0]  # half of both, in float32
+
+
+# --- scalars -------------------------------------------------------------------------------------------------------
+
+
+def crossings(rank, tiny, config, steps):
+    """The numbers of ranks of the groups over which small sums were made, by whether they cross between two sites."""
+    found, original = [], dist.all_reduce
+
+    def counted(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        found.append((len(ranks), len({one // (dist.get_world_size() // 2) for one in ranks}) > 1))
+        return original(tensor, op=op, group=group, async_op=async_op)
+
+    dist.all_reduce = counted
+    try:
+        with contract.installed(config):
+            run = build(tiny)
+            for step in range(steps):
+                found.clear()
+                run.step(step)
+                loss, largest = torch.tensor([float(rank)]), torch.tensor([rank])
+                handle = dist.all_reduce(loss, async_op=True)
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+                handle.wait()
+                assert (loss.item(), largest.item()) == (6.0, 3)
+    finally:
+        dist.all_reduce = original
+    return sorted(one for one in found if one[0] > 1)  # which threads begin in any order
+
+
+def test_scalars_cross_between_two_ranks_only(pool):
+    """The norm, a sum that is waited for later, and a maximum: each inside, and then over the ranks of one place."""
+    assert pool.run(crossings, 4, TinyGPT(), BOTH, 2) == [[(2, False)] * 3 + [(2, True)] * 3] * 4
+    flat = dataclasses.replace(BOTH, sites=None)
+    assert pool.run(crossings, 4, TinyGPT(), flat, 2) == [[(4, True)] * 3] * 4
+
+
+# --- virtual workers -----------------------------------------------------------------------------------------------
+
+
+def cases():
+    """(name, TinyGPT, LossyConfig) of four workers in two sites, as of tests/test_virtual.py."""
+    packets = {"loss_unit": "packet", "packet_bytes": 512}
+    lossy = {"p_grad": 0.4, "p_param": 0.4, "sites": 2}
+    for unit in ({}, {"loss_unit": "bucket"}, packets):
+        for rule in ("renormalize", "renormalize-remote", "previous", "zero"):
+            yield f"{unit} {rule}", {"layers": 1, **BUCKETS}, LossyConfig(**lossy, **unit, grad_recovery=rule)
+    both = LossyConfig(**lossy, **packets)
+    codes = {"grad_wire": "int8", "param_wire": "int8", "transport": "pieces"}
+    for name, model, more in (
+        ("lead", {}, {"param_send": "compensated"}),
+        ("lead, bf16", {"dtype": "bf16"}, {"param_send": "compensated"}),
+        ("codes", BUCKETS, codes),
+        ("codes, lead", {}, codes | {"param_send": "compensated"}),
+        ("feedback", {}, {"grad_recovery": "error-feedback", "grad_priority": "packet-mean:0.1"}),
+        ("pieces", BUCKETS, {"transport": "pieces"}),
+        ("bf16, accumulation", {"dtype": "bf16", "accumulation": 2}, {}),
+        ("fp16, overflowing at first", {"dtype": "fp16", "initial_loss_scale": 2.0**18}, {}),
+        ("noise", {}, {"grad_error": "gaussian:0.01", "grad_error_at": "reduce"}),
+        ("gradients only", {}, {"p_param": 0.0}),
+    ):
+        yield name, {"layers": 1, **model}, dataclasses.replace(both, **more)
+
+
+@pytest.mark.slow
+def test_four_workers_in_two_sites_are_four_ranks_bit_for_bit():
+    """Losses, norms, replicas and owners' weights after every step; and the two replicas differ."""
+    chosen = list(cases())
+    real = run_ranks(real_runs, 4, chosen)
+    [virtual] = run_ranks(virtual_runs, 1, chosen, 4)
+    for name, _, config in chosen:
+        # Between turns the buffers of virtual workers hold what owners send, which may not be their weights.
+        plain = config.param_send == "plain" and config.param_wire == "raw"
+        assert_same_sites(name, [one[name] for one in real], virtual[name], plain)
+        last = virtual[name][-1][2]
+        same = all(np.array_equal(last[0][key], last[2][key]) for key in last[0])
+        assert same == (config.p_param == 0), name
+
+
+def assert_same_sites(name, real, virtual, plain):
+    for step, (losses, norm, replicas, owners) in enumerate(virtual):
+        for rank, history in enumerate(real):
+            loss, real_norm, replica, real_owners = history[step]
+            assert (losses[rank], norm) == (loss, real_norm), (name, step, rank)
+            for key in replica:
+                np.testing.assert_array_equal(replicas[rank][key], replica[key], f"{name}, step {step}")
+                if plain:
+                    np.testing.assert_array_equal(owners[key], real_owners[key], f"{name}, step {step}")
+
+
+# --- what is saved and recorded ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("send", ["plain", "compensated"])
+def test_replicas_are_saved_and_restored(send, pool, tmp_path):
+    config = dataclasses.replace(BOTH, save_replicas=True, grad_recovery="previous", param_send=send)
+    saved = pool.run(save_and_go_on, 4, OVERLAPS["both"], config, str(tmp_path))
+    again = pool.run(resume, 4, OVERLAPS["both"], config, str(tmp_path), [weights for weights, _ in saved])
+    assert again == [report for _, report in saved]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_owner_weights_do_not_disturb_training(overlap, pool):
+    tiny = OVERLAPS[overlap]
+    expected = [final for final, _ in pool.run(contract.plain, 4, tiny, BOTH, 4)]
+    for rank, (seen, final) in enumerate(pool.run(inside_and_after, 4, tiny, BOTH)):
+        for before, owners, inside, after in seen:
+            for name in owners:
+                np.testing.assert_array_equal(inside[name], owners[name])
+                np.testing.assert_array_equal(after[name] if before is None else before[name], after[name])
+        for name, value in final.items():
+            np.testing.assert_array_equal(value, expected[rank][name])
+
+
+def log_and_replay(rank, folder, build_run):
+    log = LossyConfig(p_grad=0.4, p_param=0.4, sites=2, loss_unit="packet", packet_bytes=512, delivery_log=folder)
+    recorded = replica_history(log, build_run)
+    if dist.is_initialized():
+        dist.barrier()  # a replay reads the files of all ranks
+    replay = LossyConfig(
+        sites=2, loss_unit="packet", packet_bytes=512, loss_model=("trace",), trace=folder, loss_seed=7
+    )
+    return recorded, replica_history(replay, build_run)
+
+
+def virtual_four(config, model):
+    cluster = VirtualCluster(config, 4, steps=STEPS)
+    run = build(model, cluster)
+    return cluster, run, run.all_replica_buffers
+
+
+@pytest.mark.slow
+def test_a_replay_is_the_recorded_run_and_logs_of_real_and_virtual_runs_are_equal(tmp_path):
+    real = run_ranks(log_and_replay, 4, str(tmp_path / "real"), real_run)
+    [virtual] = run_ranks(log_and_replay, 1, str(tmp_path / "virtual"), virtual_four)
+    for results in [*real, virtual]:
+        assert_same_history(*results)
+    logs = [table(tmp_path / kind) for kind in ("real", "virtual")]
+    assert verdict(tmp_path / "real").problems == []
+    assert logs[0].equals(logs[1]) and set(logs[0]["source"].to_pylist()) == {0, 1}
+
+
+@pytest.mark.slow
+def test_drift_is_that_of_the_replicas_of_sites():
+    chosen = {"packets": ({"overlap_grad_reduce": True, "bucket_size": 3000}, BOTH)}
+    real = run_ranks(drift_real, 4, chosen)
+    [virtual] = run_ranks(drift_virtual, 1, chosen, 4)
+    for step in (1, 3):
+        metrics = only_drift(real[0]["packets"][0][step][0])
+        first, second = (flat(real[rank]["packets"][0][step][1]) for rank in (0, 2))
+        assert metrics["drift pairs"] == pytest.approx(np.mean((first - second) ** 2), rel=1e-9)
+        assert metrics["drift owner"] == pytest.approx(metrics["drift pairs"], rel=1e-9)  # one of two is the owner
+        assert only_drift(virtual["packets"][step]) == pytest.approx(metrics, rel=1e-9)
+
+
+# --- FSDP2 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["renormalize", "previous"])
+def test_fsdp2_by_value(rule, pool):
+    config = dataclasses.replace(BOTH, packet_bytes=64, grad_recovery=rule)
+    recorded = pool.run(fsdp.record, 4, fsdp.Tiny(), config, 4)
+    lost = contract.check(between_sites(recorded, 2, averaged=True), config, averaged=True)
+    assert lost["grad"] and lost["param"]
+
+
+def copies(rank):
+    with pytest.raises(UsageError) as error:
+        fsdp.Training(fsdp.Tiny(replicas=2), BOTH)
+    return str(error.value)
+
+
+def test_fsdp2_over_a_mesh_of_two_dimensions_is_refused(pool):
+    for message in pool.run(copies, 4):
+        assert message.startswith("--sites 2: needs fully_shard over all ranks, with a mesh of one dimension")
+
+
+# --- our trainer ---------------------------------------------------------------------------------------------------
+
+
+def numbers(record):
+    return {name: value for name, value in record if not isinstance(value, str)}
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_four_virtual_workers(data, tmp_path):
+    """The checkpoint to the last bit; logged losses are sums of four in another order."""
+    loss = {
+        "p_grad": 0.3,
+        "p_param": 0.3,
+        "loss_unit": "packet",
+        "packet_bytes": 256,
+        "sites": 2,
+        "eval_weights": "both",
+    }
+    [(real, virtual)] = run_both(4, data, tmp_path, {"sites": (BUCKETS_OF_TRAINER, loss)}).values()
+    assert weights_of(virtual) == weights_of(real)
+    for one, other in zip(losses_of(virtual), losses_of(real), strict=True):
+        assert numbers(one) == pytest.approx(numbers(other), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_stages_inside_of_sites_change_no_value(data):
+    """The ranks of a pipeline are others, and data-parallel ranks exchange the same."""
+    stages = TINY | data | {"pipeline_model_parallel_size": 2, "train_iters": 3}
+    mapped = stages | {"use_tp_pp_dp_mapping": True}
+    loss = {"p_grad": 0.3, "p_param": 0.3}
+    runs = [(stages, loss), (mapped, loss), (mapped, loss | {"sites": 2})]
+    for summaries, _ in run_ranks(train_runs, 4, *runs):
+        assert summaries[1] == summaries[0] == summaries[2]
+
+
+def rate(rank, config):
+    return settings_of(config).rate
+
+
+def test_the_ranks_of_a_site_share_its_rate(pool):
+    config = LossyConfig(transport="udp", loss_unit="packet", udp_rate="100mbit", sites=2)
+    flat = dataclasses.replace(config, sites=None)
+    assert pool.run(rate, 4, config) == [1e8 / 8 / 2] * 4 and pool.run(rate, 4, flat) == [1e8 / 8] * 4
