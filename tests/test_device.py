@@ -53,21 +53,23 @@ def _attributes(targets):
 
 
 def _install_and_undo(rank):
-    from megatron_lossy.base.device.cpu import patches
+    from megatron_lossy.base.device import cpu, optimizer
 
-    targets = [patch.target for patch in patches()]
+    patches = [*cpu.patches(), *optimizer.patches()]
+    targets = [patch.target for patch in patches]
     before = _attributes(targets)
     untouched = not device.CORE.installed and isinstance(torch.zeros, types.BuiltinFunctionType)
     kinds = [device.prepare(), device.prepare(), device.backend(), str(device.current_device())]
     during = _attributes(targets)
     device.CORE.uninstall()
+    device.OPTIMIZER.uninstall()
     after = _attributes(targets)
     return {
         "untouched": untouched,
         "kinds": kinds,
         "same": [target for target in targets if during[target] is before[target]],
         "unrestored": [target for target in targets if after[target] is not before[target]],
-        "unexplained": [patch.target for patch in patches() if not (patch.why and patch.versions and patch.until)],
+        "unexplained": [patch.target for patch in patches if not (patch.why and patch.versions and patch.until)],
     }
 
 

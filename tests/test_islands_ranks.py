@@ -66,7 +66,8 @@ def check_same(folder: Path, name: str) -> None:
     """All weights of all islands to the last bit, and losses, which ranks add up in another order."""
     virtual, real = folder / "virtual" / name, folder / "real" / name
     assert weights_of(virtual) == weights_of(real / "island_0")
-    state = torch.load(virtual / f"iter_{latest_iteration(virtual):07d}" / "lossy_islands.pt", weights_only=True)
+    path = virtual / f"iter_{latest_iteration(virtual):07d}" / "lossy_islands.pt"
+    state = torch.load(path, map_location="cpu", weights_only=True)
     for island, saved in enumerate(state["islands"]):
         everything = b"".join(map(bytes_of, saved["weights"]))
         there = weights_of(real / f"island_{island}")

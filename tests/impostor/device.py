@@ -133,6 +133,15 @@ class _NcclOptions:
     _timeout = timedelta(minutes=10)
 
 
+def _storage_to(storage: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """``torch.storage._to``; torch that was built without CUDA makes no storages of it."""
+    if storage.device == device:
+        return storage
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+    copy.copy_(storage, non_blocking)
+    return copy
+
+
 def _device_count() -> int:
     return 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else _native.device_count()
 
@@ -212,6 +221,11 @@ def install(tracker: Tracker | None = None, devices: int = 1) -> None:
     groups = torch.distributed.distributed_c10d
     _native.ProcessGroup.Options = _NcclOptions
     groups.ProcessGroupNCCL, groups._NCCL_AVAILABLE = _native.ProcessGroup, True
+    torch.storage._to = _storage_to
+    if "CUDA_HOME" in os.environ:  # torch that was built without CUDA does not look for it
+        from torch.utils import cpp_extension
+
+        cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"]
     # It cannot resize a storage: unsharded parameters of FSDP2 stay where they are.
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 

@@ -156,7 +156,8 @@ def save(rank: int) -> list[float]:
     def program() -> list[float]:
         file = io.BytesIO()
         torch.save(torch.arange(4.0, device="cuda")[1:], file)
-        return torch.load(io.BytesIO(file.getvalue()), map_location="cpu").tolist()
+        loaded = torch.load(io.BytesIO(file.getvalue()))
+        return loaded.tolist() if loaded.is_cuda else []
 
     return _on_device(program)[0]
 

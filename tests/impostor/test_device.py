@@ -78,7 +78,7 @@ def test_local_rank_decides_which_device():
     assert found == [("cuda:0", "cuda:0", 3.0), ("cuda:1", "cuda:1", 3.0)]
 
 
-def test_storages_are_saved():
+def test_storages_are_saved_and_loaded():
     assert _run(programs.save) == [[1.0, 2.0, 3.0]]
 
 
