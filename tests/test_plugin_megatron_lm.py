@@ -114,6 +114,8 @@ def test_without_loss_every_digit_is_megatrons(megatron_lm, ranks_on, tmp_path, 
     assert len(bare) == 24, error_of_a_rank(done.stderr)
     assert pretrain(megatron_lm)[0] == bare
     assert pretrain(megatron_lm, "--p-grad", 0, "--p-param", 0)[0] == bare
+    lossy, done = pretrain(megatron_lm, "--p-grad", 0.1, "--p-param", 0.1)
+    assert len(lossy) == 24 and lossy != bare, error_of_a_rank(done.stderr)
 
 
 def test_full_replicas(megatron_lm, tmp_path):
