@@ -29,7 +29,7 @@ from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.lab.studies.fct.path import Losses
 from megatron_lossy.lab.studies.fct.path import Path as Way
 from megatron_lossy.lab.studies.fct.schemes import Flow, Scheme, SelectiveRepeat, Smart, Uniform
-from megatron_lossy.transport.udp.packet import overhead
+from megatron_lossy.transport.udp.session import overhead
 
 #: RTO of what has one, in round trips.
 RTO = 2.0

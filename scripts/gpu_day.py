@@ -105,9 +105,10 @@ def steps(options: argparse.Namespace) -> list[Step]:
 
 
 def missing() -> list[str]:
-    """The packages that are not installed."""
-    installed = {one.name.lower() for one in importlib.metadata.distributions()}
-    return [name for name in PACKAGES.split() if name not in installed]
+    """The packages that are not installed, with their versions in constraints.txt, of which torch's is not asked."""
+    there = {one.name.lower() for one in importlib.metadata.distributions()}
+    wanted = set(PACKAGES.split()) - there
+    return [line for line in (ROOT / "constraints.txt").read_text().split() if line.partition("==")[0] in wanted]
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
@@ -191,7 +192,7 @@ def main() -> int:
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     if absent := missing():
-        print(f"not installed: python -m pip install -c constraints.txt {' '.join(absent)}", flush=True)
+        print(f"not installed: python -m pip install {' '.join(absent)}", flush=True)
     variables, due, results = environment(options), time.monotonic(), []
     for step in steps(options):
         due += step.seconds * options.minutes / 8

@@ -60,7 +60,7 @@ def library() -> Path:
     text = b"".join(path.read_bytes() for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]))
     key = text + repr((FLAGS, torch.__version__, platform.python_version())).encode()
     stem = f"impostor-{platform.machine()}-{hashlib.blake2b(key, digest_size=8).hexdigest()}"
-    path = cache_folder("tests/impostor", "the pretended device") / f"{stem}.so"
+    path = cache_folder("tests", "the pretended device") / f"{stem}.so"
     if not path.exists():
         _build(path)
     return path
