@@ -22,7 +22,7 @@ from torch.utils import cpp_extension
 
 import tests.ranks
 from megatron_lossy.lab.doctor.step import error_of_a_rank
-from megatron_lossy.lab.report.megatron_logs import read_megatron_run
+from megatron_lossy.lab.report.read import read_megatron_run
 
 pytestmark = [
     pytest.mark.shows(
