@@ -99,7 +99,11 @@ def steps(options: argparse.Namespace) -> list[Step]:
         tests("FSDP2 and DDP by value", 60, "pytorch pytorch_ddp", "by_value"),
         tests("islands of two ranks", 60, "islands_ranks", "of_two_ranks"),
         program("time of the hooks", 60, f"benchmarks.step_overhead --ranks 2 --rounds 9 --out {options.out}"),
-        program("time of virtual workers", 60, f"benchmarks.virtual_overhead --workers 8 --rounds 4 --growth 1 16 --out {options.out}"),
+        program(
+            "time of virtual workers",
+            60,
+            f"benchmarks.virtual_overhead --workers 8 --rounds 4 --growth 1 16 --out {options.out}",
+        ),
     ]
     return second if options.second else first
 
