@@ -1,12 +1,12 @@
 """Try in eight minutes all that one CUDA device can show, in the order of worth.
 
-    python -m scripts.gpu_day --out FOLDER [--nccl libnccl.so.2.xz] [--record "one H100"] [--megatron-lm PATH]
+    python -m scripts.gpu_day --out FOLDER [--record "one H100"] [--megatron-lm PATH]
     python -m scripts.gpu_day --out FOLDER --second          # a shorter list, for another day
     python -m scripts.gpu_day --out FOLDER --on pretended    # the whole of it without a GPU (docs/impostor.md); or --on cpu
 
-Several ranks share the device, which NCCL allows from 2.31 on. --nccl is its library, if torch brings an older one. Each step
-has its share of the time, and what the steps before it left. It prints one line. After a failure the next one follows. FOLDER gets
-the output of each step, result.json, and with --record tests/machines.yaml as it is then. Exit status 0 if all steps passed, 1 if not.
+Several ranks share the device, which NCCL allows from 2.31 on. Each step has its share of the time, and what the steps before it
+left. It prints one line. After a failure the next one follows. FOLDER gets the output of each step, result.json, and with --record
+tests/machines.yaml as it is then. Exit status 0 if no step failed or ran out of time, 1 if one did.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
-import lzma
 import os
 import re
 import shutil
@@ -23,8 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -46,43 +44,36 @@ ENVIRONMENT = {
 MARKERS = {"cuda": "cuda", "pretended": "cuda", "cpu": "on_cuda and not cuda"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
-    """A command of Python. ``seconds``: its share of 480, on a GPU."""
+    """A command of Python, its share of 480 seconds, and how it ended.
 
-    name: str
-    seconds: int
-    words: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a step ended: passed, failed, skipped, stopped by its limit, or left for want of time.
-
-    ``memory``: MiB of all GPUs at most, where there is nvidia-smi.
+    ``status``: passed, failed, skipped, stopped by its limit, or left for want of time. ``memory``: the most MiB in use of all GPUs,
+    where there is nvidia-smi.
     """
 
     name: str
-    status: str
-    seconds: float
-    memory: int
-    text: str
+    share: int
+    words: list[str]
+    status: str = "left"
+    seconds: float = 0.0
+    memory: int = 0
+    text: str = ""
 
 
 def steps(options: argparse.Namespace) -> list[Step]:
     """The list, in the order of worth."""
     common = ["-m", "pytest", "-q", f"--timeout={7.5 * options.minutes}", "-m", MARKERS[options.on]]
     common += ["--record", options.record] if options.record else []
+    common += [f"--megatron-lm={options.megatron_lm}"] if options.megatron_lm else []
 
-    def tests(name: str, seconds: int, files: str, chosen: str = "") -> Step:
+    def tests(name: str, share: int, files: str, chosen: str = "") -> Step:
         paths = [f"tests/test_{one}.py" for one in files.split()]
-        return Step(name, seconds, [*common, *paths, *(["-k", chosen] if chosen else [])])
+        return Step(name, share, [*common, *paths, *(["-k", chosen] if chosen else [])])
 
-    def program(name: str, seconds: int, words: str) -> Step:
-        return Step(name, seconds, ["-m", *words.split()])
+    def program(name: str, share: int, words: str) -> Step:
+        return Step(name, share, ["-m", *words.split()])
 
-    pretrain = tests("pretrain_gpt.py", 70, "plugin_megatron_lm")
-    pretrain = replace(pretrain, words=[*pretrain.words, f"--megatron-lm={options.megatron_lm}"])
     calibration = program("calibration", 100, "megatron_lossy doctor --calibrate --json")
     first = [
         tests("ranks share a device", 30, "transport pieces streams", "2-packet or 4-packet or wait or same_bits"),
@@ -93,23 +84,18 @@ def steps(options: argparse.Namespace) -> list[Step]:
         tests("lead and codes", 35, "compensated compression"),
         tests("logs and kills", 50, "delivery_log train train_failures"),
         tests("islands, sites", 45, "islands_ranks pytorch_islands sites", "not of_two_ranks and not bucket"),
-        *([pretrain] if options.megatron_lm else []),
+        tests("pretrain_gpt.py", 70, "plugin_megatron_lm"),
     ]
     second = [
         tests("FSDP2 and DDP by value", 60, "pytorch pytorch_ddp", "by_value"),
         tests("islands of two ranks", 60, "islands_ranks", "of_two_ranks"),
         program("time of the hooks", 60, f"benchmarks.step_overhead --ranks 2 --rounds 9 --out {options.out}"),
-        program(
-            "time of virtual workers",
-            60,
-            f"benchmarks.virtual_overhead --workers 8 --rounds 4 --growth 1 16 --out {options.out}",
-        ),
     ]
     return second if options.second else first
 
 
 def missing() -> list[str]:
-    """The packages that are not installed, with their versions in constraints.txt, of which torch's is not asked."""
+    """The packages that are not installed, with their versions in constraints.txt."""
     there = {one.name.lower() for one in importlib.metadata.distributions()}
     wanted = set(PACKAGES.split()) - there
     return [line for line in (ROOT / "constraints.txt").read_text().split() if line.partition("==")[0] in wanted]
@@ -124,35 +110,28 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
 
         everywhere(options.out / "pretended")
         folders.insert(1, str(options.out / "pretended"))
-    if options.nccl:
-        library = options.nccl
-        if library.suffix == ".xz":
-            library = options.out / "libnccl.so.2"
-            library.write_bytes(lzma.decompress(options.nccl.read_bytes()))
-        found["LD_PRELOAD"] = str(library.resolve())
     return found | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
-def run(step: Step, limit: float, options: argparse.Namespace, variables: dict[str, str]) -> Result:
+def run(step: Step, limit: float, options: argparse.Namespace, variables: dict[str, str]) -> None:
     """Run a step; what it started ends with it."""
     if limit < 1:
-        return Result(step.name, "left", 0.0, 0, "no time left")
-    log = options.out / (re.sub(r"\W+", "_", step.name) + ".log")
-    began, status = time.monotonic(), "stopped"
+        return
+    log, began = options.out / (re.sub(r"\W+", "_", step.name) + ".log"), time.monotonic()
+    mine = f"{os.getpid()} {step.name}"
+    step.status = "stopped"
     with log.open("w") as file:
-        started_here = {"GPU_DAY": f"{os.getpid()} {step.name}"}
-        command = [sys.executable, *step.words]
-        process = subprocess.Popen(command, cwd=ROOT, env=variables | started_here, stdout=file, stderr=file)
-        memory = 0
-        while status == "stopped" and time.monotonic() < began + limit:
+        command, variables = [sys.executable, *step.words], variables | {"GPU_DAY": mine}
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=file, stderr=file)
+        while step.status == "stopped" and time.monotonic() < began + limit:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = "failed" if process.wait(min(1, limit)) else "passed"
-            memory = max(memory, memory_in_use())
-        end_all_with("GPU_DAY={GPU_DAY}".format(**started_here))
+                step.status = "failed" if process.wait(1) else "passed"
+            step.memory = max(step.memory, memory_in_use())
+        end_all_with(f"GPU_DAY={mine}")
         process.wait()
-    text = summary(log.read_text(errors="replace"))
-    status = "skipped" if status == "passed" and "skipped" in text and "passed" not in text else status
-    return Result(step.name, status, round(time.monotonic() - began, 1), memory, text)
+    step.seconds, step.text = round(time.monotonic() - began, 1), summary(log.read_text(errors="replace"))
+    if step.status == "passed" and "skipped" in step.text and "passed" not in step.text:
+        step.status = "skipped"
 
 
 def memory_in_use() -> int:
@@ -185,7 +164,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--on", default="cuda", choices=MARKERS)
-    parser.add_argument("--nccl", type=Path, metavar="FILE", help="a libnccl.so.2 of 2.31 or later, or it as .xz")
     parser.add_argument("--megatron-lm", metavar="PATH", help="a checkout, whose pretrain_gpt.py runs too")
     parser.add_argument("--record", metavar="MACHINE", help="add what passed to tests/machines.yaml")
     parser.add_argument("--second", action="store_true", help="the second list")
@@ -197,16 +175,16 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     if absent := missing():
         print(f"not installed: python -m pip install {' '.join(absent)}", flush=True)
-    variables, due, results = environment(options), time.monotonic(), []
-    for step in steps(options):
-        due += step.seconds * options.minutes / 8
-        results.append(run(step, due - time.monotonic(), options, variables))
-        print("{status:8} {seconds:6.1f} s  {name}: {text}".format(**asdict(results[-1])), flush=True)
-        content = {"on": options.on, "not installed": absent, "steps": [asdict(one) for one in results]}
+    variables, due, todo = environment(options), time.monotonic(), steps(options)
+    for step in todo:
+        due += step.share * options.minutes / 8
+        run(step, due - time.monotonic(), options, variables)
+        print(f"{step.status:8} {step.seconds:6.1f} s  {step.name}: {step.text}", flush=True)
+        content = {"on": options.on, "not installed": absent, "steps": [asdict(one) for one in todo]}
         (options.out / "result.json").write_text(json.dumps(content, indent=1))
     if options.record:
         shutil.copy(ROOT / "tests" / "machines.yaml", options.out)
-    return 0 if all(one.status == "passed" for one in results) else 1
+    return 0 if all(one.status in ("passed", "skipped") for one in todo) else 1
 
 
 if __name__ == "__main__":
