@@ -98,7 +98,7 @@ def test_every_rule_with_several_survivors(rule, pool):
 
 
 @pytest.mark.on_cuda
-@pytest.mark.shows("priority and error feedback by value, on two and three ranks")
+@pytest.mark.shows("priority and error feedback by value")
 @pytest.mark.parametrize(
     ("rule", "overlap"), [("error-feedback", "none"), ("error-feedback", "both"), ("zero", "grads")]
 )

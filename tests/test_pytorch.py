@@ -92,7 +92,7 @@ def test_another_divisor_than_the_number_of_ranks_by_value(pool):
 
 @pytest.mark.on_cuda
 @pytest.mark.slow
-@pytest.mark.shows("FSDP2: compiled layers without loss, and by value")
+@pytest.mark.shows("FSDP2: compiled layers")
 def test_compiled_layers_by_value():
     tiny = Tiny(compiled=True)
     expected, mine = (run_ranks(fsdp.plain, 2, tiny, config, 4) for config in (None, LossyConfig()))

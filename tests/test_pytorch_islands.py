@@ -63,7 +63,7 @@ def test_no_two_islands_lose_the_same(pool):
 
 
 @pytest.mark.on_cuda
-@pytest.mark.shows("FSDP2: every interval all weights of islands are the mean")
+@pytest.mark.shows("FSDP2: islands have the mean of their weights")
 def test_every_interval_all_weights_are_the_mean(pool):
     results = pool.run(trained, 4, ISLANDS, 6)
     alone = pool.run(trained, 4, dataclasses.replace(ISLANDS, sync_method="none", sync_interval=1), 6)

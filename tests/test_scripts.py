@@ -14,7 +14,7 @@ pytestmark = pytest.mark.shows(
     "rows of the matrix of Megatrons",
     "`same_results.py` tells what differs",
     "what `make mutants` changes",
-    "`gpu_day.py` goes on after a step that fails or hangs",
+    "`gpu_day.py` goes on after failures",
     device=False,
 )
 

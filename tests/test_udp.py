@@ -64,7 +64,7 @@ def test_every_setting_of_megatron(name, network, pool):
 
 
 @pytest.mark.on_cuda
-@pytest.mark.shows("every rule and overlap over UDP and TCP gives what pieces give")
+@pytest.mark.shows("UDP and TCP: every rule and overlap as pieces")
 @pytest.mark.parametrize(
     "name",
     ["compensated", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES)],
@@ -85,7 +85,7 @@ def test_every_rule_and_overlap_gives_what_pieces_give(name, network, pool):
 
 
 @pytest.mark.on_cuda
-@pytest.mark.shows("every rule and overlap over UDP and TCP gives what pieces give")
+@pytest.mark.shows("UDP and TCP: every rule and overlap as pieces")
 @over_networks
 def test_without_loss_between_two_ranks_it_is_megatron(network, pool, unhooked):
     tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])
