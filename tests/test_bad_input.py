@@ -56,6 +56,7 @@ TRAIN = [
     Case("--p-grad 0.1 --loss-model bernoulli:16", "--loss-model bernoulli:16: bernoulli takes nothing after a colon"),
     Case("--p-grad 0.1 --lossy-links inter-node:0", "--lossy-links inter-node:0: must be all, inter-node or"),
     Case("--p-grad 0.1 --loss-unit packet --packet-bytes 3", "--packet-bytes 3: must hold at least one", ranks=2),
+    Case("--packet-bytes most", "--packet-bytes: must be a whole number or auto, not 'most'"),
     Case("--transport stream --udp-rate none-such", "--udp-rate none-such: No such file or", ranks=2),
     Case(
         "--transport stream --udp-key-file gone.key", "--udp-key-file gone.key: cannot be read: No such file", ranks=2

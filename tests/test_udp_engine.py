@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from megatron_lossy.base import native
 from megatron_lossy.base.errors import UsageError
@@ -54,26 +55,9 @@ class Store:
             return self.values[key]
 
 
-class FolderStore:
+def store_in(folder):
     """Of several processes."""
-
-    def __init__(self, folder):
-        self.folder = Path(folder)
-
-    def _path(self, key):
-        return self.folder / key.replace("/", "_")
-
-    def set(self, key, value):
-        aside = self._path(f"{key}.{os.getpid()}")
-        aside.write_bytes(value)
-        aside.replace(self._path(key))
-
-    def get(self, key):
-        until = time.monotonic() + 20
-        while not self._path(key).exists():
-            assert time.monotonic() < until, f"nobody set {key}"
-            time.sleep(0.002)
-        return self._path(key).read_bytes()
+    return dist.FileStore(f"{folder}/store", -1)
 
 
 def in_threads(size, function):
@@ -440,7 +424,7 @@ def test_closing_waits_until_the_others_have_everything():
 
 
 def _process(rank, size, folder, steps, pause, results):
-    store, shard = FolderStore(folder), BUCKETS["grad"][0][0]
+    store, shard = store_in(folder), BUCKETS["grad"][0][0]
     try:
         with Engine(UdpSettings(peer_timeout=20), "127.0.0.1") as engine:
             channel = engine.open("dense", rank, size, store, "p", BUCKETS)
@@ -456,7 +440,7 @@ def _process(rank, size, folder, steps, pause, results):
                 lost += int((~arrived).sum())
                 assert all((pieces[r] == (0 if r == rank else r + 1)).all() for r in range(size))
                 if step == 0:
-                    store.set(f"begun/{rank}", b"")
+                    store.set(f"begun/{rank}", b"1")
                 time.sleep(pause)
             results.put((rank, lost))
     except PeerLost as error:
@@ -478,7 +462,7 @@ def processes(tmp_path):
             process.start()
             started.append(process)
         for rank in range(size):
-            FolderStore(tmp_path).get(f"begun/{rank}")
+            store_in(tmp_path).get(f"begun/{rank}")
         return started
 
     yield start, lambda: results.get(timeout=60)

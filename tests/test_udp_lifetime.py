@@ -24,7 +24,7 @@ from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings
 from megatron_lossy.transport.udp.engine import load, windows
 from tests.ranks import run_ranks
 from tests.rules import reduce
-from tests.test_udp_engine import UNIT, FolderStore, Ranks, Store, in_threads
+from tests.test_udp_engine import UNIT, Ranks, Store, in_threads, store_in
 
 pytestmark = pytest.mark.shows("memory, threads and sockets: closing under load, fork, forged ICMP", device=False)
 
@@ -227,9 +227,9 @@ def test_a_killed_rank_is_noticed_though_its_child_lives(tmp_path):
 import os, sys, time
 from megatron_lossy.base import native
 from megatron_lossy.transport.udp import Engine, UdpSettings
-from tests.test_udp_engine import FolderStore
+from tests.test_udp_engine import store_in
 engine = Engine(UdpSettings(), "127.0.0.1")
-channel = engine.open("x", 1, 2, FolderStore(sys.argv[1]), "p", {"grad": [(1000, 100)]})
+channel = engine.open("x", 1, 2, store_in(sys.argv[1]), "p", {"grad": [(1000, 100)]})
 child = os.fork()
 if not child:
     time.sleep(60)
@@ -240,7 +240,7 @@ time.sleep(60)
     with Engine(UdpSettings(peer_timeout=300), "127.0.0.1") as engine:
         other = subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True)
         try:
-            channel = engine.open("x", 0, 2, FolderStore(tmp_path), "p", {"grad": [(1000, 100)]})
+            channel = engine.open("x", 0, 2, store_in(tmp_path), "p", {"grad": [(1000, 100)]})
             child = int(other.stdout.readline())
             os.kill(other.pid, signal.SIGKILL)
             other.wait()
