@@ -17,7 +17,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.hooks.versions import SUPPORTED, check_version
 from megatron_lossy.lab.doctor import network
 from megatron_lossy.lab.doctor.found import apex
-from megatron_lossy.transport.udp import UdpSettings
+from megatron_lossy.transport.udp import Settings
 from tests.programs import Program, rank_environments, run_program
 
 pytestmark = pytest.mark.shows("the doctor: this machine, a lossy step, datagrams and streams between ranks")
@@ -147,7 +147,7 @@ def test_links_between_ranks_are_tried(transport, own):
 )
 def test_what_the_interface_takes_is_said(monkeypatch, address, mtu, status, text):
     monkeypatch.setattr("megatron_lossy.transport.address.mtu_of", lambda _: mtu)
-    engine = SimpleNamespace(address=address, datagram=1408 + 44, settings=UdpSettings())
+    engine = SimpleNamespace(address=address, datagram=1408 + 44, settings=Settings())
     found = network._packets(engine)
     assert [one.status for one in found] == ([status] if status else []) and all(text in one.text for one in found)
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.virtual import VirtualCluster
+from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.sites import check_blocks
-from megatron_lossy.transport.udp.settings import settings_of
 from tests import contract, fsdp
 from tests.ranks import run_ranks
 from tests.rules import assert_same_weights

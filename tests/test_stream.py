@@ -22,11 +22,11 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatter
 from megatron_lossy.transport.address import resolve
+from megatron_lossy.transport.settings import Settings
 from megatron_lossy.transport.stream import link
 from megatron_lossy.transport.stream.cipher import Cipher, Plain
 from megatron_lossy.transport.stream.frames import DATA, END, Header, Malformed, Reader, Writer
 from megatron_lossy.transport.stream.host import Host
-from megatron_lossy.transport.stream.settings import Settings
 from megatron_lossy.transport.stream.transfer import Deadline
 from tests.ranks import RankFailed, run_ranks
 from tests.test_udp_engine import Store, in_threads
@@ -228,7 +228,7 @@ def test_a_broken_connection_is_loss_until_it_is_back():
 
 
 def test_a_rank_that_only_takes_is_no_silent_one():
-    with Ranks(2, timeout=2.0, pause=0.01) as ranks:
+    with Ranks(2, peer_timeout=2.0, pause=0.01) as ranks:
         got, sent = (np.full(UNITS * UNIT, value, np.uint8) for value in (0, 1))
         taking, giving = (
             channel.post("grad", 0, 0, [None, at]) for channel, at in zip(ranks.channels, (got.ctypes.data, None))
@@ -259,7 +259,7 @@ def test_nothing_crosses_while_nothing_is_waited_for(monkeypatch):
 
 
 def test_the_automatic_deadline_is_when_the_wanted_share_came():
-    deadline = Deadline(Settings(arrive=0.9))
+    deadline = Deadline(Settings(deadline="auto", arrive=0.9))
     for number in range(10):
         assert deadline.allowed((0, 0)) == math.inf
         # Of ten exchanges one has a quarter of its units late: that is less than a tenth of all.
@@ -360,7 +360,7 @@ def test_a_rank_that_is_not_reached_is_named_on_all_ranks(silent):
         with pytest.raises(
             UsageError, match=r"--transport stream: rank 1 of dense \(.*\) does not reach rank 0"
         ) as error:
-            Ranks(2, timeout=1.5, through=lambda port: closed.getsockname()[1])
+            Ranks(2, peer_timeout=1.5, through=lambda port: closed.getsockname()[1])
         assert "--udp-port" in str(error.value)
         assert silent or "Connection refused" in str(error.value)
         if silent:

@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from megatron_lossy.transport.address import find_address
-from megatron_lossy.transport.udp import Engine, UdpSettings
+from megatron_lossy.transport.udp import Engine, Settings
 from tests.test_udp_engine import store_in
 
 UNIT, SHARD = 1408, 300 * 1408
@@ -21,7 +21,7 @@ def main():
     rule, seconds, folder, cipher = sys.argv[1], float(sys.argv[2]), sys.argv[3], (sys.argv[4:] or ["none"])[0]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     others = range(size // 2, size) if rank < size // 2 else range(size // 2)
-    settings = UdpSettings(interface="lab0", rate_control=rule, cipher=cipher)
+    settings = Settings(interface="lab0", rate_control=rule, cipher=cipher)
     store = store_in(folder)
     with Engine(settings, find_address("lab0", "127.0.0.1"), lambda line: None) as engine:
         channel = engine.open("flood", rank, size, store, "flood", {"grad": [(SHARD, UNIT)], "param": []}, peers=others)

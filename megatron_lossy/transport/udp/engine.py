@@ -25,10 +25,10 @@ from ...base.native import ENGINE
 from ...config.transport import UDP_REPORT_BYTES, check_code
 from ..address import resolve, speed_of
 from ..leaving import PeerLost
+from ..settings import MIB, Settings
 from ..staging import Message
 from . import session
 from .session import CODES, PHASES, overhead
-from .settings import MIB, UdpSettings
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class Engine:
 
     def __init__(
         self,
-        settings: UdpSettings,
+        settings: Settings,
         address: str,
         log: Callable[[str], None] = print,
         *,
@@ -307,7 +307,7 @@ class Engine:
         self.close(linger=0.0 if kind else 5.0)
 
 
-def made(settings: UdpSettings, address: str, local_rank: int) -> Engine:
+def made(settings: Settings, address: str, local_rank: int) -> Engine:
     """The engine of this process, one of those of its host."""
     if settings.rate_control == "dedicated" and not local_rank:
         logger.warning(_DEDICATED)
