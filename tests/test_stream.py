@@ -48,10 +48,7 @@ def until(condition):
 
 
 class Ranks:
-    """Streams of several ranks in this process, a host each. ``pause``: of the relays between them; ``None``: there are none.
-
-    ``through(port)``: the port that a rank is told to be at.
-    """
+    """Streams of ranks in this process, a host each. ``pause``: of relays between them. ``through(port)``: the port that a rank is told."""
 
     def __init__(self, size=2, units=UNITS, through=None, pause=None, **flags):
         self.relays = {}

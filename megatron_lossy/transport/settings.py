@@ -8,7 +8,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from ..config import LossyConfig
-from .network import LEAST_BYTES, read_key_file
+from .network import read_key_file
 
 MIB = 1 << 20
 
@@ -41,10 +41,6 @@ class Settings:
     packet_bytes: int = 1408
     #: Bytes to ask for as the socket's buffers. The sysctl limits them, except for a privileged process.
     socket_buffer: int = 16 * MIB
-
-    def __post_init__(self) -> None:
-        if self.key is not None and len(self.key) < LEAST_BYTES:
-            raise ValueError(f"a key of {len(self.key)} bytes: must have at least {LEAST_BYTES}, or be None")
 
 
 def settings_of(config: LossyConfig) -> Settings:
