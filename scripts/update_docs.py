@@ -35,7 +35,8 @@ from megatron_lossy.config.loss_flags import presets, title
 from megatron_lossy.config.refusals import listing
 from megatron_lossy.lab.report import LossTable
 from megatron_lossy.lab.studies import size
-from megatron_lossy.lab.studies.commands import recorded_tables
+from megatron_lossy.lab.studies.commands import recorded
+from megatron_lossy.lab.studies.folder import tables
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.mechanisms.async_pipeline.flags import AsyncPipelineFlags
 from megatron_lossy.mechanisms.islands.flags import IslandFlags
@@ -98,7 +99,7 @@ def section(text: str, heading: str) -> str:
 
 @functools.cache
 def _tables(study: Path) -> Mapping[str, LossTable]:
-    return recorded_tables(study)
+    return tables(recorded(study))
 
 
 @functools.cache

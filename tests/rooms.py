@@ -20,7 +20,7 @@ ROOMS = {
     "averaging": "islands",
     "compensated": "lead",
     "corruption": "channel",
-    "fct": "lab",
+    "fct": "benchmarks",
     "link": "lab",
     "lstm_language_model": "lab",
     "patches_folder": "plugin",

@@ -17,10 +17,10 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.lab import theory
-from megatron_lossy.lab.theory.islands import STREAM, deviation, rounds_of, simulate, spread
 from megatron_lossy.lab.virtual.islands import _squares as squares_of
 from megatron_lossy.mechanisms.islands.rules import Mixing, SmithPredictor, make_rule, predictor_gain, stability_bound
 from megatron_lossy.mechanisms.islands.vector import Subset
+from scripts.stability import STREAM, deviation, rounds_of, simulate, spread
 
 pytestmark = pytest.mark.shows("subsets, corrections, outer optimizers: definitions and closed forms")
 

@@ -143,15 +143,12 @@ DATA = [
     Case("--input /proc/self/mem --output-prefix new", "/proc/self/mem: Input/output error", status=1),
     full("--input text.txt --output-prefix new", "new: File too large"),
     full("--input text.txt --output-prefix data/train --overwrite", "data/train: File too large", limit=1000),
-    Case("manifest data/none --output new.json", "PREFIX data/none: there is no data/none.bin"),
-    full("manifest data/train --output new.json", "new.json: File too large"),
-    Case("check text.txt", "--data-manifest text.txt: must be a file of python -m megatron_lossy.data manifest"),
 ]
 STUDIES = [
     Case("none.yaml", "STUDY none.yaml: cannot be read: No such file or directory"),
     Case("text.txt", "STUDY text.txt: must be a mapping"),
     Case("study.yaml --job 1", "unrecognized arguments: --job, did you mean --jobs"),
-    Case("table1 --p-gred 0.1 FLAGS", "unrecognized arguments: --p-gred, did you mean --p-grad"),
+    Case("study.yaml --p-gred 0.1", "unrecognized arguments: --p-gred, did you mean --p-grad"),
     Case("study.yaml --jobs 0", "--jobs 0: must be at least 1"),
     Case("study.yaml --cells text.txt", "--cells text.txt: must be a folder that can be written to; it is no folder"),
     Case("study.yaml --out text.txt", "--out text.txt: must be a folder that can be written to; it is no folder"),
@@ -163,11 +160,8 @@ STUDIES = [
     full("study.yaml --cells cells", "cells/*/config.yaml: File too large"),
     Case("report text.txt", "FOLDER text.txt: must hold a report with study.json"),
     Case("report other", "FOLDER other: must hold a report with study.json"),
-    Case("table1 --rates 1.5 FLAGS", "--rates 1.5: must be in [0, 1)"),
-    Case("table1", "Training under packet loss, 0 %: --config: needs a file, for example configs/tiny/llama_1m.yaml,"),
     Case("study.yaml --virtual-workers 3", "Mine, 0 %: --global-batch-size 2 (from the study, settings): must be"),
     Case("twice.yaml", "STUDY twice.yaml: has p_grad twice in a mapping, in lines 1 and 3"),
-    Case("table1 --p-grad 0.1 FLAGS", "--p-grad: cannot be given to a sweep over --rates"),
 ]
 REPORT = [
     Case("none", "RUNS_DIR none: holds no run"),

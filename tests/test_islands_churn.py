@@ -17,7 +17,6 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify
 from megatron_lossy.lab import theory
-from megatron_lossy.lab.theory.islands import STREAM, rounds_of
 from megatron_lossy.lab.virtual.island_churn import ChurningIslands
 from megatron_lossy.mechanisms.islands.epochs import (
     EPOCHS,
@@ -33,6 +32,7 @@ from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.presence import Presence, needed_visits
 from megatron_lossy.mechanisms.islands.schedule import Event, read_schedule
 from scripts.spells import share_away, spells
+from scripts.stability import STREAM, rounds_of
 from tests.churning_rows import ChurningRows, speed_of_mean
 from tests.ranks import run_ranks
 from tests.reference import mean_among

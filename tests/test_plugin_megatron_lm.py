@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_lossy.lab.report.megatron_logs import read_megatron_run
+from megatron_lossy.lab.report.read import read_megatron_run
 
 pytestmark = [
     pytest.mark.shows(

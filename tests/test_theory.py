@@ -197,7 +197,7 @@ def masks(rule, p, workers, lossy_self, steps=1):
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.4])
 def test_weights(rule, lossy_self, workers, p):
-    """Every moment, the mean and the variance for unequal gradients, by summing over all masks."""
+    """Every moment, by summing over all masks."""
     steps = 3 if rule == "previous" else 1
     cases = list(masks(rule, p, workers, lossy_self, steps))
     chance = np.array([chance for chance, _ in cases])
@@ -217,12 +217,6 @@ def test_weights(rule, lossy_self, workers, p):
     np.testing.assert_allclose(result.total, chance @ total)
     np.testing.assert_allclose(result.noise, chance @ (drawn**2).sum(axis=1))
     np.testing.assert_allclose(result.total_variance, chance @ total**2 - (chance @ total) ** 2, atol=1e-14)
-    means, variances = np.array([2.0, -1.0, 0.5, 3.0])[:workers], np.array([1.0, 0.2, 4.0, 0.0])[:workers]
-    estimate = drawn @ means
-    losses = chance @ estimate**2 - (chance @ estimate) ** 2
-    np.testing.assert_allclose(result.mean(means), chance @ estimate)
-    np.testing.assert_allclose(result.variance(means), losses, atol=1e-14)
-    np.testing.assert_allclose(result.variance(means, variances), losses + chance @ drawn**2 @ variances)
 
 
 @pytest.mark.parametrize("lossy_self", [False, True])
@@ -232,7 +226,6 @@ def test_survivors(lossy_self):
         if lossy_self or flat[0]:
             counts[sum(flat)] += bernoulli(~np.array(flat[0 if lossy_self else 1 :]), 0.3)
     np.testing.assert_allclose(theory.survivors(0.3, 4, lossy_self), counts, atol=1e-15)
-    np.testing.assert_allclose(theory.no_survivor(0.3, 4, lossy_self), counts[0], atol=1e-15)
 
 
 @given(p=RATES, workers=st.integers(1, 300), rule=st.sampled_from(RULES))
@@ -242,7 +235,7 @@ def test_weights_in_general(p, workers, rule):
     name, lossy_self = rule
     result = theory.weights(name, p, workers, lossy_self)
     if name in ("renormalize", "renormalize-remote"):
-        np.testing.assert_allclose(result.total, 1 - theory.no_survivor(p, workers, lossy_self))
+        np.testing.assert_allclose(result.total, 1 - (p**workers if lossy_self else 0))
     assert result.noise >= result.total**2 / workers * (1 - 1e-9)
     assert result.total_variance >= -1e-9
     without = theory.weights(name, 0.0, workers, lossy_self)
@@ -313,16 +306,3 @@ def test_ages_of_the_channels(burst, units):
     if burst is None:  # units of a link are then independent
         close(simulate.Measured.over(of_worker, 16), theory.age_max(p, (workers - 1) * units))
         close(simulate.Measured.over(of_all.astype(float), 16), theory.age_max(p, workers * (workers - 1) * units))
-
-
-@pytest.mark.parametrize(("rule", "lossy_self"), RULES)
-@pytest.mark.parametrize("workers", [2, 6])
-def test_simulated_recovery(rule, lossy_self, workers):
-    """The real rules: expectation, own weight and variance."""
-    p, burn_in = 0.3, 20 if rule == "previous" else 0
-    result = simulate.one_step(simulate.estimates(rule, p, workers, lossy_self, 3000, 2, burn_in))
-    weights = theory.weights(rule, p, workers, lossy_self)
-    close(result["total"], weights.total)
-    close(result["own"], weights.own)
-    close(result["mean"], weights.total)
-    close(result["variance"], weights.noise + weights.total_variance)

@@ -78,7 +78,7 @@ def test_nadam_is_torchs_with_decoupled_decay(step_in_group):
     """Within rounding, through 60 steps with a learning rate that changes, and after its state was saved and loaded."""
     import torch
 
-    from megatron_lossy.lab.train.nadam import NAdamW
+    from megatron_lossy.lab.train.optimizer import NAdamW
 
     options = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-7}
     start = torch.randn(40, generator=torch.Generator().manual_seed(1))

@@ -16,7 +16,7 @@ from megatron_lossy.base.section import Flags
 from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import Section
-from megatron_lossy.lab.virtual.in_memory import Memory
+from megatron_lossy.lab.virtual.in_memory import Memory, WorkerWire
 from megatron_lossy.mechanisms.priority.protected import Spared
 from megatron_lossy.recovery.base import Zero
 from megatron_lossy.run.mechanism import Mechanism
@@ -200,7 +200,7 @@ def test_one_draw_in_memory_is_what_every_rank_draws():
     for rank, phase, step in itertools.product(range(4), networks, (0, 1, 0, 5)):
         exchange = Exchange(phase, Stream(), step)
         mine = CollectiveWire(networks, Stream(), range(4), rank, cut).foresee(exchange)
-        theirs = memory.worker(rank).foresee(exchange)
+        theirs = WorkerWire(memory, rank).foresee(exchange)
         assert np.array_equal(mine.arrived, theirs.arrived)
         assert np.array_equal(memory.foresee(exchange).arrived[rank], mine.arrived[0])
         if phase == "grad":
@@ -217,7 +217,7 @@ def test_a_group_of_one_has_no_loss_but_its_own():
 def group_in_memory(config, rank, size=3, shard=8):
     networks = {phase: Network(config, phase, size) for phase in ("grad", "param")}
     memory = Memory(networks, Stream(), range(size), cut_buckets(config, [BucketSpec(shard)]))
-    return LossyGroup(config, memory.worker(rank))
+    return LossyGroup(config, WorkerWire(memory, rank))
 
 
 class Mine(Mechanism):

@@ -49,7 +49,7 @@ class Mechanism:
     def attach(cls, run: Any) -> None:
         """Subscribe to events of ``run``, which has just been made, or add a part to it, if the flags ask for one.
 
-        ``run.kind`` is Megatron, FSDP2, DDP or virtual. Our own parts in virtual runs stand in :mod:`.lab.virtual.twins`.
+        ``run.kind`` is Megatron, FSDP2, DDP or virtual. Our own parts in virtual runs stand in :mod:`.lab.virtual.base`.
         """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""All closed forms (docs/theory.md), those that no run uses, and averaging between islands in memory."""
+"""All closed forms (docs/theory.md), and those that no run uses."""
 
 from ...base.theory import *  # noqa: F403
 from .recovery import (  # noqa: F401
@@ -6,7 +6,6 @@ from .recovery import (  # noqa: F401
     error_feedback_residual,
     error_feedback_variance,
     mean_error,
-    no_survivor,
     previous_long_run,
     previous_staleness,
     survivors,

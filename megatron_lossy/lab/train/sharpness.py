@@ -25,9 +25,9 @@ from ...hooks.versions import innermost, optimizers
 from ...run.base import Run
 from .config import TrainConfig
 from .data import RankBatches
-from .evaluate import evaluating
 from .model import forward_step, sum_of_losses
 from .optimizer import lr_scale
+from .workers import evaluating
 
 #: Products with the Hessian of the first measurement, and of each that begins with the vector of the one before.
 FIRST, LATER = 12, 4

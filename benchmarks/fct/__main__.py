@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.lab fct``: completion times between two data centers, by scheme of recovery.
+"""``python -m benchmarks.fct``: completion times between two data centers, by scheme of recovery.
 
 A file is YAML::
 
@@ -33,15 +33,100 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path as FilePath
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
-from ....base.errors import ArgumentParser, UsageError, refuse
-from ....base.files import check_folder, replace_file, write_text
-from ....config.settings import read_yaml
-from .cells import Cell, Condition, make_scheme, run_cell
-from .path import Path
+from benchmarks.fct.schemes import Adaptive, Losses, Path, Scheme, SelectiveRepeat, Smart, Tolerant, Uniform
+from megatron_lossy.base.errors import ArgumentParser, UsageError, refuse, usage_errors
+from megatron_lossy.base.files import check_folder, replace_file, write_text
+from megatron_lossy.config.settings import read_yaml
 
 _COLORS = ("#c53030", "#dd6b20", "#2b6cb0", "#2f855a", "#6b46c1", "#666666")
+_RESAMPLES = 400
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A message of ``size`` bytes, a loss rate, and more.
+
+    ``burst``: mean number of losses in a row (``None``: independent). ``timeout``: the RTO in round trips.
+    """
+
+    size: float
+    rate: float
+    timeout: float = 2.0
+    burst: float | None = None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Completion times in microseconds under one condition.
+
+    ``again``, ``parities``, ``zeros``: packets per packet of data.
+    """
+
+    scheme: str
+    condition: Condition
+    mean: Interval
+    median: float
+    p99: Interval
+    again: float
+    parities: float
+    zeros: float
+
+
+def make_scheme(name: str, given: Mapping[str, Any], timeout: float) -> Scheme:
+    """The scheme that a study calls ``name``. Raises :class:`UsageError` for settings that it does not have."""
+    settings = dict(given)
+    recovery = settings.pop("recovery", None)
+    kinds: dict[str, type[Scheme]] = {
+        "selective-repeat": SelectiveRepeat,
+        "uniform": Uniform,
+        "smart": Smart,
+        "tolerant": Tolerant,
+        "adaptive": Adaptive,
+    }
+    if recovery not in kinds:
+        raise UsageError(f"schemes: {name}: recovery {recovery}: must be one of {', '.join(kinds)}")
+    try:
+        return kinds[recovery](timeout=timeout, **settings)
+    except TypeError:
+        raise UsageError(f"schemes: {name}: {settings}: not settings of {recovery}") from None
+
+
+def run_cell(name: str, given: Mapping[str, Any], condition: Condition, path: Path, flows: int, seed: int) -> Cell:
+    """Send ``flows`` messages, one after another. All schemes have the same losses."""
+    scheme = make_scheme(name, given, condition.timeout)
+    packets = path.packets(condition.size)
+    done = [scheme.flow(path, packets, Losses(condition.rate, seed, flow, condition.burst)) for flow in range(flows)]
+    times = np.array([one.time for one in done])
+    random = np.random.default_rng(seed)
+    resampled = times[random.integers(0, flows, (_RESAMPLES, flows))]
+    data = flows * packets
+    return Cell(
+        name,
+        condition,
+        _interval(times.mean(), resampled.mean(axis=1)),
+        float(np.median(times)),
+        _interval(np.percentile(times, 99), np.percentile(resampled, 99, axis=1)),
+        again=sum(one.again for one in done) / data,
+        parities=sum(one.parities for one in done) / data,
+        zeros=sum(one.zeros for one in done) / data,
+    )
+
+
+def _interval(value: float, resampled: np.ndarray) -> Interval:
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return Interval(float(value), float(low), float(high))
 
 
 @dataclass(frozen=True)
@@ -92,10 +177,10 @@ class Settings:
         return [Condition(1e6 * size, rate, timeout, burst) for size, timeout, burst, rate in axes]
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the file that the command line names, print the table and write table, values and figures."""
     parser = ArgumentParser(
-        "megatron_lossy.lab fct",
+        "python -m benchmarks.fct",
         description="How long messages take between two data centers if packets are lost, by scheme of recovery "
         "(docs/fct.md).",
     )
@@ -113,7 +198,7 @@ def main(arguments: Sequence[str]) -> None:
         if FilePath(given.out, "fct.csv").exists() and not given.overwrite:
             raise refuse("--out", given.out, "holds results already; --overwrite replaces them")
     cells = run(settings, given.jobs)
-    text = markdown(settings, cells, f"python -m megatron_lossy.lab fct {given.file}")
+    text = markdown(settings, cells, f"python -m benchmarks.fct {given.file}")
     print(text)
     if given.out is None:
         return
@@ -302,3 +387,8 @@ def draw_gains(settings: Settings, cells: Mapping[tuple[str, Condition], Cell], 
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(path, format="png")
+
+
+if __name__ == "__main__":
+    with usage_errors("benchmarks.fct"):
+        main()
