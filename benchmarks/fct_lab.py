@@ -28,7 +28,7 @@ from benchmarks.fct.schemes import Path as Way
 from benchmarks.lab import Lab, Missing, end_in_order
 from megatron_lossy.base.coding import AdaptiveCode
 from megatron_lossy.base.errors import refuse, usage_errors
-from megatron_lossy.transport.udp.packet import overhead
+from megatron_lossy.transport.udp.session import overhead
 
 #: RTO of what has one, in round trips.
 RTO = 2.0

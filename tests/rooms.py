@@ -27,6 +27,7 @@ ROOMS = {
     "pieces": "transport",
     "pipeline": "boundaries",
     "saved_state": "run",
+    "stream": "transport",
     "streams": "transport",
     "study": "lab",
     "sync": "replicas",

@@ -56,6 +56,10 @@ TRAIN = [
     Case("--p-grad 0.1 --loss-model bernoulli:16", "--loss-model bernoulli:16: bernoulli takes nothing after a colon"),
     Case("--p-grad 0.1 --lossy-links inter-node:0", "--lossy-links inter-node:0: must be all, inter-node or"),
     Case("--p-grad 0.1 --loss-unit packet --packet-bytes 3", "--packet-bytes 3: must hold at least one", ranks=2),
+    Case("--transport stream --udp-rate none-such", "--udp-rate none-such: No such file or", ranks=2),
+    Case(
+        "--transport stream --udp-key-file gone.key", "--udp-key-file gone.key: cannot be read: No such file", ranks=2
+    ),
     Case("--sgd-momentum 0.5", "--sgd-momentum 0.5: needs --optimizer sgd, not adam"),
     Case("--p-act 1.0", "--p-act 1.0: must be in [0, 1)"),
     Case("--p-act 0.1 --act-fec 9,1,0 10,11,0 0.5", "--act-fec 10 11: needs 1 <= C <= B"),

@@ -41,13 +41,19 @@ def train_both(data: dict, folder: Path, workers: int, cases: dict[str, tuple[di
     virtual = [
         (
             settings | {"virtual_workers": workers, "save": str(folder / "virtual" / name)},
-            loss | ({"transport": "pieces"} if "transport" in loss else {}),
+            _in_memory(loss),
         )
         for name, (settings, loss) in runs.items()
     ]
     real = [(settings | {"save": str(folder / "real" / name)}, loss) for name, (settings, loss) in runs.items()]
     run_ranks(train, 1, *virtual)
     run_ranks(train, workers, *real, grouped=False)
+
+
+def _in_memory(loss: dict) -> dict:
+    """The same loss between workers of one process."""
+    kept = {name: value for name, value in loss.items() if name != "udp_deadline"}
+    return kept | ({"transport": "pieces"} if "transport" in loss else {})
 
 
 def weights_of(folder: Path) -> dict[str, bytes]:
@@ -105,6 +111,7 @@ def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
         "diloco": ({}, {**OUTER, "p_sync": 0.3}),
         "eager": ({"optimizer": "nadam"}, {**OUTER, "sync_method": "eager-diloco", "sync_delay": 2}),
         "datagrams": ({}, {**LATE, **LOST, "p_sync": 0.2, "transport": "udp"}),
+        "streams": ({}, {**LATE, **LOST, "p_sync": 0.25, "transport": "stream", "udp_deadline": "30000"}),
         "alone": ({}, {**TWO, "sync_method": "none"}),
     }
     train_both(data, tmp_path, 2, cases)

@@ -22,8 +22,8 @@ from megatron_lossy.lab.launch.checks import (
     check_megatron,
     check_memory,
     check_training,
-    datagram_memory,
-    describe_datagrams,
+    describe_network,
+    network_memory,
 )
 from megatron_lossy.lab.launch.command import (
     check_job,
@@ -207,17 +207,17 @@ def test_a_dry_run_says_what_datagrams_take_of_a_node():
     """By hand; and as docs/cluster.md has it."""
     plan, weights = over_datagrams(), 6_738_415_616
     memory = check_memory(plan)
-    assert datagram_memory(plan, memory) == (2**28, 2**29, 3) and "pieces" not in memory.components
+    assert network_memory(plan, memory) == (2**28, 2**29, 3) and "pieces" not in memory.components
     page = (ROOT / "docs/cluster.md").read_text()
-    for line in describe_datagrams(plan, memory):
+    for line in describe_network(plan, memory):
         assert line in page and line in estimates(plan)
     memory = check_memory(over_datagrams("--lossy-links=inter-node"))
     assert memory.components["pieces"] == pytest.approx(7 / 64 * 4 * weights)
     on_cpu = over_datagrams("--device=cpu")
-    found = describe_datagrams(on_cpu, check_memory(on_cpu))
+    found = describe_network(on_cpu, check_memory(on_cpu))
     assert len(found) == 1 and "0.25 GiB of the host and 1 thread a rank" in found[0]
     alone = over_datagrams("--transport=torch")
-    assert describe_datagrams(alone, check_memory(alone)) == []
+    assert describe_network(alone, check_memory(alone)) == []
 
 
 def test_datagrams_that_cannot_fit_are_refused(monkeypatch):

@@ -11,7 +11,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.transport.sites import check_blocks
-from megatron_lossy.transport.udp.process import settings_of
+from megatron_lossy.transport.udp.settings import settings_of
 from tests import contract, fsdp
 from tests.ranks import run_ranks
 from tests.rules import assert_same_weights
@@ -122,10 +122,13 @@ def test_pieces(pool):
     holds(pool, TinyGPT(**BUCKETS), 4, dataclasses.replace(BOTH, transport="pieces"))
 
 
-def test_datagrams(pool):
-    """Without loss they give the weights of the flat exchange, but for rounding."""
-    config, tiny = LossyConfig(transport="udp", sites=2, loss_unit="packet"), TinyGPT(optimizer="sgd", **BUCKETS)
-    mine, theirs = (pool.run(contract.plain, 4, tiny, one, 3) for one in (config, None))
+@pytest.mark.parametrize("network", [{"transport": "udp"}, {"transport": "stream", "udp_deadline": "off"}])
+def test_what_loses_nothing_gives_the_weights_of_pieces_and_of_the_flat_exchange(network, pool):
+    """The flat one but for rounding."""
+    tiny, sites = TinyGPT(optimizer="sgd", **BUCKETS), {"sites": 2, "loss_unit": "packet"}
+    configs = (LossyConfig(**network, **sites), LossyConfig(transport="pieces", **sites), None)
+    mine, pieces, theirs = (pool.run(contract.plain, 4, tiny, one, 3) for one in configs)
+    assert_same_weights(mine, pieces)
     for (weights, _), (expected, _) in zip(mine, theirs):
         for name, value in expected.items():
             np.testing.assert_allclose(weights[name], value, rtol=1e-4, atol=1e-6, err_msg=name)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from megatron_lossy.base.coding import Layout
 from megatron_lossy.base.coding import encode as encode_parity
-from megatron_lossy.transport.udp import packet
 from megatron_lossy.transport.udp.engine import SECOND
-from megatron_lossy.transport.udp.packet import DATA, END, NACK, PARITY, READY, encode
+from tests import udp_packet as packet
+from tests.udp_packet import DATA, END, NACK, PARITY, READY, encode
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of
 
 pytestmark = pytest.mark.shows("what must arrive, reports and parity, in every order, with lost words", device=False)

@@ -13,7 +13,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport.network import _say_open, read_key_file
 from megatron_lossy.transport.udp import Engine, UdpSettings, session
-from megatron_lossy.transport.udp.process import settings_of
+from megatron_lossy.transport.udp.settings import settings_of
 from tests.test_udp_engine import BUCKETS, Store, in_threads
 
 pytestmark = pytest.mark.shows("keys of a channel; a store that others write to", device=False)

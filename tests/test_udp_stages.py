@@ -24,7 +24,7 @@ from megatron_lossy.mechanisms.boundaries import datagrams
 from megatron_lossy.mechanisms.boundaries import links as stages
 from megatron_lossy.mechanisms.boundaries.loss import BoundaryLoss
 from megatron_lossy.mechanisms.boundaries.messages import received, sent
-from megatron_lossy.transport.udp.process import close_engines
+from megatron_lossy.transport.ends import close_ends
 from tests import contract
 from tests.boundaries import boundary_rows
 from tests.in_lab import run_in_lab
@@ -345,7 +345,7 @@ def main():
     flags = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
     recorded = record(dist.get_rank(), TinyGPT(**model), LossyConfig(**flags), steps)
     (folder / f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(recorded))
-    close_engines()
+    close_ends()
     dist.destroy_process_group()
 
 

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 
+from megatron_lossy.transport.address import find_address
 from megatron_lossy.transport.udp import Engine, UdpSettings
-from megatron_lossy.transport.udp.address import find_address
 from tests.test_udp_engine import FolderStore
 
 UNIT, SHARD = 1408, 300 * 1408

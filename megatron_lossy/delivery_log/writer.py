@@ -150,7 +150,7 @@ class DeliveryLog(LogWriter):
         config = self._config
         return (
             config.loss_unit == "packet"
-            and config.transport != "udp"
+            and not config.observed
             and not config.delivery_log_bitmaps
             and CHANNELS.load(config.phase(phase).model).redrawable
         )

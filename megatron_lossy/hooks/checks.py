@@ -9,7 +9,7 @@ from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..delivery_log.events import recorded_events
-from ..transport import check_channels, read_key_file
+from ..transport import check_channels, check_network
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def check_run(config: LossyConfig, facts: Facts) -> None:
             "--timing-log-level %d: its barriers cross between sites several times an iteration; 0 has none",
             facts.timing_level,
         )
-    read_key_file(config.udp_key_file)
+    check_network(config)
     recorded_events(config)  # whether they can be read
     config.jobs().check(facts.train_iters)
     check_channels(config, facts.workers, facts.train_iters)

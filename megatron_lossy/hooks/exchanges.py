@@ -63,7 +63,7 @@ class Exchanges:
         self, stream: Stream, full: dist.ProcessGroup, buckets: Sequence[tuple[Any, Any]], stage: int, steps: int | None
     ) -> LossyGroup:
         config = self.config
-        if config.transport == "udp" or "trace" in map(config.model, PHASES):
+        if config.observed or "trace" in map(config.model, PHASES):
             stream = apart(stream, stage, tensor_group(stream.kind == "expert"))
         part = buckets[0][0].data_parallel_group  # of one optimizer instance
         if buckets[0][0].ddp_config.average_in_collective and not config.untouched("grad"):

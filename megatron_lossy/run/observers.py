@@ -17,10 +17,11 @@ def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
     if config.inert:
         return []
     observers: list[Observer] = [] if config.lossless else [ExchangeMonitor(config)]
-    if config.transport == "udp":
-        from ..transport.udp.monitor import DatagramMonitor
+    if config.observed:
+        from ..transport.monitor import DatagramMonitor, StreamMonitor
 
-        observers.append(DatagramMonitor(lambda: run.carriers, writer))
+        kind = DatagramMonitor if config.transport == "udp" else StreamMonitor
+        observers.append(kind(lambda: run.carriers, writer))
     if config.drift_interval and not (config.lossless or config.needs_whole_optimizers()):
         observers.append(Drift(config))
     logs = config.delivery_log is not None and not config.jobs().apart  # else jobs have no exchanges in common

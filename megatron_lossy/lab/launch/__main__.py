@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from ...base.errors import Collector, Problems, UsageError, usage_errors, with_origin
-from .checks import check, check_memory, describe_datagrams, epochs_of
+from .checks import check, check_memory, describe_network, epochs_of
 from .command import (
     TORCHRUN_ENVIRONMENT,
     check_job,
@@ -146,7 +146,7 @@ def estimates(plan: Plan) -> list[str]:
         f"tokens   {total / train.train_iters / 1e6:.3f} M an iteration, {total / 1e9:.2f} G in all",
         f"memory   {memory.total / GIB:.1f}{has} GiB on {launch.device}, stage {memory.stage}: {parts} (assumed)",
         *_sites(plan),
-        *describe_datagrams(plan, memory),
+        *describe_network(plan, memory),
         f"disk     {checkpoint_bytes(train, plan.lossy, plan.layout, plan.device) / GIB:,.1f} GiB a checkpoint",
         f"time     {total / plan.ranks / 3600:,.0f} h / R, where R is the measured tokens per second and accelerator",
     ]

@@ -121,30 +121,30 @@ def check_memory(plan: Plan) -> StageMemory:
     return found
 
 
-def datagram_memory(plan: Plan, memory: StageMemory) -> tuple[int, int, int] | None:
-    """Return what ``--transport udp`` takes of a node for each rank; None if no gradients cross as datagrams.
+def network_memory(plan: Plan, memory: StageMemory) -> tuple[int, int, int] | None:
+    """Return what ``--transport udp`` or ``stream`` takes of a node for each rank; None if no gradients cross so.
 
     Bytes for copies between device and network (page-locked for CUDA), bytes at most of the host in all, and threads. A
-    process has one thread for its socket, and on an accelerator two more for copies. As much as ``--udp-memory`` says is
+    process has one thread for its socket (of all streams), and on an accelerator two more for copies. As much as ``--udp-memory`` says is
     there for copies, and as much again for packets that arrive before they are asked for.
     """
     lossy = plan.lossy
-    if lossy.transport != "udp" or memory.far == 0:
+    if not lossy.observed or memory.far == 0:
         return None
     if plan.device.kind == "cpu":
         return 0, lossy.udp_memory, 1
     return lossy.udp_memory, 2 * lossy.udp_memory, 3
 
 
-def describe_datagrams(plan: Plan, memory: StageMemory) -> list[str]:
-    """Return the lines of a dry run about datagrams."""
-    share, ranks = datagram_memory(plan, memory), ranks_of_node(plan)
+def describe_network(plan: Plan, memory: StageMemory) -> list[str]:
+    """Return the lines of a dry run about datagrams or streams."""
+    share, ranks = network_memory(plan, memory), ranks_of_node(plan)
     if share is None:
         return []
     staging, host, threads = share
     lines = [
         (
-            f"udp      {host / GIB:.2f} GiB of the host and {threads} thread{'s'[: threads != 1]} a rank; "
+            f"{plan.lossy.transport:8} {host / GIB:.2f} GiB of the host and {threads} thread{'s'[: threads != 1]} a rank; "
             f"{ranks * host / GIB:.1f} GiB and {ranks * threads} threads a node of {ranks}"
         )
     ]
@@ -155,8 +155,8 @@ def describe_datagrams(plan: Plan, memory: StageMemory) -> list[str]:
 
 
 def check_host_memory(plan: Plan, memory: StageMemory) -> None:
-    """Raise :class:`UsageError` if the ranks of this node may take more memory for datagrams than it has."""
-    share, ranks, has = datagram_memory(plan, memory), ranks_of_node(plan), psutil.virtual_memory().total
+    """Raise :class:`UsageError` if the ranks of this node may take more memory for messages than it has."""
+    share, ranks, has = network_memory(plan, memory), ranks_of_node(plan), psutil.virtual_memory().total
     if share is not None and ranks * share[1] > has:
         raise refuse(
             "--udp-memory",

@@ -215,7 +215,7 @@ def _loss(
     if param:
         components["stale units"] = weights * compute * (1 if masked else param)
     rule = GRAD_RECOVERIES.load(lossy.grad_recovery)
-    if lossy.transport == "udp" and rule.foresight and shards > 1:
+    if lossy.observed and rule.foresight and shards > 1:
         grad = 1.0  # only drawn losses can be foreseen
     kept = rule.kept_share(1 if masked else grad)
     if grad and kept:

@@ -173,7 +173,7 @@ class Design:
         names = ["eval_weights"]
         if loss.averages or loss.async_pipeline:
             names += _KEPT
-            if loss.transport != "udp" and not any(loss.phase(phase).sets_rate for phase in loss.exchanges()):
+            if not loss.observed and not any(loss.phase(phase).sets_rate for phase in loss.exchanges()):
                 names += _NAMED_BY
         reference = LossyConfig(**{name: getattr(loss, name) for name in names})
         if reference.draws() or reference.errs:

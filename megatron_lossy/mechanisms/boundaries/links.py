@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from ...config import LossyConfig
+from ...transport.ends import end_for
+from ...transport.leaving import Leaving, patiently
+from ...transport.staging import Departure, arrival, device_of, patience_of, staged
 from ...transport.udp.engine import Channel, Outcome
 from ...transport.udp.engine import Transfer as Datagrams
-from ...transport.udp.leaving import Leaving, patiently
-from ...transport.udp.process import engine_for
-from ...transport.udp.staging import Departure, arrival, device_of, patience_of, staged
 from .flags import BOUNDARY_PHASES
 
 
@@ -171,7 +171,7 @@ class StageLinks:
 
     def _open(self, ranks: tuple[int, int], size: int, packet: int) -> Channel:
         name = f"{ranks[0]}-{ranks[1]}-{size}-{packet}"
-        return engine_for(self._config).open(
+        return end_for(self._config).open(
             f"stages on ranks {ranks[0]} and {ranks[1]}",
             ranks.index(self._rank),
             2,

@@ -69,7 +69,7 @@ def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple
     losses, if nobody knows them, if packets are sent several times, or if owners send other values than their weights, whose changes are increments too.
     """
     loss = config.phase("param")
-    if config.transport == "udp" or config.copies("param") > 1:
+    if config.observed or config.copies("param") > 1:
         return None
     if loss.lossless:
         return 0.0, 0.0

@@ -4,7 +4,8 @@ The decisions are in ``c/`` (``engine.c`` names the parts), without input or out
 ``session`` holds the agreement of ranks; callers use ``engine``.
 """
 
-from .engine import Channel, Engine, PeerLost, Transfer
+from ..leaving import PeerLost
+from .engine import Channel, Engine, Transfer
 from .settings import UdpSettings
 
 __all__ = ["Channel", "Engine", "PeerLost", "Transfer", "UdpSettings"]

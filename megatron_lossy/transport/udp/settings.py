@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..network import LEAST_BYTES
+import torch.distributed as dist
+
+from ...config import LossyConfig
+from ..network import LEAST_BYTES, read_key_file
 
 MIB = 1 << 20
 
@@ -39,3 +42,25 @@ class UdpSettings:
     def __post_init__(self) -> None:
         if self.key is not None and len(self.key) < LEAST_BYTES:
             raise ValueError(f"a key of {len(self.key)} bytes: must have at least {LEAST_BYTES}, or be None")
+
+
+def settings_of(config: LossyConfig) -> UdpSettings:
+    """The settings that the flags ask for. Raises :class:`UsageError` for an unreadable or too short key file."""
+    rule, flows = config.udp_rate_rule
+    rate = config.udp_bytes_per_second
+    if rate is not None and config.sites is not None:
+        rate /= dist.get_world_size() // config.sites
+    return UdpSettings(
+        interface=config.udp_interface,
+        port=config.udp_port,
+        rate=rate,
+        rate_control=rule,
+        flows=flows,
+        deadline=config.udp_deadline_seconds,
+        eager_bytes=min(4 * MIB, config.udp_memory // 16),
+        memory=config.udp_memory,
+        cipher=config.udp_cipher,
+        key=read_key_file(config.udp_key_file),
+        peer_timeout=config.udp_peer_timeout,
+        packet_bytes=config.packet_bytes,
+    )

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from .engine import PeerLost, Transfer
+
+class PeerLost(RuntimeError):
+    """A rank is gone: its process, or the way to it. No exchange of the channel will complete any more."""
 
 
 def patiently(wait: Callable[[float], Any], seconds: float) -> Any:
@@ -26,9 +28,9 @@ class Leaving:
     def __init__(self, memory: int, patience: float) -> None:
         self._memory = memory
         self._patience = patience
-        self._messages: deque[tuple[Transfer, int]] = deque()
+        self._messages: deque[tuple[Any, int]] = deque()
 
-    def add(self, sending: Transfer, size: int) -> None:
+    def add(self, sending: Any, size: int) -> None:
         """Keep a message of ``size`` bytes until it has left."""
         self._messages.append((sending, size))
 

@@ -6,7 +6,7 @@ import socket
 
 import psutil
 
-from ...base.errors import UsageError, refuse
+from ..base.errors import UsageError, refuse
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 #: Bytes per second of an interface that does not report its speed, and of the loopback, which has no limit.

@@ -1,4 +1,4 @@
-"""The datagram: a header of 28 bytes, little-endian, the payload, and with a cipher a tag of 16 bytes."""
+"""The datagram, as ``transport/udp/c/wire.c`` has it: a header of 28 bytes, little-endian, the payload, and with a cipher a tag of 16."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_lossy.transport.udp.session import CODES, HEADER_BYTES, PHASES
+
+__all__ = ["CODES", "PHASES"]
+
 VERSION = 5
 DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK = range(1, 10)
 #: The most bytes of lists and reports in a datagram, if a unit is not shorter: it passes wherever IP does.
 CONTROL_BYTES = 480
-PHASES = {"grad": 0, "param": 1}
-TAG_BYTES = 16
-#: What values are: bits 3 and 4 of a tag.
-CODES = {"raw": 0, "int8": 1, "int4": 2}
 
 HEADER = np.dtype(
     [
@@ -36,7 +36,7 @@ HEADER = np.dtype(
         ("index", "<u4"),
     ]
 )
-assert HEADER.itemsize == 28
+assert HEADER.itemsize == HEADER_BYTES
 
 #: Payload of a REPORT: datagrams and bytes that came from its addressee; the highest number + 1, the time since it came
 #: (µs), and the clock of the reporter (µs) then; DATA that the addressee may have on the way: with ease, and at most; what
@@ -67,11 +67,6 @@ def end(units: Sequence[int] | None, block: int = 0, parity: int = 0) -> bytes:
     if units is None:
         return np.array((ALL, block << 16 | parity), END_PAYLOAD).tobytes()
     return np.array((len(units), block << 16 | parity), END_PAYLOAD).tobytes() + np.array(units, "<u4").tobytes()
-
-
-def overhead(cipher: str) -> int:
-    """Bytes of a datagram beside its unit."""
-    return HEADER.itemsize + (0 if cipher == "none" else TAG_BYTES)
 
 
 def encode(kind: int, payload: bytes = b"", *, version: int = VERSION, **fields: int) -> bytes:

@@ -1,6 +1,6 @@
 """Page-locked memory between a device and the network; and the patience with a rank that lives.
 
-The engine is on the CPU: what a device sends is copied down into page-locked memory, and what arrives is copied up. A
+A network is on the CPU: what a device sends is copied down into page-locked memory, and what arrives is copied up. A
 process has one stream and one thread for each direction, and a ring of memory that bounds what crosses at once. The
 thread that computes only records an event when it begins, and makes its stream wait for another when it needs the data.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from ...base.device import current_device
-from .engine import Transfer as Datagrams
+from ..base.device import current_device
+from .leaving import PeerLost
 
 #: The places of the ring are multiples of this many bytes.
 _ALIGNMENT = 512
@@ -43,7 +45,7 @@ def patience_of(group: dist.ProcessGroup | None) -> float:
 
 
 def staged(buffer: torch.Tensor) -> bool:
-    """Whether the engine, which is on the CPU, cannot read and write ``buffer`` in place."""
+    """Whether a network, which is on the CPU, cannot read and write ``buffer`` in place."""
     return buffer.device.type != "cpu"
 
 
@@ -59,7 +61,7 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
 def _mark(device: torch.device) -> Any:
     """An event after the work that the current stream of ``device`` was given; ``None`` on a CPU.
 
-    Its wait sleeps: a thread that spins would take a processor from the engine.
+    Its wait sleeps: a thread that spins would take a processor from the network.
     """
     if device.type == "cpu":
         return None
@@ -116,6 +118,37 @@ def arrival(wanted: torch.Tensor) -> torch.Tensor:
 
 
 # --- exchanges ---------------------------------------------------------------------------------------------------------
+
+
+class Message(ABC):
+    """An exchange of a channel, whatever carries it. ``keep``: owns the memory that is read and written.
+
+    ``arrived`` bool[N, units]: the units that arrived, after :meth:`wait`.
+    """
+
+    keep: object
+    arrived: np.ndarray | None
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> np.ndarray:
+        """bool[N, units]: the units that arrived. Raises :class:`PeerLost`, or TimeoutError after ``timeout`` seconds."""
+
+    @abstractmethod
+    def sent(self, timeout: float | None = None) -> None:
+        """Wait until nothing is read from the sources any more. Raises as :meth:`wait`."""
+
+    @abstractmethod
+    def all_sent(self) -> bool:
+        """Whether nothing is read from the sources any more. Raises :class:`PeerLost`."""
+
+    def finish(self, seconds: float) -> None:
+        """Wait until nothing more arrives, and all is sent. Raises :class:`PeerLost`, also if a live rank sends nothing for ``seconds``."""
+        until = time.monotonic() + seconds
+        try:
+            self.wait(seconds)
+            self.sent(max(until - time.monotonic(), 0.0))
+        except TimeoutError as error:
+            raise PeerLost(f"{error}: nothing for {seconds:g} s") from None
 
 
 class Ring:
@@ -183,15 +216,15 @@ class Parcel:
 
     rows: Sequence[torch.Tensor]
     arriving: torch.Size
-    post: Callable[[int], Datagrams]
+    post: Callable[[int], Message]
     send: Callable[[int], None]
     bring: Callable[[np.ndarray, torch.Tensor], None]
     patience: float
     made: Any = None
-    transfer: Datagrams | None = None
+    transfer: Message | None = None
     arrived: torch.Tensor | None = None
     ring: Ring | None = None
-    #: Done when all is handed to the engine; and when all has arrived, with an event after its copy.
+    #: Done when all is handed to the network; and when all has arrived, with an event after its copy.
     gone: Future[None] = field(default_factory=Future)
     done: Future[Any] = field(default_factory=Future)
 
