@@ -244,7 +244,7 @@ def world(tmp_path_factory) -> Path:
     (folder / "own.yaml").write_text("adam-beta1: 2\n")
     (folder / "list.yaml").write_text("p-grad: [0.1, 0.2]\n")
     (folder / "twice.yaml").write_text("p-grad: 0.1\nlossy-self: true\np_grad: 0.2\n")
-    (folder / "other/study.json").write_text('{"title": "Theirs", "runs": []}')
+    (folder / "other/study.json").write_text('{"title": "Theirs", "command": "python -m lab", "runs": []}')
     (folder / "old/loss_table.md").write_text("old")
     (folder / "broken/metrics/metrics.jsonl").write_text("{\n")
     run_ranks(write_data, 1, str(folder / "data"))

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 LIMITS = {
     "entries of megatron_lossy": 14,
     "lines outside lab": 34_000,
-    "lines of the package": 48_500,
+    "lines of the package": 48_000,
     "lines of C": 4_060,
     "lines of tests": 41_000,
     "lines of scripts and benchmarks": 10_000,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ...base import device
 from ...base.errors import ArgumentParser, UsageError, check_package, refuse
 from ...base.files import check_folder
 from ...base.flags import did_you_mean
@@ -139,7 +140,8 @@ def _run(study: Study, how: argparse.Namespace, out: Path) -> int:
     if not how.report_only:
         check_folder("--cells", how.cells)
         missing = [cell for cell in study.cells if cell.name not in recorded]
-        tally = run_cells(missing, how.cells, how.jobs or _default_jobs(study))
+        cores = len(os.sched_getaffinity(0)) if device.device_type() == "cpu" else 1
+        tally = run_cells(missing, how.cells, how.jobs or cores)
     runs = {}
     for cell in study.cells:
         folder = CellFolder(how.cells, cell)
@@ -152,14 +154,6 @@ def _run(study: Study, how: argparse.Namespace, out: Path) -> int:
     else:
         print("no cell is done yet")
     return _explain(tally)
-
-
-def _default_jobs(study: Study) -> int:
-    from ...base import device
-
-    if device.device_type() != "cpu":
-        return 1
-    return max(1, len(os.sched_getaffinity(0)))
 
 
 def _list(study: Study, root: str, recorded: Mapping[str, Run]) -> None:
