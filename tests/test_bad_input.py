@@ -177,11 +177,6 @@ DELIVERY_LOG = [
     Case("summary none", "DIR none: must be a folder that --delivery-log wrote"),
     Case("summary broken/log", "DIR broken/log: "),
     Case("verify empty", "DIR empty: must be a folder that --delivery-log wrote"),
-    Case("plot log --out new.txt", "--out new.txt: must end in .png, .pdf, .svg"),
-    Case("plot log --out none/new.png", "--out none/new.png: none must be a folder"),
-    Case("plot log --out data.png", "--out data.png: cannot be written: Is a directory"),
-    Case("plot log --out new.png --stream mine", "--stream mine: must be one of "),
-    full("plot log --out new.png", "new.png: File too large"),
 ]
 LAUNCH = [
     Case(f"{STDLIB} --acelerators 8", "--acelerators 8: is no flag of python -m"),

@@ -31,11 +31,11 @@ from typing import IO, Any
 import yaml
 
 from ...base.checkpoints import TRACKER, latest_iteration
-from ...base.device.environment import without_ranks
 from ...base.errors import refuse
 from ...base.files import write_text
 from ...base.flags import incidental_fields
 from ...config import LossyConfig, given
+from ..environment import without_ranks
 from ..report import Run
 from ..report.read import read_run
 from ..train.config import TrainConfig
