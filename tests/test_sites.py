@@ -69,6 +69,7 @@ def holds(pool, tiny, world, config, steps=4, overflows=None, without=(), gaples
     assert lost["grad"] and lost["param"]
 
 
+@pytest.mark.on_cuda
 @pytest.mark.parametrize("rule", ["renormalize", "renormalize-remote", "previous", "zero", "error-feedback"])
 @pytest.mark.parametrize("unit", ["shard", "bucket", "packet"])
 def test_every_rule_and_unit(rule, unit, pool):

@@ -56,6 +56,8 @@ def test_every_setting_of_megatron(name, network, pool):
     assert bool(lost["grad"]) == bool(lost["param"]) == (world > 1)
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("UDP and TCP: every rule and overlap as pieces")
 @pytest.mark.parametrize(
     "name",
     ["compensated", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES)],
@@ -75,6 +77,8 @@ def test_every_rule_and_overlap_gives_what_pieces_give(name, network, pool):
     assert_same_runs(pool.run(real_runs, 3, chosen), pool.run(real_runs, 3, pieces))
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("UDP and TCP: every rule and overlap as pieces")
 @over_networks
 def test_without_loss_between_two_ranks_it_is_megatron(network, pool, unhooked):
     tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])
