@@ -8,11 +8,12 @@ import re
 import pytest
 
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.base.flags import add_flags, flag_groups, flag_table, flag_tables, from_namespace
+from megatron_lossy.base.flags import add_flags, flag_groups, from_namespace
 from megatron_lossy.base.section import Flags
 from megatron_lossy.channel.bernoulli import Bernoulli
 from megatron_lossy.config import SECTIONS, LossyConfig, PhaseLoss, Schedule, given, value_of
 from megatron_lossy.lab.train.config import TrainConfig
+from scripts.update_docs import flag_table, flag_tables
 from tests.refusal_examples import EXAMPLES
 
 pytestmark = pytest.mark.shows("flags: allowed values, sections, schedules, what does nothing is said", device=False)

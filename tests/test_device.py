@@ -321,12 +321,12 @@ def node(monkeypatch):
 @pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("hpu", "hccl")])
 def test_a_rank_takes_the_device_of_its_local_rank_before_any_group(node, monkeypatch, kind, backend):
     """Of the second node, say. Simulated: nobody has run several accelerators."""
-    from megatron_lossy.lab.train import parallel
+    from megatron_lossy.lab.train.model import world
     from tests.trainer import TINY, TrainConfig
 
     accelerators = node(kind, 8, RANK=11, LOCAL_RANK=3, WORLD_SIZE=16)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
-    with parallel.world(TrainConfig(**TINY, data_path=("x",), valid_data_path=("y",))):
+    with world(TrainConfig(**TINY, data_path=("x",), valid_data_path=("y",))):
         assert device.current_device() == torch.device(kind, 3)
     assert accelerators.asked == [("set_device", 3), ("init_process_group", backend)]
 

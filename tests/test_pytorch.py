@@ -8,6 +8,7 @@ import pytest
 from megatron_lossy.config import LossyConfig
 from tests import contract, fsdp
 from tests.fsdp import Tiny
+from tests.rules import assert_same_weights as same
 from tests.tiers import few_at_once
 
 pytestmark = pytest.mark.shows("FSDP2: without loss every bit is torch's", "FSDP2: every rule and unit by value")
@@ -33,14 +34,6 @@ SETTINGS = {
 #: What make test tries; the rest when there is time.
 FEW = ("resharding", "accumulation", "handles")
 SOME_SETTINGS = few_at_once(FEW, SETTINGS)
-
-
-def same(results, expected):
-    for (weights, losses), (real_weights, real_losses) in zip(results, expected, strict=True):
-        assert losses == real_losses
-        assert weights.keys() == real_weights.keys()
-        for name, value in real_weights.items():
-            np.testing.assert_array_equal(weights[name], value, err_msg=name)
 
 
 @pytest.mark.on_cuda

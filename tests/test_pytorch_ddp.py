@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lossy.base.device import current_device
-from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange, Stream, units_of
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.pytorch import make_lossy
@@ -19,6 +18,7 @@ from megatron_lossy.transport import Network
 from tests import fsdp
 from tests.reference import ReferenceReduce, pieces
 from tests.rules import delivered
+from tests.test_pytorch import same
 
 pytestmark = [
     pytest.mark.shows(
@@ -65,13 +65,6 @@ def plain(rank, config, steps, how):
     if run.lossy is not None:
         run.lossy.close()
     return weights, losses, metrics
-
-
-def same(results, expected):
-    for (weights, losses, _), (real_weights, real_losses, _) in zip(results, expected, strict=True):
-        assert losses == real_losses
-        for name, value in real_weights.items():
-            np.testing.assert_array_equal(weights[name], value, err_msg=name)
 
 
 @pytest.mark.on_cuda
@@ -201,14 +194,6 @@ def test_lost_gradients_drive_replicas_apart_and_averages_keep_them_together(poo
     assert kept[0][2]["loss rate grad"] == pytest.approx(0.4, abs=0.1)
 
 
-@pytest.mark.parametrize("rule", ["snr", "divergence"])
-def test_intervals_adapt(rule, pool):
-    config = dataclasses.replace(LOSSY, param_sync_interval=2, param_sync_rule=rule)
-    results = pool.run(plain, 2, config, 30, {})
-    assert all(np.isfinite(losses).all() for _, losses, _ in results)
-    assert {"sync interval"} & results[0][2].keys() or any("sync" in name for name in results[0][2])
-
-
 def test_gradients_that_differ_are_repaired(pool):
     config = LossyConfig(grad_error="gaussian", grad_error_relative=1.0, grad_error_ranks=(1,), replica_check="repair")
     repaired = pool.run(plain, 3, config, 10, {})
@@ -306,39 +291,3 @@ def test_losses_begin_earlier_where_buckets_stay(pool):
     assert pool.run(first_lossy, 2, {}) == [3, 3]
     assert pool.run(first_lossy, 2, {"find_unused_parameters": True}) == [1, 1]
     assert min(pool.run(first_lossy, 2, {"find_unused_parameters": True, "static_graph": True})) >= 3
-
-
-REFUSED = {
-    "parameters": (LossyConfig(p_param=0.1), {}, "--p-param 0.1: each replica updates all parameters, and sends none"),
-    "regather": (LOSSY, {"how": {"regather": True}}, "regather True: is of fully_shard"),
-}
-
-
-def refusals(rank):
-    said = {}
-    for name, (config, how, _) in REFUSED.items():
-        try:
-            Training(config, **how)
-        except UsageError as error:
-            said[name] = str(error)
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(2, 2))
-    model.register_comm_hook(None, lambda state, bucket: None)
-    try:
-        make_lossy(model, torch.optim.SGD(model.parameters(), lr=0.1), LOSSY)
-    except UsageError as error:
-        said["hook"] = str(error)
-    run = Training(LOSSY)
-    try:
-        make_lossy(run.model, run.optimizer, LOSSY)
-    except UsageError as error:
-        said["twice"] = str(error)
-    return said
-
-
-def test_bad_arguments_are_refused_in_one_line(pool):
-    for said in pool.run(refusals, 2):
-        for name, (_, _, line) in REFUSED.items():
-            assert said[name].startswith(line)
-        assert said["hook"].startswith("model DistributedDataParallel: has a communication hook already")
-        assert said["twice"].startswith("model DistributedDataParallel: is lossy already")

@@ -28,22 +28,15 @@ NETWORKS = {"udp": {"transport": "udp"}, "stream": {"transport": "stream", "udp_
 over_networks = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 
 
+@over_networks
 @pytest.mark.parametrize(
-    ("size", "network", "flags"),
-    [
-        (2, "udp", {}),
-        (2, "stream", {}),
-        (3, "udp", {"udp_key_file": "none"}),
-        (3, "stream", {"udp_key_file": "none"}),
-        pytest.param(5, "udp", {}, marks=pytest.mark.slow),
-        pytest.param(5, "stream", {}, marks=pytest.mark.slow),
-    ],
+    ("size", "flags"), [(2, {}), (3, {"udp_key_file": "none"}), pytest.param(5, {}, marks=pytest.mark.slow)]
 )
 def test_the_public_collectives_give_what_pieces_give(size, network, flags, pool):
     shards = [50, 7]
     for rule in RULES if size == 3 else RULES[:1]:
         lossy = {"p_grad": 0.45, "p_param": 0.45, "packet_bytes": 48, "loss_unit": "packet", "grad_recovery": rule}
-        config = LossyConfig(**lossy, **NETWORKS[network], **flags)
+        config = LossyConfig(**lossy, **network, **flags)
         pieces = LossyConfig(transport="pieces", **lossy)
         for exchange in (exchange_grads, gather_params) if rule == "renormalize" else (exchange_grads,):
             mine = pool.run(exchange, size, size, config, shards, rule != "zero")

@@ -8,7 +8,6 @@ from ..channel.corruption import warn_of_one_rank
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..delivery_log.events import recorded_events
 from ..transport import check_channels, check_network
 
 logger = logging.getLogger(__name__)
@@ -39,6 +38,5 @@ def check_run(config: LossyConfig, facts: Facts) -> None:
             facts.timing_level,
         )
     check_network(config)
-    recorded_events(config)  # whether they can be read
     config.jobs().check(facts.train_iters)
     check_channels(config, facts.workers, facts.train_iters)

@@ -75,14 +75,6 @@ class StreamContext:
         _streams.pop()
 
 
-def _default_stream(device: Any = None) -> CpuStream:
-    return _streams[0]
-
-
-def _current_stream(device: Any = None) -> CpuStream:
-    return _streams[-1]
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
@@ -104,10 +96,6 @@ def _factory(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -
         kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
     return original(*args, **kwargs)
-
-
-def _tensor_cuda(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return tensor
 
 
 def _tensor_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +149,11 @@ def _compile(original: Callable, model: Any = None, **options: Any) -> Any:
     return model if str(getattr(model, "__module__", "")).startswith("megatron.") else original(model, **options)
 
 
+def _around(target: str, around: Callable, why: str, until: str = _UNTIL, **options: Any) -> Patch:
+    """A patch that calls ``around`` with the original."""
+    return Patch(target=target, around=around, why=why, versions=_VERSIONS, until=until, **options)
+
+
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
     """A patch whose new value is ``replacement``."""
     if isinstance(replacement, types.FunctionType):
@@ -178,7 +171,7 @@ def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
 def import_patches() -> list[Patch]:
     """The attributes that are replaced before megatron.core is imported on a machine without an accelerator."""
     why = "Megatron's functions run eagerly on CPU, and their decorators would import the compiler, for 1.5 s"
-    return [Patch(target="torch:compile", around=_compile, why=why, versions=_VERSIONS, until=_UNTIL)]
+    return [_around("torch:compile", _compile, why)]
 
 
 def patches() -> list[Patch]:
@@ -194,8 +187,8 @@ def patches() -> list[Patch]:
         _patch("torch.cuda:synchronize", _nothing, "work is done when a call returns"),
         _patch("torch.cuda:Stream", CpuStream, streams),
         _patch("torch.cuda:stream", StreamContext, streams),
-        _patch("torch.cuda:current_stream", _current_stream, streams),
-        _patch("torch.cuda:default_stream", _default_stream, streams),
+        _patch("torch.cuda:current_stream", lambda device=None: _streams[-1], streams),
+        _patch("torch.cuda:default_stream", lambda device=None: _streams[0], streams),
         _patch("torch.cuda:Event", Event, events),
         _patch("torch.cuda:empty_cache", _nothing, memory),
         _patch("torch.cuda:manual_seed", torch.manual_seed, state),
@@ -205,7 +198,9 @@ def patches() -> list[Patch]:
         _patch(f"{rng}:_get_cuda_rng_state", _get_rng_state, state, optional=True),
         _patch(f"{rng}:_set_cuda_rng_state", _set_rng_state, state),
         _patch(f"{rng}:CudaRNGStatesTracker.fork", _fork_rng, state),
-        _patch("torch:Tensor.cuda", _tensor_cuda, "moves tensors and modules to the GPU", create=True),
+        _patch(
+            "torch:Tensor.cuda", lambda tensor, *_, **__: tensor, "moves tensors and modules to the GPU", create=True
+        ),
         _patch(
             "torch:Tensor.type",
             _tensor_type,
@@ -225,23 +220,16 @@ def patches() -> list[Patch]:
             optional=True,
             create=True,
         ),
-        Patch(
-            target="megatron.core.fp8_utils:_quantize_param_shard_impl",
-            around=_quantize,
-            why="the update of parameters that are not fp8 goes through it too",
-            versions="megatron-core 0.12",
-            until="0.12 is no longer supported",
+        _around(
+            "megatron.core.fp8_utils:_quantize_param_shard_impl",
+            _quantize,
+            "the update of parameters that are not fp8 goes through it too",
+            "0.12 is no longer supported",
             optional=True,
         ),
         _patch("torch._dynamo.config:disable", True, "compiling for the CPU takes longer than small runs do"),
         *(
-            Patch(
-                target=f"torch:{name}",
-                around=_factory,
-                why='scalars and masks are created with device="cuda"',
-                versions=_VERSIONS,
-                until=_UNTIL,
-            )
+            _around(f"torch:{name}", _factory, 'scalars and masks are created with device="cuda"')
             for name in _FACTORIES
         ),
     ]

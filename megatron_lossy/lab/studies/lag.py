@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...base.errors import ArgumentParser, refuse
-from ...base.theory import Lag, stability_limit
+from ..theory import Lag, stability_limit
 
 BETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.0)
 _EPSILON = 1e-9

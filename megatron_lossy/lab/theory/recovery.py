@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...base.theory.ages import rate_array
+from .lag import rate_array
 
 
 def survivors(p: ArrayLike, workers: int, lossy_self: bool = False) -> np.ndarray:

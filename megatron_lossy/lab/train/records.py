@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ...base import device
-from ...base.device.environment import hardware, versions
 from ...config import LossyConfig
 from ...run.base import Run
 from ..data import epochs
+from ..environment import hardware, versions
 from .config import TrainConfig
 from .metrics import JsonLinesWriter, TensorBoardWriter, Writer
 from .process import SIGNALS, handling, told_to_end

@@ -22,7 +22,7 @@ import torch
 from ...base.ledger import Patch, Takes, patched
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes, buckets_by_stream
-from ...run.weights import ModelChunks
+from ...run.base import ModelChunks
 from ...transport import LossyGroup
 from .base import VirtualRun
 from .sending import VirtualSampler

@@ -34,9 +34,8 @@ from ...mechanisms.islands.mean import InMemory
 from ...mechanisms.islands.monitor import IslandMonitor
 from ...mechanisms.islands.rounds import Rounds
 from ...mechanisms.islands.vector import Subset, Vector, shard_vector
-from ...run.base import Run
+from ...run.base import ModelChunks, Run
 from ...run.monitor import load_states, states_of
-from ...run.weights import ModelChunks
 from ...transport import LossyGroup
 from .cluster import VirtualCluster, buffers_for
 

@@ -22,13 +22,11 @@ from ...base.exchange import Delivery, Exchange
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes
 from ...mechanisms.replicas.held import HeldReplicas
-from ...mechanisms.replicas.optimizers import Main, Mains
 from ...mechanisms.replicas.repair import Buckets
-from ...mechanisms.replicas.streams import ReplicaStream
+from ...mechanisms.replicas.streams import Main, Mains, ReplicaStream
 from ...mechanisms.replicas.synchroniser import Tensors
 from ...recovery import Gradients
-from ...run.base import Run
-from ...run.weights import ModelChunks
+from ...run.base import ModelChunks, Run
 from ...transport import LossyGroup, Transfer
 from ...transport.all_reduce import padded, specs_of
 from ...transport.peers import LocalPeers, Peers

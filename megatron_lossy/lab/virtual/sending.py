@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...hooks.sampling import used_in
+from ...hooks.buckets import used_in
 from ...mechanisms.lead.compensated import Compensated
-from ...mechanisms.lead.main_weights import MainWeights
-from ...mechanisms.lead.sums import Sums
-from ...run.sampling import Sampler
+from ...mechanisms.lead.lag import Sums
+from ...mechanisms.lead.part import MainWeights
+from ...run.monitor import Replicas
 from ...transport import LossyGroup
 from ...transport.coded import Coded
 from ...transport.group import columns
@@ -189,7 +189,7 @@ def sending_of(groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers:
     return Sending([seen(groups[0], bucket.param_data) for bucket in buckets], len(groups))
 
 
-class VirtualSampler(Sampler):
+class VirtualSampler(Replicas):
     """The replicas that ``versions`` keeps. ``group``: that of a worker. ``sending``: knows the owners' weights."""
 
     def __init__(
@@ -198,7 +198,7 @@ class VirtualSampler(Sampler):
         workers, _, units = versions.held.shape
         shards = [bucket.param_data.numel() // group.shards for _, bucket in pairs]
         weights = [buffer.reshape(-1) for buffer in sending.weights]
-        super().__init__(group.stream, workers, range(workers), units, shards, weights, used_in(pairs, group))
+        super().__init__(group.stream, workers, range(workers), units, shards, weights, partial(used_in, pairs, group))
         self._versions = versions
 
     def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:

@@ -16,8 +16,8 @@ import torch
 from ...base.exchange import Delivery, Exchange, Stream, units_of
 from ...channel.corruption import Corruption
 from ...config import LossyConfig
+from ...hooks.buckets import errors_of_owner
 from ...hooks.exchanges import specs_of
-from ...hooks.grad_errors import errors_of_owner
 from ...recovery import Gradients, LossScale
 from ...transport import Transfer
 from .in_memory import groups_in_memory

@@ -1,17 +1,45 @@
-"""Differences of a rank's parameters from their owners': saved beside a checkpoint, and restored after it."""
+"""A rank's replica of buckets: its values for monitors, and its differences from the owners, saved beside a checkpoint and restored."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from ..base.device import all_gather_single
 from ..base.exchange import Lost
 from ..recovery import rows_for
 from ..transport import LossyGroup
+from .monitor import Replicas
+
+
+class RankReplicas(Replicas):
+    """The parameter buckets of ``group``, whose shards the ranks of ``process_group`` own.
+
+    ``replicas``: this rank's, [N * shard] of each bucket.
+    """
+
+    def __init__(
+        self,
+        group: LossyGroup,
+        process_group: dist.ProcessGroup,
+        replicas: Sequence[torch.Tensor],
+        used: Callable[[], list[np.ndarray]],
+    ) -> None:
+        owned, units = range(group.rank, group.rank + 1), group.wire.count["param"]
+        shards = [replica.numel() // group.size for replica in replicas]
+        super().__init__(group.stream, group.size, owned, units, shards, replicas, used)
+        self._process_group = process_group
+
+    def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
+        mine = self._values(places)
+        values = mine.new_empty(self.workers * mine.numel())
+        all_gather_single(values, mine, group=self._process_group)
+        return values.double().cpu().numpy().reshape(self.workers, -1)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import platform
 import sys
 from pathlib import Path
 
-from ... import __version__
+from .. import __version__
 
 
 def without_ranks() -> dict[str, str]:
@@ -30,7 +30,7 @@ def hardware() -> str:
     """The accelerators of this machine, or the processor if there are none."""
     import torch
 
-    from . import device_type
+    from ..base.device import device_type
 
     if device_type() == "cpu":
         return processor()

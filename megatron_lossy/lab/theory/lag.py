@@ -4,7 +4,7 @@ Averaged over receivers and draws, a worker's copy of a remote unit is the owner
 
     S(x) = sum of P(A = a) x^a = (1 - s - (q - s) x) / (1 - q x),    P(A > i) = s q^i,
 
-with x the delay by one update, A the age (:mod:`.ages`), ``s`` the share of receivers that miss an update, and ``q``
+with x the delay by one update, A the age (how many updates were missed), ``s`` the share of receivers that miss an update, and ``q``
 the probability that another miss follows. Independent losses have s = q = p; bursts of mean length B have s = p and q =
 1 - 1/B. If only a share f of receivers has lossy links (``--lossy-links inter-node``, or the owner itself counted in),
 s = f p. The mean lag is E A = s / (1 - q).
@@ -24,22 +24,21 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from .ages import persistence, rate_array
+from ...base.theory import Lead, lead
 
-#: r of a lead is cut off here: with r near 1 the lead would remember the whole run.
-HIGHEST_R = 0.95
 _GRID = 20_000
 
 
-class Lead(NamedTuple):
-    """The owner's addition to its weights: E(t) = ``c`` (W(t) - W(t-1)) + ``r`` E(t-1). Nothing by default."""
-
-    c: float = 0.0
-    r: float = 0.0
+def rate_array(p: ArrayLike) -> np.ndarray:
+    """``p`` as float64; raises :class:`ValueError` outside [0, 1)."""
+    p = np.asarray(p, dtype=np.float64)
+    if not ((p >= 0) & (p < 1)).all():
+        raise ValueError(f"p = {p}: must be in [0, 1)")
+    return p
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,12 @@ class Lag:
         """
         if not 0 <= lossy <= 1:
             raise ValueError(f"lossy = {lossy}: must be in [0, 1]")
-        rate = rate_array(p)
-        return cls(lossy * float(rate), float(persistence(rate, burst)))
+        p = float(rate_array(p))
+        if burst is None:
+            return cls(lossy * p, p)
+        if not (burst >= 1 and p / (1 - p) <= burst * (1 + 1e-12)):
+            raise ValueError(f"burst = {burst}: must be at least 1 and p/(1-p), for p = {p}")
+        return cls(lossy * p, 1 - 1 / burst)
 
     @property
     def mean(self) -> float:
@@ -69,20 +72,6 @@ class Lag:
     def lead(self) -> Lead:
         """The lead that undoes this lag, exactly unless its r is cut off."""
         return lead(self.share, self.mean)
-
-
-def lead(share: float, mean_age: float) -> Lead:
-    """The lead for receivers with the share ``share`` of missed updates and the mean age ``mean_age``, in updates.
-
-    Only these two are needed, and receivers can count them. r is cut off to [0, 0.95]: bursts of more than about 20
-    updates are then undone in part, and losses that avoid each other a little more than undone.
-    """
-    if not 0 <= share < 1 or not mean_age >= share:
-        raise ValueError(f"share = {share}, mean_age = {mean_age}: needs 0 <= share < 1 and mean_age >= share")
-    if not share:
-        return Lead()
-    c = share / (1 - share)
-    return Lead(c, min(max(1 - c / mean_age, 0.0), HIGHEST_R))
 
 
 def mean_lag(lag: Lag, sent: Lead = Lead()) -> float:
