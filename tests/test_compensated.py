@@ -67,7 +67,7 @@ def record(rank, tiny, config, steps):
     for step in range(steps):
         places = list(buckets_of(run))
         if step == 0:
-            first = [slot.group.params[slot.bucket].weights().numpy().copy() for _, slot in places]
+            first = [slot.group.params[slot.bucket].weights().cpu().numpy().copy() for _, slot in places]
         before = [bucket.param_data.clone() for bucket, _ in places]
         report = run.step(step)
         if tiny.overlap_param_gather:
@@ -78,10 +78,10 @@ def record(rank, tiny, config, steps):
                 {
                     "group": slot.group.wire.members,
                     "rank": slot.group.rank,
-                    "main": slot.group.params[slot.bucket].weights().numpy().copy(),
-                    "own": own_shard(bucket, slot.group.rank, slot.group.size).float().numpy().copy(),
-                    "old": old.float().numpy().copy(),
-                    "new": bucket.param_data.float().numpy().copy(),
+                    "main": slot.group.params[slot.bucket].weights().cpu().numpy().copy(),
+                    "own": own_shard(bucket, slot.group.rank, slot.group.size).float().cpu().numpy().copy(),
+                    "old": old.float().cpu().numpy().copy(),
+                    "new": bucket.param_data.float().cpu().numpy().copy(),
                     "arrived": slot.group.delivery("param", lossy.update).incoming(slot.group.params[slot.bucket].units)
                     if lossy.update is not None
                     else None,
@@ -97,6 +97,8 @@ def record(rank, tiny, config, steps):
     return first, history
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("leads sent and weights kept by value, in every setting")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_sent_and_what_owners_keep(name, pool):
     world, tiny, config = SETTINGS[name]

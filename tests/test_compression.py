@@ -163,6 +163,8 @@ def megatron_cases():
         yield name, model | {"clip_grad": 0.0}, dataclasses.replace(base, **flags)
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("coded exchanges: N ranks are N virtual workers, bit for bit")
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_megatron_on_ranks_is_megatron_on_virtual_workers(size):

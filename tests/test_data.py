@@ -19,10 +19,10 @@ from megatron_lossy.lab.data import (
     padded_vocab_size,
     read_description,
     stdlib_documents,
+    validation_documents,
     write_indexed,
 )
 from megatron_lossy.lab.data.__main__ import run
-from megatron_lossy.lab.data.documents import validation_documents
 from tests.programs import ROOT, Program
 
 pytestmark = pytest.mark.shows(

@@ -182,6 +182,8 @@ def assert_same_history(recorded, replayed):
                     np.testing.assert_array_equal(mine[key], theirs[key])
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("recorded losses are replayed bit for bit, by ranks and virtual workers")
 @pytest.mark.slow
 def test_replays_of_real_and_virtual_runs_are_bit_identical_and_their_logs_equal(tmp_path):
     """Weights, losses and gradient norms after every step, in a trace of exactly as many steps as the run."""
@@ -197,6 +199,30 @@ def test_replays_of_real_and_virtual_runs_are_bit_identical_and_their_logs_equal
         links = RANKS * (RANKS - 1) + (RANKS if name == "bucket" else 0) / 2  # own gradients with --lossy-self
         exchanges = 2 * STEPS * (logs[0]["bucket"].to_numpy().max() + 1 or 1)
         assert len(logs[0]) == links * exchanges
+
+
+def history_of(rank, config):
+    from tests.test_virtual import trained
+    from tests.tiny_gpt import TinyGPT
+
+    return trained(rank, TinyGPT(**MODEL), config, STEPS, None)
+
+
+@pytest.mark.on_cuda
+@pytest.mark.shows("a CPU's log is replayed on a GPU, and the other way")
+def test_a_log_is_replayed_on_another_device(tmp_path, ranks_on):
+    """Kernels of devices round otherwise, and Adam makes steps of it; what is lost moves replicas by more."""
+    tables = []
+    for there, here in (("cpu", ranks_on), (ranks_on, "cpu")):
+        folder = tmp_path / f"{len(tables)}"
+        folder.mkdir()
+        name, recording, replay = next(configs(folder))
+        recorded = run_ranks(history_of, 2, recording, on=there)
+        for one, other in zip(recorded, run_ranks(history_of, 2, replay, on=here), strict=True):
+            for (loss, norm, *_), (loss_again, norm_again, *_) in zip(one, other, strict=True):
+                assert (loss_again, norm_again) == pytest.approx((loss, norm), rel=1e-3)
+        tables.append(table(folder / name))
+    assert tables[0].equals(tables[1]) and len(tables[0]) > 0
 
 
 def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(data, tmp_path):

@@ -36,6 +36,8 @@ FEW = ("resharding", "accumulation", "handles")
 SOME_SETTINGS = few_at_once(FEW, SETTINGS)
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("FSDP2: without loss every bit is torch's")
 @pytest.mark.parametrize("setting", SOME_SETTINGS)
 def test_without_loss_it_is_fsdp2_bit_for_bit(setting, pool):
     tiny = SETTINGS[setting]
@@ -52,6 +54,8 @@ def test_without_loss_more_ranks_are_fsdp2_bit_for_bit(world, pool):
     same(pool.run(fsdp.plain, world, tiny, LossyConfig(), 20), pool.run(fsdp.plain, world, tiny, None, 20))
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("FSDP2: every rule and unit by value")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("unit", ["shard", "bucket", "packet"])
 def test_every_rule_and_unit_by_value(rule, unit, pool):
@@ -81,6 +85,8 @@ def test_another_divisor_than_the_number_of_ranks_by_value(pool):
 HSDP = Tiny(replicas=2)
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("HSDP: without loss every bit is torch's")
 def test_hsdp_without_loss_is_torchs_bit_for_bit(pool):
     same(pool.run(fsdp.plain, 4, HSDP, LossyConfig(), 10), pool.run(fsdp.plain, 4, HSDP, None, 10))
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_lossy.base.device import current_device
 from megatron_lossy.base.exchange import Exchange, Stream, units_of
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.pytorch import make_lossy
@@ -37,14 +38,14 @@ class Training:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(7, 11), *(fsdp.Block(11, 5 + 2 * k, False) for k in range(3)), nn.Linear(11, 3))
         self.dtype, self.accumulation = dtype, accumulation
-        self.model = DistributedDataParallel(model.to(dtype), bucket_cap_mb=0.0005, **ddp)
+        self.model = DistributedDataParallel(model.to(current_device(), dtype), bucket_cap_mb=0.0005, **ddp)
         self.optimizer = optimizer(self.model.parameters(), lr=0.01)
         self.lossy = None if config is None else make_lossy(self.model, self.optimizer, config, **(how or {}))
 
     def step(self, step):
         for part in range(self.accumulation):
             chance = torch.Generator().manual_seed(1000 * (step * self.accumulation + part) + dist.get_rank())
-            x = torch.randn(6, 7, generator=chance)
+            x = torch.randn(6, 7, generator=chance).to(current_device())
             self.model.require_backward_grad_sync = part == self.accumulation - 1
             loss = (self.model(x.to(self.dtype)) - x[:, :3].sin()).float().square().mean()
             loss.backward()
@@ -53,7 +54,7 @@ class Training:
         return loss.item()
 
     def weights(self):
-        return {name: one.detach().float().numpy().copy() for name, one in self.model.named_parameters()}
+        return {name: one.detach().float().cpu().numpy().copy() for name, one in self.model.named_parameters()}
 
 
 def plain(rank, config, steps, how):
@@ -66,6 +67,8 @@ def plain(rank, config, steps, how):
     return weights, losses, metrics
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("DDP: without loss every bit is torch's")
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(
     "how",
@@ -110,12 +113,12 @@ def _spy(lossy, rounds):
     original = lossy._begin
 
     def begin(number, gradient):
-        before = gradient.float().numpy().copy()
+        before = gradient.float().cpu().numpy().copy()
         end = original(number, gradient)
 
         def ended():
             end()
-            rounds[-1][number] = before, gradient.float().numpy().copy()
+            rounds[-1][number] = before, gradient.float().cpu().numpy().copy()
 
         return ended
 
@@ -161,6 +164,8 @@ def padded(values, size):
     return np.concatenate([values, np.zeros(size - len(values), dtype=values.dtype)])
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("DDP: every rule and unit by value")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("unit", ["shard", "bucket", "packet"])
 def test_every_rule_and_unit_by_value(rule, unit, pool):

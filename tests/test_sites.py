@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.sites import check_blocks
-from megatron_lossy.transport.udp.settings import settings_of
 from tests import contract, fsdp
 from tests.ranks import run_ranks
 from tests.rules import assert_same_weights
@@ -69,6 +69,8 @@ def holds(pool, tiny, world, config, steps=4, overflows=None, without=(), gaples
     assert lost["grad"] and lost["param"]
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("losses between sites by value")
 @pytest.mark.parametrize("rule", ["renormalize", "renormalize-remote", "previous", "zero", "error-feedback"])
 @pytest.mark.parametrize("unit", ["shard", "bucket", "packet"])
 def test_every_rule_and_unit(rule, unit, pool):

@@ -22,7 +22,15 @@ from megatron_lossy.lab.studies import cells, commands
 from megatron_lossy.lab.studies.cells import CellFolder, run_cells
 from megatron_lossy.lab.studies.design import Design, loss_seed_of, read_design
 from megatron_lossy.lab.studies.figures import plot_comparison
-from megatron_lossy.lab.studies.folder import RECORD, check_out, read_record, tables, write_figures, write_record
+from megatron_lossy.lab.studies.folder import (
+    RECORD,
+    check_out,
+    read_record,
+    results_of,
+    tables,
+    write_figures,
+    write_record,
+)
 from megatron_lossy.lab.studies.summary import (
     Difference,
     Results,
@@ -546,7 +554,7 @@ def test_tables_are_made_again_from_the_record(tmp_path):
         results.runs[name].origin.update(date="2026-11-23", hardware="a machine", versions={"torch": "2.13"})
     results = replace(results, runs={name: run for name, run in results.runs.items() if name != third})
     write_record(results, tmp_path)
-    again = read_record(tmp_path, results.study)
+    again = results_of(read_record("FOLDER", tmp_path), results.study, tmp_path)
     wanted, found = tables(results), tables(again)
     assert wanted.keys() == found.keys() and {"replica_against_owner", "grad_norm"} <= found.keys()
     for name, table in wanted.items():
@@ -555,7 +563,7 @@ def test_tables_are_made_again_from_the_record(tmp_path):
     assert "unfinished: 1 of" in found["grad_norm"].markdown()
     for other in (replace(results.study, title="other"), replace(results.study, trials=results.study.trials[1:])):
         with pytest.raises(UsageError, match="must hold the report of"):
-            read_record(tmp_path, other)
+            results_of(read_record("FOLDER", tmp_path), other, tmp_path)
     first, second = (replace(one, study=replace(one.study, metrics=(), paper=True)) for one in (again, results))
     assert tables(first)["table1"].markdown() == tables(second)["table1"].markdown()
     assert not write_figures(first, tmp_path, curves=False)
@@ -584,12 +592,12 @@ def test_a_report_is_not_replaced_by_that_of_other_settings(tmp_path):
 
 
 def test_metrics_of_the_command_line_replace_those_of_the_file(tmp_path):
-    parser = commands._parser()
+    file = str(_study_file(tmp_path, metrics=["seconds"]))
     for given, metrics in ((["--metrics", "grad norm"], ("grad norm",)), ([], ("seconds",))):
-        how, rest = commands._split(parser, given)
-        assert commands._study(_design(metrics=["seconds"]), how, rest).metrics == metrics
+        study, *_ = commands._read_study([file, *given])
+        assert study.metrics == metrics
     with pytest.raises(UsageError, match="--metrics 'nothing': is not recorded"):
-        commands._split(parser, ["--metrics", "nothing"])
+        commands._read_study([file, "--metrics", "nothing"])
 
 
 def _folder(root) -> CellFolder:

@@ -30,6 +30,8 @@ pytestmark = pytest.mark.shows("the trainer: resumed, overlaps, TP 2, PP 2, SIGT
 LOSS = dict(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64, eval_weights="both", save_replicas=True)
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("a resumed run, bit for bit")
 @pytest.mark.parametrize(
     ("settings", "loss"),
     [({}, {}), ({"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}, LOSS)],

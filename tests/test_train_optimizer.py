@@ -21,13 +21,12 @@ def _descend(rank: int, settings: dict, steps: int):
     from megatron_lossy.base import device
 
     device.prepare()
-    from megatron_lossy.lab.train import parallel
-    from megatron_lossy.lab.train.model import build_model
+    from megatron_lossy.lab.train.model import build_model, model_parallel, world
     from megatron_lossy.lab.train.optimizer import build_optimizer, lr_scale
 
     config = TrainConfig(**settings)
     history, rates = {}, []
-    with parallel.world(config), parallel.model_parallel(config):
+    with world(config), model_parallel(config):
         (model,) = build_model(config, 256)
         optimizer, scheduler = build_optimizer(config, [model])
         parameters = dict(model.named_parameters())

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lossy.base.device import current_device
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import BucketUnits, Delivery, Exchange, Stream
 from megatron_lossy.base.registry import MECHANISMS
@@ -53,7 +54,7 @@ def exchange_grads(rank, size, config, shards, asynchronous):
     for step in range(STEPS):
         works, outputs = [], []
         for bucket, shard in enumerate(shards):
-            grads = torch.from_numpy(gradients(step, rank, size, shard))
+            grads = torch.from_numpy(gradients(step, rank, size, shard)).to(current_device())
             output = grads[rank * shard : (rank + 1) * shard]  # in place, as Megatron does it
             works.append(lossy_reduce_scatter(group, bucket, output, grads, step, async_op=asynchronous))
             outputs.append(output)
@@ -61,7 +62,7 @@ def exchange_grads(rank, size, config, shards, asynchronous):
             if work is not None:
                 work.wait()
                 work.wait()  # a second wait must change nothing
-        results.append([(output / size).numpy() for output in outputs])
+        results.append([(output / size).cpu().numpy() for output in outputs])
     return results
 
 
@@ -83,6 +84,8 @@ def deliveries(config, phase, size, shards, step):
     return [arrived[:, :, a:b] for a, b in itertools.pairwise(starts)]
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("lossy collectives of a plain process group, N = 1 to 4")
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_reduce_scatter_against_the_reference(size, unit):
@@ -114,7 +117,7 @@ def test_reduce_scatter_against_the_reference(size, unit):
 
 def gather_params(rank, size, config, shards, asynchronous):
     group = LossyGroup.create(config, [BucketSpec(shard) for shard in shards])
-    replicas = [torch.zeros(size * shard) for shard in shards]
+    replicas = [torch.zeros(size * shard, device=current_device()) for shard in shards]
     results = []
     for step in range(STEPS):
         works = []
@@ -125,10 +128,12 @@ def gather_params(rank, size, config, shards, asynchronous):
         for work in works:
             if work is not None:
                 work.wait()
-        results.append([replica.numpy().copy() for replica in replicas])
+        results.append([replica.cpu().numpy().copy() for replica in replicas])
     return results
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("lossy collectives of a plain process group, N = 1 to 4")
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_gather_against_the_reference(size, unit):

@@ -10,7 +10,7 @@ from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.report.scalars import AXES
 from megatron_lossy.transport.ends import close_ends
-from megatron_lossy.transport.monitor import DatagramMonitor
+from megatron_lossy.transport.monitor import DatagramMonitor, StreamMonitor
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
 
@@ -54,15 +54,16 @@ def test_what_can_be_mended_is_said(change, iterations, reasons):
     assert all(len(line) < 250 for line in said.values())
 
 
-def measured(rank, config):
+def measured(rank, config, overlap=True):
     lossy = hooks.install(config)
-    run = build(TinyGPT(overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=3000))
+    run = build(TinyGPT(overlap_param_gather=overlap, overlap_grad_reduce=overlap, bucket_size=3000))
     for step in range(3):
         run.step(step)
     first = lossy.metrics()
     run.step(3)
     second = lossy.metrics()
-    monitor = DatagramMonitor(lambda: [group.wire for group in lossy.groups], rank)
+    kind = StreamMonitor if config.transport == "stream" else DatagramMonitor
+    monitor = kind(lambda: [group.wire for group in lossy.groups], rank)
     lines = monitor.summary()
     lossy.uninstall()
     close_ends()  # before or after the record of a run, when a program ends
@@ -130,6 +131,16 @@ def test_much_loss_is_said_if_it_lasts_without_a_break(caplog):
     [said] = iterate([200], lost=3)
     assert "more than 20 % of units were lost in each of 100 iterations" in said
     assert len(iterate(range(201, 320), lost=10)) == 1  # it is said once
+
+
+def test_metrics_of_streams_are_sums_over_ranks():
+    (first, _, lines), (second, _, others) = run_ranks(
+        measured, 2, LossyConfig(transport="stream", packet_bytes=256), False
+    )
+    assert first == second and {name for name in AXES if name.startswith("stream ")} <= set(first)
+    assert first["stream arrived"] == 1 and first["stream units lost"] == first["stream broken"] == 0
+    assert 256 * first["stream sent"] < first["stream sent bytes"] and first["stream sent"] == first["stream received"]
+    assert "ranks 0 and 1: sent" in lines[0] and "round trip" in lines[0] and len(others) == 1
 
 
 def test_loss_of_a_deadline_is_counted():

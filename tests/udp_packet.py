@@ -24,10 +24,7 @@ HEADER = np.dtype(
         ("source", "<u2"),  # rank in the channel
         ("channel", "<u4"),
         ("number", "<u8"),  # counts the datagrams from one process to another; the nonce
-        (
-            "step",
-            "<u4",
-        ),  # counts the exchanges of a phase and bucket that crossed as datagrams, from 0; not the iteration
+        ("step", "<u4"),  # counts the exchanges of a phase and bucket as datagrams, from 0; not the iteration
         ("bucket", "<u2"),
         ("phase", "u1"),
         ("zero", "u1"),
@@ -85,15 +82,7 @@ def decode(datagram: bytes) -> tuple[int, int, dict[str, int], bytes]:
     return int(header["kind"]) >> 4, int(header["kind"]) & 15, fields, datagram[HEADER.itemsize :]
 
 
-def report(
-    datagrams: int,
-    size: int,
-    top: int,
-    since: int = 0,
-    clock: int = 0,
-    window: int = 2**32 - 1,
-    limit: int = 2**32 - 1,
-    share: int = 0,
-) -> bytes:
+def report(datagrams: int, size: int, top: int, **more: int) -> bytes:
     """The payload of a REPORT."""
-    return np.array((datagrams, size, top, since, clock, window, limit, share), REPORT_PAYLOAD).tobytes()
+    known = {"since": 0, "clock": 0, "window": 2**32 - 1, "limit": 2**32 - 1, "share": 0} | more
+    return np.array((datagrams, size, top, *known.values()), REPORT_PAYLOAD).tobytes()

@@ -211,6 +211,12 @@ def _with_hint(parser: argparse.ArgumentParser, refuse_as: Callable[[str], Any],
     return refuse_as(message)
 
 
+def hint_at_flags(parser: argparse.ArgumentParser) -> None:
+    """Have ``parser`` say which flags unknown ones may be meant for, or what became of them."""
+    if "error" not in vars(parser):
+        parser.error = functools.partial(_with_hint, parser, parser.error)  # type: ignore[method-assign]
+
+
 def add_flags(
     parser: Parser,
     cls: type,
@@ -224,8 +230,7 @@ def add_flags(
     The defaults of the parser are those of ``cls``. ``only``: whether to add a field, by its name. ``short``: the help
     shows the first clause of basic flags, in one group, and none of the others.
     """
-    if "error" not in vars(parser):
-        parser.error = functools.partial(_with_hint, parser, parser.error)  # type: ignore[method-assign]
+    hint_at_flags(parser)
     group: Any = None
     for heading, fields in flag_groups(cls).items():
         chosen = [f for f in fields if only(f.name)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config import LossyConfig
 from .address import find_address
+from .settings import settings_of
 
 #: By settings and address.
 _ends: dict[tuple[Any, str], Any] = {}
@@ -21,10 +22,8 @@ def end_for(config: LossyConfig, towards: str | None = None) -> Any:
     """
     if config.transport == "stream":
         from .stream.host import Host as made
-        from .stream.settings import settings_of
     else:
         from .udp.engine import made
-        from .udp.settings import settings_of
     settings = settings_of(config)
     key = settings, find_address(settings.interface, towards or os.environ.get("MASTER_ADDR", "127.0.0.1"))
     if key not in _ends or _ends[key].closed:  # in a child process

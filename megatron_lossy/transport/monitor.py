@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -21,19 +21,8 @@ _MUCH = 0.2
 _OVERFLOW = 0.001
 
 
-class Carrier(Protocol):
-    """An end of a link over a network: its name, and its rank on that link."""
-
-    name: str
-    rank: int
-
-    def counters(self) -> dict[int, dict[str, int]]: ...
-
-    def rates(self) -> dict[int, dict[str, float]]: ...
-
-
 class NetworkMonitor(Observer):
-    """Counts messages over all ranks. ``transports``: returns those of this process, once there are any.
+    """Counts messages over all ranks. ``transports``: returns the wires and links of this process, once there are any.
 
     ``rank``: the number of this process, if it is not its rank: every island has a rank 0.
     """
@@ -46,7 +35,7 @@ class NetworkMonitor(Observer):
     problems: ClassVar[Mapping[str, str]]
     much_loss: ClassVar[str]
 
-    def __init__(self, transports: Callable[[], Sequence[Carrier]], rank: int | None = None) -> None:
+    def __init__(self, transports: Callable[[], Sequence[Any]], rank: int | None = None) -> None:
         self._transports = transports
         self._called = rank
         self._window = Window(tuple(self.columns))

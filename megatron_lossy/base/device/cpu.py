@@ -131,40 +131,6 @@ def _fork_rng(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
         torch.set_rng_state(tracker.states_.get(outer_name, outer))
 
 
-def _state_dict(original: Callable, self: Any) -> Any:
-    """Wraps ``DistributedOptimizer.state_dict`` before the first step, when torch's optimizers have no state yet."""
-    if not self.optimizer.state and self.init_state_fn is not None:
-        self.init_state_fn(self.optimizer, self.config)
-        for state in self.optimizer.state.values():
-            state["step"] = torch.tensor(0.0)
-    return original(self)
-
-
-def _load_state_dict(original: Callable, self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps ``DistributedOptimizer.load_state_dict``: gives every parameter the step count of its group.
-
-    Megatron hands all of them one tensor. torch's optimizers would count it up once per parameter, and a distributed
-    checkpoint resets it to zero. Autograd is off: the main parameters of fp32 models are the model's own.
-    """
-    with torch.no_grad():
-        result = original(self, state_dict, *args, **kwargs)
-    for group in self.optimizer.param_groups:
-        for parameter in group["params"]:
-            if "step" in self.optimizer.state[parameter]:
-                self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
-    return result
-
-
-def _set_states(original: Callable, self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Wraps ``DistributedOptimizer._set_main_param_and_optimizer_states``, for files that hold no step count."""
-    group, order = self.model_param_group_index_map[model_param]
-    known = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-    if "step" in known and "step" not in tensors:
-        tensors = {**tensors, "step": known["step"]}
-    with torch.no_grad():
-        original(self, model_param, tensors)
-
-
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """``maybe_move_tensor_to_cpu`` for tensors on the CPU too: the original makes NumPy arrays only of moved ones."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -215,7 +181,6 @@ def patches() -> list[Patch]:
     memory = "frees or asks about memory of the GPU"
     state = "the random state of dropout is that of the CPU's generator"
     rng = "megatron.core.tensor_parallel.random"
-    optimizer = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
     return [
         _patch("torch.cuda:current_device", _current_device, "buffers are created on torch.cuda.current_device()"),
         _patch("torch.cuda:set_device", _nothing, "there is one device"),
@@ -263,20 +228,6 @@ def patches() -> list[Patch]:
             optional=True,
         ),
         _patch("torch._dynamo.config:disable", True, "compiling for the CPU takes longer than small runs do"),
-        *(
-            _around(
-                f"{optimizer}.{name}", around, why, "Megatron loads checkpoints without Transformer Engine and Apex"
-            )
-            for name, around, why in (
-                ("state_dict", _state_dict, "a checkpoint is loaded before torch's Adam has state"),
-                ("load_state_dict", _load_state_dict, "torch's Adam would lose its step count"),
-                (
-                    "_set_main_param_and_optimizer_states",
-                    _set_states,
-                    "checkpoints of the format torch hold no step count of torch's Adam",
-                ),
-            )
-        ),
         *(
             _around(f"torch:{name}", _factory, 'scalars and masks are created with device="cuda"')
             for name in _FACTORIES

@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...base.errors import ArgumentParser, UsageError, refuse, usage_errors
-from ...base.flags import did_you_mean
+from ...base.errors import ArgumentParser, refuse, usage_errors
+from ...base.flags import hint_at_flags
 from .indexed import (
     check_output,
     find_files,
@@ -43,10 +43,8 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
         "for example 0.95 0.05",
     )
     add("--overwrite", action="store_true", help="replace data sets that exist already")
-    given, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        hint = did_you_mean(unknown, parser._option_string_actions)
-        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    hint_at_flags(parser)
+    given = parser.parse_args(arguments)
     if not given.input:
         raise refuse("--input", "(none)", "give files, folders or globs")
     if given.output_prefix is None:

@@ -103,4 +103,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _of_the_network(name: str) -> bool:
-    return name in ("transport", "packet_bytes", "lossy_links") or name.startswith(("udp_", "stream_"))
+    return name in ("transport", "packet_bytes", "lossy_links") or name.startswith("udp_")

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps, ticker
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ...base.files import replace_file
-from .columns import Column, columns
+from .columns import columns
 from .runs import LOSS, WEIGHTS, Run
 from .scalars import PREDICTED, axis_of
 
@@ -36,7 +35,9 @@ def plot_curves(runs: Sequence[Run], names: Sequence[str], path: str | Path) -> 
     figure = Figure(figsize=(16, 10), dpi=100, layout="constrained")
     axes, groups, axis, losses = figure.add_subplot(), columns(runs), axis_of(names[0]), names[0] == LOSS
     legend, lines = [], [np.zeros(0)]
-    for colour, group in zip(_colours(groups), groups, strict=False):
+    # The bright end of viridis is illegible on white.
+    colours = colormaps["viridis"](np.linspace(0, 0.88, max(len(groups), 2)))
+    for colour, group in zip(colours, groups, strict=False):
         drawn = [(name, run.recorded(name)) for run in group.runs for name in names if run.recorded(name)]
         for name, values in drawn:
             iterations, recorded = _series(values)
@@ -53,11 +54,16 @@ def plot_curves(runs: Sequence[Run], names: Sequence[str], path: str | Path) -> 
             lines.append(valid)
             axes.plot(iterations, valid, color=colour, markeredgecolor="white", zorder=3, **_MARKERS[kind])
         if drawn or (losses and any(run.valid for run in group.runs)):
-            diverged = losses and any(not math.isfinite(value) for _, values in drawn for value in values.values())
-            legend.append(_key(colour, group, ", diverged" if diverged else ""))
-    _label(
-        axes, "Language-model loss at each rate of lost communication" if losses else names[0][0].upper() + names[0][1:]
-    )
+            label = group.label + (f" ({len(group.runs)} runs)" if len(group.runs) > 1 else "")
+            if losses and not all(math.isfinite(value) for _, values in drawn for value in values.values()):
+                label += ", diverged"
+            legend.append(Line2D([], [], color=colour, linewidth=4, label=label))
+    title = "Language-model loss at each rate of lost communication" if losses else names[0][0].upper() + names[0][1:]
+    axes.set_title(title, fontsize=20)
+    axes.set_xlabel("iteration", fontsize=17)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(9, integer=True))
+    axes.tick_params(labelsize=15)
+    axes.grid(True, which="major", alpha=0.35)
     axes.set_ylabel(axis.label + (", log scale" if axis.logarithmic else ""), fontsize=17)
     if axis.logarithmic:
         log_axis(axes, np.concatenate(lines))
@@ -90,28 +96,10 @@ def running_mean(values: np.ndarray) -> np.ndarray:
     return np.where(finite, (sums[high] - sums[low]) / np.maximum(number, 1), np.nan)
 
 
-def _colours(groups: Sequence[Column]) -> np.ndarray:
-    # The bright end of viridis is illegible on white.
-    return colormaps["viridis"](np.linspace(0, 0.88, max(len(groups), 2)))
-
-
 def _series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
     """Iterations in order, and their values."""
     iterations = np.array(sorted(values), dtype=np.int64)
     return iterations, np.array([values[i] for i in iterations.tolist()], dtype=np.float64)
-
-
-def _key(colour: np.ndarray, group: Column, remark: str = "") -> Line2D:
-    count = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
-    return Line2D([], [], color=colour, linewidth=4, label=group.label + count + remark)
-
-
-def _label(axes: Axes, title: str) -> None:
-    axes.set_title(title, fontsize=20)
-    axes.set_xlabel("iteration", fontsize=17)
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(9, integer=True))
-    axes.tick_params(labelsize=15)
-    axes.grid(True, which="major", alpha=0.35)
 
 
 def log_axis(axes, values: np.ndarray) -> None:

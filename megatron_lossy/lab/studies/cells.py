@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -38,7 +39,7 @@ from ..environment import without_ranks
 from ..report import Run
 from ..report.read import read_run
 from ..train.config import TrainConfig
-from ..train.metrics import METRICS_FILE, clock
+from ..train.metrics import METRICS_FILE
 from ..train.process import handling
 
 CONFIG, STATE, LOG = "config.yaml", "cell.json", "train.log"
@@ -266,8 +267,10 @@ class _Runner:
         if folder.state is not None:  # another process finished it meanwhile
             log.close()
             return
+        where = str(folder.path)
+        program = ["megatron_lossy.train", "--config", str(config), "--save", where, "--load", where]
         process = subprocess.Popen(
-            self._command(folder, config),
+            [sys.executable, "-m", *program],
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -277,12 +280,6 @@ class _Runner:
             start_new_session=True,  # a Ctrl-C is for us; we tell the trainer to save
         )
         self._jobs.append(_Job(folder, process, log, time.monotonic(), folder.iterations))
-
-    @staticmethod
-    def _command(folder: CellFolder, config: Path) -> list[str]:
-        where = str(folder.path)
-        program = ["megatron_lossy.train", "--config", str(config), "--save", where, "--load", where]
-        return [sys.executable, "-m", *program]
 
     def _end(self, job: _Job) -> bool:
         """Note the end of ``job``. Returns False if its cell must be started again."""
@@ -304,8 +301,11 @@ class _Runner:
                         flush=True,
                     )
                     return False
-                self._tally.failed[folder.cell.name] = f"exit status {status}; {_last_line(folder.path / LOG)}"
-                print(f"cell {folder.cell.name} failed: {self._tally.failed[folder.cell.name]}", flush=True)
+                log = folder.path / LOG
+                lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+                why = f"exit status {status}; " + (f"{lines[-1]} (see {log})" if lines else f"see {log}")
+                self._tally.failed[folder.cell.name] = why
+                print(f"cell {folder.cell.name} failed: {why}", flush=True)
         finally:
             job.log.close()  # which lets others take the cell
         return True
@@ -323,15 +323,10 @@ class _Runner:
         left += sum(total - iteration for iteration, _, total in running)
         done = sum(folder.state is not None for folder in self._folders)
         elapsed = now - self._started
-        estimate = f"about {clock(elapsed / trained * left)}" if trained else "unknown time"
+        estimate = f"about {timedelta(seconds=round(elapsed / trained * left))}" if trained else "unknown time"
         positions = ", ".join(f"{iteration}/{total}" for iteration, _, total in running)
         print(
             f"{done} of {len(self._folders)} cells done, {len(running)} running (iteration {positions}), "
-            f"elapsed {clock(elapsed)}, {estimate} left",
+            f"elapsed {timedelta(seconds=round(elapsed))}, {estimate} left",
             flush=True,
         )
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"{lines[-1].strip()} (see {log})" if lines else f"see {log}"

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ...base import device
 from ...base.errors import ArgumentParser, UsageError, check_package, refuse
 from ...base.files import check_folder
 from ...base.flags import did_you_mean
@@ -54,7 +55,10 @@ def report(arguments: Sequence[str]) -> None:
 def recorded(folder: Path) -> Results:
     """The results in the folder of a report. Raises :class:`UsageError`."""
     record = read_record("FOLDER", folder)
-    study, *_ = _read_study(record.command)
+    try:
+        study, *_ = _read_study(record.command)
+    except UsageError as error:
+        raise refuse("FOLDER", folder, f"its study.json cannot be made again here: {error}") from None
     return results_of(record, study, folder)
 
 
@@ -139,7 +143,8 @@ def _run(study: Study, how: argparse.Namespace, out: Path) -> int:
     if not how.report_only:
         check_folder("--cells", how.cells)
         missing = [cell for cell in study.cells if cell.name not in recorded]
-        tally = run_cells(missing, how.cells, how.jobs or _default_jobs(study))
+        cores = len(os.sched_getaffinity(0)) if device.device_type() == "cpu" else 1
+        tally = run_cells(missing, how.cells, how.jobs or cores)
     runs = {}
     for cell in study.cells:
         folder = CellFolder(how.cells, cell)
@@ -152,14 +157,6 @@ def _run(study: Study, how: argparse.Namespace, out: Path) -> int:
     else:
         print("no cell is done yet")
     return _explain(tally)
-
-
-def _default_jobs(study: Study) -> int:
-    from ...base import device
-
-    if device.device_type() != "cpu":
-        return 1
-    return max(1, len(os.sched_getaffinity(0)))
 
 
 def _list(study: Study, root: str, recorded: Mapping[str, Run]) -> None:

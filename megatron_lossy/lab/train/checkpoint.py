@@ -149,7 +149,7 @@ class Checkpoints:
 
     def _store(self, state: dict[str, Any], folder: Path) -> None:
         strategy = FullyParallelSaveStrategyWrapper(
-            get_default_save_sharded_strategy("torch_dist"), self._data_parallel_group()
+            get_default_save_sharded_strategy("torch_dist"), self._metadata()["dp_cp_group"]
         )
         with _in_this_process(), _errors_only_raised():
             dist_checkpointing.save(state, str(folder), strategy)
@@ -193,12 +193,8 @@ class Checkpoints:
             "distrib_optim_sharding_type": "dp_reshardable",
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,
-            "dp_cp_group": self._data_parallel_group(),
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
-
-    @staticmethod
-    def _data_parallel_group() -> torch.distributed.ProcessGroup:
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _remove_older(folder: Path, iteration: int, keep: int) -> None:

@@ -147,11 +147,3 @@ class Silent(Console):
 
     def note(self, text: str) -> None:
         pass
-
-
-def clock(seconds: float) -> str:
-    """``seconds`` as minutes:seconds, with hours if there are any."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}:{rest:02d}"
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

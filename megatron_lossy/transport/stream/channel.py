@@ -61,7 +61,7 @@ class Channel:
         self.id = self.secret.derive(b"channel")[:16]
         self._memory = settings.memory
         self.plain = settings.cipher == "none"
-        self.patience = max(_PATIENCE * settings.timeout, _LEAST_PATIENCE)
+        self.patience = max(_PATIENCE * settings.peer_timeout, _LEAST_PATIENCE)
         self.deadline = Deadline(settings)
         self.phases = tuple(phases)
         self._shapes = {phase: [Shape(*one) for one in buckets.get(phase, ())] for phase in phases}
@@ -85,7 +85,7 @@ class Channel:
             session.share(store, f"{prefix}/opened", rank, size, b"1")
             for link in self.links.values():
                 self.host.ask(link.dial)
-            self._reach(store, prefix, hellos, settings.timeout)
+            self._reach(store, prefix, hellos, settings.peer_timeout)
         except BaseException:
             self.close(linger=0.0)
             raise

@@ -19,10 +19,10 @@ from typing import Any
 from ...base.errors import refuse
 from ..address import resolve
 from ..network import choose_congestion
+from ..settings import Settings
 from .channel import Channel
 from .connection import NOTSENT_LOWAT, UNSENT_BYTES, Handshake
 from .link import Link
-from .settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Host:
             (NOTSENT_LOWAT, UNSENT_BYTES),
             (socket.TCP_KEEPIDLE, _KEEP_ALIVE),
             # After so long the kernel ends a connection whose data nobody acknowledges.
-            (socket.TCP_USER_TIMEOUT, int(self.settings.timeout * 1000)),
+            (socket.TCP_USER_TIMEOUT, int(self.settings.peer_timeout * 1000)),
         ):
             made.setsockopt(socket.IPPROTO_TCP, option, value)
         return made

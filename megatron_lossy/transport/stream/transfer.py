@@ -11,9 +11,9 @@ from threading import Condition
 
 import numpy as np
 
+from ..settings import Settings
 from ..staging import Message
 from .link import Link, Outgoing, Shape
-from .settings import Settings
 
 #: Seconds between two looks at the deadline, and at the ranks that are waited for.
 _SLICE = 0.2

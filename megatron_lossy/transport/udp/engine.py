@@ -25,10 +25,10 @@ from ...base.native import ENGINE
 from ...config.transport import UDP_REPORT_BYTES, check_code
 from ..address import resolve, speed_of
 from ..leaving import PeerLost
+from ..settings import MIB, Settings
 from ..staging import Message
 from . import session
 from .session import CODES, PHASES, overhead
-from .settings import MIB, UdpSettings
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class Engine:
 
     def __init__(
         self,
-        settings: UdpSettings,
+        settings: Settings,
         address: str,
         log: Callable[[str], None] = print,
         *,
@@ -307,7 +307,7 @@ class Engine:
         self.close(linger=0.0 if kind else 5.0)
 
 
-def made(settings: UdpSettings, address: str, local_rank: int) -> Engine:
+def made(settings: Settings, address: str, local_rank: int) -> Engine:
     """The engine of this process, one of those of its host."""
     if settings.rate_control == "dedicated" and not local_rank:
         logger.warning(_DEDICATED)
@@ -384,7 +384,6 @@ class Channel:
             raise ValueError(f"reports need packets of {UDP_REPORT_BYTES} bytes at least, not {settings.packet_bytes}")
         #: The hellos of all ranks, once all have come.
         self.hellos: list[session.Hello] = []
-        drawn = _first_draws(store, f"{prefix}/random", rank)
         alike += repr(sorted(reported))
         window, limit = engine.windows(len(self.peers))  # some peers may be counted twice; REPORTs correct the window
         self.hellos = session.meet(
@@ -392,7 +391,8 @@ class Channel:
             packet_bytes=settings.packet_bytes, instance=f"{engine.instance:016x}", window=window, limit=limit,
             eager=min(settings.eager_bytes, settings.memory // (4 * max(len(self.peers), 1))),
         )  # fmt: skip
-        secrets = session.Secrets(name, session.channel_id(drawn, name), self.hellos, settings.key)
+        number = session.channel_id(bytes.fromhex(self.hellos[0].random), name)
+        secrets = session.Secrets(name, number, self.hellos, settings.key)
         self._channel = self._create(secrets, buckets, codes)
         with engine._lock:
             engine._channels.append(self)
@@ -639,15 +639,7 @@ class Channel:
     def counters(self) -> dict[int, dict[str, int]]:
         """Counters of each peer; for a closed channel, those at its end."""
         names = self._lib.ml_member_counter_names().decode().rstrip(",").split(",")
-        result = {}
-        with self._lock:  # so that it is not closed in between
-            if self._final is not None:
-                return self._final[0]
-            for peer in self.peers:
-                values = (ctypes.c_uint64 * len(names))()
-                self._lib.ml_member_counters(self._channel, peer, values)
-                result[peer] = dict(zip(names, values))
-        return result
+        return self._of_peers(0, names, self._lib.ml_member_counters, ctypes.c_uint64)
 
     def rates(self) -> dict[int, dict[str, float]]:
         """Rates towards each peer; for a closed channel, those at its end.
@@ -656,15 +648,18 @@ class Channel:
         cause. ``delivered``: the greatest recent rate of arrivals. ``outstanding``: DATA on the way. ``window``,
         ``limit``: DATA that the peer's buffer holds for this process.
         """
-        result = {}
-        with self._lock:
+        return self._of_peers(1, _RATES, self._lib.ml_member_rate, ctypes.c_double)
+
+    def _of_peers(self, which: int, names: Sequence[str], read: Any, kind: Any) -> dict[int, dict[str, Any]]:
+        with self._lock:  # so that it is not closed in between
             if self._final is not None:
-                return self._final[1]
+                return self._final[which]
+            result = {}
             for peer in self.peers:
-                values = (ctypes.c_double * len(_RATES))()
-                self._lib.ml_member_rate(self._channel, peer, values)
-                result[peer] = dict(zip(_RATES, values))
-        return result
+                values = (kind * len(names))()
+                read(self._channel, peer, values)
+                result[peer] = dict(zip(names, values))
+            return result
 
     def close(self, linger: float = 5.0) -> None:
         """Close the channel. Buffers are not touched after this.
@@ -863,9 +858,3 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _first_draws(store: session.Store, key: str, rank: int) -> bytes:
-    if rank == 0:
-        store.set(key, os.urandom(16))
-    return store.get(key)

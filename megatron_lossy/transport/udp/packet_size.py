@@ -22,9 +22,9 @@ from ...config import LossyConfig
 from ...config.transport import UDP_PACKET_BYTES, UDP_PACKETS
 from ..address import find_address, mtu_of
 from ..network import read_key_file
+from ..settings import Settings
 from .engine import Engine
 from .session import overhead
-from .settings import UdpSettings
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def _agree(config: LossyConfig) -> int:
     def passes(length: int) -> bool:
         port = config.udp_port and config.udp_port + int(os.environ.get("LOCAL_RANK", 0))
         key = read_key_file(config.udp_key_file)
-        settings = UdpSettings(port=port, cipher=config.udp_cipher, key=key, packet_bytes=length)
+        settings = Settings(port=port, cipher=config.udp_cipher, key=key, packet_bytes=length)
         try:
             with Engine(settings, address, logger.debug) as engine:
                 engine.open("packets", hosts.index(rank), len(hosts), store, f"{prefix}/{length}", {})

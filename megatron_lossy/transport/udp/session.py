@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ...base.errors import UsageError
 
 #: The version of the datagrams and of the entries in the store.
-PROTOCOL = 10
+PROTOCOL = 11
 PHASES = ("grad", "param")
 #: What values are, by their number in a datagram.
 CODES = {"raw": 0, "int8": 1, "int4": 2}
@@ -123,7 +123,7 @@ def digest_buckets(buckets: Buckets, alike: str, phases: Sequence[str] = PHASES)
 
 
 def channel_id(drawn: bytes, name: str) -> int:
-    """The number of a channel in datagrams; ``drawn``: random bytes of its first rank."""
+    """The number of a channel in datagrams; ``drawn``: the random number of its first rank."""
     return int.from_bytes(hashlib.blake2b(drawn + name.encode(), digest_size=4).digest(), "little")
 
 
