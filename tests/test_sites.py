@@ -1,5 +1,6 @@
 """Sites on real ranks: what crosses between them is what the NumPy reference says, and a site holds one replica."""
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -13,6 +14,7 @@ from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.transport.sites import check_blocks
 from megatron_lossy.transport.udp.process import settings_of
 from tests import contract, fsdp
+from tests.between_sites import crossings
 from tests.ranks import run_ranks
 from tests.rules import assert_same_weights
 from tests.test_delivery_log import STEPS, assert_same_history, real_run, replica_history, table, verdict
@@ -187,37 +189,69 @@ def test_half_of_gradients_and_weights_crosses_whatever_the_ranks_of_a_site(rank
 # --- scalars -------------------------------------------------------------------------------------------------------
 
 
-def crossings(rank, tiny, config, steps):
-    """The numbers of ranks of the groups over which small sums were made, by whether they cross between two sites."""
-    found, original = [], dist.all_reduce
+def sums(rank, tiny, config, steps):
+    """What crosses for small sums in an iteration: by collective and ranks of its group."""
+    with contract.installed(config), crossings() as found:
+        run = build(tiny)
+        for step in range(steps):
+            found.clear()
+            run.step(step)
+            loss, largest, mean = torch.tensor([float(rank)]), torch.tensor([rank]), torch.tensor([float(rank)] * 3)
+            handle = dist.all_reduce(loss, async_op=True)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+            handle.wait()
+            assert (loss.item(), largest.item(), mean.tolist()) == (6.0, 3, [1.5] * 3)
+    return small(found)
 
-    def counted(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        found.append((len(ranks), len({one // (dist.get_world_size() // 2) for one in ranks}) > 1))
-        return original(tensor, op=op, group=group, async_op=async_op)
 
-    dist.all_reduce = counted
-    try:
-        with contract.installed(config):
-            run = build(tiny)
-            for step in range(steps):
-                found.clear()
-                run.step(step)
-                loss, largest = torch.tensor([float(rank)]), torch.tensor([rank])
-                handle = dist.all_reduce(loss, async_op=True)
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-                handle.wait()
-                assert (loss.item(), largest.item()) == (6.0, 3)
-    finally:
-        dist.all_reduce = original
-    return sorted(one for one in found if one[0] > 1)  # which threads begin in any order
+def small(found):
+    """Of ``found`` in :func:`crossings` the sums of few numbers, whether a ring makes them or each rank sends to all."""
+    result, kinds = collections.Counter(), {"allreduce": "ring", "alltoall_base": "all", "all_to_all_single": "all"}
+    for (name, ranks, elements), count in found.items():
+        if elements <= 64 and name in kinds:
+            result[kinds[name], ranks] += count
+    return result
 
 
 def test_scalars_cross_between_two_ranks_only(pool):
-    """The norm, a sum that is waited for later, and a maximum: each inside, and then over the ranks of one place."""
-    assert pool.run(crossings, 4, TinyGPT(), BOTH, 2) == [[(2, False)] * 3 + [(2, True)] * 3] * 4
-    flat = dataclasses.replace(BOTH, sites=None)
-    assert pool.run(crossings, 4, TinyGPT(), flat, 2) == [[(4, True)] * 3] * 4
+    """The norm, a sum that is waited for later, a maximum and a mean: each is half a round trip between two ranks."""
+    tiny = TinyGPT()
+    assert pool.run(sums, 4, tiny, BOTH, 2) == [{("all", 2): 4}] * 4
+    assert pool.run(sums, 4, tiny, dataclasses.replace(BOTH, sites=None), 2) == [{("ring", 4): 4}] * 4
+
+
+def sums_of_fsdp2(rank, config):
+    """The small sums of an iteration that clips, their results, and the functional sums over all ranks."""
+    from torch.distributed import _functional_collectives as functional
+
+    flat, original = [], functional.all_reduce
+    functional.all_reduce = lambda *args, **kwargs: flat.append(1) or original(*args, **kwargs)
+    unpatched = dist.all_reduce
+    try:
+        run = fsdp.Training(fsdp.Tiny(clips=True), config)
+        run.step(0)
+        with crossings() as found:
+            flat.clear()
+            loss = run.step(1)
+            one = torch.tensor([float(rank)])
+            dist.all_reduce(one)
+        if run.lossy is not None:
+            run.lossy.close()
+    finally:
+        functional.all_reduce = original
+    assert one.item() == 6 and dist.all_reduce is unpatched
+    return small(found), len(flat), loss
+
+
+def test_scalars_of_fsdp2_cross_between_two_ranks_only(pool):
+    """The norm of ``clip_grad_norm_``, and a sum of the program: half a round trip each; nothing stays patched."""
+    config = LossyConfig(sites=2, transport="pieces")
+    for (in_sites, flat, loss), (_, _, expected) in zip(
+        pool.run(sums_of_fsdp2, 4, config), pool.run(sums_of_fsdp2, 4, None)
+    ):
+        assert in_sites == {("all", 2): 2} and flat == 0
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 # --- virtual workers -----------------------------------------------------------------------------------------------

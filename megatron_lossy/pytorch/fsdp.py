@@ -22,10 +22,12 @@ from ..run.base import Observed
 from ..run.sampling import RankSampler
 from ..run.stale import Held, load_stale_state, stale_state
 from ..transport import LossyGroup, Network, find_nodes
-from ..transport.sites import Sites, make_group
+from ..transport.sites import Scalars, Sites, make_group
 from .base import LossyRun
 from .exchanges import Gather, Reduce
 from .layout import ParameterGroup, ShardedStream, streams_of
+
+_scalars = Scalars()
 
 
 class _Sharded:
@@ -94,7 +96,12 @@ class LossyFSDP(LossyRun):
         self._again: list[_Again] = []
         MECHANISMS.attach(self)
         self._streams = streams_of([one for one in groups if one.trained])
-        self._sites.open(stream.ranks for stream in self._streams)
+        ranks = [stream.ranks for stream in self._streams]
+        self._sites.open(ranks)
+        if config.sites is not None:
+            self._of_scalars = Sites(config.sites)
+            self._of_scalars.open([dist.group.WORLD, *ranks])
+            _scalars.add(self._of_scalars)
         for stream in self._streams:
             self._add(stream, regather)
         for one in self._sharded:
@@ -308,6 +315,8 @@ class LossyFSDP(LossyRun):
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def restore_exchanges(self) -> None:
+        if self.config.sites is not None:
+            _scalars.remove(self._of_scalars)
         for hook in self._loading:
             hook.remove()
         for one in self._sharded:
