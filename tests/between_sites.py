@@ -1,6 +1,6 @@
 """Count what crosses between two sites. As a program: run an unmodified script with the hooks, and print the counts.
 
-    python -m tests.between_sites SCRIPT arguments…
+python -m tests.between_sites SCRIPT arguments…
 """
 
 import atexit
@@ -11,10 +11,13 @@ import sys
 
 import torch.distributed as dist
 
-_NAMES = """allreduce allreduce_coalesced allgather _allgather_base all_gather_single allgather_coalesced
-    allgather_into_tensor_coalesced all_gather_single_coalesced alltoall alltoall_base all_to_all_single barrier broadcast reduce
-    reduce_scatter _reduce_scatter_base reduce_scatter_single reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced
-    gather scatter""".split()
+#: Methods of a process group, of all versions of torch.
+_NAMES = [
+    *("allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "all_to_all_single", "barrier", "broadcast"),
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base", "all_gather_single"),
+    *("all_gather_single_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+    *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "gather", "scatter"),
+]
 
 
 @contextlib.contextmanager
