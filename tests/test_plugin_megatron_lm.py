@@ -5,6 +5,7 @@
 On CPU the checkout must have its data helpers compiled (megatron/core/datasets: make), or those of the wheel copied.
 """
 
+import collections
 import os
 import re
 import shlex
@@ -47,15 +48,18 @@ ASYNCHRONOUS = ["--async-save", "--use-persistent-ckpt-worker"]
 LOSS = ["--p-grad", "0.3", "--p-param", "0.3", "--loss-unit", "packet", "--packet-bytes", "512"]
 
 
-def pretrain(megatron_lm, *arguments, plugin=True, ranks=2, distributed=True):
-    """The columns of the log that do not depend on time, and the process. ``distributed``: with sharded optimizers."""
+def pretrain(megatron_lm, *arguments, plugin=True, ranks=2, distributed=True, module="megatron_lossy"):
+    """The columns of the log that do not depend on time, and the process. ``distributed``: with sharded optimizers.
+
+    ``module``: the plugin, or a program that runs it.
+    """
     model = list(MODEL)
     if not distributed:
         model.remove("--use-distributed-optimizer")
     if "--train-samples" in arguments:  # Megatron wants one of them
         del model[(at := model.index("--train-iters")) : at + 2]
     script = os.path.join(megatron_lm, "pretrain_gpt.py")
-    launcher = ["-m", "megatron_lossy"] if plugin else [os.path.join(os.path.dirname(__file__), "bare.py")]
+    launcher = ["-m", module] if plugin else [os.path.join(os.path.dirname(__file__), "bare.py")]
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", ranks, *launcher, script, *model, *arguments]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=ENVIRONMENT)
     lines = re.findall(PRINTED, done.stdout)
@@ -187,6 +191,25 @@ def test_two_sites(megatron_lm):
     for transport in ("torch", "pieces", "udp"):
         lines, done = pretrain(megatron_lm, *overlapped, transport, ranks=4)
         assert lines == lossy, transport + done.stderr[-3000:]
+
+
+def test_small_sums_of_an_iteration_cross_between_sites_in_two_round_trips_at_most(megatron_lm):
+    """Three, of half a round trip each: a flag of reruns, the norm and the loss. Barriers are at the log alone."""
+    crossed = []
+    for iterations in (4, 8):
+        quiet = ["--train-iters", iterations, "--log-interval", iterations, "--eval-iters", 0, "--sites", 2, *LOSS]
+        _, done = pretrain(megatron_lm, *quiet, ranks=4, module="tests.between_sites")
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = re.findall(r"^crossed (\w+) (\d) (\d+) (\d+)$", done.stdout, re.MULTILINE)
+        few = [
+            (name.replace("alltoall_base", "all_to_all_single"), ranks, n)
+            for name, ranks, size, n in lines
+            if int(size) < 65
+        ]
+        crossed.append(collections.Counter())
+        for name, ranks, number in few:
+            crossed[-1][name, int(ranks)] += int(number)
+    assert crossed[1] - crossed[0] == {("all_to_all_single", 2): 3 * 4}
 
 
 @pytest.mark.shows("datagrams: packets as long as all paths carry", device=False)
