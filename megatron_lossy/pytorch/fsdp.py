@@ -27,6 +27,7 @@ from .base import LossyRun
 from .exchanges import Gather, Reduce
 from .layout import ParameterGroup, ShardedStream, streams_of
 
+#: Of all models of this process.
 _scalars = Scalars()
 
 
@@ -98,15 +99,15 @@ class LossyFSDP(LossyRun):
         self._streams = streams_of([one for one in groups if one.trained])
         ranks = [stream.ranks for stream in self._streams]
         self._sites.open(ranks)
-        if config.sites is not None:
-            self._of_scalars = Sites(config.sites)
-            self._of_scalars.open([dist.group.WORLD, *ranks])
-            _scalars.add(self._of_scalars)
+        self._of_scalars = Sites(config.sites)
+        self._of_scalars.open([dist.group.WORLD, *ranks])
         for stream in self._streams:
             self._add(stream, regather)
         for one in self._sharded:
             one.group.exchange_by(one.gather, one.reduce)
         self.events.built()
+        if config.sites is not None:
+            _scalars.add(self._of_scalars)
 
     def _add(self, one: ShardedStream, regather: bool) -> None:
         lossy = self._group_of(one, one.stream.chunk)
@@ -315,13 +316,13 @@ class LossyFSDP(LossyRun):
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def restore_exchanges(self) -> None:
-        if self.config.sites is not None:
-            _scalars.remove(self._of_scalars)
         for hook in self._loading:
             hook.remove()
         for one in self._sharded:
             if one.group.exchanges == (one.gather, one.reduce):
                 one.group.exchange_by(*one.before)
+        if self.config.sites is not None:
+            _scalars.remove(self._of_scalars)
 
     @property
     def sent_bytes(self) -> dict[str, int]:

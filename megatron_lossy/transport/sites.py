@@ -126,7 +126,7 @@ class Scalars:
 
     def remove(self, sites: Sites) -> None:
         """Undo :meth:`add`."""
-        self._sites.remove(sites)
+        self._sites = [one for one in self._sites if one is not sites]
         if not self._sites:
             self._ledger.uninstall()
 
