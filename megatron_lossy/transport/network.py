@@ -122,8 +122,9 @@ def choose_congestion(made: socket.socket, name: str | None) -> None:
 def check_network(config: LossyConfig) -> None:
     """Raise :class:`UsageError` for a key file or a congestion control that this host cannot use."""
     read_key_file(config.udp_key_file)
-    with socket.socket() as probe:
-        choose_congestion(probe, config.stream_congestion)
+    if config.transport == "stream":
+        with socket.socket() as probe:
+            choose_congestion(probe, config.stream_congestion)
 
 
 @cache
