@@ -35,12 +35,14 @@ from megatron_lossy.config.loss_flags import presets, title
 from megatron_lossy.config.refusal import Section, sections
 from megatron_lossy.config.refusals.listing import HEAD
 from megatron_lossy.lab.report import LossTable
+from megatron_lossy.lab.report.scalars import AXES
 from megatron_lossy.lab.studies import size
 from megatron_lossy.lab.studies.commands import recorded
 from megatron_lossy.lab.studies.folder import tables
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.mechanisms.async_pipeline.flags import AsyncPipelineFlags
 from megatron_lossy.mechanisms.islands.flags import IslandFlags
+from megatron_lossy.run.exporter import prometheus_name
 from scripts import choosing, stability
 from scripts.verified import feature_table, machine_table
 
@@ -56,8 +58,14 @@ _STRANGE = {
     if mechanism not in MECHANISMS.ours()
     for one in dataclasses.fields(mechanism.Flags)
 }
+#: The meaning of what ``--metrics-port`` serves, by its name in records.
+METRICS = {name: axis.label for name, axis in AXES.items()} | {
+    "iteration": "the iteration of the last record",
+    "validation loss": "language-model loss (nats per token), by `weights`: replica, owner or consensus",
+}
 _MADE = {
     "choosing": choosing.table,
+    "metrics": lambda: _metrics(),
     "delayed_steps": stability.delayed_steps,
     "size_cost": lambda: _of_sizes()["cost"].markdown(),
     "size_measured": lambda: _of_sizes()["measured"].markdown(),
@@ -113,6 +121,11 @@ def links(page: Path) -> set[Path]:
     """The files and folders of the repository that ``page`` shows as pictures or links."""
     found = {(page.parent / target).resolve() for target in _LINK.findall(page.read_text(encoding="utf-8"))}
     return {path for path in found if path.is_relative_to(ROOT)}
+
+
+def _metrics() -> str:
+    rows = [f"| `{prometheus_name(name)}` | {meaning} |" for name, meaning in METRICS.items()]
+    return "\n".join(["| metric | meaning, unit |", "| --- | --- |", *rows]) + "\n"
 
 
 def _questions() -> str:

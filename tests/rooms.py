@@ -20,6 +20,7 @@ ROOMS = {
     "averaging": "islands",
     "compensated": "lead",
     "corruption": "channel",
+    "exporter": "run",
     "fct": "benchmarks",
     "link": "lab",
     "lstm_language_model": "lab",

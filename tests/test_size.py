@@ -9,16 +9,16 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 LIMITS = {
     "entries of megatron_lossy": 14,
     "lines outside lab": 32_700,
-    "lines of the package": 47_000,
+    "lines of the package": 47_200,
     "lines of C": 4_060,
-    "lines of tests": 40_700,
-    "lines of scripts and benchmarks": 10_000,
+    "lines of tests": 41_200,
+    "lines of scripts and benchmarks": 10_400,
     "files of islands": 37,
     "lines of islands": 6_890,
     "files under 40 lines": 12,
     "files over 450 lines": 4,
-    "words of pages": 65_300,
-    "loss flags": 74,
+    "words of pages": 66_400,
+    "loss flags": 75,
     "lines of train --help": 90,
 }
 

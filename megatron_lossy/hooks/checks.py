@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from ..base.errors import check_package
 from ..channel.corruption import warn_of_one_rank
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
@@ -37,6 +38,8 @@ def check_run(config: LossyConfig, facts: Facts) -> None:
             "--timing-log-level %d: its barriers cross between sites several times an iteration; 0 has none",
             facts.timing_level,
         )
+    if config.metrics_port is not None:
+        check_package("prometheus_client", "--metrics-port", config.metrics_port, "'megatron-lossy[ops]'")
     check_network(config)
     config.jobs().check(facts.train_iters)
     check_channels(config, facts.workers, facts.train_iters)

@@ -164,7 +164,9 @@ class _Run:
         for line in self.lossy.config.jobs().advice(self.iterations):
             self.console.note(line)
         resumed = self._load()
-        self.writers = open_writers(self.config, self.lossy.config, self.progress.iteration if resumed else None)
+        self.writers = open_writers(
+            self.config, self.lossy.config, self.progress.iteration if resumed else None, self.lossy.job
+        )
         # The first forward pass has nothing to gather, and must not gather before the first update.
         self._gather_in_forward(False, sync=False)
         progress = self.progress

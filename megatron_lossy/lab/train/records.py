@@ -16,6 +16,7 @@ import torch
 from ...base import device
 from ...config import LossyConfig
 from ...run.base import Run
+from ...run.exporter import exporter_at
 from ..data import epochs
 from ..environment import hardware, versions
 from .config import TrainConfig
@@ -57,10 +58,11 @@ class Progress:
         return result
 
 
-def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int | None) -> list[Writer]:
+def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int | None, job: int = 0) -> list[Writer]:
     """Return the writers that the flags ask for, on rank 0, with the "run" record written.
 
-    ``resumed_at``: the iteration of the checkpoint that the run continues. Records up to it are kept.
+    ``resumed_at``: the iteration of the checkpoint that the run continues. Records up to it are kept. ``job``: the number
+    of this one, of several that are worlds of their own.
     """
     if torch.distributed.get_rank() != 0:
         return []
@@ -70,6 +72,8 @@ def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int
         writers.append(JsonLinesWriter(folder, resumed_at))
     if config.tensorboard_dir:
         writers.append(TensorBoardWriter(config.tensorboard_dir, resumed_at or 0))
+    if lossy_config.metrics_port is not None and (exported := exporter_at(lossy_config.metrics_port + job)) is not None:
+        writers.append(exported)
     record = _run_record(config, lossy_config, os.path.basename(os.path.normpath(folder or "run")))
     for writer in writers:
         writer.write(record)
