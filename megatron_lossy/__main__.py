@@ -26,14 +26,15 @@ from .plugin import check_command_line, install, parse_loss_flags, running
 USAGE = (
     "usage: python -m megatron_lossy SCRIPT [Megatron's arguments] [loss flags]; --help after SCRIPT lists most, "
     "--help-loss all loss flags and presets; "
-    "python -m megatron_lossy doctor [--help] examines this machine; "
+    "python -m megatron_lossy plan [--help] says how to train over a link between sites; "
+    "python -m megatron_lossy doctor [--help] examines this machine, or such a link; "
     "python -m megatron_lossy export FOLDER --hf OUT makes a model of transformers of a checkpoint of our trainer; "
     "python -m megatron_lossy refusals [SECTION] lists which flags do not go together; "
     "python -m megatron_lossy copy FOLDER puts configurations and the launchers' scripts there; "
     "python -m megatron_lossy lighthouse [--help] serves where islands find each other"
 )
 
-_COMMANDS = ("doctor", "export", "refusals", "copy", "lighthouse")
+_COMMANDS = ("plan", "doctor", "export", "refusals", "copy", "lighthouse")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
                 parse_loss_flags(arguments)  # which prints and exits
             raise UsageError(USAGE)
         script, *rest = arguments
-        if script in ("doctor", "export"):  # a script of that name is ./doctor
+        if script in ("doctor", "export", "plan"):  # a script of that name is ./doctor
             try:
                 command = importlib.import_module(f".lab.{script}", __package__)
             except ModuleNotFoundError as error:

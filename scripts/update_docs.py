@@ -43,7 +43,7 @@ from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.mechanisms.async_pipeline.flags import AsyncPipelineFlags
 from megatron_lossy.mechanisms.islands.flags import IslandFlags
 from megatron_lossy.run.exporter import prometheus_name
-from scripts import choosing, stability
+from scripts import stability
 from scripts.verified import feature_table, machine_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,7 +64,6 @@ METRICS = {name: axis.label for name, axis in AXES.items()} | {
     "validation loss": "language-model loss (nats per token), by `weights`: replica, owner or consensus",
 }
 _MADE = {
-    "choosing": choosing.table,
     "metrics": lambda: _metrics(),
     "delayed_steps": stability.delayed_steps,
     "size_cost": lambda: _of_sizes()["cost"].markdown(),

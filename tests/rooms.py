@@ -22,7 +22,7 @@ ROOMS = {
     "corruption": "channel",
     "exporter": "run",
     "fct": "benchmarks",
-    "link": "lab",
+    "plan": "lab",
     "lstm_language_model": "lab",
     "patches_folder": "plugin",
     "pieces": "transport",

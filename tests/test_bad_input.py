@@ -210,6 +210,23 @@ LAUNCHER = [
     full("copy empty", "empty: File too large"),
     Case("doctor --megatron-lm none", "--megatron-lm none: must be a checkout of Megatron-LM"),
     Case("doctor --step gpu", "--step: invalid choice: 'gpu'"),
+    Case("doctor --link host", "--link host: needs a port in [1, 65535], as in HOST:29500"),
+    Case("doctor --serve 0", "--serve 0: needs a port in [1, 65535]"),
+    Case("doctor --link host:1 --key-file none", "--key-file none: cannot be read"),
+    Case("plan --step 1s", "--mbit (none): needs a value, or --link FILE of doctor --link"),
+    Case("plan --mbit 1 --rtt 1", "--step (none): needs a value, or else --metrics FILE"),
+    Case(
+        "plan --mbit 1 --rtt 1 --step fast",
+        "--step fast: must be a number of at least 1e-06, with a unit of ms, s, min, or none",
+    ),
+    Case("plan --mbit 0 --rtt 1 --step 1", "--mbit 0.0: must be at least 0.001"),
+    Case("plan --mbit 1 --rtt 1 --step 1 --loss 100%", "--loss 1.0: must be in [0, 1)"),
+    Case("plan --link run.yaml --step 1", "--link run.yaml: "),
+    Case("plan --link run.yaml --rtt 1 --step 1", "--rtt 1.0: is in the file of --link; omit one"),
+    Case("plan --mbit 1 --rtt 1 --step 1 --tp 3", "--ranks-per-site 8: must be a multiple of --tp times --pp, 3"),
+    Case("plan --mbit 1 --rtt 1 --step 1 --parameters 1K", "--parameters 1000: no LLaMA is about so large"),
+    Case("plan --mbit 1 --rtt 1 --step 1 --parameters 70B", "--device h100: has 79.6 GiB, pipeline stage 0 needs"),
+    Case("plan --mbit 1 --rtt 1 --metrics none", "--metrics none: cannot be read: No such file"),
 ]
 #: Commands, the names that they give themselves, and their cases.
 PROGRAMS = {

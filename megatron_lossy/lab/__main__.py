@@ -5,7 +5,6 @@ python -m megatron_lossy.lab FILE.yaml NAME …  the same, of a file that holds 
 python -m megatron_lossy.lab report DIR …   the tables and figures of reports again, from their study.json
 python -m megatron_lossy.lab size DIR …     what loss costs as models grow, from their reports (docs/results/size.md)
 python -m megatron_lossy.lab lag --p P …    how late replicas are, and what to set (docs/lag.md)
-python -m megatron_lossy.lab link …         which method fits a link between sites (docs/choosing.md)
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ PROGRAM = "megatron_lossy.lab"
 
 
 #: Modules that have a command of their name.
-_MODULES = ("size", "lag", "link")
+_MODULES = ("size", "lag")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(__doc__)
             if arguments:
                 return
-            raise UsageError("needs a study file, report, size, lag or link")
+            raise UsageError("needs a study file, report, size or lag")
         command, *rest = arguments
         if command in _MODULES:
             importlib.import_module(f".studies.{command}", __package__).main(rest)

@@ -73,13 +73,15 @@ def removed(loss: float, islands: int) -> float:
 # Bytes are without headers and links run at their full rate, so that times are lower bounds. A link carries as much each way.
 
 
-def gradient_bytes(parameters: float, ranks_per_site: int = 1, weight_bytes: int = 2, grad_bytes: int = 4) -> float:
-    """Bytes each way per iteration of data parallelism over two sites of ``ranks_per_site`` data-parallel ranks each.
+def gradient_bytes(
+    parameters: float, ranks_per_site: int = 1, weight_bytes: float = 2, grad_bytes: float = 4, sites: int = 2
+) -> float:
+    """Bytes out of a site per iteration of data parallelism over ``sites`` of ``ranks_per_site`` data-parallel ranks each.
 
-    Each of D ranks sends one piece in 2D of its gradients to each of D owners at the other site, and of its weights
-    likewise: D * D / (2D) times gradients and weights.
+    Each of D ranks sends one piece in M D of its gradients to each of (M - 1) D owners at other sites, and of its weights
+    likewise: D (M - 1) / M times gradients and weights. As much comes in.
     """
-    return ranks_per_site / 2 * (grad_bytes + weight_bytes) * parameters
+    return ranks_per_site * (sites - 1) / sites * (grad_bytes + weight_bytes) * parameters
 
 
 def site_bytes(elements: float, sites: int, item_bytes: float = 4, copies: int = 1) -> float:
@@ -105,14 +107,20 @@ def least_delay(round_trip: float, step: float) -> int:
 
 
 def parts(
-    parameters: float, rate: float, round_trip: float, step: float, islands: int = 2, item_bytes: float = 2
+    parameters: float,
+    rate: float,
+    round_trip: float,
+    step: float,
+    islands: int = 2,
+    item_bytes: float = 2,
+    later: int = 0,
 ) -> tuple[int, int]:
-    """(n, delay) of islands that exchange one parameter in n in each iteration: the least delay, then the largest
-    share.
+    """(n, delay) of islands that exchange one parameter in n in each iteration: the least delay, and ``later`` iterations
+    more, then the largest share.
 
     An exchange begins in each step, so that its bytes must fit one step however large the delay is. With the round trip
     they must also fit the delay.
     """
-    delay = least_delay(round_trip, step)
+    delay = least_delay(round_trip, step) + later
     time = min(step, delay * step - round_trip)
     return max(1, math.ceil(bytes_sent(1, islands, item_bytes) * parameters / (rate * time) - 1e-9)), delay
