@@ -117,7 +117,7 @@ def _questions() -> str:
     for path in sorted((ROOT / "configs/studies").glob("*.yaml")):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         for name, study in content.get("studies", {None: content}).items():
-            link = f"[{path.name}](../{path.relative_to(ROOT)}){f' `{name}`' if name else ''}"
+            link = f"[{path.name}](../../{path.relative_to(ROOT)}){f' `{name}`' if name else ''}"
             rows.append(f"| {link} | {study['question']} |")
     return "\n".join(rows) + "\n"
 
