@@ -2,8 +2,8 @@
 
 Between ``<!-- KIND: NAME -->`` and ``<!-- end -->`` of a page stands:
 
-``flags: loss``, ``training``, ``islands``, ``pipeline``
-    the loss flags, from megatron_lossy/config; those of our own trainer; those of islands and of the asynchronous pipeline
+``flags: loss``, ``training``
+    the loss flags, from megatron_lossy/config; those of our own trainer
 ``refusals: all``
     the table of refusals, from megatron_lossy/config/refusals
 ``table: FILE``, ``table: FILE#heading``
@@ -28,7 +28,7 @@ from pathlib import Path
 import yaml
 
 from megatron_lossy.base.files import write_text
-from megatron_lossy.base.flags import flag_groups, flag_table, flag_tables
+from megatron_lossy.base.flags import flag_tables
 from megatron_lossy.base.registry import MECHANISMS
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.loss_flags import presets, title
@@ -37,15 +37,13 @@ from megatron_lossy.lab.report import LossTable
 from megatron_lossy.lab.studies import size
 from megatron_lossy.lab.studies.commands import recorded_tables
 from megatron_lossy.lab.train.config import TrainConfig
-from megatron_lossy.mechanisms.async_pipeline.flags import AsyncPipelineFlags
-from megatron_lossy.mechanisms.islands.flags import IslandFlags
 from scripts import choosing, stability
 from scripts.verified import feature_table, machine_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": AsyncPipelineFlags}
+_FLAGS = {"loss": LossyConfig, "training": TrainConfig}
 #: Flags of mechanisms of other packages that happen to be installed.
 _STRANGE = {
     one.name
@@ -70,9 +68,7 @@ def current(text: str) -> str:
 
 def _content(kind: str, name: str) -> str:
     if kind == "flags":
-        cls = _FLAGS[name]
-        mark = " \\*" if name in ("loss", "training") else ""
-        return (flag_tables(cls, "###", mark, _STRANGE) if len(flag_groups(cls)) > 1 else flag_table(cls)) + "\n"
+        return flag_tables(_FLAGS[name], "###", " \\*", _STRANGE) + "\n"
     if kind == "refusals":
         return listing.pages() + "\n"
     if kind == "made":
