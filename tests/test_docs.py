@@ -126,7 +126,9 @@ def test_code_blocks_fit_without_scrolling(page):
             assert len(line) <= 100, line
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: page.stem
+)
 def test_pythons_of_pages_compile(page):
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         compile(block, page.name, "exec")

@@ -25,7 +25,9 @@ ROOT = Path(__file__).parents[1]
 [PYPROJECT] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
 
 #: Its example of a mechanism, in two modules.
-ALARM, ALARMS = re.findall(r"```python\n(# my_alarm\w*.py\n.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
+ALARM, ALARMS = re.findall(
+    r"```python\n(# my_alarm\w*.py\n.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL
+)
 
 CHANNEL = '''
 """Loses everything between ranks in every other step."""
