@@ -216,7 +216,7 @@ def test_a_compiler_makes_codes_faster(monkeypatch, tmp_path, caplog):
         assert not compiled.serves(torch.zeros(1, 5))
         assert not compiled.serves(torch.zeros(1, 5))
         assert [record.message.partition(";")[0] for record in caplog.records] == [
-            "--grad-wire, --param-wire: no C compiler"
+            "--grad-wire, --param-wire: needs a C compiler to build the codes of a CPU once: install gcc, or set CC"
         ]
     finally:
         compiled.library.cache_clear()

@@ -1,5 +1,6 @@
 """Engines with real sockets, in one process and in several, over the loopback."""
 
+import dataclasses
 import multiprocessing
 import os
 import re
@@ -15,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_lossy.base import native
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings, build, session
+from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings, session
 from megatron_lossy.transport.udp.address import find_address
 from megatron_lossy.transport.udp.engine import charge, load, windows
 from megatron_lossy.transport.udp.packet import DATA, encode
@@ -332,22 +334,21 @@ def test_a_port_that_is_taken_and_an_address_of_others_are_refused():
     assert find_address("lo", "192.0.2.1") == find_address(None, "localhost").replace("::1", "127.0.0.1") == "127.0.0.1"
 
 
-def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "compiler", lambda: None)
-    build.library.cache_clear()
-    try:
+@pytest.fixture
+def no_library(monkeypatch, tmp_path):
+    """Return an empty cache of the user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "megatron_lossy"
+
+
+def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, no_library):
+    with monkeypatch.context() as without:
+        without.setattr(native, "compiler", lambda: None)
         with pytest.raises(UsageError, match="needs a C compiler .*install gcc"):
-            build.library()
-        monkeypatch.undo()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        build.library.cache_clear()
-        built = build.library()
-        monkeypatch.setattr(build, "compiler", lambda: None)
-        build.library.cache_clear()
-        assert build.library() == built  # what was built once needs no compiler
-    finally:
-        build.library.cache_clear()
+            native.ENGINE.path()
+    built = native.ENGINE.path()
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    assert native.ENGINE.path() == built  # what was built once needs no compiler
 
 
 @pytest.mark.programs
@@ -356,34 +357,38 @@ def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
     broken.write_text("#!/bin/sh\necho 'fatal error: sys/eventfd.h: no such file' >&2\nexit 1\n")
     broken.chmod(0o755)
     with pytest.raises(UsageError, match="cannot build its engine: fatal error: sys/eventfd.h"):
-        build.compile_library(str(broken), tmp_path / "x.so")
+        native.ENGINE.compile(str(broken), tmp_path / "x.so")
     assert not (tmp_path / "x.so").exists()
 
 
-def test_each_part_of_the_source_counts(monkeypatch, tmp_path):
+def test_each_part_of_the_source_counts(tmp_path):
     """A library that was built of other parts is not taken."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = tmp_path / "c"
-    shutil.copytree(build.FOLDER, folder)
-    monkeypatch.setattr(build, "FOLDER", folder)
-    monkeypatch.setattr(build, "compile_library", lambda cc, path: path.touch())
-    included = re.findall(r'#include "(.*)"', build.SOURCE.read_text())
-    assert sorted([*included, build.SOURCE.name]) == sorted(part.name for part in folder.iterdir())
-    paths = {build.library.__wrapped__()}
-    for part in folder.iterdir():
+    source = native.ENGINE.source
+    shutil.copytree(source.parent, tmp_path / "c")
+    parts = list((tmp_path / "c").glob("*.[ch]"))
+    assert sorted([*re.findall(r'#include "(.*)"', source.read_text()), source.name]) == sorted(
+        part.name for part in parts
+    )
+    copied = dataclasses.replace(native.ENGINE, source=tmp_path / "c" / source.name)
+    names = {copied.shipped().name}
+    assert names == {native.ENGINE.shipped().name}
+    for part in parts:
         part.write_text(part.read_text() + "\n")
-        paths.add(build.library.__wrapped__())
-    assert len(paths) == 1 + len(list(folder.iterdir()))
+        names.add(copied.shipped().name)
+    assert len(names) == 1 + len(parts)
+
+
+def test_a_library_of_a_wheel_is_taken_before_all_others(monkeypatch, no_library, tmp_path):
+    shutil.copytree(native.ENGINE.source.parent, tmp_path / "c")
+    wheel = dataclasses.replace(native.ENGINE, source=tmp_path / "c" / native.ENGINE.source.name)
+    wheel.shipped().touch()
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    assert wheel.path() == wheel.shipped() and not no_library.exists()
 
 
 @pytest.mark.slow
-def test_ranks_that_build_at_once_all_get_a_whole_library(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build.library.cache_clear()
-    try:
-        paths = in_threads(2, lambda rank: build.library.__wrapped__())
-    finally:
-        build.library.cache_clear()
+def test_ranks_that_build_at_once_all_get_a_whole_library(no_library):
+    paths = in_threads(2, lambda rank: native.ENGINE.path())
     assert len({str(path) for path in paths}) == 1
     assert [path.name for path in paths[0].parent.iterdir()] == [paths[0].name]
 

@@ -12,15 +12,15 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_lossy.base import native
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import BucketSpec, LossyGroup
-from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings, build
+from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings
 from megatron_lossy.transport.udp.engine import load, windows
 from tests.ranks import run_ranks
 from tests.rules import reduce
@@ -190,6 +190,7 @@ def test_who_waits_sleeps_in_the_engine():
 
 FORKS = """
 import os, sys, time
+from megatron_lossy.base import native
 from megatron_lossy.transport.udp import Engine, UdpSettings
 from tests.test_udp_engine import Store, in_threads
 store, engines = Store(), [Engine(UdpSettings(), "127.0.0.1") for _ in range(2)]
@@ -224,6 +225,7 @@ def test_a_killed_rank_is_noticed_though_its_child_lives(tmp_path):
     """A data loader's worker that outlives it must not keep its port open."""
     program = """
 import os, sys, time
+from megatron_lossy.base import native
 from megatron_lossy.transport.udp import Engine, UdpSettings
 from tests.test_udp_engine import FolderStore
 engine = Engine(UdpSettings(), "127.0.0.1")
@@ -332,11 +334,11 @@ int main(void)
 
 def run_c(folder, text):
     """The exit status of a C program that includes the engine as ``{source}``."""
-    compiler = build.compiler()
+    compiler = native.compiler()
     if compiler is None:
         pytest.skip("no C compiler")
     source, program = folder / "program.c", folder / "program"
-    source.write_text(text.format(source=Path(build.SOURCE)))
+    source.write_text(text.format(source=native.ENGINE.source))
     subprocess.run([compiler, "-std=gnu11", "-O1", "-pthread", "-o", program, source, "-ldl", "-lm"], check=True)
     return subprocess.run([program], timeout=60).returncode
 
@@ -444,6 +446,7 @@ ssize_t sendmsg(int fd, const struct msghdr *message, int flags) /* a control me
 """
 EXCHANGE = """
 import numpy as np
+from megatron_lossy.base import native
 from megatron_lossy.transport.udp import Engine, UdpSettings
 from tests.test_udp_engine import Store, in_threads
 store, engines = Store(), [Engine(UdpSettings(), "127.0.0.1") for _ in range(2)]
@@ -462,7 +465,7 @@ def test_a_kernel_that_does_not_cut_datagrams_is_noticed(tmp_path):
     """Before Linux 4.18 it takes the request for one of another protocol, and sends one datagram that is too long."""
     library = tmp_path / "old.so"
     (tmp_path / "old.c").write_text(OLD_KERNEL)
-    compiler = build.compiler() or pytest.skip("no C compiler")
+    compiler = native.compiler() or pytest.skip("no C compiler")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "old.c", "-ldl"], check=True)
     done = run_program(EXCHANGE, LD_PRELOAD=str(library))
     assert done.stdout.split() == ["281600", "0"], done.stderr[-2000:]

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.transport.udp import build, packet
+from megatron_lossy.base import native
+from megatron_lossy.transport.udp import packet
 from megatron_lossy.transport.udp.engine import RULES, SECOND, _declare, load
 from megatron_lossy.transport.udp.packet import (
     ALIVE,
@@ -204,11 +205,11 @@ def test_what_is_sealed_is_opened_and_nothing_else_is():
 @pytest.fixture(scope="module")
 def short_epochs(tmp_path_factory):
     """An engine whose keys change with each 32 datagrams."""
-    compiler = build.compiler()
+    compiler = native.compiler()
     if compiler is None:
         pytest.skip("no C compiler")
     path = tmp_path_factory.mktemp("engine") / "short.so"
-    build.compile_library(compiler, path, ["-DEPOCH_BITS=5"])
+    native.ENGINE.compile(compiler, path, ["-DEPOCH_BITS=5"])
     return _declare(ctypes.CDLL(str(path)))
 
 

@@ -20,8 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...base.errors import UsageError, refuse
+from ...base.native import ENGINE
 from ...config.transport import UDP_REPORT_BYTES, check_code
-from . import build, session
+from . import session
 from .address import resolve, speed_of
 from .packet import CODES, PHASES, overhead
 from .settings import MIB, UdpSettings
@@ -130,7 +131,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
 @cache
 def load() -> ctypes.CDLL:
     """The compiled engine."""
-    path = build.library()
+    path = ENGINE.path()
     try:
         return _declare(ctypes.CDLL(str(path)))
     except OSError as error:
