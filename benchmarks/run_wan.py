@@ -36,12 +36,15 @@ from megatron_lossy.base.files import replace_file, write_text
 from megatron_lossy.lab.train.metrics import METRICS_FILE
 
 _UDP = ("--transport", "udp", "--loss-unit", "packet", "--udp-interface", INTERFACE)
+_STREAM = ("--transport", "stream", "--loss-unit", "packet", "--udp-interface", INTERFACE)
 _ISLANDS = ("--islands", "2", "--sync-method")
 _AVERAGED = (*_ISLANDS, "parameters", "--sync-fraction", "0.25", "--sync-delay", "1")
 #: What can be trained: TCP's congestion control, and flags.
 RUNS = {
     "gloo bbr": ("bbr", ()),
     "gloo reno": ("reno", ()),
+    "tcp bbr": ("bbr", (*_STREAM, "--udp-deadline", "off")),  # one connection for each pair, waited for whole
+    "stream": ("bbr", _STREAM),
     "udp": ("bbr", _UDP),
     "udp int8": ("bbr", (*_UDP, "--grad-wire", "int8", "--param-wire", "int8")),
     "udp int4": ("bbr", (*_UDP, "--grad-wire", "int4", "--param-wire", "int8")),
@@ -63,7 +66,19 @@ _EXPLANATION = (
     "communication: what else an iteration waits for, such as the norm of the gradients; it goes over TCP in every run. The time to the same loss is the number of iterations, times "
     "that of an iteration."
 )
-_PALETTE = ("#1f77b4", "#17becf", "#d62728", "#ff7f0e", "#bcbd22", "#7f7f7f", "#2ca02c", "#9467bd", "#e377c2")
+_PALETTE = (
+    "#1f77b4",
+    "#17becf",
+    "#d62728",
+    "#ff7f0e",
+    "#bcbd22",
+    "#7f7f7f",
+    "#2ca02c",
+    "#9467bd",
+    "#e377c2",
+    "#8c564b",
+    "#1b9e77",
+)
 _COLOURS = dict(zip(RUNS, _PALETTE, strict=True))
 
 

@@ -37,8 +37,8 @@ SHARES = ("ours, ours", "ours, tcp bbr", "tcp bbr, tcp bbr")
 class Field:
     """The contestants of one run, connected for one setting at a time."""
 
-    def __init__(self, lab: Lab, names: Sequence[str], config: Any) -> None:
-        self._lab, self._names, self._config = lab, names, config
+    def __init__(self, lab: Lab, names: Sequence[str], configs: dict[str, Any]) -> None:
+        self._lab, self._names, self._configs = lab, names, configs
         self._teams: dict[str, Team] = {}
         self._slow: dict[str, list[Row]] = {}
 
@@ -56,7 +56,8 @@ class Field:
         if name != "ours":
             control = name.split()[1]
             self._lab.sysctl("net.ipv4.tcp_congestion_control", control)
-        self._teams[name] = Team(self._lab, name, row.ranks, self._shards, self._config)
+        config = self._configs.get(name.split()[0])
+        self._teams[name] = Team(self._lab, name, row.ranks, self._shards, config)
 
     def measure(self, row: Row, seconds: float, limit: float, seed: int) -> list[Cell]:
         """Let the contestants take turns for about ``seconds``; a cell for each of them and each phase."""
@@ -116,13 +117,20 @@ class Field:
 
 def available(lab: Lab, names: Sequence[str]) -> tuple[list[str], list[str]]:
     """``names`` with the congestion control that this kernel has, and a line for each that it lacks."""
-    there = lab.nodes[0].sysctl("net.ipv4.tcp_available_congestion_control").split()
+    there, allowed = (
+        lab.nodes[0].sysctl(f"net.ipv4.tcp_{which}_congestion_control").split() for which in ("available", "allowed")
+    )
     chosen, lines = [], []
     for name in names:
         words = name.split()
         if len(words) == 2 and words[1] not in there:
             lines.append(f"no {words[1]} here (modprobe tcp_{words[1]}): {words[0]} runs with cubic instead")
             words[1] = "cubic"
+        if len(words) == 2 and words[1] not in allowed:
+            lines.append(
+                f"{words[1]} is not allowed here (net.ipv4.tcp_allowed_congestion_control): no {' '.join(words)}"
+            )
+            continue
         if " ".join(words) not in chosen:
             chosen.append(" ".join(words))
     return chosen, lines
@@ -158,14 +166,15 @@ def share(lab: Lab, pair: str, seconds: float, config: Any) -> Share:
 
 def run(args: argparse.Namespace) -> tuple[list[Cell], list[Share], list[str]]:
     """Everything that was asked for, and lines about what is not there."""
-    config, names, notes = our_config(args.flags), args.contestants, []
+    names, notes = args.contestants, []
+    configs = {"ours": our_config(args.flags), "stream": our_config(args.stream_flags, "stream")}
     rows = choose(args.parts, args.rtt, args.loss, args.megabytes, args.quick)
     cells, shares = [], []
     for (wire, offload), of_wire in itertools.groupby(rows, key=lambda row: (row.wire, row.offload)):
         with Lab(None if wire else Link(), seed=args.seed, offload=offload) as lab, contextlib.ExitStack() as stack:
             chosen, lines = available(lab, names)
             notes += [line for line in lines if line not in notes]
-            field = Field(lab, chosen, config)
+            field = Field(lab, chosen, configs)
             stack.callback(field.close)
             for _, of_setting in itertools.groupby(of_wire, key=lambda row: row.setting):
                 group = list(of_setting)
@@ -181,7 +190,7 @@ def run(args: argparse.Namespace) -> tuple[list[Cell], list[Share], list[str]]:
         with Lab(Link(), seed=args.seed) as lab:
             for pair in SHARES:
                 if all(name in names for name in pair.split(", ")):
-                    shares.append(share(lab, pair, args.share_seconds, config))
+                    shares.append(share(lab, pair, args.share_seconds, configs["ours"]))
                     print(shares[-1], flush=True)
     return cells, shares, notes
 
@@ -197,6 +206,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--megabytes", type=float, nargs="+", metavar="MB", help="only rows with these")
     parser.add_argument("--contestants", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     parser.add_argument("--flags", default="", help="more loss flags of ours, as one word: '--udp-key-file none'")
+    parser.add_argument("--stream-flags", default="", help="the same of streams: '--udp-deadline off'")
     parser.add_argument("--seconds", type=float, metavar="S", help="for each row (default 30; quick: 8)")
     parser.add_argument("--limit", type=float, default=20.0, metavar="S", help="for one exchange (default 20)")
     parser.add_argument(

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lossy.lab.studies.commands import recorded_tables
+from megatron_lossy.lab.studies.commands import recorded
+from megatron_lossy.lab.studies.folder import tables
 from megatron_lossy.lab.studies.link import Site, of_steps, seconds
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -28,7 +29,7 @@ class Measured:
 
     def text(self) -> str:
         """The change in words, with its link."""
-        table = recorded_tables(RESULTS / "studies" / self.study)["val_loss"]
+        table = tables(recorded(RESULTS / "studies" / self.study))["val_loss"]
         found = dict(table.rows)[self.row][table.headings.index(self.level)]
         size = f"{found.change:+.2f} ± {found.change_error:.2f} %"
         return f"[{size}](results/islands.md#{self.heading}) for {self.what or self.level}, against {self.against}"

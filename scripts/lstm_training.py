@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron_lossy.base.device.environment import processor, versions
 from megatron_lossy.base.errors import refuse
 from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.config import PHASES, LossyConfig
 from megatron_lossy.lab.data import Tokenizer, stdlib_documents
-from megatron_lossy.lab.data.documents import find_files, read_documents, validation_documents
+from megatron_lossy.lab.data.indexed import find_files, read_documents, validation_documents
+from megatron_lossy.lab.environment import processor, versions
 from megatron_lossy.lab.studies.design import loss_seed_of
 from megatron_lossy.recovery import Gradients
 from megatron_lossy.transport import BucketSpec, LossyGroup, Network, wire_for

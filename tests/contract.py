@@ -75,7 +75,7 @@ def _record(rank, lossy, tiny, steps, overflows, without, unhooked):
     original = pgb.dist_reduce_scatter_func
 
     def spy(output, input, *args, **kwargs):
-        sent[id(input)] = input.float().numpy().copy()
+        sent[id(input)] = input.float().cpu().numpy().copy()
         return original(output, input, *args, **kwargs)
 
     pgb.dist_reduce_scatter_func = spy
@@ -85,7 +85,7 @@ def _record(rank, lossy, tiny, steps, overflows, without, unhooked):
         result = finish(self, *args, **kwargs)
         for bucket, place in places:
             own = bucket.grad_data.chunk(len(place["group"]))[place["group"].index(rank)]
-            reduced[id(bucket)] = own.float().numpy().copy()
+            reduced[id(bucket)] = own.float().cpu().numpy().copy()
         return result
 
     DistributedDataParallel.finish_grad_sync = finish_grad_sync
@@ -95,7 +95,7 @@ def _record(rank, lossy, tiny, steps, overflows, without, unhooked):
             lossy.skip_iteration()
             iterations.append(None)
             continue
-        before = [bucket.param_data.float().numpy().copy() for bucket, _ in places]
+        before = [bucket.param_data.float().cpu().numpy().copy() for bucket, _ in places]
         report = run.step(step, overflow_on=overflows.get(step))
         if tiny.overlap_param_gather:
             run.gather()
@@ -109,7 +109,7 @@ def _record(rank, lossy, tiny, steps, overflows, without, unhooked):
                         "sent": sent[id(bucket.grad_data)],
                         "reduced": reduced[id(bucket)],
                         "before": old,
-                        "after": bucket.param_data.float().numpy().copy(),
+                        "after": bucket.param_data.float().cpu().numpy().copy(),
                     }
                     for (bucket, place), old in zip(places, before)
                 ],

@@ -4,6 +4,7 @@ GRAD = {"p_grad": 0.1}
 PARAM = {"p_param": 0.1}
 PACKETS = {"loss_unit": "packet"}
 UDP = {"transport": "udp"}
+STREAM = {"transport": "stream"}
 ACT = {"p_act": 0.1}
 ACT_UDP = UDP | {"act_transport": "udp"}
 VIRTUAL = ACT | {"virtual_boundaries": (1, 3)}
@@ -135,7 +136,7 @@ ISLAND = [
     (
         {"islands": 2, "sync_method": "eager-diloco", "sync_delay": 1, "p_sync": 0.1},
         {"workers": 4},
-        "--sync-method eager-diloco: cannot lose exchanges (--p-sync, traces, --transport udp)",
+        "--sync-method eager-diloco: cannot lose exchanges (--p-sync, traces, --transport udp or stream)",
     ),
     (ISLANDS | GRAD, {"workers": 2}, "--islands 2: islands of one worker exchange no gradients and no parameters"),
     (
@@ -244,6 +245,7 @@ PRIORITY = [
         {},
         "--transport udp with gradients lost by drawing, and --grad-priority or error-feedback: cannot be",
     ),
+    (STREAM | FIRST, {}, "--transport stream with --grad-priority or error-feedback: cannot be: senders are not told"),
     (UDP | FIRST | {"packet_bytes": 8}, {}, "--packet-bytes 8: must be at least 16 with --grad-priority over UDP"),
     (FIRST | GRAD, {"virtual": False}, "--grad-priority packet-mean with --grad-recovery renormalize: needs virtual"),
     (FEEDBACK, {"per_token_loss": True}, "--grad-recovery error-feedback with --transport udp: is told late what was"),
@@ -262,7 +264,7 @@ LEAD = [
 COMPRESSION = [
     ({"param_wire": "int8"}, {}, "--param-wire int8: needs --loss-unit packet"),
     (PACKETS | {"grad_wire": "int8", "packet_bytes": 64}, {}, "--packet-bytes 64: holds no block of 128 (int8 needs"),
-    ({"grad_wire": "int8"}, {"virtual": False}, "--grad-wire int8: needs --transport pieces or udp on real ranks"),
+    ({"grad_wire": "int8"}, {"virtual": False}, "--grad-wire int8: needs --transport pieces, udp or stream on real"),
     ({"grad_wire": "int4", "param_sync_interval": 10**6}, FULL, "--grad-wire int4: no all-reduce carries codes;"),
     ({"grad_wire": "int8"}, {"data_parallel": "DDP"}, "--grad-wire int8: no all-reduce carries codes; shard the model"),
     ({"grad_wire": "int8"}, {"copies_apart": True}, "--grad-wire int8: tensor-parallel copies that Megatron does not"),

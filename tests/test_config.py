@@ -8,11 +8,12 @@ import re
 import pytest
 
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.base.flags import add_flags, flag_groups, flag_table, flag_tables, from_namespace
+from megatron_lossy.base.flags import add_flags, flag_groups, from_namespace
 from megatron_lossy.base.section import Flags
 from megatron_lossy.channel.bernoulli import Bernoulli
 from megatron_lossy.config import SECTIONS, LossyConfig, PhaseLoss, Schedule, given, value_of
 from megatron_lossy.lab.train.config import TrainConfig
+from scripts.update_docs import flag_table, flag_tables
 from tests.refusal_examples import EXAMPLES
 
 pytestmark = pytest.mark.shows("flags: allowed values, sections, schedules, what does nothing is said", device=False)
@@ -159,6 +160,7 @@ def test_what_does_nothing_in_one_phase_is_not_called_a_part_of_what_is_lost():
         {"p_grad": 0.1, "loss_unit": "packet", "grad_recovery": "zero", "grad_priority": "packet-mean"},
         {"transport": "udp"},
         {"transport": "udp", "packet_bytes": 4096},
+        {"transport": "stream", "udp_deadline": "50", "udp_port": 41000},
         {"transport": "udp", "grad_recovery": "error-feedback", "grad_priority": "none"},
         {"p_param": 0.1, "loss_unit": "packet", "packet_bytes": 1408},
     ],
@@ -176,6 +178,7 @@ def test_what_is_given_makes_the_same_configuration_again(flags):
         ({}, "lost 0 %"),
         ({"p_sync": 0.1}, "lost 10 %"),
         ({"transport": "udp"}, "lost what the network loses"),
+        ({"transport": "stream"}, "lost what the network loses"),
         ({"transport": "udp", "p_sync": 0.1}, "lost 10 % and what the network loses"),
     ],
 )

@@ -17,10 +17,10 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.hooks.versions import SUPPORTED, check_version
 from megatron_lossy.lab.doctor import network
 from megatron_lossy.lab.doctor.found import apex
-from megatron_lossy.transport.udp import UdpSettings
+from megatron_lossy.transport.udp import Settings
 from tests.programs import Program, rank_environments, run_program
 
-pytestmark = pytest.mark.shows("the doctor: this machine, a lossy step, datagrams between ranks")
+pytestmark = pytest.mark.shows("the doctor: this machine, a lossy step, datagrams and streams between ranks")
 
 ROOT = Path(__file__).parents[1]
 
@@ -122,13 +122,17 @@ def test_the_range_of_megatron_core_is_that_of_the_hooks():
                 check_version(version)
 
 
-def test_links_between_ranks_are_tried():
-    done = run_program("megatron_lossy", "doctor", "--transport", "udp", "--json", ranks=3)
+@pytest.mark.parametrize(
+    ("transport", "own"),
+    [("udp", ["engine", "receive buffer", "packets"]), ("stream", ["streams", "congestion control"])],
+)
+def test_links_between_ranks_are_tried(transport, own):
+    done = run_program("megatron_lossy", "doctor", "--transport", transport, "--json", ranks=3)
     assert done.returncode == 0, done.stderr
     findings = {found["name"]: found for found in json.loads(done.stdout)["findings"]}
     assert {f"rank {a} to {b}" for a in range(3) for b in range(3) if a != b} <= set(findings)
     assert findings["rank 0 to 2"]["text"].startswith("0.00 % lost, round trip ")
-    assert {"rank 2, engine", "rank 2, receive buffer", "rank 2, packets", "exchange"} <= set(findings)
+    assert {"exchange", *(f"rank 2, {name}" for name in own)} <= set(findings)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +146,8 @@ def test_links_between_ranks_are_tried():
     ],
 )
 def test_what_the_interface_takes_is_said(monkeypatch, address, mtu, status, text):
-    monkeypatch.setattr("megatron_lossy.transport.udp.address.mtu_of", lambda _: mtu)
-    engine = SimpleNamespace(address=address, datagram=1408 + 44, settings=UdpSettings())
+    monkeypatch.setattr("megatron_lossy.transport.address.mtu_of", lambda _: mtu)
+    engine = SimpleNamespace(address=address, datagram=1408 + 44, settings=Settings())
     found = network._packets(engine)
     assert [one.status for one in found] == ([status] if status else []) and all(text in one.text for one in found)
 

@@ -17,8 +17,8 @@ from megatron_lossy.mechanisms.islands.datagrams import IslandLink
 from megatron_lossy.mechanisms.islands.elastic.membership import Placed
 from megatron_lossy.mechanisms.islands.elastic.part import ElasticIslands
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation, Member
+from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.udp.engine import Engine, PeerLost
-from megatron_lossy.transport.udp.process import settings_of
 
 pytestmark = pytest.mark.shows("datagrams between islands: one is silent and the others go on", device=False)
 

@@ -20,8 +20,8 @@ from megatron_lossy.mechanisms.islands.elastic.membership import Placed
 from megatron_lossy.mechanisms.islands.elastic.opening import Opener, Opening
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation, Member
 from megatron_lossy.mechanisms.islands.mean import InMemory
+from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.udp.engine import Engine
-from megatron_lossy.transport.udp.process import settings_of
 
 pytestmark = pytest.mark.shows("islands that are launches of their own meet", device=False)
 

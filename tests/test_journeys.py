@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 import megatron_lossy
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.theory.islands import rounds_of
 from megatron_lossy.plugin import parse_loss_flags
 from megatron_lossy.pytorch import exchanges, make_lossy
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatter
+from scripts.stability import rounds_of
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
 

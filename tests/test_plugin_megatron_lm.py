@@ -1,4 +1,4 @@
-"""The unmodified pretrain_gpt.py of a checkout of Megatron-LM, on two gloo ranks.
+"""The unmodified pretrain_gpt.py of a checkout of Megatron-LM, on two ranks, over gloo or on CUDA.
 
     pytest tests/test_plugin_megatron_lm.py --megatron-lm=/path/to/Megatron-LM      (about four minutes)
 
@@ -17,8 +17,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from torch.utils import cpp_extension
 
-from megatron_lossy.lab.report.megatron_logs import read_megatron_run
+import tests.ranks
+from megatron_lossy.lab.doctor.step import error_of_a_rank
+from megatron_lossy.lab.report.read import read_megatron_run
 
 pytestmark = [
     pytest.mark.shows(
@@ -53,6 +57,9 @@ def pretrain(megatron_lm, *arguments, plugin=True, ranks=2, distributed=True):
         model.remove("--use-distributed-optimizer")
     if "--train-samples" in arguments:  # Megatron wants one of them
         del model[(at := model.index("--train-iters")) : at + 2]
+    if tests.ranks.kind == "cuda":
+        model[model.index("gloo")] = "nccl"
+        model += ["--local-rank", 0] if torch.cuda.device_count() < ranks else []
     script = os.path.join(megatron_lm, "pretrain_gpt.py")
     launcher = ["-m", "megatron_lossy"] if plugin else [os.path.join(os.path.dirname(__file__), "bare.py")]
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", ranks, *launcher, script, *model, *arguments]
@@ -94,12 +101,21 @@ def test_a_killed_rank_is_started_again_and_finds_the_others(megatron_lm, tmp_pa
     assert "successfully loaded checkpoint" in said and "iteration       20/" in said
 
 
-def test_without_loss_every_digit_is_megatrons(megatron_lm):
+@pytest.mark.on_cuda
+@pytest.mark.shows("the unmodified `pretrain_gpt.py`: without loss every digit is Megatron's")
+def test_without_loss_every_digit_is_megatrons(megatron_lm, ranks_on, tmp_path, monkeypatch):
     """Without our flags, with rates 0, and against Megatron with nothing of ours but the CPU in place."""
-    bare, _ = pretrain(megatron_lm, plugin=False)
-    assert len(bare) == 24
+    if ranks_on == "cuda" and cpp_extension.CUDA_HOME is None:  # it is asked for its version, and for no kernel
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\necho release 13.0,\n")
+        (tmp_path / "bin" / "nvcc").chmod(0o755)
+        monkeypatch.setitem(ENVIRONMENT, "CUDA_HOME", str(tmp_path))
+    bare, done = pretrain(megatron_lm, plugin=False)
+    assert len(bare) == 24, error_of_a_rank(done.stderr)
     assert pretrain(megatron_lm)[0] == bare
     assert pretrain(megatron_lm, "--p-grad", 0, "--p-param", 0)[0] == bare
+    lossy, done = pretrain(megatron_lm, "--p-grad", 0.1, "--p-param", 0.1)
+    assert len(lossy) == 24 and lossy != bare, error_of_a_rank(done.stderr)
 
 
 def test_full_replicas(megatron_lm, tmp_path):

@@ -18,6 +18,7 @@ from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, l
 from tests import contract, fsdp
 from tests.fsdp import Tiny, Training
 from tests.test_pytorch import BOTH, RULES, same
+from tests.test_udp import over_networks
 
 pytestmark = [
     pytest.mark.shows(
@@ -113,10 +114,12 @@ def test_a_loop_by_hand_gives_the_same_bits(world, rule, pool):
             np.testing.assert_array_equal(one, other)
 
 
+@over_networks
 @pytest.mark.parametrize("config", [BOTH, CODED], ids=["raw", "codes"])
-def test_udp_gives_what_pieces_give(config, pool):
-    udp, pieces = (dataclasses.replace(config, transport=transport) for transport in ("udp", "pieces"))
-    same(pool.run(fsdp.plain, 2, Tiny(), udp, 6), pool.run(fsdp.plain, 2, Tiny(), pieces, 6))
+def test_networks_give_what_pieces_give(network, config, pool):
+    mine = dataclasses.replace(config, **network)
+    pieces = dataclasses.replace(config, transport="pieces")
+    same(pool.run(fsdp.plain, 2, Tiny(), mine, 6), pool.run(fsdp.plain, 2, Tiny(), pieces, 6))
 
 
 @pytest.mark.parametrize("setting", [{}, {"grad_recovery": "error-feedback", "grad_priority": "packet-mean:0.1"}])

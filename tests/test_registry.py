@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.base.flags import flag_table
 from megatron_lossy.base.registry import CHANNELS, GRAD_RECOVERIES, Registry
 from megatron_lossy.config import LossyConfig
+from scripts.update_docs import flag_table
 from tests.trainer import TINY, as_flags, read_records, write_data
 
 pytestmark = pytest.mark.shows("a channel and a rule of another package, from the command line", device=False)

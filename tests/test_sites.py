@@ -9,16 +9,15 @@ import torch.distributed as dist
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.virtual import VirtualCluster
+from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.sites import check_blocks
-from megatron_lossy.transport.udp.process import settings_of
 from tests import contract, fsdp
 from tests.ranks import run_ranks
 from tests.rules import assert_same_weights
-from tests.test_delivery_log import STEPS, assert_same_history, real_run, replica_history, table, verdict
+from tests.test_delivery_log import MODEL, STEPS, assert_same_history, table, verdict
 from tests.test_hooks_owner_weights import OVERLAPS, inside_and_after, resume, save_and_go_on
 from tests.test_monitor import drift_real, drift_virtual, flat, only_drift
-from tests.test_virtual import BUCKETS, real_runs, virtual_runs
+from tests.test_virtual import BUCKETS, real_runs, trained, virtual_runs
 from tests.test_virtual_train import OVERLAP as BUCKETS_OF_TRAINER
 from tests.test_virtual_train import losses_of, run_both
 from tests.test_virtual_train import weights as weights_of
@@ -70,6 +69,7 @@ def holds(pool, tiny, world, config, steps=4, overflows=None, without=(), gaples
     assert lost["grad"] and lost["param"]
 
 
+@pytest.mark.on_cuda
 @pytest.mark.parametrize("rule", ["renormalize", "renormalize-remote", "previous", "zero", "error-feedback"])
 @pytest.mark.parametrize("unit", ["shard", "bucket", "packet"])
 def test_every_rule_and_unit(rule, unit, pool):
@@ -122,10 +122,13 @@ def test_pieces(pool):
     holds(pool, TinyGPT(**BUCKETS), 4, dataclasses.replace(BOTH, transport="pieces"))
 
 
-def test_datagrams(pool):
-    """Without loss they give the weights of the flat exchange, but for rounding."""
-    config, tiny = LossyConfig(transport="udp", sites=2, loss_unit="packet"), TinyGPT(optimizer="sgd", **BUCKETS)
-    mine, theirs = (pool.run(contract.plain, 4, tiny, one, 3) for one in (config, None))
+@pytest.mark.parametrize("network", [{"transport": "udp"}, {"transport": "stream", "udp_deadline": "off"}])
+def test_what_loses_nothing_gives_the_weights_of_pieces_and_of_the_flat_exchange(network, pool):
+    """The flat one but for rounding."""
+    tiny, sites = TinyGPT(optimizer="sgd", **BUCKETS), {"sites": 2, "loss_unit": "packet"}
+    configs = (LossyConfig(**network, **sites), LossyConfig(transport="pieces", **sites), None)
+    mine, pieces, theirs = (pool.run(contract.plain, 4, tiny, one, 3) for one in configs)
+    assert_same_weights(mine, pieces)
     for (weights, _), (expected, _) in zip(mine, theirs):
         for name, value in expected.items():
             np.testing.assert_allclose(weights[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
@@ -299,27 +302,20 @@ def test_owner_weights_do_not_disturb_training(overlap, pool):
             np.testing.assert_array_equal(value, expected[rank][name])
 
 
-def log_and_replay(rank, folder, build_run):
-    log = LossyConfig(p_grad=0.4, p_param=0.4, sites=2, loss_unit="packet", packet_bytes=512, delivery_log=folder)
-    recorded = replica_history(log, build_run)
+def log_and_replay(rank, folder, workers=None):
+    units = {"sites": 2, "loss_unit": "packet", "packet_bytes": 512}
+    log = LossyConfig(p_grad=0.4, p_param=0.4, delivery_log=folder, **units)
+    recorded = trained(rank, TinyGPT(**MODEL), log, STEPS, workers)
     if dist.is_initialized():
         dist.barrier()  # a replay reads the files of all ranks
-    replay = LossyConfig(
-        sites=2, loss_unit="packet", packet_bytes=512, loss_model=("trace",), trace=folder, loss_seed=7
-    )
-    return recorded, replica_history(replay, build_run)
-
-
-def virtual_four(config, model):
-    cluster = VirtualCluster(config, 4, steps=STEPS)
-    run = build(model, cluster)
-    return cluster, run, run.all_replica_buffers
+    replay = LossyConfig(loss_model=("trace",), trace=folder, loss_seed=7, **units)
+    return recorded, trained(rank, TinyGPT(**MODEL), replay, STEPS, workers)
 
 
 @pytest.mark.slow
 def test_a_replay_is_the_recorded_run_and_logs_of_real_and_virtual_runs_are_equal(tmp_path):
-    real = run_ranks(log_and_replay, 4, str(tmp_path / "real"), real_run)
-    [virtual] = run_ranks(log_and_replay, 1, str(tmp_path / "virtual"), virtual_four)
+    real = run_ranks(log_and_replay, 4, str(tmp_path / "real"))
+    [virtual] = run_ranks(log_and_replay, 1, str(tmp_path / "virtual"), 4)
     for results in [*real, virtual]:
         assert_same_history(*results)
     logs = [table(tmp_path / kind) for kind in ("real", "virtual")]

@@ -8,16 +8,16 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 34_000,
-    "lines of the package": 48_500,
+    "lines outside lab": 32_700,
+    "lines of the package": 47_000,
     "lines of C": 4_060,
-    "lines of tests": 41_000,
+    "lines of tests": 40_700,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 37,
     "lines of islands": 6_890,
-    "files under 40 lines": 24,
+    "files under 40 lines": 12,
     "files over 450 lines": 4,
-    "words of pages": 42_000,
+    "words of pages": 43_000,
     "loss flags": 74,
     "lines of train --help": 90,
 }

@@ -1,4 +1,4 @@
-"""``--transport udp`` under Megatron and without it: with drawn losses it is ``pieces``, bit for bit."""
+"""``--transport udp`` and ``stream`` under Megatron and without it: with drawn losses they are ``pieces``, bit for bit."""
 
 import dataclasses
 
@@ -19,21 +19,24 @@ from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows(
     "over UDP drawn losses give what pieces give, in every setting",
+    "over TCP drawn losses give what pieces give",
     "what the network lost is replayed bit for bit",
 )
 
-UDP = dataclasses.replace(BOTH, transport="udp")
+#: The networks; no exchange of a test takes as long as this deadline.
+NETWORKS = {"udp": {"transport": "udp"}, "stream": {"transport": "stream", "udp_deadline": "60000"}}
+over_networks = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 
 
+@over_networks
 @pytest.mark.parametrize(
-    ("size", "cipher"), [(2, "aes-128-gcm"), (3, "none"), pytest.param(5, "aes-128-gcm", marks=pytest.mark.slow)]
+    ("size", "flags"), [(2, {}), (3, {"udp_key_file": "none"}), pytest.param(5, {}, marks=pytest.mark.slow)]
 )
-def test_the_public_collectives_give_what_pieces_give(size, cipher, pool):
+def test_the_public_collectives_give_what_pieces_give(size, network, flags, pool):
     shards = [50, 7]
     for rule in RULES if size == 3 else RULES[:1]:
         lossy = {"p_grad": 0.45, "p_param": 0.45, "packet_bytes": 48, "loss_unit": "packet", "grad_recovery": rule}
-        key = {"udp_key_file": "none"} if cipher == "none" else {}
-        config = LossyConfig(transport="udp", **key, **lossy)
+        config = LossyConfig(**lossy, **network, **flags)
         pieces = LossyConfig(transport="pieces", **lossy)
         for exchange in (exchange_grads, gather_params) if rule == "renormalize" else (exchange_grads,):
             mine = pool.run(exchange, size, size, config, shards, rule != "zero")
@@ -44,41 +47,49 @@ def test_the_public_collectives_give_what_pieces_give(size, cipher, pool):
                         np.testing.assert_array_equal(mine[rank][step][bucket], theirs[rank][step][bucket])
 
 
+@over_networks
 @pytest.mark.parametrize("name", FEW_SETTINGS)
 @pytest.mark.slow
-def test_every_setting_of_megatron(name, pool):
+def test_every_setting_of_megatron(name, network, pool):
     world, tiny = SETTINGS[name]
-    _, lost = contract_holds(tiny, world=world, config=UDP, pool=pool)
+    _, lost = contract_holds(tiny, world=world, config=dataclasses.replace(BOTH, **network), pool=pool)
     assert bool(lost["grad"]) == bool(lost["param"]) == (world > 1)
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("UDP and TCP: every rule and overlap as pieces")
 @pytest.mark.parametrize(
     "name",
     ["compensated", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES)],
 )
-def test_every_rule_and_overlap_gives_what_pieces_give(name, pool):
+@over_networks
+def test_every_rule_and_overlap_gives_what_pieces_give(name, network, pool):
     flags = {"param_send": "compensated:0.6"} if name == "compensated" else {"grad_recovery": name}
     chosen = [
         (
             f"{dtype} {overlap}",
             {"dtype": dtype, "accumulation": 2, **OVERLAPS[overlap]},
-            dataclasses.replace(UDP, **flags),
+            dataclasses.replace(BOTH, **network, **flags),
         )
         for dtype, overlap in (("fp32", "both"), ("bf16", "both"), ("bf16", "none"))
     ]
-    pieces = [(key, tiny, dataclasses.replace(config, transport="pieces")) for key, tiny, config in chosen]
+    pieces = [(key, tiny, dataclasses.replace(BOTH, transport="pieces", **flags)) for key, tiny, _ in chosen]
     assert_same_runs(pool.run(real_runs, 3, chosen), pool.run(real_runs, 3, pieces))
 
 
-def test_without_loss_between_two_ranks_it_is_megatron(pool, unhooked):
+@pytest.mark.on_cuda
+@pytest.mark.shows("UDP and TCP: every rule and overlap as pieces")
+@over_networks
+def test_without_loss_between_two_ranks_it_is_megatron(network, pool, unhooked):
     tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])
-    mine = pool.run(contract.plain, 2, tiny, LossyConfig(transport="udp"), 4)
+    mine = pool.run(contract.plain, 2, tiny, LossyConfig(**network), 4)
     theirs = unhooked.run(contract.plain, 2, tiny, None, 4)
     assert_same_weights(mine, theirs)
 
 
 #: Exchanges end before all has arrived, whatever the network does: some of it is really lost.
 HURRIED = LossyConfig(transport="udp", packet_bytes=256, udp_deadline="0.3")
+HURRIED_STREAM = LossyConfig(transport="stream", packet_bytes=256, udp_deadline="0.3")
 
 
 def final_weights(rank, tiny, config, steps, workers=None):
@@ -118,11 +129,16 @@ def assert_replayed(pool, folder, tiny, first, **flags):
 
 
 @pytest.mark.parametrize(
-    ("overlap", "rule"), [("both", "renormalize"), pytest.param("none", "previous", marks=pytest.mark.slow)]
+    ("overlap", "rule", "hurried"),
+    [
+        ("both", "renormalize", HURRIED),
+        ("both", "renormalize", HURRIED_STREAM),
+        pytest.param("none", "previous", HURRIED, marks=pytest.mark.slow),
+    ],
 )
-def test_what_was_lost_is_replayed_bit_for_bit(overlap, rule, tmp_path, pool):
+def test_what_was_lost_is_replayed_bit_for_bit(overlap, rule, hurried, tmp_path, pool):
     tiny, steps = TinyGPT(dtype="bf16", **OVERLAPS[overlap]), 5
-    config = dataclasses.replace(HURRIED, grad_recovery=rule, delivery_log=str(tmp_path / "log"))
+    config = dataclasses.replace(hurried, grad_recovery=rule, delivery_log=str(tmp_path / "log"))
     first = pool.run(final_weights, 2, tiny, config, steps)
     assert_replayed(pool, tmp_path / "log", tiny, first, packet_bytes=256, grad_recovery=rule)
 

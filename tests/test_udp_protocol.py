@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base import native
-from megatron_lossy.transport.udp import packet
 from megatron_lossy.transport.udp.engine import RULES, SECOND, _declare, load
-from megatron_lossy.transport.udp.packet import (
+from tests import udp_packet as packet
+from tests import udp_world
+from tests.udp_models import Rate, Source
+from tests.udp_packet import (
     ALIVE,
     ASK,
     CODES,
@@ -26,8 +28,6 @@ from megatron_lossy.transport.udp.packet import (
     REPORT,
     encode,
 )
-from tests import udp_world
-from tests.udp_models import Rate, Source
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of
 
 pytestmark = pytest.mark.shows(
@@ -425,7 +425,7 @@ def test_what_is_lost_is_what_the_network_lost(seed, loss):
                         units = {
                             key[-1]
                             for key, _ in arrived
-                            if key[:5] == (packet.PHASES[phase], step, bucket, source, node.rank)
+                            if key[:5] == (packet.PHASES.index(phase), step, bucket, source, node.rank)
                         }
                         assert set(np.nonzero(exchange.arrived[source])[0]) == units
         world.run_for(20 * SECOND)

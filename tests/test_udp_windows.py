@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base.exchange import cut
-from megatron_lossy.transport.udp import carrier
-from megatron_lossy.transport.udp.staging import Courier, Parcel, Ring
-from megatron_lossy.transport.udp.windows import runs, windows
+from megatron_lossy.transport import deadline
+from megatron_lossy.transport.staging import Courier, Parcel, Ring
+from megatron_lossy.transport.windows import runs, windows
 from tests import contract
 from tests.in_lab import telescopes
 from tests.ranks import run_ranks
@@ -37,24 +37,24 @@ CUT = dataclasses.replace(WHOLE, **LITTLE)
 
 def as_on_a_device(rank, function, *args):
     """Let tensors go the way of those on a device, but for the device."""
-    carrier.staged = lambda buffer: True
+    deadline.staged = lambda buffer: True
     return function(rank, *args)
 
 
 def counted(rank, function, *args):
     """The result of ``function``, and the most windows of a bucket."""
-    counts, original = [], carrier.windows
+    counts, original = [], deadline.windows
 
     def noted(*called):
         found = list(original(*called))
         counts.extend(map(len, found))
         return found
 
-    carrier.windows = noted
+    deadline.windows = noted
     try:
         return function(rank, *args), max(counts)
     finally:
-        carrier.windows = original
+        deadline.windows = original
 
 
 def staged_and_counted(rank, *args):
@@ -124,20 +124,18 @@ def test_all_that_was_sent_in_windows_is_applied_but_for_what_is_kept(way):
     packet=st.integers(4, 300),
     size=st.integers(2, 9),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    threads=st.integers(1, 16),
 )
-def test_windows_divide_a_bucket_and_fit(shards, packet, size, dtype, threads):
+def test_windows_divide_a_bucket_and_fit(shards, packet, size, dtype):
     memory = 2**16
     units, _ = cut(shards, [dtype.itemsize] * len(shards), "packet", packet)
     numbers = []
-    for bucket, found in zip(units, windows(units, [dtype] * len(shards), size, memory, threads), strict=True):
+    for bucket, found in zip(units, windows(units, [dtype] * len(shards), size, memory), strict=True):
         assert [window.units.start for window in found] == [0, *(window.units.stop for window in found[:-1])]
         assert found[-1].units.stop == bucket.count
         assert sum(window.elements for window in found) == bucket.shard
-        assert len(found) >= min(threads, -(-bucket.count // 64))
         for window in found:
             assert window.start == window.units.start * bucket.elements and window.elements > 0
-            assert len(found) <= threads or 2 * size * window.elements * dtype.itemsize <= memory // 2
+            assert len(found) == 1 or 2 * size * window.elements * dtype.itemsize <= memory // 2
             numbers.append(window.number)
     assert numbers == list(range(len(numbers)))
 

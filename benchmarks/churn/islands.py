@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from benchmarks.churn.networks import Network
-from megatron_lossy.base.device.environment import without_ranks
+from megatron_lossy.lab.environment import without_ranks
 from megatron_lossy.lab.train.metrics import METRICS_FILE
 
 #: Seconds after which the lighthouse takes a silent island for dead, and for which it waits for others that ask.

@@ -1,4 +1,4 @@
-"""Who exchanges: gloo, a plain TCP connection for each pair of ranks, and the lossy transport over UDP.
+"""Who exchanges: a plain TCP connection for each pair of ranks, gloo, and the lossy transports over TCP and UDP.
 
 A :class:`Team` is the ranks of one of them, each a process on a node of the lab that waits for orders. Orders and
 results go through pipes, so that nothing but the exchange crosses the link while it is timed.
@@ -34,17 +34,17 @@ from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, l
 
 PHASES = ("reduce-scatter", "all-gather")
 #: The contestants. The second word is the congestion control of their TCP connections.
-NAMES = ("gloo bbr", "gloo reno", "tcp bbr", "ours")
+NAMES = ("tcp bbr", "tcp cubic", "gloo bbr", "gloo reno", "stream bbr", "ours")
 _CONNECT_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
 #: A start that all ranks can keep after they have been told of it.
 _HEAD_START = 0.004
 
 
-def our_config(flags: str) -> LossyConfig:
-    """The configuration of ours, with more ``flags``."""
+def our_config(flags: str, transport: str = "udp") -> LossyConfig:
+    """The configuration of ours, or of streams, with more ``flags``."""
     parser = add_flags(argparse.ArgumentParser("--flags"), LossyConfig, "loss")
-    always = ["--transport", "udp", "--udp-interface", INTERFACE]
+    always = ["--transport", transport, "--udp-interface", INTERFACE]
     return from_namespace(LossyConfig, parser.parse_args([*always, *shlex.split(flags)]))
 
 
@@ -154,7 +154,7 @@ def _connect(address: str, port: int) -> socket.socket:
 
 
 class Ours:
-    """The public collectives over UDP. Every size has a group of its own; the process group makes the session."""
+    """The public collectives over UDP, or streams. Every size has a group of its own; the process group makes the session."""
 
     def __init__(
         self, rank: int, addresses: Sequence[str], port: int, shards: Sequence[int], config: LossyConfig
@@ -192,7 +192,9 @@ class Ours:
     def sent(self) -> Sent:
         """Since the beginning, to all ranks."""
         counters = [peer for group in self._groups.values() for peer in group.wire.counters().values()]
-        datagrams, again, parities = (sum(one[name] for one in counters) for name in ("sent", "resent", "parities"))
+        datagrams, again, parities = (
+            sum(one.get(name, 0) for one in counters) for name in ("sent", "resent", "parities")
+        )
         return Sent(datagrams, again, parities, self._must, self._must_lost)
 
 
@@ -234,7 +236,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    kinds: dict[str, type[Any]] = {"gloo": Gloo, "tcp": Plain, "ours": Ours, "timeouts": Timeouts}
+    kinds: dict[str, type[Any]] = {"gloo": Gloo, "tcp": Plain, "stream": Ours, "ours": Ours, "timeouts": Timeouts}
     exchanger: Any = kinds[name.split()[0]](rank, addresses, port, shards, config)
     ranks = len(addresses)
     tensors = {shard: (torch.ones(shard), torch.ones(ranks * shard)) for shard in shards}

@@ -156,7 +156,7 @@ class CoreFlags(Flags):
     loss_unit: str = flag(
         None,
         "what is lost as a whole: the shard of an iteration over all buckets (the default), the shard of a bucket, or a "
-        "packet (the only unit of --transport udp, where it is a datagram)",
+        "packet (the only unit of --transport udp and stream; of udp it is a datagram)",
         choices=("shard", "bucket", "packet"),
         basic=True,
     )

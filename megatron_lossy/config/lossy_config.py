@@ -234,7 +234,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     def loses(self, phase: str) -> bool:
         """Whether anything of ``phase`` can be lost, by drawing or by a network."""
-        return self.transport == "udp" or not self.phase(phase).lossless
+        return self.observed or not self.phase(phase).lossless
 
     def label(self, phase: str) -> str:
         """A name for the losses of ``phase``: a rate in percent, or the setting that replaces a rate."""
@@ -258,11 +258,12 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
             f"gradients {self.label('grad')}, parameters {self.label('param')}",
             f"{' and '.join(models)}, seed {self.loss_seed}",
         ]
-        if self.transport == "udp":
+        if self.observed:
             nothing = all(self.phase(phase).lossless for phase in PHASES)
             drawn = ["what the network loses", *([] if nothing else ["and", *drawn])]
         unit = f"unit {self.loss_unit}" + (f" of {self.packet_bytes} bytes" if self.loss_unit == "packet" else "")
-        crossing = {"torch": "simulated", "pieces": "simulated, in pieces", "udp": f"over UDP, {self.udp_cipher}"}
+        crossing = {"torch": "simulated", "pieces": "simulated, in pieces"}
+        crossing |= {"udp": f"over UDP, {self.udp_cipher}", "stream": f"over TCP, {self.udp_cipher}"}
         return "; ".join([*drawn, unit, *notes, crossing[self.transport], *beside])
 
     def _idle_notes(self) -> list[str]:

@@ -22,6 +22,11 @@ UDP_REPORT_BYTES = 16
 UDP_WINDOWS = 4
 #: Copies of a packet: more cost more than what they save.
 UDP_MOST_COPIES = 4
+#: The transports, and those over which units are really lost.
+TRANSPORTS = ("torch", "pieces", "udp", "stream")
+OBSERVED = ("udp", "stream")
+#: The flags that hold for datagrams and for streams.
+_BOTH = ("interface", "port", "rate", "deadline", "memory", "key_file", "peer_timeout")
 
 
 @dataclass(frozen=True)
@@ -33,20 +38,21 @@ class TransportFlags(Flags):
     transport: str = flag(
         "torch",
         "how the exchanges cross: Megatron's collectives, minus what a channel draws; pieces, the same over an all-to-all, "
-        "summed by the owner in the order of ranks; or udp, datagrams that may really be lost (docs/transport.md)",
-        choices=("torch", "pieces", "udp"),
+        "summed by the owner in the order of ranks; udp, datagrams that may really be lost; or stream, TCP with a deadline, after "
+        "which what has not come is lost (docs/transport.md)",
+        choices=TRANSPORTS,
         group="transport",
         basic=True,
     )
     udp_interface: str | None = flag(
         None,
-        "udp: network interface to send from; default the one that reaches MASTER_ADDR",
+        "udp, stream: network interface to send from; default the one that reaches MASTER_ADDR",
         metavar="NAME",
         incidental=True,
     )
     udp_port: int = flag(
         0,
-        "udp: port of local rank 0, the next are the others'; 0 takes free ones",
+        "udp, stream: port of local rank 0, the next are the others'; 0 takes free ones",
         metavar="BASE",
         incidental=True,
     )
@@ -55,29 +61,31 @@ class TransportFlags(Flags):
         "udp: how a rate is found: shared, beside other traffic, which keeps its share; shared:K, what goes "
         "from a process to another one leaves to others what K TCP flows would; dedicated, on a link of one's own; or "
         "fixed, not at all (closed networks only); and the most a process sends, with --sites all of a site together, "
-        "for example 10gbit or 300mbit; default the speed of the interface, shared by the ranks of this host, else 1gbit",
+        "for example 10gbit or 300mbit; default the speed of the interface, shared by the ranks of this host, else 1gbit; "
+        "stream: the kernel's congestion control, for example bbr or cubic; default the host's",
         type=str,
         nargs="+",
-        metavar="[shared[:K]|dedicated|fixed] [RATE]",
+        metavar="[shared[:K]|dedicated|fixed] [RATE] | NAME",
         incidental=True,
     )
-    udp_deadline: str = flag(
-        "off",
-        "udp: also end an exchange so many milliseconds after this rank asked for it, whatever is missing; auto: 1.2 "
-        "times the 95th percentile of the last 100",
-        metavar="{off,auto,MS}",
+    udp_deadline: str | None = flag(
+        None,
+        "udp, stream: also end an exchange so many milliseconds after this rank asked for it, whatever is missing; off, the default of "
+        "udp; or auto, that of stream: of udp 1.2 times the 95th percentile of the last 100; of stream the time in which SHARE, by "
+        "default 0.99, of the units of the last 64 came, and a margin",
+        metavar="{off,auto[:SHARE],MS}",
     )
     udp_memory: int = flag(
         2**28,
-        "udp: bytes of a process for what arrives before it is asked for; and as many of page-locked memory, on an "
+        "udp, stream: bytes of a process for what arrives before it is asked for; and as many of page-locked memory, on an "
         "accelerator, through which larger exchanges cross in windows",
         metavar="BYTES",
         incidental=True,
     )
     udp_key_file: str | None = flag(
         None,
-        "udp: file with a secret that all ranks share; without it a reader of torch's store could forge datagrams; none, for closed "
-        "networks: datagrams are neither encrypted nor authenticated",
+        "udp, stream: file with a secret that all ranks share; without it a reader of torch's store could forge messages; none, for "
+        "closed networks: messages are neither encrypted nor authenticated",
         metavar="{FILE,none}",
         incidental=True,
     )
@@ -99,17 +107,25 @@ class TransportFlags(Flags):
         metavar="C",
     )
     udp_peer_timeout: float = flag(
-        30.0, "udp: seconds without a datagram after which a rank counts as gone", metavar="S", incidental=True
+        30.0,
+        "udp: seconds without a datagram after which a rank counts as gone; stream: the most for a connection, and ten times as long as "
+        "a silent rank is waited for",
+        metavar="S",
+        incidental=True,
     )
 
     def resolve(self: Any) -> None:
-        udp = self.transport == "udp"
         if isinstance(self.udp_rate, str):
             object.__setattr__(self, "udp_rate", tuple(self.udp_rate.split()))
         if self.loss_unit is None:
-            object.__setattr__(self, "loss_unit", "packet" if udp else "shard")
+            object.__setattr__(self, "loss_unit", "packet" if self.observed else "shard")
         if self.packet_bytes is None:
-            object.__setattr__(self, "packet_bytes", UDP_PACKET_BYTES if udp else 4096)
+            object.__setattr__(self, "packet_bytes", UDP_PACKET_BYTES if self.transport == "udp" else 4096)
+
+    @property
+    def observed(self) -> bool:
+        """Whether the network loses units, and what arrived is known only after an exchange."""
+        return self.transport in OBSERVED
 
     def draws(self) -> bool:
         return self.transport != "torch"
@@ -121,26 +137,43 @@ class TransportFlags(Flags):
         ):
             allowed = f"must be one or two numbers in [1, {UDP_MOST_COPIES}]: of gradients, of parameters"
             raise refuse("--packet-copies", " ".join(map(str, self.packet_copies)), allowed)
-        if self.transport != "udp":
-            if self.packet_bytes == "auto":
-                why = "needs --transport udp; with others, as in a replay of its log, give the number"
-                raise refuse("--packet-bytes", "auto", why)
-            for own in fields(TransportFlags):
-                if own.name not in ("transport", "packet_copies"):
-                    refuse_unused(self, own.name, "needs --transport udp")
-            return
-        rate, deadline = self.udp_bytes_per_second, self.udp_deadline_seconds
-        if self.udp_rate_rule[0] == "fixed" and rate is None:
-            raise refuse("--udp-rate", "fixed", "needs a rate, such as fixed 300mbit")
+        if self.transport != "udp" and self.packet_bytes == "auto":
+            why = "needs --transport udp; with others, as in a replay of its log, give the number"
+            raise refuse("--packet-bytes", "auto", why)
+        for own in fields(TransportFlags):
+            given = getattr(self, own.name) != own.default
+            if given and self.transport not in (needed := _transports_of(own.name)):
+                refuse_unused(self, own.name, f"needs --transport {' or '.join(needed)}")
+        if self.observed:
+            self._check_network()
+        if self.transport == "udp":
+            self._check_datagrams()
+        if self.transport == "stream":
+            self._check_streams()
+
+    def _check_network(self: Any) -> None:
+        deadline = self.udp_deadline_seconds
         if not 0 <= self.udp_port <= 65535:
             raise refuse("--udp-port", self.udp_port, "must be in [0, 65535]")
         if isinstance(deadline, float) and not 0 < deadline < math.inf:
             raise refuse("--udp-deadline", self.udp_deadline, "must be off, auto or milliseconds above 0")
         if self.udp_memory < 2**16:
             raise refuse("--udp-memory", self.udp_memory, "must be at least 2^16")
-        _ = self.udp_fec_code, self.udp_fec_budget
         if not 1 <= self.udp_peer_timeout < math.inf:
             raise refuse("--udp-peer-timeout", self.udp_peer_timeout, "must be seconds of at least 1")
+
+    def _check_datagrams(self: Any) -> None:
+        if self.udp_rate_rule[0] == "fixed" and self.udp_bytes_per_second is None:
+            raise refuse("--udp-rate", "fixed", "needs a rate, such as fixed 300mbit")
+        _ = self.udp_bytes_per_second, self.udp_fec_code, self.udp_fec_budget
+
+    def _check_streams(self: Any) -> None:
+        if not 0.5 <= self.deadline_share <= 1:  # NaN fails too
+            raise refuse("--udp-deadline", self.udp_deadline, "SHARE must be in [0.5, 1]")
+        _ = self.stream_congestion
+        if max(self.packet_copies) > 1:
+            copies = " ".join(map(str, self.packet_copies))
+            raise refuse("--packet-copies", copies, "cannot go with --transport stream: TCP sends again")
 
     def copies(self, phase: str) -> int:
         """The number of times that each unit of ``phase`` is sent."""
@@ -158,7 +191,7 @@ class TransportFlags(Flags):
 
     @property
     def udp_cipher(self) -> str:
-        """The cipher of datagrams, "aes-128-gcm" or "none"."""
+        """The cipher of messages, "aes-128-gcm" or "none"."""
         return "none" if self.udp_key_file == "none" else "aes-128-gcm"
 
     def _udp_rate_words(self) -> tuple[str, str | None]:
@@ -180,6 +213,14 @@ class TransportFlags(Flags):
         if colon and not (flows.isdecimal() and 1 <= int(flows) <= 1000):
             raise refuse("--udp-rate", rule, "K must be in [1, 1000]")
         return name, int(flows or 1)
+
+    @property
+    def stream_congestion(self) -> str | None:
+        """The congestion control of streams; ``None``: the host's. Raises :class:`UsageError`."""
+        if len(self.udp_rate) != 1 or self.udp_rate[0][:1].isdigit():
+            why = "must be one word with --transport stream: a congestion control of the kernel, such as bbr or cubic"
+            raise refuse("--udp-rate", " ".join(self.udp_rate), why)
+        return None if self.udp_rate == ("shared",) else self.udp_rate[0]
 
     @property
     def udp_fec_code(self) -> tuple[int, int] | None:
@@ -235,9 +276,25 @@ class TransportFlags(Flags):
     @property
     def udp_deadline_seconds(self) -> float | str | None:
         """``--udp-deadline``: ``None``, "auto" or seconds. Raises :class:`UsageError`."""
-        if self.udp_deadline in ("off", "auto"):
-            return None if self.udp_deadline == "off" else "auto"
+        given = self.udp_deadline or ("auto" if self.transport == "stream" else "off")
+        if given in ("off", "auto") or (self.transport == "stream" and given.startswith("auto:")):
+            return None if given == "off" else "auto"
         try:
-            return float(self.udp_deadline) / 1000
+            return float(given) / 1000
         except ValueError:
-            raise refuse("--udp-deadline", self.udp_deadline, "must be off, auto or milliseconds above 0") from None
+            raise refuse("--udp-deadline", given, "must be off, auto or milliseconds above 0") from None
+
+    @property
+    def deadline_share(self) -> float:
+        """SHARE of ``--udp-deadline auto:SHARE``. Raises :class:`UsageError`."""
+        try:
+            return float((self.udp_deadline or "").partition(":")[2] or 0.99)
+        except ValueError:
+            raise refuse("--udp-deadline", self.udp_deadline, "SHARE must be in [0.5, 1]") from None
+
+
+def _transports_of(name: str) -> tuple[str, ...]:
+    """The transports for which the flag ``name`` of :class:`TransportFlags` means something."""
+    if name in ("transport", "packet_copies"):
+        return TRANSPORTS
+    return OBSERVED if name.removeprefix("udp_") in _BOTH else ("udp",)

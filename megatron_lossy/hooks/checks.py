@@ -8,8 +8,7 @@ from ..channel.corruption import warn_of_one_rank
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..delivery_log.events import recorded_events
-from ..transport import check_channels, read_key_file
+from ..transport import check_channels, check_network
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,6 @@ def check_run(config: LossyConfig, facts: Facts) -> None:
             "--timing-log-level %d: its barriers cross between sites several times an iteration; 0 has none",
             facts.timing_level,
         )
-    read_key_file(config.udp_key_file)
-    recorded_events(config)  # whether they can be read
+    check_network(config)
     config.jobs().check(facts.train_iters)
     check_channels(config, facts.workers, facts.train_iters)

@@ -62,27 +62,20 @@ def patches(lossy: Lossy) -> list[Patch]:
     return [
         *(
             Patch(
-                target=f"{module}:validate_args",
+                target=target,
                 around=partial(validate_args, lossy),
-                why="refuses settings that cannot go with loss before any process group exists",
+                why="refuses settings of the command line or --yaml-cfg that cannot go with loss before any process group exists",
                 versions="all",
                 until="Megatron validates plugins' flags",
-                optional=module != _ARGUMENTS,
+                optional=target != f"{_ARGUMENTS}:validate_args",
                 takes=Takes(("args",)),
             )
-            for module in (_ARGUMENTS, "megatron.training.initialize")
-        ),
-        *(
-            Patch(
-                target=f"{module}:validate_yaml",
-                around=partial(validate_args, lossy),
-                why="the same where --yaml-cfg takes the place of the command line",
-                versions="all",
-                until="Megatron validates plugins' flags",
-                optional=True,
-                takes=Takes(("args",)),
+            for target in (
+                f"{_ARGUMENTS}:validate_args",
+                "megatron.training.initialize:validate_args",
+                "megatron.training.yaml_arguments:validate_yaml",
+                "megatron.training.initialize:validate_yaml",
             )
-            for module in ("megatron.training.yaml_arguments", "megatron.training.initialize")
         ),
         *(
             Patch(

@@ -19,8 +19,7 @@ from ..base.registry import MECHANISMS
 from ..channel.corruption import Errors
 from ..config import PHASES, LossyConfig
 from ..run.base import Observed
-from ..run.sampling import RankSampler
-from ..run.stale import Held, load_stale_state, stale_state
+from ..run.replicas import Held, RankReplicas, load_stale_state, stale_state
 from ..transport import LossyGroup, Network, find_nodes
 from ..transport.sites import Sites, make_group
 from .base import LossyRun
@@ -76,13 +75,11 @@ class LossyFSDP(LossyRun):
         config: LossyConfig,
         optimizers: Sequence[torch.optim.Optimizer],
         groups: Sequence[ParameterGroup],
-        steps: int | None,
-        gapless: bool,
-        scaler: Any,
         regather: bool,
         islands: Sequence[Sequence[int]] | None = None,
+        **how: Any,
     ) -> None:
-        super().__init__(config, optimizers, steps, gapless, scaler)
+        super().__init__(config, optimizers, **how)
         #: Times that weights were loaded.
         self.restarts = 0
         self._loading: list[Any] = []  # hooks
@@ -198,9 +195,9 @@ class LossyFSDP(LossyRun):
     def known_later(self) -> bool:
         return bool(self._again) or super().known_later
 
-    def replicas(self) -> list[RankSampler]:
+    def replicas(self) -> list[RankReplicas]:
         return [
-            RankSampler(
+            RankReplicas(
                 lossy,
                 lossy.members or stream.ranks,
                 [lossy.view(one.replica) for one in self._sharded if one.lossy is lossy],

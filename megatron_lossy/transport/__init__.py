@@ -3,7 +3,7 @@
 from .base import Network, Transfer, Wire
 from .choice import BucketSpec, cut_buckets, settled, wire_for
 from .group import LossyGroup
-from .network import check_channels, check_owners, check_ranks, find_nodes, read_key_file
+from .network import check_channels, check_network, check_owners, check_ranks, find_nodes
 from .ops import check_average, lossy_all_gather, lossy_reduce_scatter
 
 __all__ = [
@@ -14,13 +14,13 @@ __all__ = [
     "Wire",
     "check_average",
     "check_channels",
+    "check_network",
     "check_owners",
     "check_ranks",
     "cut_buckets",
     "find_nodes",
     "lossy_all_gather",
     "lossy_reduce_scatter",
-    "read_key_file",
     "settled",
     "wire_for",
 ]

@@ -106,6 +106,26 @@ def read_key_file(path: str | None) -> bytes | None:
     return key
 
 
+def choose_congestion(made: socket.socket, name: str | None) -> None:
+    """Give the TCP socket ``made`` the congestion control ``name``; ``None``: it keeps that of the host.
+
+    Raises :class:`UsageError` for one that the kernel does not have, or does not allow.
+    """
+    try:
+        if name is not None:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+    except OSError as error:
+        allowed = "sysctl net.ipv4.tcp_allowed_congestion_control lists those of this host"
+        raise refuse("--udp-rate", name, f"{error.strerror}: {allowed}") from None
+
+
+def check_network(config: LossyConfig) -> None:
+    """Raise :class:`UsageError` for a key file or a congestion control that this host cannot use."""
+    read_key_file(config.udp_key_file)
+    with socket.socket() as probe:
+        choose_congestion(probe, config.stream_congestion)
+
+
 @cache
 def _say_open(path: str, mode: int) -> None:
     # This is no error: secrets that a container mounts often have such a mode, and it cannot be changed.

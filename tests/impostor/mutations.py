@@ -71,7 +71,7 @@ def reads_a_value() -> None:
 
 def stage_not_ready() -> None:
     """Bytes of the device leave before they have come to the host."""
-    from megatron_lossy.transport.udp import staging
+    from megatron_lossy.transport import staging
 
     staging.Stage.ready = lambda self, *_: None
 

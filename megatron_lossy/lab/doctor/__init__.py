@@ -1,7 +1,7 @@
 """``python -m megatron_lossy doctor``: is this machine ready to train with loss, and if not, what is missing?
 
 It looks at versions, at the fit of the hooks to the installed Megatron, and at devices, and tries a lossy step on two
-processes. With ``--transport udp`` it tries the links between all ranks of a launcher instead. Exit status 0 if ready,
+processes. With ``--transport udp`` or ``stream`` it tries the links between all ranks of a launcher instead. Exit status 0 if ready,
 1 if not, 2 for a wrong command line; ``--json`` for machines.
 """
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     calibrate = "instead, run rows of the matrix on CUDA devices, beside a pretended one (docs/impostor.md)"
     parser.add_argument("--calibrate", action="store_true", help=calibrate)
-    title = "network: with --transport udp the links between all ranks are tried, and nothing else"
+    title = "network: with --transport udp or stream the links between all ranks are tried, and nothing else"
     add_flags(parser, LossyConfig, title, only=_of_the_network)
     config = parser.parse_args(arguments)
     if config.megatron_lm is not None and not Path(config.megatron_lm, "megatron", "core").is_dir():
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
             "--megatron-lm", config.megatron_lm, "must be a checkout of Megatron-LM; there is no megatron/core"
         )
     network = from_namespace(LossyConfig, config)
-    if network.transport == "udp":
+    if network.observed:
         from .network import examine_network
 
         findings = examine_network(network)

@@ -1,8 +1,8 @@
-"""The links between all ranks, tried with datagrams: which ranks reach each other, the loss, and advice.
+"""The links between all ranks, tried with datagrams or streams: which ranks reach each other, the loss, and advice.
 
     torchrun … -m megatron_lossy doctor --transport udp
 
-Run it on every host, started like the training. Without a launcher only the engine of this host is examined.
+Run it on every host, started like the training. Without a launcher only this host is examined: its port, key file, and congestion control.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import datetime
 import os
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from ...base.errors import UsageError
 from ...base.exchange import Stream
 from ...config import LossyConfig
 from ...transport import BucketSpec, LossyGroup, settled
+from ...transport.ends import end_for
 from .found import Finding
 
 if TYPE_CHECKING:
@@ -44,15 +46,11 @@ class Heard:
 
 def examine_network(config: LossyConfig) -> list[Finding]:
     """Findings of rank 0, or of this host alone; empty on other ranks. A collective call under a launcher."""
-    from ...transport.udp.process import engine_for
-
     try:
         config = settled(config)
-        engine = engine_for(config)
+        here = _streams(config) if config.transport == "stream" else _datagrams(config)
     except UsageError as error:
         return [Finding("network", "engine", "problem", str(error))]
-    address = f"{engine.address}:{engine.port}, {config.udp_cipher}"
-    here = [Finding("network", "engine", "ok", address), _buffer(engine), *_packets(engine)]
     if "RANK" not in os.environ:
         why = "start it with torchrun on every host, as the training will be, to try them"
         return [*here, Finding("network", "links", "absent", why)]
@@ -63,6 +61,21 @@ def examine_network(config: LossyConfig) -> list[Finding]:
         return [*here, Finding("network", "links", "problem", str(error))]
     finally:
         dist.destroy_process_group()
+
+
+def _datagrams(config: LossyConfig) -> list[Finding]:
+    """Findings about datagrams of this host."""
+    engine = end_for(config)
+    address = f"{engine.address}:{engine.port}, {config.udp_cipher}"
+    return [Finding("network", "engine", "ok", address), _buffer(engine), *_packets(engine)]
+
+
+def _streams(config: LossyConfig) -> list[Finding]:
+    """The same about streams. Raises :class:`UsageError` for a taken port, a key file, or congestion control that is not allowed."""
+    host = end_for(config)
+    address = f"{host.address}:{host.port}, {config.udp_cipher}"
+    control = config.stream_congestion or Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    return [Finding("network", "streams", "ok", address), Finding("network", "congestion control", "ok", control)]
 
 
 def _buffer(engine: Engine) -> Finding:
@@ -76,7 +89,7 @@ def _buffer(engine: Engine) -> Finding:
 
 def _packets(engine: Engine) -> list[Finding]:
     """Say which packets the interface takes; what the way to others takes is tried with those of --packet-bytes."""
-    from ...transport.udp.address import mtu_of
+    from ...transport.address import mtu_of
 
     mtu, packet = mtu_of(engine.address), engine.settings.packet_bytes
     if mtu is None:
@@ -105,6 +118,9 @@ def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
         took.append(time.monotonic() - started)
         lost += torch.from_numpy((~delivery.arrived[0]).mean(axis=1)).float() / _EXCHANGES
     rates = group.wire.rates()
+    if strangers := end_for(config).counters().get("strangers"):
+        text = f"{strangers} connections of others, or with another key, were refused"
+        here.append(Finding("network", "strangers", "warning", text))
     mine = {
         "findings": here,
         "heard": [
@@ -120,6 +136,8 @@ def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
 
 def _rule(config: LossyConfig) -> list[Finding]:
     """Say what the rule of rates needs of the network and of the hosts."""
+    if config.transport == "stream":
+        return []
     needs = {
         "shared": "needs clocks of all hosts that agree to 50 ms (NTP)",
         "dedicated": "for a link of this training's own: others on it would get little, shared leaves them their part",

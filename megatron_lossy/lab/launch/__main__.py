@@ -10,13 +10,20 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from ...base.errors import Collector, Problems, UsageError, usage_errors, with_origin
-from .checks import check, check_memory, describe_datagrams, epochs_of
-from .command import TORCHRUN_ENVIRONMENT, container, launch_command, shell
-from .devices import GIB
-from .memory import checkpoint_bytes, parameters, seconds
+from .checks import check, check_memory, describe_network, epochs_of
+from .command import (
+    TORCHRUN_ENVIRONMENT,
+    check_job,
+    container,
+    done_iterations,
+    launch_command,
+    run_in_job,
+    several,
+    shell,
+)
+from .memory import checkpoint_bytes, parameters
+from .options import GIB
 from .plan import PROGRAM, Plan, make_plan
-from .several import several
-from .slurm import check_job, done_iterations, run_in_job
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -78,20 +85,17 @@ def _check_in_container(plan: Plan, arguments: list[str]) -> None:
 
 def describe(plan: Plan) -> list[str]:
     """The lines of a dry run about the run."""
-    launch, train = plan.launch, plan.train
+    train = plan.train
     tensor, pipeline = train.tensor_model_parallel_size, train.pipeline_model_parallel_size
     data = train.data_parallel_size(plan.ranks)
     lines = [
-        f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.iterations}",
+        f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.train.train_iters}",
         (f"ranks    {_where(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
         *_jobs(plan),
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
         all_checkpoints(plan),
     ]
-    if launch.tokens_per_second:
-        hours = seconds(train, plan.ranks, launch.tokens_per_second) / 3600
-        lines.append(f"         with R = {launch.tokens_per_second:g}: {hours:,.1f} h")
     if (seen := epochs_of(plan)) is not None:
         lines.append(f"data     {seen:.3g} epochs of {' '.join(plan.train.data_path)}")
     return lines
@@ -123,7 +127,7 @@ def _sites(plan: Plan) -> list[str]:
     grad, param = (
         elements * lossy.copies(phase) * lossy.wire_bits.get(phase, bits) / 8 / 1e9 for phase, bits in plain.items()
     )
-    ranks = (train.virtual_workers or plan.ranks) // lossy.sites
+    ranks = plan.ranks // lossy.sites
     sent = f"{grad:.3g} GB of gradients and {param:.3g} GB of parameters"
     return [
         f"sites    {lossy.sites} of {ranks} rank{'s'[: ranks != 1]}; out of each {sent} an iteration, and as much into it"
@@ -137,15 +141,14 @@ def estimates(plan: Plan) -> list[str]:
     memory = check_memory(plan)
     has = f" of {plan.device.memory / GIB:.1f}" if plan.device.memory else ""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.components.items())
-    hours = seconds(train, plan.ranks, 1) / 3600
     return [
         f"model    {parameters(train, plan.layout.vocab_size) / 1e9:.3f} B parameters",
         f"tokens   {total / train.train_iters / 1e6:.3f} M an iteration, {total / 1e9:.2f} G in all",
         f"memory   {memory.total / GIB:.1f}{has} GiB on {launch.device}, stage {memory.stage}: {parts} (assumed)",
         *_sites(plan),
-        *describe_datagrams(plan, memory),
+        *describe_network(plan, memory),
         f"disk     {checkpoint_bytes(train, plan.lossy, plan.layout, plan.device) / GIB:,.1f} GiB a checkpoint",
-        f"time     {hours:,.0f} h / R, where R is the measured tokens per second and accelerator",
+        f"time     {total / plan.ranks / 3600:,.0f} h / R, where R is the measured tokens per second and accelerator",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Runs, read from the ``metrics.jsonl`` that training writes; :mod:`.megatron_logs` reads those of Megatron-LM.
+"""Runs, read from the ``metrics.jsonl`` that training writes; :mod:`.read` reads those of Megatron-LM, too.
 
 The first line describes the run (``kind`` = ``run``: name, p_grad, p_param, loss_seed, seed, config). Then come records
 of training (``train``: iteration, lm loss, skipped, …) and of evaluation (``valid``: iteration, lm loss, weights). A
@@ -22,6 +22,7 @@ from ...base.errors import refuse
 from ...base.flags import of_flags
 from ...base.registry import CHANNELS, MECHANISMS
 from ...config import SECTIONS, LossyConfig, split_model, value_of
+from ...config.transport import OBSERVED
 
 WEIGHTS = ("replica", "owner", "consensus")
 LOSS = "lm loss"
@@ -136,8 +137,9 @@ class Run:
         if model not in CHANNELS:  # its package is not installed here
             return model
         label = CHANNELS.load(model).label({**self.config, **own, f"p_{phase}": rate}, phase)
-        if self.config.get("transport") == "udp":
-            return "udp" if label == "0 %" else f"udp and {label}"
+        over = self.config.get("transport")
+        if over in OBSERVED:
+            return over if label == "0 %" else f"{over} and {label}"
         return label
 
 

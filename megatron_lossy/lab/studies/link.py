@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...base.errors import ArgumentParser, refuse
-from ...base.theory import bytes_sent, gradient_bytes, gradient_seconds, parts
 from ...mechanisms.islands.flags import SYNC_LANES
+from ..theory import bytes_sent, gradient_bytes, gradient_seconds, parts
 
 #: Gradients are chosen if they make an iteration at most this much longer: the cost of islands is known for tiny
 #: models only.

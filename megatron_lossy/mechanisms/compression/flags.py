@@ -19,7 +19,7 @@ class CompressionFlags(Flags):
     grad_wire: str = flag(
         "raw",
         "how gradients cross: as they are, or in whole numbers of 8 or 4 bits with a scale for each block, rounded at random so "
-        "that the mean is right; on ranks over --transport pieces or udp (docs/compression.md)",
+        "that the mean is right; on ranks over --transport pieces, udp or stream (docs/compression.md)",
         choices=("raw", "int8", "int4"),
         group="fewer bytes",
     )

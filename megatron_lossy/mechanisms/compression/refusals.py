@@ -36,7 +36,7 @@ COMPRESSION = Section(
     "holds no block of {config.wire_block} ({code} needs {needed})",
     _larger_block,
     f"{_FLAGS} | real ranks and --transport torch | "
-    "needs --transport pieces or udp on real ranks (torch's collectives carry raw values)",
+    "needs --transport pieces, udp or stream on real ranks (torch's collectives carry raw values)",
     lambda c, f: f.virtual is False and c.wire_bits and c.transport == "torch",
     f"{_FLAGS} | no distributed optimizer | no all-reduce carries codes; {OFF}",
     lambda c, f: f.distributed_optimizer is False and c.wire_bits,

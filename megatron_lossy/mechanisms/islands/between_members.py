@@ -90,7 +90,7 @@ class BetweenMembers(BetweenRanks):
         if among is None or among.broken:
             return Parties([self._island], 0, Lane(None, exchange=exchange))
         among.begin()
-        lane = Lane(among, self._shard, turn, exchange, self._config.transport == "udp")
+        lane = Lane(among, self._shard, turn, exchange, self._config.observed)
         return Parties(among.senders, among.place, lane)
 
     def _cross(self, task: Task) -> Crossed:

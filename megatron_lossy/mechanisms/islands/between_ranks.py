@@ -120,7 +120,7 @@ def carriers_of(
     with this one's place in every island. ``patience``: seconds for an island that sends nothing.
     """
     names = [f"{prefix}{lane}" for lane in range(config.lanes)]
-    if config.transport != "udp":
+    if not config.observed:
         return [Collectives(meet(name), range(config.islands)) for name in names]
     from .datagrams import IslandLink  # which starts a thread
 

@@ -1,4 +1,4 @@
-"""Exchanges between islands as datagrams. In both halves, a unit that does not arrive in time is lost, and reported.
+"""Exchanges between islands as datagrams, or over streams. In both halves, a unit that does not arrive in time is lost, and reported.
 
 All messages have the length of the longest exchange; shorter ones end in zeros.
 """
@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from ...config import LossyConfig
-from ...transport.udp.engine import Engine, PeerLost, Transfer
-from ...transport.udp.leaving import Leaving, patiently
-from ...transport.udp.process import engine_for
+from ...transport.ends import end_for
+from ...transport.leaving import Leaving, PeerLost, patiently
 from .carrying import Carrier
 from .flags import SYNC_PHASES
 from .form import SIGNAL, Codes, form_of
@@ -51,7 +50,7 @@ class IslandLink(Carrier):
         *,
         senders: Sequence[int] | None = None,
         called: Sequence[int] | None = None,
-        engine: Engine | None = None,
+        engine: Any = None,
         loses: Callable[[int, str, float, bool], None] | None = None,
     ) -> None:
         self.name, self.rank = f"islands {name}", rank
@@ -64,7 +63,7 @@ class IslandLink(Carrier):
         buckets = {phase: [bucket] for phase in SYNC_PHASES}
         codes = {phase: str(form.code) for phase in SYNC_PHASES} if isinstance(form, Codes) else {}
         alike = repr((config.sync_subset, self._senders, form.code if isinstance(form, Codes) else None))
-        engine = engine or engine_for(config)
+        engine = engine or end_for(config)
         self._loses, self._without = loses, set[int]()
         self._channel = engine.open(
             self.name,
@@ -123,7 +122,7 @@ class IslandLink(Carrier):
         self._silent = [self._senders[place] for place in silent]
         return received[:, :count], arrived
 
-    def _arrived(self, transfer: Transfer, phase: str) -> np.ndarray:
+    def _arrived(self, transfer: Any, phase: str) -> np.ndarray:
         """bool[N, units]: the units that arrived. Raises :class:`PeerLost`."""
         # Others may have waited as long before they send their means.
         patience = self._patience * (1.0 if phase == SYNC_PHASES[0] else 1.5)
@@ -132,7 +131,12 @@ class IslandLink(Carrier):
             if self._loses is None:
                 return patiently(transfer.wait, patience)
             # Who lives may wait for one that does not, and as long as this island has.
-            return self._while_they_live(transfer, patience + self._patience / 2)
+            arrived = self._while_they_live(transfer, patience + self._patience / 2)
+            # A deadline may end each exchange before the patience does. Once is not enough: this process may have stood still.
+            for place in self._channel.silent_ranks(self._patience):
+                if place in self._silent and not arrived[place].any():
+                    self._channel.lose(place)
+            return arrived
         except PeerLost:
             if self._loses is None:
                 raise
@@ -146,7 +150,7 @@ class IslandLink(Carrier):
                         self._without.add(place)
                         self._loses(place, why, time.monotonic() - began, self._channel.has_closed(place))
 
-    def _while_they_live(self, transfer: Transfer, seconds: float) -> np.ndarray:
+    def _while_they_live(self, transfer: Any, seconds: float) -> np.ndarray:
         """:meth:`Transfer.wait`, without islands that are silent: of which no datagram comes any more, whatever they wait for.
 
         Raises :class:`PeerLost` after ``seconds``.

@@ -260,7 +260,7 @@ class IslandFlags(Flags):
     @property
     def sync_lossless(self) -> bool:
         """Whether exchanges between islands can lose nothing."""
-        return self.transport != "udp" and all(self.phase(phase).lossless for phase in SYNC_PHASES)
+        return not self.observed and all(self.phase(phase).lossless for phase in SYNC_PHASES)
 
     def exchanges(self) -> tuple[str, ...]:
         return SYNC_PHASES if self.averages else ()
@@ -305,7 +305,7 @@ class IslandFlags(Flags):
         correction = f" ({self.delay_correction})" if self.sync_method == "parameters" and self.sync_delay else ""
         when = f"every {self.sync_interval} iterations, used after {self.sync_delay}{correction}"
         lost = f"lost {self.label(SYNC_PHASES[0])}"
-        if self.transport == "udp":
+        if self.observed:
             drawn = not all(self.phase(phase).lossless for phase in SYNC_PHASES)
             lost = f"{lost} and what the network loses" if drawn else "lost what the network loses"
         churn = "" if self.island_schedule is None else f", come and go by {self.island_schedule}"

@@ -109,7 +109,7 @@ class FSDPIslands(Part, JobGroup):
 
     @property
     def carriers(self) -> Sequence[Any]:
-        return [] if self._rounds is None or self.config.transport != "udp" else self._rounds.crossing.carriers
+        return [] if self._rounds is None or not self.config.observed else self._rounds.crossing.carriers
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 

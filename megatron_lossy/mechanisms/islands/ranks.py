@@ -215,7 +215,7 @@ class RankIslands(Part, JobGroup):
 
     @property
     def carriers(self) -> Sequence[Any]:
-        built = self._rounds if self.config.transport == "udp" else None
+        built = self._rounds if self.config.observed else None
         return [carrier for rounds in built or () for carrier in rounds.crossing.carriers]
 
     # --- weights ---------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def _cannot_divide(config: LossyConfig, facts: Facts) -> Mapping[str, str] | Non
 def _one_worker_each(config: LossyConfig, facts: Facts) -> bool:
     """Whether losses within islands are asked for although an island has one worker, which exchanges nothing."""
     loses_own = config.lossy_self and not config.phase("grad").lossless
-    return config.transport != "udp" and facts.workers == config.islands and draws_losses(config) and not loses_own
+    return not config.observed and facts.workers == config.islands and draws_losses(config) and not loses_own
 
 
 def _steps(config: LossyConfig, facts: Facts) -> int | None:
@@ -121,7 +121,7 @@ ISLANDS = Section(
     lambda c, f: _real(c, f) and c.sync_bits and above(f.tensor, 1),
     "--transport | --islands and tensor parallelism | "
     "tensor-parallel ranks would lose other averages of what all {facts.tensor} have a copy of; choose torch",
-    lambda c, f: _real(c, f) and c.transport == "udp" and above(f.tensor, 1),
+    lambda c, f: _real(c, f) and c.observed and above(f.tensor, 1),
     "--islands | no distributed optimizer | each shards its optimizer; needs --use-distributed-optimizer",
     lambda c, f: f.distributed_optimizer is False and c.averages,
     "--islands | a number of workers that they do not divide | must divide the {workers}",
@@ -165,14 +165,14 @@ ISLANDS = Section(
         and c.sync_fraction < 1
         and c.sync_subset != "cyclic"
     ),
-    "--sync-subset | --transport udp | cannot go with --transport udp, whose messages have one length",
-    lambda c, f: _real(c, f) and c.transport == "udp" and c.sync_subset == "bernoulli",
-    "--delivery-log | --islands and --transport udp | "
-    "cannot go with --islands and --transport udp, which knows what arrived iterations later",
+    "--sync-subset | --transport udp or stream | cannot go with --transport {config.transport}, whose messages have one length",
+    lambda c, f: _real(c, f) and c.observed and c.sync_subset == "bernoulli",
+    "--delivery-log | --islands and --transport udp or stream | "
+    "cannot go with --islands and --transport {config.transport}, which knows what arrived iterations later",
     # The log of islands that are launches of their own is of epochs alone.
-    lambda c, f: _real(c, f) and c.transport == "udp" and c.delivery_log is not None and c.rendezvous is None,
+    lambda c, f: _real(c, f) and c.observed and c.delivery_log is not None and c.rendezvous is None,
     "--sync-method | exchanges that can be lost, of eager-diloco | "
-    "cannot lose exchanges (--p-sync, traces, --transport udp): "
+    "cannot lose exchanges (--p-sync, traces, --transport udp or stream): "
     "nothing would pull islands together again; choose diloco",
     lambda c, f: f.workers is not None and c.averages and c.sync_method == "eager-diloco" and not c.sync_lossless,
     "--islands | one worker each, and lost gradients or parameters | "

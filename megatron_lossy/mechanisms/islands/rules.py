@@ -290,7 +290,7 @@ def predictor_gain(config: LossyConfig) -> float:
     """
     if config.sync_lossless:
         return 1.0
-    lost = config.p_sync if config.p_sync and config.transport != "udp" else 1.0
+    lost = config.p_sync if config.p_sync and not config.observed else 1.0
     return 1 / (1 + lost * config.mean_overlap)
 
 

@@ -4,7 +4,8 @@ The decisions are in ``c/`` (``engine.c`` names the parts), without input or out
 ``session`` holds the agreement of ranks; callers use ``engine``.
 """
 
-from .engine import Channel, Engine, PeerLost, Transfer
-from .settings import UdpSettings
+from ..leaving import PeerLost
+from ..settings import Settings
+from .engine import Channel, Engine, Transfer
 
-__all__ = ["Channel", "Engine", "PeerLost", "Transfer", "UdpSettings"]
+__all__ = ["Channel", "Engine", "PeerLost", "Settings", "Transfer"]

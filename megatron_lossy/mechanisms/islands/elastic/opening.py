@@ -136,7 +136,7 @@ class Opener:
         epoch, slots, name = placed.epoch, placed.epoch.slots, f"{shard}/{lane}"
         own, place = torch.distributed.PrefixStore(name, store), slots.index(self._slot)
         senders = [slots.index(slot) for slot in epoch.senders]
-        if self._config.transport != "udp":
+        if not self._config.observed:
             return Collectives(Meeting(own, place, len(slots), timedelta(seconds=patience)), senders)
         from ..datagrams import IslandLink  # which starts a thread
 

@@ -229,10 +229,10 @@ class ElasticIslands(TrainingIslands):
     @functools.cached_property
     def _opener(self) -> Opener:
         engine = None
-        if self.config.transport == "udp":
-            from ....transport.udp.process import engine_for
+        if self.config.observed:
+            from ....transport.ends import end_for
 
-            engine = engine_for(self.config, _address_towards(addresses_of(self.config.rendezvous or "")))
+            engine = end_for(self.config, _address_towards(addresses_of(self.config.rendezvous or "")))
         most = [rounds.subset.most for rounds in self._built()]
         return Opener(self.config, self._slot, self.world.rank, most, engine, self._does_without)
 
@@ -530,7 +530,7 @@ class ElasticIslands(TrainingIslands):
 
     @property
     def carriers(self) -> Sequence[Any]:
-        return [self._opener.links] if self.config.transport == "udp" and self._entered else []
+        return [self._opener.links] if self.config.observed and self._entered else []
 
     # --- weights and saved state -----------------------------------------------------------------------------------
 
@@ -603,7 +603,7 @@ def _address_towards(urls: Sequence[str]) -> str:
     """The address of this host from which one of ``urls`` is reached, the first that can be."""
     name, whys = os.environ.get("GLOO_SOCKET_IFNAME"), []
     if name:
-        from ....transport.udp.address import find_address
+        from ....transport.address import find_address
 
         return find_address(name.split(",")[0], "localhost")
     for url in urls:

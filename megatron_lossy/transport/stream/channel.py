@@ -1,0 +1,318 @@
+"""The exchanges of a group of ranks over TCP. A unit that has not come at the deadline is lost.
+
+An exchange has a phase, a bucket and a number, which rises. ``post`` gives the memory for pieces of others, ``send`` the pieces for
+them. When it is over, what the kernel was not handed yet is dropped, and an END says so. What comes before it is posted is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ...base.errors import UsageError
+from ..udp import session
+from .frames import ASK, BYE, DATA, END, LIVE, Header, Malformed
+from .link import LOOKS, Link, Outgoing, Shape
+from .transfer import Deadline, Key, Pointers, Transfer
+
+#: The version of frames, handshakes and entries in the store.
+PROTOCOL = 1
+#: A rank that is silent for this share of the timeout, and so many seconds at least, is not waited for.
+_PATIENCE, _LEAST_PATIENCE = 0.1, 1.0
+
+
+class Channel:
+    """The exchanges of a group of ranks, made by :meth:`.Host.open`. The other arguments are those of the engine of datagrams.
+
+    Raises :class:`UsageError`, the same on all ranks, if they differ or cannot reach each other.
+    """
+
+    def __init__(
+        self,
+        host: Any,
+        name: str,
+        rank: int,
+        size: int,
+        store: session.Store,
+        prefix: str,
+        buckets: session.Buckets,
+        *,
+        peers: Collection[int] | None = None,
+        alike: str = "",
+        reported: Collection[str] = (),
+        phases: Sequence[str] = session.PHASES,
+        called: Sequence[int] | None = None,
+        codes: Mapping[str, str] = MappingProxyType({}),
+        bears: bool = False,
+    ) -> None:
+        self.host, self.name, self.rank, settings = host, name, rank, host.settings
+        hellos = session.meet("stream", host, name, rank, size, store, prefix, buckets, phases, alike, codes, PROTOCOL)
+        self.secret = session.Secrets(name, 0, hellos, settings.key)
+        #: Names the channel in handshakes.
+        self.id = self.secret.derive(b"channel")[:16]
+        self._memory = settings.memory
+        self.plain = settings.cipher == "none"
+        self.patience = max(_PATIENCE * settings.peer_timeout, _LEAST_PATIENCE)
+        self.deadline = Deadline(settings)
+        self.phases = tuple(phases)
+        self._shapes = {phase: [Shape(*one) for one in buckets.get(phase, ())] for phase in phases}
+        self._codes = [session.CODES[codes.get(phase, "raw")] for phase in phases]
+        every = [shape for parts in self._shapes.values() for shape in parts]
+        #: Bytes of a payload at most.
+        self.most = max((shape.frame * shape.unit for shape in every), default=0)
+        self.lock = threading.Condition()
+        self.closed = False
+        self._transfers: dict[Key, Transfer] = {}  # the latest of each bucket
+        self._early: dict[Key, list[tuple[Link, Header, bytes]]] = defaultdict(list)
+        self._early_bytes = 0
+        names = [f"rank {one} of {name}" for one in (range(size) if called is None else called)]
+        self.links = {
+            peer: Link(self, peer, hellos[peer], f"{names[peer]} ({hellos[peer].where})", dials=peer < rank)
+            for peer in sorted(set(range(size) if peers is None else peers) - {rank})
+        }
+        host.channels[self.id] = self
+        self.host.ask(self._look)
+        try:
+            session.share(store, f"{prefix}/opened", rank, size, b"1")
+            for link in self.links.values():
+                self.host.ask(link.dial)
+            self._reach(store, prefix, hellos, settings.peer_timeout)
+        except BaseException:
+            self.close(linger=0.0)
+            raise
+
+    def _reach(self, store: session.Store, prefix: str, hellos: Sequence[session.Hello], seconds: float) -> None:
+        """Wait until there is a connection to each other rank."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not all(link.connection for link in self.links.values()):
+            time.sleep(0.002)
+        missing = {rank: link.problem for rank, link in self.links.items() if not link.connection}
+        rows = session.share(store, f"{prefix}/reached", self.rank, len(hellos), json.dumps(missing).encode())
+        for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and knows more
+            for other, why in json.loads(rows[rank]).items():
+                ends = (f"rank {one} of {self.name} ({hellos[one].where})" for one in (rank, int(other)))
+                raise UsageError(
+                    f"--transport stream: {' does not reach '.join(ends)}: {why}; a firewall has to let TCP connections to "
+                    "--udp-port in, and --udp-interface names another path"
+                )
+
+    def _look(self) -> None:
+        """Ask silent ranks whether they live, while something is waited for.
+
+        Nothing is sent in between: congestion control would take so little data for the rate of the path.
+        """
+        if not self.closed:
+            if any(not transfer.over for transfer in list(self._transfers.values())):
+                for link in self.links.values():
+                    link.ask()
+            self.host.later(LOOKS, self._look)
+
+    # --- exchanges -------------------------------------------------------------------------------------------------
+
+    def post(self, phase: str, number: int, bucket: int, destinations: Pointers) -> Transfer:
+        """Give the address for the piece of each source; ``None`` for this rank and for sources that send nothing."""
+        key = self.phases.index(phase), bucket
+        with self.lock:
+            if self.closed:
+                raise RuntimeError(f"channel {self.name} is closed")
+            old = self._transfers.get(key)
+            if old is not None:
+                if number <= old.number:
+                    raise ValueError(f"{phase} {number}, bucket {bucket} of {self.name}: not later than its last step")
+                old.end()
+            transfer = self._transfers[key] = Transfer(
+                self.lock, self.deadline, self.links, key, number, self._shapes[phase][bucket], destinations
+            )
+            transfer.arrived[self.rank] = True
+            early, self._early[key] = self._early[key], []
+            for link, header, payload in early:
+                if header.number > number:
+                    self._keep(link, header, payload)
+                    continue
+                self._early_bytes -= len(payload)
+                if header.size and not payload:
+                    transfer.missed(link.rank, header.units)
+                else:
+                    self._place(link, header, memoryview(payload))
+            for link in self.links.values() if early else ():  # there is room again
+                self.host.ask(link.wake)
+            return transfer
+
+    def send(self, phase: str, number: int, bucket: int, sources: Pointers) -> Transfer:
+        """Give the address of each destination's piece, after :meth:`post`; ``None``: that rank gets nothing."""
+        key = self.phases.index(phase), bucket
+        header = Header(END, self._codes[key[0]], key[0], number, bucket)
+        with self.lock:
+            transfer = self._transfers[key]
+            assert transfer.number == number
+            for rank, address in enumerate(sources):
+                if address is not None and not self.links[rank].left:
+                    message = Outgoing(header, address, self._shapes[phase][bucket])
+                    transfer.leaving[rank] = message
+                    self.links[rank].put(message)
+            return transfer
+
+    def take(self, link: Link, header: Header, payload: memoryview) -> bool:
+        """Put a frame where it belongs. Returns whether there was room. Raises :class:`Malformed`."""
+        with self.lock:
+            if header.kind == BYE:
+                link.closed = True
+                self._leave(link)
+                return True
+            if link.left or header.kind in (ASK, LIVE):
+                return True
+            self._check(header)
+            current = self._transfers.get((header.phase, header.bucket))
+            if current is not None and header.number <= current.number:
+                self._place(link, header, payload)
+                return True
+            if self._early_bytes + len(payload) > self._memory and self._early_bytes:
+                if not any(transfer.awaits(link.rank) for transfer in self._transfers.values()):
+                    return False
+                link.counters["early_dropped"] += header.units  # what is waited for may be behind it
+                payload = payload[:0]
+            self._early_bytes += len(payload)
+            self._keep(link, header, bytes(payload))
+            return True
+
+    def _keep(self, link: Link, header: Header, payload: bytes) -> None:
+        """Keep a frame of a later exchange than the current one. An END ends that, too."""
+        key = header.phase, header.bucket
+        if header.kind == END and key in self._transfers:
+            self._transfers[key].finished(link.rank)
+        self._early[key].append((link, header, payload))
+
+    def _check(self, header: Header) -> None:
+        if header.phase >= len(self.phases) or header.bucket >= len(self._shapes[self.phases[header.phase]]):
+            raise Malformed(f"{header}: no such bucket")
+        shape = self._shapes[self.phases[header.phase]][header.bucket]
+        if header.code != self._codes[header.phase]:
+            raise Malformed(f"{header}: another code")
+        if header.kind == DATA:
+            whole = header.units and header.first + header.units <= shape.units
+            if not whole or header.size != shape.bytes_of(header.first, header.units):
+                raise Malformed(f"{header}: no units of its bucket")
+
+    def _place(self, link: Link, header: Header, payload: memoryview) -> None:
+        transfer, counters = self._transfers[header.phase, header.bucket], link.counters
+        counters["received_bytes"] += len(payload)
+        if transfer.number != header.number or transfer.ended is not None:
+            counters["late"] += header.units
+            if transfer.number == header.number and transfer.ended is not None:
+                counters["late_us"] += header.units * int(1e6 * (time.monotonic() - transfer.ended))
+        elif header.kind == END:
+            transfer.finished(link.rank)
+        else:
+            counters["received"] += header.units
+            transfer.came(link.rank, header.first, header.units, payload)
+
+    def interrupted(self, link: Link) -> None:
+        """A connection of ``link`` broke, and frames were lost in it: once it is back, its rank need not wait for them."""
+        with self.lock:
+            link.counters["broken"] += 1
+            for (phase, bucket), transfer in self._transfers.items():
+                transfer.begin(link.rank)
+                if link.rank in transfer.leaving:
+                    header = Header(END, self._codes[phase], phase, transfer.number, bucket)
+                    link.put(Outgoing(header, 0, transfer.shape, dropped=True))
+            self.lock.notify_all()
+
+    # --- ranks that are gone ---------------------------------------------------------------------------------------
+
+    def lose(self, rank: int) -> None:
+        """Do without ``rank`` from now on: what was to come from it is lost."""
+        with self.lock:
+            self._leave(self.links[rank])
+
+    def _leave(self, link: Link) -> None:
+        link.left = True
+        for transfer in self._transfers.values():
+            transfer.finished(link.rank)
+        self.lock.notify_all()
+
+    def silent_ranks(self, seconds: float) -> list[int]:
+        """The ranks of which no frame has come for so long, while they were waited for; without a connection :attr:`patience` is enough.
+
+        A process that lives would have called again by then.
+        """
+        least = min(seconds, self.patience)
+        return [rank for rank, link in self.links.items() if link.silent >= (seconds if link.connection else least)]
+
+    def lost_ranks(self) -> dict[int, str]:
+        """The ranks that are done without, and why."""
+        return {rank: f"{link.called}: {self._why(link)}" for rank, link in self.links.items() if link.left}
+
+    def _why(self, link: Link) -> str:
+        if link.closed:
+            return "it has closed the channel, or does without this one"
+        return f"nothing came for {link.silent:.0f} s" if link.connection else f"no connection: {link.problem}"
+
+    def has_closed(self, rank: int) -> bool:
+        """Whether ``rank`` has closed the channel, and may live."""
+        return self.links[rank].closed
+
+    # --- output for the user ---------------------------------------------------------------------------------------
+
+    def copies(self, phase: str, bucket: int, mask: np.ndarray, passes: int = 1) -> None:
+        """Do nothing: TCP sends again by itself."""
+
+    def counters(self) -> dict[int, dict[str, int]]:
+        """Counters of each peer."""
+        with self.lock:
+            return {peer: dict(link.counters) for peer, link in self.links.items()}
+
+    def rates(self) -> dict[int, dict[str, float]]:
+        """By peer, ``rate``: bytes per second that the kernel last measured towards it; ``rtt_min``: seconds."""
+        found = {}
+        for peer, link in self.links.items():
+            connection = link.connection
+            with suppress(OSError):  # it was closed meanwhile
+                _, rate, rtt_min = (0, 0.0, 0.0) if connection is None else connection.measured()
+                found[peer] = {"rate": rate, "rtt_min": rtt_min}
+        return found
+
+    def close(self, linger: float = 5.0) -> None:
+        """Close the channel. ``linger``: seconds for what was sent to reach the other hosts."""
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+        until = time.monotonic() + linger
+        self._drain(until)
+        for link in self.links.values():
+            self.host.ask(partial(link.say, BYE))
+        self._drain(until)
+        with self.lock:
+            for transfer in self._transfers.values():
+                transfer.end()
+        self.host.channels.pop(self.id, None)
+        over = threading.Event()
+
+        def end() -> None:
+            for link in self.links.values():
+                link.left = True
+                if link.connection is not None:
+                    link.connection.close("the channel is closed")
+            over.set()
+
+        self.host.ask(end)
+        over.wait(1.0)
+
+    def _drain(self, until: float) -> None:
+        """Wait until the other hosts have all that was sent."""
+        wait = 1e-3
+        asked = threading.Event()
+        self.host.ask(asked.set)  # after what it was asked before
+        asked.wait(max(until - time.monotonic(), 0.0))
+        while time.monotonic() < until and not all(link.drained or not link.lives for link in self.links.values()):
+            time.sleep(wait)
+            wait = min(2 * wait, 0.05)
