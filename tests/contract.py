@@ -164,8 +164,11 @@ def _arrived(config, phase, step, place):
     )
 
 
-def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6):
-    """Assert that every reduced shard and every replica is what the reference says. Returns numbers of losses."""
+def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6, crossing=None):
+    """Assert that every reduced shard and every replica is what the reference says. Returns numbers of losses.
+
+    ``crossing``: what others get of owners' weights, a function of (bucket, weights before, weights); else these.
+    """
     reduce, lost = {}, defaultdict(int)
     for step in range(len(recorded[0])):
         if recorded[0][step] is None:
@@ -203,7 +206,12 @@ def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6):
                 after = np.array([members[rank]["after"] for rank in group]).reshape(size, size, shard)
                 owners = after[np.arange(size), np.arange(size)]
                 units = pieces(shard, place["units"]["param"][1])
-                expected = reference_gather(before, owners, arrived, units) if success else before
+                expected = before
+                if success:
+                    own = np.arange(size)
+                    sent = owners if crossing is None else crossing(place, before[own, own], owners)
+                    expected = reference_gather(before, sent, arrived, units)
+                    expected[own, own] = owners
                 np.testing.assert_array_equal(after, expected)
             if averaged:
                 total = total / np.float32(len(instances))

@@ -44,7 +44,6 @@ class Tiny:
     divided: float | None = None  # by another number than that of ranks, which torch itself cannot do over gloo
     clips: bool = False
     replicas: int = 1  # of HSDP
-    compiled: bool = False  # layer by layer; on a pretended device, which has no compiler, they stay as they are
     seed: int = 0
     device: str | None = None  # another than that of the rank
 
@@ -85,10 +84,6 @@ def build(tiny: Tiny, mesh: Any = None) -> nn.Module:
         mesh = init_device_mesh(tiny.where, (tiny.replicas, shards), mesh_dim_names=("replicate", "shard"))
     if mesh is None:
         mesh = init_device_mesh(tiny.where, (dist.get_world_size(),))
-    if tiny.compiled:
-        torch._dynamo.config.disable = tiny.where == "cuda" and torch.version.cuda is None
-        for block in model[1:4]:
-            block.compile()
     how = {"mesh": mesh, "mp_policy": TYPES[tiny.dtype], "reshard_after_forward": tiny.reshard}
     for block in model[1:4]:
         fully_shard(block, **how)

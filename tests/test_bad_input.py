@@ -159,7 +159,7 @@ STUDIES = [
     Case("study.yaml", "--out runs/study: needs the package matplotlib", cripple="without=matplotlib"),
     full("study.yaml --cells cells", "cells/*/config.yaml: File too large"),
     Case("report text.txt", "FOLDER text.txt: must hold a report with study.json"),
-    Case("report other", "FOLDER other: must hold a report with study.json"),
+    Case("report other", "FOLDER other: its study.json cannot be made again here: STUDY theirs.yaml: cannot be read"),
     Case("study.yaml --virtual-workers 3", "Mine, 0 %: --global-batch-size 2 (from the study, settings): must be"),
     Case("twice.yaml", "STUDY twice.yaml: has p_grad twice in a mapping, in lines 1 and 3"),
 ]
@@ -239,7 +239,9 @@ def world(tmp_path_factory) -> Path:
     (folder / "own.yaml").write_text("adam-beta1: 2\n")
     (folder / "list.yaml").write_text("p-grad: [0.1, 0.2]\n")
     (folder / "twice.yaml").write_text("p-grad: 0.1\nlossy-self: true\np_grad: 0.2\n")
-    (folder / "other/study.json").write_text('{"title": "Theirs", "command": "python -m lab", "runs": []}')
+    (folder / "other/study.json").write_text(
+        '{"title": "Theirs", "command": "python -m megatron_lossy.lab theirs.yaml", "runs": []}'
+    )
     (folder / "old/loss_table.md").write_text("old")
     (folder / "broken/metrics/metrics.jsonl").write_text("{\n")
     run_ranks(write_data, 1, str(folder / "data"))

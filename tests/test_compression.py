@@ -34,13 +34,13 @@ FEEDBACK = {"grad_recovery": "error-feedback", "grad_priority": "packet-mean:0.2
 SHARDS = (70, 7)
 
 
-def decoded(x, bits, elements, u=None):
+def decoded(x, bits, elements, u=None, block=32):
     """What others get of ``x`` float32[shard], in units of ``elements``."""
     parts = []
     for first in range(0, len(x), elements):
         unit = x[first : first + elements]
-        payload = block_payload(unit, bits, 32, None if u is None else u[first : first + elements])
-        parts.append(block_values(payload, len(unit), bits, 32))
+        payload = block_payload(unit, bits, block, None if u is None else u[first : first + elements])
+        parts.append(block_values(payload, len(unit), bits, block))
     return np.concatenate(parts)
 
 

@@ -12,7 +12,7 @@ from megatron_lossy.channel.corruption import Errors, apply, check_bits, digest,
 from megatron_lossy.channel.draws import _exchange_word
 from megatron_lossy.config import LossyConfig
 
-pytestmark = pytest.mark.shows("errors in gradients by value: noise, flips, bursts, replayed ones")
+pytestmark = pytest.mark.shows("errors in gradients by value: noise, flips, bursts")
 
 SIZES = (100, 7, 3000)
 TYPES = {16: torch.bfloat16, 32: torch.float32}

@@ -64,9 +64,9 @@ CEILINGS = {
     "a parameter broadcast": (8, 19),
     "a gradient bucket of FSDP2": (9, 22),
     "a gather of FSDP2": (7, 22),
-    "a gradient bucket over datagrams": (11, 40),
+    "a gradient bucket over datagrams": (11, 39),
     "an exchange between islands": (10, 26),
-    "two flags, read and checked": (12, 60),
+    "two flags, read and checked": (12, 58),
 }
 
 

@@ -707,6 +707,9 @@ def test_a_dry_run_says_what_crosses_between_sites():
     assert check_memory(plan).components["parts of a site"] == pytest.approx(weights * 6 / 32)
     coded = over_datagrams("--sites=4", "--grad-wire=int8", "--param-wire=int8")
     assert any("4 of 16 ranks; out of each 5.05 GB of gradients and 5.05 GB" in line for line in estimates(coded))
+    assert not any("--udp-rate" in line for line in estimates(coded))
+    rated = over_datagrams("--sites=2", "--udp-rate", "dedicated", "10gbit")
+    assert "         at --udp-rate dedicated 10gbit in 16.2 s at least" in estimates(rated)
 
 
 def test_a_dry_run_warns_of_optimizer_instances(caplog):

@@ -8,7 +8,6 @@ import pytest
 from megatron_lossy.config import LossyConfig
 from tests import contract, fsdp
 from tests.fsdp import Tiny
-from tests.ranks import run_ranks
 from tests.rules import assert_same_weights as same
 from tests.tiers import few_at_once
 
@@ -81,16 +80,6 @@ def test_another_divisor_than_the_number_of_ranks_by_value(pool):
     for divided, whole in zip(recorded, summed, strict=True):
         for one, other in zip(divided[0]["buckets"], whole[0]["buckets"], strict=True):
             np.testing.assert_array_equal(one["reduced"], other["reduced"] / 4)
-
-
-@pytest.mark.on_cuda
-@pytest.mark.slow
-@pytest.mark.shows("FSDP2: compiled layers")
-def test_compiled_layers_by_value():
-    tiny = Tiny(compiled=True)
-    expected, mine = (run_ranks(fsdp.plain, 2, tiny, config, 4) for config in (None, LossyConfig()))
-    same(mine, expected)
-    assert contract.check(run_ranks(fsdp.record, 2, tiny, BOTH, 4), BOTH, averaged=True)["grad"]
 
 
 HSDP = Tiny(replicas=2)

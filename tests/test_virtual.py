@@ -89,13 +89,14 @@ def trained(rank, tiny, config, steps=STEPS, workers=None, skipped=()):
     for step in range(steps):
         told = run.step(step, overflow_on=0 if step in skipped else None)
         if workers:
+            replicas = run.all_replica_buffers()
             with lossy.owner_weights(run.model):
-                weights = run.all_replica_buffers(), run.replica_buffers()
+                owners = run.replica_buffers()
         else:
             if tiny.overlap_param_gather:
                 run.gather()
-            weights = run.replica_buffers(), run.owner_buffers()
-        history.append((told["loss"], told["grad_norm"], *weights))
+            replicas, owners = run.replica_buffers(), run.owner_buffers()
+        history.append((told["loss"], told["grad_norm"], replicas, owners))
     lossy.uninstall()
     return history
 

@@ -21,10 +21,13 @@ from ..config import PHASES, LossyConfig
 from ..run.base import Observed
 from ..run.replicas import Held, RankReplicas, load_stale_state, stale_state
 from ..transport import LossyGroup, Network, find_nodes
-from ..transport.sites import Sites, make_group
+from ..transport.sites import Scalars, Sites, make_group
 from .base import LossyRun
 from .exchanges import Gather, Reduce
 from .layout import ParameterGroup, ShardedStream, streams_of
+
+#: Of all models of this process.
+_scalars = Scalars()
 
 
 class _Sharded:
@@ -91,12 +94,17 @@ class LossyFSDP(LossyRun):
         self._again: list[_Again] = []
         MECHANISMS.attach(self)
         self._streams = streams_of([one for one in groups if one.trained])
-        self._sites.open(stream.ranks for stream in self._streams)
+        ranks = [stream.ranks for stream in self._streams]
+        self._sites.open(ranks)
+        self._of_scalars = Sites(config.sites)
+        self._of_scalars.open([dist.group.WORLD, *ranks])
         for stream in self._streams:
             self._add(stream, regather)
         for one in self._sharded:
             one.group.exchange_by(one.gather, one.reduce)
         self.events.built()
+        if config.sites is not None:
+            _scalars.add(self._of_scalars)
 
     def _add(self, one: ShardedStream, regather: bool) -> None:
         lossy = self._group_of(one, one.stream.chunk)
@@ -310,6 +318,8 @@ class LossyFSDP(LossyRun):
         for one in self._sharded:
             if one.group.exchanges == (one.gather, one.reduce):
                 one.group.exchange_by(*one.before)
+        if self.config.sites is not None:
+            _scalars.remove(self._of_scalars)
 
     @property
     def sent_bytes(self) -> dict[str, int]:

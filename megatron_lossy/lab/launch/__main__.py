@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from ...base.errors import Collector, Problems, UsageError, usage_errors, with_origin
+from ..theory import site_bytes
 from .checks import check, check_memory, describe_network, epochs_of
 from .command import (
     TORCHRUN_ENVIRONMENT,
@@ -118,20 +119,25 @@ def _jobs(plan: Plan) -> list[str]:
 
 
 def _sites(plan: Plan) -> list[str]:
-    """The bytes that cross the border of a site, each way: (M - 1) / M of gradients and of parameters, whatever its size."""
+    """The bytes that cross the border of a site in an iteration, and their time at the rate of the link, if it is known."""
     train, lossy = plan.train, plan.lossy
     if lossy.sites is None:
         return []
-    elements = parameters(train, plan.layout.vocab_size) * (lossy.sites - 1) / lossy.sites
-    plain = {"grad": 32, "param": 16 if train.bf16 else 32}
+    elements, plain = parameters(train, plan.layout.vocab_size), {"grad": 32, "param": 16 if train.bf16 else 32}
     grad, param = (
-        elements * lossy.copies(phase) * lossy.wire_bits.get(phase, bits) / 8 / 1e9 for phase, bits in plain.items()
+        site_bytes(elements, lossy.sites, lossy.wire_bits.get(phase, bits) / 8, lossy.copies(phase)) / 1e9
+        for phase, bits in plain.items()
     )
     ranks = plan.ranks // lossy.sites
     sent = f"{grad:.3g} GB of gradients and {param:.3g} GB of parameters"
-    return [
+    lines = [
         f"sites    {lossy.sites} of {ranks} rank{'s'[: ranks != 1]}; out of each {sent} an iteration, and as much into it"
     ]
+    if (rate := lossy.udp_bytes_per_second) is not None:
+        lines.append(
+            f"         at --udp-rate {' '.join(lossy.udp_rate)} in {1e9 * (grad + param) / rate:.3g} s at least"
+        )
+    return lines
 
 
 def estimates(plan: Plan) -> list[str]:

@@ -55,7 +55,10 @@ def report(arguments: Sequence[str]) -> None:
 def recorded(folder: Path) -> Results:
     """The results in the folder of a report. Raises :class:`UsageError`."""
     record = read_record("FOLDER", folder)
-    study, *_ = _read_study(record.command)
+    try:
+        study, *_ = _read_study(record.command)
+    except UsageError as error:
+        raise refuse("FOLDER", folder, f"its study.json cannot be made again here: {error}") from None
     return results_of(record, study, folder)
 
 

@@ -8,6 +8,7 @@ from .averaging import (  # noqa: F401
     growth,
     parts,
     removed,
+    site_bytes,
     speed_uncorrected,
 )
 from .lag import Lag, delayed_step_bound, mean_lag, stability_limit  # noqa: F401

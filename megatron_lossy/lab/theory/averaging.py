@@ -82,6 +82,15 @@ def gradient_bytes(parameters: float, ranks_per_site: int = 1, weight_bytes: int
     return ranks_per_site / 2 * (grad_bytes + weight_bytes) * parameters
 
 
+def site_bytes(elements: float, sites: int, item_bytes: float = 4, copies: int = 1) -> float:
+    """Bytes each way per iteration and site that ``elements`` of gradients, or of weights, take with ``--sites``.
+
+    The shards of other sites go out, as sums of a site, and its own come in, whatever the ranks of a site. ``item_bytes``:
+    of an element as it crosses.
+    """
+    return (sites - 1) / sites * elements * item_bytes * copies
+
+
 def gradient_seconds(crossing: float, rate: float, round_trip: float) -> float:
     """Seconds that gradients add to an iteration: ``crossing`` bytes, in two exchanges, at ``rate`` bytes per second.
 
