@@ -22,7 +22,6 @@ ROOMS = {
     "corruption": "channel",
     "fct": "benchmarks",
     "link": "lab",
-    "lstm_language_model": "lab",
     "patches_folder": "plugin",
     "pieces": "transport",
     "pipeline": "boundaries",
