@@ -2,8 +2,8 @@
 
 Between ``<!-- KIND: NAME -->`` and ``<!-- end -->`` of a page stands:
 
-``flags: loss``, ``training``, ``islands``, ``pipeline``
-    the loss flags, from megatron_lossy/config; those of our own trainer; those of islands and of the asynchronous pipeline
+``flags: loss``, ``training``
+    the loss flags, from megatron_lossy/config; those of our own trainer
 ``refusals: all``
     the table of refusals, from megatron_lossy/config/refusals
 ``table: FILE``, ``table: FILE#heading``
@@ -40,8 +40,6 @@ from megatron_lossy.lab.studies import size
 from megatron_lossy.lab.studies.commands import recorded
 from megatron_lossy.lab.studies.folder import tables
 from megatron_lossy.lab.train.config import TrainConfig
-from megatron_lossy.mechanisms.async_pipeline.flags import AsyncPipelineFlags
-from megatron_lossy.mechanisms.islands.flags import IslandFlags
 from megatron_lossy.run.exporter import prometheus_name
 from scripts import stability
 from scripts.verified import feature_table, machine_table
@@ -49,7 +47,7 @@ from scripts.verified import feature_table, machine_table
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": AsyncPipelineFlags}
+_FLAGS = {"loss": LossyConfig, "training": TrainConfig}
 _FLAG = re.compile(r"--[a-z0-9][a-z0-9-]*")
 #: Flags of mechanisms of other packages that happen to be installed.
 _STRANGE = {
@@ -80,9 +78,7 @@ def current(text: str) -> str:
 
 def _content(kind: str, name: str) -> str:
     if kind == "flags":
-        cls = _FLAGS[name]
-        mark = " \\*" if name in ("loss", "training") else ""
-        return (flag_tables(cls, mark) if len(flag_groups(cls)) > 1 else flag_table(cls)) + "\n"
+        return flag_tables(_FLAGS[name], " \\*") + "\n"
     if kind == "refusals":
         return "\n\n".join(f"## {one.about}\n\n{refusal_table(one)}" for one in sections(ours=True)) + "\n"
     if kind == "made":
@@ -132,7 +128,7 @@ def _questions() -> str:
     for path in sorted((ROOT / "configs/studies").glob("*.yaml")):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         for name, study in content.get("studies", {None: content}).items():
-            link = f"[{path.name}](../{path.relative_to(ROOT)}){f' `{name}`' if name else ''}"
+            link = f"[{path.name}](../../{path.relative_to(ROOT)}){f' `{name}`' if name else ''}"
             rows.append(f"| {link} | {study['question']} |")
     return "\n".join(rows) + "\n"
 

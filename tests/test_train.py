@@ -401,7 +401,7 @@ def _parse(*arguments: str) -> tuple[TrainConfig, LossyConfig]:
     [
         file
         for file in sorted((ROOT / "configs").rglob("*.yaml"))
-        if file.parent.name not in ("studies", "fct", "lstm", "presets") and "\nbase: " not in file.read_text()
+        if file.parent.name not in ("studies", "fct", "presets") and "\nbase: " not in file.read_text()
     ],
     ids=lambda path: path.stem,
 )
