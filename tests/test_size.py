@@ -8,14 +8,14 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 32_700,
+    "lines outside lab": 32_400,
     "lines of the package": 47_200,
     "lines of C": 4_060,
     "lines of tests": 41_000,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 37,
     "lines of islands": 6_890,
-    "files under 40 lines": 12,
+    "files under 40 lines": 10,
     "files over 450 lines": 4,
     "words of pages": 43_500,
     "loss flags": 75,
