@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_lossy.base import device
-from megatron_lossy.base.device.environment import hardware, processor, versions
 from megatron_lossy.base.files import write_text
+from megatron_lossy.lab.environment import hardware, processor, versions
 from megatron_lossy.mechanisms.islands.world import IslandWorld
 
 RESULTS = "benchmarks/results"

@@ -23,13 +23,12 @@ from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import Team, our_config
 from benchmarks.exchange.rows import Row
 from benchmarks.exchange.timeouts import HEADER, PAYLOAD
+from benchmarks.fct.schemes import Flow, Losses, Scheme, SelectiveRepeat, Smart, Uniform
+from benchmarks.fct.schemes import Path as Way
 from benchmarks.lab import Lab, Missing, end_in_order
 from megatron_lossy.base.coding import AdaptiveCode
 from megatron_lossy.base.errors import refuse, usage_errors
-from megatron_lossy.lab.studies.fct.path import Losses
-from megatron_lossy.lab.studies.fct.path import Path as Way
-from megatron_lossy.lab.studies.fct.schemes import Flow, Scheme, SelectiveRepeat, Smart, Uniform
-from megatron_lossy.transport.udp.packet import overhead
+from megatron_lossy.transport.udp.session import overhead
 
 #: RTO of what has one, in round trips.
 RTO = 2.0

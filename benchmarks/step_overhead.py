@@ -43,6 +43,7 @@ VARIANTS: dict[str, dict | None] = {
     "packet 4 KiB": {"loss_unit": "packet", "packet_bytes": 4096},
     "packet 4 KiB, compensated": {"loss_unit": "packet", "packet_bytes": 4096, "param_send": "compensated"},
     "packet 4 KiB, error feedback": {"loss_unit": "packet", "packet_bytes": 4096, "grad_recovery": "error-feedback"},
+    "packet 4 KiB, two sites": {"loss_unit": "packet", "packet_bytes": 4096, "sites": 2},
 }
 #: Variants that are also compared with another one than the first.
 AGAINST = {"packet 4 KiB, compensated": "packet 4 KiB", "packet 4 KiB, error feedback": "packet 4 KiB"}
@@ -62,6 +63,7 @@ class Settings:
     bf16: bool = False
     overlap: bool = False
     distributed: bool = True
+    instances: int = 1
 
     @property
     def tokens(self) -> int:
@@ -192,6 +194,7 @@ def _build(settings: Settings):
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=settings.overlap,
         bucket_size=4_000_000,
+        num_distributed_optimizer_instances=settings.instances,
     )
     model = DistributedDataParallel(transformer, ddp_config, module)
     optimizer = get_megatron_optimizer(
@@ -263,6 +266,7 @@ def run(settings: Settings) -> dict:
     trainers = {
         name: Trainer(settings, None if flags is None else lossy_config(settings, flags))
         for name, flags in VARIANTS.items()
+        if not dist.get_world_size() % (flags or {}).get("sites", 1)
     }
     times = {work: compare(trainers, work, settings.rounds) for work in ("step", "exchange")}
     memory = {name: gather_memory(trainer) for name, trainer in trainers.items()}

@@ -206,7 +206,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--megabytes", type=float, nargs="+", metavar="MB", help="only rows with these")
     parser.add_argument("--contestants", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     parser.add_argument("--flags", default="", help="more loss flags of ours, as one word: '--udp-key-file none'")
-    parser.add_argument("--stream-flags", default="", help="the same of streams: '--stream-flows 8'")
+    parser.add_argument("--stream-flags", default="", help="the same of streams: '--udp-deadline off'")
     parser.add_argument("--seconds", type=float, metavar="S", help="for each row (default 30; quick: 8)")
     parser.add_argument("--limit", type=float, default=20.0, metavar="S", help="for one exchange (default 20)")
     parser.add_argument(

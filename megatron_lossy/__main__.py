@@ -6,8 +6,8 @@ Under torchrun, mpirun or srun, for example
 
 ``python -m megatron_lossy doctor`` checks whether this machine is ready for that. ``python -m megatron_lossy refusals``
 lists the flags that do not go together. Without a checkout of this project, ``python -m megatron_lossy copy FOLDER``
-puts the configurations, the launchers' scripts and the patches into FOLDER. ``python -m megatron_lossy lighthouse`` serves
-where islands find each other.
+puts the configurations, the launchers' scripts and the patches into FOLDER. ``python -m megatron_lossy coordinator`` serves
+where islands agree who is there.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from .plugin import check_command_line, install, parse_loss_flags, running
 USAGE = (
     "usage: python -m megatron_lossy SCRIPT [Megatron's arguments] [loss flags]; --help after SCRIPT lists most, "
     "--help-loss all loss flags and presets; "
-    "python -m megatron_lossy doctor [--help] examines this machine; "
+    "python -m megatron_lossy plan [--help] says how to train over a link between sites; "
+    "python -m megatron_lossy doctor [--help] examines this machine, or such a link; "
     "python -m megatron_lossy export FOLDER --hf OUT makes a model of transformers of a checkpoint of our trainer; "
     "python -m megatron_lossy refusals [SECTION] lists which flags do not go together; "
     "python -m megatron_lossy copy FOLDER puts configurations and the launchers' scripts there; "
-    "python -m megatron_lossy lighthouse [--help] serves where islands find each other"
+    "python -m megatron_lossy coordinator [--help] serves where islands agree who is there"
 )
 
-_COMMANDS = ("doctor", "export", "refusals", "copy", "lighthouse", "coordinator")
+_COMMANDS = ("plan", "doctor", "export", "refusals", "copy", "coordinator")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
                 parse_loss_flags(arguments)  # which prints and exits
             raise UsageError(USAGE)
         script, *rest = arguments
-        if script in ("doctor", "export"):  # a script of that name is ./doctor
+        if script in ("doctor", "export", "plan"):  # a script of that name is ./doctor
             try:
                 command = importlib.import_module(f".lab.{script}", __package__)
             except ModuleNotFoundError as error:
@@ -62,11 +63,6 @@ def main(arguments: list[str] | None = None) -> None:
             from .config.refusals.listing import main as refusals
 
             refusals(rest)
-            return
-        if script == "lighthouse":
-            from .mechanisms.islands.rendezvous.serve import main as lighthouse
-
-            lighthouse(rest)
             return
         if script == "coordinator":
             from .mechanisms.islands.membership.coordinator import main as coordinator

@@ -1,4 +1,4 @@
-"""Draw docs/idea.png: one shard in one iteration of lossy training, for the README.
+"""Draw docs/idea.png: one shard in one iteration of lossy training, for docs/semantics.md.
 
 python scripts/idea.py
 """

@@ -5,14 +5,20 @@ The latter, by theory and with the real rules, takes a minute: as a program this
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from megatron_lossy.base.exchange import Stream
 from megatron_lossy.base.files import write_text
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import theory
-from megatron_lossy.lab.theory.islands import deviation, growth_per_iteration, speed
+from megatron_lossy.mechanisms.islands.mean import InMemory
+from megatron_lossy.mechanisms.islands.rounds import Rounds
 from megatron_lossy.mechanisms.islands.rules import critical_gain, stability_bound
+from megatron_lossy.mechanisms.islands.vector import Segment, Subset, Vector
 
 OUT = Path(__file__).parent.parent / "benchmarks" / "results" / "averaging.md"
 GAIN = 0.5  # the paper's first coefficient
@@ -48,6 +54,97 @@ def delayed_steps() -> str:
             ]
         lines.append("| " + " | ".join([str(stages), *(f"{cell:.3g}" for cell in cells)]) + " |")
     return "\n".join(lines) + "\n"
+
+
+# --- averaging between islands on vectors in memory, with the real subsets, rules and exchanges ---------------------------
+
+
+STREAM = Stream("islands")
+Act = Callable[[int, torch.Tensor], object]
+
+
+def vectors_of(weights: torch.Tensor) -> list[Vector]:
+    """Return each row of ``weights`` [islands, size] as the vector of an island."""
+    return [Vector([Segment(0, row, None)], len(row), row.device) for row in weights]
+
+
+def rounds_of(config: LossyConfig, weights: torch.Tensor, steps: int = 100_000) -> Rounds[InMemory]:
+    """Return the exchanges between islands with ``weights`` [islands, size], which they change."""
+    subset, crossing = Subset(config, weights.shape[1], 1, STREAM), InMemory(config, STREAM, None)
+    return Rounds(config, subset, vectors_of(weights), crossing, steps, weights.device)
+
+
+def simulate(
+    config: LossyConfig, weights: torch.Tensor, steps: int, local: Act | None = None, after: Act | None = None
+) -> torch.Tensor:
+    """``weights`` [islands, size] after ``steps`` iterations, in place.
+
+    ``local`` makes an iteration of all islands, and ``after`` is called when they have exchanged. Both get the number
+    of the iteration and the weights.
+    """
+    rounds = rounds_of(config, weights)
+    for step in range(steps):
+        if local is not None:
+            local(step, weights)
+        rounds.after_iteration(step)
+        if after is not None:
+            after(step, weights)
+    return weights
+
+
+def spread(weights: torch.Tensor) -> torch.Tensor:
+    """The deviations [islands, size] from the mean over islands."""
+    return weights - weights.mean(dim=0)
+
+
+def growth_per_iteration(config: LossyConfig, steps: int = 800, size: int = 400) -> float:
+    """The factor on deviations per iteration without local noise, over the second half of ``steps``."""
+    random = torch.Generator().manual_seed(0)
+    weights = torch.randn(config.islands, size, generator=random)
+    rounds = rounds_of(config, weights)
+    if config.sync_method == "parameters" and config.correction == "ema":
+        # Without this the first exchange would remove the deviations, which are no progress.
+        rounds.rule.load_state_dict({"progress": spread(weights)})
+    squares = []
+    for step in range(steps):
+        rounds.after_iteration(step)
+        squares.append(spread(weights).double().square().sum().item())
+    quarter = steps // 4
+    early, late = max(squares[quarter : 2 * quarter]), max(squares[3 * quarter :])
+    return float((late / early) ** (0.25 / quarter))
+
+
+def deviation(config: LossyConfig, steps: int = 1200, size: int = 400) -> float:
+    """The squared distance of islands to their mean, over the second half of ``steps``, under white local steps.
+
+    It is relative to the distance that one iteration of such steps makes.
+    """
+    random = torch.Generator().manual_seed(0)
+    squares: list[float] = []
+
+    def walk(step: int, weights: torch.Tensor) -> None:
+        weights += torch.randn(weights.shape, generator=random)
+
+    def look(step: int, weights: torch.Tensor) -> None:
+        squares.append(spread(weights).square().mean().item())
+
+    simulate(config, torch.zeros(config.islands, size), steps, walk, look)
+    late = squares[steps // 2 :]
+    return sum(late) / len(late) / (1 - 1 / config.islands)
+
+
+def speed(config: LossyConfig, steps: int = 1200, size: int = 400) -> float:
+    """The share of a constant drift that remains, over the second half of ``steps``."""
+    means: list[float] = []
+
+    def drift(step: int, weights: torch.Tensor) -> None:
+        weights += 1.0
+
+    simulate(
+        config, torch.zeros(config.islands, size), steps, drift, lambda _, weights: means.append(weights.mean().item())
+    )
+    half = steps // 2
+    return (means[-1] - means[half - 1]) / (steps - half)
 
 
 def row(fraction: float, delay: int, subset: str) -> list[str]:

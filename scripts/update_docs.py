@@ -2,8 +2,8 @@
 
 Between ``<!-- KIND: NAME -->`` and ``<!-- end -->`` of a page stands:
 
-``flags: loss``, ``training``, ``islands``, ``pipeline``
-    the loss flags, from megatron_lossy/config; those of our own trainer; those of islands and of the asynchronous pipeline
+``flags: loss``, ``training``
+    the loss flags, from megatron_lossy/config; those of our own trainer
 ``refusals: all``
     the table of refusals, from megatron_lossy/config/refusals
 ``table: FILE``, ``table: FILE#heading``
@@ -28,24 +28,27 @@ from pathlib import Path
 import yaml
 
 from megatron_lossy.base.files import write_text
-from megatron_lossy.base.flags import flag_groups, flag_table, flag_tables
+from megatron_lossy.base.flags import as_text, flag_groups, flag_name
 from megatron_lossy.base.registry import MECHANISMS
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.loss_flags import presets, title
-from megatron_lossy.config.refusals import listing
+from megatron_lossy.config.refusal import Section, sections
+from megatron_lossy.config.refusals.listing import HEAD
 from megatron_lossy.lab.report import LossTable
+from megatron_lossy.lab.report.scalars import AXES
 from megatron_lossy.lab.studies import size
-from megatron_lossy.lab.studies.commands import recorded_tables
+from megatron_lossy.lab.studies.commands import recorded
+from megatron_lossy.lab.studies.folder import tables
 from megatron_lossy.lab.train.config import TrainConfig
-from megatron_lossy.mechanisms.async_pipeline.flags import AsyncPipelineFlags
-from megatron_lossy.mechanisms.islands.flags import IslandFlags
-from scripts import choosing, stability
+from megatron_lossy.run.exporter import prometheus_name
+from scripts import stability
 from scripts.verified import feature_table, machine_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": AsyncPipelineFlags}
+_FLAGS = {"loss": LossyConfig, "training": TrainConfig}
+_FLAG = re.compile(r"--[a-z0-9][a-z0-9-]*")
 #: Flags of mechanisms of other packages that happen to be installed.
 _STRANGE = {
     one.name
@@ -53,8 +56,13 @@ _STRANGE = {
     if mechanism not in MECHANISMS.ours()
     for one in dataclasses.fields(mechanism.Flags)
 }
+#: The meaning of what ``--metrics-port`` serves, by its name in records.
+METRICS = {name: axis.label for name, axis in AXES.items()} | {
+    "iteration": "the iteration of the last record",
+    "validation loss": "language-model loss (nats per token), by `weights`: replica, owner or consensus",
+}
 _MADE = {
-    "choosing": choosing.table,
+    "metrics": lambda: _metrics(),
     "delayed_steps": stability.delayed_steps,
     "size_cost": lambda: _of_sizes()["cost"].markdown(),
     "size_measured": lambda: _of_sizes()["measured"].markdown(),
@@ -70,11 +78,9 @@ def current(text: str) -> str:
 
 def _content(kind: str, name: str) -> str:
     if kind == "flags":
-        cls = _FLAGS[name]
-        mark = " \\*" if name in ("loss", "training") else ""
-        return (flag_tables(cls, "###", mark, _STRANGE) if len(flag_groups(cls)) > 1 else flag_table(cls)) + "\n"
+        return flag_tables(_FLAGS[name], " \\*") + "\n"
     if kind == "refusals":
-        return listing.pages() + "\n"
+        return "\n\n".join(f"## {one.about}\n\n{refusal_table(one)}" for one in sections(ours=True)) + "\n"
     if kind == "made":
         return _MADE[name]()
     if kind == "list":
@@ -98,7 +104,7 @@ def section(text: str, heading: str) -> str:
 
 @functools.cache
 def _tables(study: Path) -> Mapping[str, LossTable]:
-    return recorded_tables(study)
+    return tables(recorded(study))
 
 
 @functools.cache
@@ -112,12 +118,17 @@ def links(page: Path) -> set[Path]:
     return {path for path in found if path.is_relative_to(ROOT)}
 
 
+def _metrics() -> str:
+    rows = [f"| `{prometheus_name(name)}` | {meaning} |" for name, meaning in METRICS.items()]
+    return "\n".join(["| metric | meaning, unit |", "| --- | --- |", *rows]) + "\n"
+
+
 def _questions() -> str:
     rows = ["| study | question |", "| --- | --- |"]
     for path in sorted((ROOT / "configs/studies").glob("*.yaml")):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         for name, study in content.get("studies", {None: content}).items():
-            link = f"[{path.name}](../{path.relative_to(ROOT)}){f' `{name}`' if name else ''}"
+            link = f"[{path.name}](../../{path.relative_to(ROOT)}){f' `{name}`' if name else ''}"
             rows.append(f"| {link} | {study['question']} |")
     return "\n".join(rows) + "\n"
 
@@ -129,6 +140,47 @@ def _presets() -> str:
 
 
 _LISTS = {"studies": _questions, "presets": _presets, "features": feature_table, "machines": machine_table}
+
+
+def flag_tables(cls: type, mark: str = "") -> str:
+    """Return the flags of ``cls`` as Markdown, a table for each heading; ``mark`` stands behind the basic ones."""
+    return "\n\n".join(
+        f"### {heading[:1].upper()}{heading[1:]}\n\n{flag_table(cls, heading, mark)}"
+        for heading, fields in flag_groups(cls).items()
+        if any(f.name not in _STRANGE for f in fields)
+    )
+
+
+def flag_table(cls: type, heading: str | None = None, mark: str = "") -> str:
+    """Return the flags of ``cls``, or those under ``heading``, as a Markdown table: flag, default, meaning."""
+    rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
+    for f in (one for name, own in flag_groups(cls).items() if heading in (None, name) for one in own):
+        if f.name in _STRANGE:
+            continue
+        options = f.metadata["flag"]
+        value = ""
+        if options.get("choices"):
+            ours = getattr(options["choices"], "built_in", options["choices"])  # without other installed packages
+            value = " {" + ",".join(map(str, ours)) + "}"
+        elif options.get("action") != "store_true":
+            metavar = options.get("metavar") or f.name.upper()
+            value = " " + (metavar if isinstance(metavar, str) else " ".join(metavar))
+        default = "" if f.default is None else as_text(f.default)
+        if isinstance(f.default, bool):
+            default = "on" if f.default else "off"
+        cells = (
+            f"`{flag_name(cls, f.name)}{value}`{mark if f.metadata['basic'] else ''}",
+            default,
+            options["help"].replace("%%", "%"),
+        )
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def refusal_table(section: Section) -> str:
+    """Return ``section`` as a Markdown table."""
+    marked = (tuple(_FLAG.sub(r"`\g<0>`", cell).replace("|", "\\|") for cell in row.cells()) for row in section.rows)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (HEAD, ("---",) * len(HEAD), *marked))
 
 
 def main() -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.theory.islands import STREAM, vectors_of
 from megatron_lossy.lab.virtual.island_churn import Churn
 from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.member_rounds import MemberRounds
 from megatron_lossy.mechanisms.islands.vector import Subset
+from scripts.stability import STREAM, vectors_of
 
 Act = Callable[[int, torch.Tensor, list[int]], object]
 

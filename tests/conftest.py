@@ -6,8 +6,9 @@ import os
 import pytest
 
 from megatron_lossy.base import device
+from tests import ranks
+from tests.coordinator import serve  # noqa: F401
 from tests.features import Record
-from tests.lighthouse import serve  # noqa: F401
 from tests.ranks import Pool, run_ranks
 from tests.rooms import check_room, room_of
 from tests.rows import Rows
@@ -54,6 +55,21 @@ def pytest_make_collect_report(collector):
         multiprocessing.forkserver.ensure_running()
 
 
+def pytest_generate_tests(metafunc):
+    """A test with the marker ``on_cuda`` has a twin with the marker ``cuda``, whose ranks share the CUDA devices."""
+    if metafunc.definition.get_closest_marker("on_cuda"):
+        if "ranks_on" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("ranks_on")
+        cuda = pytest.param("cuda", marks=pytest.mark.cuda)
+        metafunc.parametrize("ranks_on", [pytest.param("cpu", id=pytest.HIDDEN_PARAM), cuda])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Choose where the ranks of this test compute."""
+    ranks.kind = "cuda" if item.get_closest_marker("cuda") else "cpu"
+
+
 def pytest_itemcollected(item):
     """Mark what starts ranks or programs."""
     for name in markers_of(item):
@@ -79,6 +95,17 @@ def megatron_lm(request):
     if path is None:
         pytest.skip("needs a checkout of Megatron-LM: --megatron-lm PATH")
     return path
+
+
+@pytest.fixture(scope="session")
+def pretended():
+    """The pretended CUDA device is compiled; a skip says why it cannot be."""
+    from tests.impostor.build import CannotBuild, library
+
+    try:
+        library()
+    except CannotBuild as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -75,7 +75,7 @@ def _record(rank, lossy, tiny, steps, overflows, without, unhooked):
     original = pgb.dist_reduce_scatter_func
 
     def spy(output, input, *args, **kwargs):
-        sent[id(input)] = input.float().numpy().copy()
+        sent[id(input)] = input.float().cpu().numpy().copy()
         return original(output, input, *args, **kwargs)
 
     pgb.dist_reduce_scatter_func = spy
@@ -85,7 +85,7 @@ def _record(rank, lossy, tiny, steps, overflows, without, unhooked):
         result = finish(self, *args, **kwargs)
         for bucket, place in places:
             own = bucket.grad_data.chunk(len(place["group"]))[place["group"].index(rank)]
-            reduced[id(bucket)] = own.float().numpy().copy()
+            reduced[id(bucket)] = own.float().cpu().numpy().copy()
         return result
 
     DistributedDataParallel.finish_grad_sync = finish_grad_sync
@@ -95,7 +95,7 @@ def _record(rank, lossy, tiny, steps, overflows, without, unhooked):
             lossy.skip_iteration()
             iterations.append(None)
             continue
-        before = [bucket.param_data.float().numpy().copy() for bucket, _ in places]
+        before = [bucket.param_data.float().cpu().numpy().copy() for bucket, _ in places]
         report = run.step(step, overflow_on=overflows.get(step))
         if tiny.overlap_param_gather:
             run.gather()
@@ -109,7 +109,7 @@ def _record(rank, lossy, tiny, steps, overflows, without, unhooked):
                         "sent": sent[id(bucket.grad_data)],
                         "reduced": reduced[id(bucket)],
                         "before": old,
-                        "after": bucket.param_data.float().numpy().copy(),
+                        "after": bucket.param_data.float().cpu().numpy().copy(),
                     }
                     for (bucket, place), old in zip(places, before)
                 ],
@@ -164,8 +164,11 @@ def _arrived(config, phase, step, place):
     )
 
 
-def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6):
-    """Assert that every reduced shard and every replica is what the reference says. Returns numbers of losses."""
+def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6, crossing=None):
+    """Assert that every reduced shard and every replica is what the reference says. Returns numbers of losses.
+
+    ``crossing``: what others get of owners' weights, a function of (bucket, weights before, weights); else these.
+    """
     reduce, lost = {}, defaultdict(int)
     for step in range(len(recorded[0])):
         if recorded[0][step] is None:
@@ -203,7 +206,12 @@ def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6):
                 after = np.array([members[rank]["after"] for rank in group]).reshape(size, size, shard)
                 owners = after[np.arange(size), np.arange(size)]
                 units = pieces(shard, place["units"]["param"][1])
-                expected = reference_gather(before, owners, arrived, units) if success else before
+                expected = before
+                if success:
+                    own = np.arange(size)
+                    sent = owners if crossing is None else crossing(place, before[own, own], owners)
+                    expected = reference_gather(before, sent, arrived, units)
+                    expected[own, own] = owners
                 np.testing.assert_array_equal(after, expected)
             if averaged:
                 total = total / np.float32(len(instances))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -82,3 +83,18 @@ class Etcd:
     def end(self):
         self.process.kill()
         self.process.wait()
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Starts a coordinator, at ``port`` if that is given. It ends with the test."""
+    pytest.importorskip("cryptography")
+    started = []
+
+    def serve(port=0):
+        started.append(Coordinator(tmp_path, port))
+        return started[-1]
+
+    yield serve
+    for one in started:
+        one.end(signal.SIGKILL)

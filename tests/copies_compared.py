@@ -8,6 +8,7 @@ from megatron.core import parallel_state
 
 from megatron_lossy.lab.train.__main__ import main
 from megatron_lossy.mechanisms.islands.elastic.part import ElasticIslands
+from tests.quick_islands import hurry
 
 
 def compare(islands: ElasticIslands) -> None:
@@ -38,4 +39,5 @@ def comparing() -> None:
 
 if __name__ == "__main__":
     comparing()
+    hurry()
     main()

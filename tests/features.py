@@ -45,6 +45,10 @@ class Case:
     own: bool
     markers: frozenset[str]
 
+    def runs_on(self, device: str) -> bool:
+        """Whether it, or a twin of it, has the marker of this accelerator."""
+        return bool({device, f"on_{device}"} & self.markers)
+
     @property
     def needs(self) -> frozenset[str]:
         """What not every machine has."""
@@ -193,5 +197,9 @@ class Record:
             "date": f"{datetime.date.today():%Y-%m-%d}",
             "features": shown,
         }
-        with self._file.open("a", encoding="utf-8") as file:
-            yaml.safe_dump([entry], file, sort_keys=False, allow_unicode=True, width=120)
+        comment, _, known = self._file.read_text(encoding="utf-8").partition("\n")
+        entries = yaml.safe_load(known)
+        if {**entries[-1], "features": shown} == entry:  # of another run of pytest there
+            entry["features"] = sorted({*shown, *entries.pop()["features"]})
+        text = yaml.safe_dump([*entries, entry], sort_keys=False, allow_unicode=True, width=120)
+        self._file.write_text(f"{comment}\n{text}", encoding="utf-8")

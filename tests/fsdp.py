@@ -1,4 +1,4 @@
-"""A small model of ``fully_shard`` on gloo ranks, trained with and without loss, and what its exchanges carry."""
+"""A small model of ``fully_shard`` on ranks, trained with and without loss, and what its exchanges carry."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from megatron_lossy.base import device
 from megatron_lossy.base.exchange import units_of
 from megatron_lossy.pytorch import make_lossy
 from megatron_lossy.recovery import Gradients
@@ -44,7 +45,12 @@ class Tiny:
     clips: bool = False
     replicas: int = 1  # of HSDP
     seed: int = 0
-    device: str = "cpu"
+    device: str | None = None  # another than that of the rank
+
+    @property
+    def where(self) -> str:
+        """The kind of device that it is trained on."""
+        return self.device or device.device_type()
 
 
 class Block(nn.Module):
@@ -69,15 +75,15 @@ def build(tiny: Tiny, mesh: Any = None) -> nn.Module:
     model = nn.Sequential(
         nn.Linear(7, 11), *(Block(11, 5 + 2 * k, tiny.checkpoints) for k in range(3)), nn.Linear(11, 3)
     )
-    model.to(tiny.device)
+    model.to(tiny.where)
     if tiny.frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("up.weight" not in name and not name.startswith("2."))
     if tiny.replicas > 1:
         shards = dist.get_world_size() // tiny.replicas
-        mesh = init_device_mesh(tiny.device, (tiny.replicas, shards), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(tiny.where, (tiny.replicas, shards), mesh_dim_names=("replicate", "shard"))
     if mesh is None:
-        mesh = init_device_mesh(tiny.device, (dist.get_world_size(),))
+        mesh = init_device_mesh(tiny.where, (dist.get_world_size(),))
     how = {"mesh": mesh, "mp_policy": TYPES[tiny.dtype], "reshard_after_forward": tiny.reshard}
     for block in model[1:4]:
         fully_shard(block, **how)
@@ -121,7 +127,7 @@ class Training:
     def loss(self, number: int) -> torch.Tensor:
         """The loss of batch ``number`` of this rank."""
         chance = torch.Generator("cpu").manual_seed(1000 * number + dist.get_rank())
-        x = torch.randn(6, 7, generator=chance, device="cpu").to(self.tiny.device)
+        x = torch.randn(6, 7, generator=chance, device="cpu").to(self.tiny.where)
         return (self.model(x) - x[:, :3].sin()).float().square().mean()
 
     def weights(self) -> dict[str, Any]:
@@ -187,11 +193,11 @@ def _spy(group: Any, seen: dict[tuple[int, int], Any]) -> None:
     original = group.reduce_scatter
 
     def reduce_scatter(x: Gradients) -> Any:
-        entered = x.buffer.float().numpy().copy()
+        entered = x.buffer.float().cpu().numpy().copy()
         transfer = original(x)
 
         def keep(_: Any) -> None:
-            seen[x.exchange.step, x.bucket] = entered, x.output.float().numpy().copy()
+            seen[x.exchange.step, x.bucket] = entered, x.output.float().cpu().numpy().copy()
 
         return transfer.then(keep)
 

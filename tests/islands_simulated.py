@@ -74,7 +74,7 @@ class Process:
         self.alive, self.frozen_until, self.cut_until, self.reached = True, 0.0, 0.0, world.now
         self.ask = self.ended = None
         self.replaced = False  # by a later start of its slot
-        self.connect, self.lines, self.skipped = (), [], 0
+        self.connect, self.attempt, self.lines, self.skipped = (), "", [], 0
 
     def clock(self):
         return self.offset + self.rate * self.world.now
@@ -122,6 +122,7 @@ class Process:
             exchange=int(self.made),
             ready=self.sends(),
             received=[me for me, at in self.received.items() if world.now - at < TIMES.silent],
+            attempt=self.attempt,
             connected=connected,
             answers=answers,
         )
@@ -133,6 +134,7 @@ class Process:
             plan = self.island.poll(self.clock(), texts, local)
             self.note(sent)
             self.connect, self.ask, self.ended = plan.connect, plan.ask, plan.refused or plan.lost
+            self.attempt = plan.attempt
             self.lines += plan.lines
             if plan.lost:
                 world.counts["lost its slot"] += 1

@@ -77,13 +77,13 @@ def _program(module, arguments, folder, environment, *streams):
 
 def _fork_cells() -> None:
     """Let a study fork its trainers, where it would start them with the same command line."""
-    from megatron_lossy.lab.studies import runner
+    from megatron_lossy.lab.studies import cells
 
     def start(command, *, stdout, stderr, stdin, env, start_new_session):
         assert (stderr, stdin) == (subprocess.STDOUT, subprocess.DEVNULL) and start_new_session
         return _Forked(command, env, stdout, stdout)
 
-    runner.subprocess = types.SimpleNamespace(Popen=start, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
+    cells.subprocess = types.SimpleNamespace(Popen=start, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
 
 
 def _fork_ranks() -> None:

@@ -1,4 +1,4 @@
-"""Run a function on several real gloo ranks, in fresh processes that start quickly.
+"""Run a function on several real ranks, in fresh processes that start quickly: over gloo, or on CUDA devices that they share.
 
 Importing torch and megatron-core costs seconds per process. A fork server imports them once, and each rank is
 forked from it: fresh state for every test at the price of a fork.
@@ -27,11 +27,15 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.preload"])
 
 
+#: Where ranks compute, "cpu" or "cuda": tests/conftest.py sets it for each test.
+kind = "cpu"
+
+
 class RankFailed(AssertionError):
     """A rank raised or died; the text holds every failed rank's traceback."""
 
 
-def _rank_main(connection, rank, world_size, store, environment, grouped):
+def _rank_main(connection, rank, world_size, store, environment, grouped, kind):
     os.environ.update(
         {
             "RANK": str(rank),
@@ -46,9 +50,10 @@ def _rank_main(connection, rank, world_size, store, environment, grouped):
         import torch
 
         torch.set_num_threads(1)
+        _take_device(kind, rank, torch)
         if grouped:
-            address = f"file://{store}"
-            torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+            address, backend = f"file://{store}", {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[kind]
+            torch.distributed.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
         while True:
             try:
                 function, args = connection.recv()
@@ -65,6 +70,19 @@ def _rank_main(connection, rank, world_size, store, environment, grouped):
         os._exit(0)
 
 
+def _take_device(kind, rank, torch):
+    """Ranks share the devices; those of the CPU see none."""
+    if kind == "cuda":
+        number = rank % torch.cuda.device_count()
+        os.environ["LOCAL_RANK"] = str(number)
+        torch.cuda.set_device(number)
+        torch.cuda.set_per_process_memory_fraction(0.08)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    elif torch.cuda.is_available():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -74,14 +92,14 @@ def _free_port() -> int:
 class _World:
     """``size`` ranks, each in a process of its own, which wait for calls."""
 
-    def __init__(self, size: int, environment: dict[str, str], grouped: bool) -> None:
+    def __init__(self, size: int, environment: dict[str, str], grouped: bool, on: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._ranks = []
         for rank in range(size):
             parent, child = context.Pipe()
             process = context.Process(
-                target=_rank_main, args=(child, rank, size, store, environment, grouped), daemon=True
+                target=_rank_main, args=(child, rank, size, store, environment, grouped, on), daemon=True
             )
             process.start()
             child.close()
@@ -159,10 +177,11 @@ def run_ranks(
     timeout: float = 120,
     environment: dict[str, str] | None = None,
     grouped: bool = True,
+    on: str | None = None,
 ) -> list[Any]:
-    """Call ``function(rank, *args)`` on ``world_size`` gloo ranks; returns their results in rank order.
+    """Call ``function(rank, *args)`` on ``world_size`` ranks; returns their results in rank order.
 
-    Without ``grouped`` they have no process group, but what torchrun says of how to make one.
+    Without ``grouped`` they have no process group, but what torchrun says of how to make one. ``on``: in place of :data:`kind`.
 
     ``function``, ``args`` and results must pickle (use NumPy arrays rather than tensors). Raises
     :class:`RankFailed` if a rank raises, dies, or ``timeout`` seconds pass; then no process is left behind.
@@ -170,7 +189,7 @@ def run_ranks(
     environment = dict(environment or {})
     if not grouped:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    world = _World(world_size, environment, grouped)
+    world = _World(world_size, environment, grouped, on or kind)
     results = world.call(function, args, timeout)
     world.end()
     return results
@@ -188,8 +207,8 @@ class Pool:
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
         """As :func:`run_ranks`. Where a call failed, the next one starts other ranks."""
-        use = repr([world_size, *(argument.groups for argument in args if hasattr(argument, "groups"))])
-        world = self._worlds.pop(use, None) or _World(world_size, {}, grouped=True)
+        use = repr([kind, world_size, *(argument.groups for argument in args if hasattr(argument, "groups"))])
+        world = self._worlds.pop(use, None) or _World(world_size, {}, grouped=True, on=kind)
         results = world.call(function, args, timeout)
         self._worlds[use] = world
         if len(self._worlds) > 3:

@@ -16,7 +16,7 @@ FIRST = PACKETS | {"grad_priority": "packet-mean"}
 FEEDBACK = UDP | {"grad_recovery": "error-feedback"}
 ISLANDS = {"islands": 2, "sync_method": "parameters"}
 CHURN = {"island_schedule": "events"}
-APART = ISLANDS | {"rendezvous": "host", "island": 1}
+APART = ISLANDS | {"rendezvous": "etcd://host/run", "island": 1}
 OUTER = {"islands": 2, "sync_method": "diloco"}
 EMA = ISLANDS | {"delay_correction": "ema"}
 FULL = {"distributed_optimizer": False}
@@ -120,10 +120,14 @@ ISLAND = [
     (ISLANDS | CHURN, {"virtual": False}, "--island-schedule events: is for islands in one process"),
     (ISLANDS | CHURN | {"island_speeds": (1.0, 2.0)}, {}, "--island-schedule events: cannot be combined with"),
     (ISLANDS | {"island_keep": 3}, {"virtual": False}, "--island-keep 3: needs --island-schedule or --rendezvous"),
-    (APART | {"eval_weights": "replica"}, {"data_parallel": "FSDP2"}, "--rendezvous host: needs a training loop that"),
-    (APART, {"virtual": True}, "--rendezvous host: is for real ranks"),
+    (
+        APART | {"eval_weights": "replica"},
+        {"data_parallel": "FSDP2"},
+        "--rendezvous etcd://host/run: needs a training loop that",
+    ),
+    (APART, {"virtual": True}, "--rendezvous etcd://host/run: is for real ranks"),
     (APART, {"virtual": False, "saves": True}, "--save: keeps who is there, and who listens, with --save-replicas"),
-    (APART | {"async_pipeline": True}, {}, "--rendezvous host: cannot go with --async-pipeline"),
+    (APART | {"async_pipeline": True}, {}, "--rendezvous etcd://host/run: cannot go with --async-pipeline"),
     (APART | {"island_speeds": (1.0, 2.0)}, {}, "--island-speeds 1.0 2.0: cannot go with --rendezvous"),
     (ISLANDS | CHURN | PACKETS | {"delivery_log": "log", "p_sync": 0.1}, {}, "--delivery-log log: cannot go with"),
     (

@@ -42,8 +42,9 @@ def send(rule, buffer, delivery, x=None):
 
 def assert_same_weights(mine, theirs):
     """Weights and reports of each rank, as ``contract.plain`` returns them, bit for bit."""
-    for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
+    for (weights, reports, *_), (expected, expected_reports, *_) in zip(mine, theirs, strict=True):
         assert reports == expected_reports
+        assert weights.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_array_equal(weights[name], value, err_msg=name)
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.lab.async_pipeline.schedule import Stage
-from megatron_lossy.lab.async_pipeline.stash import Stash
+from megatron_lossy.lab.async_pipeline.stage import Stage, Stash
 
 pytestmark = pytest.mark.shows("each pass has the weights that PipeDream gives it")
 

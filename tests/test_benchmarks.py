@@ -242,6 +242,21 @@ def test_a_training_over_a_wide_area_link(tmp_path, capsys):
 
 @over_a_wide_area
 @needs_lab
+@pytest.mark.programs
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_two_sites_over_a_link_and_the_same_command_repeats_nothing(tmp_path):
+    flags = ["--mbit=200", "--rtt=4", "--loss=0.01", "--steps=5", "--rounds=1", f"--out={tmp_path}"]
+    for runs in (8, 0):
+        command = [sys.executable, "-m", "benchmarks.sites_wan", *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert len(re.findall(r"^round 1, ", done.stdout, re.MULTILINE)) == runs
+        assert re.search(r"^\| 200 Mbit/s, 4 ms, 1.0% \|(?: -?\d+ \([\d.]+\) \|){4}$", done.stdout, re.MULTILINE)
+
+
+@over_a_wide_area
+@needs_lab
 @pytest.mark.nightly
 def test_the_example_of_the_documentation(tmp_path):
     """docs/wan.md: the commands that train in two network namespaces run as written."""

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.churn.islands import Life
 from benchmarks.churn.results import ALONE, LISTENS, SENDS, Island, Results, markdown
-from benchmarks.churn.schedule import DEFAULT, LIGHTHOUSE, Director, Happened, first_islands, without_cuts
+from benchmarks.churn.schedule import COORDINATOR, DEFAULT, Director, Happened, first_islands, without_cuts
 from megatron_lossy.mechanisms.islands.schedule import Event, Schedule
 
 pytestmark = pytest.mark.shows("benchmarks of steps, parameters and islands run")
@@ -39,10 +39,10 @@ class Recorded:
         self._lives[slot].cut = not there
 
     def serve(self):
-        self.done.append(("serve", LIGHTHOUSE))
+        self.done.append(("serve", COORDINATOR))
 
     def stop_serving(self):
-        self.done.append(("stop serving", LIGHTHOUSE))
+        self.done.append(("stop serving", COORDINATOR))
 
 
 def test_what_happens_and_when():
@@ -62,9 +62,9 @@ def test_what_happens_and_when():
         ("SIGCONT", 2),
         ("cut", 0),
         ("join", 0),
-        ("stop serving", LIGHTHOUSE),
+        ("stop serving", COORDINATOR),
         ("SIGKILL", 3),
-        ("serve", LIGHTHOUSE),
+        ("serve", COORDINATOR),
         ("start", 3),
     ]
     assert [one.at for one in director.happened][:3] == [120, 230, 310]

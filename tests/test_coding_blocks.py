@@ -198,13 +198,6 @@ def test_the_page_has_the_elements_of_a_packet():
         assert BlockCode(int(bits), int(block)).elements(1408) == int(elements.replace(",", ""))
 
 
-def test_a_value_that_is_not_finite_spoils_its_block_and_no_other():
-    code, values = BlockCode(4, 32), torch.ones(1, 100)
-    values[0, 40], values[0, 99] = -torch.inf, torch.nan
-    rounded = code.round_(values.clone(), units_of(code, 100, 0))
-    assert rounded.isnan().nonzero()[:, 1].tolist() == [*range(32, 64), *range(96, 100)]
-
-
 def test_a_compiler_makes_codes_faster(monkeypatch, tmp_path, caplog):
     """With one the library serves a CPU; without one, and nothing built before, a line says that torch does."""
     assert native.compiler() is None or compiled.serves(torch.zeros(1, 5))
@@ -216,7 +209,7 @@ def test_a_compiler_makes_codes_faster(monkeypatch, tmp_path, caplog):
         assert not compiled.serves(torch.zeros(1, 5))
         assert not compiled.serves(torch.zeros(1, 5))
         assert [record.message.partition(";")[0] for record in caplog.records] == [
-            "--grad-wire, --param-wire: no C compiler"
+            "--grad-wire, --param-wire: needs a C compiler to build the codes of a CPU once: install gcc, or set CC"
         ]
     finally:
         compiled.library.cache_clear()

@@ -16,8 +16,8 @@ from megatron_lossy.lab.virtual.in_memory import LossyWorkers
 from megatron_lossy.mechanisms.lead.lag import Counted
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather
 from tests.ranks import run_ranks
-from tests.test_hooks_owner_weights import OVERLAPS, refused, resume, save_and_go_on
 from tests.test_transport import group_in_memory
+from tests.test_virtual import assert_virtual_is_real, trained
 from tests.tiny_gpt import TinyGPT, build, missing
 
 pytestmark = pytest.mark.shows(
@@ -67,7 +67,7 @@ def record(rank, tiny, config, steps):
     for step in range(steps):
         places = list(buckets_of(run))
         if step == 0:
-            first = [slot.group.params[slot.bucket].weights().numpy().copy() for _, slot in places]
+            first = [slot.group.params[slot.bucket].weights().cpu().numpy().copy() for _, slot in places]
         before = [bucket.param_data.clone() for bucket, _ in places]
         report = run.step(step)
         if tiny.overlap_param_gather:
@@ -78,10 +78,10 @@ def record(rank, tiny, config, steps):
                 {
                     "group": slot.group.wire.members,
                     "rank": slot.group.rank,
-                    "main": slot.group.params[slot.bucket].weights().numpy().copy(),
-                    "own": own_shard(bucket, slot.group.rank, slot.group.size).float().numpy().copy(),
-                    "old": old.float().numpy().copy(),
-                    "new": bucket.param_data.float().numpy().copy(),
+                    "main": slot.group.params[slot.bucket].weights().cpu().numpy().copy(),
+                    "own": own_shard(bucket, slot.group.rank, slot.group.size).float().cpu().numpy().copy(),
+                    "old": old.float().cpu().numpy().copy(),
+                    "new": bucket.param_data.float().cpu().numpy().copy(),
                     "arrived": slot.group.delivery("param", lossy.update).incoming(slot.group.params[slot.bucket].units)
                     if lossy.update is not None
                     else None,
@@ -97,6 +97,8 @@ def record(rank, tiny, config, steps):
     return first, history
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("leads sent and weights kept by value, in every setting")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_sent_and_what_owners_keep(name, pool):
     world, tiny, config = SETTINGS[name]
@@ -209,65 +211,14 @@ def test_the_lead_follows_the_loss_model(tmp_path):
     assert lead(p_param=0.4, param_send="compensated:1.0,0.25") == (1.0, 0.25)
 
 
-def virtual(rank, tiny, config, steps, skipped=()):
-    from megatron_lossy.lab.virtual import VirtualCluster
-
-    cluster = VirtualCluster(config, 2)
-    run = build(dataclasses.replace(tiny, overlap_param_gather=False), cluster)
-    history = []
-    for step in range(steps):
-        told = run.step(step, overflow_on=0 if step in skipped else None)
-        with cluster.owner_weights(run.model):
-            owned = run.replica_buffers()
-        history.append((told["loss"], told["grad_norm"], run.all_replica_buffers(), owned))
-    cluster.uninstall()
-    return history
-
-
-def real(rank, tiny, config, steps, skipped=()):
-    lossy = hooks.install(config)
-    run = build(tiny)
-    history = []
-    for step in range(steps):
-        told = run.step(step, overflow_on=0 if step in skipped else None)
-        if tiny.overlap_param_gather:
-            run.gather()
-        history.append((told["loss"], told["grad_norm"], run.replica_buffers(), run.owner_buffers()))
-    lossy.uninstall()
-    return history
-
-
-def assert_virtual_is_real(both, ranks):
-    """Losses, norms, replicas and owners' weights of every step, bit for bit."""
-    for step, (losses, norm, replicas, owned) in enumerate(both):
-        for rank in range(2):
-            loss, real_norm, replica, real_owned = ranks[rank][step]
-            assert losses[rank] == loss and norm == real_norm, (step, rank)
-            for key in replica:
-                np.testing.assert_array_equal(replicas[rank][key], replica[key], f"step {step}")
-                np.testing.assert_array_equal(owned[key], real_owned[key], f"step {step}")
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("config", [COMPENSATED, BURSTS], ids=["packets", "bursts"])
 @pytest.mark.slow
 def test_two_virtual_workers_are_two_ranks_bit_for_bit(dtype, config, pool):
     tiny = TinyGPT(dtype=dtype, initial_loss_scale=2.0**18, **OVERLAPPED)
-    ranks = pool.run(real, 2, tiny, config, 6)
-    [both] = pool.run(virtual, 1, tiny, config, 6)
+    ranks = pool.run(trained, 2, tiny, config, 6)
+    [both] = pool.run(trained, 1, tiny, config, 6, 2)
     assert_virtual_is_real(both, ranks)
-
-
-@pytest.mark.parametrize("config", [COMPENSATED, BURSTS], ids=["packets", "bursts"])
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_saved_lead_goes_on(overlap, config, tmp_path, pool):
-    config = dataclasses.replace(config, save_replicas=True)
-    saved = pool.run(save_and_go_on, 2, OVERLAPS[overlap], config, str(tmp_path))
-    again = pool.run(resume, 2, OVERLAPS[overlap], config, str(tmp_path), [own for own, _ in saved])
-    assert again == [report for _, report in saved]
-    plain = dataclasses.replace(config, param_send="plain")
-    for message in pool.run(refused, 2, OVERLAPS[overlap], plain, str(tmp_path), None):
-        assert "--param-send was compensated there and is plain here" in message
 
 
 @pytest.fixture(scope="module")
@@ -284,10 +235,10 @@ def trace(tmp_path_factory):
 def test_where_nobody_knows_the_rate_receivers_count(skipped, trace, pool):
     """Real ranks and virtual workers alike; the sums of all ranks arrive an update later, and a skipped update counts nothing."""
     tiny = TinyGPT(loss_scale=8.0 if skipped else None, **OVERLAPPED)
-    ranks = pool.run(real, 2, tiny, trace, 8, skipped)
-    [both] = pool.run(virtual, 1, tiny, trace, 8, skipped)
+    ranks = pool.run(trained, 2, tiny, trace, 8, None, skipped)
+    [both] = pool.run(trained, 1, tiny, trace, 8, 2, skipped)
     assert_virtual_is_real(both, ranks)
-    plain = pool.run(real, 2, tiny, dataclasses.replace(trace, param_send="plain"), 8, skipped)
+    plain = pool.run(trained, 2, tiny, dataclasses.replace(trace, param_send="plain"), 8, None, skipped)
     assert any(not np.array_equal(plain[0][-1][2][key], value) for key, value in ranks[0][-1][2].items())
 
 
@@ -339,9 +290,8 @@ def test_the_own_shard_has_no_lead_wherever_it_was_sent_from(pool):
         assert found == [([step + 1.0], [step + 1.0]) for step in range(4)]
 
 
-@pytest.mark.parametrize("resumed", [None, 3, 6, 9])
-def test_a_lead_follows_a_schedule(resumed):
-    """In steps without loss nothing is ahead, and the lead begins anew; against the recursion, also after a resume."""
+def test_a_lead_follows_a_schedule():
+    """In steps without loss nothing is ahead, and the lead begins anew; against the recursion."""
     config = LossyConfig(
         loss_model=("gilbert-elliott:4",),
         loss_schedule=("0:0.4,4:0,7:0.2",),
@@ -354,11 +304,6 @@ def test_a_lead_follows_a_schedule(resumed):
     weights, lead = np.zeros((workers, shard), np.float32), np.zeros((workers, shard), np.float32)
     expected, ahead = np.zeros((workers, workers, shard), np.float32), []
     for step in range(11):
-        if step == resumed:
-            saved = [group.state_dict() for group in lossy.groups]
-            lossy = LossyWorkers(config, [BucketSpec(shard)], workers)
-            for group, state in zip(lossy.groups, saved, strict=True):
-                group.load_state_dict(state, torch.device("cpu"))
         before, weights = weights, weights + random.standard_normal(weights.shape).astype(np.float32)
         for mine, value in zip(owned, weights, strict=True):
             mine.copy_(torch.from_numpy(value))

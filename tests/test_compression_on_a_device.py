@@ -2,20 +2,14 @@
 
 import pytest
 
-from tests.impostor import build
 from tests.test_udp_on_a_device import LITTLE, on_a_device
 
-pytestmark = pytest.mark.shows("codes on a pretended device: a CPU's bits, and no wait")
+pytestmark = [
+    pytest.mark.shows("codes on a pretended device: a CPU's bits, and no wait"),
+    pytest.mark.usefixtures("pretended"),
+]
 
 CODED = {"packet_bytes": 68, "wire_block": 64, "grad_wire": "int8", "param_wire": "int8"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    try:
-        build.library()
-    except build.CannotBuild as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(

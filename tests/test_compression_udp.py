@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import BucketSpec, LossyGroup
-from megatron_lossy.transport.udp.packet import CODES, DATA, END, encode
-from megatron_lossy.transport.udp.process import engine_for
+from megatron_lossy.transport.ends import end_for
 from tests.ranks import each, run_ranks
 from tests.rules import assert_same_runs
 from tests.test_hooks import OVERLAPS
@@ -19,6 +18,7 @@ from tests.test_transport import STEPS, exchange_grads, gather_params
 from tests.test_udp import assert_replayed, final_weights
 from tests.test_virtual import real_runs
 from tests.tiny_gpt import TinyGPT
+from tests.udp_packet import CODES, DATA, END, encode
 from tests.udp_world import CHANNEL, MS, SECOND, Node
 
 pytestmark = pytest.mark.shows(
@@ -86,7 +86,7 @@ def test_what_was_lost_is_replayed_bit_for_bit(rule, tmp_path, pool):
 
 
 def bytes_of_sockets(rank, config):
-    engine = engine_for(config)
+    engine = end_for(config)
     before = engine.counters()["bytes_sent"]  # of other tests in this process
     exchange_grads(rank, 2, config, [50_000], False)
     gather_params(rank, 2, config, [50_000], False)

@@ -1,7 +1,5 @@
 """Errors in reduced gradients: what they are by value, when they happen, and that nothing but their key matters."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -10,11 +8,11 @@ from hypothesis import strategies as st
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange, Stream
-from megatron_lossy.channel.corruption import Errors, Event, apply, check_bits, digest, make_corruption
+from megatron_lossy.channel.corruption import Errors, apply, check_bits, digest, make_corruption
 from megatron_lossy.channel.draws import _exchange_word
 from megatron_lossy.config import LossyConfig
 
-pytestmark = pytest.mark.shows("errors in gradients by value: noise, flips, bursts, replayed ones")
+pytestmark = pytest.mark.shows("errors in gradients by value: noise, flips, bursts")
 
 SIZES = (100, 7, 3000)
 TYPES = {16: torch.bfloat16, 32: torch.float32}
@@ -190,45 +188,6 @@ def test_padding_is_never_hit(flags):
     assert (buffer.numpy()[padding] == 1).all() and (buffer.numpy()[~padding] != 1).all()
 
 
-def test_recorded_errors_come_back():
-    """As they happened, whatever the order of the record; only in their iterations, at their ranks."""
-    happened = []
-    for rank in range(2):
-        for t in (1, 3):
-            for event in model(grad_error="gaussian", grad_error_relative=1.0).events(exchange(t), rank, SIZES, 32):
-                happened.append(apply(buffers()[event.bucket], event))
-    config = LossyConfig(grad_error="trace:folder")
-    recorded = make_corruption(config, reversed(happened))
-    for rank in range(2):
-        found = [recorded.events(exchange(t), rank, SIZES, 32) for t in range(4)]
-        assert [[event.bucket for event in events] for events in found] == [[], [0, 1, 2], [], [0, 1, 2]]
-        assert [event for events in found for event in events] == [event for event in happened if event.rank == rank]
-    assert recorded.events(exchange(1, stage=1), 0, SIZES, 32) == []
-    with pytest.raises(UsageError, match="--grad-error trace:folder: is of another model"):
-        recorded.events(exchange(1), 0, SIZES[:2], 32)
-    flip = dataclasses.replace(happened[0], kind="bit-flip", elements=(100,), bits=(0,))
-    with pytest.raises(UsageError, match="is of another model"):
-        make_corruption(config, [flip]).events(exchange(flip.iteration), flip.rank, SIZES, 32)
-
-
-def test_a_replay_says_once_that_gradients_are_others(caplog):
-    config = LossyConfig(grad_error="trace:folder")
-    flip = Event(3, Stream(), 0, 1, "bit-flip", elements=(2,), bits=(30,))
-    right = buffers()[0]
-    apply(right, flip)
-    ranges = [np.array([[0, size]]) for size in SIZES]
-    for recorded, other in ((digest(right), 0), (b"", 0), (b"12345678", 2)):
-        replay = make_corruption(config, [dataclasses.replace(flip, digest=recorded)])
-        for _ in range(2):
-            errors = Errors(replay, 1, ranges, 32)
-            errors.hit(exchange(3), 0, buffers()[0])
-            [reduction] = errors.take(3)
-            assert [hit.event for hit in reduction.hits] == [flip]
-        said = [record.getMessage() for record in caplog.records]
-        assert len(said) == bool(other), said
-    assert said[0].startswith("--grad-error trace:folder: after the error in iteration 3 the gradient of rank 1 is not")
-
-
 def test_what_happened_is_told_once():
     """Also that nothing did, and that an error in units of no gradient was nothing."""
     ranges = [np.array([[0, size]]) for size in SIZES]
@@ -245,7 +204,7 @@ def test_what_happened_is_told_once():
 
 
 REFUSED = [
-    (dict(grad_error="noise"), "--grad-error noise: must be one of none, gaussian, bit-flip, trace"),
+    (dict(grad_error="noise"), "--grad-error noise: must be one of none, gaussian, bit-flip"),
     (dict(grad_error="gaussian"), "--grad-error gaussian: needs gaussian:STD or"),
     (dict(grad_error="gaussian:0.0"), "--grad-error gaussian:0.0: needs"),
     (dict(grad_error="gaussian:-1.0"), "--grad-error gaussian:-1.0: must be finite"),
@@ -265,8 +224,6 @@ REFUSED = [
     (dict(grad_error="bit-flip:0"), "--grad-error bit-flip:0: must be bit-flip, bit-flip:K or"),
     (dict(grad_error="bit-flip:1,3,32"), "--grad-error bit-flip:1,3,32: needs 0 <= LOW <= HIGH <= 31"),
     (dict(grad_error="bit-flip:1,5,4"), "--grad-error bit-flip:1,5,4: needs"),
-    (dict(grad_error="trace"), "--grad-error trace: needs the folder"),
-    (dict(grad_error="trace:x", grad_error_rate=0.5), "--grad-error-rate 0.5: needs --grad-error gau"),
     (dict(grad_error="none:1"), "--grad-error none:1: must be one of none, gaussian"),
     (dict(grad_error_rate=0.5), "--grad-error-rate 0.5: needs --grad-error gaussian or bit-flip, not none"),
     (dict(grad_error="bit-flip", p_param=0.1), "--grad-error-at broadcast: needs replicas"),

@@ -19,10 +19,10 @@ from megatron_lossy.lab.data import (
     padded_vocab_size,
     read_description,
     stdlib_documents,
+    validation_documents,
     write_indexed,
 )
 from megatron_lossy.lab.data.__main__ import run
-from megatron_lossy.lab.data.documents import validation_documents
 from tests.programs import ROOT, Program
 
 pytestmark = pytest.mark.shows(
@@ -90,7 +90,6 @@ def test_lines_and_paragraphs(tmp_path):
     [
         (["--input", "empty.txt"], "empty"),
         (["--input", "empty.txt", "--tokenizer", "mystery"], "--tokenizer mystery"),
-        (["--input", "empty.txt", "--stdlib"], "--stdlib"),
         ([], "--input"),
         (["--input", "*.md"], r"\*.md: matches no file"),
         (["--input", "blank.txt"], "no document holds text"),
@@ -261,7 +260,7 @@ def test_an_absent_package_is_named(tmp_path, name):
         "import sys; sys.modules.update(transformers=None, sentencepiece=None)\n"
         "from megatron_lossy.lab.data.__main__ import main; main()"
     )
-    arguments = ["--stdlib", "--output-prefix", str(tmp_path / "data"), "--tokenizer", name]
+    arguments = ["--input", __file__, "--output-prefix", str(tmp_path / "data"), "--tokenizer", name]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and f"--tokenizer {name}: needs the package" in done.stderr
     assert not list(tmp_path.iterdir())
@@ -279,7 +278,7 @@ def test_processes_that_need_the_same_text_write_it_once(tmp_path):
     program = (
         "import os, sys\n"
         "from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments\n"
-        "from megatron_lossy.lab.train.text import prefixes, with_data_paths, write_text\n"
+        "from megatron_lossy.lab.train.data import prefixes, with_data_paths, write_text\n"
         "given = ['--config', sys.argv[1], '--data', 'stdlib', '--data-cache-path', sys.argv[2]]\n"
         "paths = with_data_paths(configurations(read_arguments(make_parser('p', ''), given))[0])\n"
         "write_text(paths)\n"

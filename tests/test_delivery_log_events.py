@@ -1,4 +1,4 @@
-"""The log of events: errors in gradients, repairs, messages between stages. What verify finds, summary, continuation, replay."""
+"""The log of events: errors in gradients, repairs, messages between stages. What verify finds, summary, continuation."""
 
 import dataclasses
 import itertools
@@ -8,8 +8,6 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -18,9 +16,9 @@ from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.channel.corruption import Errors, make_corruption
-from megatron_lossy.config import LossyConfig
+from megatron_lossy.config import LossyConfig, given
 from megatron_lossy.delivery_log.__main__ import main
-from megatron_lossy.delivery_log.events import EventLog, event_files, recorded_events
+from megatron_lossy.delivery_log.events import EventLog, event_files
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.schema import pack, unpack
 from megatron_lossy.delivery_log.summary import summary_text
@@ -32,7 +30,7 @@ from megatron_lossy.mechanisms.boundaries.loss import Boundary
 from megatron_lossy.mechanisms.boundaries.messages import Messages
 from megatron_lossy.mechanisms.replicas.full_replicas import Mismatch
 from megatron_lossy.mechanisms.replicas.synchroniser import Synced
-from megatron_lossy.run.observers import make_observers
+from megatron_lossy.run.base import make_observers
 from tests.boundaries import boundary_lost, boundary_rows, event_rows
 from tests.ranks import run_ranks
 from tests.test_delivery_log import flip_bits, rewrite, truncate
@@ -40,8 +38,7 @@ from tests.test_pipeline_boundaries import BOTH, PLAIN, allow_sequence_parallel_
 from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = [
-    pytest.mark.shows("recorded errors are replayed where they were recorded"),
-    pytest.mark.shows("messages between stages in the log: by value, drawn again, resumed"),
+    pytest.mark.shows("messages between stages in the log: by value, resumed"),
     pytest.mark.shows("the log of events: changed, missing and added records are noticed", device=False),
 ]
 
@@ -50,7 +47,7 @@ UDP = {"transport": "udp", "act_transport": "udp", "udp_key_file": "none", "loss
 PACKETS = 21
 RANKS, STEPS, SIZES = 3, 9, (6, 5000, 3)
 KEPT = {"replica_check": "repair", "param_sync_interval": 4}
-MESSAGES = {name: getattr(BOTH, name) for name in vars(BOTH) if getattr(BOTH, name) != getattr(LossyConfig(), name)}
+MESSAGES = given(BOTH)
 KINDS = {
     "noise": {"grad_error": "gaussian:0.5"} | KEPT,
     "relative": {"grad_error": "gaussian", "grad_error_relative": 2.0, "grad_error_rate": 0.8} | KEPT,
@@ -205,84 +202,24 @@ def without(kind):
     return lambda rows: rows.remove(next(row for row in rows if row["kind"] == kind))
 
 
-def another(kind, **changes):
-    return lambda rows: rows.append(next(row for row in rows if row["kind"] == kind) | changes)
-
-
-def no_errors(rows):
-    rows[:] = [row for row in rows if row["kind"] == "reduced"]
-
-
-def where_none_is_drawn(rows):
-    hit = next(row for row in rows if row["kind"] == "bit-flip")
-    quiet = set(range(3)) - {row["iteration"] for row in rows if row["kind"] == "bit-flip"}
-    rows.append(hit | {"iteration": quiet.pop()})
-
-
-def each(**changes):
-    return lambda rows: [row.update({name: value(row[name]) for name, value in changes.items()}) for row in rows]
-
-
-def other_zeros(rows):
-    """As many, but others."""
-    row = next(row for row in rows if row["zeros"] and not row["again"])
-    arrived = unpack(np.frombuffer(row["bitmap"], np.uint8)[None], row["packets"])
-    row["bitmap"] = pack(np.roll(arrived, 1, axis=1))[0].tobytes()
-
-
-OTHER = "drawn again from the recorded seed in bucket"
-DRAWN = "what is drawn again from the recorded seed is not what was recorded"
 CONTENT = "its rows are not those that were written"
 #: By name: what was recorded, the number of the file, its change, and the problem.
 TAMPERED = {
-    "seed": ("noise", 0, first_of("gaussian", seed=lambda seed: seed ^ 1), OTHER),
-    "size of noise": ("noise", 0, first_of("gaussian", std=0.25), OTHER),
-    "seed of relative noise": ("relative", 0, first_of("gaussian", seed=lambda seed: seed ^ 1), OTHER),
-    "size of relative noise": ("relative", 0, first_of("gaussian", std=lambda std: std * 1.01), CONTENT),
-    "negative noise": ("relative", 0, first_of("gaussian", std=-1.0), OTHER),
-    "element": ("flips", 0, first_of("bit-flip", elements=lambda elements: [*elements[:-1], 4]), OTHER),
-    "bit": ("flips", 0, first_of("bit-flip", bits=lambda bits: [(bits[0] + 1) % 32, *bits[1:]]), OTHER),
-    "no bits": ("flips", 0, first_of("bit-flip", bits=None), "'NoneType'"),
-    "rank": ("flips", 0, first_of("bit-flip", rank=1), "error in bucket"),
-    "another stream": ("flips", 0, another("bit-flip", stream="dense-e0-s1-c0"), "rank 0 of dense-e0-s1-c0, which was not"),
+    "size of noise": ("noise", 0, first_of("gaussian", std=0.25), CONTENT),
+    "no bits": ("flips", 0, first_of("bit-flip", bits=None), CONTENT),
     "iteration": ("flips", 0, first_of("bit-flip", iteration=7), "has records of iteration 7"),
-    "digest": ("flips", 0, first_of("bit-flip", digest=b"12345678"), CONTENT),
-    "a missing error": ("flips", 0, without("bit-flip"), "no record of the error in bucket"),
-    "no errors": ("noise", 0, no_errors, "no record of the error in bucket 0 of rank 0 of dense-e0-s0-c0"),
-    "a missing reduction": ("noise", 0, without("reduced"), "of rank 0 of dense-e0-s0-c0, which was not reduced"),
-    "sizes of buckets": ("noise", 0, first_of("reduced", sizes=[6]), "the recorded seed draws no error in bucket 1"),
+    "a missing error": ("flips", 0, without("bit-flip"), CONTENT),
     "all is missing": ("noise", 0, list.clear, CONTENT),
-    "an error more": ("flips", 0, where_none_is_drawn, "the recorded seed draws no error in bucket"),
-    "an error twice": ("flips", 0, another("bit-flip"), "two records of bucket"),
-    "an error that was nothing": ("noise", 0, first_of("gaussian", kind="spared"), OTHER),
-    "repair": ("noise", 1, first_of("mismatch", action=""), "--replica-check repair repairs nothing by ''"),
-    "who differed": ("noise", 1, first_of("mismatch", rank=1), CONTENT),
-    "a missing repair": ("noise", 1, without("mismatch"), CONTENT),
-    "synchronisation": ("noise", 1, first_of("sync", interval=3), "--param-sync-interval was 4, not 3"),
-    "how": ("noise", 1, first_of("sync", action="median"), "synchronises nothing by 'median'"),
-    "kind": ("noise", 1, first_of("sync", kind="rest"), "'rest' is no kind of record"),
-    "fewer lost": (
-        "bitmaps", 1, first_of(lambda row: row["repaired"], repaired=lambda n: n - 1, lost=lambda n: n - 1), DRAWN
-    ),
-    "more zeros": ("bitmaps", 1, first_of("act", zeros=lambda n: n + 1), "its numbers do not agree"),
-    "other zeros": ("bitmaps", 1, other_zeros, DRAWN),
-    "a short bitmap": (
-        "bitmaps", 1, first_of(lambda row: row["bitmap"], bitmap=lambda b: b[1:]), "bitmap and zeros do not agree"
-    ),
+    "kind": ("noise", 1, first_of("sync", kind="rest"), CONTENT),
     "no bitmap": ("bitmaps", 1, first_of(lambda row: row["bitmap"], bitmap=None), CONTENT),
-    "a missing message": ("bitmaps", 1, lambda rows: rows.pop(0), "a message is missing"),
-    "no packets": ("bitmaps", 1, first_of("act", packets=None), "'NoneType'"),
-    "other iterations": ("bitmaps", 1, each(iteration=lambda n: n + 3), "has records of iteration 6"),
-    "another boundary": ("bitmaps", 1, each(stream=lambda name: name.replace("s1", "s9")), "act of boundary-e0-s9-c0: "),
-    "no stream": ("bitmaps", 1, each(stream=lambda _: "nowhere"), "act of nowhere: "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TAMPERED)
 def test_what_was_changed_is_noticed(tmp_path, name):
     kind, number, change, problem = TAMPERED[name]
     record(tmp_path, kind)
-    path, _, first, last = event_files("DIR", tmp_path)[number]
+    path, _, first, last = event_files(tmp_path)[number]
     rewrite(path, change)
     verdict = verify_events(tmp_path)
     assert len(verdict.problems) == 1 and problem in verdict.problems[0]
@@ -295,7 +232,7 @@ def test_what_was_changed_is_noticed(tmp_path, name):
 @pytest.mark.parametrize(("kind", "number"), [("noise", 4), ("messages", 1)])
 def test_damaged_files(tmp_path, damage, kind, number):
     record(tmp_path, kind)
-    file = event_files("DIR", tmp_path)[number]
+    file = event_files(tmp_path)[number]
     damage(file.path)
     verdict = verify_events(tmp_path)
     [problem] = verdict.problems
@@ -303,43 +240,19 @@ def test_damaged_files(tmp_path, damage, kind, number):
     assert verdict.usable[file.rank] == (0, 2)
     if kind in ERRORS:
         assert verdict.usable[0] == verdict.usable[2] == (0, 8)
-        with pytest.raises(UsageError, match=rf"--grad-error trace {file.path}: cannot be read: "):
-            recorded_events(LossyConfig(grad_error=f"trace:{tmp_path}"))
 
 
 def test_gaps_mixtures_and_missing_ranks(tmp_path):
     record(tmp_path, "noise")
-    event_files("DIR", tmp_path)[4].path.unlink()
+    event_files(tmp_path)[4].path.unlink()
     assert verify_events(tmp_path).problems == ["rank 1: no records of events of iterations 3 to 5"]
-    for path, rank, *_ in event_files("DIR", tmp_path):
+    for path, rank, *_ in event_files(tmp_path):
         if rank == 1:
             path.unlink()
-    assert verify_events(tmp_path).problems == ["no errors of rank 1 of dense-e0-s0-c0"]
+    assert verify_events(tmp_path).problems == ["no records of events of rank 1"]
     record(tmp_path, "noise", ranks=[1], loss_seed=7)
     [problem] = verify_events(tmp_path).problems
     assert "is of a run with other loss flags than the first file" in problem
-
-
-@pytest.mark.parametrize("prefix", ["errors", "_boundaries"])
-def test_files_of_an_earlier_format_are_refused(tmp_path, prefix, capsys, monkeypatch):
-    """In one line, wherever they would be read or continued."""
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    name = f"{prefix}_00000_000000000_000000002.parquet"
-    pq.write_table(pa.table({"iteration": [0]}), tmp_path / name)
-    config = LossyConfig(grad_error=f"trace:{tmp_path}", delivery_log=str(tmp_path))
-    told = f"{tmp_path}: {name} has an earlier format of events than _events_RANK_FIRST_LAST.parquet; read it with the version"
-    for flag, call in (
-        ("--grad-error trace", lambda: recorded_events(config)),
-        ("--delivery-log", lambda: claim_delivery_log(config, RANKS, True, {})),
-    ):
-        with pytest.raises(UsageError) as refused:
-            call()
-        assert str(refused.value).startswith(f"{flag} {told}")
-    for command in ("verify", "summary"):
-        with pytest.raises(SystemExit):
-            main([command, str(tmp_path)])
-        [line] = capsys.readouterr().err.splitlines()
-        assert f"DIR {told}" in line
 
 
 @pytest.mark.parametrize("kind", [*ERRORS, "messages"])
@@ -358,13 +271,8 @@ def test_a_folder_with_the_events_of_another_run_is_refused(tmp_path):
     config = LossyConfig(**KINDS["noise"], delivery_log=str(tmp_path))
     claim_delivery_log(config, RANKS, False, {})
     record(tmp_path, "noise")
-    for changes, resumes, message in (
-        ({}, False, "holds the log of a run with these settings"),
-        ({"grad_error": "gaussian:0.25"}, True, "--grad-error was gaussian:0.5 there and is gaussian:0.25 here"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            claim_delivery_log(dataclasses.replace(config, **changes), RANKS, resumes, {})
-    claim_delivery_log(config, RANKS, True, {})
+    with pytest.raises(UsageError, match="holds the log of a run with these settings"):
+        claim_delivery_log(config, RANKS, False, {})
     with pytest.raises(UsageError, match="holds the log of a run"):  # without a claim: in somebody's own program
         EventLog(config).finish_iteration(0, True, list)
     with pytest.raises(UsageError, match="is of a run with other loss flags; choose another folder"):
@@ -378,24 +286,13 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
         main(["verify", str(tmp_path)])
     assert ended.value.code == 0
     assert capsys.readouterr().out.endswith("good records of events; iterations 0 to 8 are usable for all ranks\n")
-    rewrite(event_files("DIR", tmp_path)[3].path, first_of("bit-flip", digest=b""))
+    rewrite(event_files(tmp_path)[3].path, first_of("bit-flip", digest=b""))
     with pytest.raises(SystemExit) as ended:
         main(["verify", str(tmp_path)])
     assert ended.value.code == 1 and CONTENT in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         main(["summary", str(tmp_path)])
     assert ended.value.code == 2 and "holds events and no deliveries" in capsys.readouterr().err
-
-
-def test_errors_are_replayed_where_they_were_recorded(tmp_path):
-    """Those of a reduction are all of rank 0, and would hit no other."""
-    for at, kind in (("reduce", "reduce"), ("broadcast", "noise")):
-        record(tmp_path / at, kind)
-    for at, other in (("reduce", "broadcast"), ("broadcast", "reduce")):
-        trace = {"grad_error": f"trace:{tmp_path / at!s}"}
-        assert recorded_events(LossyConfig(**trace, grad_error_at=at))
-        with pytest.raises(UsageError, match=f"^--grad-error-at {other}: must be {at}, as of the errors in "):
-            recorded_events(LossyConfig(**trace, grad_error_at=other))
 
 
 @pytest.mark.parametrize(
@@ -462,10 +359,10 @@ def test_stages_and_one_process_write_the_same(tmp_path):
     assert rows == boundary_rows(one)
     assert_as_drawn(rows, PLAIN, BOTH)
     assert problems_of(stages) == problems_of(one) == []
-    assert {file.rank for file in event_files("DIR", stages)} == {0, 1}
+    assert {file.rank for file in event_files(stages)} == {0, 1}
     for path in stages.glob("_events_00000_*"):
         path.unlink()
-    assert problems_of(stages) == ["no records of act-grad of boundary-e0-s1-c0"]
+    assert problems_of(stages) == ["no records of events of rank 0"]
 
 
 def test_virtual_workers_write_what_replicas_write(tmp_path):
@@ -484,7 +381,7 @@ def test_virtual_workers_write_what_replicas_write(tmp_path):
 
 def test_over_udp_the_same_is_recorded_with_bitmaps(tmp_path):
     """Of drawn losses; an exchange's records are late by a forward pass, and messages of the next iteration are there already."""
-    over_udp = LossyConfig(**vars(BOTH) | UDP)
+    over_udp = dataclasses.replace(BOTH, **UDP)
     [(metrics, _), _] = run_ranks(trained, 2, PLAIN, with_log(over_udp, tmp_path))
     rows = boundary_rows(tmp_path)
     assert_as_drawn(rows, PLAIN, over_udp)
@@ -503,7 +400,7 @@ def test_copies_of_tensor_parallelism(tmp_path, sequence, names):
     tiny = TinyGPT(tensor=2, pipeline=2, accumulation=2, tied=False, sequence_parallel=sequence)
     run_ranks(allowed, 4, tiny, with_log(BOTH, tmp_path))
     assert problems_of(tmp_path) == []
-    files = event_files("DIR", tmp_path)
+    files = event_files(tmp_path)
     total = totals((file.rank, row) for file in files for row in event_rows(file.path))
     streams = sorted({stream for _, stream in total})
     assert len(streams) == len(names) and all(stream.endswith(name) for stream, name in zip(streams, names))

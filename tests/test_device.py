@@ -53,21 +53,23 @@ def _attributes(targets):
 
 
 def _install_and_undo(rank):
-    from megatron_lossy.base.device.cpu import patches
+    from megatron_lossy.base.device import cpu, optimizer
 
-    targets = [patch.target for patch in patches()]
+    patches = [*cpu.patches(), *optimizer.patches()]
+    targets = [patch.target for patch in patches]
     before = _attributes(targets)
     untouched = not device.CORE.installed and isinstance(torch.zeros, types.BuiltinFunctionType)
     kinds = [device.prepare(), device.prepare(), device.backend(), str(device.current_device())]
     during = _attributes(targets)
     device.CORE.uninstall()
+    device.OPTIMIZER.uninstall()
     after = _attributes(targets)
     return {
         "untouched": untouched,
         "kinds": kinds,
         "same": [target for target in targets if during[target] is before[target]],
         "unrestored": [target for target in targets if after[target] is not before[target]],
-        "unexplained": [patch.target for patch in patches() if not (patch.why and patch.versions and patch.until)],
+        "unexplained": [patch.target for patch in patches if not (patch.why and patch.versions and patch.until)],
     }
 
 
@@ -319,12 +321,12 @@ def node(monkeypatch):
 @pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("hpu", "hccl")])
 def test_a_rank_takes_the_device_of_its_local_rank_before_any_group(node, monkeypatch, kind, backend):
     """Of the second node, say. Simulated: nobody has run several accelerators."""
-    from megatron_lossy.lab.train import parallel
+    from megatron_lossy.lab.train.model import world
     from tests.trainer import TINY, TrainConfig
 
     accelerators = node(kind, 8, RANK=11, LOCAL_RANK=3, WORLD_SIZE=16)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
-    with parallel.world(TrainConfig(**TINY, data_path=("x",), valid_data_path=("y",))):
+    with world(TrainConfig(**TINY, data_path=("x",), valid_data_path=("y",))):
         assert device.current_device() == torch.device(kind, 3)
     assert accelerators.asked == [("set_device", 3), ("init_process_group", backend)]
 
@@ -337,6 +339,12 @@ def test_without_a_launcher_a_program_stays_on_its_device(node):
     assert accelerators.asked == [("init_process_group", "nccl")]
     assert device.current_device() == torch.device("cuda", 1)
     assert node("cpu", 0, LOCAL_RANK=3, WORLD_SIZE=4) and device.take_device() == torch.device("cpu")
+
+
+@takes_its_device
+def test_ranks_share_devices_where_nccl_lets_them(node):
+    accelerators = node("cuda", 2, LOCAL_RANK=3, WORLD_SIZE=4, NCCL_MULTI_RANK_GPU_ENABLE=1)
+    assert device.take_device() == torch.device("cuda", 1) and accelerators.asked == [("set_device", 1)]
 
 
 @takes_its_device

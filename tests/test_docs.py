@@ -126,11 +126,12 @@ def test_code_blocks_fit_without_scrolling(page):
             assert len(line) <= 100, line
 
 
-def test_pythons_of_the_index_compile():
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/index.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 6
-    for block in blocks:
-        compile(block, "docs/index.md", "exec")
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: page.stem
+)
+def test_pythons_of_pages_compile(page):
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        compile(block, page.name, "exec")
 
 
 def test_the_index_links_every_page():
@@ -140,7 +141,7 @@ def test_the_index_links_every_page():
 
 
 def test_the_pages_that_are_read_first_are_short():
-    assert 80 <= len((ROOT / "README.md").read_text().splitlines()) <= 100
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
     assert len((ROOT / "docs/results.md").read_text().splitlines()) <= 400
 
 

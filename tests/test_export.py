@@ -17,12 +17,12 @@ ISLANDS = {"islands": 2, "sync_method": "parameters", "save_consensus": True}
 def evaluated(rank, config):
     """The samples of the evaluation of a run with ``config``."""
     from megatron_lossy.lab.data import build_tokenizer
-    from megatron_lossy.lab.train import parallel
     from megatron_lossy.lab.train.config import TrainConfig
     from megatron_lossy.lab.train.data import build_datasets
+    from megatron_lossy.lab.train.model import world
 
     config = TrainConfig(**config)
-    with parallel.world(config, None):
+    with world(config, None):
         _, valid = build_datasets(config, build_tokenizer("byte"))
         samples = [valid[number] for number in range(config.eval_iters * config.global_batch_size)]
     return {name: torch.stack([sample[name] for sample in samples]) for name in ("tokens", "labels")}

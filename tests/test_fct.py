@@ -5,11 +5,9 @@ import csv
 import numpy as np
 import pytest
 
+from benchmarks.fct.__main__ import Condition, make_scheme, read, run_cell
+from benchmarks.fct.schemes import Adaptive, Losses, Path, SelectiveRepeat, Smart, Tolerant, Uniform
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.lab.studies.fct.cells import Condition, make_scheme, run_cell
-from megatron_lossy.lab.studies.fct.command import read
-from megatron_lossy.lab.studies.fct.path import Losses, Path
-from megatron_lossy.lab.studies.fct.schemes import Adaptive, SelectiveRepeat, Smart, Tolerant, Uniform
 from tests.programs import ROOT, run_program
 
 pytestmark = pytest.mark.shows("completion times by hand, in closed form, of every scheme", device=False)
@@ -181,7 +179,7 @@ paper: {SR: 91.7}
 def test_the_command(tmp_path):
     (tmp_path / "study.yaml").write_text(STUDY)
     out = tmp_path / "out"
-    done = run_program("megatron_lossy.lab", "fct", str(tmp_path / "study.yaml"), "--out", str(out), "--jobs", "1")
+    done = run_program("benchmarks.fct", str(tmp_path / "study.yaml"), "--out", str(out), "--jobs", "1")
     assert done.returncode == 0, done.stderr
     assert (
         "P99 of SMART is below that of SR by up to" in done.stdout and "RTO 4 round trips, bursts of 4" in done.stdout
@@ -193,7 +191,7 @@ def test_the_command(tmp_path):
         assert float(row["mean_low"]) <= float(row["mean"]) <= float(row["mean_high"])
         if row["rate"] == "0":
             assert float(row["p99"]) == float(row["mean"])
-    again = run_program("megatron_lossy.lab", "fct", str(tmp_path / "study.yaml"), "--out", str(out))
+    again = run_program("benchmarks.fct", str(tmp_path / "study.yaml"), "--out", str(out))
     assert again.returncode == 2 and "holds results already" in again.stderr
 
 

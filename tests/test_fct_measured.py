@@ -1,20 +1,16 @@
 """The model of completion times against ns-3 message by message, and over the emulated link beside what was measured."""
 
-import importlib.util
-import subprocess
-import sys
-from dataclasses import replace
+import csv
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import fct_lab, run_wan, udp_exchange, udp_priority, udp_soak
+from benchmarks.fct.__main__ import make_scheme
+from benchmarks.fct.schemes import Losses, SelectiveRepeat, Smart, Uniform
+from benchmarks.fct.schemes import Path as Way
 from benchmarks.fct_lab import OnTimeout, contestants
-from megatron_lossy.lab.studies.fct.path import Losses
-from megatron_lossy.lab.studies.fct.path import Path as Way
-from megatron_lossy.lab.studies.fct.schemes import SelectiveRepeat, Smart, Uniform
-from scripts import fct_ns3
 from tests.test_lab import needs_lab
 
 pytestmark = pytest.mark.shows(
@@ -23,62 +19,34 @@ pytestmark = pytest.mark.shows(
     device=False,
 )
 
-# --- against what ns-3 gave for the same losses, message by message (scripts/fct_ns3.py) -----------------------------
+# --- against what ns-3 gave for the same losses, message by message (docs/fct.md) -------------------------------------
 
 
-ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "scripts" / "fct_ns3.py"
-#: The latest results; the date is in the name.
-ROWS = fct_ns3.read_csv(max((ROOT / "benchmarks" / "results").glob("fct_ns3_*.csv")))
+ROWS = list(csv.DictReader((Path(__file__).parents[1] / "benchmarks/results/fct_ns3_2026-11-22.csv").open()))
+SCHEMES = {
+    "SR": {"recovery": "selective-repeat"},
+    "LoWAR (100,10)": {"recovery": "uniform", "block": 100, "parity": 10},
+    "SMART gradients (100,50)": {"recovery": "smart", "block": 100, "parity": 50},
+    "SMART gradients (100,10), 10 % high": {"recovery": "smart", "block": 100, "parity": 10, "fraction": 0.1},
+    "SMART activations (100,10)": {"recovery": "tolerant", "block": 100, "parity": 10},
+}
 
 
-def differences(row, flows):
-    times = np.array([flow.time for flow in flows])
-    return abs(times.mean() / row.ns3_mean - 1), abs(np.percentile(times, 99) / row.ns3_p99 - 1)
-
-
-@pytest.mark.parametrize("scheme", fct_ns3.SCHEMES)
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_model_agrees_with_ns3(scheme):
-    rows = [row for row in ROWS if row.cell.scheme == scheme]
-    assert {row.cell.packets for row in rows} >= {256, 1024} and {row.cell.rate for row in rows} >= {0, 0.01, 0.05}
-    assert sum(row.ns3_again for row in rows) > 10  # something was sent again
+    rows = [
+        {name: float(text) for name, text in row.items() if name != "scheme"} for row in ROWS if row["scheme"] == scheme
+    ]
+    assert {row["packets"] for row in rows} >= {256, 1024} and {row["rate"] for row in rows} >= {0, 0.01, 0.05}
+    assert sum(row["ns3_again"] for row in rows) > 10  # something was sent again
     for row in rows:
-        flows = row.cell.model()
-        assert max(differences(row, flows)) < 0.02, row
-        assert sum(flow.again for flow in flows) == row.ns3_again, row
-        assert sum(flow.zeros for flow in flows) == row.ns3_zeros, row
-
-
-@pytest.mark.parametrize("scheme", fct_ns3.SCHEMES)
-def test_the_comparison_would_tell(scheme):
-    """Another RTO, other losses: further away than the limit in some cell."""
-    rows = [row for row in ROWS if row.cell.scheme == scheme and row.cell.rate]
-    for change in ({"timeout": 3.0}, {"seed": 99}):
-        assert any(max(differences(row, replace(row.cell, **change).model())) > 0.02 for row in rows), change
-
-
-def test_what_is_written_is_read_again(tmp_path):
-    fct_ns3.write_csv(ROWS, tmp_path / "rows.csv")
-    assert fct_ns3.read_csv(tmp_path / "rows.csv") == ROWS
-
-
-def test_the_command_says_what_is_wrong_in_one_line(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--rates", "2", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == "scripts/fct_ns3.py: error: --rates 2.0: must be in [0, 0.5)\n"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ns") is None, reason="no ns3")
-def test_ns3_gives_the_same_again(tmp_path):
-    small = ["--packets", "256", "--rates", "0.05", "--bursts", "0", "--cell", "2048"]
-    done = subprocess.run([sys.executable, str(SCRIPT), *small, "--out", str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (table,) = tmp_path.glob("*.csv")
-    rows = fct_ns3.read_csv(table)
-    assert [row.cell.scheme for row in rows] == list(fct_ns3.SCHEMES)
-    for row in rows:
-        assert max(map(abs, row.differences)) < 0.02 and row.ns3_again == row.model_again
+        model, number = make_scheme(scheme, SCHEMES[scheme], row["timeout"]), range(int(row["flows"]))
+        losses = [Losses(row["rate"], int(row["seed"]), flow, row["burst"] or None) for flow in number]
+        flows = [model.flow(Way(), int(row["packets"]), one) for one in losses]
+        times = np.array([flow.time for flow in flows])
+        assert (times.mean(), np.percentile(times, 99)) == pytest.approx((row["ns3_mean"], row["ns3_p99"]), rel=0.02)
+        assert sum(flow.again for flow in flows) == row["ns3_again"], row
+        assert sum(flow.zeros for flow in flows) == row["ns3_zeros"], row
 
 
 # --- over the emulated link: schemes, tables, and a small run (benchmarks/fct_lab.py) --------------------------------

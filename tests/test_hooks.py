@@ -34,6 +34,7 @@ OVERLAPS = {
 }
 BOTH = LossyConfig(p_grad=0.4, p_param=0.4, loss_unit="packet", packet_bytes=1000)
 RULES = ["renormalize", "renormalize-remote", "previous", "zero"]
+UNITS = ["shard", "bucket", "packet"]
 FEEDBACK = dataclasses.replace(BOTH, grad_recovery="error-feedback", grad_priority="packet-mean:0.1", packet_bytes=400)
 
 
@@ -58,6 +59,8 @@ def averages(rank):
 # --- no loss -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("without loss every bit is Megatron's: overlaps, fp32, bf16")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_without_loss_it_is_megatron_bit_for_bit(overlap, dtype, pool, unhooked):
@@ -72,12 +75,19 @@ def test_without_loss_it_is_megatron_bit_for_bit(overlap, dtype, pool, unhooked)
 # --- loss, by value ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("rules, units, overlaps and bf16 in pairs, by value")
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("unit", ["shard", "bucket", "packet"])
+@pytest.mark.parametrize("unit", UNITS)
 def test_every_rule_and_unit(rule, unit, pool):
-    """Two ranks: to the last bit. Odd packets leave a short last unit in every shard."""
+    """Two ranks: to the last bit. Odd packets leave a short last unit in every shard.
+
+    Each pair of a rule, a unit, an overlap and a type is there.
+    """
+    number = RULES.index(rule) + UNITS.index(unit)
+    tiny = TinyGPT(dtype=("fp32", "bf16")[number % 2], **list(OVERLAPS.values())[number % 3])
     config = dataclasses.replace(BOTH, grad_recovery=rule, loss_unit=unit)
-    _, lost = contract_holds(TinyGPT(**OVERLAPS["both"]), world=2, config=config, pool=pool)
+    _, lost = contract_holds(tiny, world=2, config=config, pool=pool)
     assert lost["grad"] and lost["param"]
 
 
@@ -87,6 +97,8 @@ def test_every_rule_with_several_survivors(rule, pool):
     contract_holds(TinyGPT(**OVERLAPS["grads"]), world=4, config=config, pool=pool)
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("priority and error feedback by value")
 @pytest.mark.parametrize(
     ("rule", "overlap"), [("error-feedback", "none"), ("error-feedback", "both"), ("zero", "grads")]
 )

@@ -13,6 +13,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.hooks import Lossy, check_version, megatron_training
+from megatron_lossy.hooks.checks import check_run
 from megatron_lossy.hooks.facts import _expert_data_parallel_ranks, of_arguments, of_model
 from megatron_lossy.run.mechanism import Events
 
@@ -289,3 +290,14 @@ def test_hashes_of_weights_are_compared_where_replicas_cannot_differ():
 def test_full_replicas_may_drift_apart():
     """With an interval of more updates than the run has."""
     assert refused(LossyConfig(p_grad=0.1, param_sync_interval=10**6), train_iters=5) == ""
+
+
+@pytest.mark.parametrize("flags", [{"p_param": 0.1}, {"transport": "udp"}])
+def test_a_run_warns_that_nothing_is_lost_between_optimizer_instances(flags, caplog):
+    said = "--num-distributed-optimizer-instances 2: the exchange between instances stays reliable; --sites M makes"
+    config = LossyConfig(**flags)
+    check_run(config, Facts(workers=4, optimizer_instances=1))
+    check_run(LossyConfig(), Facts(workers=4, optimizer_instances=2))
+    assert said not in caplog.text
+    check_run(config, Facts(workers=4, optimizer_instances=2))
+    assert said in caplog.text

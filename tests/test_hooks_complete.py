@@ -11,7 +11,7 @@ from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.hooks import seam
-from megatron_lossy.hooks.complete import check_exchanged, check_registered, warn_of_lossless
+from megatron_lossy.hooks.exchanges import check_exchanged, check_registered, warn_of_lossless
 from megatron_lossy.transport import BucketSpec, LossyGroup, check_ranks
 from tests import contract, test_hooks_owner_weights, test_hooks_whole_step
 from tests.ranks import RankFailed, run_ranks

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.theory.islands import STREAM, rounds_of
 from megatron_lossy.mechanisms.islands.form import bytes_sent
 from megatron_lossy.mechanisms.islands.mean import InMemory
+from scripts.stability import STREAM, rounds_of
 from tests.reference import block_payload, block_values
 
 pytestmark = pytest.mark.shows("islands in 8 bits: values, rests of means")

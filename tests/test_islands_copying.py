@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from datetime import timedelta
 from queue import SimpleQueue
 
 import pytest
@@ -12,18 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.mechanisms.islands.copying import (
-    ASKER,
     PART,
-    SOURCE,
-    Asking,
     Damaged,
-    GlooPair,
     Held,
     held_state,
     put_state,
     receive_copy,
     send_copy,
-    serve,
 )
 
 pytestmark = pytest.mark.shows("islands that copy another one")
@@ -135,24 +128,3 @@ def test_a_copy_trains_on_as_its_source(steps):
     train(*own, 2)
     for theirs, mine in zip(source[0], own[0]):
         assert torch.equal(theirs, mine)
-
-
-def test_two_ranks_over_gloo():
-    store = torch.distributed.HashStore()
-    wait, served = timedelta(seconds=60), SimpleQueue()
-    values = torch.randn(PART // 2)
-    serve(lambda: GlooPair(store, SOURCE, wait), {"w": Held(values)}, 5, served.put)
-    asking = Asking(lambda: GlooPair(store, ASKER, wait))
-    digest = served.get(timeout=60)
-    while asking.copy is None:
-        assert asking.why is None, asking.why
-        threading.Event().wait(0.01)
-    assert asking.copy.digest == digest and torch.equal(asking.copy.values["w"], values)
-
-
-def test_nobody_there_is_a_failure_that_says_why():
-    store = torch.distributed.HashStore()
-    asking = Asking(lambda: GlooPair(store, ASKER, timedelta(seconds=0.2)))
-    while asking.why is None:
-        threading.Event().wait(0.01)
-    assert asking.copy is None and asking.why

@@ -60,7 +60,7 @@ def test_a_later_start_keeps_all_whole_lines_of_its_own_run_alone(tmp_path):
 
 def test_a_folder_of_such_a_run_can_be_read():
     """Its flags are kept without --rendezvous, which may change."""
-    flags = {"islands": 2, "sync_method": "parameters", "rendezvous": "host", "island": 1}
+    flags = {"islands": 2, "sync_method": "parameters", "rendezvous": "etcd://host/run", "island": 1}
     kept = identity(LossyConfig(**flags, island_keep=9, island_rejoin="listen"))
     assert "rendezvous" not in kept and of_flags(LossyConfig, kept).island_keep == 9
 

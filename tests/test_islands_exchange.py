@@ -18,9 +18,9 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
 from megatron_lossy.mechanisms.islands import mean as means_in_memory
 from megatron_lossy.mechanisms.islands import vector as vectors
-from megatron_lossy.mechanisms.islands.between_members import BetweenMembers
+from megatron_lossy.mechanisms.islands.between_members import Among, BetweenMembers
 from megatron_lossy.mechanisms.islands.between_ranks import BetweenRanks
-from megatron_lossy.mechanisms.islands.carrying import Alone, Among
+from megatron_lossy.mechanisms.islands.datagrams import Buckets
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation, Member
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
 from megatron_lossy.mechanisms.islands.form import SIGNAL, form_of
@@ -348,9 +348,10 @@ def test_an_exchange_counts_if_all_that_have_copies_of_the_parameters_have_made_
     """Each says in which epoch it has made it, or that it has not."""
     config = LossyConfig(**TWO)
     epoch = Epoch((Member(0, Incarnation(1), "send"),), 4)
-    among = Among(epoch, 0, [[Alone() for _ in range(config.lanes)]]) if there else None
+    connections = types.SimpleNamespace(buckets=Buckets(config, [6]))
+    among = Among(epoch, 0, 0, connections, {}, print) if there else None
     said = []
-    own = dict.fromkeys(("breaks", "loses"), lambda *_: None) | {"shard": 0, "among": lambda: among}
+    own = {"loses": lambda *_: None, "shard": 0, "among": lambda: among}
     own["agrees"] = lambda number: said.append(number) or (same and number >= 0)
     crossing = BetweenMembers(config, STREAM, 0, None, lambda delivery: None, **own)
     mean = crossing.begin(4, torch.arange(6.0)[None]).wait()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_lossy.mechanisms.islands.membership import messages, protocol
 from megatron_lossy.mechanisms.islands.membership.messages import Beat, Birth, Entry, Preparation, Slot, read, write
-from megatron_lossy.mechanisms.islands.membership.protocol import Island, Local
+from megatron_lossy.mechanisms.islands.membership.protocol import Island, Local, Plan
 from tests.islands_simulated import CHANCES, TIMES, World
 
 pytestmark = pytest.mark.shows("one list of epochs holds through kills, freezes, cuts, a lost store", device=False)
@@ -251,7 +251,7 @@ def test_mutated_values_end_nobody(count):
     # A preparation for the next number, so that proposals are made.
     members = tuple(one.me for one in found.processes)
     texts["prepare"] = write(Preparation(epoch(found).number + 1, members[0], "00000000", members[:2]))
-    now, polls = found.processes[0].clock(), 0
+    now, polls, plan = found.processes[0].clock(), 0, Plan()
     while polls < count:
         values = dict(texts)
         for key in rng.sample(sorted(values), 3):
@@ -266,7 +266,8 @@ def test_mutated_values_end_nobody(count):
             values[key] = value.decode("utf-8", "surrogateescape")
         polls += 1
         now += rng.choice([0.1, 1, 5])
-        plan = island.poll(now, values, Local(1.7e9, polls, polls, ready=True, received=members[1:], connected=members))
+        more = {"received": members[1:], "attempt": plan.attempt, "connected": members}
+        plan = island.poll(now, values, Local(1.7e9, polls, polls, ready=True, **more))
         assert plan.lost is None and plan.refused is None
 
 

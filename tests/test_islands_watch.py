@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatron_lossy.mechanisms.islands.membership.messages import Slot, slot_of
-from megatron_lossy.mechanisms.islands.membership.protocol import Island, Local, Times
+from megatron_lossy.mechanisms.islands.membership.protocol import Island, Local, Plan, Times
 from megatron_lossy.mechanisms.islands.membership.store import open_store
 from megatron_lossy.mechanisms.islands.membership.watch import Watch
 from tests.coordinator import KEY, Coordinator
@@ -29,8 +29,9 @@ class Launch:
         self.watch = Watch(open_store(url, KEY), self.island, self.local, self.act, self.lines.append)
 
     def local(self):
-        candidates = () if self.plan is None else self.plan.connect
-        return Local(time.time(), ready=True, leaves=self.leaves, connected=candidates, answers=False)
+        plan = self.plan or Plan()
+        more = {"attempt": plan.attempt, "connected": plan.connect}
+        return Local(time.time(), ready=True, leaves=self.leaves, answers=False, **more)
 
     def act(self, plan):
         self.plan = plan

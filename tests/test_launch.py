@@ -14,7 +14,6 @@ import yaml
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.data.manifest import BLOCK, check_manifest, write_manifest
 from megatron_lossy.lab.launch.__main__ import all_checkpoints, estimates
 from megatron_lossy.lab.launch.__main__ import main as launch
 from megatron_lossy.lab.launch.checks import (
@@ -26,12 +25,19 @@ from megatron_lossy.lab.launch.checks import (
     describe_network,
     network_memory,
 )
-from megatron_lossy.lab.launch.command import check_shape, launch_command, shell
-from megatron_lossy.lab.launch.devices import DEVICES
+from megatron_lossy.lab.launch.command import (
+    check_job,
+    check_shape,
+    done_iterations,
+    job_name,
+    launch_command,
+    run_in_job,
+    shell,
+)
 from megatron_lossy.lab.launch.memory import Layout, estimate, parameters
+from megatron_lossy.lab.launch.options import DEVICES
 from megatron_lossy.lab.launch.plan import make_plan
 from megatron_lossy.lab.launch.rank import rank_environment
-from megatron_lossy.lab.launch.slurm import check_job, done_iterations, job_name, run_in_job
 from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments
 from megatron_lossy.lab.train.config import TrainConfig
 
@@ -40,7 +46,7 @@ from .trainer import TINY, read_records, write_data
 
 pytestmark = pytest.mark.shows(
     "configurations: sizes, memory, flags, dry runs, refusals",
-    "commands of torchrun, srun, mpirun; requeued jobs; data manifests",
+    "commands of torchrun, srun, mpirun; requeued jobs",
     device=False,
 )
 
@@ -111,38 +117,23 @@ def test_what_an_asynchronous_pipeline_adds():
     assert stashed["old weights"] == 4 * stashed["weights"]
 
 
-def test_what_islands_and_stages_add():
-    """In copies of the weights; 32 layers and two tables over 4 stages."""
-    four = dataclasses.replace(
-        llama2_7b(), virtual_workers=4, tensor_model_parallel_size=1, pipeline_model_parallel_size=1
-    )
-    weights = 6_738_415_616
+def test_what_islands_add():
+    """In copies of a rank's shard: four islands of 16 ranks."""
+    shard = 6_738_415_616 / 16
 
     def components(**loss):
-        return estimate(four, LossyConfig(**loss), Layout(1), DEVICES["h100"]).components
+        return estimate(llama2_7b(), LossyConfig(islands=4, **loss), Layout(64), DEVICES["h100"]).components
 
-    alone = components()
-    assert alone["optimizer shard"] == 12 * weights  # one device has all of it
-    islands = {"islands": 4, "sync_method": "parameters", "sync_fraction": 0.05, "sync_delay": 10}
-    found = components(**islands)
-    assert found.keys() - alone.keys() == {"islands", "averages under way"}
-    assert found["islands"] == 4 * 2 * weights + 3 * 12 * weights
-    assert found["averages under way"] == pytest.approx(11 * 0.05 * (5 * 4 + 8) * weights)
-    assert components(**islands, island_schedule="events")["visits of means"] == 4 * 2 * weights
-    assert components(**islands, delay_correction="ema")["correction"] == 4 * 4 * weights
-    predicted = components(**islands | {"sync_delay": 50}, delay_correction="smith")
-    assert predicted["averages under way"] == pytest.approx(51 * 0.05 * (9 * 4 + 8) * weights)
-    assert predicted["correction"] == 4 * 4 * weights
-    assert components(**islands, delay_correction="smith") == found  # nothing is under way twice
-    assert components(islands=4, sync_method="diloco", sync_interval=9)["outer optimizer"] == 2 * 4 * 4 * weights
-    stages = {"async_pipeline": True, "virtual_stages": 4}
-    layers = 8 * (4096 * (4 * 4096 + 3 * 11008) + 2 * 4096)
-    old = 2 * (3 * (layers + 32000 * 4096) + 2 * layers + layers)
-    assert components(**stages)["old weights"] == old
-    assert components(**stages, **islands)["old weights"] == 4 * old
-    assert components(**stages, p_grad=0.1)["old weights"] == old
-    assert components(**stages, p_param=0.1)["old weights"] == 4 * old
-    assert "old weights" not in components(**stages | {"virtual_stages": 1})
+    assert components(sync_method="none")["optimizer shard"] == 12 * shard
+    few = {"sync_method": "parameters", "sync_fraction": 0.05, "sync_delay": 10}
+    found = components(**few)
+    assert found["averages under way"] == pytest.approx(11 * 0.05 * (2 * 4 + 8) * shard)
+    assert components(**few, delay_correction="ema")["correction"] == 4 * shard
+    predicted = components(**few | {"sync_delay": 50}, delay_correction="smith")
+    assert predicted["averages under way"] == pytest.approx(51 * 0.05 * (3 * 4 + 8) * shard)
+    assert predicted["correction"] == 4 * shard
+    assert components(**few, delay_correction="smith") == found  # nothing is under way twice
+    assert components(sync_method="diloco", sync_interval=9)["outer optimizer"] == 2 * 4 * shard
 
 
 def llama2_7b():
@@ -161,8 +152,7 @@ def weights_and_saved(rank, config):
     from megatron.core import parallel_state
 
     from megatron_lossy.lab.launch import memory
-    from megatron_lossy.lab.train.model import build_model
-    from megatron_lossy.lab.train.parallel import model_parallel
+    from megatron_lossy.lab.train.model import build_model, model_parallel
 
     with model_parallel(config):
         chunk = build_model(config, 257)[0]
@@ -316,15 +306,13 @@ def test_flags_for_megatron(data, tmp_path):
     "flags",
     [
         ("--no-use-distributed-optimizer", "--param-sync-interval=4", "--replica-check=log"),
-        ("--virtual-workers=4", "--no-use-distributed-optimizer", "--global-batch-size=16"),
         ("--p-grad=0.1", "--p-param=0.2", "--loss-unit=packet"),
         ("--islands=2", "--sync-method=parameters", "--sync-delay=3", "--save-replicas"),
     ],
     ids=lambda flags: flags[0],
 )
 def test_the_trainer_is_told_what_the_plan_says(flags, data, tmp_path):
-    sizes = ["--device=cpu", "--accelerators=1" if "virtual" in flags[0] else "--accelerators=4"]
-    plan = make_plan(arguments(TINY_FILE, data, tmp_path, *sizes, *flags))
+    plan = make_plan(arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=4", *flags))
     check(plan, starting=False)
     assert plan.module[0] == "megatron_lossy.train"
     told = configurations(read_arguments(make_parser("train", ""), plan.module[1:]))
@@ -343,14 +331,6 @@ def test_megatron_is_told_which_optimizer(data, tmp_path):
         assert whole == 8 * found["weights"] / 4
 
 
-def test_a_run_of_islands_ends_where_the_slowest_does(data, tmp_path):
-    speeds = ["--virtual-workers=4", "--islands=4", "--sync-method=none", "--island-speeds", "2", "1", "2", "1"]
-    plan = make_plan(
-        arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=1", *speeds, "--train-iters=200")
-    )
-    assert plan.iterations == 133
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -362,7 +342,6 @@ def test_a_run_of_islands_ends_where_the_slowest_does(data, tmp_path):
         (["--tensor-model-parallel-size=3"], "TP x PP = 3 x 1 needs a multiple of 3 ranks"),
         (["--num-attention-heads=30"], "--hidden-size 4096: must be divisible by"),
         (["--tokenizer=hf:absent/model"], "--tokenizer hf:absent/model: is neither a folder nor in"),
-        (["--data-manifest=absent.json"], "--data-manifest absent.json: cannot be read"),
         (["--save=x"], "--save x: cannot be given to launch"),
         (["--loss-model=trace", "--trace=absent"], "--trace absent"),
         (["--environment=A"], "--environment A: must be pairs NAME=VALUE"),
@@ -403,34 +382,6 @@ def test_a_job_of_another_size_is_refused(data, tmp_path):
     command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", data, tmp_path, "--launcher=srun")
     with pytest.raises(UsageError, match="--accelerators 64: must be the 32 tasks of the Slurm job"):
         make_plan(command, tasks=32)
-
-
-def test_a_manifest_finds_what_changed(tmp_path):
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    large = b"0123456789abcdef" * (BLOCK // 16)
-    (folder / "d.bin").write_bytes(large * 2 + b"end")
-    (folder / "d.idx").write_bytes(b"index")
-    prefix, manifest = str(folder / "d"), str(folder / "manifest.json")
-    assert write_manifest([prefix], manifest)["files"]["d.bin"]["bytes"] == 2 * BLOCK + 3
-    with pytest.raises(UsageError, match="exists already"):
-        write_manifest([prefix], manifest)
-    moved = folder.rename(tmp_path / "elsewhere")
-    manifest = str(moved / "manifest.json")
-    assert check_manifest(manifest, [str(moved / "d")]) == 2 * BLOCK + 3 + 5
-    with pytest.raises(UsageError, match="does not name .*other.bin"):
-        check_manifest(manifest, [str(moved / "other")])
-    with open(moved / "d.bin", "r+b") as stream:
-        stream.seek(BLOCK + 7)
-        stream.write(b"x")
-    with pytest.raises(UsageError, match="d.bin differs in the 64 MiB from byte 67,108,864 on"):
-        check_manifest(manifest)
-    (moved / "d.idx").write_bytes(b"inde")
-    with pytest.raises(UsageError, match="d.idx has 4 bytes, not the 5"):
-        check_manifest(manifest)
-    (moved / "d.idx").unlink()
-    with pytest.raises(UsageError, match="d.idx, which is not there"):
-        check_manifest(manifest)
 
 
 def test_commands_of_the_launchers(data, tmp_path):
@@ -598,26 +549,29 @@ def test_islands(data, tmp_path, capsys):
 @pytest.mark.parametrize("file", ["llama2_7b/cuda_dp64", "llama2_7b/gaudi3_dp64", "llama_2b_public/cuda_dp64"])
 def test_shipped_configurations_go_with_islands(file, tmp_path):
     given = ["--program=train", f"--out={tmp_path}", "--tokenizer=byte", "--data=stdlib", "--island-join=3"]
-    apart = ["--islands=2", "--sync-method=parameters", "--save-replicas", "--rendezvous=one.example:29511"]
+    apart = ["--islands=2", "--sync-method=parameters", "--save-replicas", "--rendezvous=etcd://one.example/run"]
     plan = make_plan([f"--config={ROOT}/configs/{file}.yaml", *given, *apart])
     check_training(plan)
     assert plan.ranks == 128
 
 
-APART = [*ISLANDS, "--save-replicas", "--rendezvous=lighthouse.example:29511"]
+APART = [*ISLANDS, "--save-replicas", "--rendezvous=tcp://one.example:29511/run"]
 
 
 def test_islands_that_are_launches_of_their_own(data, tmp_path, capsys):
-    """A command for each of them and for the lighthouse; --accelerators are those of one."""
-    command = arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=2", "--max-epochs=60", *APART)
+    """A command for each of them and for the coordinator; --accelerators are those of one."""
+    key = tmp_path / "run.key"
+    key.write_bytes(bytes(32))
+    more = ["--device=cpu", "--accelerators=2", "--max-epochs=60", f"--udp-key-file={key}"]
+    command = arguments(TINY_FILE, data, tmp_path, *more, *APART)
     with pytest.raises(SystemExit, match="0"):
         launch([*command, "--dry-run"])
     printed = capsys.readouterr().out
     assert "--dry-run" not in printed
     assert "ranks    4 on 1 node for each island: data 4 x" in printed
     assert "islands  2, each a launch of its own, of 2 ranks, data 2, in island_0 and so on\n" in printed
-    assert "lighthouse \\\n    --bind lighthouse.example:29511\n" in printed
-    commands = printed.partition("--bind")[2].split("# island ")[1:]
+    assert "coordinator \\\n    --bind one.example:29511 \\\n    --key-file " in printed
+    commands = printed.partition("--key-file ")[2].split("# island ")[1:]
     assert [one[0] for one in commands] == ["0", "1"]
     for number, one in enumerate(commands):
         words = shlex.split(one.partition("\n")[2].replace("\\\n", " "))
@@ -637,7 +591,7 @@ def test_a_signal_ends_all_jobs_and_then_what_they_need(tmp_path):
     program = f"""
 import sys
 from pathlib import Path
-from megatron_lossy.lab.launch.several import _run
+from megatron_lossy.lab.launch.command import _run
 jobs = [[sys.executable, "-c", one] for one in {[wait.format(status) for status in (0, 3, 4)]!r}]
 print("status", _run([{serve!r}], jobs, Path({str(tmp_path / "log")!r})))
 """
@@ -756,6 +710,9 @@ def test_a_dry_run_says_what_crosses_between_sites():
     assert check_memory(plan).components["parts of a site"] == pytest.approx(weights * 6 / 32)
     coded = over_datagrams("--sites=4", "--grad-wire=int8", "--param-wire=int8")
     assert any("4 of 16 ranks; out of each 5.05 GB of gradients and 5.05 GB" in line for line in estimates(coded))
+    assert not any("--udp-rate" in line for line in estimates(coded))
+    rated = over_datagrams("--sites=2", "--udp-rate", "dedicated", "10gbit")
+    assert "         at --udp-rate dedicated 10gbit in 16.2 s at least" in estimates(rated)
 
 
 def test_a_dry_run_warns_of_optimizer_instances(caplog):

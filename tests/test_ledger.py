@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lossy import hooks
 from megatron_lossy.base import device
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.ledger import Ledger, Patch, Takes, check, signature_of
+from megatron_lossy.lab.doctor.found import check_patches
 
 pytestmark = pytest.mark.shows("patches fit, explain themselves, come and go as a whole", device=False)
 
@@ -74,7 +74,7 @@ def test_a_check_says_what_it_found():
 
 def test_every_patch_fits_the_megatron_that_is_here():
     device.prepare_import()
-    checks = hooks.check_patches()
+    checks = check_patches()
     assert len(checks) >= 10
     assert [entry.problem for entry in checks if not entry.ok] == []
     assert all(entry.signature for entry in checks if entry.found and "dist_" in entry.target)

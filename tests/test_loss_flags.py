@@ -222,9 +222,10 @@ def test_the_cluster_launcher_takes_presets(tmp_path):
     assert (swept.lossy.p_grad, swept.lossy.p_param, swept.lossy.loss_unit) == (0.3, 0.3, "packet")
 
 
-def test_studies_take_presets():
-    given = ["--config", TINY_FILE, "--virtual-workers", "2", "--rates", "0.2", "--loss-preset", "smart"]
-    study, *_ = commands._read_table1(given)
+def test_studies_take_presets(tmp_path):
+    file = tmp_path / "study.yaml"
+    file.write_text(f"title: T\nconfig: {TINY_FILE}\nlevels:\n  20 %: {{p: 0.2}}\n")
+    study, *_ = commands._read_study([str(file), "--virtual-workers", "2", "--loss-preset", "smart"])
     lossy = [trial.cell.loss for trial in study.trials if trial.level is not None]
     assert lossy and {(loss.p_grad, loss.p_param, loss.grad_recovery) for loss in lossy} == {
         (0.2, 0.2, "error-feedback")

@@ -12,7 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+import megatron_lossy
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config.shipped import FOLDERS, copy_shipped, find_config
 from megatron_lossy.lab.report import read_runs
@@ -62,11 +64,21 @@ def files_of(*folders):
     }
 
 
+def test_images_have_all_that_the_package_needs_and_the_citation_its_version():
+    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
+    of_image = {"torch", "numpy", "megatron-core"}
+    needed = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]} - of_image
+    for name in ("Dockerfile", "Dockerfile.gaudi"):
+        words = (ROOT / "docker" / name).read_text().split()
+        assert needed <= set(words) and "--no-deps" in words, name
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == megatron_lossy.__version__
+
+
 @pytest.mark.slow
 def test_the_source_distribution_is_the_checkout(distributions):
     with tarfile.open(next(distributions.glob("*.tar.gz"))) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    folders = ["megatron_lossy", "tests", "docs", "scripts", "benchmarks", ".ci", ".github", *FOLDERS]
+    folders = ["megatron_lossy", "docker", "tests", "docs", "scripts", "benchmarks", ".ci", ".github", *FOLDERS]
     files = ["Makefile", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt"]
     assert not (files_of(*folders) | set(files)) - inside
 
@@ -89,7 +101,8 @@ def test_make_run_from_the_wheel_in_an_empty_folder(distributions, tmp_path):
     wheel = str(next(distributions.glob("*.whl")))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), wheel]
     subprocess.run(pip, check=True)
-    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    nowhere = {"PATH": str(empty), "CC": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}  # no compiler is found there
+    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"} | nowhere
 
     def python(*arguments):
         command = [sys.executable, "-m", *arguments]
@@ -101,8 +114,13 @@ def test_make_run_from_the_wheel_in_an_empty_folder(distributions, tmp_path):
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     training = ["-m", "megatron_lossy.train", "--config", "configs/tiny/llama_1m.yaml"]
     short = ["--train-iters", "2", "--lr-warmup-iters", "1", "--eval-iters", "1", "--eval-interval", "2"]
-    for rate in ("0.00", "0.40"):
-        python(*torchrun, *training, "--p-grad", rate, "--p-param", rate, "--save", f"runs/tiny/p_{rate}", *short)
+    for rate, wire in (
+        ("0.00", ("--transport", "udp", "--loss-unit", "packet")),
+        ("0.40", ("--transport", "pieces", "--grad-wire", "int8")),
+    ):
+        losses = ("--p-grad", rate, "--p-param", rate, *wire)
+        python(*torchrun, *training, *losses, "--save", f"runs/tiny/p_{rate}", *short)
+    assert not list(tmp_path.glob("cache/**/*.so"))
     assert "val loss" in python("megatron_lossy.report", "runs/tiny")
     assert sorted(run.name for run in read_runs(empty / "runs/tiny")) == ["p_0.00", "p_0.40"]
     assert str(site) in python("inspect", "megatron_lossy.lab", "--details")

@@ -12,7 +12,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.boundaries import zero_fill
 from megatron_lossy.mechanisms.boundaries.loss import Boundary, BoundaryLoss
-from megatron_lossy.mechanisms.boundaries.messages import Messages, received
+from megatron_lossy.mechanisms.boundaries.messages import Messages, order
 from megatron_lossy.mechanisms.boundaries.zero_fill import elements_of, lossy, zero_filled
 from megatron_lossy.recovery import IndexedRows, MaskedRows
 from tests.boundaries import boundary_lost
@@ -89,9 +89,9 @@ def test_messages_arrive_in_the_order_in_which_they_are_sent(stages, chunks, gro
     for stage in range(stages):
         first, last = stage == 0, stage == stages - 1
         sent = [(m, c + 1) for m, c in table if c < chunks - 1] if first else table
-        assert received("act", table, first, last) == sent
+        assert order("act", table, first, last) == sent
         sent = [(m, c - 1) for m, c in backward if c > 0] if last else backward
-        assert received("act-grad", table, first, last) == sent
+        assert order("act-grad", table, first, last) == sent
 
 
 @settings(max_examples=100, deadline=None)

@@ -28,6 +28,7 @@ from megatron_lossy.mechanisms.boundaries.loss import Boundary
 from tests import contract
 from tests.boundaries import boundary_lost, boundary_rows
 from tests.ranks import run_ranks
+from tests.rules import assert_same_weights
 from tests.tiny_gpt import TinyGPT, build
 from tests.trainer import TINY, read_records, recorded_losses, train_runs
 
@@ -214,18 +215,11 @@ def test_beside_lost_gradients_and_parameters(pool):
     assert check(ranks, tiny, config)["act"]
 
 
-def same(mine, theirs):
-    for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
-        assert reports == expected_reports
-        for name, value in expected.items():
-            np.testing.assert_array_equal(weights[name], value, err_msg=name)
-
-
 @pytest.mark.parametrize("tiny", [PLAIN, DEEP], ids=["plain", "interleaved"])
 def test_beyond_the_bound_nothing_is_lost(tiny, pool, unhooked):
     """All that the parity does not bring back is sent again: to the last bit it is Megatron."""
     config = LossyConfig(**vars(BOTH) | {"act_fec": ("4,2,0", "6,1,0", "0.5")})
-    same(pool.run(contract.plain, 2, tiny, config, 3), unhooked.run(contract.plain, 2, tiny, None, 3))
+    assert_same_weights(pool.run(contract.plain, 2, tiny, config, 3), unhooked.run(contract.plain, 2, tiny, None, 3))
 
 
 @pytest.mark.parametrize("grad", ["no_grad", "grad"])

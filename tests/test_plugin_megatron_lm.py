@@ -1,10 +1,11 @@
-"""The unmodified pretrain_gpt.py of a checkout of Megatron-LM, on two gloo ranks.
+"""The unmodified pretrain_gpt.py of a checkout of Megatron-LM, on two ranks, over gloo or on CUDA.
 
     pytest tests/test_plugin_megatron_lm.py --megatron-lm=/path/to/Megatron-LM      (about four minutes)
 
 On CPU the checkout must have its data helpers compiled (megatron/core/datasets: make), or those of the wheel copied.
 """
 
+import collections
 import os
 import re
 import shlex
@@ -17,13 +18,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from torch.utils import cpp_extension
 
-from megatron_lossy.lab.report.megatron_logs import read_megatron_run
+import tests.ranks
+from megatron_lossy.lab.doctor.step import error_of_a_rank
+from megatron_lossy.lab.report.read import read_megatron_run
 
 pytestmark = [
     pytest.mark.shows(
         "the unmodified `pretrain_gpt.py`: Megatron's digits, resumed, full replicas, stages",
         "the unmodified `pretrain_gpt.py` over UDP: digits of `pieces`, a killed rank",
+        "the unmodified `pretrain_gpt.py` in two sites: as torch, in pieces, over UDP",
     ),
     pytest.mark.megatron_lm,
     pytest.mark.timeout(600),
@@ -46,15 +52,21 @@ ASYNCHRONOUS = ["--async-save", "--use-persistent-ckpt-worker"]
 LOSS = ["--p-grad", "0.3", "--p-param", "0.3", "--loss-unit", "packet", "--packet-bytes", "512"]
 
 
-def pretrain(megatron_lm, *arguments, plugin=True, ranks=2, distributed=True):
-    """The columns of the log that do not depend on time, and the process. ``distributed``: with sharded optimizers."""
+def pretrain(megatron_lm, *arguments, plugin=True, ranks=2, distributed=True, module="megatron_lossy"):
+    """The columns of the log that do not depend on time, and the process. ``distributed``: with sharded optimizers.
+
+    ``module``: the plugin, or a program that runs it.
+    """
     model = list(MODEL)
     if not distributed:
         model.remove("--use-distributed-optimizer")
     if "--train-samples" in arguments:  # Megatron wants one of them
         del model[(at := model.index("--train-iters")) : at + 2]
+    if tests.ranks.kind == "cuda":
+        model[model.index("gloo")] = "nccl"
+        model += ["--local-rank", 0] if torch.cuda.device_count() < ranks else []
     script = os.path.join(megatron_lm, "pretrain_gpt.py")
-    launcher = ["-m", "megatron_lossy"] if plugin else [os.path.join(os.path.dirname(__file__), "bare.py")]
+    launcher = ["-m", module] if plugin else [os.path.join(os.path.dirname(__file__), "bare.py")]
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", ranks, *launcher, script, *model, *arguments]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=ENVIRONMENT)
     lines = re.findall(PRINTED, done.stdout)
@@ -94,12 +106,21 @@ def test_a_killed_rank_is_started_again_and_finds_the_others(megatron_lm, tmp_pa
     assert "successfully loaded checkpoint" in said and "iteration       20/" in said
 
 
-def test_without_loss_every_digit_is_megatrons(megatron_lm):
+@pytest.mark.on_cuda
+@pytest.mark.shows("the unmodified `pretrain_gpt.py`: without loss every digit is Megatron's")
+def test_without_loss_every_digit_is_megatrons(megatron_lm, ranks_on, tmp_path, monkeypatch):
     """Without our flags, with rates 0, and against Megatron with nothing of ours but the CPU in place."""
-    bare, _ = pretrain(megatron_lm, plugin=False)
-    assert len(bare) == 24
+    if ranks_on == "cuda" and cpp_extension.CUDA_HOME is None:  # it is asked for its version, and for no kernel
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\necho release 13.0,\n")
+        (tmp_path / "bin" / "nvcc").chmod(0o755)
+        monkeypatch.setitem(ENVIRONMENT, "CUDA_HOME", str(tmp_path))
+    bare, done = pretrain(megatron_lm, plugin=False)
+    assert len(bare) == 24, error_of_a_rank(done.stderr)
     assert pretrain(megatron_lm)[0] == bare
     assert pretrain(megatron_lm, "--p-grad", 0, "--p-param", 0)[0] == bare
+    lossy, done = pretrain(megatron_lm, "--p-grad", 0.1, "--p-param", 0.1)
+    assert len(lossy) == 24 and lossy != bare, error_of_a_rank(done.stderr)
 
 
 def test_full_replicas(megatron_lm, tmp_path):
@@ -130,14 +151,15 @@ def test_full_replicas(megatron_lm, tmp_path):
         ["--bf16", "--eval-weights", "owner", "--ckpt-format", "torch"],
         # From four to eight samples in iterations 8 and 9, and a checkpoint that is written while training goes on.
         [*ASYNCHRONOUS, "--rampup-batch-size", "4", "4", "40", "--train-samples", "128", "--eval-weights", "both"],
+        ["--sites", "2", "--overlap-grad-reduce", "--overlap-param-gather", "--param-send", "compensated"],
     ],
-    ids=["overlapped", "bf16", "asynchronous, batch ramp-up"],
+    ids=["overlapped", "bf16", "asynchronous, batch ramp-up", "two sites, with a lead"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, flags, tmp_path):
-    flags = [*LOSS, *flags, "--save-replicas"]
+    flags, ranks = [*LOSS, *flags, "--save-replicas"], 4 if "--sites" in flags else 2
     if "--async-save" in flags and "async_strategy" in Path(megatron_lm, "megatron/training/arguments.py").read_text():
         flags += ["--async-strategy", "mcore"]  # the other one needs CUDA
-    whole, done = pretrain(megatron_lm, *flags, "--save", tmp_path / "whole", "--save-interval", 10)
+    whole, done = pretrain(megatron_lm, *flags, "--save", tmp_path / "whole", "--save-interval", 10, ranks=ranks)
     if "'numpy' has no attribute 'product'" in done.stderr:
         pytest.skip("torch_dist checkpoints of this Megatron need NumPy 1")  # 0.14
     assert done.returncode == 0, done.stderr[-3000:]
@@ -150,7 +172,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, flags, tmp_path)
     half.mkdir()
     shutil.copytree(tmp_path / "whole" / "iter_0000010", half / "iter_0000010")
     (half / "latest_checkpointed_iteration.txt").write_text("10")
-    resumed, done = pretrain(megatron_lm, *flags, "--load", half)
+    resumed, done = pretrain(megatron_lm, *flags, "--load", half, ranks=ranks)
     if "No module named 'transformer_engine'" in done.stderr:
         pytest.skip("torch_dist checkpoints of this Megatron need Transformer Engine")  # 0.12
     assert done.returncode == 0, done.stderr[-3000:]
@@ -170,6 +192,40 @@ def test_over_datagrams_every_digit_is_that_of_the_same_losses_in_pieces(megatro
     assert udp == pieces, done.stderr[-3000:]
     assert "over UDP, aes-128-gcm" in done.stdout and "Error" not in done.stderr
     assert done.stdout.count("udp, rank 0, all: sent") == done.stdout.count("udp, rank 1, all: sent") == 1
+
+
+def test_two_sites(megatron_lm):
+    """Without loss every digit is Megatron's; with loss the digits are those of any transport, with and without overlap."""
+    bare, _ = pretrain(megatron_lm, plugin=False, ranks=4)
+    assert len(bare) == 24
+    assert pretrain(megatron_lm, "--sites", 2, "--p-grad", 0, "--p-param", 0, ranks=4)[0] == bare
+    lossy, done = pretrain(megatron_lm, "--sites", 2, *LOSS, ranks=4)
+    assert len(lossy) == 24 and "between 2 sites only" in done.stdout, done.stderr[-3000:]
+    losses = [float(re.search(r"lm loss: ([\d.E+-]+)", line)[1]) for line in lossy if line.startswith("iteration")]
+    assert losses[-1] < losses[0] and lossy[1:] != bare[1:]
+    overlapped = ["--sites", 2, *LOSS, "--overlap-grad-reduce", "--overlap-param-gather", "--transport"]
+    for transport in ("torch", "pieces", "udp"):
+        lines, done = pretrain(megatron_lm, *overlapped, transport, ranks=4)
+        assert lines == lossy, transport + done.stderr[-3000:]
+
+
+def test_small_sums_of_an_iteration_cross_between_sites_in_two_round_trips_at_most(megatron_lm):
+    """Three, of half a round trip each: a flag of reruns, the norm and the loss. Barriers are at the log alone."""
+    crossed = []
+    for iterations in (4, 8):
+        quiet = ["--train-iters", iterations, "--log-interval", iterations, "--eval-iters", 0, "--sites", 2, *LOSS]
+        _, done = pretrain(megatron_lm, *quiet, ranks=4, module="tests.between_sites")
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = re.findall(r"^crossed (\w+) (\d) (\d+) (\d+)$", done.stdout, re.MULTILINE)
+        few = [
+            (name.replace("alltoall_base", "all_to_all_single"), ranks, n)
+            for name, ranks, size, n in lines
+            if int(size) < 65
+        ]
+        crossed.append(collections.Counter())
+        for name, ranks, number in few:
+            crossed[-1][name, int(ranks)] += int(number)
+    assert crossed[1] - crossed[0] == {("all_to_all_single", 2): 3 * 4}
 
 
 @pytest.mark.shows("datagrams: packets as long as all paths carry", device=False)

@@ -8,6 +8,7 @@ import pytest
 from megatron_lossy.config import LossyConfig
 from tests import contract, fsdp
 from tests.fsdp import Tiny
+from tests.rules import assert_same_weights as same
 from tests.tiers import few_at_once
 
 pytestmark = pytest.mark.shows("FSDP2: without loss every bit is torch's", "FSDP2: every rule and unit by value")
@@ -35,14 +36,8 @@ FEW = ("resharding", "accumulation", "handles")
 SOME_SETTINGS = few_at_once(FEW, SETTINGS)
 
 
-def same(results, expected):
-    for (weights, losses), (real_weights, real_losses) in zip(results, expected, strict=True):
-        assert losses == real_losses
-        assert weights.keys() == real_weights.keys()
-        for name, value in real_weights.items():
-            np.testing.assert_array_equal(weights[name], value, err_msg=name)
-
-
+@pytest.mark.on_cuda
+@pytest.mark.shows("FSDP2: without loss every bit is torch's")
 @pytest.mark.parametrize("setting", SOME_SETTINGS)
 def test_without_loss_it_is_fsdp2_bit_for_bit(setting, pool):
     tiny = SETTINGS[setting]
@@ -59,6 +54,8 @@ def test_without_loss_more_ranks_are_fsdp2_bit_for_bit(world, pool):
     same(pool.run(fsdp.plain, world, tiny, LossyConfig(), 20), pool.run(fsdp.plain, world, tiny, None, 20))
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("FSDP2: every rule and unit by value")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("unit", ["shard", "bucket", "packet"])
 def test_every_rule_and_unit_by_value(rule, unit, pool):
@@ -88,6 +85,8 @@ def test_another_divisor_than_the_number_of_ranks_by_value(pool):
 HSDP = Tiny(replicas=2)
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("HSDP: without loss every bit is torch's")
 def test_hsdp_without_loss_is_torchs_bit_for_bit(pool):
     same(pool.run(fsdp.plain, 4, HSDP, LossyConfig(), 10), pool.run(fsdp.plain, 4, HSDP, None, 10))
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.pytorch import make_lossy
-from tests import fsdp
+from tests import fsdp, test_pytorch_ddp
 from tests.fsdp import Tiny, Training
 from tests.test_pytorch import BOTH
 
@@ -222,6 +222,21 @@ def tensor_parallel_over_udp():
     lossy(model, config=LossyConfig(transport="udp"))
 
 
+def of_ddp(config=test_pytorch_ddp.LOSSY, **how):
+    return test_pytorch_ddp.Training(config, how=how)
+
+
+def hooked_ddp():
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    model.register_comm_hook(None, lambda state, bucket: None)
+    lossy(model, config=test_pytorch_ddp.LOSSY)
+
+
+def ddp_twice():
+    run = of_ddp()
+    lossy(run.model, run.optimizer, test_pytorch_ddp.LOSSY)
+
+
 #: How a line begins, and the call that it refuses.
 LINES = [
     ("model Linear: has no module of fully_shard, and is no DistributedDataParallel:", lambda: lossy(nn.Linear(4, 4))),
@@ -254,6 +269,10 @@ LINES = [
     ("scaler None: a GradScaler is in use, and --grad-recovery previous keeps gradients over steps:", scaler_unknown),
     ("optimizer SGD: steps during the backward pass, where no update ends; step after it", step_in_the_backward_pass),
     ("--transport udp: loses other units of each copy of a parameter", tensor_parallel_over_udp),
+    ("--p-param 0.1: each replica updates all parameters, and sends none", lambda: of_ddp(LossyConfig(p_param=0.1))),
+    ("regather True: is of fully_shard", lambda: of_ddp(regather=True)),
+    ("model DistributedDataParallel: has a communication hook already", hooked_ddp),
+    ("model DistributedDataParallel: is lossy already", ddp_twice),
 ]
 
 
@@ -296,23 +315,8 @@ def exchanges_replaced(rank):
     dist.barrier()
 
 
-def weights_written(rank):
-    run = Training(Tiny(), BOTH)
-    run.step(0)
-    run.loss(1)
-    run.model[1].reshard()
-    with torch.no_grad():
-        run.model[1].up.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="the weights of 1 were written, and not by the optimizer"):
-        run.loss(1)
-    run.lossy.weights_changed()
-    run.model.reset_iter_state()
-    return run.loss(1).item()
-
-
 def test_loss_that_would_not_happen_is_an_error(pool):
     pool.run(exchanges_replaced, 2)
-    assert pool.run(weights_written, 2)
 
 
 BLOCKED = """

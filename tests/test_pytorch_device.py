@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 pytestmark = [
     pytest.mark.shows("FSDP2 on a pretended device's streams: the CPU's bits, no race", device=False),
     pytest.mark.slow,
+    pytest.mark.usefixtures("pretended"),
 ]
 
 PACKETS = LossyConfig(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64)
@@ -31,15 +32,6 @@ CASES: dict[str, tuple[Tiny, Any, dict[str, Any]]] = {
     "pieces": (Tiny(reshard=True), dataclasses.replace(PACKETS, transport="pieces"), {}),
     "each gather": (Tiny(reshard=True), PACKETS, {"regather": True}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled():
-    build = pytest.importorskip("tests.impostor.build")
-    try:
-        build.library()
-    except build.CannotBuild as error:
-        pytest.skip(str(error))
 
 
 def train(case: str, device: str) -> list[Any]:
@@ -64,15 +56,12 @@ def compared(rank: int, cases: list[str]) -> tuple[list[str], list[str]]:
     """Cases that differ from the CPU, and faults of the device."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     from tests.impostor import device
     from tests.impostor.tracker import Tracker
 
     tracker = Tracker()
     device.install(tracker)
-    # A pretended device cannot resize a storage: unsharded parameters stay where they are.
-    _fsdp_param.free_storage = _fsdp_param.alloc_storage = lambda tensor: None
     dist.init_process_group("cpu:gloo,cuda:nccl")
     differ = []
     for case in cases:

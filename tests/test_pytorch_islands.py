@@ -26,7 +26,7 @@ class Island(fsdp.Training):
 
     def __init__(self, config, replicate="islands"):
         self.tiny = Tiny()
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(self.tiny.where, (2, 2), mesh_dim_names=("replicate", "shard"))
         self.model = fsdp.build(self.tiny, mesh["shard"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.lossy = None
@@ -62,6 +62,8 @@ def test_no_two_islands_lose_the_same(pool):
     assert pool.run(members, 4) == [[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]]]
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("FSDP2: islands have the mean of their weights")
 def test_every_interval_all_weights_are_the_mean(pool):
     results = pool.run(trained, 4, ISLANDS, 6)
     alone = pool.run(trained, 4, dataclasses.replace(ISLANDS, sync_method="none", sync_interval=1), 6)

@@ -12,6 +12,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange, Lost, Stream, cut
 from megatron_lossy.base.registry import GRAD_RECOVERIES
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab import theory
 from megatron_lossy.recovery import IndexedRows, MaskedRows
 from megatron_lossy.transport import Network
 from megatron_lossy.transport.base import CollectiveWire
@@ -161,41 +162,37 @@ def close(mean, error, expected):
     assert abs(mean - expected) <= 6 * error + 1e-6, (mean, expected, error)
 
 
-@pytest.mark.parametrize(("size", "p"), [(2, 0.2), (4, 0.1), (4, 0.4), (7, 0.3)])
-def test_renormalize_keeps_the_own_shard_heavier(size, p):
-    """Own weight (1 - p^N) / (N (1 - p)); the others share the rest."""
-    mean, error, weights = means(size, p, "renormalize")
-    own = (1 - p**size) / (size * (1 - p))
-    close(mean[0], error[0], own)
+@pytest.mark.parametrize(("size", "p"), [(1, 0.5), (2, 0.2), (4, 0.4), (7, 0.3)])
+@pytest.mark.parametrize(
+    ("rule", "how"),
+    [
+        ("renormalize", {}),
+        ("renormalize", {"lossy_self": True}),
+        ("renormalize-remote", {}),
+        ("renormalize-remote", {"averaged": True}),
+        ("zero", {}),
+    ],
+)
+def test_weights_are_those_of_the_closed_forms(rule, how, size, p):
+    """Which test_theory.py enumerates. Averages of what arrived are that in every unit."""
+    mean, error, weights = means(size, p, rule, **how)
+    lossy_self = how.get("lossy_self", False)
+    expected = theory.weights(rule, p, size, lossy_self)
+    close(mean[0], error[0], expected.own)
     for other in range(1, size):
-        close(mean[other], error[other], (1 - own) / (size - 1))
-    np.testing.assert_allclose(weights.sum(axis=0), 1, atol=1e-5)  # always a mean of what arrived
-    if (size, p) == (4, 0.4):
-        assert abs(own - 0.406) < 5e-4 and abs((1 - own) / 3 - 0.198) < 5e-4
+        close(mean[other], error[other], expected.other)
+    if rule != "zero":
+        total = weights.sum(axis=0)
+        nobody = total < 0.5
+        np.testing.assert_allclose(total[~nobody], 1, atol=1e-5)
+        missing = p**size if lossy_self else 0.0
+        assert abs(nobody.mean() - missing) <= 6 * np.sqrt(missing * (1 - missing) / UNITS)
 
 
-@pytest.mark.parametrize(("size", "p"), [(1, 0.5), (2, 0.2), (4, 0.4)])
-def test_renormalize_with_lossy_self_is_the_plain_mean(size, p):
-    """Given a survivor, weight 1/N for all; without one (probability p^N) zero."""
-    mean, error, weights = means(size, p, "renormalize", lossy_self=True)
-    for rank in range(size):
-        close(mean[rank], error[rank], (1 - p**size) / size)
-    nobody = weights.sum(axis=0) < 0.5
-    assert abs(nobody.mean() - p**size) <= 6 * np.sqrt(p**size * (1 - p**size) / UNITS)
-
-
-@pytest.mark.parametrize("averaged", [False, True])
-@pytest.mark.parametrize(("size", "p"), [(2, 0.2), (4, 0.1), (4, 0.4)])
-def test_renormalize_remote_weighs_all_alike(size, p, averaged):
-    """Own weight 1/N if a remote survivor exists, else 1; so others get (1 - p^(N-1)) / N."""
-    mean, error, weights = means(size, p, "renormalize-remote", averaged=averaged)
-    some = 1 - p ** (size - 1)
-    close(mean[0], error[0], some / size + (1 - some))
-    for other in range(1, size):
-        close(mean[other], error[other], some / size)
-    heard = weights[1:].sum(axis=0) > 0
-    np.testing.assert_allclose(weights[0][heard], 1 / size, atol=1e-6)
-    np.testing.assert_allclose(weights[0][~heard], 1, atol=1e-6)
+def test_the_weights_of_the_page():
+    """Those of docs/semantics.md, for four workers at 40 %."""
+    weights = theory.weights("renormalize", 0.4, 4)
+    assert abs(weights.own - 0.406) < 5e-4 and abs(weights.other - 0.198) < 5e-4
 
 
 def test_renormalize_remote_keeps_out_only_what_lost_something():
@@ -210,12 +207,3 @@ def test_renormalize_remote_keeps_out_only_what_lost_something():
     assert complete.any() and not complete.all()
     np.testing.assert_array_equal(kept_out.mask[0], ~complete)
     np.testing.assert_array_equal(buffer[200:400].numpy(), complete)
-
-
-@pytest.mark.parametrize(("size", "p"), [(2, 0.2), (4, 0.4)])
-def test_zero_shrinks_the_others(size, p):
-    """Expectation (g_own + (1 - p) sum of others) / N."""
-    mean, error, _ = means(size, p, "zero")
-    close(mean[0], error[0], 1 / size)
-    for other in range(1, size):
-        close(mean[other], error[other], (1 - p) / size)

@@ -202,37 +202,6 @@ def test_a_value_that_is_not_finite_stops_one_step_only(bad):
         rule.finish_step(step, True)
 
 
-def test_its_state_is_all_that_there_is():
-    units, random = units_of(10, 3), np.random.default_rng(1)
-    one, other = spared(ErrorFeedback(units, 0)), spared(ErrorFeedback(units, 0))
-    assert other.state_dict() == {}
-    sent = random.random((4, 2, units.count)) > 0.5
-    sent[:, 0] = True
-    for step in range(3):
-        exchange(one, torch.from_numpy(random.standard_normal((2, 10)).astype(np.float32)), step, sent[step])
-        one.finish_step(step, True)
-    other.load_state_dict(one.state_dict(), torch.device("cpu"))
-    grads = torch.ones(2, 10)
-    assert torch.equal(exchange(one, grads, 3, sent[3]), exchange(other, grads, 3, sent[3]))
-    assert one.priority.told == other.priority.told and one.priority.told.oldest > 0
-    other.load_state_dict({}, torch.device("cpu"))
-    there = torch.from_numpy(np.repeat(sent[3], 3, axis=1)[:, :10])
-    assert torch.equal(exchange(other, grads, 3, sent[3]), torch.where(there, grads, 0.0))
-
-
-def test_the_age_of_what_is_kept_is_saved():
-    """The same unit is lost four times, the last time after a resume."""
-    units, lost = units_of(4, 2), np.array([[True, True], [False, True]])
-    rule = spared(ErrorFeedback(units, 0))
-    for step in range(4):
-        if step == 3:
-            saved, rule = rule.state_dict(), spared(ErrorFeedback(units, 0))
-            rule.load_state_dict(saved, torch.device("cpu"))
-        exchange(rule, torch.ones(2, 4), step, lost)
-        assert rule.priority.told.oldest == step + 1
-        rule.finish_step(step, True)
-
-
 def sends_unseen(rule, grads, step, scale=None):
     """What of ``grads`` [N, shard] is sent where only the network knows what will arrive."""
     buffer = grads.clone().view(-1)

@@ -15,10 +15,10 @@ from megatron_lossy.base.registry import MECHANISMS, REFUSALS
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.refusal import Refused, Section, check_refusals, sections
-from megatron_lossy.config.refusals.listing import as_markdown
 from megatron_lossy.hooks.facts import of_arguments, of_model
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.lab.train.facts import of_trainer
+from scripts.update_docs import refusal_table
 from tests.refusal_examples import EXAMPLES
 from tests.trainer import TINY
 
@@ -208,7 +208,7 @@ def test_each_section_is_in_the_page_and_in_the_command(capsys):
     told = capsys.readouterr().out
     at = -1
     for section in sections():
-        assert as_markdown(section) in page
+        assert refusal_table(section) in page
         assert told.index(f"{section.about} ({section.name})") > at
         at = told.index(f"{section.about} ({section.name})")
     command.main(["refusals", "lead"])

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.base.flags import flag_table
 from megatron_lossy.base.registry import CHANNELS, GRAD_RECOVERIES, Registry
 from megatron_lossy.config import LossyConfig
+from scripts.update_docs import flag_table
 from tests.trainer import TINY, as_flags, read_records, write_data
 
 pytestmark = pytest.mark.shows("a channel and a rule of another package, from the command line", device=False)
@@ -20,12 +20,14 @@ pytestmark = pytest.mark.shows("a channel and a rule of another package, from th
 ROOT = Path(__file__).parents[1]
 
 #: The documentation's own example of a rule.
-[RULE] = re.findall(r"```python\n(# my_rule.py\n.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)
+[RULE] = re.findall(r"```python\n(# my_rule.py\n.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
 
-[PYPROJECT] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)
+[PYPROJECT] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
 
 #: Its example of a mechanism, in two modules.
-ALARM, ALARMS = re.findall(r"```python\n(# my_alarm\w*.py\n.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)
+ALARM, ALARMS = re.findall(
+    r"```python\n(# my_alarm\w*.py\n.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL
+)
 
 CHANNEL = '''
 """Loses everything between ranks in every other step."""
@@ -120,7 +122,7 @@ def test_its_metrics_are_the_same_on_real_ranks(installed, tmp_path):
 
 
 #: Its example of a part, which a mechanism of two lines returns.
-[PART] = re.findall(r"```python\n(# my_part.py\n.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)
+[PART] = re.findall(r"```python\n(# my_part.py\n.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
 
 
 def test_a_part_goes_on_where_its_run_was_saved(tmp_path):

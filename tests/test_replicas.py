@@ -1,19 +1,16 @@
 """Full replicas: errors in their gradients, check, repair and synchronisation, in Megatron (docs/corruption.md)."""
 
 import dataclasses
-import types
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_lossy import hooks
-from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify, verify_events
 from megatron_lossy.lab.virtual import VirtualCluster
-from megatron_lossy.lab.virtual import replicas as virtual_replicas
 from megatron_lossy.lab.virtual.replicas import VirtualReplicas
 from megatron_lossy.mechanisms.replicas.held import HeldReplicas
 from tests.ranks import RankFailed, run_ranks
@@ -288,28 +285,6 @@ def test_replicas_that_would_skip_different_updates_are_refused(kind):
     line = {"constant": "--loss-scale 64: ", "dynamic": "--fp16 on: "}[kind]
     with pytest.raises(RankFailed, match=line + "without the distributed optimizer, replicas that differ would skip"):
         run_ranks(on_ranks, 2, [("", SCALED[kind], NOISE)], 1)
-
-
-def memory(rank):
-    """Which of some configurations fit where there are 18 bytes for each parameter of two workers."""
-
-    def fits(config):
-        try:
-            return build(full(), VirtualReplicas(config, 2))
-        except UsageError as error:
-            if not str(error).startswith("--virtual-workers 2: full replicas of "):
-                raise
-            return None
-
-    elements = sum(parameter.numel() for parameter in fits(NOISE).model[0].parameters())
-    virtual_replicas.psutil = types.SimpleNamespace(
-        virtual_memory=lambda: types.SimpleNamespace(available=36 * elements)
-    )
-    return [bool(fits(config)) for config in (NOISE, changed(replica_check="log"), LOST)]
-
-
-def test_virtual_workers_keep_gradients_in_memory_where_they_are_compared_or_lost():
-    assert run_ranks(memory, 1) == [[True, False, False]]
 
 
 def test_virtual_workers_share_no_loss_scale():

@@ -1,16 +1,13 @@
-"""Full replicas in the training program: checkpoints, continuation, the log of errors and its replay, refusals."""
+"""Full replicas in the training program: checkpoints and continuation."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_lossy.config import LossyConfig
-from megatron_lossy.delivery_log.events import recorded_events
-from megatron_lossy.delivery_log.verify import verify_events
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs
 
-pytestmark = pytest.mark.shows("full replicas in the trainer: continued, other numbers of ranks, replayed")
+pytestmark = pytest.mark.shows("full replicas in the trainer: continued, other numbers of ranks")
 
 NOISE = {"grad_error": "gaussian", "grad_error_relative": 1.0}
 FULL = {"use_distributed_optimizer": False, "log_interval": 1, "hidden_dropout": 0.0}
@@ -69,28 +66,3 @@ def test_a_checkpoint_holds_the_mean_and_fits_other_numbers_of_ranks(data, tmp_p
         after = {record["weights"]: record["lm loss"] for record in read_records(folder, "valid")[-2:]}
         assert after["replica"] == pytest.approx(after["owner"], rel=1e-6)
     assert saved["replica"] != saved["owner"]
-
-
-@pytest.mark.parametrize("kind", [pytest.param("gaussian", marks=pytest.mark.slow), "bit-flip"])
-def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
-    errors = NOISE if kind == "gaussian" else {"grad_error": "bit-flip:1,0,25", "grad_error_rate": 0.5}
-    base = TINY | data | FULL
-    logs = {name: tmp_path / f"log {name}" for name in ("real", "virtual", "replay")}
-    curves = {}
-    for name, ranks, workers in (("real", 2, None), ("virtual", 1, 2)):
-        run = base | {"virtual_workers": workers, "save": str(tmp_path / name)}
-        loss = {**errors, "param_sync_interval": 3, "replica_check": "log", "delivery_log": str(logs[name])}
-        run_ranks(train_runs, ranks, (run, loss))
-        curves[name] = [r["lm loss"] for r in read_records(tmp_path / name, "train")]
-    loss = {"grad_error": f"trace:{logs['real']}", "param_sync_interval": 3, "delivery_log": str(logs["replay"])}
-    run_ranks(train_runs, 1, (base | {"virtual_workers": 2, "save": str(tmp_path / "replay")}, loss))
-    curves["replay"] = [r["lm loss"] for r in read_records(tmp_path / "replay", "train")]
-    assert curves["real"] == curves["virtual"] == curves["replay"]
-    recorded = {
-        name: sorted(map(repr, recorded_events(LossyConfig(grad_error=f"trace:{folder}"))))
-        for name, folder in logs.items()
-    }
-    assert recorded["real"] and recorded["real"] == recorded["virtual"] == recorded["replay"]
-    for folder in logs.values():
-        verdict = verify_events(folder)
-        assert verdict.problems == [] and verdict.rows >= len(recorded["real"])

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.lab.report import loss_table, read_runs
-from megatron_lossy.lab.report.megatron_logs import read_megatron_run
+from megatron_lossy.lab.report.read import read_megatron_run
 
 pytestmark = pytest.mark.shows("reports from logs of Megatron-LM", device=False)
 

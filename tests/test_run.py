@@ -10,8 +10,8 @@ from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.virtual import VirtualCluster
+from megatron_lossy.run.base import make_observers
 from megatron_lossy.run.monitor import Observer, load_states, states_of
-from megatron_lossy.run.observers import make_observers
 from megatron_lossy.run.saved import REPLICAS
 from tests.ranks import RankFailed, run_ranks
 from tests.test_hooks_owner_weights import CONFIG, save_and_go_on

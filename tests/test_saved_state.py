@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.theory.islands import rounds_of
 from megatron_lossy.lab.virtual.in_memory import LossyWorkers
 from megatron_lossy.mechanisms.lead.compensated import Compensated
 from megatron_lossy.mechanisms.replicas import average
 from megatron_lossy.transport import BucketSpec
 from megatron_lossy.transport.peers import LocalPeers
+from scripts.stability import rounds_of
 from tests.churning_rows import ChurningRows
 from tests.full_replicas import FullReplicas
 from tests.saved_state import unmissed, walk
@@ -38,7 +38,7 @@ WALKED = {
     "recovery.previous.Previous": "test_groups",
     "mechanisms.replicas.synchroniser.Synchroniser": "test_full_replicas",
     "mechanisms.replicas.average.Piece": "test_full_replicas",
-    "mechanisms.replicas.interval.Interval": "test_full_replicas",
+    "mechanisms.replicas.synchroniser.Interval": "test_full_replicas",
     "mechanisms.replicas.full_replicas.FullReplicas": "test_saved_state_virtual.py",
     "mechanisms.replicas.monitor.ReplicaMonitor": "test_saved_state_virtual.py",
     "mechanisms.islands.rounds.Rounds": "test_islands",
@@ -55,16 +55,13 @@ WALKED = {
     "run.monitor.observer.Observer": "test_saved_state_virtual.py",
     "run.monitor.window.Window": "test_saved_state_virtual.py",
     "run.monitor.exchanges.ExchangeMonitor": "test_saved_state_virtual.py",
-    "run.monitor.drift.Drift": "test_saved_state_virtual.py",
-    "mechanisms.priority.monitor.PriorityMonitor": "test_saved_state_virtual.py",
-    "mechanisms.boundaries.monitor.BoundaryMonitor": "test_saved_state_virtual.py",
     "mechanisms.compression.monitor.WireMonitor": "test_compression.py, saved and resumed",
     "mechanisms.islands.monitor.IslandMonitor": "test_islands_train.py, saved and resumed",
     "mechanisms.islands.elastic.part.ElasticIslands": "test_islands_apart.py, all die",
     "mechanisms.islands.ranks.RankIslands": "test_islands_ranks.py, saved and resumed",
     "mechanisms.islands.fsdp.FSDPIslands": "test_pytorch_islands.py, saved and resumed",
     "run.mechanism.Part": "no state of its own: test_islands_ranks.py",
-    "lab.async_pipeline.stash.Stash": "test_async_pipeline.py, saved and resumed",
+    "lab.async_pipeline.stage.Stash": "test_async_pipeline.py, saved and resumed",
     "lab.async_pipeline.workers.StageWorkers": "test_async_pipeline.py, saved and resumed",
     "pytorch.base.LossyRun": "test_pytorch_run.py, test_pytorch_ddp.py, saved and resumed",
     "pytorch.fsdp.LossyFSDP": "test_pytorch_run.py, saved and resumed",

@@ -3,16 +3,18 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from scripts import mutants
+from scripts import gpu_day, mutants
 from scripts.compat import CONTRACT, HEADER, _table, merged
 
 pytestmark = pytest.mark.shows(
     "rows of the matrix of Megatrons",
     "`same_results.py` tells what differs",
     "what `make mutants` changes",
+    "`gpu_day.py` goes on after failures",
     device=False,
 )
 
@@ -234,3 +236,37 @@ def test_slips_change_one_place_and_leave_words_alone(root):
 def test_a_seed_gives_the_same_draw_and_another_does_not(root):
     draws = [mutants.draw(root, seed, ["base/coding"]) for seed in (1, 1, *range(2, 8))]
     assert draws[0] == draws[1] and len({str(one) for one in draws}) > 1
+
+
+# --- what a day with a GPU does (gpu_day.py) -------------------------------------------------------------------------
+
+
+def options(folder, **given):
+    how = dict(on="cpu", record=None, megatron_lm="x", second=False, minutes=8) | given
+    return SimpleNamespace(out=folder, **how)
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(
+    ("code", "limit", "status", "text"),
+    [
+        ("print('12 passed in 3 s'); print('noise')", 60, "passed", "12 passed in 3 s"),
+        ("print('2 skipped in 1 s')", 60, "skipped", "2 skipped in 1 s"),
+        ("raise SystemExit('no')", 60, "failed", "no"),
+        ("input()", 0, "left", ""),
+        ("import time; time.sleep(3600)", 3, "stopped", ""),
+    ],
+)
+def test_a_step_ends_by_itself_or_at_its_limit(tmp_path, code, limit, status, text):
+    step = gpu_day.Step("a step", 9, ["-c", code])
+    gpu_day.run(step, limit, options(tmp_path), {})
+    assert (step.status, step.text) == (status, text)
+
+
+def test_the_lists_name_files_that_are_there(tmp_path):
+    for second in (False, True):
+        words = [word for step in gpu_day.steps(options(tmp_path, second=second)) for word in step.words]
+        files = {gpu_day.ROOT / word for word in words if word.startswith("tests/")}
+        assert files and all(file.exists() for file in files)
+        assert sum(step.share for step in gpu_day.steps(options(tmp_path, second=second))) <= 480
+    assert gpu_day.summary("warning: a: b\nok: c: d\nok: e: f\n{}") == "1 warning, 2 ok"

@@ -19,11 +19,18 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.lab.report import Run
 from megatron_lossy.lab.report.scalars import AXES
 from megatron_lossy.lab.studies import cells, commands
-from megatron_lossy.lab.studies.cells import CellFolder
+from megatron_lossy.lab.studies.cells import CellFolder, run_cells
 from megatron_lossy.lab.studies.design import Design, loss_seed_of, read_design
 from megatron_lossy.lab.studies.figures import plot_comparison
-from megatron_lossy.lab.studies.folder import RECORD, check_out, read_record, tables, write_figures, write_record
-from megatron_lossy.lab.studies.runner import run_cells
+from megatron_lossy.lab.studies.folder import (
+    RECORD,
+    check_out,
+    read_record,
+    results_of,
+    tables,
+    write_figures,
+    write_record,
+)
 from megatron_lossy.lab.studies.summary import (
     Difference,
     Results,
@@ -234,24 +241,6 @@ def test_a_cell_is_known_by_what_matters():
     assert {name for name in settings if name.startswith(("loss", "packet", "transport", "udp"))} == {"loss-seed"}
 
 
-def test_what_decides_about_the_losses_of_a_network_is_part_of_a_cell():
-    udp = {**TINY, "transport": "udp", "udp-rate": "1gbit"}
-    del udp["virtual-workers"]
-    variants = {
-        "plain": {},
-        "slow": {"udp-rate": "10mbit"},
-        "fixed": {"udp-rate": ["fixed", "1gbit"]},
-        "small": {"udp-memory": 2**23},
-        "parity": {"udp-fec": [8, 2]},
-        "budget": {"udp-fec": ["auto", "5"]},
-        "port": {"udp-port": 29600, "udp-key-file": "none"},  # no loss is another
-    }
-    study = _design(settings=udp, levels={"udp": {}}, variants=variants, processes=2, seeds=[1], loss_seeds=[1]).study()
-    names = {trial.variant: trial.cell.name for trial in study.trials if trial.level}
-    assert names["port"] == names["plain"] and len(set(names.values())) == len(variants) - 1
-    assert len({trial.cell.name for trial in study.trials if trial.level is None}) == 1
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -261,7 +250,6 @@ def test_what_decides_about_the_losses_of_a_network_is_part_of_a_cell():
         ("title: T\nlevels: {a: 3}", "levels, a: must be a mapping"),
         ("title: T\nlevels: {a: {p: 0.1}}\nseeds: [1, 1]", "seeds: 1 1: must differ"),
         ("title: T\nlevels: {a: {p: 0.1}}\nseeds: 3", "seeds: 3: must be a list"),
-        ("title: T\nlevels: {a: {p: 0.1}}\nprocesses: 0", "processes: 0: must be"),
         ("title: T\nlevels: {a: {p: 0.1}}\nmetrics: grad norm", "metrics: grad norm: must be a list"),
         ("title: T\nlevels: {a: {p: 0.1}}\nmetrics: [grad nrm]", "metrics: 'grad nrm': is not recorded; must be"),
         ("title: T\nlevels: {a: {p: 0.1}}\nmetrics: [[grad norm]]", r"metrics: \['grad norm'\]: is not recorded"),
@@ -303,7 +291,6 @@ def test_no_loss_is_dropped_without_a_word(settings, variant, message):
         ({"metrics": ["lr x sharpness (run)"]}, [], "metrics: 'lr x sharpness .run.': .* with sharpness-interval only"),
         ({}, ["--save", "x"], "--save x: cannot be given to a study"),
         ({}, ["--virtual-workers", "3"], "--global-batch-size 2: must be divisible"),
-        ({"processes": 2}, [], "--virtual-workers 2: all share one device"),
     ],
 )
 def test_wrong_conditions(changes, arguments, message):
@@ -399,7 +386,7 @@ def test_means_errors_and_paired_changes():
     reference, lossy = random.uniform(2, 3, 3), random.uniform(2, 4, (3, 2))
     losses = {("", seed, 0): reference[seed - 1] for seed in (1, 2, 3)}
     losses |= {("10 %", seed, k): lossy[seed - 1, k - 1] for seed in (1, 2, 3) for k in (1, 2)}
-    table = table_1(_results(losses), {"10 %": 0.1})
+    table = table_1(_results(losses))
     rows = dict(table.rows)
     none, ten = rows["train loss"]
     assert none.mean == pytest.approx(np.mean(reference)) and none.change is None and none.runs == 3
@@ -483,7 +470,7 @@ def test_unfinished_and_diverged_runs():
     diverged = _results({**losses, ("10 %", 2, 1): float("nan")})
     assert str(comparison(diverged, "train loss").rows[0][1][1]) == "diverged in 1 of 3 runs"
     assert str(comparison(_results({("10 %", 1, 1): 2.0}), "train loss").rows[0][1][0]) == "-"
-    assert list(loss_metrics(results)) == ["train loss", "train PPL", "val loss", "val PPL"]
+    assert list(loss_metrics(results.weights)) == ["train loss", "train PPL", "val loss", "val PPL"]
     assert str(Difference.of({1: 1.0, 2: math.nan})) == "diverged" and str(Difference.of({})) == "-"
 
 
@@ -525,7 +512,7 @@ def _scalar_results(metrics=_SCALARS, levels=("10 %", "20 %"), variants=("",)):
 def test_scalars_beside_their_predictions():
     results, drift = _scalar_results()
     tables = scalar_tables(results, ("drift owner", "drift owner predicted"))
-    assert list(tables) == ["drift_owner", "drift_owner_against_prediction", "drift_owner_between_levels"]
+    assert list(tables) == ["drift_owner", "drift_owner_against_prediction"]
     ten, twenty = (np.array([drift["", level, seed] for seed in (1, 2, 3)]) for level in ("10 %", "20 %"))
     values = tables["drift_owner"]
     assert values.headings == ("10 %", "20 %")  # there is no drift without loss
@@ -538,8 +525,6 @@ def test_scalars_beside_their_predictions():
     excess = 100 * (twenty[:, 0] / twenty[:, 1] - 1)
     assert name == "drift owner" and entries[1].mean == pytest.approx(excess.mean())
     assert entries[1].error == pytest.approx(excess.std(ddof=1) / np.sqrt(3))
-    [(_, [entry])] = tables["drift_owner_between_levels"].rows
-    assert entry.mean == pytest.approx((100 * (twenty[:, 0] / ten[:, 0] - 1)).mean())
     header, *lines = run_table(results).splitlines()
     assert header.endswith("val loss,drift owner,drift owner predicted,grad norm")
     assert lines[0].split(",")[-3:-1] == ["", ""] and lines[1].split(",")[-3] == str(ten[0, 0])
@@ -548,7 +533,7 @@ def test_scalars_beside_their_predictions():
 def test_scalars_that_are_there_without_loss_have_changes():
     results, _ = _scalar_results(variants=("a", "b"))
     tables = scalar_tables(results, ("grad norm",))
-    assert list(tables) == ["grad_norm", "grad_norm_between_variants", "grad_norm_between_levels"]
+    assert list(tables) == ["grad_norm"]
     assert tables["grad_norm"].headings == ("0 %", "10 %", "20 %")
     assert [name for name, _ in tables["grad_norm"].rows] == ["a", "b"]
     assert all(entry.change is not None for _, (_, *entries) in tables["grad_norm"].rows for entry in entries)
@@ -569,8 +554,8 @@ def test_tables_are_made_again_from_the_record(tmp_path):
         results.runs[name].origin.update(date="2026-11-23", hardware="a machine", versions={"torch": "2.13"})
     results = replace(results, runs={name: run for name, run in results.runs.items() if name != third})
     write_record(results, tmp_path)
-    again = read_record(tmp_path, results.study)
-    wanted, found = tables(results, None), tables(again, None)
+    again = results_of(read_record("FOLDER", tmp_path), results.study, tmp_path)
+    wanted, found = tables(results), tables(again)
     assert wanted.keys() == found.keys() and {"replica_against_owner", "grad_norm"} <= found.keys()
     for name, table in wanted.items():
         assert (table.markdown(), table.csv()) == (found[name].markdown(), found[name].csv()), name
@@ -578,55 +563,41 @@ def test_tables_are_made_again_from_the_record(tmp_path):
     assert "unfinished: 1 of" in found["grad_norm"].markdown()
     for other in (replace(results.study, title="other"), replace(results.study, trials=results.study.trials[1:])):
         with pytest.raises(UsageError, match="must hold the report of"):
-            read_record(tmp_path, other)
-    rates = {"10 %": 0.1, "20 %": 0.2}
-    assert tables(again, rates)["table1"].markdown() == tables(results, rates)["table1"].markdown()
-    assert not write_figures(replace(again, study=replace(again.study, metrics=())), tmp_path, rates, curves=False)
+            results_of(read_record("FOLDER", tmp_path), other, tmp_path)
+    first, second = (replace(one, study=replace(one.study, metrics=(), paper=True)) for one in (again, results))
+    assert tables(first)["table1"].markdown() == tables(second)["table1"].markdown()
+    assert not write_figures(first, tmp_path, curves=False)
 
 
 def test_a_report_is_not_replaced_by_that_of_other_settings(tmp_path):
-    """Two of Table 1, which have one title and one folder, for example."""
+    def report(levels=("10 %", "20 %"), **changes) -> Results:
+        study = _design(levels={level: {"p": float(level[:-2]) / 100} for level in levels}, **changes).study()
+        return Results(study, {cell.name: _run(2.0, replica=2.0) for cell in study.cells})
 
-    def report(**changes) -> Results:
-        study = _design(levels={"10 %": {"p": 0.1}, "20 %": {"p": 0.2}}, **changes).study()
-        run = _run(2.0, replica=2.0)
-        return Results(study, {cell.name: run for cell in study.cells})
-
-    commands._report(report(), tmp_path, None)
-    larger = {"seeds": [1, 2, 3, 4]}, {"loss_seeds": [1, 2, 7]}, {"settings": TINY | {"drift-interval": 1}}
-    for same in ({}, *larger):
-        check_out(tmp_path, report(**same).study)
-    levels, variants = {"5 %": {"p": 0.05}, "10 %": {"p": 0.1}, "20 %": {"p": 0.2}}, {"": {}, "fast": {"lr": 0.1}}
-    check_out(tmp_path, _design(levels=levels, variants=variants).study())
-    del levels["20 %"]
-    for smaller, missing in (
-        (report(seeds=[1]).study, "0 %, seed 2"),
-        (report(loss_seeds=[1]).study, "10 %, seed 1, loss seed 1002"),
-        (_design(levels=levels).study(), "20 %, seed 1, loss seed 1001"),
-    ):
-        with pytest.raises(UsageError, match=f"holds a larger report, with .*{missing}; choose another folder"):
-            check_out(tmp_path, smaller)
+    write_record(report(), tmp_path)
+    variants = {"": {}, "fast": {"lr": 0.1}}
+    for larger in ({}, {"seeds": [1, 2, 3, 4]}, {"loss_seeds": [1, 2, 7]}, {"variants": variants}):
+        check_out(tmp_path, report(**larger).study)
     for changes, message in (
-        ({"lr": 0.1}, "--lr 0.001, not 0.1"),
-        ({"weight-decay": 0.5}, "--weight-decay as by default, not 0.5"),
-        ({"grad-recovery": "zero"}, "--grad-recovery as by default, not zero"),
-        ({"loss-model": ["gilbert-elliott", "bernoulli"]}, "--loss-model as by default, not gilbert-elliott bernoulli"),
+        ({"seeds": [1]}, "a larger report, with 0 %, seed 2"),
+        ({"levels": ["10 %"]}, "a larger report, with 20 %, seed 1, loss seed 1001"),
+        ({"settings": TINY | {"lr": 0.1}}, "a report with other settings, of 0 %, seed 1"),
+        (
+            {"settings": TINY | {"grad-recovery": "zero"}},
+            "a report with other settings, of 10 %, seed 1, loss seed 1001",
+        ),
     ):
-        with pytest.raises(UsageError, match=f"holds a report with {message}; choose another folder"):
-            check_out(tmp_path, report(settings=TINY | changes).study)
-    real = {name: value for name, value in FOUR.items() if name != "virtual-workers"}
-    commands._report(report(settings=real, processes=2), tmp_path, None)
-    with pytest.raises(UsageError, match="--processes 2, not 4"):
-        check_out(tmp_path, report(settings=real, processes=4).study)
+        with pytest.raises(UsageError, match=f"holds {message}; choose another folder"):
+            check_out(tmp_path, report(**changes).study)
 
 
 def test_metrics_of_the_command_line_replace_those_of_the_file(tmp_path):
-    parser = commands._parser("", "")
+    file = str(_study_file(tmp_path, metrics=["seconds"]))
     for given, metrics in ((["--metrics", "grad norm"], ("grad norm",)), ([], ("seconds",))):
-        how, rest = commands._split(parser, given)
-        assert commands._study(_design(metrics=["seconds"]), how, rest).metrics == metrics
+        study, *_ = commands._read_study([file, *given])
+        assert study.metrics == metrics
     with pytest.raises(UsageError, match="--metrics 'nothing': is not recorded"):
-        commands._split(parser, ["--metrics", "nothing"])
+        commands._read_study([file, "--metrics", "nothing"])
 
 
 def _folder(root) -> CellFolder:
@@ -706,7 +677,7 @@ def test_cells_run_once_and_survive_an_interruption(tmp_path):
     again = _report(broken, str(file), fresh=True)
     output = again.communicate(timeout=100)[0]
     assert "cells, " not in output and "20 %" in output and (broken / "out/val_loss.csv").read_text() == before
-    names = ("val_loss.png", "val_loss.pdf", "val_loss.md", "val_loss.tex", "study.json")
+    names = ("val_loss.png", "val_loss.pdf", "val_loss.md", "study.json")
     for name in (*names, "drift_owner.png", "drift_owner_against_prediction.md"):
         assert (broken / "out" / name).stat().st_size > 0
     # Without the cells: from what the report has recorded.
@@ -724,7 +695,7 @@ def test_what_a_report_has_recorded_is_not_run_again_on_another_machine(tmp_path
     """Three sessions, each with an empty folder of cells: an unfinished study, a larger one, and one that has all."""
     trained = []
 
-    def train(wanted, root, jobs, devices):
+    def train(wanted, root, jobs):
         for number, cell in enumerate(wanted[:3]):
             folder = CellFolder(root, cell)
             folder.write_config()

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_lossy.base.fingerprint import COLUMNS, fingerprint, finite
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.mechanisms.replicas.classes import all_equal, largest_class, majority
-from megatron_lossy.mechanisms.replicas.interval import Interval, relative
-from megatron_lossy.mechanisms.replicas.repair import compare, repair
+from megatron_lossy.mechanisms.replicas.repair import compare, largest_class, majority, repair
+from megatron_lossy.mechanisms.replicas.synchroniser import Interval, relative
 from megatron_lossy.transport.peers import LocalPeers, RankPeers
 from tests.ranks import run_ranks
 
@@ -155,7 +154,6 @@ def test_the_largest_class(fingerprints, expected):
 )
 def test_the_majority_is_of_all_and_finite(fingerprints, whole, expected):
     assert majority(np.array(fingerprints), np.array(whole, dtype=bool)) == expected
-    assert all_equal(np.array(fingerprints)) == (len(set(fingerprints)) == 1)
 
 
 def buckets(received):
@@ -261,14 +259,10 @@ def test_the_rule_snr(gradient, divergence, expected):
     assert not interval("fixed").needs_gradient and not interval("divergence").needs_gradient
 
 
-def test_fixed_intervals_stay_and_intervals_are_saved():
+def test_fixed_intervals_stay():
     rule = interval("fixed")
     rule.arrived(10, 99.0, 1.0, None)
     assert rule.current == 10
-    moved, again = interval("divergence"), interval("divergence")
-    moved.arrived(10, 0.0, 1.0, None)
-    again.load_state_dict(moved.state_dict())
-    assert again.current == moved.current == 40
     assert relative(0.0, 0.0) == 0 and relative(1.0, 0.0) == np.inf == relative(np.inf, np.inf)
 
 

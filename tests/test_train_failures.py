@@ -263,6 +263,7 @@ def whole_and_killed(base: dict, folder: Path, ranks: int, moments: list[str], s
     assert replicas[0] == replicas[1] and len(replicas[0]) == ranks
 
 
+@pytest.mark.on_cuda
 @killed
 def test_killed_ranks_continue_bit_for_bit(base, tmp_path):
     settings = base | OVERLAP | PACKETS | {"grad_recovery": "previous"}

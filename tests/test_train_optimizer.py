@@ -21,13 +21,12 @@ def _descend(rank: int, settings: dict, steps: int):
     from megatron_lossy.base import device
 
     device.prepare()
-    from megatron_lossy.lab.train import parallel
-    from megatron_lossy.lab.train.model import build_model
+    from megatron_lossy.lab.train.model import build_model, model_parallel, world
     from megatron_lossy.lab.train.optimizer import build_optimizer, lr_scale
 
     config = TrainConfig(**settings)
     history, rates = {}, []
-    with parallel.world(config), parallel.model_parallel(config):
+    with world(config), model_parallel(config):
         (model,) = build_model(config, 256)
         optimizer, scheduler = build_optimizer(config, [model])
         parameters = dict(model.named_parameters())
@@ -78,7 +77,7 @@ def test_nadam_is_torchs_with_decoupled_decay(step_in_group):
     """Within rounding, through 60 steps with a learning rate that changes, and after its state was saved and loaded."""
     import torch
 
-    from megatron_lossy.lab.train.nadam import NAdamW
+    from megatron_lossy.lab.train.optimizer import NAdamW
 
     options = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-7}
     start = torch.randn(40, generator=torch.Generator().manual_seed(1))

@@ -93,8 +93,8 @@ def against_dense(rank, lag):
 
     device.prepare()
     from megatron_lossy.hooks.versions import innermost
-    from megatron_lossy.lab.train import parallel, sharpness
-    from megatron_lossy.lab.train.model import build_model
+    from megatron_lossy.lab.train import sharpness
+    from megatron_lossy.lab.train.model import build_model, model_parallel, world
     from megatron_lossy.lab.train.optimizer import build_optimizer
 
     config = TrainConfig(**SMALL, sharpness_interval=1, adam_beta1=0.8)
@@ -115,7 +115,7 @@ def against_dense(rank, lag):
         groups=[SimpleNamespace(wire=wire)],
         config=LossyConfig(p_param=0.4, loss_unit="packet", param_send="plain"),
     )
-    with parallel.world(config), parallel.model_parallel(config):
+    with world(config), model_parallel(config):
         (model,) = build_model(config, VOCABULARY)
         optimizer, scheduler = build_optimizer(config, [model])
         one = sharpness.Sharpness(config, [model], optimizer, run, dataset)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lossy.base.device import current_device
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import BucketUnits, Delivery, Exchange, Stream
 from megatron_lossy.base.registry import MECHANISMS
@@ -16,7 +17,7 @@ from megatron_lossy.base.section import Flags
 from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import Section
-from megatron_lossy.lab.virtual.in_memory import Memory
+from megatron_lossy.lab.virtual.in_memory import Memory, WorkerWire
 from megatron_lossy.mechanisms.priority.protected import Spared
 from megatron_lossy.recovery.base import Zero
 from megatron_lossy.run.mechanism import Mechanism
@@ -53,7 +54,7 @@ def exchange_grads(rank, size, config, shards, asynchronous):
     for step in range(STEPS):
         works, outputs = [], []
         for bucket, shard in enumerate(shards):
-            grads = torch.from_numpy(gradients(step, rank, size, shard))
+            grads = torch.from_numpy(gradients(step, rank, size, shard)).to(current_device())
             output = grads[rank * shard : (rank + 1) * shard]  # in place, as Megatron does it
             works.append(lossy_reduce_scatter(group, bucket, output, grads, step, async_op=asynchronous))
             outputs.append(output)
@@ -61,7 +62,7 @@ def exchange_grads(rank, size, config, shards, asynchronous):
             if work is not None:
                 work.wait()
                 work.wait()  # a second wait must change nothing
-        results.append([(output / size).numpy() for output in outputs])
+        results.append([(output / size).cpu().numpy() for output in outputs])
     return results
 
 
@@ -83,6 +84,8 @@ def deliveries(config, phase, size, shards, step):
     return [arrived[:, :, a:b] for a, b in itertools.pairwise(starts)]
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("lossy collectives of a plain process group, N = 1 to 4")
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_reduce_scatter_against_the_reference(size, unit):
@@ -114,7 +117,7 @@ def test_reduce_scatter_against_the_reference(size, unit):
 
 def gather_params(rank, size, config, shards, asynchronous):
     group = LossyGroup.create(config, [BucketSpec(shard) for shard in shards])
-    replicas = [torch.zeros(size * shard) for shard in shards]
+    replicas = [torch.zeros(size * shard, device=current_device()) for shard in shards]
     results = []
     for step in range(STEPS):
         works = []
@@ -125,10 +128,12 @@ def gather_params(rank, size, config, shards, asynchronous):
         for work in works:
             if work is not None:
                 work.wait()
-        results.append([replica.numpy().copy() for replica in replicas])
+        results.append([replica.cpu().numpy().copy() for replica in replicas])
     return results
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("lossy collectives of a plain process group, N = 1 to 4")
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_gather_against_the_reference(size, unit):
@@ -200,7 +205,7 @@ def test_one_draw_in_memory_is_what_every_rank_draws():
     for rank, phase, step in itertools.product(range(4), networks, (0, 1, 0, 5)):
         exchange = Exchange(phase, Stream(), step)
         mine = CollectiveWire(networks, Stream(), range(4), rank, cut).foresee(exchange)
-        theirs = memory.worker(rank).foresee(exchange)
+        theirs = WorkerWire(memory, rank).foresee(exchange)
         assert np.array_equal(mine.arrived, theirs.arrived)
         assert np.array_equal(memory.foresee(exchange).arrived[rank], mine.arrived[0])
         if phase == "grad":
@@ -217,7 +222,7 @@ def test_a_group_of_one_has_no_loss_but_its_own():
 def group_in_memory(config, rank, size=3, shard=8):
     networks = {phase: Network(config, phase, size) for phase in ("grad", "param")}
     memory = Memory(networks, Stream(), range(size), cut_buckets(config, [BucketSpec(shard)]))
-    return LossyGroup(config, memory.worker(rank))
+    return LossyGroup(config, WorkerWire(memory, rank))
 
 
 class Mine(Mechanism):

@@ -28,24 +28,15 @@ NETWORKS = {"udp": {"transport": "udp"}, "stream": {"transport": "stream", "udp_
 over_networks = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 
 
+@over_networks
 @pytest.mark.parametrize(
-    ("size", "network", "flags"),
-    [
-        (2, "udp", {}),
-        (2, "stream", {}),
-        (3, "udp", {"udp_key_file": "none"}),
-        (3, "stream", {"udp_key_file": "none"}),
-        (3, "stream", {"stream_flows": 2}),
-        pytest.param(5, "udp", {}, marks=pytest.mark.slow),
-        pytest.param(5, "stream", {}, marks=pytest.mark.slow),
-    ],
+    ("size", "flags"), [(2, {}), (3, {"udp_key_file": "none"}), pytest.param(5, {}, marks=pytest.mark.slow)]
 )
 def test_the_public_collectives_give_what_pieces_give(size, network, flags, pool):
-    # Several flows each get a part of a bucket, and there is a small one.
-    shards = [2500, 50] if "stream_flows" in flags else [50, 7]
+    shards = [50, 7]
     for rule in RULES if size == 3 else RULES[:1]:
         lossy = {"p_grad": 0.45, "p_param": 0.45, "packet_bytes": 48, "loss_unit": "packet", "grad_recovery": rule}
-        config = LossyConfig(**lossy, **NETWORKS[network], **flags)
+        config = LossyConfig(**lossy, **network, **flags)
         pieces = LossyConfig(transport="pieces", **lossy)
         for exchange in (exchange_grads, gather_params) if rule == "renormalize" else (exchange_grads,):
             mine = pool.run(exchange, size, size, config, shards, rule != "zero")
@@ -65,6 +56,8 @@ def test_every_setting_of_megatron(name, network, pool):
     assert bool(lost["grad"]) == bool(lost["param"]) == (world > 1)
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("UDP and TCP: every rule and overlap as pieces")
 @pytest.mark.parametrize(
     "name",
     ["compensated", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES)],
@@ -84,6 +77,8 @@ def test_every_rule_and_overlap_gives_what_pieces_give(name, network, pool):
     assert_same_runs(pool.run(real_runs, 3, chosen), pool.run(real_runs, 3, pieces))
 
 
+@pytest.mark.on_cuda
+@pytest.mark.shows("UDP and TCP: every rule and overlap as pieces")
 @over_networks
 def test_without_loss_between_two_ranks_it_is_megatron(network, pool, unhooked):
     tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])

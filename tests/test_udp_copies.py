@@ -19,11 +19,11 @@ from megatron_lossy.lab.virtual.in_memory import LossyWorkers
 from megatron_lossy.run.monitor.drift import predicted
 from megatron_lossy.transport import BucketSpec
 from megatron_lossy.transport.udp.engine import Channel
-from megatron_lossy.transport.udp.packet import DATA, END
 from tests.ranks import run_ranks
 from tests.rules import delivered
 from tests.test_transport import STEPS, exchange_grads, gather_params
 from tests.trainer import TINY, recorded_losses, train_runs, write_data
+from tests.udp_packet import DATA, END
 from tests.udp_world import SECOND, Node, fields_of
 
 pytestmark = pytest.mark.shows("packets sent several times: drawn as over UDP, and replayed")

@@ -1,5 +1,6 @@
 """Engines with real sockets, in one process and in several, over the loopback."""
 
+import dataclasses
 import multiprocessing
 import os
 import re
@@ -14,12 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
+from megatron_lossy.base import native
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.transport.address import find_address
-from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings, build, session
+from megatron_lossy.transport.udp import Engine, PeerLost, Settings, session
 from megatron_lossy.transport.udp.engine import charge, load, windows
-from megatron_lossy.transport.udp.packet import DATA, encode
+from tests.udp_packet import DATA, encode
 
 pytestmark = pytest.mark.shows(
     "2 to 5 engines on the loopback: IPv4, IPv6, cipher",
@@ -52,26 +55,9 @@ class Store:
             return self.values[key]
 
 
-class FolderStore:
+def store_in(folder):
     """Of several processes."""
-
-    def __init__(self, folder):
-        self.folder = Path(folder)
-
-    def _path(self, key):
-        return self.folder / key.replace("/", "_")
-
-    def set(self, key, value):
-        aside = self._path(f"{key}.{os.getpid()}")
-        aside.write_bytes(value)
-        aside.replace(self._path(key))
-
-    def get(self, key):
-        until = time.monotonic() + 20
-        while not self._path(key).exists():
-            assert time.monotonic() < until, f"nobody set {key}"
-            time.sleep(0.002)
-        return self._path(key).read_bytes()
+    return dist.FileStore(f"{folder}/store", -1)
 
 
 def in_threads(size, function):
@@ -99,7 +85,7 @@ class Ranks:
     def __init__(self, size=2, names=("dense",), address="127.0.0.1", buckets=BUCKETS, sockets=None, **settings):
         self.size, self.buckets, self.lines = size, buckets, []
         each = sockets or [{}] * size
-        self.engines = [Engine(UdpSettings(**settings, **extra), address, self.lines.append) for extra in each]
+        self.engines = [Engine(Settings(**settings, **extra), address, self.lines.append) for extra in each]
         self.store = Store()
         self.channels = {}
         for name in names:
@@ -260,7 +246,7 @@ def test_foreign_and_forged_datagrams_change_nothing():
     """From another socket, of another run, from a peer's own address without its key, and noise."""
     with Ranks(2) as ranks, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         victim = ("127.0.0.1", ranks.engines[1].port)
-        drawn = session.channel_id(ranks.store.values["dense/random"], "dense")
+        drawn = session.channel_id(bytes.fromhex(ranks.dense[0].hellos[0].random), "dense")
         before = ranks.engines[1].counters()  # a peer that was ready first may have sent before this one knew it
         noise = b"\0" + os.urandom(1451)  # of no version
         for datagram in (b"", b"x", noise, encode(DATA, bytes(UNIT + 16), channel=drawn, step=1)):
@@ -269,12 +255,6 @@ def test_foreign_and_forged_datagrams_change_nothing():
         after = ranks.engines[1].counters()
         assert {name: after[name] - before[name] for name in ("malformed", "foreign")} == {"malformed": 3, "foreign": 1}
         assert ranks.dense[0].counters()[1]["bad_tag"] == 0
-
-
-@pytest.mark.parametrize("key", [b"", b"k" * 15])
-def test_a_key_that_is_too_short_is_refused(key):
-    with pytest.raises(ValueError, match=f"a key of {len(key)} bytes: must have at least 16"):
-        UdpSettings(key=key)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +276,7 @@ def test_buckets_that_differ_are_refused_on_both_ranks(shard, dtypes):
     store = Store()
 
     def run(rank):
-        with Engine(UdpSettings(), "127.0.0.1") as engine:
+        with Engine(Settings(), "127.0.0.1") as engine:
             engine.open("dense", rank, 2, store, "p", {"grad": [(shard[rank], UNIT)]}, alike=dtypes[rank])
 
     for error in in_threads(2, run):
@@ -308,7 +288,7 @@ def test_a_rank_that_is_not_reached_is_named_on_all_ranks(monkeypatch):
     store, silent = Store(), [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
 
     def run(rank):
-        with silent[rank], Engine(UdpSettings(), "127.0.0.1") as engine:
+        with silent[rank], Engine(Settings(), "127.0.0.1") as engine:
             silent[rank].bind(("127.0.0.1", 0))
             engine.port = silent[rank].getsockname()[1]  # where the other one sends to
             engine.open("dense", rank, 2, store, "p", BUCKETS)
@@ -324,30 +304,29 @@ def test_a_port_that_is_taken_and_an_address_of_others_are_refused():
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"--udp-port {port}: Address already in use"):
-            Engine(UdpSettings(port=port), "127.0.0.1")
+            Engine(Settings(port=port), "127.0.0.1")
     with pytest.raises(UsageError, match="--udp-interface 192.0.2.1: Cannot assign"):
-        Engine(UdpSettings(), "192.0.2.1")
+        Engine(Settings(), "192.0.2.1")
     with pytest.raises(UsageError, match="--udp-interface nowhere0: this host has .*lo"):
         find_address("nowhere0", "127.0.0.1")
     assert find_address("lo", "192.0.2.1") == find_address(None, "localhost").replace("::1", "127.0.0.1") == "127.0.0.1"
 
 
-def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "compiler", lambda: None)
-    build.library.cache_clear()
-    try:
+@pytest.fixture
+def no_library(monkeypatch, tmp_path):
+    """Return an empty cache of the user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "megatron_lossy"
+
+
+def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, no_library):
+    with monkeypatch.context() as without:
+        without.setattr(native, "compiler", lambda: None)
         with pytest.raises(UsageError, match="needs a C compiler .*install gcc"):
-            build.library()
-        monkeypatch.undo()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        build.library.cache_clear()
-        built = build.library()
-        monkeypatch.setattr(build, "compiler", lambda: None)
-        build.library.cache_clear()
-        assert build.library() == built  # what was built once needs no compiler
-    finally:
-        build.library.cache_clear()
+            native.ENGINE.path()
+    built = native.ENGINE.path()
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    assert native.ENGINE.path() == built  # what was built once needs no compiler
 
 
 @pytest.mark.programs
@@ -356,34 +335,38 @@ def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
     broken.write_text("#!/bin/sh\necho 'fatal error: sys/eventfd.h: no such file' >&2\nexit 1\n")
     broken.chmod(0o755)
     with pytest.raises(UsageError, match="cannot build its engine: fatal error: sys/eventfd.h"):
-        build.compile_library(str(broken), tmp_path / "x.so")
+        native.ENGINE.compile(str(broken), tmp_path / "x.so")
     assert not (tmp_path / "x.so").exists()
 
 
-def test_each_part_of_the_source_counts(monkeypatch, tmp_path):
+def test_each_part_of_the_source_counts(tmp_path):
     """A library that was built of other parts is not taken."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = tmp_path / "c"
-    shutil.copytree(build.FOLDER, folder)
-    monkeypatch.setattr(build, "FOLDER", folder)
-    monkeypatch.setattr(build, "compile_library", lambda cc, path: path.touch())
-    included = re.findall(r'#include "(.*)"', build.SOURCE.read_text())
-    assert sorted([*included, build.SOURCE.name]) == sorted(part.name for part in folder.iterdir())
-    paths = {build.library.__wrapped__()}
-    for part in folder.iterdir():
+    source = native.ENGINE.source
+    shutil.copytree(source.parent, tmp_path / "c")
+    parts = list((tmp_path / "c").glob("*.[ch]"))
+    assert sorted([*re.findall(r'#include "(.*)"', source.read_text()), source.name]) == sorted(
+        part.name for part in parts
+    )
+    copied = dataclasses.replace(native.ENGINE, source=tmp_path / "c" / source.name)
+    names = {copied.shipped().name}
+    assert names == {native.ENGINE.shipped().name}
+    for part in parts:
         part.write_text(part.read_text() + "\n")
-        paths.add(build.library.__wrapped__())
-    assert len(paths) == 1 + len(list(folder.iterdir()))
+        names.add(copied.shipped().name)
+    assert len(names) == 1 + len(parts)
+
+
+def test_a_library_of_a_wheel_is_taken_before_all_others(monkeypatch, no_library, tmp_path):
+    shutil.copytree(native.ENGINE.source.parent, tmp_path / "c")
+    wheel = dataclasses.replace(native.ENGINE, source=tmp_path / "c" / native.ENGINE.source.name)
+    wheel.shipped().touch()
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    assert wheel.path() == wheel.shipped() and not no_library.exists()
 
 
 @pytest.mark.slow
-def test_ranks_that_build_at_once_all_get_a_whole_library(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build.library.cache_clear()
-    try:
-        paths = in_threads(2, lambda rank: build.library.__wrapped__())
-    finally:
-        build.library.cache_clear()
+def test_ranks_that_build_at_once_all_get_a_whole_library(no_library):
+    paths = in_threads(2, lambda rank: native.ENGINE.path())
     assert len({str(path) for path in paths}) == 1
     assert [path.name for path in paths[0].parent.iterdir()] == [paths[0].name]
 
@@ -406,15 +389,12 @@ def test_misuse_is_refused():
             channel.post("grad", 0, 0, [None] * 3)
         with pytest.raises(ValueError, match="no bucket 2|not a bucket 2"):
             channel.post("grad", 0, 2, [None] * 2)
-        with pytest.raises(ValueError, match="neither posted nor sent"):
-            channel.transfer("grad", 0, 0)
         ranks.exchange("grad", 5, 0)
         with pytest.raises(ValueError, match="not later than its last step"):
             ranks.post(0, "grad", 5, 0)
         transfer, _ = ranks.post(0, "grad", 6, 0)
         with pytest.raises(TimeoutError, match=r"grad 6, bucket 0 of dense: waits for rank 1 \(127.0.0.1:"):
             transfer.wait(0.05)
-        assert channel.transfer("grad", 6, 0) is transfer
     with pytest.raises(RuntimeError, match="closed"):
         transfer.wait(1)
     with pytest.raises(RuntimeError, match="closed"):
@@ -438,9 +418,9 @@ def test_closing_waits_until_the_others_have_everything():
 
 
 def _process(rank, size, folder, steps, pause, results):
-    store, shard = FolderStore(folder), BUCKETS["grad"][0][0]
+    store, shard = store_in(folder), BUCKETS["grad"][0][0]
     try:
-        with Engine(UdpSettings(peer_timeout=20), "127.0.0.1") as engine:
+        with Engine(Settings(peer_timeout=20), "127.0.0.1") as engine:
             channel = engine.open("dense", rank, size, store, "p", BUCKETS)
             lost = 0
             for step in range(steps):
@@ -454,7 +434,7 @@ def _process(rank, size, folder, steps, pause, results):
                 lost += int((~arrived).sum())
                 assert all((pieces[r] == (0 if r == rank else r + 1)).all() for r in range(size))
                 if step == 0:
-                    store.set(f"begun/{rank}", b"")
+                    store.set(f"begun/{rank}", b"1")
                 time.sleep(pause)
             results.put((rank, lost))
     except PeerLost as error:
@@ -476,7 +456,7 @@ def processes(tmp_path):
             process.start()
             started.append(process)
         for rank in range(size):
-            FolderStore(tmp_path).get(f"begun/{rank}")
+            store_in(tmp_path).get(f"begun/{rank}")
         return started
 
     yield start, lambda: results.get(timeout=60)
@@ -512,9 +492,9 @@ def test_a_program_that_closes_nothing_ends():
     """In the middle of sending."""
     program = f"""
 import numpy as np
-from megatron_lossy.transport.udp import Engine, UdpSettings
+from megatron_lossy.transport.udp import Engine, Settings
 from tests.test_udp_engine import Store, in_threads
-store, engines, data = Store(), [Engine(UdpSettings(rate=5e6), "127.0.0.1") for _ in range(2)], np.zeros(10**7, np.uint8)
+store, engines, data = Store(), [Engine(Settings(rate=5e6), "127.0.0.1") for _ in range(2)], np.zeros(10**7, np.uint8)
 channels = in_threads(2, lambda rank: engines[rank].open("x", rank, 2, store, "p", {{"grad": [(10**7, {UNIT})]}}))
 channels[0].send("grad", 0, 0, [None, data.ctypes.data])
 """

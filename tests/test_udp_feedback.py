@@ -149,8 +149,3 @@ def test_the_code_follows_the_loss_within_the_budget():
 def test_bad_flags(flags, error):
     with pytest.raises(UsageError, match=re.escape(error)):
         dataclasses.replace(FEEDBACK, **flags)
-
-
-def test_flags_of_the_code_need_udp():
-    with pytest.raises(UsageError, match="--udp-fec .*: needs --transport udp"):
-        LossyConfig(udp_fec=("10", "2"))

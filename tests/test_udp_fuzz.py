@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lossy.transport.udp import build
+from megatron_lossy.base import native
 
 pytestmark = pytest.mark.shows("the engine under sanitizers: mutated datagrams, callers at random", device=False)
 
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Runs a driver of this folder with the engine inside; its last line."""
-    compiler = build.compiler()
+    compiler = native.compiler()
     if compiler is None:
         pytest.skip("no C compiler")
     folder = tmp_path_factory.mktemp("fuzz")

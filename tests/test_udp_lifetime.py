@@ -12,19 +12,19 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_lossy.base import native
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import BucketSpec, LossyGroup
-from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings, build
+from megatron_lossy.transport.udp import Engine, PeerLost, Settings
 from megatron_lossy.transport.udp.engine import load, windows
 from tests.ranks import run_ranks
 from tests.rules import reduce
-from tests.test_udp_engine import UNIT, FolderStore, Ranks, Store, in_threads
+from tests.test_udp_engine import UNIT, Ranks, Store, in_threads, store_in
 
 pytestmark = pytest.mark.shows("memory, threads and sockets: closing under load, fork, forged ICMP", device=False)
 
@@ -78,7 +78,7 @@ def test_memory_goes_after_the_engine_has_forgotten_the_exchange():
 def test_an_outcome_outlives_a_later_post():
     """Also one that was posted before it was asked for, as asynchronous stages do."""
     buckets = {"grad": [(20 * UNIT, UNIT)]}
-    store, engines = Store(), [Engine(UdpSettings(), "127.0.0.1") for _ in range(2)]
+    store, engines = Store(), [Engine(Settings(), "127.0.0.1") for _ in range(2)]
     try:
         channels = in_threads(2, lambda r: engines[r].open("x", r, 2, store, "p", buckets, reported=("grad",)))
         data, pieces = np.ones((2, 20 * UNIT), np.uint8), np.zeros((2, 2, 20 * UNIT), np.uint8)
@@ -135,7 +135,7 @@ def test_two_threads_may_wait_for_one_transfer():
 def test_a_channel_is_closed_while_somebody_asks_for_reports():
     """Between the engine's answer and what is made of it: also then the handle is there."""
     buckets = {"grad": [(20 * UNIT, UNIT)]}
-    store, engines = Store(), [Engine(UdpSettings(), "127.0.0.1") for _ in range(2)]
+    store, engines = Store(), [Engine(Settings(), "127.0.0.1") for _ in range(2)]
     channels = in_threads(2, lambda r: engines[r].open("x", r, 2, store, "p", buckets, reported=("grad",)))
     data, pieces = np.ones((2, 20 * UNIT), np.uint8), np.zeros((2, 20 * UNIT), np.uint8)
     channels[1].post("grad", 0, 0, [pieces[0].ctypes.data, None])
@@ -190,9 +190,10 @@ def test_who_waits_sleeps_in_the_engine():
 
 FORKS = """
 import os, sys, time
-from megatron_lossy.transport.udp import Engine, UdpSettings
+from megatron_lossy.base import native
+from megatron_lossy.transport.udp import Engine, Settings
 from tests.test_udp_engine import Store, in_threads
-store, engines = Store(), [Engine(UdpSettings(), "127.0.0.1") for _ in range(2)]
+store, engines = Store(), [Engine(Settings(), "127.0.0.1") for _ in range(2)]
 channels = in_threads(2, lambda r: engines[r].open("x", r, 2, store, "p", {"grad": [(1000, 100)]}))
 
 def sockets():
@@ -224,10 +225,11 @@ def test_a_killed_rank_is_noticed_though_its_child_lives(tmp_path):
     """A data loader's worker that outlives it must not keep its port open."""
     program = """
 import os, sys, time
-from megatron_lossy.transport.udp import Engine, UdpSettings
-from tests.test_udp_engine import FolderStore
-engine = Engine(UdpSettings(), "127.0.0.1")
-channel = engine.open("x", 1, 2, FolderStore(sys.argv[1]), "p", {"grad": [(1000, 100)]})
+from megatron_lossy.base import native
+from megatron_lossy.transport.udp import Engine, Settings
+from tests.test_udp_engine import store_in
+engine = Engine(Settings(), "127.0.0.1")
+channel = engine.open("x", 1, 2, store_in(sys.argv[1]), "p", {"grad": [(1000, 100)]})
 child = os.fork()
 if not child:
     time.sleep(60)
@@ -235,10 +237,10 @@ if not child:
 print(child, flush=True)
 time.sleep(60)
 """
-    with Engine(UdpSettings(peer_timeout=300), "127.0.0.1") as engine:
+    with Engine(Settings(peer_timeout=300), "127.0.0.1") as engine:
         other = subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True)
         try:
-            channel = engine.open("x", 0, 2, FolderStore(tmp_path), "p", {"grad": [(1000, 100)]})
+            channel = engine.open("x", 0, 2, store_in(tmp_path), "p", {"grad": [(1000, 100)]})
             child = int(other.stdout.readline())
             os.kill(other.pid, signal.SIGKILL)
             other.wait()
@@ -332,11 +334,11 @@ int main(void)
 
 def run_c(folder, text):
     """The exit status of a C program that includes the engine as ``{source}``."""
-    compiler = build.compiler()
+    compiler = native.compiler()
     if compiler is None:
         pytest.skip("no C compiler")
     source, program = folder / "program.c", folder / "program"
-    source.write_text(text.format(source=Path(build.SOURCE)))
+    source.write_text(text.format(source=native.ENGINE.source))
     subprocess.run([compiler, "-std=gnu11", "-O1", "-pthread", "-o", program, source, "-ldl", "-lm"], check=True)
     return subprocess.run([program], timeout=60).returncode
 
@@ -444,9 +446,10 @@ ssize_t sendmsg(int fd, const struct msghdr *message, int flags) /* a control me
 """
 EXCHANGE = """
 import numpy as np
-from megatron_lossy.transport.udp import Engine, UdpSettings
+from megatron_lossy.base import native
+from megatron_lossy.transport.udp import Engine, Settings
 from tests.test_udp_engine import Store, in_threads
-store, engines = Store(), [Engine(UdpSettings(), "127.0.0.1") for _ in range(2)]
+store, engines = Store(), [Engine(Settings(), "127.0.0.1") for _ in range(2)]
 channels = in_threads(2, lambda r: engines[r].open("x", r, 2, store, "p", {"grad": [(1408 * 200, 1408)]}))
 sent, came = np.ones(1408 * 200, np.uint8), np.zeros(1408 * 200, np.uint8)
 transfer = channels[0].post("grad", 0, 0, [None, came.ctypes.data])
@@ -462,7 +465,7 @@ def test_a_kernel_that_does_not_cut_datagrams_is_noticed(tmp_path):
     """Before Linux 4.18 it takes the request for one of another protocol, and sends one datagram that is too long."""
     library = tmp_path / "old.so"
     (tmp_path / "old.c").write_text(OLD_KERNEL)
-    compiler = build.compiler() or pytest.skip("no C compiler")
+    compiler = native.compiler() or pytest.skip("no C compiler")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "old.c", "-ldl"], check=True)
     done = run_program(EXCHANGE, LD_PRELOAD=str(library))
     assert done.stdout.split() == ["281600", "0"], done.stderr[-2000:]
@@ -477,7 +480,7 @@ def test_a_kernel_that_does_not_cut_datagrams_is_noticed(tmp_path):
 def test_all_channels_together_promise_the_buffer_once():
     """Rank 0 is in two channels with two others each: what all may have on the way fits its buffer."""
     members = {"a": [0, 1, 2], "b": [0, 3, 4], "c": [0, 1, 3]}
-    store, engines = Store(), [Engine(UdpSettings(socket_buffer=1 << 20), "127.0.0.1") for _ in range(5)]
+    store, engines = Store(), [Engine(Settings(socket_buffer=1 << 20), "127.0.0.1") for _ in range(5)]
     buckets = {"grad": [(100 * UNIT, UNIT)]}
     try:
         channels = {}
@@ -537,7 +540,7 @@ def test_a_closed_group_is_kept_by_nobody(flags):
 def test_counters_may_be_asked_for_while_the_channel_is_closed():
     """They are those at its end from then on, whichever comes first."""
     store = Store()
-    with Engine(UdpSettings(), "127.0.0.1") as first, Engine(UdpSettings(), "127.0.0.1") as second:
+    with Engine(Settings(), "127.0.0.1") as first, Engine(Settings(), "127.0.0.1") as second:
         for turn in range(20):
             with ThreadPoolExecutor(3) as pool:
                 opened = [

@@ -9,8 +9,8 @@ import pytest
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.report.scalars import AXES
-from megatron_lossy.transport.udp.monitor import DatagramMonitor, advice, totals
-from megatron_lossy.transport.udp.process import close_engines
+from megatron_lossy.transport.ends import close_ends
+from megatron_lossy.transport.monitor import DatagramMonitor, StreamMonitor
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
 
@@ -28,7 +28,7 @@ def numbered(names, first):
 def test_counters_of_peers_and_socket_are_added_up():
     engine = numbered(("malformed", "foreign", "socket_overflow", *TOTAL), 10)
     peer = numbered(("sent", "received", "lost", "late", "duplicate", "early_dropped", "malformed", "bad_tag"), 100)
-    found = totals([peer, peer], engine)
+    found = DatagramMonitor.totals([peer, peer], engine)
     assert (found["sent"], found["units_lost"], found["overflow"], found["bad_tag"]) == (200, 204, 12, 214)
     assert found["refused"] == 2 * (106 + 107) + 10 + 11
     assert all(found[name] == engine[name] for name in TOTAL)
@@ -40,32 +40,33 @@ def test_counters_of_peers_and_socket_are_added_up():
         ({}, 99, []),
         ({"overflow": 100}, 0, []),
         ({"overflow": 101}, 0, ["overflow"]),
-        ({"early_dropped": 1}, 0, ["early"]),
-        ({"bad_tag": 1}, 0, ["tag"]),
-        ({"too_big": 1}, 0, ["too big"]),
-        ({"send_failed": 1}, 0, ["send"]),
+        ({"early_dropped": 1}, 0, ["early_dropped"]),
+        ({"bad_tag": 1}, 0, ["bad_tag"]),
+        ({"too_big": 1}, 0, ["too_big"]),
+        ({"send_failed": 1}, 0, ["send_failed"]),
         ({"narrowed": 1}, 0, ["narrowed"]),
         ({}, 100, ["loss"]),
     ],
 )
 def test_what_can_be_mended_is_said(change, iterations, reasons):
-    said = advice(collections.Counter(QUIET | change), iterations)
+    said = DatagramMonitor.advice(collections.Counter(QUIET | change), iterations)
     assert list(said) == reasons
     assert all(len(line) < 250 for line in said.values())
 
 
-def measured(rank, config):
+def measured(rank, config, overlap=True):
     lossy = hooks.install(config)
-    run = build(TinyGPT(overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=3000))
+    run = build(TinyGPT(overlap_param_gather=overlap, overlap_grad_reduce=overlap, bucket_size=3000))
     for step in range(3):
         run.step(step)
     first = lossy.metrics()
     run.step(3)
     second = lossy.metrics()
-    monitor = DatagramMonitor(lambda: [group.wire for group in lossy.groups], rank)
+    kind = StreamMonitor if config.transport == "stream" else DatagramMonitor
+    monitor = kind(lambda: [group.wire for group in lossy.groups], rank)
     lines = monitor.summary()
     lossy.uninstall()
-    close_engines()  # before or after the record of a run, when a program ends
+    close_ends()  # before or after the record of a run, when a program ends
     assert len(monitor.summary()) == len(lines)
     return first, second, lines
 
@@ -130,6 +131,16 @@ def test_much_loss_is_said_if_it_lasts_without_a_break(caplog):
     [said] = iterate([200], lost=3)
     assert "more than 20 % of units were lost in each of 100 iterations" in said
     assert len(iterate(range(201, 320), lost=10)) == 1  # it is said once
+
+
+def test_metrics_of_streams_are_sums_over_ranks():
+    (first, _, lines), (second, _, others) = run_ranks(
+        measured, 2, LossyConfig(transport="stream", packet_bytes=256), False
+    )
+    assert first == second and {name for name in AXES if name.startswith("stream ")} <= set(first)
+    assert first["stream arrived"] == 1 and first["stream units lost"] == first["stream broken"] == 0
+    assert 256 * first["stream sent"] < first["stream sent bytes"] and first["stream sent"] == first["stream received"]
+    assert "ranks 0 and 1: sent" in lines[0] and "round trip" in lines[0] and len(others) == 1
 
 
 def test_loss_of_a_deadline_is_counted():

@@ -9,22 +9,16 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
-from tests.impostor import build
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.shows("datagrams on a pretended device: one synchronisation an exchange, few kernels")
+pytestmark = [
+    pytest.mark.shows("datagrams on a pretended device: one synchronisation an exchange, few kernels"),
+    pytest.mark.usefixtures("pretended"),
+]
 
 STEPS, BUCKETS = 4, 2
 UDP = {"transport": "udp", "loss_unit": "packet", "packet_bytes": 64, "p_grad": 0.4, "p_param": 0.4}
 LITTLE = {"udp_memory": 2**16}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    try:
-        build.library()
-    except build.CannotBuild as error:
-        pytest.skip(str(error))
 
 
 def pretend():

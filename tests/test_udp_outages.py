@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from megatron_lossy.transport.udp import packet
 from megatron_lossy.transport.udp.engine import SECOND
-from megatron_lossy.transport.udp.packet import ASK, CONTROL_BYTES, DATA, END, NACK, READY, encode
+from tests import udp_packet as packet
 from tests.test_udp_protocol import UNIT, check, exchange_all, pieces
+from tests.udp_packet import ASK, CONTROL_BYTES, DATA, END, NACK, READY, encode
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of
 
 pytestmark = pytest.mark.shows("one-way cuts, falling MTU, replays, skipped steps, deadlines", device=False)

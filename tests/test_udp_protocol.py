@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.transport.udp import build, packet
+from megatron_lossy.base import native
 from megatron_lossy.transport.udp.engine import RULES, SECOND, _declare, load
-from megatron_lossy.transport.udp.packet import (
+from tests import udp_packet as packet
+from tests import udp_world
+from tests.udp_models import Rate, Source
+from tests.udp_packet import (
     ALIVE,
     ASK,
     CODES,
@@ -25,8 +28,6 @@ from megatron_lossy.transport.udp.packet import (
     REPORT,
     encode,
 )
-from tests import udp_world
-from tests.udp_models import Rate, Source
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of
 
 pytestmark = pytest.mark.shows(
@@ -204,11 +205,11 @@ def test_what_is_sealed_is_opened_and_nothing_else_is():
 @pytest.fixture(scope="module")
 def short_epochs(tmp_path_factory):
     """An engine whose keys change with each 32 datagrams."""
-    compiler = build.compiler()
+    compiler = native.compiler()
     if compiler is None:
         pytest.skip("no C compiler")
     path = tmp_path_factory.mktemp("engine") / "short.so"
-    build.compile_library(compiler, path, ["-DEPOCH_BITS=5"])
+    native.ENGINE.compile(compiler, path, ["-DEPOCH_BITS=5"])
     return _declare(ctypes.CDLL(str(path)))
 
 
@@ -424,7 +425,7 @@ def test_what_is_lost_is_what_the_network_lost(seed, loss):
                         units = {
                             key[-1]
                             for key, _ in arrived
-                            if key[:5] == (packet.PHASES[phase], step, bucket, source, node.rank)
+                            if key[:5] == (packet.PHASES.index(phase), step, bucket, source, node.rank)
                         }
                         assert set(np.nonzero(exchange.arrived[source])[0]) == units
         world.run_for(20 * SECOND)

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base.coding import Layout
-from megatron_lossy.base.coding import encode as encode_parity
-from megatron_lossy.transport.udp import packet
 from megatron_lossy.transport.udp.engine import SECOND
-from megatron_lossy.transport.udp.packet import DATA, END, NACK, PARITY, READY, encode
+from tests import udp_packet as packet
+from tests.reference import parities_of
+from tests.udp_packet import DATA, END, NACK, PARITY, READY, encode
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of
 
 pytestmark = pytest.mark.shows("what must arrive, reports and parity, in every order, with lost words", device=False)
@@ -265,7 +265,7 @@ def test_what_end_and_nack_and_ready_say_byte_by_byte():
     data = bytes_of(0, 2, 4 * UNIT)
     must = np.array([[0, 0, 0, 0], [1, 1, 0, 1]], dtype=bool)
     handle = sender.send("grad", 0, 0, data, must, (3, 2))
-    parities = encode_parity(data[1].reshape(4, UNIT)[[0, 1, 3]], Layout(3, 3, 2))
+    parities = parities_of(data[1].reshape(4, UNIT)[[0, 1, 3]], Layout(3, 3, 2))
     wire = [packet.decode(datagram)[1:] for _, datagram in sender.produce_all(SECOND)]
     assert [kind for kind, *_ in wire] == [DATA] * 4 + [PARITY] * 2 + [END]
     for number, (_, fields, payload) in enumerate(wire[4:6]):
@@ -327,7 +327,7 @@ def test_parity_in_any_order(arriving, must, block, parity, order):
     """Whatever arrives in which order: what is put together is what was sent, as the code says."""
     layout = Layout(len(must), block, parity)
     units = bytes_of(1, 1, 4 * UNIT).reshape(4, UNIT)
-    parities = encode_parity(units[must], layout) if must else np.zeros((0, UNIT), np.uint8)
+    parities = parities_of(units[must], layout) if must else np.zeros((0, UNIT), np.uint8)
     sent = [said(DATA, units[unit].tobytes(), index=unit) for unit in set(arriving)]
     there = [number for number in range(layout.parities) if order.random() < 0.6]
     sent += [said(PARITY, parities[number].tobytes(), index=number) for number in there]

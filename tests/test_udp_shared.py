@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks import congestion
 from benchmarks.lab.bottleneck import Bottleneck, Flow, run
-from megatron_lossy.transport.udp import build
+from megatron_lossy.base import native
 from megatron_lossy.transport.udp.engine import RULES, load
 from tests.test_lab import needs_lab
 from tests.udp_shared import MS, SECOND, Shared
@@ -89,7 +89,7 @@ def test_the_rule_is_the_models(**link):
 
 
 #: Without a compiler there is an engine that was built before, but no packet model.
-compiled = pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
+compiled = pytest.mark.skipif(native.compiler() is None, reason="no C compiler")
 
 
 def test_long_histories_come_to_every_phase():

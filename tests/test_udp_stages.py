@@ -23,14 +23,15 @@ from megatron_lossy.delivery_log.verify import verify, verify_events
 from megatron_lossy.mechanisms.boundaries import datagrams
 from megatron_lossy.mechanisms.boundaries import links as stages
 from megatron_lossy.mechanisms.boundaries.loss import BoundaryLoss
-from megatron_lossy.mechanisms.boundaries.messages import received, sent
-from megatron_lossy.transport.udp.process import close_engines
+from megatron_lossy.mechanisms.boundaries.messages import order
+from megatron_lossy.transport.ends import close_ends
 from tests import contract
 from tests.boundaries import boundary_rows
 from tests.in_lab import run_in_lab
 from tests.ranks import RankFailed, run_ranks
+from tests.rules import assert_same_weights
 from tests.test_lab import needs_lab
-from tests.test_pipeline_boundaries import BOTH, DEEP, PLAIN, WAYS, by_replica, check, place_of, record, same
+from tests.test_pipeline_boundaries import BOTH, DEEP, PLAIN, WAYS, by_replica, check, place_of, record
 from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows(
@@ -118,7 +119,9 @@ def test_evaluation_is_reliable_unless_asked_otherwise(in_eval, pool):
 )
 @pytest.mark.slow
 def test_stages_without_loss_are_megatrons(world, tiny, pool, unhooked):
-    same(pool.run(contract.plain, world, tiny, LOSSLESS, 3), unhooked.run(contract.plain, world, tiny, None, 3))
+    assert_same_weights(
+        pool.run(contract.plain, world, tiny, LOSSLESS, 3), unhooked.run(contract.plain, world, tiny, None, 3)
+    )
 
 
 def with_a_late_stage(rank, tiny, config, late):
@@ -229,10 +232,10 @@ def test_what_one_stage_sends_the_next_one_receives(group):
     ]
     for stage in range(3):
         ends, next_ends = (stage == 0, stage == 2), (stage == 2, stage == 1)
-        leaving = [(number, chunk + (stage == 2)) for number, chunk in sent("act", table, *ends)]
-        assert leaving == received("act", table, *next_ends)
-        back = [(number, chunk - (stage == 2)) for number, chunk in sent("act-grad", table, *next_ends)]
-        assert back == received("act-grad", table, *ends)
+        leaving = [(number, chunk + (stage == 2)) for number, chunk in order("act", table, *ends, sends=True)]
+        assert leaving == order("act", table, *next_ends)
+        back = [(number, chunk - (stage == 2)) for number, chunk in order("act-grad", table, *next_ends, sends=True)]
+        assert back == order("act-grad", table, *ends)
 
 
 def observed(ranks, tiny, config, steps, itemsize=4):
@@ -345,7 +348,7 @@ def main():
     flags = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
     recorded = record(dist.get_rank(), TinyGPT(**model), LossyConfig(**flags), steps)
     (folder / f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(recorded))
-    close_engines()
+    close_ends()
     dist.destroy_process_group()
 
 

@@ -124,20 +124,18 @@ def test_all_that_was_sent_in_windows_is_applied_but_for_what_is_kept(way):
     packet=st.integers(4, 300),
     size=st.integers(2, 9),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    threads=st.integers(1, 16),
 )
-def test_windows_divide_a_bucket_and_fit(shards, packet, size, dtype, threads):
+def test_windows_divide_a_bucket_and_fit(shards, packet, size, dtype):
     memory = 2**16
     units, _ = cut(shards, [dtype.itemsize] * len(shards), "packet", packet)
     numbers = []
-    for bucket, found in zip(units, windows(units, [dtype] * len(shards), size, memory, threads), strict=True):
+    for bucket, found in zip(units, windows(units, [dtype] * len(shards), size, memory), strict=True):
         assert [window.units.start for window in found] == [0, *(window.units.stop for window in found[:-1])]
         assert found[-1].units.stop == bucket.count
         assert sum(window.elements for window in found) == bucket.shard
-        assert len(found) >= min(threads, -(-bucket.count // 64))
         for window in found:
             assert window.start == window.units.start * bucket.elements and window.elements > 0
-            assert len(found) <= threads or 2 * size * window.elements * dtype.itemsize <= memory // 2
+            assert len(found) == 1 or 2 * size * window.elements * dtype.itemsize <= memory // 2
             numbers.append(window.number)
     assert numbers == list(range(len(numbers)))
 

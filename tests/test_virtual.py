@@ -81,34 +81,46 @@ def cases(folder, size):
         )
 
 
-def real_runs(rank, chosen):
-    results = {}
-    for name, model, config in chosen:
-        lossy = hooks.install(config, steps=STEPS)
-        run = build(TinyGPT(**model))
-        history = []
-        for step in range(STEPS):
-            told = run.step(step)
-            if model.get("overlap_param_gather"):
+def trained(rank, tiny, config, steps=STEPS, workers=None, skipped=()):
+    """After each step the loss, the norm, replicas and the owners' weights; of all ``workers``, if they are virtual."""
+    lossy = VirtualCluster(config, workers, steps=steps) if workers else hooks.install(config, steps=steps)
+    run = build(tiny, lossy if workers else None)
+    history = []
+    for step in range(steps):
+        told = run.step(step, overflow_on=0 if step in skipped else None)
+        if workers:
+            replicas = run.all_replica_buffers()
+            with lossy.owner_weights(run.model):
+                owners = run.replica_buffers()
+        else:
+            if tiny.overlap_param_gather:
                 run.gather()
-            history.append((told["loss"], told["grad_norm"], run.replica_buffers(), run.owner_buffers()))
-        results[name] = history
-        lossy.uninstall()
-    return results
+            replicas, owners = run.replica_buffers(), run.owner_buffers()
+        history.append((told["loss"], told["grad_norm"], replicas, owners))
+    lossy.uninstall()
+    return history
 
 
-def virtual_runs(rank, chosen, size):
-    results = {}
-    for name, model, config in chosen:
-        cluster = VirtualCluster(config, size, steps=STEPS)
-        run = build(TinyGPT(**model), cluster)
-        history = []
-        for step in range(STEPS):
-            told = run.step(step)
-            history.append((told["loss"], told["grad_norm"], run.all_replica_buffers(), run.replica_buffers()))
-        results[name] = history
-        cluster.uninstall()
-    return results
+def assert_virtual_is_real(virtual, ranks):
+    """Losses, norms, replicas and owners' weights of every step, bit for bit. Returns whether a replica was not its owners'."""
+    differed = False
+    for step, (losses, norm, replicas, owners) in enumerate(virtual):
+        for rank, history in enumerate(ranks):
+            loss, real_norm, replica, real_owners = history[step]
+            assert losses[rank] == loss and norm == real_norm, (step, rank)
+            for key in replica:
+                np.testing.assert_array_equal(replicas[rank][key], replica[key], f"step {step}")
+                np.testing.assert_array_equal(owners[key], real_owners[key], f"step {step}")
+                differed |= not np.array_equal(replica[key], owners[key])
+    return differed
+
+
+def real_runs(rank, chosen):
+    return virtual_runs(rank, chosen, None)
+
+
+def virtual_runs(rank, chosen, workers):
+    return {name: trained(rank, TinyGPT(**model), config, workers=workers) for name, model, config in chosen}
 
 
 #: Of models: what one rule does, others do as well.
@@ -126,19 +138,10 @@ def test_two_workers_are_two_ranks_bit_for_bit(tmp_path, others):
         for case in cases(tmp_path, 2)
         if (case[0].endswith(OTHER_RULES) and not any(name in case[0] for name in quick)) == others
     ]
-    real = run_ranks(real_runs, 2, chosen)
+    ranks = run_ranks(real_runs, 2, chosen)
     [virtual] = run_ranks(virtual_runs, 1, chosen, 2)
     for name, _, config in chosen:
-        differed = False
-        for step, (losses, norm, replicas, owners) in enumerate(virtual[name]):
-            for rank in range(2):
-                loss, real_norm, replica, real_owners = real[rank][name][step]
-                assert losses[rank] == loss, (name, step, rank)
-                assert norm == real_norm, (name, step, rank)
-                for key in replica:
-                    np.testing.assert_array_equal(replicas[rank][key], replica[key], f"{name}, step {step}")
-                    np.testing.assert_array_equal(owners[key], real_owners[key], f"{name}, step {step}")
-                    differed |= not np.array_equal(replica[key], owners[key])
+        differed = assert_virtual_is_real(virtual[name], [one[name] for one in ranks])
         assert differed != config.phase("param").lossless, name  # or the comparison says nothing
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab.launch.kept import old_weights
 from megatron_lossy.lab.virtual import VirtualCluster
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
@@ -47,14 +46,14 @@ def observe(rank: int, workers: int, flags: dict) -> tuple:
         before.append(replicas)
         during.append([])
         run.step(step)
-    return before, during, run.cluster.weight_copies
+    return before, during
 
 
 @pytest.mark.parametrize("flags", [{}, LOSS], ids=["no loss", "lost parameters"])
 def test_every_worker_computes_with_its_own_old_replica(flags):
     """Bit for bit, stale units included; evaluation has the newest."""
     stages, workers = STAGED["virtual_stages"], 3
-    [(before, during, copies)] = run_ranks(observe, 1, workers, flags)
+    [(before, during)] = run_ranks(observe, 1, workers, flags)
     for step in range(STEPS):
         for worker in range(workers):
             for name, weight in during[step][worker].items():
@@ -64,10 +63,3 @@ def test_every_worker_computes_with_its_own_old_replica(flags):
     assert not np.array_equal(before[-1][0][name], before[0][0][name])
     apart = [np.array_equal(*(before[-1][worker][name] for worker in (0, 1))) for name in before[0][0]]
     assert not all(apart) if flags else all(apart)
-    sizes = [0] * stages
-    for name, weight in before[0][0].items():
-        sizes[stage_by_name(name, stages)] += weight.size
-    kept = old_weights(LossyConfig(**STAGED, **flags), sizes, 1, workers)
-    assert kept == (workers if flags else 1) * (3 * sizes[0] + 2 * sizes[1] + sizes[2])
-    copies_kept = 1 + kept / sum(sizes)  # and with losses what is stale
-    assert copies_kept * 0.99 < copies < copies_kept * 1.01 + (2 if flags else 0)

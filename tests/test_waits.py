@@ -116,7 +116,7 @@ def test_the_distance_to_a_mean_is_one_graph_whatever_is_lost():
 def test_the_loss_scale_of_a_shard_is_read_if_an_error_hits_it():
     config = LossyConfig(grad_error="gaussian:0.1", grad_error_rate=0.3)
     group = group_in_memory(config, rank=1)
-    group.errors = Errors(make_corruption(config, []), 1, [np.array([[0, 8]])], 32)
+    group.errors = Errors(make_corruption(config), 1, [np.array([[0, 8]])], 32)
     scale, hits = torch.full((), 1024.0), 0
     for step in range(40):
         buffer, shard = torch.ones(24), torch.ones(8)

@@ -11,17 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from megatron_lossy.base.exchange import BucketUnits, Exchange, Stream, cut
-from megatron_lossy.base.registry import GRAD_RECOVERIES
+from megatron_lossy.base.exchange import BucketUnits, Exchange, Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.virtual.in_memory import Memory
-from megatron_lossy.recovery import Gradients
 from megatron_lossy.transport import Network
-
-#: The elements of a unit in :func:`estimates`.
-TOTAL, OWN, GRADIENT = range(3)
 
 
 @dataclass(frozen=True)
@@ -110,71 +104,3 @@ def ages(
     for row, count in zip(table, counts, strict=True):
         row[: len(count)] = count
     return table, of_worker, of_all
-
-
-def estimates(
-    rule: str,
-    p: float,
-    workers: int,
-    lossy_self: bool = False,
-    units: int = 1000,
-    steps: int = 1,
-    burn_in: int = 0,
-    seed: int = 1234,
-) -> np.ndarray:
-    """float32[steps, N * units, 3]: the owners' recovered gradients, unit by unit, after ``burn_in`` more steps.
-
-    The elements of a unit: ``TOTAL``, 1 in every gradient, shows the sum of the weights; ``OWN``, 1 in the owner's
-    gradient and 0 in others, shows its weight; ``GRADIENT`` is normal, of mean 1 and variance 1, new in every step.
-    """
-    config = LossyConfig(
-        p_grad=p, lossy_self=lossy_self, loss_unit="packet", packet_bytes=12, grad_recovery=rule, loss_seed=seed
-    )
-    [cuts], _ = cut([3 * units], [4], "packet", 12)
-    memory = _memory(config, "grad", workers, [cuts])
-    transports = [memory.worker(rank) for rank in range(workers)]
-    rules = [GRAD_RECOVERIES.load(rule)(cuts, rank) for rank in range(workers)]
-    generator = torch.Generator().manual_seed(seed)
-    buffer = torch.empty(workers, units, 3)
-    result = np.empty((steps, workers * units, 3), dtype=np.float32)
-    for step in range(burn_in + steps):
-        now, following = (Exchange("grad", Stream(), k) for k in (step, step + 1))
-        total, exchanges = torch.zeros_like(buffer), []
-        for recovery, transport in zip(rules, transports, strict=True):
-            delivery, units = transport.foresee(now), recovery.units
-            x = Gradients(
-                now,
-                0,
-                buffer.view(-1),
-                total[recovery.rank].view(-1),
-                lambda: None,
-                coming=lambda transport=transport, following=following, units=units: transport.foresee(
-                    following
-                ).lost_there(units),
-            )
-            buffer[..., TOTAL] = 1
-            buffer[..., OWN] = 0
-            buffer[recovery.rank, :, OWN] = 1
-            buffer[..., GRADIENT].normal_(1, 1, generator=generator)
-            exchanges.append(
-                (recovery, delivery, recovery.before(buffer.view(-1), delivery.lost_there(units), delivery, x), x)
-            )
-            total += buffer
-        for recovery, delivery, kept, x in exchanges:
-            recovery.after(total[recovery.rank].view(-1), delivery, kept, x)
-            recovery.finish_step(step, True)
-        if step >= burn_in:
-            result[step - burn_in] = (total / workers).view(-1, 3).numpy()
-    return result
-
-
-def one_step(values: np.ndarray) -> dict[str, Measured]:
-    """Results of :func:`estimates`: mean weights (``total``, ``own``), mean and ``variance`` of the gradient."""
-    values = values.astype(np.float64)
-    gradient = values[..., GRADIENT]
-    return {
-        "total": Measured.over(values[..., TOTAL].mean(axis=0)),
-        "own": Measured.over(values[..., OWN].mean(axis=0)),
-        "mean": Measured.over(gradient.mean(axis=0)),
-        "variance": Measured.over(((gradient - gradient.mean()) ** 2).mean(axis=0)),
-    }

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lossy.transport.udp.build import compiler
+from megatron_lossy.base.native import compiler
 from tests.impostor.build import compilers
 
 #: Functions that start processes, by module and name, and the markers of tests that call them. A lab emulates links in real

@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils
 
 from megatron_lossy.base import device
 from megatron_lossy.hooks.versions import dense_buffers
@@ -173,7 +174,7 @@ class TinyRun:
                 shards = [torch.empty_like(shard) for _ in range(group.size())]
                 torch.distributed.all_gather(shards, shard, group=group)
                 buckets += shards
-            result[name] = torch.cat(buckets).numpy()
+            result[name] = _numpy(torch.cat(buckets))
         return result
 
     def rank(self) -> int:
@@ -274,6 +275,8 @@ def missing(config: TinyGPT) -> str | None:
             return f"megatron-core {version} has no bucket of its own for this shared embedding"
         if config.experts and config.instances > 1:
             return f"megatron-core {version} has no optimizer instances with experts"
+    if config.experts and device.device_type() == "cuda" and not hasattr(moe_utils, "te_general_gemm"):
+        return f"megatron-core {version} has no experts on CUDA without a Transformer Engine"
     if config.experts:
         try:
             get_gpt_layer_local_spec(num_experts=config.experts)
@@ -349,7 +352,7 @@ def _model(config: TinyGPT, transformer: TransformerConfig) -> list[DistributedD
             post_process=parallel_state.is_pipeline_last_stage(**where),
             share_embeddings_and_output_weights=config.tied,
             **numbered,
-        )
+        ).to(device.current_device())
         if config.dtype != "fp32":
             module = Float16Module(transformer, module)
         chunks.append(
@@ -402,8 +405,8 @@ def _batch(config: TinyGPT, iteration: int, rank: int, micro_batch: int) -> dict
 
 
 def _forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any, scale: float) -> tuple[Any, Any]:
-    batch = next(data)
-    causal = torch.ones(1, 1, *[batch["input_ids"].shape[1]] * 2, dtype=torch.bool).triu(1)
+    batch = {name: value.to(device.current_device()) for name, value in next(data).items()}
+    causal = torch.ones(1, 1, *[batch["input_ids"].shape[1]] * 2, dtype=torch.bool).triu(1).to(device.current_device())
     losses = model(batch["input_ids"], batch["position_ids"], causal, labels=batch["labels"])
     return losses, partial(_loss, batch["loss_mask"], scale)
 
@@ -415,4 +418,4 @@ def _loss(mask: torch.Tensor, scale: float, losses: torch.Tensor) -> tuple[Any, 
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().float().numpy().copy()
+    return tensor.detach().float().cpu().numpy().copy()

@@ -11,8 +11,8 @@ import time
 import numpy as np
 
 from megatron_lossy.transport.address import find_address
-from megatron_lossy.transport.udp import Engine, UdpSettings
-from tests.test_udp_engine import FolderStore
+from megatron_lossy.transport.udp import Engine, Settings
+from tests.test_udp_engine import store_in
 
 UNIT, SHARD = 1408, 300 * 1408
 
@@ -21,22 +21,19 @@ def main():
     rule, seconds, folder, cipher = sys.argv[1], float(sys.argv[2]), sys.argv[3], (sys.argv[4:] or ["none"])[0]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     others = range(size // 2, size) if rank < size // 2 else range(size // 2)
-    settings = UdpSettings(interface="lab0", rate_control=rule, cipher=cipher)
+    settings = Settings(interface="lab0", rate_control=rule, cipher=cipher)
+    store = store_in(folder)
     with Engine(settings, find_address("lab0", "127.0.0.1"), lambda line: None) as engine:
-        channel = engine.open(
-            "flood", rank, size, FolderStore(folder), "flood", {"grad": [(SHARD, UNIT)], "param": []}, peers=others
-        )
+        channel = engine.open("flood", rank, size, store, "flood", {"grad": [(SHARD, UNIT)], "param": []}, peers=others)
         data = np.zeros(SHARD, np.uint8)
         pieces = np.zeros((size, SHARD), np.uint8)
         end, waiting = time.monotonic() + seconds, []
         for step in range(10**6):
-            if step == 20:
-                FolderStore(folder).set(f"begun-{rank}", b"")
-            # All end with the same step, which the first rank names in a file.
+            # All end with the same step, which the first rank names.
             if rank == 0 and time.monotonic() > end:
-                FolderStore(folder).set("last", str(step + 20).encode())
+                store.set("last", str(step + 20).encode())
                 end = float("inf")
-            if os.path.exists(f"{folder}/last") and step >= int(FolderStore(folder).get("last")):
+            if store.check(["last"]) and step >= int(store.get("last")):
                 break
             posted = channel.post(
                 "grad", step, 0, [pieces[r].ctypes.data if r in others else None for r in range(size)]

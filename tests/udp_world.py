@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_lossy.transport.udp import packet
 from megatron_lossy.transport.udp.engine import RULES, SECOND, _Settings, load, pack_address
+from tests import udp_packet as packet
 
 MS = SECOND // 1000
 CHANNEL = 0x01020304
@@ -83,7 +83,7 @@ class Node:
         self.lib.ml_promise(self.engine, self.window, self.window)
         counts = [len(self.buckets.get(phase, ())) for phase in packet.PHASES]
         self.channel = self.lib.ml_channel(self.engine, CHANNEL, self.rank, self.size, *counts, self.packet)
-        for phase, number in packet.PHASES.items():
+        for number, phase in enumerate(packet.PHASES):
             for bucket, (shard, unit) in enumerate(self.buckets.get(phase, ())):
                 self.lib.ml_bucket(self.channel, number, bucket, shard, unit)
                 if phase in self.reported:
@@ -135,7 +135,7 @@ class Node:
         pointers = [pieces[r].ctypes.data if r in sources else None for r in range(self.size)]
         handle = ctypes.c_void_p()
         result = self.lib.ml_post(
-            self.channel, packet.PHASES[phase], step, bucket, length, (ctypes.c_void_p * self.size)(*pointers),
+            self.channel, packet.PHASES.index(phase), step, bucket, length, (ctypes.c_void_p * self.size)(*pointers),
             arrived.ctypes.data, deadline, tolerance, None if dropped is None else dropped.ctypes.data,
             0 if dropped is None else len(dropped), now, ctypes.byref(handle),
         )  # fmt: skip
@@ -166,7 +166,7 @@ class Node:
         sources = (ctypes.c_void_p * self.size)(*pointers)
         must = None if must is None else np.ascontiguousarray(must, np.bool_)
         result = self.lib.ml_send(
-            self.channel, packet.PHASES[phase], step, bucket, length, sources, None if must is None else must.ctypes.data, *code,
+            self.channel, packet.PHASES.index(phase), step, bucket, length, sources, None if must is None else must.ctypes.data, *code,
             ctypes.byref(handle),
         )  # fmt: skip
         assert result == 0, result

@@ -2,10 +2,10 @@
 
     python -m benchmarks.churn [--schedule FILE | --kill-every SECONDS] [--undisturbed] [--out runs/churn]      (make run-churn)
 
-It starts a lighthouse and islands as processes, and makes happen what the schedule says: lines as those of
+It starts a coordinator and islands as processes, and makes happen what the schedule says: lines as those of
 --island-schedule, {"slot": 1, "at": 120, "event": "stop"}. stop is kill -9, freeze is SIGSTOP, cut takes the network away (as root, on
 Linux: benchmarks/lab; elsewhere cuts are left out), and return undoes it; what was killed goes on from its checkpoint. The
-lighthouse is killed, and started again, as --lighthouse-away says. Then it prints what each event cost the others, and the
+coordinator is killed, and started again, as --coordinator-away says. Then it prints what each event cost the others, and the
 losses, and draws both. --undisturbed trains the same islands once more, as many updates, and nothing happens to them.
 """
 
@@ -29,7 +29,6 @@ from benchmarks.common import made_with
 from benchmarks.lab import Link, Missing, check_lab, end_in_order
 from megatron_lossy.base.errors import UsageError, refuse, usage_errors
 from megatron_lossy.base.files import replace_file, write_text
-from megatron_lossy.mechanisms.islands.rendezvous.lighthouse import torchft
 from megatron_lossy.mechanisms.islands.schedule import Schedule, read_schedule
 
 _PROGRAM = "benchmarks.churn"
@@ -65,11 +64,11 @@ def parser() -> argparse.ArgumentParser:
         "--schedule", metavar="FILE", help="what happens (default: a death, a freeze, a cut, a new island)"
     )
     parser.add_argument(
-        "--lighthouse-away",
+        "--coordinator-away",
         type=int,
         nargs=2,
         metavar=("FROM", "TO"),
-        help="iterations of the run between which there is no lighthouse (default, without --schedule: 770 900)",
+        help="iterations of the run between which there is no coordinator (default, without --schedule: 770 900)",
     )
     parser.add_argument(
         "--kill-every",
@@ -148,7 +147,7 @@ class Runs:
         self._args, self._network = args, network
         schedule = schedule_of(args)
         self._schedule = schedule if network.can_cut else without_cuts(schedule)
-        self._away = args.lighthouse_away or (
+        self._away = args.coordinator_away or (
             DEFAULT_AWAY if args.schedule is None and args.kill_every is None else None
         )
 
@@ -264,7 +263,6 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     with usage_errors(_PROGRAM):
-        torchft()
         schedule_of(args)
         out = Path(args.out)
         if out.exists():

@@ -1,4 +1,4 @@
-"""The processes of a run: a lighthouse, and islands that are launches of their own, each with any number of lives."""
+"""The processes of a run: a coordinator, and islands that are launches of their own, each with any number of lives."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from benchmarks.churn.networks import Network
-from megatron_lossy.base.device.environment import without_ranks
+from megatron_lossy.lab.environment import without_ranks
 from megatron_lossy.lab.train.metrics import METRICS_FILE
-
-#: Seconds after which the lighthouse takes a silent island for dead, and for which it waits for others that ask.
-TIMEOUT, JOIN = 2.5, 2.0
 
 
 @dataclass
@@ -83,35 +80,39 @@ class Islands:
 
     def __init__(self, network: Network, folder: Path, flags: Sequence[str]) -> None:
         self._network, self._folder, self._flags = network, folder, list(flags)
+        self._key = folder / "run.key"
         self.lives: list[Life] = []
-        self._lighthouse: subprocess.Popen | None = None
+        self._coordinator: subprocess.Popen | None = None
         self._environment = without_ranks() | {"OMP_NUM_THREADS": "1"}
 
     def serve(self) -> None:
-        """Start the lighthouse."""
-        options = ["--bind", self._network.lighthouse, "--timeout", str(TIMEOUT), "--join", str(JOIN)]
-        with open(self._folder / "lighthouse.txt", "a") as log:
-            command = [sys.executable, "-m", "megatron_lossy", "lighthouse", *options]
-            self._lighthouse = self._network.start(-1, command, self._environment, stdout=log, stderr=log)
+        """Start the coordinator."""
+        self._key.write_bytes(b"a secret of 32 bytes for a study ")
+        options = ["--bind", self._network.coordinator, "--key-file", str(self._key), "--page", "none"]
+        options += ["--journal", str(self._folder / "coordinator.journal")]
+        with open(self._folder / "coordinator.txt", "a") as log:
+            command = [sys.executable, "-m", "megatron_lossy", "coordinator", *options]
+            self._coordinator = self._network.start(-1, command, self._environment, stdout=log, stderr=log)
 
     def stop_serving(self) -> None:
-        """Kill the lighthouse."""
-        if self._lighthouse is not None:
-            self._lighthouse.kill()
-            self._lighthouse.wait()
-            self._lighthouse = None
+        """Kill the coordinator."""
+        if self._coordinator is not None:
+            self._coordinator.kill()
+            self._coordinator.wait()
+            self._coordinator = None
 
     @property
     def served(self) -> bool:
-        """Whether the lighthouse is there."""
-        return self._lighthouse is not None and self._lighthouse.poll() is None
+        """Whether the coordinator is there."""
+        return self._coordinator is not None and self._coordinator.poll() is None
 
     def start(self, slot: int) -> Life:
         """Start the island ``slot``, from its checkpoint if it has one."""
         number = 1 + sum(one.slot == slot for one in self.lives)
         metrics, log = self._folder / f"life_{number}", self._folder / f"island_{slot}_life_{number}.txt"
         command = [sys.executable, "-m", "megatron_lossy.train", *self._flags, "--island", str(slot)]
-        command += ["--rendezvous", self._network.lighthouse, "--metrics-dir", str(metrics)]
+        command += ["--rendezvous", f"tcp://{self._network.coordinator}/run", "--udp-key-file", str(self._key)]
+        command += ["--metrics-dir", str(metrics)]
         with open(log, "w") as file:
             process = self._network.start(slot, command, self._environment, stdout=file, stderr=subprocess.STDOUT)
         self.lives.append(Life(slot, number, process, log, metrics / f"island_{slot}" / METRICS_FILE))

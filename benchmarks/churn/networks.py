@@ -1,4 +1,4 @@
-"""Networks between the machines of islands and that of the lighthouse: a lab, or this machine's loopback."""
+"""Networks between the machines of islands and that of the coordinator: a lab, or this machine's loopback."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PORT = 29510
 
 
 class Network(Protocol):
-    """Machines, numbered from 0; that of the lighthouse is the last. ``can_cut``: whether one can be cut off from all others."""
+    """Machines, numbered from 0; that of the coordinator is the last. ``can_cut``: whether one can be cut off from all others."""
 
     can_cut: bool
-    lighthouse: str
+    coordinator: str
 
     def start(self, machine: int, command: Sequence[str], env: dict[str, str], **options: Any) -> subprocess.Popen:
         """``subprocess.Popen`` on ``machine``, or on the last, -1."""
@@ -34,7 +34,7 @@ class LabNetwork:
 
     def __init__(self, lab: Lab, link: Link) -> None:
         self._lab, self._link = lab, link
-        self.lighthouse = f"{lab.address(len(lab.nodes) - 1)}:{_PORT}"
+        self.coordinator = f"{lab.address(len(lab.nodes) - 1)}:{_PORT}"
 
     def start(self, machine: int, command: Sequence[str], env: dict[str, str], **options: Any) -> subprocess.Popen:
         node = machine % len(self._lab.nodes)
@@ -52,7 +52,7 @@ class Loopback:
     can_cut = False
 
     def __init__(self) -> None:
-        self.lighthouse = f"127.0.0.1:{free_port()}"
+        self.coordinator = f"127.0.0.1:{free_port()}"
 
     def start(self, machine: int, command: Sequence[str], env: dict[str, str], **options: Any) -> subprocess.Popen:
         return subprocess.Popen(command, env=env, start_new_session=True, **options)

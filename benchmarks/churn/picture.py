@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from benchmarks.churn.results import ALONE, LISTENS, SENDS, Results
-from benchmarks.churn.schedule import LIGHTHOUSE
+from benchmarks.churn.schedule import COORDINATOR
 
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#e377c2", "#17becf")
 _STATES = {SENDS: "#3a9d5d", LISTENS: "#f2c14e", ALONE: "#b9c3cf"}
@@ -81,17 +81,17 @@ def _losses(axes: Axes, results: Results) -> None:
 
 
 def _membership(axes: Axes, results: Results) -> None:
-    places = {island.slot: place for place, island in enumerate(results.islands)} | {LIGHTHOUSE: len(results.islands)}
+    places = {island.slot: place for place, island in enumerate(results.islands)} | {COORDINATOR: len(results.islands)}
     for island in results.islands:
         for first, last, state in island.spans:
             axes.barh(places[island.slot], last - first, left=first, height=0.62, color=_STATES[state], linewidth=0)
     for first, last in _served(results):
-        axes.barh(places[LIGHTHOUSE], last - first, left=first, height=0.3, color="#5b6673", linewidth=0)
+        axes.barh(places[COORDINATOR], last - first, left=first, height=0.3, color="#5b6673", linewidth=0)
     size, edge = (9.0, "white") if _few(results) else (4.0, "none")
     for one in results.happened:
         marker, colour = _SYMBOLS[one.event]
         axes.plot(one.at, places[one.slot], marker, color=colour, markersize=size, markeredgecolor=edge, zorder=5)
-    axes.set_yticks(list(places.values()), [f"island {slot}" if slot >= 0 else "lighthouse" for slot in places])
+    axes.set_yticks(list(places.values()), [f"island {slot}" if slot >= 0 else "coordinator" for slot in places])
     axes.invert_yaxis()
     axes.set_xlabel("iteration of the run")
     axes.grid(True, axis="x", alpha=0.3)
@@ -114,7 +114,7 @@ def _membership(axes: Axes, results: Results) -> None:
 
 
 def _served(results: Results) -> list[tuple[int, int]]:
-    """The iterations in which the lighthouse was there."""
-    edges = [0, *(one.at for one in results.happened if one.slot == LIGHTHOUSE)]
+    """The iterations in which the coordinator was there."""
+    edges = [0, *(one.at for one in results.happened if one.slot == COORDINATOR)]
     edges += [results.end] if len(edges) % 2 else []
     return list(zip(edges[::2], edges[1::2]))

@@ -1,4 +1,4 @@
-"""What happens to a run, and when: events of islands as those of ``--island-schedule``, and those of the lighthouse."""
+"""What happens to a run, and when: events of islands as those of ``--island-schedule``, and those of the coordinator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from benchmarks.churn.islands import Islands
 from megatron_lossy.mechanisms.islands.schedule import Event, Schedule
 
-LIGHTHOUSE = -1
+COORDINATOR = -1
 #: By event of a schedule what is done.
 DONE = {
     "stop": "kill -9",
@@ -21,7 +21,7 @@ DONE = {
     "return": "there again",
     "join": "new",
 }
-#: Of 1200 iterations: one dies and comes back, one is new, one is frozen, one is cut off, one dies while the lighthouse is away.
+#: Of 1200 iterations: one dies and comes back, one is new, one is frozen, one is cut off, one dies while the coordinator is away.
 DEFAULT = Schedule(
     [
         Event(120, 1, "stop"),
@@ -39,7 +39,7 @@ DEFAULT_AWAY = (770, 900)
 
 
 class Happened(NamedTuple):
-    """An event that has happened. ``at``: the iteration of the run. ``slot``: of an island, or of the lighthouse. ``when``: in seconds."""
+    """An event that has happened. ``at``: the iteration of the run. ``slot``: of an island, or of the coordinator. ``when``: in seconds."""
 
     at: int
     slot: int
@@ -58,7 +58,7 @@ class Events(Protocol):
 
 @dataclass
 class Director:
-    """Makes the events of ``schedule`` happen, and those of the lighthouse, which is away in the iterations ``away``, if any."""
+    """Makes the events of ``schedule`` happen, and those of the coordinator, which is away in the iterations ``away``, if any."""
 
     islands: Islands
     schedule: Schedule
@@ -69,7 +69,7 @@ class Director:
         away = (
             []
             if self.away is None
-            else [Event(self.away[0], LIGHTHOUSE, "stop"), Event(self.away[1], LIGHTHOUSE, "return")]
+            else [Event(self.away[0], COORDINATOR, "stop"), Event(self.away[1], COORDINATOR, "return")]
         )
         self._left = sorted([*self.schedule.events, *away], key=lambda one: (one.at, not one.leaves, one.slot))
         self.happened: list[Happened] = []
@@ -85,7 +85,7 @@ class Director:
 
     def _do(self, one: Event) -> None:
         islands, slot = self.islands, one.slot
-        if slot == LIGHTHOUSE:
+        if slot == COORDINATOR:
             islands.stop_serving() if one.leaves else islands.serve()
         elif one.event == "cut":
             islands.cut(slot, there=False)
@@ -139,7 +139,7 @@ class Kills:
 
 def describe(slot: int, event: str) -> str:
     """An event for people."""
-    return f"{'lighthouse' if slot == LIGHTHOUSE else f'island {slot}'} {DONE[event]}"
+    return f"{'coordinator' if slot == COORDINATOR else f'island {slot}'} {DONE[event]}"
 
 
 def without_cuts(schedule: Schedule) -> Schedule:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.lab import Missing
-from megatron_lossy.transport.udp.build import FOLDER, compiler
+from megatron_lossy.base.native import ENGINE, compiler
 
 
 def limits(packet_bytes: int) -> dict[str, float]:
@@ -18,7 +18,7 @@ def limits(packet_bytes: int) -> dict[str, float]:
         raise Missing("limits of the machine need a C compiler, cc (Debian: apt install gcc libc6-dev)")
     with tempfile.TemporaryDirectory(prefix="megatron-lossy-limits-") as folder:
         program = f"{folder}/limits"
-        command = [cc, "-std=gnu11", "-O2", "-I", str(FOLDER), "-o", program, str(source), "-ldl", "-lm"]
+        command = [cc, "-std=gnu11", "-O2", "-I", str(ENGINE.source.parent), "-o", program, str(source), "-ldl", "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not done.returncode:
             done = subprocess.run([program, str(packet_bytes)], capture_output=True, text=True, check=False)

@@ -31,8 +31,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_lossy.base.device.environment import without_ranks
 from megatron_lossy.base.errors import refuse
+from megatron_lossy.lab.environment import without_ranks
 
 from .nodes import INTERFACE, Node, end_processes, unshare
 

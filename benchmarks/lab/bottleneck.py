@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lossy.transport.udp import build
+from megatron_lossy.base import native
 from megatron_lossy.transport.udp.engine import RULES
 
 #: Rules of rates, and what flows do beside ours.
@@ -137,12 +137,12 @@ class Outcome:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    compiler = build.compiler()
+    compiler = native.compiler()
     if compiler is None:
         raise RuntimeError("the packet model needs a C compiler")
     with tempfile.TemporaryDirectory(prefix="megatron-lossy-bottleneck-") as folder:
         path = Path(folder, "bottleneck.so")
-        flags = [flag for flag in build.FLAGS if flag not in ("-Wall", "-Wextra")]
+        flags = [flag for flag in native.FLAGS if flag not in ("-Wall", "-Wextra")]
         source = Path(__file__).with_suffix(".c")
         subprocess.run([compiler, *flags, "-o", path, source, "-lm"], check=True)
         return ctypes.CDLL(str(path))

@@ -3,6 +3,7 @@
 * 2, the user's: another flag, value or path would have been accepted. A path that is missing, of the wrong kind,
   without permission, read-only or damaged is one. Every check raises :class:`UsageError`. Its text names the flag, the
   value and the allowed values.
+* 4, of islands that come and go: a later start has taken the slot. It is an error with another :attr:`UsageError.status`.
 * 1, the machine's: the command was right, and the disk is full or broken, or files or memory ran out. That is an
   :class:`OSError` of :data:`MACHINE_ERRORS`, which names the path.
 * Ctrl-C, if nothing remains to be saved, ends a program as it ends others, by SIGINT. An output that nobody reads any
@@ -55,7 +56,9 @@ _origins: dict[str, str] | None = None
 
 
 class UsageError(ValueError):
-    """A wrong input. The text is one line that names the flag, the value and the allowed values."""
+    """A wrong input. The text is one line that names the flag, the value and the allowed values. ``status``: that of the exit."""
+
+    status = 2
 
 
 #: Found while modules were imported, where no program could report them yet.
@@ -202,7 +205,7 @@ def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
         raise_postponed()
         yield
     except UsageError as error:
-        _end(f"{program}: error: {with_origin(error)}", 2)
+        _end(f"{program}: error: {with_origin(error)}", error.status)
     except OSError as error:
         if is_unread(error):
             _end_by(signal.SIGPIPE)

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import Any, TypeVar
 
@@ -211,6 +211,12 @@ def _with_hint(parser: argparse.ArgumentParser, refuse_as: Callable[[str], Any],
     return refuse_as(message)
 
 
+def hint_at_flags(parser: argparse.ArgumentParser) -> None:
+    """Have ``parser`` say which flags unknown ones may be meant for, or what became of them."""
+    if "error" not in vars(parser):
+        parser.error = functools.partial(_with_hint, parser, parser.error)  # type: ignore[method-assign]
+
+
 def add_flags(
     parser: Parser,
     cls: type,
@@ -224,8 +230,7 @@ def add_flags(
     The defaults of the parser are those of ``cls``. ``only``: whether to add a field, by its name. ``short``: the help
     shows the first clause of basic flags, in one group, and none of the others.
     """
-    if "error" not in vars(parser):
-        parser.error = functools.partial(_with_hint, parser, parser.error)  # type: ignore[method-assign]
+    hint_at_flags(parser)
     group: Any = None
     for heading, fields in flag_groups(cls).items():
         chosen = [f for f in fields if only(f.name)]
@@ -283,47 +288,6 @@ def from_namespace(cls: type[Config], namespace: argparse.Namespace) -> Config:
         value = getattr(namespace, f.name, f.default)
         values[f.name] = tuple(value) if isinstance(value, list) else value
     return cls(**values)
-
-
-def flag_tables(cls: type, level: str = "###", mark: str = "", leave_out: Collection[str] = ()) -> str:
-    """The flags of ``cls`` as Markdown, a table for each heading; ``mark`` stands behind the basic ones.
-
-    ``leave_out``: fields without a row.
-    """
-    return "\n\n".join(
-        f"{level} {heading[:1].upper()}{heading[1:]}\n\n{flag_table(cls, heading, mark, leave_out)}"
-        for heading, fields in flag_groups(cls).items()
-        if any(f.name not in leave_out for f in fields)
-    )
-
-
-def flag_table(cls: type, heading: str | None = None, mark: str = "", leave_out: Collection[str] = ()) -> str:
-    """The flags of ``cls``, or those under ``heading``, as a Markdown table: flag, default, meaning.
-
-    ``leave_out``: fields without a row.
-    """
-    rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
-    for f in _flag_fields(cls) if heading is None else flag_groups(cls)[heading]:
-        if f.name in leave_out:
-            continue
-        options = f.metadata["flag"]
-        value = ""
-        if options.get("choices"):
-            ours = getattr(options["choices"], "built_in", options["choices"])  # without other installed packages
-            value = " {" + ",".join(map(str, ours)) + "}"
-        elif options.get("action") != "store_true":
-            metavar = options.get("metavar") or f.name.upper()
-            value = " " + (metavar if isinstance(metavar, str) else " ".join(metavar))
-        default = "" if f.default is None else as_text(f.default)
-        if isinstance(f.default, bool):
-            default = "on" if f.default else "off"
-        cells = (
-            f"`{flag_name(cls, f.name)}{value}`{mark if f.metadata['basic'] else ''}",
-            default,
-            options["help"].replace("%%", "%"),
-        )
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows)
 
 
 def as_text(value: Any) -> str:

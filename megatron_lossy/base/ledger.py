@@ -7,11 +7,12 @@ patches or none. Uninstalling refuses to remove another package's later patch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,6 +213,17 @@ class Ledger:
         for patch, *_ in self._installed:
             lines.append(f"  {patch.target}  ({patch.versions}; until {patch.until}): {patch.why}")
         return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def patched(name: str, *patches: Patch) -> Iterator[None]:
+    """A context in which ``patches`` of the subsystem ``name`` are applied."""
+    ledger = Ledger(name)
+    ledger.install(list(patches))
+    try:
+        yield
+    finally:
+        ledger.uninstall()
 
 
 def _get(owner: Any, attribute: str) -> Any:

@@ -128,7 +128,7 @@ GRAD_RECOVERIES = Registry(
     "megatron_lossy.recovery",
     {
         "renormalize": "megatron_lossy.recovery.renormalize:Renormalize",
-        "renormalize-remote": "megatron_lossy.recovery.renormalize_remote:RenormalizeRemote",
+        "renormalize-remote": "megatron_lossy.recovery.renormalize:RenormalizeRemote",
         "previous": "megatron_lossy.recovery.previous:Previous",
         "zero": "megatron_lossy.recovery.base:Zero",
         "error-feedback": "megatron_lossy.recovery.feedback:ErrorFeedback",
@@ -141,7 +141,6 @@ GRAD_ERRORS = Registry(
         "none": "megatron_lossy.channel.corruption.base:Nothing",
         "gaussian": "megatron_lossy.channel.corruption.gaussian:Gaussian",
         "bit-flip": "megatron_lossy.channel.corruption.bit_flip:BitFlip",
-        "trace": "megatron_lossy.channel.corruption.recorded:Recorded",
     },
 )
 

@@ -47,6 +47,10 @@ class Flags:
         """Whether losses beside those of :meth:`exchanges` are drawn, or happen in a network."""
         return False
 
+    def streams(self) -> bool:
+        """Whether some exchanges cross as streams although ``--transport`` has neither these nor datagrams."""
+        return False
+
     def notes(self) -> list[str]:
         """Words for the exchanges that the flags set in the place of Megatron's own."""
         return []

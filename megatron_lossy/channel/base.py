@@ -13,7 +13,7 @@ import numpy as np
 
 from ..base.errors import refuse
 from ..base.exchange import Exchange, Stream
-from ..base.flags import as_text, flag_name
+from ..base.flags import as_text
 from ..base.registry import CHANNELS
 from ..config import RATES, LossyConfig, PhaseLoss, Schedule, split_model
 
@@ -27,8 +27,6 @@ class Channel(ABC):
 
     #: The value of ``--loss-model``.
     name: ClassVar[str]
-    #: Flags without a default that only this channel reads.
-    flags: ClassVar[tuple[str, ...]] = ()
     #: Whether the flags alone decide the losses, so that a record needs only a digest.
     redrawable: ClassVar[bool] = True
 
@@ -42,7 +40,8 @@ class Channel(ABC):
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
         """The losses of ``phase`` with this channel. Raises :class:`UsageError` for flags that do not fit."""
-        cls._refuse_flags_of_others(config, phase)
+        if config.trace is not None and "trace" not in {split_model(model)[0] for model in config.loss_model}:
+            raise refuse("--trace", config.trace, f"needs --loss-model trace, not {cls.name}")
         rate, schedule = config.rate(phase), config.of_phase("loss_schedule", phase)
         instead = cls.sets_rate(config, phase)
         if schedule is not None:
@@ -60,16 +59,6 @@ class Channel(ABC):
         if config.model_argument(phase) is not None:
             raise refuse("--loss-model", as_text(config.loss_model), f"{cls.name} takes nothing after a colon")
         return None
-
-    @classmethod
-    def _refuse_flags_of_others(cls, config: LossyConfig, phase: str) -> None:
-        for name in CHANNELS.built_in:  # no other channel can have flags
-            for flag in CHANNELS.load(name).flags:
-                value = getattr(config, flag)
-                if value is not None and name not in {split_model(model)[0] for model in config.loss_model}:
-                    raise refuse(
-                        flag_name(LossyConfig, flag), as_text(value), f"needs --loss-model {name}, not {cls.name}"
-                    )
 
     @classmethod
     def label(cls, flags: Mapping[str, Any], phase: str) -> str:
@@ -100,7 +89,7 @@ class Channel(ABC):
     def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float] | None:
         """The share of units that miss an update, and their mean age, over ``destinations`` at the rate of ``step``.
 
-        Both are of the steady state (:mod:`megatron_lossy.base.theory.lag`). ``units``: units of loss per link and step.
+        Both are of the steady state (:mod:`megatron_lossy.lab.theory.lag`). ``units``: units of loss per link and step.
         ``None`` if the flags do not tell.
         """
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..base import theory
 from ..base.exchange import Exchange
 from ..config import PhaseLoss
 from .draws import DrawnChannel
@@ -23,9 +22,9 @@ class Bernoulli(DrawnChannel):
 
     def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float]:
         rate = self.rate(step)
-        return rate, float(theory.age_mean(rate))
+        return rate, rate / (1 - rate)
 
     @classmethod
     def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float]:
         rate = cls(loss, seed=0).rate(step)
-        return float(theory.drift_to_owner(rate)), float(theory.drift_between(rate))
+        return rate / (1 - rate), 2 * rate * (1 - rate / (1 + rate)) / (1 - rate)

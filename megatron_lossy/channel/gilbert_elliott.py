@@ -26,8 +26,6 @@ _CHAIN, _LOSS, _START = 1, 2, 3  # purposes of draws
 #: Mean length of bursts, in units.
 _BURST = 4.0
 
-_Lags = dict[tuple[float, float, float, float], tuple[float, float]]
-
 
 class GilbertElliott(DrawnChannel):
     """Loses units in bursts. The flags give four parameters, or a (scheduled) mean rate and a mean burst length."""
@@ -37,7 +35,6 @@ class GilbertElliott(DrawnChannel):
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
         super().__init__(loss, seed, together)
         self._ends: dict[tuple[str, Stream, int], _Ends] = {}
-        self._lags: dict[int, _Lags | None] = {}  # by units
 
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
@@ -92,26 +89,10 @@ class GilbertElliott(DrawnChannel):
         return _drift(cls(loss, seed=0).parameters(step), units)
 
     def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float] | None:
-        if units not in self._lags:
-            self._lags[units] = self._lags_of_all(units)
-        lags = self._lags[units]
-        if lags is None:
-            return None
-        return (0.0, 0.0) if self._quiet(step) else lags[self.parameters(step)]
-
-    def _lags_of_all(self, units: int) -> _Lags | None:
-        """Returns the lag by parameters, for all steps that lose. ``None`` if the lag of one step is not known.
-
-        ``None`` keeps callers that count losses from starting in the middle: they count from the first step.
-        """
-        found: _Lags = {}
-        for start in self.loss.schedule.starts:
-            if not self._quiet(start):
-                lag = _lag(self.parameters(start), units)
-                if lag is None:
-                    return None
-                found[self.parameters(start)] = lag
-        return found
+        losing = [start for start in self.loss.schedule.starts if not self._quiet(start)]
+        if any(_lag(self.parameters(start), units) is None for start in losing):
+            return None  # of all steps, also of those whose lag is known: callers that count begin with the first step
+        return (0.0, 0.0) if self._quiet(step) else _lag(self.parameters(step), units)
 
     def parameters(self, step: int) -> tuple[float, float, float, float]:
         """(PGB, PBG, loss when good, loss when bad) of ``step``."""

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..base import theory
-from ..base.errors import refuse
+from ..base.errors import UsageError, refuse
 from ..base.exchange import Exchange, Stream
 from ..config import LossyConfig, PhaseLoss
 from .draws import DrawnChannel
@@ -16,6 +15,10 @@ from .draws import DrawnChannel
 
 def read_matrix(path: Path) -> np.ndarray:
     """float64[N, N] from a .npy or text file (blanks or commas); row = source. Raises :class:`UsageError`."""
+
+    def wrong(why: str) -> UsageError:
+        return refuse("--loss-model", f"per-link:{path}", why)
+
     try:
         if path.suffix == ".npy":
             matrix = np.load(path, allow_pickle=False)
@@ -23,20 +26,13 @@ def read_matrix(path: Path) -> np.ndarray:
             rows = [line.split("#")[0].replace(",", " ").split() for line in path.read_text().splitlines()]
             matrix = np.array([[float(value) for value in row] for row in rows if row])
     except (OSError, ValueError) as error:
-        raise refuse(
-            "--loss-model", f"per-link:{path}", f"must be a readable square matrix of numbers ({error})"
-        ) from None
+        raise wrong(f"must be a readable square matrix of numbers ({error})") from None
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
-        raise refuse("--loss-model", f"per-link:{path}", f"must be a square matrix, not of shape {matrix.shape}")
+        raise wrong(f"must be a square matrix, not of shape {matrix.shape}")
     matrix = matrix.astype(np.float64)
-    wrong = ~((matrix >= 0) & (matrix < 1))
-    if wrong.any():
-        row, column = np.argwhere(wrong)[0]
-        raise refuse(
-            "--loss-model",
-            f"per-link:{path}",
-            f"row {row}, column {column} is {matrix[row, column]}; rates must be in [0, 1)",
-        )
+    beyond = np.argwhere(~((matrix >= 0) & (matrix < 1)))
+    for row, column in beyond[:1]:
+        raise wrong(f"row {row}, column {column} is {matrix[row, column]}; rates must be in [0, 1)")
     return matrix
 
 
@@ -65,7 +61,7 @@ class PerLink(DrawnChannel):
 
     def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float]:
         rates = self.rates[source, destinations]
-        return float(rates.mean()), float(theory.age_mean(rates).mean())
+        return float(rates.mean()), float((rates / (1 - rates)).mean())
 
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
         if len(self.rates) != size:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..base.errors import refuse
+from ..base.errors import UsageError, refuse
 from ..base.exchange import Exchange, Stream
 from ..config import RATES, LossyConfig, PhaseLoss
 from .base import Channel
@@ -24,7 +24,6 @@ class Trace(Channel):
     """Loses exactly the units that the recorded trace lost, whatever the seed."""
 
     name = "trace"
-    flags = ("trace",)
     redrawable = False  # it is in a file
 
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
@@ -35,19 +34,20 @@ class Trace(Channel):
             with np.load(self.path, allow_pickle=False) as archive:
                 self.arrays = {name: archive[name] for name in archive.files}
         except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:  # TypeError: of an .npy file
-            raise refuse(
-                "--trace", self.path, f"must be a folder that --delivery-log wrote, or a readable .npz file ({error})"
+            raise self._wrong(
+                f"must be a folder that --delivery-log wrote, or a readable .npz file ({error})"
             ) from None
         for name, array in self.arrays.items():
             if name.partition(".")[0] not in RATES:
                 phases = ", ".join(RATES)
-                raise refuse("--trace", self.path, f"holds an array {name!r}; names must begin with one of {phases}")
+                raise self._wrong(f"holds an array {name!r}; names must begin with one of {phases}")
             if array.dtype != bool or array.ndim != 4 or array.shape[1] != array.shape[2]:
-                raise refuse(
-                    "--trace",
-                    self.path,
-                    f"array {name!r} is {array.dtype}{list(array.shape)}; must be bool[steps, N, N, units]",
+                raise self._wrong(
+                    f"array {name!r} is {array.dtype}{list(array.shape)}; must be bool[steps, N, N, units]"
                 )
+
+    def _wrong(self, why: str) -> UsageError:
+        return refuse("--trace", self.path, why)
 
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
@@ -67,7 +67,7 @@ class Trace(Channel):
         names = (f"{phase}.{stream.name}", f"{phase}.{stream.drawn.name}", phase)
         array = next((self.arrays[name] for name in names if name in self.arrays), None)
         if array is None:
-            raise refuse("--trace", self.path, f"holds neither an array {phase!r} nor '{phase}.{stream.name}'")
+            raise self._wrong(f"holds neither an array {phase!r} nor '{phase}.{stream.name}'")
         return array
 
     def steps(self, phase: str, stream: Stream) -> int:
@@ -76,19 +76,17 @@ class Trace(Channel):
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
         array = self._array(phase, stream)
         if array.shape[1] != size:
-            raise refuse("--trace", self.path, f"is of {array.shape[1]} ranks, but the group has {size}")
+            raise self._wrong(f"is of {array.shape[1]} ranks, but the group has {size}")
         if units is not None and array.shape[3] != units:
-            raise refuse(
-                "--trace", self.path, f"has {array.shape[3]} units per link in phase {phase}, this run has {units}"
-            )
+            raise self._wrong(f"has {array.shape[3]} units per link in phase {phase}, this run has {units}")
         if steps is not None and array.shape[0] < steps:
-            raise refuse("--trace", self.path, f"has {array.shape[0]} steps in phase {phase}, the run needs {steps}")
+            raise self._wrong(f"has {array.shape[0]} steps in phase {phase}, the run needs {steps}")
 
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> np.ndarray:
         array = self._array(exchange.phase, exchange.stream)
         if not exchange.step < len(array):
-            raise refuse("--trace", self.path, f"has {len(array)} steps; step {exchange.step} is not recorded")
+            raise self._wrong(f"has {len(array)} steps; step {exchange.step} is not recorded")
         arrived: np.ndarray = array[exchange.step, sources, destinations]
         return arrived

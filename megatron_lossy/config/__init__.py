@@ -2,17 +2,3 @@
 
 from .core import NUMBERS, PHASES, PhaseLoss, Schedule, split_model, value_of
 from .lossy_config import RATES, SECTIONS, STAGE_LOSSES, LossyConfig, given
-
-__all__ = [
-    "NUMBERS",
-    "PHASES",
-    "RATES",
-    "SECTIONS",
-    "STAGE_LOSSES",
-    "LossyConfig",
-    "PhaseLoss",
-    "Schedule",
-    "given",
-    "split_model",
-    "value_of",
-]

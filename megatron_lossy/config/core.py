@@ -189,6 +189,14 @@ class CoreFlags(Flags):
         metavar="N",
         incidental=True,
     )
+    metrics_port: int | None = flag(
+        None,
+        "serve the values of each record to Prometheus at this port of the host whose rank writes them; of several islands each at "
+        "the next port (docs/metrics.md)",
+        type=int,
+        metavar="PORT",
+        incidental=True,
+    )
 
     delivery_log: str | None = flag(
         None,
@@ -232,6 +240,8 @@ class CoreFlags(Flags):
             raise refuse("--delivery-log-chunk", self.delivery_log_chunk, "must be at least 1")
         if self.drift_interval < 0:
             raise refuse("--drift-interval", self.drift_interval, "must be at least 0")
+        if self.metrics_port is not None and not 0 < self.metrics_port < 2**16:
+            raise refuse("--metrics-port", self.metrics_port, "must be in [1, 65535]")
         if not 0 <= self.loss_seed < 2**64:
             raise refuse("--loss-seed", self.loss_seed, "must be in [0, 2^64 - 1]")
 

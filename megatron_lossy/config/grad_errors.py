@@ -21,9 +21,8 @@ class ErrorFlags(Flags):
         "none",
         "what happens to a reduced gradient: nothing; Gaussian noise, STD its standard deviation in units of the gradient that the "
         "optimizer sees; flipped bits, one in each of K elements of a stream (1), "
-        "among the bits LOW to HIGH, from 0, the lowest of the mantissa (all); or the errors of another run, which "
-        "--delivery-log recorded in FOLDER (docs/corruption.md)",
-        metavar="{none,gaussian[:STD],bit-flip[:K[,LOW,HIGH]],trace:FOLDER}",
+        "among the bits LOW to HIGH, from 0, the lowest of the mantissa (all) (docs/corruption.md)",
+        metavar="{none,gaussian[:STD],bit-flip[:K[,LOW,HIGH]]}",
         group="errors in gradients",
         basic=True,
     )
@@ -65,11 +64,6 @@ class ErrorFlags(Flags):
         return self.grad_error.partition(":")[0]
 
     @property
-    def error_folder(self) -> str | None:
-        """The folder of recorded errors."""
-        return self.grad_error.partition(":")[2] or None if self.error_kind == "trace" else None
-
-    @property
     def grad_error_std(self) -> float | None:
         """STD of ``gaussian``, if it is given. Raises :class:`UsageError`."""
         kind, _, text = self.grad_error.partition(":")
@@ -102,7 +96,7 @@ class ErrorFlags(Flags):
 
     def check(self) -> None:
         if self.error_kind not in GRAD_ERRORS or (
-            ":" in self.grad_error and self.error_kind not in ("trace", "bit-flip", "gaussian")
+            ":" in self.grad_error and self.error_kind not in ("bit-flip", "gaussian")
         ):
             raise refuse("--grad-error", self.grad_error, "must be one of " + ", ".join(GRAD_ERRORS))
         check_choice(self, "grad_error_at")
@@ -115,12 +109,10 @@ class ErrorFlags(Flags):
         GRAD_ERRORS.load(self.error_kind).check(self)
 
     def _refuse_errors_of_others(self) -> None:
-        takes = {name: GRAD_ERRORS.load(name).flags for name in GRAD_ERRORS.built_in}  # no other can have flags
-        own = takes.get(self.error_kind, ())
-        for name in dict.fromkeys(name for names in takes.values() for name in names):
-            if name not in own:
-                needed = [other for other, names in takes.items() if name in names]
-                refuse_unused(self, name, f"needs --grad-error {' or '.join(needed)}, not {self.error_kind}")
+        for name in ("grad_error_rate", "grad_error_at", "grad_error_ranks") if self.error_kind == "none" else ():
+            refuse_unused(self, name, "needs --grad-error gaussian or bit-flip, not none")
+        for name in ("grad_error_relative", "grad_error_burst") if self.error_kind != "gaussian" else ():
+            refuse_unused(self, name, f"needs --grad-error gaussian, not {self.error_kind}")
 
     @property
     def errs_apart(self) -> bool:

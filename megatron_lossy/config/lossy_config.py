@@ -46,6 +46,10 @@ def _own_names(section: type[Flags]) -> set[str]:
 
 #: The sections, in the order in which they are asked, in help, and in the documentation.
 SECTIONS = _sections()
+#: The flags (fields) for which a section is asked.
+_ASKED_FOR = {
+    section: {*(section.triggers or ()), *(own.name for own in dataclasses.fields(section))} for section in SECTIONS
+}
 #: The flag (field) with the loss rate of each phase that has one.
 RATES: Mapping[str, str] = {phase: name for section in SECTIONS for phase, name in section.rates.items()}
 
@@ -107,12 +111,11 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     # --- answers of all sections together --------------------------------------------------------------------------
 
-    @functools.cached_property
+    @property
     def used(self) -> tuple[type[Flags], ...]:
         """The sections that are asked: no flag of the others was given, and none of their triggers."""
-        names = {own.name for own in dataclasses.fields(self) if getattr(self, own.name) != own.default}
-        own = {section: {one.name for one in dataclasses.fields(section)} for section in SECTIONS}
-        return tuple(one for one in SECTIONS if one.triggers is None or names & {*one.triggers, *own[one]})
+        given = {name for name, unset in _unset().items() if getattr(self, name) not in unset}
+        return tuple(section for section in SECTIONS if section.triggers is None or given & _ASKED_FOR[section])
 
     def _answers(self, question: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return the answers of the sections that define the method ``question`` of :class:`.Flags` anew."""
@@ -121,7 +124,8 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     def resolve(self) -> None:
         self._answers(Flags.resolve)
-        for section in (one for one in SECTIONS if one not in self.used):
+        used = self.used
+        for section in (section for section in SECTIONS if section not in used):
             for name, value in _resolved()[section].items():
                 if getattr(self, name) is None:
                     object.__setattr__(self, name, value)
@@ -145,6 +149,9 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     def draws(self) -> bool:
         """Whether losses are drawn, or happen in a network, so that ``loss_seed`` or a repetition can matter."""
         return self._draws_exchanges or any(self._answers(Flags.draws))
+
+    def streams(self) -> bool:
+        return not self.observed and any(self._answers(Flags.streams))
 
     def needs_whole_optimizers(self) -> bool:
         return any(self._answers(Flags.needs_whole_optimizers))
@@ -281,6 +288,13 @@ def _resolved() -> dict[type[Flags], dict[str, Any]]:
     for section, config in unset.items():
         section.resolve(config)
     return {section: dict(vars(config)) for section, config in unset.items()}
+
+
+@functools.cache
+def _unset() -> dict[str, tuple[Any, ...]]:
+    """Return, by flag (field), its default, and the value that a section gives it then."""
+    resolved = {name: value for values in _resolved().values() for name, value in values.items()}
+    return {own.name: (own.default, resolved.get(own.name)) for own in dataclasses.fields(LossyConfig)}
 
 
 #: The flags that lose parts of messages between pipeline stages.

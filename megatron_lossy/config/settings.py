@@ -59,7 +59,11 @@ def arguments_of(settings: Mapping[str, Any], classes: Sequence[type]) -> list[s
     Raises :class:`UsageError`.
     """
     flags = {
-        field.name: (flag_name(cls, field.name), isinstance(field.default, bool), _takes_several(field))
+        field.name: (
+            flag_name(cls, field.name),
+            isinstance(field.default, bool),
+            "nargs" in field.metadata.get("flag", {}),
+        )
         for cls in classes
         for field in dataclasses.fields(cls)
     }
@@ -74,13 +78,11 @@ def arguments_of(settings: Mapping[str, Any], classes: Sequence[type]) -> list[s
 
 def from_origin(words: Sequence[str], origin: str) -> list[str]:
     """The ``words`` of a command line, with ``origin`` as that of each flag."""
-    return [_option(word, origin) if word.startswith("--") else word for word in words]
-
-
-def _option(word: str, origin: str) -> Option:
-    option = Option(word)
-    option.origin = origin
-    return option
+    options = [Option(word) if word.startswith("--") else word for word in words]
+    for option in options:
+        if isinstance(option, Option):
+            option.origin = origin
+    return options
 
 
 def note_origins_of(words: Sequence[str], *classes: type) -> None:
@@ -107,10 +109,6 @@ def note_origins_of(words: Sequence[str], *classes: type) -> None:
 def off(switch: str) -> str:
     """The flag that unsets ``switch``."""
     return switch.replace("--", "--no-", 1)
-
-
-def _takes_several(field: dataclasses.Field[Any]) -> bool:
-    return "nargs" in field.metadata.get("flag", {})
 
 
 def _one_setting(key: str, flag: str, switch: bool, several: bool, value: Any) -> list[str]:

@@ -22,13 +22,11 @@ UDP_REPORT_BYTES = 16
 UDP_WINDOWS = 4
 #: Copies of a packet: more cost more than what they save.
 UDP_MOST_COPIES = 4
-#: Connections of a pair of ranks: more are slower in every measurement.
-STREAM_MOST_FLOWS = 32
 #: The transports, and those over which units are really lost.
 TRANSPORTS = ("torch", "pieces", "udp", "stream")
 OBSERVED = ("udp", "stream")
 #: The flags that hold for datagrams and for streams.
-_BOTH = ("udp_interface", "udp_port", "udp_deadline", "udp_memory", "udp_key_file", "udp_peer_timeout")
+_BOTH = ("interface", "port", "rate", "deadline", "memory", "key_file", "peer_timeout")
 
 
 @dataclass(frozen=True)
@@ -63,10 +61,11 @@ class TransportFlags(Flags):
         "udp: how a rate is found: shared, beside other traffic, which keeps its share; shared:K, what goes "
         "from a process to another one leaves to others what K TCP flows would; dedicated, on a link of one's own; or "
         "fixed, not at all (closed networks only); and the most a process sends, with --sites all of a site together, "
-        "for example 10gbit or 300mbit; default the speed of the interface, shared by the ranks of this host, else 1gbit",
+        "for example 10gbit or 300mbit; default the speed of the interface, shared by the ranks of this host, else 1gbit; "
+        "stream: the kernel's congestion control, for example bbr or cubic; default the host's",
         type=str,
         nargs="+",
-        metavar="[shared[:K]|dedicated|fixed] [RATE]",
+        metavar="[shared[:K]|dedicated|fixed] [RATE] | NAME",
         incidental=True,
     )
     udp_deadline: str | None = flag(
@@ -114,13 +113,6 @@ class TransportFlags(Flags):
         metavar="S",
         incidental=True,
     )
-    stream_flows: int = flag(1, "stream: TCP connections of each pair of ranks", type=int, metavar="K", incidental=True)
-    stream_congestion: str | None = flag(
-        None,
-        "stream: congestion control of the connections, for example bbr or cubic; default the host's",
-        metavar="NAME",
-        incidental=True,
-    )
 
     def resolve(self: Any) -> None:
         if isinstance(self.udp_rate, str):
@@ -150,13 +142,14 @@ class TransportFlags(Flags):
             raise refuse("--packet-bytes", "auto", why)
         for own in fields(TransportFlags):
             given = getattr(self, own.name) != own.default
-            if given and self.transport not in (needed := _transports_of(own.name)):
+            used = {self.transport, "stream" if self.streams() else self.transport}
+            if given and not used & {*(needed := _transports_of(own.name))}:
                 refuse_unused(self, own.name, f"needs --transport {' or '.join(needed)}")
-        if self.observed:
+        if self.observed or self.streams():
             self._check_network()
         if self.transport == "udp":
             self._check_datagrams()
-        if self.transport == "stream":
+        if self.transport == "stream" or self.streams():
             self._check_streams()
 
     def _check_network(self: Any) -> None:
@@ -178,8 +171,7 @@ class TransportFlags(Flags):
     def _check_streams(self: Any) -> None:
         if not 0.5 <= self.deadline_share <= 1:  # NaN fails too
             raise refuse("--udp-deadline", self.udp_deadline, "SHARE must be in [0.5, 1]")
-        if not 1 <= self.stream_flows <= STREAM_MOST_FLOWS:
-            raise refuse("--stream-flows", self.stream_flows, f"must be in [1, {STREAM_MOST_FLOWS}]")
+        _ = self.stream_congestion
         if max(self.packet_copies) > 1:
             copies = " ".join(map(str, self.packet_copies))
             raise refuse("--packet-copies", copies, "cannot go with --transport stream: TCP sends again")
@@ -222,6 +214,14 @@ class TransportFlags(Flags):
         if colon and not (flows.isdecimal() and 1 <= int(flows) <= 1000):
             raise refuse("--udp-rate", rule, "K must be in [1, 1000]")
         return name, int(flows or 1)
+
+    @property
+    def stream_congestion(self) -> str | None:
+        """The congestion control of streams; ``None``: the host's. Raises :class:`UsageError`."""
+        if len(self.udp_rate) != 1 or self.udp_rate[0][:1].isdigit():
+            why = "must be one word with --transport stream: a congestion control of the kernel, such as bbr or cubic"
+            raise refuse("--udp-rate", " ".join(self.udp_rate), why)
+        return None if self.udp_rate == ("shared",) else self.udp_rate[0]
 
     @property
     def udp_fec_code(self) -> tuple[int, int] | None:
@@ -298,4 +298,4 @@ def _transports_of(name: str) -> tuple[str, ...]:
     """The transports for which the flag ``name`` of :class:`TransportFlags` means something."""
     if name in ("transport", "packet_copies"):
         return TRANSPORTS
-    return OBSERVED if name in _BOTH else (name.partition("_")[0],)
+    return OBSERVED if name.removeprefix("udp_") in _BOTH else ("udp",)

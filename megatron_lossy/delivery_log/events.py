@@ -1,34 +1,84 @@
 """The log of events besides deliveries: ``_events_RANK_FIRST_LAST.parquet`` in the folder of ``--delivery-log``.
 
 A row is an event of an iteration: an error in a gradient, a repair, a message between pipeline stages, …
-:mod:`.kinds` says what they mean (docs/delivery_log.md#events).
+(docs/delivery_log.md#events). A mechanism registers the kinds of its own events (:meth:`.Mechanism.kinds`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import __version__
-from ..base.errors import refuse
-from ..channel.corruption import Event
+from ..base.registry import MECHANISMS
+from ..channel.corruption import REDUCED, SPARED
 from ..config import LossyConfig
 from . import schema
-from .files import LogPath, LogWriter, log_files, read_file
-from .kinds import ERRORS, all_kinds, event_of
-from .reader import BadLog
+from .reader import BadLog, LogPath, log_files, read_file
+from .writer import LogWriter
 
 if TYPE_CHECKING:
     import pyarrow
 
-#: Readers of Parquet folders skip such names: these rows have other columns than deliveries.
-PREFIX = "_events"
-#: The beginnings of the names of files in which earlier versions wrote events.
-_EARLIER = ("errors", "_boundaries")
 # A file is closed when it has at least this many rows, at the end of an iteration.
 _MOST_ROWS = 2**16
-_TRACE = "--grad-error trace"
+Row = Mapping[str, Any]
+
+
+class Kinds(ABC):
+    """Kinds of events that belong together."""
+
+    #: Values of the column ``kind``.
+    names: ClassVar[Sequence[str]]
+
+    @staticmethod
+    @abstractmethod
+    def columns() -> list[pyarrow.Field]:
+        """Return the columns that these kinds add to the table; they are null in rows of other kinds."""
+
+    @staticmethod
+    @abstractmethod
+    def happen(config: LossyConfig) -> bool:
+        """Return whether the flags can lead to such events."""
+
+    @staticmethod
+    def summary(rows: Iterable[tuple[int, Row]]) -> list[str]:
+        """Return lines about all rows of these kinds, each with the rank that wrote it, for ``summary``."""
+        return []
+
+
+class GradErrors(Kinds):
+    """Errors in reduced gradients, and the reductions in which they are drawn."""
+
+    names = ("gaussian", "bit-flip", SPARED, REDUCED)
+
+    @staticmethod
+    def columns() -> list[pyarrow.Field]:
+        import pyarrow as pa
+
+        return [
+            pa.field("rank", pa.int32()),
+            pa.field("bucket", pa.int32()),
+            pa.field("std", pa.float64()),
+            pa.field("seed", pa.uint64()),
+            pa.field("elements", pa.list_(pa.int64())),
+            pa.field("bits", pa.list_(pa.int8())),
+            pa.field("digest", pa.binary()),
+            pa.field("sizes", pa.list_(pa.int64())),
+            pa.field("width", pa.int32()),
+        ]
+
+    @staticmethod
+    def happen(config: LossyConfig) -> bool:
+        return config.errs
+
+
+def all_kinds() -> list[type[Kinds]]:
+    """Return the kinds of the core and of all mechanisms."""
+    of_mechanisms = (mechanism.kinds() for mechanism in MECHANISMS.all())
+    return [GradErrors, *(kinds for kinds in of_mechanisms if kinds is not None)]
 
 
 def columns() -> pyarrow.Schema:
@@ -60,7 +110,7 @@ def content(tables: Iterable[pyarrow.Table]) -> str:
 class EventLog(LogWriter):
     """Writes the events of this process."""
 
-    prefix = PREFIX
+    prefix = schema.EVENTS
     columns = staticmethod(columns)
     most = _MOST_ROWS
 
@@ -78,17 +128,9 @@ class EventLog(LogWriter):
         return schema.Meta(self.rank, __version__, schema.loss_identity(self._config), {}, content(tables))
 
 
-def event_files(flag: str, folder: Path) -> list[LogPath]:
-    """Return the files of ``folder``, by rank and iteration. Raises :class:`UsageError` for ``flag`` if some are of an earlier format."""
-    for prefix in _EARLIER:
-        for file in log_files(folder, prefix):
-            raise refuse(
-                flag,
-                folder,
-                f"{file.path.name} has an earlier format of events than {PREFIX}_RANK_FIRST_LAST.parquet; read it with the "
-                "version that wrote it, or move it away",
-            )
-    return log_files(folder, PREFIX)
+def event_files(folder: Path) -> list[LogPath]:
+    """Return the files of events in ``folder``, by rank and iteration."""
+    return log_files(folder, schema.EVENTS)
 
 
 def read_events(file: LogPath) -> tuple[pyarrow.Table, schema.Meta]:
@@ -99,32 +141,3 @@ def read_events(file: LogPath) -> tuple[pyarrow.Table, schema.Meta]:
         return read_file(file.path, columns())
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
         raise BadLog(file.path, file.first, error) from None
-
-
-def recorded_events(config: LossyConfig) -> list[Event]:
-    """Return the errors that ``--grad-error trace:FOLDER`` names; none without it.
-
-    Raises :class:`UsageError` if they cannot be read, or happened at another place than ``--grad-error-at`` says.
-    """
-    if config.error_kind != "trace":
-        return []
-    assert config.error_folder is not None
-    folder = Path(config.error_folder)
-    schema.check_pyarrow(_TRACE, folder)
-    import pyarrow.compute as pc
-
-    errors: list[Event] = []
-    recorded = None
-    for file in event_files(_TRACE, folder):
-        try:
-            table, meta = read_events(file)
-            errors += map(event_of, table.filter(pc.field("kind").isin(ERRORS)).to_pylist())
-            recorded = meta.config.grad_error_at if meta.config.errs else recorded
-        except (BadLog, ValueError, TypeError) as error:
-            raise refuse(_TRACE, file.path, f"cannot be read: {error}") from None
-        if recorded not in (None, config.grad_error_at):
-            at = f"must be {recorded}, as of the errors in {file.path}"
-            raise refuse("--grad-error-at", config.grad_error_at, at)
-    if recorded is None:
-        raise refuse(_TRACE, folder, "holds no errors that --delivery-log recorded")
-    return errors

@@ -8,16 +8,46 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .files import log_files
+from . import schema
 from .schema import ALL_BUCKETS, Meta, PhaseCut, arrow_schema, unpack
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+class LogPath(NamedTuple):
+    """The path of the rows of ``rank`` in iterations ``first`` to ``last``, inclusive."""
+
+    path: Path
+    rank: int
+    first: int
+    last: int
+
+
+def log_files(folder: Path, prefix: str = schema.PREFIX) -> list[LogPath]:
+    """Return the files of ``folder`` whose names begin with ``prefix``, by rank and iteration."""
+    name = re.compile(rf"{prefix}_(\d+)_(\d+)_(\d+)\.parquet")
+    found = [(path, name.fullmatch(path.name)) for path in sorted(folder.iterdir())] if folder.is_dir() else []
+    return [LogPath(path, *map(int, match.groups())) for path, match in found if match]
+
+
+def read_file(path: Path, columns: pyarrow.Schema) -> tuple[pyarrow.Table, schema.Meta]:
+    """Return the rows of a file, and its note. Raises ``OSError``, ``ValueError``, ``KeyError``, ``TypeError``."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        if file.schema_arrow.names != columns.names:
+            raise ValueError(f"has other columns: {', '.join(file.schema_arrow.names)}")
+        return file.read().cast(columns), schema.Meta.decode(file.metadata.metadata)
 
 
 class BadLog(Exception):

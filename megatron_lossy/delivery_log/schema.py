@@ -31,6 +31,8 @@ DIGEST_BYTES = 8
 
 #: The beginning of the names of files of deliveries.
 PREFIX = "rank"
+#: That of files of events. Readers of Parquet folders skip such names: these rows have other columns than deliveries.
+EVENTS = "_events"
 #: The key of this package's part of a file's key-value metadata.
 KEY = b"megatron_lossy"
 
@@ -113,18 +115,13 @@ class Meta:
 
     @property
     def config(self) -> LossyConfig:
-        """The loss flags of the run."""
-        return loss_config(self.loss)
+        """The loss flags of the run, also of an earlier version: a flag that came later had its default."""
+        return of_flags(LossyConfig, self.loss)
 
 
 def loss_identity(config: LossyConfig) -> dict[str, Any]:
     """The loss flags that identify a run, as JSON gives them back."""
     return json.loads(json.dumps(identity(config)))
-
-
-def loss_config(flags: dict[str, Any]) -> LossyConfig:
-    """The inverse of :func:`loss_identity`, also for an earlier version: a flag that came later had its default."""
-    return of_flags(LossyConfig, flags)
 
 
 def digests(destinations: np.ndarray, bitmaps: np.ndarray) -> list[bytes]:

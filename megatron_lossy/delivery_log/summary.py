@@ -7,12 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..base.flags import flag_name
-from ..config import PHASES, RATES, LossyConfig
-from .events import event_files, read_events
-from .kinds import Kinds, Row, all_kinds
+from ..base.flags import as_flag
+from ..config import PHASES, RATES, LossyConfig, given
+from .events import Kinds, Row, all_kinds, event_files, read_events
 from .reader import DeliveryLogFolder, Links, LogFile, LogRows
-from .schema import loss_config
 
 
 def scan(folder: DeliveryLogFolder) -> Iterator[tuple[LogFile, LogRows]]:
@@ -156,6 +154,7 @@ def summarize(folder: DeliveryLogFolder) -> dict[str, dict[str, Part]]:
 
 def summary_text(folder: DeliveryLogFolder) -> str:
     """The summary for people."""
+    config = folder.files[0].meta.config
     covered = [folder.covered(rank) for rank in folder.ranks]
     iterations = sum(last - first + 1 for ranges in covered for first, last in ranges)
     size = sum(file.path.stat().st_size for file in folder.files)
@@ -165,7 +164,7 @@ def summary_text(folder: DeliveryLogFolder) -> str:
             f"{folder.path}: iterations {first} to {last}, {len(folder.files)} files of {len(folder.ranks)} writing ranks, "
             f"{size:,} bytes, {size / iterations:,.1f} per iteration and writing rank"
         ),
-        f"flags: {_flags(folder)}",
+        f"flags: {' '.join(as_flag(LossyConfig, name, value) for name, value in given(config).items())}",
     ]
     parts = summarize(folder)
     for phase in RATES:
@@ -177,26 +176,14 @@ def summary_text(folder: DeliveryLogFolder) -> str:
 
 
 def event_lines(folder: DeliveryLogFolder) -> list[str]:
-    """Return the lines of all kinds of events about those in ``folder``. Raises :class:`BadLog`, :class:`UsageError`."""
-    files, config = event_files("DIR", folder.path), folder.files[0].meta.config
+    """Return the lines of all kinds of events about those in ``folder``. Raises :class:`BadLog`."""
+    files = event_files(folder.path)
 
     def rows(kinds: type[Kinds]) -> Iterator[tuple[int, Row]]:
         for file in files:
             yield from ((file.rank, row) for row in read_events(file)[0].to_pylist() if row["kind"] in kinds.names)
 
-    return [line for kinds in all_kinds() for line in kinds(config).summary(rows(kinds))]
-
-
-def _flags(folder: DeliveryLogFolder) -> str:
-    loss = loss_config(folder.files[0].meta.loss)
-    default = LossyConfig()
-    words = []
-    for name in folder.files[0].meta.loss:
-        value = getattr(loss, name)
-        if value != getattr(default, name):
-            value = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            words.append(flag_name(LossyConfig, name) + ("" if value is True else f" {value}"))
-    return " ".join(words)
+    return [line for kinds in all_kinds() for line in kinds.summary(rows(kinds))]
 
 
 def _part_lines(phase: str, part: Part) -> list[str]:

@@ -1,6 +1,6 @@
 """``verify``: checks that every record of a log can be read and is as it was written.
 
-A draw depends on nothing but the flags in a file's note and the row, so that drawn losses and errors are drawn again.
+A draw depends on nothing but the flags in a file's note and the row, so that drawn losses are drawn again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import numpy as np
 from ..base.exchange import Exchange, Stream
 from ..config import RATES
 from .events import content, event_files, read_events
-from .files import LogPath
-from .kinds import Kinds, Row, all_kinds
-from .reader import BadLog, DeliveryLogFolder, LogFile, LogRows
+from .reader import BadLog, DeliveryLogFolder, LogFile, LogPath, LogRows
 from .replay import Redrawn
 from .schema import Meta
 
@@ -169,45 +167,27 @@ def _first_note(folder: DeliveryLogFolder) -> Meta | None:
 
 
 def verify_events(folder: Path, deliveries: DeliveryLogFolder | None = None) -> Verdict:
-    """Read all events of ``folder``; draw them again; check rows, gaps, missing ranks, and that they are of one run.
+    """Read all events of ``folder``; check their digests, gaps, missing ranks, and that they are of one run.
 
-    ``deliveries``: those of the same folder, if it has some. Raises :class:`UsageError` for files of an earlier format.
+    ``deliveries``: those of the same folder, if it has some.
     """
     verdict = Verdict("records of events")
     first = None if deliveries is None else _first_note(deliveries)
-    kinds: list[Kinds] = []
-    absent = True  # whether absences can be found: not those of what could not be read
 
     def check(file: LogPath) -> int:
-        nonlocal first, absent
-        absent, before = False, absent
+        nonlocal first
         table, meta = read_events(file)
         first = first or meta
         _check_source(file, meta, first)
-        kinds[:] = kinds or [one(meta.config) for one in all_kinds()]
-        _check_rows(file, table.to_pylist(), kinds)
+        for number, iteration in enumerate(table["iteration"].to_pylist()):
+            if not file.first <= iteration <= file.last:
+                raise BadLog(file.path, file.first, f"has records of iteration {iteration}", number)
         if content([table]) != meta.content:
             raise BadLog(file.path, file.first, "its rows are not those that were written")
-        absent = before
         return len(table)
 
-    for rank, files in groupby(event_files("DIR", folder), key=lambda file: file.rank):
+    for rank, files in groupby(event_files(folder), key=lambda file: file.rank):
         verdict.usable[rank] = _check_files(rank, list(files), check, verdict)
-    verdict.problems += [line for one in kinds for line in one.missing()] if absent else []
+    missing = sorted(set(range(max(verdict.usable, default=0))) - verdict.usable.keys())
+    verdict.problems += [f"no {verdict.what} of rank {rank}" for rank in missing]
     return verdict
-
-
-def _check_rows(file: LogPath, rows: Sequence[Row], kinds: Sequence[Kinds]) -> None:
-    places = {name: place for place, one in enumerate(kinds) for name in one.names}
-    groups: dict[tuple[int, int], list[int]] = {}  # the numbers of rows by iteration and place of their kinds
-    for number, row in enumerate(rows):
-        if not file.first <= row["iteration"] <= file.last:
-            raise BadLog(file.path, file.first, f"has records of iteration {row['iteration']}", number)
-        groups.setdefault((row["iteration"], places.get(row["kind"], -1)), []).append(number)
-    for (iteration, place), numbers in sorted(groups.items()):
-        try:
-            if place < 0:
-                raise ValueError(f"{rows[numbers[0]]['kind']!r} is no kind of record")
-            kinds[place].check(iteration, [rows[number] for number in numbers])
-        except (ValueError, TypeError) as error:
-            raise BadLog(file.path, iteration, error, numbers[0]) from None

@@ -7,8 +7,6 @@ megatron-core as always.
 from __future__ import annotations
 
 from ..config import LossyConfig
-from .install import check_patches, install
+from .install import install
 from .runtime import Lossy
 from .versions import check_version
-
-__all__ = ["Lossy", "LossyConfig", "check_patches", "check_version", "install"]

@@ -1,8 +1,8 @@
-"""Megatron's buckets: their streams, and the places of parameters in them."""
+"""Megatron's buckets: their streams, the places of parameters in them, and the errors that hit their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +10,15 @@ import numpy as np
 import torch
 
 from ..base.exchange import BucketUnits, Stream
-from .versions import dense_buffers, expert_rank, full_group, model_chunk, pipeline_stage
+from ..channel.corruption import Corruption, Errors, check_bits
+from ..transport.peers import RankPeers
+from .versions import dense_buffers, expert_rank, full_group, model_chunk, pipeline_stage, tensor_group
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from torch.distributed import ProcessGroup
+
+    from ..transport import LossyGroup
 
 
 def buckets_by_stream(ddp: DistributedDataParallel) -> list[tuple[Stream, Any, list[tuple[Any, Any]]]]:
@@ -74,18 +78,60 @@ def _is_shared_embedding(bucket: Any) -> bool:
     return any(getattr(param, "shared_embedding", False) for param in bucket.params_list)
 
 
-def owned_ranges(ranges: np.ndarray, shard: int, owner: int) -> np.ndarray:
-    """int64[k, 2]: the parts of ``ranges`` of a bucket that are in the shard of ``owner``, counted from its start."""
-    inside = np.clip(ranges - owner * shard, 0, shard)
-    return inside[inside[:, 0] < inside[:, 1]]
-
-
 def used_ranges(buffer: Any, bucket: Any) -> np.ndarray:
     """int64[k, 2]: the ranges of ``bucket`` of Megatron's ``buffer`` that hold parameters; the rest is padding."""
     ranges = [buffer.param_index_map[parameter][:2] for parameter in bucket.params_list]
     return np.array(sorted(ranges), dtype=np.int64).reshape(-1, 2) - bucket.offset
 
 
+def used_in(pairs: Sequence[tuple[Any, Any]], group: LossyGroup) -> list[np.ndarray]:
+    """The places of parameters in ``pairs`` of Megatron's (buffer, bucket), as ``group`` exchanges them."""
+    shards = [bucket.param_data.numel() // group.shards for _, bucket in pairs]
+    return [group.seen(used_ranges(*pair), shard) for pair, shard in zip(pairs, shards, strict=True)]
+
+
 def own_shard(bucket: Any, rank: int, size: int) -> torch.Tensor:
     """[shard]: the part of the parameters of ``bucket`` that ``rank`` of its group of ``size`` owns."""
     return bucket.param_data.chunk(size)[rank]
+
+
+# --- errors in their gradients ---------------------------------------------------------------------------------------
+
+
+def errors_in(
+    corruption: Corruption, stream: Stream, buckets: Sequence[Any], ranges: Sequence[np.ndarray], rank: int
+) -> Errors:
+    """The errors in the gradients that ``rank`` has of ``buckets``, those of ``stream``.
+
+    ``ranges``: for each bucket int64[k, 2], the ranges that hold them. Raises :class:`UsageError` for bits that gradients
+    do not have.
+    """
+    width = min(8 * bucket.grad_data.element_size() for bucket in buckets)
+    check_bits(corruption.config, width)
+    records = corruption.config.delivery_log is not None
+    return Errors(corruption, rank, ranges, width, records, _add_up_of(stream, buckets[0]))
+
+
+def errors_of_owner(
+    corruption: Corruption, stream: Stream, pairs: Sequence[tuple[Any, Any]], shards: int, shard: int, owner: int
+) -> Errors:
+    """The errors in the gradients that a rank owns with the distributed optimizer.
+
+    It owns shard ``shard`` of ``shards`` of each bucket. ``pairs``: Megatron's (buffer, bucket). ``owner``: the rank in
+    the full group, over all optimizer instances. Raises :class:`UsageError` for bits that gradients do not have.
+    """
+    ranges = []
+    for buffer, bucket in pairs:
+        size = bucket.grad_data.numel() // shards
+        inside = np.clip(used_ranges(buffer, bucket) - shard * size, 0, size)
+        ranges.append(inside[inside[:, 0] < inside[:, 1]])
+    return errors_in(corruption, stream, [bucket for _, bucket in pairs], ranges, owner)
+
+
+def _add_up_of(stream: Stream, bucket: Any) -> Callable[[np.ndarray], np.ndarray] | None:
+    """A function that adds up over the tensor-parallel ranks of ``stream``; ``None`` if there is one."""
+    group = tensor_group(stream.kind == "expert")
+    if group is None:
+        return None
+    peers = RankPeers(group, bucket.grad_data.device)
+    return lambda sums: peers.gather(sums[None]).sum(axis=0)

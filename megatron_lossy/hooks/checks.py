@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from ..base.errors import check_package
 from ..channel.corruption import warn_of_one_rank
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..delivery_log.events import recorded_events
 from ..transport import check_channels, check_network
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ def check_run(config: LossyConfig, facts: Facts) -> None:
             "--timing-log-level %d: its barriers cross between sites several times an iteration; 0 has none",
             facts.timing_level,
         )
+    if config.metrics_port is not None:
+        check_package("prometheus_client", "--metrics-port", config.metrics_port, "'megatron-lossy[ops]'")
     check_network(config)
-    recorded_events(config)  # whether they can be read
     config.jobs().check(facts.train_iters)
     check_channels(config, facts.workers, facts.train_iters)

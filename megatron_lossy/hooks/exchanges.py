@@ -1,24 +1,27 @@
-"""The groups that exchange Megatron's buckets: their members, their losses and their buffers."""
+"""The groups that exchange Megatron's buckets: their members, their losses and their buffers; and checks that all do."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ..base.errors import UsageError
 from ..base.exchange import Stream
 from ..channel.corruption import Corruption
 from ..config import PHASES, LossyConfig
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
 from ..transport.sites import Scalars, Sites, make_group
-from .buckets import apart, buckets_by_stream, replicated_units
-from .grad_errors import errors_of_owner
-from .seam import Slot, attach
-from .versions import pipeline_stage, tensor_group
+from .buckets import apart, buckets_by_stream, errors_of_owner, replicated_units
+from .seam import Slot, attach, slot_of
+from .versions import optimizers, pipeline_stage, tensor_group
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
+
+logger = logging.getLogger(__name__)
 
 
 class Exchanges:
@@ -113,3 +116,46 @@ def share_copies(group: LossyGroup, pairs: Sequence[tuple[Any, Any]]) -> None:
             for phase, units in cut.items()
         }
         group.share_copies(number, copies, tensor)
+
+
+# --- loss that never happens must not go unnoticed -------------------------------------------------------------------
+
+
+def check_registered(optimizer: Any, chunks: Sequence[Any]) -> None:
+    """Raise :class:`UsageError` if ``optimizer`` updates unknown buckets. ``chunks``: the models the hooks know."""
+    if not chunks and any(group["params"] for group in getattr(optimizer, "param_groups", ())):
+        raise UsageError(
+            "no model was wrapped in Megatron's DistributedDataParallel since the hooks were installed, so that nothing "
+            "can be lost: call hooks.install() before the model is wrapped"
+        )
+    for buffer in (buffer for one in optimizers(optimizer) for buffer in getattr(one, "buffers", ())):
+        for number, bucket in enumerate(buffer.buckets):
+            if slot_of(bucket.grad_data) is None or slot_of(bucket.param_data) is None:
+                raise UsageError(
+                    f"bucket {number} ({bucket.grad_data.numel()} elements) of the optimizer is not known to the hooks, so "
+                    "that it would lose nothing: call hooks.install() before any part of the model is wrapped in DDP"
+                )
+
+
+def warn_of_lossless(config: LossyConfig, groups: Sequence[LossyGroup]) -> None:
+    """Say, on the first rank of each group, which streams can lose nothing although their rate is not 0."""
+    for phase in PHASES:
+        if config.untouched(phase):
+            continue
+        for group in groups:
+            if group.lossless(phase) and group.rank == 0 and group.wire.members[0] == 0:
+                near = "all ranks of its group are on one node (--lossy-links inter-node)"
+                why = "its group has one rank" if group.size == 1 else near
+                logger.warning("nothing of %s is lost in phase %s: %s", group.stream.name, phase, why)
+
+
+def check_exchanged(groups: Sequence[LossyGroup], phase: str, step: int) -> None:
+    """Raise ``RuntimeError`` unless every bucket that can lose something was exchanged in ``step``."""
+    for group in groups:
+        buckets = group.not_made(phase, step)
+        if buckets:
+            what = {"grad": "gradients", "param": "parameters"}[phase]
+            raise RuntimeError(
+                f"the {what} of bucket {buckets[0]} of {group.stream.name} were not exchanged in iteration {step + 1}, or not "
+                f"through the hooks, and {len(buckets) - 1} more. They would lose nothing."
+            )

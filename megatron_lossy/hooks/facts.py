@@ -68,7 +68,9 @@ def of_arguments(args: Any, jobs: int = 1) -> Facts:
         context=_size(args, "context_parallel_size"),
         stages_inside=bool(getattr(args, "use_tp_pp_dp_mapping", False)),
         layers=getattr(args, "num_layers", None),
-        tied=getattr(args, "share_embeddings_and_output_weights", not _unties(args)),
+        tied=getattr(
+            args, "share_embeddings_and_output_weights", not getattr(args, "untie_embeddings_and_output_weights", False)
+        ),
         predicts_more_tokens=bool(getattr(args, "mtp_num_layers", None)),
         recompute=getattr(args, "recompute_granularity", None),
         layer_graphs=_layer_graphs(args),
@@ -161,10 +163,6 @@ def _expert_data_parallel_ranks(args: Any) -> int:
     tensor = getattr(args, "expert_tensor_parallel_size", None) or _size(args, "tensor_model_parallel_size")
     apart = tensor * _size(args, "expert_model_parallel_size") * _size(args, "pipeline_model_parallel_size")
     return max(1, args.world_size // apart)
-
-
-def _unties(args: Any) -> bool:
-    return bool(getattr(args, "untie_embeddings_and_output_weights", False))
 
 
 def _half(args: Any) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 
 from ..base.errors import UsageError
 from ..base.jobs import World
-from ..base.ledger import Check, check
-from ..base.registry import MECHANISMS
 from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
@@ -52,23 +49,3 @@ def install(
     lossy.installed = True
     _current = weakref.ref(lossy)
     return lossy
-
-
-def check_patches() -> list[Check]:
-    """Check whether the patches of a lossy run fit the installed Megatron; applies none of them.
-
-    Includes those of ``megatron.training`` if it can be imported. Raises ``ImportError`` without megatron-core.
-    """
-    import megatron.core
-
-    patched = {name: value for mechanism in MECHANISMS.all() for name, value in mechanism.patched.items()}
-    config = LossyConfig(eval_weights="both", **patched)  # these flags need more patches
-    lossy = Lossy(config)
-    patches = megatron_core.patches(lossy)
-    with contextlib.suppress(ImportError):
-        import megatron.training.training  # noqa: F401
-
-        from . import megatron_training
-
-        patches += megatron_training.flag_patches() + megatron_training.patches(lossy)
-    return [check(patch) for patch in patches]

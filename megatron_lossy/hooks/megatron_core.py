@@ -30,22 +30,11 @@ def step(run: Lossy, applies: bool, original: Callable, self: Any, *args: Any, *
         return original(self, *args, **kwargs)
 
 
-def _scalars(run: Lossy) -> Patch:
-    return Patch(
-        target="torch.distributed:all_reduce",
-        around=run.exchanges.scalars.all_reduce,
-        why="norms, losses and flags cross between sites once, and not as often as a ring of all ranks does",
-        versions="all",
-        until="Megatron reduces scalars in two levels",
-        takes=Takes(("tensor", "op", "group", "async_op")),
-    )
-
-
 def patches(run: Lossy) -> list[Patch]:
     """Every patch that a lossy run needs in megatron-core."""
     return [
         *run.patches,
-        *([] if run.config.sites is None else [_scalars(run)]),
+        *([] if run.config.sites is None else [run.exchanges.scalars.patch("torch.distributed:all_reduce")]),
         Patch(
             target=f"{_BUFFER}:dist_reduce_scatter_func",
             around=partial(seam.reduce_scatter, run),

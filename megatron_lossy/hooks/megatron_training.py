@@ -22,6 +22,7 @@ from ..base.ledger import Patch, Takes
 from ..config import LossyConfig
 from ..config.loss_flags import add_loss_flags
 from ..delivery_log.writer import claim_delivery_log
+from ..run.exporter import exporter_at
 from .checks import check_run
 from .facts import of_arguments
 from .rng import rng_state, set_rng_state
@@ -62,27 +63,20 @@ def patches(lossy: Lossy) -> list[Patch]:
     return [
         *(
             Patch(
-                target=f"{module}:validate_args",
+                target=target,
                 around=partial(validate_args, lossy),
-                why="refuses settings that cannot go with loss before any process group exists",
+                why="refuses settings of the command line or --yaml-cfg that cannot go with loss before any process group exists",
                 versions="all",
                 until="Megatron validates plugins' flags",
-                optional=module != _ARGUMENTS,
+                optional=target != f"{_ARGUMENTS}:validate_args",
                 takes=Takes(("args",)),
             )
-            for module in (_ARGUMENTS, "megatron.training.initialize")
-        ),
-        *(
-            Patch(
-                target=f"{module}:validate_yaml",
-                around=partial(validate_args, lossy),
-                why="the same where --yaml-cfg takes the place of the command line",
-                versions="all",
-                until="Megatron validates plugins' flags",
-                optional=True,
-                takes=Takes(("args",)),
+            for target in (
+                f"{_ARGUMENTS}:validate_args",
+                "megatron.training.initialize:validate_args",
+                "megatron.training.yaml_arguments:validate_yaml",
+                "megatron.training.initialize:validate_yaml",
             )
-            for module in ("megatron.training.yaml_arguments", "megatron.training.initialize")
         ),
         *(
             Patch(
@@ -226,6 +220,7 @@ def load_checkpoint(lossy: Lossy, original: Callable, model: Any, optimizer: Any
 
 
 _signature = functools.lru_cache(inspect.signature)
+_exporter = functools.cache(exporter_at)  # one for the whole run
 
 
 def training_log(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -233,9 +228,17 @@ def training_log(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any) ->
     from megatron.training import get_args
 
     result = original(*args, **kwargs)
-    iteration = _signature(original).bind(*args, **kwargs).arguments["iteration"]
+    given = _signature(original).bind(*args, **kwargs).arguments
+    iteration = given["iteration"]
     if iteration % get_args().log_interval == 0:
-        _write(lossy.metrics(), iteration)
+        metrics = lossy.metrics()
+        _write(metrics, iteration)
+        if lossy.config.metrics_port is not None and _is_last_rank():
+            values = {"lm loss": (given.get("loss_dict") or {}).get("lm loss"), "grad norm": given.get("grad_norm")}
+            known = {name: float(value) for name, value in values.items() if value is not None}
+            exported = _exporter(lossy.config.metrics_port + lossy.job)
+            if exported is not None:
+                exported.write({"iteration": iteration, **metrics, **known})
     return result
 
 
@@ -250,6 +253,11 @@ def _write(metrics: dict[str, float], iteration: int) -> None:
         wandb.log(metrics, iteration)
     values = " | ".join(f"{name}: {value:.4g}" for name, value in metrics.items())
     print_rank_last(f" exchanges up to iteration {iteration:8d} | {values} |")
+
+
+def _is_last_rank() -> bool:
+    """Whether this is the rank that Megatron lets write to TensorBoard."""
+    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
 
 class _Recorder:

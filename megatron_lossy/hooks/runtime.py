@@ -19,20 +19,13 @@ from ..base.ledger import Ledger
 from ..base.registry import MECHANISMS
 from ..config import LossyConfig
 from ..recovery import Gradients
-from ..run.base import Run
-from ..run.weights import ModelChunks
+from ..run.base import ModelChunks, Run
+from ..run.replicas import Held, RankReplicas, load_stale_state, stale_state
 from ..transport import LossyGroup
-from .buckets import bucket_sizes, buckets_by_stream, own_shard
-from .complete import (
-    check_exchanged,
-    check_registered,
-    warn_of_lossless,
-)
-from .exchanges import Exchanges
+from .buckets import bucket_sizes, buckets_by_stream, own_shard, used_in
+from .exchanges import Exchanges, check_exchanged, check_registered, warn_of_lossless
 from .facts import of_model
-from .sampling import RankSampler, sampler_of
 from .seam import Slot, slot_of
-from .stale import load_stale_state, stale_state
 from .versions import (
     data_parallel_place,
     innermost,
@@ -215,8 +208,13 @@ class Lossy(Run):
     def streams(self) -> list[LossyGroup]:
         return self.groups
 
-    def replicas(self) -> list[RankSampler]:
-        return [sampler_of(group, ranks, pairs) for group, ranks, pairs in self.exchanged()]
+    def replicas(self) -> list[RankReplicas]:
+        return [
+            RankReplicas(
+                group, ranks, [group.view(bucket.param_data) for _, bucket in pairs], partial(used_in, pairs, group)
+            )
+            for group, ranks, pairs in self.exchanged()
+        ]
 
     def settle(self) -> None:
         with torch.no_grad():
@@ -278,12 +276,16 @@ class Lossy(Run):
         """The buckets of all model chunks."""
         return [bucket for ddp in self.chunks for group in _bucket_groups(ddp) for bucket in group.buckets]
 
+    def _held(self) -> list[Held]:
+        slots = ((slot_of(bucket.param_data), bucket.param_data) for bucket in self.buckets())
+        return [Held(slot.group, slot.bucket, replica) for slot, replica in slots]
+
     def exchanged_state(self) -> list[Any]:
-        return stale_state(self.buckets(), self.update)
+        return stale_state(self._held(), self.update)
 
     def load_exchanged_state(self, state: list[Any]) -> None:
         self._restored = self.update
-        load_stale_state(self.buckets(), self.update, state)
+        load_stale_state(self._held(), self.update, state)
 
 
 def _bucket_groups(ddp: Any) -> list[Any]:

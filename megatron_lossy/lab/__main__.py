@@ -2,12 +2,9 @@
 
 python -m megatron_lossy.lab FILE.yaml …    run the study in a file, and report it (docs/study.md)
 python -m megatron_lossy.lab FILE.yaml NAME …  the same, of a file that holds several
-python -m megatron_lossy.lab table1 …       the paper's Table 1, Figures 1 and 2
 python -m megatron_lossy.lab report DIR …   the tables and figures of reports again, from their study.json
 python -m megatron_lossy.lab size DIR …     what loss costs as models grow, from their reports (docs/results/size.md)
 python -m megatron_lossy.lab lag --p P …    how late replicas are, and what to set (docs/lag.md)
-python -m megatron_lossy.lab link …         which method fits a link between sites (docs/choosing.md)
-python -m megatron_lossy.lab fct FILE.yaml  how long messages take between data centers (docs/fct.md)
 """
 
 from __future__ import annotations
@@ -21,8 +18,8 @@ from ..base.errors import UsageError, usage_errors
 PROGRAM = "megatron_lossy.lab"
 
 
-#: Modules that have commands, by the name of the command.
-_MODULES = {"size": "size", "lag": "lag", "link": "link", "fct": "fct.command"}
+#: Modules that have a command of their name.
+_MODULES = ("size", "lag")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -34,15 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(__doc__)
             if arguments:
                 return
-            raise UsageError("needs a study file, table1, report, size, lag, link or fct")
+            raise UsageError("needs a study file, report, size or lag")
         command, *rest = arguments
         if command in _MODULES:
-            importlib.import_module(f".studies.{_MODULES[command]}", __package__).main(rest)
+            importlib.import_module(f".studies.{command}", __package__).main(rest)
             return
         from .studies import commands
 
-        if command == "table1":
-            sys.exit(commands.table1(rest))
         if command == "report":
             commands.report(rest)
             return

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..base.errors import ArgumentParser, refuse
 from ..base.flags import add_flags, from_namespace
@@ -129,15 +128,3 @@ def check_groups(groups: Sequence[ParameterGroup], config: LossyConfig) -> None:
         if one.quantizes and not config.untouched("param"):
             raise refuse("model", one.name, "gathers quantized parameters: stale bytes would be read at new scales")
         _ = one.spec
-
-
-def check_called_once(model: torch.nn.Module, runs: Mapping[torch.nn.Module, Any]) -> None:
-    """Raise :class:`UsageError` if one of ``runs`` has ``model``, or a part of it."""
-    if any(module in runs for module in model.modules()):
-        raise refuse("model", type(model).__name__, "is lossy already: call make_lossy once, for the whole model")
-
-
-def check_process_group() -> None:
-    """Raise :class:`UsageError` without a process group."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise refuse("model", "without a process group", "call torch.distributed.init_process_group first")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import os
 import weakref
@@ -80,7 +79,7 @@ class LossyRun(Run):
     # --- which step it is ------------------------------------------------------------------------------------------
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """See :class:`.Stepping`."""
+        """An outermost step begins."""
         if optimizer in self._stepped:
             self._finish_round()
         if self.holds:
@@ -91,7 +90,7 @@ class LossyRun(Run):
         self.check_weights()
 
     def check_scaler(self) -> None:
-        """See :class:`.Stepping`."""
+        """A ``GradScaler`` is in use. Raise :class:`UsageError` if the run needs it, and does not have it."""
         if self._scaler is None and any(
             rule.carries_over or rule.feeds_back for group in self.groups for rule in group.grads
         ):
@@ -100,7 +99,7 @@ class LossyRun(Run):
             raise refuse("scaler", None, why)
 
     def use_gradients(self, kind: Kind) -> None:
-        """See :class:`.Stepping`."""
+        """A step has its gradients, and is about to use them. Called again if it evaluates its closure again."""
         if kind is Kind.REJECTED or (kind is Kind.IDLE and not self._reduced):
             return
         if kind is Kind.UPDATE:
@@ -113,7 +112,7 @@ class LossyRun(Run):
             self.begin_update()
 
     def end_step(self, optimizer: torch.optim.Optimizer, kind: Kind) -> None:
-        """See :class:`.Stepping`."""
+        """An outermost step is over."""
         self._stepped[optimizer] = kind
         if kind is Kind.UPDATE:
             self.note_update()
@@ -187,17 +186,6 @@ class LossyRun(Run):
             )
 
     # --- weights and state -----------------------------------------------------------------------------------------
-
-    def owner_weights(self, model_chunks: Any = None) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model has the owners' weights at all ranks; then its replica again. A collective call.
-
-        With DDP, whose replicas all update everything, it has the mean of the finite replicas.
-        """
-        return super().owner_weights(model_chunks)
-
-    def consensus_weights(self, model_chunks: Any = None) -> contextlib.AbstractContextManager[None]:
-        """A context as of :meth:`owner_weights`, with the mean over islands, if there are several."""
-        return super().consensus_weights(model_chunks)
 
     def state_dict(self) -> dict[str, Any]:
         """The stale units of this rank, and the state of rules and monitors. A collective call.

@@ -79,11 +79,9 @@ class LossyDDP(LossyRun):
         config: LossyConfig,
         model: Any,
         optimizers: Sequence[torch.optim.Optimizer],
-        steps: int | None,
-        gapless: bool,
-        scaler: Any,
+        **how: Any,
     ) -> None:
-        super().__init__(config, optimizers, steps, gapless, scaler)
+        super().__init__(config, optimizers, **how)
         self.ranks: dist.ProcessGroup = model.process_group
         self.parameters = [one for one in model.parameters() if one.requires_grad]
         #: The final buckets, once they are known.
@@ -124,7 +122,7 @@ class LossyDDP(LossyRun):
         self.reducing(number)
         gradient.mul_(1.0 / self.ranks.size())  # as DDP itself does
         if not self._known:
-            self._learn(bucket)
+            self._learned.append(_bucket_of(bucket.parameters()))
         finish = self._begin(number, gradient)
         cuda = [gradient.device] if gradient.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=cuda)
@@ -165,9 +163,6 @@ class LossyDDP(LossyRun):
         work.wait()
         if self._known and not self._closed_hook:
             self.reduction_ends(number, gradient)
-
-    def _learn(self, bucket: dist.GradBucket) -> None:
-        self._learned.append(_bucket_of(bucket.parameters()))
 
     def _end_round(self) -> None:
         self._rounds += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,30 +21,6 @@ from ..recovery import Gradients
 from ..transport import LossyGroup, Transfer
 from .layout import ParameterGroup
 from .steps import within_step
-
-
-class Clock(Protocol):
-    """The answers of a run to its exchanges. See :class:`.fsdp.LossyFSDP`."""
-
-    iteration: int
-    update: int | None
-    restarts: int
-    gapless: bool
-    optimizers: Sequence[torch.optim.Optimizer]
-    #: Whether the replicas hold other weights than the run's for a while.
-    holds: bool
-
-    def gathering(self) -> None:
-        """Parameters are about to be gathered."""
-
-    def reducing(self, bucket: object) -> None:
-        """The gradients of ``bucket`` are about to be reduced."""
-
-    def loss_scale(self) -> Any:
-        """The factor of the gradients, if there is one."""
-
-    def updated(self) -> None:
-        """Let the current stream wait until the last update is made, and what was gathered before it is copied."""
 
 
 class Handle(dist.Work):
@@ -69,7 +45,7 @@ def handle_of(transfer: Transfer, async_op: bool) -> Handle | None:
 
 
 class Gather:
-    """The gather of one parameter group, bucket ``number`` of ``lossy``.
+    """The gather of one parameter group, bucket ``number`` of ``lossy``. ``clock``: the run, :class:`.LossyFSDP`.
 
     The first gather is reliable; so is one after weights were loaded. After an update, one gather sends something.
     Until the next update the replica answers, without a byte. ``again``: a group that makes the later gathers of an
@@ -78,7 +54,7 @@ class Gather:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: Any,
         group: ParameterGroup,
         lossy: LossyGroup,
         number: int,
@@ -201,9 +177,9 @@ class Gather:
 
 
 class Reduce:
-    """The reduce-scatter of the gradients of one parameter group, bucket ``number`` of ``lossy``."""
+    """The reduce-scatter of the gradients of one parameter group, bucket ``number`` of ``lossy``. ``clock``: the run."""
 
-    def __init__(self, clock: Clock, group: ParameterGroup, lossy: LossyGroup, number: int) -> None:
+    def __init__(self, clock: Any, group: ParameterGroup, lossy: LossyGroup, number: int) -> None:
         self._clock = clock
         self._group = group
         self._lossy = lossy

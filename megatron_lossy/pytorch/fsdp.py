@@ -19,13 +19,15 @@ from ..base.registry import MECHANISMS
 from ..channel.corruption import Errors
 from ..config import PHASES, LossyConfig
 from ..run.base import Observed
-from ..run.sampling import RankSampler
-from ..run.stale import Held, load_stale_state, stale_state
+from ..run.replicas import Held, RankReplicas, load_stale_state, stale_state
 from ..transport import LossyGroup, Network, find_nodes
-from ..transport.sites import Sites, make_group
+from ..transport.sites import Scalars, Sites, make_group
 from .base import LossyRun
 from .exchanges import Gather, Reduce
 from .layout import ParameterGroup, ShardedStream, streams_of
+
+#: Of all models of this process.
+_scalars = Scalars()
 
 
 class _Sharded:
@@ -76,13 +78,11 @@ class LossyFSDP(LossyRun):
         config: LossyConfig,
         optimizers: Sequence[torch.optim.Optimizer],
         groups: Sequence[ParameterGroup],
-        steps: int | None,
-        gapless: bool,
-        scaler: Any,
         regather: bool,
         islands: Sequence[Sequence[int]] | None = None,
+        **how: Any,
     ) -> None:
-        super().__init__(config, optimizers, steps, gapless, scaler)
+        super().__init__(config, optimizers, **how)
         #: Times that weights were loaded.
         self.restarts = 0
         self._loading: list[Any] = []  # hooks
@@ -94,12 +94,17 @@ class LossyFSDP(LossyRun):
         self._again: list[_Again] = []
         MECHANISMS.attach(self)
         self._streams = streams_of([one for one in groups if one.trained])
-        self._sites.open(stream.ranks for stream in self._streams)
+        ranks = [stream.ranks for stream in self._streams]
+        self._sites.open(ranks)
+        self._of_scalars = Sites(config.sites)
+        self._of_scalars.open([dist.group.WORLD, *ranks])
         for stream in self._streams:
             self._add(stream, regather)
         for one in self._sharded:
             one.group.exchange_by(one.gather, one.reduce)
         self.events.built()
+        if config.sites is not None:
+            _scalars.add(self._of_scalars)
 
     def _add(self, one: ShardedStream, regather: bool) -> None:
         lossy = self._group_of(one, one.stream.chunk)
@@ -198,9 +203,9 @@ class LossyFSDP(LossyRun):
     def known_later(self) -> bool:
         return bool(self._again) or super().known_later
 
-    def replicas(self) -> list[RankSampler]:
+    def replicas(self) -> list[RankReplicas]:
         return [
-            RankSampler(
+            RankReplicas(
                 lossy,
                 lossy.members or stream.ranks,
                 [lossy.view(one.replica) for one in self._sharded if one.lossy is lossy],
@@ -313,6 +318,8 @@ class LossyFSDP(LossyRun):
         for one in self._sharded:
             if one.group.exchanges == (one.gather, one.reduce):
                 one.group.exchange_by(*one.before)
+        if self.config.sites is not None:
+            _scalars.remove(self._of_scalars)
 
     @property
     def sent_bytes(self) -> dict[str, int]:

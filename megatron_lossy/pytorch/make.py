@@ -15,10 +15,8 @@ from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..transport import settled
 from .arguments import (
-    check_called_once,
     check_groups,
     check_optimizers,
-    check_process_group,
     check_torch,
     config_of,
     optimizers_of,
@@ -68,10 +66,13 @@ def make_lossy(
     arguments that are not allowed, before any exchange.
     """
     flags, optimizers = config_of(config), optimizers_of(optimizer)
+    how = {"steps": steps, "gapless": gapless, "scaler": scaler}
     if not isinstance(model, torch.nn.Module):
         raise refuse("model", type(model).__name__, "must be a torch.nn.Module")
-    check_process_group()
-    check_called_once(model, _runs)
+    if not dist.is_available() or not dist.is_initialized():
+        raise refuse("model", "without a process group", "call torch.distributed.init_process_group first")
+    if any(module in _runs for module in model.modules()):
+        raise refuse("model", type(model).__name__, "is lossy already: call make_lossy once, for the whole model")
     flags = settled(flags)
     if replicate not in ("all-reduce", "islands"):
         raise refuse("replicate", replicate, "must be all-reduce or islands")
@@ -81,13 +82,13 @@ def make_lossy(
             "replicate", replicate, f"with --islands {number} must be {'islands' if number > 1 else 'all-reduce'}"
         )
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        run: LossyRun = _in_ddp(model, optimizers, flags, steps, gapless, scaler, regather)
+        run: LossyRun = _in_ddp(model, optimizers, flags, regather, how)
     else:
         check_torch()
         groups = parameter_groups(model)
         if not groups:
             raise refuse("model", type(model).__name__, _not_wrapped(model))
-        run = _sharded(model, groups, optimizers, flags, steps, gapless, scaler, regather, replicate)
+        run = _sharded(model, groups, optimizers, flags, regather, replicate, how)
     run.begin()
     _runs[model] = run
     return run
@@ -98,11 +99,9 @@ def _sharded(
     groups: list[ParameterGroup],
     optimizers: list[torch.optim.Optimizer],
     config: LossyConfig,
-    steps: int | None,
-    gapless: bool,
-    scaler: Any,
     regather: bool,
     replicate: str,
+    how: dict[str, Any],
 ) -> LossyRun:
     from .fsdp import LossyFSDP
 
@@ -125,14 +124,14 @@ def _sharded(
             flushes=True,
             workers=len(islands or [0]) * max(len(group.all_ranks) for group in groups),
             largest_group=max(group.ranks.size() for group in groups),
-            train_iters=steps,
+            train_iters=how["steps"],
             distributed_optimizer=True,
             gradient_bytes=max(spec.grad_dtype.itemsize for spec in specs),
             weight_bytes=max(spec.param_dtype.itemsize for spec in specs),
             tensor=2 if any(group.tensor_parallel for group in groups) else 1,
         ),
     )
-    run = LossyFSDP(config, optimizers, groups, steps, gapless, scaler, regather, islands)
+    run = LossyFSDP(config, optimizers, groups, regather, islands, **how)
     run.follow_loading(model)
     return run
 
@@ -159,10 +158,8 @@ def _in_ddp(
     model: torch.nn.parallel.DistributedDataParallel,
     optimizers: list[torch.optim.Optimizer],
     config: LossyConfig,
-    steps: int | None,
-    gapless: bool,
-    scaler: Any,
     regather: bool,
+    how: dict[str, Any],
 ) -> LossyRun:
     from .ddp import LossyDDP
 
@@ -171,7 +168,7 @@ def _in_ddp(
     trained = [one for one in model.parameters() if one.requires_grad]
     check_optimizers(model, optimizers, trained)
     largest = max(one.element_size() for one in trained)
-    ranks = model.process_group.size()
+    ranks, scaler = model.process_group.size(), how["scaler"]
     check_refusals(
         config,
         Facts(
@@ -180,7 +177,7 @@ def _in_ddp(
             flushes=True,
             workers=ranks,
             largest_group=ranks,
-            train_iters=steps,
+            train_iters=how["steps"],
             distributed_optimizer=False,
             fp16=scaler is not None,
             loss_scale=scaler.get_scale() if scaler is not None and scaler.is_enabled() else None,
@@ -188,7 +185,7 @@ def _in_ddp(
             weight_bytes=largest,
         ),
     )
-    return LossyDDP(config, model, optimizers, steps, gapless, scaler)
+    return LossyDDP(config, model, optimizers, **how)
 
 
 def _not_wrapped(model: torch.nn.Module) -> str:

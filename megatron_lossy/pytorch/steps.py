@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,26 +34,10 @@ class Kind(enum.Enum):
     IDLE = enum.auto()
 
 
-class Stepping(Protocol):
-    """A run, as its optimizers need it."""
-
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An outermost step begins."""
-
-    def check_scaler(self) -> None:
-        """A ``GradScaler`` is in use. Raise :class:`UsageError` if the run needs it, and does not have it."""
-
-    def use_gradients(self, kind: Kind) -> None:
-        """A step has its gradients, and is about to use them. Called again if it evaluates its closure again."""
-
-    def end_step(self, optimizer: torch.optim.Optimizer, kind: Kind) -> None:
-        """An outermost step is over."""
-
-
 class Steps:
-    """The outermost steps of ``optimizers``, for ``run``, which may be gone before them."""
+    """The outermost steps of ``optimizers``, for ``run``, a :class:`.LossyRun`, which may be gone before them."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], run: Stepping) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], run: Any) -> None:
         self._run = weakref.proxy(run)
         self._begun: dict[torch.optim.Optimizer, tuple[Kind, list[torch.Tensor]]] = {}
         me = weakref.ref(self)

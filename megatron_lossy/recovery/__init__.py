@@ -1,18 +1,4 @@
 """Rules for units that do not arrive. Pure functions on flat buffers; no process group, no megatron."""
 
-from .base import Gradients, GradRecovery, LossScale, Parameters, Rule
+from .base import Gradients, GradRecovery, LossScale, Parameters, Rule, Stale
 from .rows import IndexedRows, MaskedRows, rows_for, unit_views
-from .stale import Stale
-
-__all__ = [
-    "GradRecovery",
-    "Gradients",
-    "IndexedRows",
-    "LossScale",
-    "MaskedRows",
-    "Parameters",
-    "Rule",
-    "Stale",
-    "rows_for",
-    "unit_views",
-]

@@ -87,18 +87,14 @@ class Previous(GradRecovery):
         useless = {number for number in self._kept if (number > step if step == self._step else number == step)}
         if useless:
             self._kept = {number: kept for number, kept in self._kept.items() if number not in useless}
-            self._warn(step)
-
-    @classmethod
-    def _warn(cls, step: int) -> None:
-        if not cls._warned:
-            cls._warned = True
-            logger.warning(
-                "--grad-recovery %s: step %d was not used, which nobody had announced; "
-                "what the step after it loses counts as zero (said once)",
-                cls.name,
-                step,
-            )
+            if not Previous._warned:
+                Previous._warned = True
+                logger.warning(
+                    "--grad-recovery %s: step %d was not used, which nobody had announced; "
+                    "what the step after it loses counts as zero (said once)",
+                    self.name,
+                    step,
+                )
 
     def restart(self) -> None:
         super().restart()

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import os
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from ..base.errors import UsageError, refuse
 from ..base.exchange import Delivery
+from ..base.jobs import JobGroup
 from ..base.ledger import Patch
+from ..base.registry import MECHANISMS
 from ..channel.corruption import Corruption, make_corruption
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..delivery_log.events import recorded_events
-from .monitor import Replicas, metrics_of
-from .observers import make_observers
-from .weights import RunWeights
+from ..delivery_log.events import EventLog, all_kinds
+from ..delivery_log.writer import DeliveryLog
+from ..transport import LossyGroup
+from .mechanism import Events, Part
+from .monitor import Drift, ExchangeMonitor, Observer, Replicas, load_states, metrics_of, states_of
+from .saved import REPLICAS, flags_of, read, write
+
+#: Megatron's ``model``.
+ModelChunks = Sequence[torch.nn.Module] | torch.nn.Module
 
 
 class Observed(Protocol):
@@ -30,7 +39,7 @@ class Observed(Protocol):
         """The delivery of ``step`` at all ranks of this process; ``None`` in a phase without loss."""
 
 
-class Run(RunWeights):
+class Run(ABC):
     """The common part of real and virtual runs.
 
     ``iteration`` counts attempted iterations; gradient exchanges of the next one are keyed by it. ``update`` is the
@@ -57,7 +66,18 @@ class Run(RunWeights):
     def __init__(
         self, config: LossyConfig, steps: int | None = None, gapless: bool = False, writer: int | None = None
     ) -> None:
-        super().__init__(config)
+        self.config = config
+        self.iteration = 0
+        self.update: int | None = None
+        #: The parts that mechanisms have in this run, and the events that they subscribe to.
+        self.parts: list[Part] = []
+        self.events = Events()
+        self.job_group = JobGroup()
+        #: The part that keeps the whole state of replicas, with the methods of :class:`.HeldReplicas` for weights and saved
+        #: state; ``None`` if the exchanges keep it.
+        self.keeper: Any = None
+        # At once, since files may be large, and be gone when something is saved.
+        self._flags = flags_of(config) if config.save_replicas and not config.inert else {}
         #: Patches of mechanisms in megatron-core, and in megatron.training.
         self.patches: list[Patch] = []
         self.training_patches: list[Patch] = []
@@ -72,13 +92,22 @@ class Run(RunWeights):
 
     @cached_property
     def corruption(self) -> Corruption:
-        """Draws or replays the errors that hit gradients."""
-        return make_corruption(self.config, recorded_events(self.config))
+        """Draws the errors that hit gradients."""
+        return make_corruption(self.config)
 
     def add_facts(self, facts: Facts) -> None:
         """Add ``facts`` to those of the run. Raise :class:`UsageError` if the loss flags do not go with them all."""
         self.facts |= facts
         check_refusals(self.config, self.facts)
+
+    def add_part(self, part: Part) -> None:
+        """Let a mechanism take part in the run."""
+        self.parts.append(part)
+        part.attach(self)
+
+    def part(self, name: str) -> Any:
+        """The part of the mechanism of that name; ``None`` if it has none."""
+        return next((one for one in self.parts if one.name == name), None)
 
     @property
     def speaks(self) -> bool:
@@ -86,6 +115,42 @@ class Run(RunWeights):
         return self.job == 0 or self.config.jobs().apart
 
     # --- differences of real and virtual runs ----------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def groups(self) -> list[LossyGroup]:
+        """The lossy groups of every worker of this process."""
+
+    @abstractmethod
+    def exchanged_weights(self, model_chunks: Any) -> contextlib.AbstractContextManager[None]:
+        """:meth:`owner_weights` of a run whose exchanges keep them."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """The settings that must be equal for saved replicas to mean the same, by their names in errors."""
+
+    @abstractmethod
+    def exchanged_state(self) -> Any:
+        """The ``replicas`` of :meth:`replica_state` in a run whose replicas differ only by what exchanges lost."""
+
+    @abstractmethod
+    def load_exchanged_state(self, state: Any) -> None:
+        """Restore :meth:`exchanged_state`."""
+
+    @abstractmethod
+    def replica_file(self) -> str:
+        """The name of this process's file of saved replicas."""
+
+    def error_of_missing(self, folder: str | os.PathLike, path: Path) -> UsageError:
+        """The error that the checkpoint in ``folder`` lacks the saved replicas at ``path``."""
+        if path.parent.is_dir():
+            return refuse("--save-replicas", path, f"is missing; the run must have the world size of {folder}")
+        return refuse("--save-replicas", f"with {folder}", "that checkpoint was saved without replicas; omit the flag")
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of the replicas."""
 
     @property
     def carriers(self) -> list[Any]:
@@ -251,11 +316,113 @@ class Run(RunWeights):
             group.close()
         self.events.close()
 
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def owner_weights(self, model_chunks: ModelChunks | None = None) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model holds the owners' weights; afterwards its replica again. A collective call.
+
+        Full replicas have the mean of those that are finite. ``model_chunks``: Megatron's ``model``, wrapped in DDP or not.
+        """
+        kept = None if self.keeper is None else self.keeper.owner_weights()
+        return kept or self.exchanged_weights(model_chunks)
+
+    def consensus_weights(
+        self, model_chunks: ModelChunks | None = None
+    ) -> contextlib.AbstractContextManager[bool | None]:
+        """A context as of :meth:`owner_weights`, with the mean over jobs, if there are several; false if these do not meet."""
+        return self.job_group.consensus_weights() or self.owner_weights(model_chunks)
+
+    # --- their state -----------------------------------------------------------------------------------------------
+
+    def replica_state(self) -> dict[str, Any]:
+        """The state that makes the replicas of this process differ from the owners' weights.
+
+        ``parts``: the states of mechanisms, by name. ``replicas``: the state of the exchanges, or the whole state of the
+        replicas if a mechanism keeps it, whose name is ``keeper``.
+        """
+        states = {one.name: one.state_dict() for one in self.parts}
+        parts = {name: state for name, state in states.items() if state is not None}
+        if self.keeper is not None and (whole := self.keeper.replica_state()) is not None:
+            return {"parts": parts, "keeper": self.keeper.name, "replicas": whole}
+        self.events.save_begins()
+        return {"parts": parts, "keeper": None, "replicas": self.exchanged_state()}
+
+    def load_replica_state(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`replica_state`; ``iteration`` and ``update`` are restored already."""
+        for name, saved in state["parts"].items():
+            self.part(name).load_state_dict(saved)
+        if state["keeper"] is None:
+            self.load_exchanged_state(state["replicas"])
+        else:
+            assert self.keeper is not None and self.keeper.name == state["keeper"], state["keeper"]
+            self.keeper.load_replica_state(state["replicas"])
+
+    # --- saved replicas --------------------------------------------------------------------------------------------
+
     def save_replicas(self, folder: str | os.PathLike) -> None:
-        """See :meth:`.RunWeights.save_replicas`. With and without the flag observers save too, to files of their own."""
+        """Write the differences of replicas and the state of rules and observers, with ``--save-replicas``.
+
+        Observers save to files of their own in any case.
+        """
         if self._untold is not None:
             self.settle()
             self.tell_observers()
         for observer in self.observers:
             observer.save()
-        super().save_replicas(folder)
+        if not self.config.save_replicas or self.config.inert:
+            return
+        write(Path(folder, REPLICAS, self.replica_file()), self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "identity": self._whole_identity(),
+            "iteration": self.iteration,
+            "update": self.update,
+            **self.replica_state(),
+            "recovery": [group.state_dict() for group in self.groups],
+            "observers": states_of(self.observers),
+        }
+
+    def load_replicas(self, folder: str | os.PathLike) -> None:
+        """Restore :meth:`save_replicas` after the checkpoint was loaded, with ``--save-replicas``.
+
+        Raises :class:`UsageError` if it was written by another number of workers or with other loss flags.
+        """
+        if not self.config.save_replicas or self.config.inert:
+            return
+        path = Path(folder, REPLICAS, self.replica_file())
+        if not path.is_file():
+            raise self.error_of_missing(folder, path)
+        self._load_state(read(path, self.device, self._whole_identity(), folder))
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        self.iteration, self.update = state["iteration"], state["update"]
+        self.load_replica_state(state)
+        for group, saved in zip(self.groups, state["recovery"], strict=True):
+            group.load_state_dict(saved, self.device)
+        load_states(self.observers, state["observers"])
+
+    def _whole_identity(self) -> dict[str, Any]:
+        parts = {name: value for one in self.parts for name, value in one.identity().items()}
+        return {**self.identity(), **parts, **self._flags}
+
+
+def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
+    """The observers that the flags of ``run`` ask for; none if they are inert. ``writer``: see :class:`Run`."""
+    config = run.config
+    if config.inert:
+        return []
+    observers: list[Observer] = [] if config.lossless else [ExchangeMonitor(config)]
+    if config.observed:
+        from ..transport.monitor import DatagramMonitor, StreamMonitor
+
+        kind = DatagramMonitor if config.transport == "udp" else StreamMonitor
+        observers.append(kind(lambda: run.carriers, writer))
+    if config.drift_interval and not (config.lossless or config.needs_whole_optimizers()):
+        observers.append(Drift(config))
+    logs = config.delivery_log is not None and not config.jobs().apart  # else jobs have no exchanges in common
+    if logs and not config.lossless:
+        observers.append(DeliveryLog(config, writer))
+    if logs and any(kinds.happen(config) for kinds in all_kinds()):
+        observers.append(EventLog(config, writer))
+    return observers + [one for mechanism in MECHANISMS.all() for one in mechanism.observers(run, writer)]

@@ -5,6 +5,7 @@ The core imports no mechanism and never asks whether one is there; :data:`megatr
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +14,7 @@ from ..base.section import Flags
 if TYPE_CHECKING:
     from ..config import LossyConfig
     from ..config.refusal import Section
-    from ..delivery_log.kinds import Kinds
+    from ..delivery_log.events import Kinds
     from ..transport import Wire
     from .monitor import Observer
 
@@ -31,6 +32,8 @@ class Mechanism:
     name: ClassVar[str]
     #: The section of its flags.
     Flags: ClassVar[type[Flags]]
+    #: ``module:NAME`` of its section of refusals, if it has one; that module may import the configuration.
+    table: ClassVar[str] = ""
     #: The number of each of its phases in the key of random draws; no other mechanism may have it.
     phases: ClassVar[Mapping[str, int]] = {}
     #: The axis for each metric of its observers in reports: its label, with the unit, and whether it is logarithmic.
@@ -40,16 +43,17 @@ class Mechanism:
 
     @classmethod
     def refusals(cls) -> Section:
-        """Return its rows of the table of refusals; none by default."""
+        """Return its rows of the table of refusals: those at :attr:`table`."""
         from ..config.refusal import Section
 
-        return Section(cls.name, cls.name)
+        module, _, name = cls.table.partition(":")
+        return getattr(importlib.import_module(module), name) if module else Section(cls.name, cls.name)
 
     @classmethod
     def attach(cls, run: Any) -> None:
         """Subscribe to events of ``run``, which has just been made, or add a part to it, if the flags ask for one.
 
-        ``run.kind`` is Megatron, FSDP2, DDP or virtual. Our own parts in virtual runs stand in :mod:`.lab.virtual.twins`.
+        ``run.kind`` is Megatron, FSDP2, DDP or virtual. Our own parts in virtual runs stand in :mod:`.lab.virtual.base`.
         """
 
     @classmethod
@@ -66,7 +70,7 @@ class Mechanism:
         return rules
 
     @classmethod
-    def events(cls) -> type[Kinds] | None:
+    def kinds(cls) -> type[Kinds] | None:
         """Return the kinds of its own events in the log; ``None`` if it has none."""
         return None
 

@@ -117,10 +117,8 @@ def wire_for(
     if config.transport == "pieces":
         wire = Pieces(networks, stream, members, rank, parts, coded, group=group)
     elif config.observed:
-        if config.transport == "udp":
-            from .udp.process import open_wire  # which starts a thread
-        else:
-            from .stream.host import open_wire
+        from .deadline import open_wire  # which starts a thread
+
         dtypes = {phase: [getattr(bucket, f"{phase}_dtype") for bucket in buckets] for phase in PHASES}
         wire = open_wire(config, dtypes, networks, stream, members, rank, parts, group, coded)
     else:

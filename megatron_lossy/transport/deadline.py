@@ -8,6 +8,7 @@ observed delivery.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -18,15 +19,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..base.exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
+from ..base.exchange import BucketUnits, Delivery, Exchange, Stream, units_of
 from ..base.fetch import at_hand
+from ..config import LossyConfig
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
 from ..recovery.rows import used_here
 from .base import Latest, Networks, Transfer, draw
 from .coded import Coded
-from .leaving import Message
+from .ends import end_for
 from .pieces import PieceWire, room_for
-from .staging import Parcel, courier_of, device_of, patience_of, staged
+from .staging import Message, Parcel, courier_of, device_of, patience_of, staged
 from .udp.parity import Code
 from .windows import Bring, Window, into_pieces, into_replica, runs, windows
 
@@ -36,18 +38,15 @@ Must = Callable[[], np.ndarray]
 Dtypes = dict[str, Sequence[torch.dtype]]
 #: Seconds for the data of an exchange that nobody waits for to leave, when the wire is closed.
 _LEAVING = 5.0
-#: How the rates of several sockets towards one process become one; the others are added up.
-_TOGETHER = {"rtt_min": min, "foreign_loss": max}
 
 
 class DeadlineWire(PieceWire):
-    """One rank's exchanges with the other ranks of ``group``, over channels of a network. Units that come too late are lost.
+    """One rank's exchanges with the other ranks of ``group``, over a channel of a network. Units that come too late are lost.
 
     ``networks``: draws losses beside the real ones; with nodes, ranks of one node exchange over ``group``.
-    ``open_channels(buckets, peers=ranks, reported=phases)``: opens one for each socket, a collective call. ``memory``: bytes of
-    page-locked memory for exchanges of a device; larger exchanges cross in windows. ``codes``: by phase, the code that
-    protects the units that must arrive, for phases whose senders choose. ``threads``: that carry windows beside each other.
-    ``passes``: by phase, how often all units of a message are sent.
+    ``open_channel(buckets, peers=ranks, reported=phases)``: a collective call. ``memory``: bytes of page-locked memory for
+    exchanges of a device; larger exchanges cross in windows. ``codes``: by phase, the code that protects the units that must
+    arrive, for phases whose senders choose. ``passes``: by phase, how often all units of a message are sent.
     """
 
     observed = True
@@ -61,12 +60,11 @@ class DeadlineWire(PieceWire):
         cut: dict[str, Sequence[BucketUnits]],
         dtypes: Dtypes,
         group: dist.ProcessGroup | None,
-        open_channels: Callable[..., list[Any]],
+        open_channel: Callable[..., Any],
         memory: int,
-        codes: Mapping[str, Code] | None = None,
-        threads: int = 1,
-        coded: Mapping[str, Coded] | None = None,
-        passes: Mapping[str, int] | None = None,
+        codes: Mapping[str, Code],
+        coded: Mapping[str, Coded],
+        passes: Mapping[str, int],
     ) -> None:
         super().__init__(networks, stream, members, rank, cut, coded)
         self.name = stream.name
@@ -84,9 +82,7 @@ class DeadlineWire(PieceWire):
         dtypes = dict(dtypes) | {phase: [torch.uint8] * len(cut[phase]) for phase in self.coded}
         self._crossing = dict(cut) | {phase: coded.payloads for phase, coded in self.coded.items()}
         #: By phase, the windows of each bucket. The channel numbers them through.
-        self._windows = {
-            phase: list(windows(self._crossing[phase], dtypes[phase], self.size, memory, threads)) for phase in cut
-        }
+        self._windows = {phase: list(windows(self._crossing[phase], dtypes[phase], self.size, memory)) for phase in cut}
         sizes = {
             phase: [
                 (window.elements * dtype.itemsize, units.elements * dtype.itemsize)
@@ -95,14 +91,12 @@ class DeadlineWire(PieceWire):
             ]
             for phase in cut
         }
-        self._codes = dict(codes or {})
-        #: Of each socket. All know all windows, which cross over one after the other.
-        self._channels = [] if self._alone else open_channels(sizes, peers=self.far, reported=tuple(self._codes))
-        self._passes = passes or dict.fromkeys(cut, 1)
-        for phase, times in self._passes.items():
-            for window in (one for parts in self._windows[phase] for one in parts if times > 1 and self._channels):
+        self._codes, self._passes = codes, passes
+        self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(codes))
+        for phase, times in passes.items():
+            for window in (one for parts in self._windows[phase] for one in parts if times > 1 and self._channel):
                 units = window.units.stop - window.units.start
-                self._channel_of(window).copies(phase, window.number, np.zeros(units, dtype=bool), times)
+                self._channel.copies(phase, window.number, np.zeros(units, dtype=bool), times)
         self._unreported: dict[tuple[Exchange, int], tuple[_Exchange, Must]] = {}
         self._known = Latest()  # an _Arriving for each exchange
         self._draws = Latest()
@@ -110,9 +104,6 @@ class DeadlineWire(PieceWire):
         self._agreements: dict[tuple[str, int], tuple[np.ndarray, dist.ProcessGroup]] = {}
         self._begun: _Exchange | None = None  # the latest exchange
         self._patience = patience_of(group)
-
-    def _channel_of(self, window: Window) -> Any:
-        return self._channels[window.number % len(self._channels)]
 
     def lossless(self, phase: str) -> bool:
         return self._alone
@@ -126,7 +117,8 @@ class DeadlineWire(PieceWire):
         with torch.no_grad():
             chosen = None if rule.protected is None else rule.protected.choose(x)
         must = None if chosen is None else functools.cache(partial(at_hand, chosen))
-        if self._arriving(x.exchange).was_begun(x.bucket):  # it crosses reliably, and its losses are known
+        known = self._arriving(x.exchange)
+        if known.was_begun(x.bucket):  # it crosses reliably, and its losses are known
             return self._scatter_reliably(x, rule, None, lambda: self.delivery(x.exchange))
         coded = self.coded.get("grad")
         sent = x.buffer if coded is None else coded.gradients(x.exchange, x.bucket, x.buffer)
@@ -144,7 +136,7 @@ class DeadlineWire(PieceWire):
         crossing = self._over_network(x.exchange, x.bucket, near, sent, pieces, must, bring)
 
         def arrived() -> Delivery:
-            delivery = self._record(x.exchange, x.bucket, crossing)
+            delivery = self._record(known, x.bucket, crossing)
             if in_place:
                 used_here((landing,))
                 for group, places in runs(self.near):
@@ -155,50 +147,34 @@ class DeadlineWire(PieceWire):
         return Transfer(crossing, arrived, apart=True)
 
     def all_gather(self, x: Parameters, rule: Stale) -> Transfer:
-        if self._arriving(x.exchange).was_begun(x.bucket):
+        known = self._arriving(x.exchange)
+        if known.was_begun(x.bucket):
             return self._gather_reliably(x, rule, lambda: self.delivery(x.exchange))
         with torch.no_grad():
             own = rule.send(x)
-        if "param" in self.coded:
-            return self._gather_coded(x, rule, own)
-        buffer, rows, units = x.buffer, x.buffer.chunk(self.size), self.cut["param"][x.bucket]
-        # On a CPU units are written into the replica as they arrive; nobody reads it before the exchange is over.
-        # On a device, drawn losses are left out when the others are copied there.
-        drawn = None if self.networks["param"].lossless else self._drawn(x.exchange)[:, units.numbers]
-        on_device = staged(buffer)
-        withdrawn = self._may_be_withdrawn(x.bucket, None if on_device else drawn)
-        old = rule.rows.take(buffer, units, withdrawn) if withdrawn is not None else None
-        near = self._exchange_near([x.sent] * len(self.near), [rows[other] for other in self.near])
-        bring = into_replica(buffer, self.size, self.far, units, drawn, rule.rows) if on_device else None
-        crossing = self._over_network(x.exchange, x.bucket, near, x.sent, buffer, None, bring)
-
-        def arrived() -> Delivery:
-            delivery = self._record(x.exchange, x.bucket, crossing)
-            if rows[self.rank].data_ptr() != x.sent.data_ptr():
-                rows[self.rank].copy_(x.sent)
-            if withdrawn is not None:  # units that were written and count as lost get their old values back
-                fresh = Lost(withdrawn.mask & delivery.incoming(units))
-                new = rule.rows.take(buffer, units, fresh)
-                rule.rows.put_(buffer, units, withdrawn, old)
-                rule.rows.put_(buffer, units, fresh, new)
-            rule.sent(x, own, delivery)
-            return delivery
-
-        return Transfer(crossing, arrived, apart=True)
-
-    def _gather_coded(self, x: Parameters, rule: Stale, own: Any) -> Transfer:
-        """Exchange parameters in codes: what arrives is decoded into the replica once the exchange is over."""
-        coded = self.coded["param"]
-        sent = coded.parameters(x.bucket, x.sent)
-        received = sent.new_empty(self.size * len(sent))
+        coded, buffer, units = self.coded.get("param"), x.buffer, self.cut["param"][x.bucket]
+        # Units are written into the replica as they arrive, and nobody reads it before the exchange is over. Aside are those that are
+        # codes, or may count as lost although they came.
+        aside = coded is not None or not self.networks["param"].lossless or ("param", x.bucket) in self._agreements
+        sent = x.sent if coded is None else coded.parameters(x.bucket, x.sent)
+        received = sent.new_empty(self.size * len(sent)) if aside else buffer
         rows = received.chunk(self.size)
         near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
-        bring = into_pieces(received, self.size, self.far) if staged(sent) else None
+        bring = None
+        if staged(sent) and aside:
+            bring = into_pieces(received, self.size, self.far)
+        elif staged(sent):
+            bring = into_replica(buffer, self.size, self.far, units, rule.rows)
         crossing = self._over_network(x.exchange, x.bucket, near, sent, received, None, bring)
 
         def arrived() -> Delivery:
-            delivery = self._record(x.exchange, x.bucket, crossing)
-            self._renew(received, x, rule, own, delivery)
+            delivery = self._record(known, x.bucket, crossing)
+            if coded is None and rows[self.rank].data_ptr() != x.sent.data_ptr():
+                rows[self.rank].copy_(x.sent)
+            if aside:
+                self._renew(received, x, rule, own, delivery)
+            else:
+                rule.sent(x, own, delivery)
             return delivery
 
         return Transfer(crossing, arrived, apart=True)
@@ -239,25 +215,21 @@ class DeadlineWire(PieceWire):
         own_pieces = phase == "grad"  # each destination gets another piece
         parts: list[Message | Parcel] = []
         for window in self._windows[phase][bucket]:
-            post = partial(self._post, phase, number, window, must is not None)
-            send = partial(self._send, phase, number, window, must)
+            key = phase, number, window, must
             if bring is None:
                 start, each = window.start * itemsize, shard * itemsize
-                transfer = post(start + received.data_ptr(), each, self.far)
+                transfer = self._post(*key, received.data_ptr() + start, each, self.far)
                 transfer.keep = received, sent
-                send(start + sent.data_ptr(), each * own_pieces, self.far)
+                self._send(*key, sent.data_ptr() + start, each * own_pieces, self.far)
                 parts.append(transfer)
                 continue
-            pieces, places, each = (
-                sent.view(-1, shard)[:, window.part],
-                range(len(self.far)),
-                window.elements * itemsize,
-            )
+            pieces, each = sent.view(-1, shard)[:, window.part], window.elements * itemsize
+            places = range(len(self.far))
             parcel = Parcel(
                 rows=[pieces[group] for group, _ in runs(self.far)] if own_pieces else [pieces],
                 arriving=torch.Size([len(self.far), window.elements]),
-                post=lambda data, post=post, each=each, places=places: post(data, each, places),
-                send=lambda data, send=send, each=each * own_pieces, places=places: send(data, each, places),
+                post=partial(self._post, *key, each=each, places=places),
+                send=partial(self._send, *key, each=each * own_pieces, places=places),
                 bring=lambda arrived, data, window=window: bring(window, arrived[self.far], data),
                 patience=self._patience,
             )
@@ -269,27 +241,20 @@ class DeadlineWire(PieceWire):
         return self._begun
 
     def _post(
-        self, phase: str, number: int, window: Window, reports: bool, data: int, each: int, places: Sequence[int]
+        self, phase: str, number: int, window: Window, must: Must | None, data: int, each: int, places: Sequence[int]
     ) -> Message:
         """Post ``window``: its data of the far ranks arrive at ``data`` plus ``each`` bytes times their ``places``."""
-        transfer: Any = self._channel_of(window).post(phase, number, window.number, self._to_far(data, each, places))
-        if reports:
+        transfer: Any = self._channel.post(phase, number, window.number, self._to_far(data, each, places))
+        if must is not None:
             transfer.expects_reports()
         return transfer
 
     def _send(
-        self,
-        phase: str,
-        number: int,
-        window: Window,
-        must: Must | None,
-        data: int,
-        each: int,
-        places: Sequence[int],
+        self, phase: str, number: int, window: Window, must: Must | None, data: int, each: int, places: Sequence[int]
     ) -> None:
         required = None if must is None else must()[:, window.units]
         more = () if required is None else (required, self._codes[phase].of(required[self.far]))
-        self._channel_of(window).send(phase, number, window.number, self._to_far(data, each, places), *more)
+        self._channel.send(phase, number, window.number, self._to_far(data, each, places), *more)
 
     def _to_far(self, data: int, each: int, places: Sequence[int]) -> list[int | None]:
         known = {other: data + place * each for other, place in zip(self.far, places, strict=True)}
@@ -318,25 +283,16 @@ class DeadlineWire(PieceWire):
     def restart(self) -> None:
         self._known = Latest()
 
-    def _record(self, exchange: Exchange, bucket: int, crossing: _Exchange) -> Delivery:
+    def _record(self, known: _Arriving, bucket: int, crossing: _Exchange) -> Delivery:
         """Note which units of ``bucket`` arrived. Returns a delivery of this bucket alone."""
-        phase = exchange.phase
+        phase = known.exchange.phase
         arrived = crossing.arrived()
         arrived[[*self.near, self.rank]] = True
         if not self.networks[phase].lossless:
-            arrived &= self._drawn(exchange)[:, self.cut[phase][bucket].numbers]
+            arrived &= self._drawn(known.exchange)[:, self.cut[phase][bucket].numbers]
         if (phase, bucket) in self._agreements:
             arrived = self._agreed(phase, bucket, arrived)
-        return self._arriving(exchange).record(bucket, arrived)
-
-    def _may_be_withdrawn(self, bucket: int, drawn: np.ndarray | None) -> Lost | None:
-        """Units of parameters that may be written and still count as lost. ``drawn``: those that a channel delivers."""
-        mask = np.zeros((self.size, self.cut["param"][bucket].count), dtype=bool)
-        if drawn is not None:
-            mask |= ~drawn
-        if ("param", bucket) in self._agreements:
-            mask |= self._agreements["param", bucket][0]
-        return Lost(mask) if mask.any() else None
+        return known.record(bucket, arrived)
 
     def _drawn(self, exchange: Exchange) -> np.ndarray:
         """bool[N, units]: the units that the channel delivers, of all buckets."""
@@ -359,7 +315,7 @@ class DeadlineWire(PieceWire):
         self._agreements[phase, bucket] = mine, group
         for window in self._windows[phase][bucket]:
             units = replicated.any(axis=0)[window.units]
-            self._channel_of(window).copies(phase, window.number, units, self._passes[phase])
+            self._channel.copies(phase, window.number, units, self._passes[phase])
 
     def _agreed(self, phase: str, bucket: int, arrived: np.ndarray) -> np.ndarray:
         mask, group = self._agreements[phase, bucket]
@@ -402,38 +358,30 @@ class DeadlineWire(PieceWire):
 
     def counters(self) -> dict[int, dict[str, int]]:
         """Counters of each peer, by its rank in the group."""
-        return _joined([channel.counters() for channel in self._channels], {})
+        return {} if self._channel is None else self._channel.counters()
 
     def rates(self) -> dict[int, dict[str, float]]:
         """Rates towards each peer: bytes per second, least round trip in seconds, and more."""
-        return _joined([channel.rates() for channel in self._channels], _TOGETHER)
+        return {} if self._channel is None else self._channel.rates()
 
     def close(self) -> None:
         """Close the wire after the last exchange. Exchanges under way may stay incomplete. Nothing is reported afterwards."""
         try:
             if self._begun is not None:
                 self._begun.leave(_LEAVING)
-            for channel in self._channels:
-                channel.close()
+            if self._channel is not None:
+                self._channel.close()
         finally:
             # Exchanges refer to the wire, and it would keep the process group and its threads until garbage is collected.
             self._begun = None
             self._unreported.clear()
 
 
-def _joined(found: Sequence[dict[int, dict[str, Any]]], how: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Join what sockets ``found`` of each peer: by ``how`` for a name, else by their sum."""
-    return {
-        peer: {name: how.get(name, sum)([one[peer][name] for one in found]) for name in values}
-        for peer, values in (found[0] if found else {}).items()
-    }
-
-
 class _Arriving:
     """The units of ``exchange`` that have arrived so far, bucket by bucket, and the buckets that were begun."""
 
     def __init__(self, exchange: Exchange, members: Sequence[int], rank: int, cut: Sequence[BucketUnits]) -> None:
-        self._exchange, self._members, self._me, self._cut = exchange, members, members[rank], cut
+        self.exchange, self._members, self._me, self._cut = exchange, members, members[rank], cut
         self._begun: set[int] = set()
         self._arrived: dict[int, np.ndarray] = {}
         self._whole: Delivery | None = None
@@ -460,7 +408,7 @@ class _Arriving:
         for bucket, part in buckets.items():
             arrived[0][:, self._cut[bucket].numbers] = part
         arrived.flags.writeable = False
-        return Delivery(self._exchange, self._members, [self._me], arrived, self._cut)
+        return Delivery(self.exchange, self._members, [self._me], arrived, self._cut)
 
 
 class _Exchange:
@@ -505,3 +453,32 @@ class _Exchange:
     def leave(self, seconds: float) -> None:
         """Wait at most ``seconds`` until the network has all data: others may still want them."""
         wait([part.gone for part in self._parts if isinstance(part, Parcel)], seconds)
+
+
+def open_wire(
+    config: LossyConfig,
+    dtypes: Dtypes,
+    networks: Networks,
+    stream: Stream,
+    members: Sequence[int],
+    rank: int,
+    cut: dict[str, Sequence[BucketUnits]],
+    group: dist.ProcessGroup | None,
+    coded: Mapping[str, Coded],
+) -> DeadlineWire:
+    """The wire of one group. A collective call. Raises :class:`UsageError` if ranks differ or are out of reach."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    # Every rank is in one group of a stream, and all make the same channels in the same order.
+    name = f"{stream.name}-{ranks[0]}"
+    # A drawn prefix keeps keys of dead ranks out: torchrun may use one store for all its attempts.
+    drawn = [os.urandom(8).hex()]
+    dist.broadcast_object_list(drawn, ranks[0], group)
+    prefix, store = f"megatron_lossy/wire/{name}/{drawn[0]}", dist.distributed_c10d._get_default_store()
+    codes = {phase: str(one.code) for phase, one in coded.items()}
+    alike = repr((dtypes, ranks, [one.code for one in coded.values()]))
+    open_channel = partial(end_for(config).open, name, rank, len(members), store, prefix, alike=alike, codes=codes)
+    parity = dict.fromkeys(config.chosen(), Code(config.udp_fec_code, config.udp_fec_budget / 100))
+    passes = {phase: config.copies(phase) for phase in cut}
+    return DeadlineWire(
+        networks, stream, members, rank, cut, dtypes, group, open_channel, config.udp_memory, parity, coded, passes
+    )

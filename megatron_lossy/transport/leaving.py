@@ -6,33 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 
 class PeerLost(RuntimeError):
     """A rank is gone: its process, or the way to it. No exchange of the channel will complete any more."""
-
-
-class Message(Protocol):
-    """An exchange of a channel, whatever carries it. ``keep``: owns the memory that is read and written.
-
-    ``arrived`` bool[N, units]: the units that arrived, after :meth:`wait`.
-    """
-
-    keep: object
-
-    @property
-    def arrived(self) -> np.ndarray | None: ...
-
-    def wait(self, timeout: float | None = None) -> np.ndarray: ...
-
-    def sent(self, timeout: float | None = None) -> None: ...
-
-    def all_sent(self) -> bool: ...
-
-    def finish(self, seconds: float) -> None: ...
 
 
 def patiently(wait: Callable[[float], Any], seconds: float) -> Any:
@@ -50,9 +28,9 @@ class Leaving:
     def __init__(self, memory: int, patience: float) -> None:
         self._memory = memory
         self._patience = patience
-        self._messages: deque[tuple[Message, int]] = deque()
+        self._messages: deque[tuple[Any, int]] = deque()
 
-    def add(self, sending: Message, size: int) -> None:
+    def add(self, sending: Any, size: int) -> None:
         """Keep a message of ``size`` bytes until it has left."""
         self._messages.append((sending, size))
 

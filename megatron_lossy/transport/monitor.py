@@ -3,63 +3,72 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from ..run.monitor.observer import Look, Observer
 from ..run.monitor.window import Window
+from .ends import end_counters
 
 logger = logging.getLogger(__name__)
 
 _EVERY = 10  # iterations between looks at the counters
+_PERSISTS = 100  # iterations in a row of much loss that are worth a line
 _MUCH = 0.2
-
-
-class Carrier(Protocol):
-    """An end of a link over a network: its name, and its rank on that link."""
-
-    name: str
-    rank: int
-
-    def counters(self) -> dict[int, dict[str, int]]: ...
-
-    def rates(self) -> dict[int, dict[str, float]]: ...
+_OVERFLOW = 0.001
 
 
 class NetworkMonitor(Observer):
-    """Counts messages over all ranks. ``transports``: returns those of this process, once there are any.
+    """Counts messages over all ranks. ``transports``: returns the wires and links of this process, once there are any.
 
     ``rank``: the number of this process, if it is not its rank: every island has a rank 0.
     """
 
-    #: The network in names, the counters that become metrics, and those of the table.
+    #: The network in names; the counters that become metrics, by the name of the column; and those of the table.
     network: ClassVar[str]
-    columns: ClassVar[Sequence[str]]
+    columns: ClassVar[Mapping[str, str]]
     table: ClassVar[Sequence[str]]
+    #: By column, what is said once it is not 0: ``{}`` is its number.
+    problems: ClassVar[Mapping[str, str]]
+    much_loss: ClassVar[str]
 
-    def __init__(self, transports: Callable[[], Sequence[Carrier]], rank: int | None = None) -> None:
+    def __init__(self, transports: Callable[[], Sequence[Any]], rank: int | None = None) -> None:
         self._transports = transports
         self._called = rank
-        self._window = Window(self.columns)
+        self._window = Window(tuple(self.columns))
         self._counted: Counter[str] = Counter()
         self._said: set[str] = set()
         self._units: Counter[str] = Counter()  # of this iteration
         self._much = 0
 
-    @abstractmethod
-    def totals(self, peers: Sequence[Mapping[str, int]]) -> Counter[str]:
-        """The columns of this process, from the counters of its peers and of its sockets."""
+    @classmethod
+    def totals(cls, peers: Iterable[Mapping[str, int]], ends: Mapping[str, int]) -> Counter[str]:
+        """The columns of one process, from the counters of its peers, and of its sockets."""
+        found: Counter[str] = Counter()
+        for one in (*peers, ends):
+            found.update(one)
+        found["refused"] = sum(found[name] for name in ("malformed", "bad_tag", "foreign", "strangers"))
+        return Counter({column: found[name] for column, name in cls.columns.items()}) + Counter(
+            bad_tag=found["bad_tag"]
+        )
 
-    @abstractmethod
-    def advice(self, now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
+    @classmethod
+    def advice(cls, now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
         """Lines of advice, by the name of the reason. ``much_loss_since``: iterations in a row with much loss."""
+        least = {"overflow": _OVERFLOW * max(now["received"], 1)}
+        result = {name: line.format(now[name]) for name, line in cls.problems.items() if now[name] > least.get(name, 0)}
+        if much_loss_since >= _PERSISTS:
+            result["loss"] = (
+                f"more than {100 * _MUCH:.0f} % of units were lost in each of {_PERSISTS} iterations: {cls.much_loss}, or "
+                "look at the network"
+            )
+        return result
 
     def _now(self) -> Counter[str]:
-        return self.totals([peer for one in self._transports() for peer in one.counters().values()])
+        return self.totals([peer for one in self._transports() for peer in one.counters().values()], end_counters())
 
     def observe(self, delivery) -> None:
         arrived = delivery.arrived[delivery.crossing]
@@ -109,3 +118,61 @@ class NetworkMonitor(Observer):
 
     def _words(self, counts: Mapping[str, int]) -> str:
         return ", ".join(f"{name.replace('_', ' ')} {counts.get(name, 0):,}" for name in self.table)
+
+
+#: Columns of both.
+_UNITS = {
+    "sent": "sent",
+    "received": "received",
+    "units_lost": "lost",
+    "late": "late",
+    "early_dropped": "early_dropped",
+    "refused": "refused",
+}
+_EARLY = "{} %s came before this rank asked for them and did not fit --udp-memory: raise it"
+
+
+class DatagramMonitor(NetworkMonitor):
+    """Counts datagrams."""
+
+    network = "udp"
+    columns = _UNITS | {
+        "duplicate": "duplicate",
+        "overflow": "socket_overflow",
+        "too_big": "too_big",
+        "send_failed": "send_failed",
+        "unreachable": "unreachable",
+        "narrowed": "narrowed",
+        "sent_again": "resent",
+        "put_together": "repaired",
+    }
+    table = ("sent", "received", "lost", "late", "duplicate", "early_dropped", "malformed", "bad_tag")
+    problems: ClassVar = {
+        "overflow": "{} datagrams were lost in this host's own receive buffer: raise net.core.rmem_max (docs/wan.md), or give the "
+        "process's network thread a core",
+        "early_dropped": _EARLY % "datagrams",
+        "too_big": "{} datagrams were larger than the MTU of this host's interface and were not sent: lower --packet-bytes",
+        "narrowed": "no full datagram comes from a rank any more, and shorter ones do: the MTU of a path has fallen, and its units are "
+        "lost; lower --packet-bytes",
+        "send_failed": "{} datagrams could not be sent: look at this host's routes and firewall",
+        "bad_tag": "{} datagrams failed authentication and were dropped: somebody else sends to this port, or something on the way "
+        "changes them",
+    }
+    much_loss = "lower --udp-rate"
+
+
+class StreamMonitor(NetworkMonitor):
+    """Counts units, bytes and connections."""
+
+    network = "stream"
+    columns = _UNITS | {"sent_bytes": "sent_bytes", "broken": "broken", "late_us": "late_us"}
+    table = ("sent", "received", "lost", "late", "early_dropped", "broken", "malformed")
+    problems: ClassVar = {"early_dropped": _EARLY % "units"}
+    much_loss = "raise --udp-deadline"
+
+    def metrics(self) -> dict[str, float]:
+        found = super().metrics()
+        received, late = found["stream received"], found["stream late"]
+        found["stream arrived"] = received / max(received + found["stream units lost"], 1.0)
+        found["stream late by"] = found.pop("stream late us") / max(late, 1.0) / 1e3
+        return found

@@ -116,14 +116,15 @@ def choose_congestion(made: socket.socket, name: str | None) -> None:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
     except OSError as error:
         allowed = "sysctl net.ipv4.tcp_allowed_congestion_control lists those of this host"
-        raise refuse("--stream-congestion", name, f"{error.strerror}: {allowed}") from None
+        raise refuse("--udp-rate", name, f"{error.strerror}: {allowed}") from None
 
 
 def check_network(config: LossyConfig) -> None:
     """Raise :class:`UsageError` for a key file or a congestion control that this host cannot use."""
     read_key_file(config.udp_key_file)
-    with socket.socket() as probe:
-        choose_congestion(probe, config.stream_congestion)
+    if config.transport == "stream":
+        with socket.socket() as probe:
+            choose_congestion(probe, config.stream_congestion)
 
 
 @cache

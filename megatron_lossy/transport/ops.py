@@ -7,7 +7,7 @@
         ...                                     # update the own shard of the parameters
         lossy_all_gather(group, 0, params, param_shard, step)
 
-docs/index.md has a whole program.
+docs/start.md has a whole program.
 """
 
 from __future__ import annotations

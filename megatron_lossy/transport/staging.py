@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ..base.device import current_device
-from .leaving import Message
+from .leaving import PeerLost
 
 #: The places of the ring are multiples of this many bytes.
 _ALIGNMENT = 512
@@ -118,26 +120,59 @@ def arrival(wanted: torch.Tensor) -> torch.Tensor:
 # --- exchanges ---------------------------------------------------------------------------------------------------------
 
 
+class Message(ABC):
+    """An exchange of a channel, whatever carries it. ``keep``: owns the memory that is read and written.
+
+    ``arrived`` bool[N, units]: the units that arrived, after :meth:`wait`.
+    """
+
+    keep: object
+    arrived: np.ndarray | None
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> np.ndarray:
+        """bool[N, units]: the units that arrived. Raises :class:`PeerLost`, or TimeoutError after ``timeout`` seconds."""
+
+    @abstractmethod
+    def sent(self, timeout: float | None = None) -> None:
+        """Wait until nothing is read from the sources any more. Raises as :meth:`wait`."""
+
+    @abstractmethod
+    def all_sent(self) -> bool:
+        """Whether nothing is read from the sources any more. Raises :class:`PeerLost`."""
+
+    def finish(self, seconds: float) -> None:
+        """Wait until nothing more arrives, and all is sent. Raises :class:`PeerLost`, also if a live rank sends nothing for ``seconds``."""
+        until = time.monotonic() + seconds
+        try:
+            self.wait(seconds)
+            self.sent(max(until - time.monotonic(), 0.0))
+        except TimeoutError as error:
+            raise PeerLost(f"{error}: nothing for {seconds:g} s") from None
+
+
 class Ring:
     """Memory that is taken and given back in the same order. ``pinned``: whether it is page-locked."""
 
     def __init__(self, size: int, pinned: bool) -> None:
         self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         self._changed = threading.Condition()
-        self._taken: deque[tuple[int, int]] = deque()
+        self._first = self._end = 0  # of what is taken, as if the memory began again behind its end
+        self._taken: deque[int] = deque()  # the end of each
         self._given: deque[Any] = deque()  # events after which the oldest taken ones are free
         self._broken = False
 
     def take(self, size: int) -> torch.Tensor | None:
         """uint8[size]; waits until there is room. ``None``: a part of the memory will never come back."""
-        size = -(-size // _ALIGNMENT) * _ALIGNMENT
-        assert size <= self._memory.numel(), "the wire cuts exchanges so that they fit"
+        size, total = -(-size // _ALIGNMENT) * _ALIGNMENT, self._memory.numel()
+        assert size <= total, "the wire cuts exchanges so that they fit"
         with self._changed:
             while not self._broken:
                 while self._given and (self._given[0] is None or self._given[0].query()):
                     self._given.popleft()
-                    self._taken.popleft()
-                if (start := self._place(size)) is not None:
+                    self._first = self._taken.popleft()
+                start = self._end if self._end % total + size <= total else -(-self._end // total) * total
+                if not self._taken or start + size - self._first <= total:
                     break
                 if self._given:
                     self._given[0].synchronize()
@@ -145,18 +180,10 @@ class Ring:
                     self._changed.wait()
             if self._broken:
                 return None
-            self._taken.append((start, start + size))
-            return self._memory[start : start + size]
-
-    def _place(self, size: int) -> int | None:
-        if not self._taken:
-            return 0
-        (first, _), (last, end) = self._taken[0], self._taken[-1]
-        if last < first:
-            return end if end + size <= first else None
-        if end + size <= self._memory.numel():
-            return end
-        return 0 if size <= first else None
+            self._first = self._first if self._taken else start
+            self._end = start + size
+            self._taken.append(self._end)
+            return self._memory[start % total :][:size]
 
     def give_back(self, event: Any) -> None:
         """Give back what was taken first; it is free after ``event``, at once if that is ``None``."""

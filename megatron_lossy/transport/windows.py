@@ -19,8 +19,6 @@ from ..recovery.rows import Rows, to_device, unit_views, used_here
 
 #: A datagram has 16 bits for the number of a window.
 _NUMBERS = 2**16
-#: Units that leave in one call. Less is not worth a thread.
-_TRAIN = 64
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,9 @@ class Window:
 
 
 def windows(
-    cut: Sequence[BucketUnits], dtypes: Sequence[torch.dtype], size: int, memory: int, threads: int = 1
+    cut: Sequence[BucketUnits], dtypes: Sequence[torch.dtype], size: int, memory: int
 ) -> Iterator[list[Window]]:
     """Cut each bucket into windows of which several fit ``memory``, with what is sent and what arrives.
-
-    Into ``threads`` of them at least, if it has units for so many.
 
     Raises :class:`UsageError` if a packet of each rank does not fit, or if there are too many windows.
     """
@@ -56,8 +52,7 @@ def windows(
         if memory < least:
             raise refuse("--udp-memory", memory, f"must be at least {least}: room for packets of each of {size} ranks")
         wanted = 2 * size * units.shard * dtype.itemsize * UDP_WINDOWS
-        several = min(threads, -(-units.count // _TRAIN))
-        step = -(-units.count // min(units.count, max(several, -(-wanted // memory))))
+        step = -(-units.count // min(units.count, -(-wanted // memory)))
         found = []
         for first in range(0, units.count, step):
             stop, start = min(first + step, units.count), first * units.elements
@@ -91,17 +86,10 @@ def into_pieces(pieces: torch.Tensor, size: int, sources: Sequence[int]) -> Brin
     return bring
 
 
-def into_replica(
-    replica: torch.Tensor, size: int, sources: Sequence[int], units: BucketUnits, drawn: np.ndarray | None, rows: Rows
-) -> Bring:
-    """Copies the units that arrived from ``sources`` into ``replica`` [N * shard], and leaves the others alone.
-
-    ``drawn`` bool[N, count]: units that a channel delivers; the others count as lost.
-    """
+def into_replica(replica: torch.Tensor, size: int, sources: Sequence[int], units: BucketUnits, rows: Rows) -> Bring:
+    """Copies the units that arrived from ``sources`` into ``replica`` [N * shard], and leaves the others alone."""
 
     def bring(window: Window, arrived: np.ndarray, data: torch.Tensor) -> None:
-        if drawn is not None:
-            arrived = arrived & drawn[list(sources), window.units]
         used_here((replica,))
         whole = rows.nothing(Lost(~arrived))
         if not whole:

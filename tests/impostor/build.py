@@ -16,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from megatron_lossy.transport.udp.build import cache_folder
+from megatron_lossy.base.native import cache_folder
 
 SOURCES = Path(__file__).with_name("csrc")
 NAME = "_impostor"
@@ -60,7 +60,7 @@ def library() -> Path:
     text = b"".join(path.read_bytes() for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]))
     key = text + repr((FLAGS, torch.__version__, platform.python_version())).encode()
     stem = f"impostor-{platform.machine()}-{hashlib.blake2b(key, digest_size=8).hexdigest()}"
-    path = cache_folder() / f"{stem}.so"
+    path = cache_folder("tests", "the pretended device") / f"{stem}.so"
     if not path.exists():
         _build(path)
     return path

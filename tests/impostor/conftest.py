@@ -4,16 +4,12 @@ import pytest
 
 from megatron_lossy.lab.calibration.job import write_data
 
-from .build import CannotBuild, library
 from .job import Runs
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compiled():
-    try:
-        library()
-    except CannotBuild as error:
-        pytest.skip(str(error))
+def _compiled(pretended):
+    pass
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,12 @@ the C++ below ``csrc``. Nothing of ``megatron_lossy`` is touched, nor of Megatro
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,6 +133,19 @@ class _NcclOptions:
     _timeout = timedelta(minutes=10)
 
 
+def _storage_to(storage: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """``torch.storage._to``; torch that was built without CUDA makes no storages of it."""
+    if storage.device == device:
+        return storage
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+    copy.copy_(storage, non_blocking)
+    return copy
+
+
+def _device_count() -> int:
+    return 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else _native.device_count()
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
@@ -145,11 +160,11 @@ def _of_torch_cuda() -> dict[str, Any]:
     return {
         "_lazy_init": _nothing,
         "_is_in_bad_fork": always(False),
-        "is_available": always(True),
+        "is_available": lambda: _device_count() > 0,
         "is_initialized": always(True),
         "is_bf16_supported": always(True),
         "is_current_stream_capturing": always(False),
-        "device_count": lambda: _native.device_count(),
+        "device_count": _device_count,
         "current_device": lambda: _native.current_device(),
         "set_device": lambda device: _native.set_current_device(_index(device)),
         "device": _OnDevice,
@@ -164,6 +179,8 @@ def _of_torch_cuda() -> dict[str, Any]:
         "default_stream": lambda device=None: _known_stream(0, _index(device)),
         "set_stream": _set_stream,
         "empty_cache": _nothing,
+        "set_per_process_memory_fraction": _nothing,
+        "_sleep": lambda cycles: torch.zeros(1, device="cuda"),
         "mem_get_info": always((properties.total_memory, properties.total_memory)),
         "memory_allocated": always(0),
         "max_memory_allocated": always(0),
@@ -204,8 +221,29 @@ def install(tracker: Tracker | None = None, devices: int = 1) -> None:
     groups = torch.distributed.distributed_c10d
     _native.ProcessGroup.Options = _NcclOptions
     groups.ProcessGroupNCCL, groups._NCCL_AVAILABLE = _native.ProcessGroup, True
+    torch.storage._to = _storage_to
+    if "CUDA_HOME" in os.environ:  # torch that was built without CUDA does not look for it
+        from torch.utils import cpp_extension
+
+        cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"]
+    # It cannot resize a storage: unsharded parameters of FSDP2 stay where they are.
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    _fsdp_param.free_storage = _fsdp_param.alloc_storage = _nothing
     # No compiler makes kernels for it. A setting of this thread alone would not reach those of autograd.
     torch._dynamo.config._config["disable"].default = True
+
+
+def install_with_tracker() -> None:
+    """As :func:`install`, with a tracker of its own: what nobody has waited for is not there yet."""
+    install(Tracker())
+
+
+def everywhere(folder: Path) -> None:
+    """Let each program of Python that has ``folder`` in its ``PYTHONPATH`` have a CUDA device as soon as it imports torch."""
+    described = folder / "impostor-0.dist-info"
+    described.mkdir(parents=True, exist_ok=True)
+    (described / "entry_points.txt").write_text(f"[torch.backends]\nimpostor = {__name__}:install_with_tracker\n")
 
 
 def add_hpu() -> None:

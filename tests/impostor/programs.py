@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 from collections.abc import Callable
 from typing import Any
@@ -142,27 +143,23 @@ def take_devices(rank: int) -> tuple[str, str, float]:
     def program() -> tuple[str, str, float]:
         product.init_process_group()
         tensor = torch.full((3,), 1.0 + rank, device=product.current_device())
-        dist.all_reduce(tensor)
-        return str(product.current_device()), str(tensor.device), tensor[0].item()
+        [found] = dist.all_reduce(tensor, async_op=True).get_future().wait()
+        return str(product.current_device()), str(found.device), found[0].item()
 
     assert os.environ["LOCAL_RANK"] == str(rank)
     return _on_device(program, devices=2)[0]
 
 
-def refuse_device(rank: int) -> str:
-    """What a rank is told that is one too many for this node."""
-    from megatron_lossy.base import device as product
+def save(rank: int) -> list[float]:
+    """What is saved of a part of a tensor."""
 
-    os.environ["LOCAL_RANK"] = "2"
+    def program() -> list[float]:
+        file = io.BytesIO()
+        torch.save(torch.arange(4.0, device="cuda")[1:], file)
+        loaded = torch.load(io.BytesIO(file.getvalue()))
+        return loaded.tolist() if loaded.is_cuda else []
 
-    def program() -> str:
-        try:
-            product.take_device()
-        except Exception as error:
-            return str(error)
-        return "taken"
-
-    return _on_device(program, devices=2)[0]
+    return _on_device(program)[0]
 
 
 def draw(rank: int) -> tuple[bool, bool]:

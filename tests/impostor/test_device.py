@@ -1,10 +1,14 @@
 """The pretended device itself: what a GPU would not do, it does not do either."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.ranks import RankFailed, run_ranks
 
-from . import programs
+from . import device, programs
 
 pytestmark = pytest.mark.shows(
     "a pretended CUDA device: memory, streams, copies, generators, two devices", device=False
@@ -74,9 +78,22 @@ def test_local_rank_decides_which_device():
     assert found == [("cuda:0", "cuda:0", 3.0), ("cuda:1", "cuda:1", 3.0)]
 
 
-def test_a_rank_without_device_is_refused():
-    assert "LOCAL_RANK 2: this rank sees 2 cuda devices, numbered from 0" in _run(programs.refuse_device)[0]
+def test_storages_are_saved_and_loaded():
+    assert _run(programs.save) == [[1.0, 2.0, 3.0]]
 
 
 def test_random_numbers_are_the_devices_own():
     assert _run(programs.draw) == [(True, True)]
+
+
+@pytest.mark.parametrize(("visible", "devices"), [("0", "1"), ("", "0")])
+def test_every_program_of_a_folder_has_it(tmp_path, visible, devices):
+    device.everywhere(tmp_path)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [
+        sys.executable,
+        "-c",
+        "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)",
+    ]
+    variables = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": visible}
+    assert subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.strip() == devices

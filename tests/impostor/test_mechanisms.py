@@ -54,7 +54,7 @@ def copies_that_block(findings):
 def test_the_trainer_waits_for_the_loss_and_for_signals(found):
     base = found(Row("unhooked"))
     assert copies_that_block(base) == []
-    assert waits(base) == {"lab/train/evaluate.py": 1, "lab/train/stop.py": 1}
+    assert waits(base) == {"lab/train/workers.py": 1, "lab/train/records.py": 1}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
 """Codes of messages: parity, which brings lost packets back, and codes in blocks, which take fewer bytes."""
 
-from .parity import AdaptiveCode, Layout, decode, encode, failure
-
-__all__ = ["AdaptiveCode", "Layout", "decode", "encode", "failure"]
+from .parity import AdaptiveCode, Layout, failure

@@ -5,44 +5,30 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import native
 from ..errors import UsageError
+from ..native import BLOCKS
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = Path(__file__).with_name("c")
-_FLAGS = (*native.FLAGS, "-O3")
-_FLAG, _WHAT = "--grad-wire, --param-wire", "the codes of a CPU"
-
 
 @functools.cache
 def library() -> Any:
     """The library; ``None`` where it can neither be found nor compiled, which a line says: torch then does the same."""
     try:
-        folder = native.cache_folder(_FLAG, _WHAT)
-        path = native.built("blocks", _FOLDER, _FLAGS, folder, native.compiler(), _compile)
-        found = None if path is None else ctypes.CDLL(str(path))
+        found = ctypes.CDLL(str(BLOCKS.path()))
     except (UsageError, OSError) as error:
         logger.warning("%s; torch makes codes, more slowly", error)
-        return None
-    if found is None:
-        logger.warning("%s: no C compiler; torch makes codes, more slowly: install gcc, or set CC", _FLAG)
         return None
     pointer, whole, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
     found.mb_encode.argtypes = [pointer, pointer, *[whole] * 4, number, whole, pointer, ctypes.c_uint64, real]
     found.mb_decode.argtypes = [pointer, pointer, *[whole] * 5, number, whole, real]
     found.mb_encode.restype = found.mb_decode.restype = None
     return found
-
-
-def _compile(cc: str, path: Path) -> None:
-    native.compile_to(path, _FOLDER / "blocks.c", cc, _FLAGS, _FLAG, _WHAT)
 
 
 def serves(*tensors: torch.Tensor) -> bool:

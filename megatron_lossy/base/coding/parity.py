@@ -73,12 +73,6 @@ class Layout:
         order = np.argsort(self.group, kind="stable")
         return order, np.searchsorted(self.group[order], np.arange(self.parities))
 
-    def members(self, parity: int) -> np.ndarray:
-        """int[g]: the packets of one group."""
-        order, starts = self._by_group
-        first = self.first[parity]
-        return order[starts[first] : np.searchsorted(self.group[order], first, side="right")]
-
     def residual(self, lost: np.ndarray, lost_parity: np.ndarray) -> np.ndarray:
         """bool[..., packets]: the packets that stay lost.
 
@@ -100,48 +94,6 @@ class Layout:
         return np.array(
             [np.flatnonzero((self.first == group) & ~lost_parity)[0] for group in self.group[packets]], dtype=np.int64
         )
-
-
-def encode(message: np.ndarray, layout: Layout) -> np.ndarray:
-    """uint8[parities, bytes]: the parity of ``message`` uint8[packets, bytes], shorter packets filled up with zeros."""
-    wide = _words(message)
-    result = np.empty((layout.parities, wide.shape[1]), dtype=wide.dtype)
-    for first in range(0, layout.packets, layout.block):
-        block = wide[first : first + layout.block]
-        number = first // layout.block * layout.parity
-        into = result[number : number + layout.parity]
-        groups = min(len(into), len(block))
-        whole = len(block) // groups * groups
-        # Groups are interleaved: rows of ``groups`` packets are added up.
-        np.bitwise_xor.reduce(block[:whole].reshape(-1, groups, wide.shape[1]), axis=0, out=into[:groups])
-        into[: len(block) - whole] ^= block[whole:]
-        for copy in range(groups, len(into)):
-            into[copy] = block[copy % groups]
-    return result.view(np.uint8)
-
-
-def decode(
-    message: np.ndarray, lost: np.ndarray, parities: np.ndarray, lost_parity: np.ndarray, layout: Layout
-) -> np.ndarray:
-    """Fill in the packets of ``message`` uint8[packets, bytes] that are ``lost`` bool[packets] and can be recovered.
-
-    Returns bool[packets], the packets that stay lost. Lost packets of ``message`` and lost parities (``lost_parity``)
-    of ``parities`` uint8[parities, bytes] may have any value.
-    """
-    residual = layout.residual(lost, lost_parity)
-    wide, known = _words(message), _words(parities)
-    replaced = np.flatnonzero(lost & ~residual)
-    for packet, there in zip(replaced, layout.used(replaced, lost_parity), strict=True):
-        others = layout.members(there)
-        others = others[others != packet]
-        np.bitwise_xor(np.bitwise_xor.reduce(wide[others], axis=0), known[there], out=wide[packet])
-    return residual
-
-
-def _words(packets: np.ndarray) -> np.ndarray:
-    """The same bytes as words of 8 bytes, if that is possible."""
-    aligned = packets.shape[1] % 8 == 0 and packets.flags.c_contiguous
-    return packets.view(np.uint64) if aligned else packets
 
 
 # --- the choice of the code ------------------------------------------------------------------------------------------

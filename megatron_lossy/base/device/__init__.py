@@ -25,6 +25,7 @@ from .attempt import with_attempt_store
 IMPORT = Ledger("imports of megatron.core on CPU")
 CORE = Ledger("megatron.core on CPU")
 TRAINING = Ledger("megatron.training on CPU")
+OPTIMIZER = Ledger("megatron.core with torch's Adam")
 
 # torch 2.13 renamed these, and its old names give warnings.
 #: ``(output, input, op=, group=, async_op=)``
@@ -65,11 +66,17 @@ def current_device() -> torch.device:
     return torch.device(kind, getattr(torch, kind).current_device())
 
 
+def ranks_share_devices() -> bool:
+    """Whether NCCL is asked to let several ranks compute on one device, which it can from 2.31 on."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
 def take_device() -> torch.device:
     """Make this rank compute on the device that its node numbers as ``LOCAL_RANK``; call it before any process group.
 
-    Without a launcher it stays with the current device. Raises :class:`UsageError` if there is no such device. It also
-    raises if every rank sees one device of its own: such ranks cannot be told from ranks that would share a device.
+    Without a launcher it stays with the current device. Ranks that may share a device take the devices in turns. Raises
+    :class:`UsageError` if there is no such device. It also raises if every rank sees one device of its own: such ranks
+    cannot be told from ranks that would share a device.
     """
     kind = device_type()
     if kind == "cpu":
@@ -85,6 +92,8 @@ def take_device() -> torch.device:
         return current_device()
     number, accelerator = int(os.environ["LOCAL_RANK"]), getattr(torch, kind)
     count = accelerator.device_count()
+    if ranks_share_devices():
+        number %= count
     if number >= count:
         allowed = f"this rank sees {count} {kind} device{'s'[: count != 1]}, numbered from 0; "
         allowed += f"start at most --nproc-per-node {count}, and let each rank see all devices of its node "
@@ -137,8 +146,9 @@ def prepare(megatron_training: bool = False, cpu: bool = False) -> str:
 
     Call it once the Megatron to train with is first on ``sys.path``. On CPU it imports ``megatron.core``, and with
     ``megatron_training`` also ``megatron.training``, which only a checkout of Megatron-LM has. ``cpu`` asks for the CPU
-    even if there is an accelerator. With an accelerator nothing is patched. Raises :class:`UsageError` if this version
-    of Megatron lacks a target of a patch, ``RuntimeError`` if another device is in use already.
+    even if there is an accelerator. With an accelerator nothing is patched, but for checkpoints of torch's Adam on CUDA.
+    Raises :class:`UsageError` if this version of Megatron lacks a target of a patch, ``RuntimeError`` if another device
+    is in use already.
     """
     global _device_type
     prepare_import()
@@ -146,6 +156,10 @@ def prepare(megatron_training: bool = False, cpu: bool = False) -> str:
         if _device_type not in (None, "cpu"):
             raise RuntimeError(f"cannot switch to the CPU: this process already uses {_device_type}")
         _device_type = "cpu"
+    if device_type() != "hpu" and not OPTIMIZER.installed:
+        from .optimizer import patches
+
+        OPTIMIZER.install(patches())
     if device_type() != "cpu":
         return device_type()
     if not CORE.installed:

@@ -75,14 +75,6 @@ class StreamContext:
         _streams.pop()
 
 
-def _default_stream(device: Any = None) -> CpuStream:
-    return _streams[0]
-
-
-def _current_stream(device: Any = None) -> CpuStream:
-    return _streams[-1]
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
@@ -104,10 +96,6 @@ def _factory(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -
         kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
     return original(*args, **kwargs)
-
-
-def _tensor_cuda(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return tensor
 
 
 def _tensor_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -143,40 +131,6 @@ def _fork_rng(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
         torch.set_rng_state(tracker.states_.get(outer_name, outer))
 
 
-def _state_dict(original: Callable, self: Any) -> Any:
-    """Wraps ``DistributedOptimizer.state_dict`` before the first step, when torch's optimizers have no state yet."""
-    if not self.optimizer.state and self.init_state_fn is not None:
-        self.init_state_fn(self.optimizer, self.config)
-        for state in self.optimizer.state.values():
-            state["step"] = torch.tensor(0.0)
-    return original(self)
-
-
-def _load_state_dict(original: Callable, self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps ``DistributedOptimizer.load_state_dict``: gives every parameter the step count of its group.
-
-    Megatron hands all of them one tensor. torch's optimizers would count it up once per parameter, and a distributed
-    checkpoint resets it to zero. Autograd is off: the main parameters of fp32 models are the model's own.
-    """
-    with torch.no_grad():
-        result = original(self, state_dict, *args, **kwargs)
-    for group in self.optimizer.param_groups:
-        for parameter in group["params"]:
-            if "step" in self.optimizer.state[parameter]:
-                self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
-    return result
-
-
-def _set_states(original: Callable, self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Wraps ``DistributedOptimizer._set_main_param_and_optimizer_states``, for files that hold no step count."""
-    group, order = self.model_param_group_index_map[model_param]
-    known = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-    if "step" in known and "step" not in tensors:
-        tensors = {**tensors, "step": known["step"]}
-    with torch.no_grad():
-        original(self, model_param, tensors)
-
-
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """``maybe_move_tensor_to_cpu`` for tensors on the CPU too: the original makes NumPy arrays only of moved ones."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -193,6 +147,11 @@ def _compile(original: Callable, model: Any = None, **options: Any) -> Any:
     if model is None:
         return lambda model: _compile(original, model, **options)
     return model if str(getattr(model, "__module__", "")).startswith("megatron.") else original(model, **options)
+
+
+def _around(target: str, around: Callable, why: str, until: str = _UNTIL, **options: Any) -> Patch:
+    """A patch that calls ``around`` with the original."""
+    return Patch(target=target, around=around, why=why, versions=_VERSIONS, until=until, **options)
 
 
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
@@ -212,7 +171,7 @@ def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
 def import_patches() -> list[Patch]:
     """The attributes that are replaced before megatron.core is imported on a machine without an accelerator."""
     why = "Megatron's functions run eagerly on CPU, and their decorators would import the compiler, for 1.5 s"
-    return [Patch(target="torch:compile", around=_compile, why=why, versions=_VERSIONS, until=_UNTIL)]
+    return [_around("torch:compile", _compile, why)]
 
 
 def patches() -> list[Patch]:
@@ -222,15 +181,14 @@ def patches() -> list[Patch]:
     memory = "frees or asks about memory of the GPU"
     state = "the random state of dropout is that of the CPU's generator"
     rng = "megatron.core.tensor_parallel.random"
-    optimizer = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
     return [
         _patch("torch.cuda:current_device", _current_device, "buffers are created on torch.cuda.current_device()"),
         _patch("torch.cuda:set_device", _nothing, "there is one device"),
         _patch("torch.cuda:synchronize", _nothing, "work is done when a call returns"),
         _patch("torch.cuda:Stream", CpuStream, streams),
         _patch("torch.cuda:stream", StreamContext, streams),
-        _patch("torch.cuda:current_stream", _current_stream, streams),
-        _patch("torch.cuda:default_stream", _default_stream, streams),
+        _patch("torch.cuda:current_stream", lambda device=None: _streams[-1], streams),
+        _patch("torch.cuda:default_stream", lambda device=None: _streams[0], streams),
         _patch("torch.cuda:Event", Event, events),
         _patch("torch.cuda:empty_cache", _nothing, memory),
         _patch("torch.cuda:manual_seed", torch.manual_seed, state),
@@ -240,7 +198,9 @@ def patches() -> list[Patch]:
         _patch(f"{rng}:_get_cuda_rng_state", _get_rng_state, state, optional=True),
         _patch(f"{rng}:_set_cuda_rng_state", _set_rng_state, state),
         _patch(f"{rng}:CudaRNGStatesTracker.fork", _fork_rng, state),
-        _patch("torch:Tensor.cuda", _tensor_cuda, "moves tensors and modules to the GPU", create=True),
+        _patch(
+            "torch:Tensor.cuda", lambda tensor, *_, **__: tensor, "moves tensors and modules to the GPU", create=True
+        ),
         _patch(
             "torch:Tensor.type",
             _tensor_type,
@@ -260,41 +220,16 @@ def patches() -> list[Patch]:
             optional=True,
             create=True,
         ),
-        Patch(
-            target="megatron.core.fp8_utils:_quantize_param_shard_impl",
-            around=_quantize,
-            why="the update of parameters that are not fp8 goes through it too",
-            versions="megatron-core 0.12",
-            until="0.12 is no longer supported",
+        _around(
+            "megatron.core.fp8_utils:_quantize_param_shard_impl",
+            _quantize,
+            "the update of parameters that are not fp8 goes through it too",
+            "0.12 is no longer supported",
             optional=True,
         ),
         _patch("torch._dynamo.config:disable", True, "compiling for the CPU takes longer than small runs do"),
         *(
-            Patch(
-                target=f"{optimizer}.{name}",
-                around=around,
-                why=why,
-                versions=_VERSIONS,
-                until="Megatron loads checkpoints without Transformer Engine and Apex",
-            )
-            for name, around, why in (
-                ("state_dict", _state_dict, "a checkpoint is loaded before torch's Adam has state"),
-                ("load_state_dict", _load_state_dict, "torch's Adam would lose its step count"),
-                (
-                    "_set_main_param_and_optimizer_states",
-                    _set_states,
-                    "checkpoints of the format torch hold no step count of torch's Adam",
-                ),
-            )
-        ),
-        *(
-            Patch(
-                target=f"torch:{name}",
-                around=_factory,
-                why='scalars and masks are created with device="cuda"',
-                versions=_VERSIONS,
-                until=_UNTIL,
-            )
+            _around(f"torch:{name}", _factory, 'scalars and masks are created with device="cuda"')
             for name in _FACTORIES
         ),
     ]

@@ -28,18 +28,6 @@ def _build_iterators(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return original(*args, **kwargs)
 
 
-def _one_device() -> int:
-    return 1
-
-
-def _yes() -> bool:
-    return True
-
-
-def _newest_architecture() -> int:
-    return 10
-
-
 def _no_memory(device: Any = None) -> dict[str, int]:
     return collections.defaultdict(int)
 
@@ -90,18 +78,18 @@ def patches() -> list[Patch]:
             versions=_VERSIONS,
             until=_UNTIL,
         ),
-        _patch("torch.cuda:device_count", _one_device, "without devices no parallel groups are initialised"),
+        _patch("torch.cuda:device_count", lambda: 1, "without devices no parallel groups are initialised"),
         _patch("torch.cuda:memory_stats", _no_memory, "logged to TensorBoard on request"),
         _patch(
             "megatron.training.arguments:get_device_arch_version",
-            _newest_architecture,
+            lambda: 10,
             "GPUs before generation 10 need CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor parallelism",
             optional=True,
         ),
         *(
             _patch(
                 f"megatron.training.{module}:is_real_cuda_device_available",
-                _yes,
+                lambda: True,
                 "HabanaAI's asks for Gaudi's software where torch is not built for CUDA",
                 optional=True,
             )

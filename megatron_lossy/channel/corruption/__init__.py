@@ -1,25 +1,9 @@
 """Errors in gradients after their reduction: which happen, and where. Pure: no process group, no megatron.
 
 The models are those of *Identifying and Mitigating Errors in Gradient Aggregation of Distributed Data Parallel
-Training* (PAFT), Definition 2.1 and section 5; flipped bits and recorded errors are ours (docs/corruption.md).
+Training* (PAFT), Definition 2.1 and section 5; flipped bits are ours (docs/corruption.md).
 """
 
 from .applied import REDUCED, SPARED, Errors, Hit, Reduction, apply, digest, scaled_unit
 from .base import Corruption, Event, make_corruption, warn_of_one_rank
 from .bit_flip import check_bits
-
-__all__ = [
-    "REDUCED",
-    "SPARED",
-    "Corruption",
-    "Errors",
-    "Event",
-    "Hit",
-    "Reduction",
-    "apply",
-    "check_bits",
-    "digest",
-    "make_corruption",
-    "scaled_unit",
-    "warn_of_one_rank",
-]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -35,8 +35,7 @@ class Event:
     0. ``kind``: the model that makes the error again, "gaussian" or "bit-flip". ``std``: the standard deviation of the
     noise, in units of the gradient that the optimizer sees. If ``relative``, its unit is the root mean square of the
     bucket's gradient, until the error is applied. ``seed``: 64 bits, for the noise. ``elements``, ``bits``: the
-    elements that are hit, counted without padding, and the bit of each. ``digest``: the digest of the bucket after the
-    recorded error; empty if nobody recorded one.
+    elements that are hit, counted without padding, and the bit of each.
     """
 
     iteration: int
@@ -49,7 +48,6 @@ class Event:
     seed: int = 0
     elements: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
-    digest: bytes = field(default=b"", compare=False)
 
 
 class Corruption(ABC):
@@ -57,10 +55,8 @@ class Corruption(ABC):
 
     #: The value of ``--grad-error``.
     name: ClassVar[str]
-    #: Flags that this model reads and that other models may not read.
-    flags: ClassVar[tuple[str, ...]] = ("grad_error_rate", "grad_error_at", "grad_error_ranks")
 
-    def __init__(self, config: LossyConfig, recorded: Iterable[Event] = ()) -> None:
+    def __init__(self, config: LossyConfig) -> None:
         self.config = config
 
     @classmethod
@@ -91,18 +87,11 @@ class Corruption(ABC):
     def draw(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
         """Returns the errors as :meth:`events` does, for an exchange in which errors happen."""
 
-    def differs(self, event: Event) -> None:
-        """Reports that the bucket differs from the bucket where ``event`` was recorded."""
-
 
 class Nothing(Corruption):
     """No errors."""
 
     name = "none"
-    flags = ()
-
-    def events(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
-        return []
 
     def draw(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
         return []
@@ -114,6 +103,6 @@ def warn_of_one_rank(config: ErrorFlags, ranks: int) -> None:
         logger.warning("--grad-error with one data-parallel rank: nothing is reduced, so that no error happens")
 
 
-def make_corruption(config: LossyConfig, recorded: Iterable[Event] = ()) -> Corruption:
-    """The model of errors that the flags ask for. ``recorded``: the events that ``--grad-error trace:FOLDER`` holds."""
-    return GRAD_ERRORS.load(config.error_kind)(config, recorded)
+def make_corruption(config: LossyConfig) -> Corruption:
+    """The model of errors that the flags ask for."""
+    return GRAD_ERRORS.load(config.error_kind)(config)

@@ -19,11 +19,6 @@ class Gaussian(Corruption):
     """
 
     name = "gaussian"
-    flags = (
-        *Corruption.flags,
-        "grad_error_relative",
-        "grad_error_burst",
-    )
 
     @classmethod
     def check(cls, config: ErrorFlags) -> None:

@@ -10,6 +10,7 @@ from ...channel.corruption.bit_flip import ALLOWED_BITS
 from .. import LossyConfig
 from ..facts import Facts
 from ..refusal import Condition, Section
+from ..transport import OBSERVED
 
 OFF = "needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"
 #: Why flags about parameters do not go with gradients that are lost in an all-reduce.
@@ -60,6 +61,11 @@ def _older_torch(facts: Facts) -> bool:
     return facts.torch is not None and tuple(map(int, facts.torch.split(".")[:2])) < _OLDEST_TORCH
 
 
+def _observed(config: LossyConfig) -> bool:
+    """Whether a network loses units. The property of that name would pass another file for each refusal."""
+    return config.transport in OBSERVED
+
+
 def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None:
     """The last port that ``--udp-port`` may be, if the ranks of a host take more."""
     ranks = facts.ranks_of_host
@@ -70,7 +76,7 @@ def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None
 
 def _less_memory(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
     """The least ``--udp-memory``, if it is more."""
-    least = config.udp_least_memory(facts.largest_group or 0) if config.observed else 0
+    least = config.udp_least_memory(facts.largest_group or 0) if _observed(config) else 0
     return {"least": least} if config.udp_memory < least else None
 
 
@@ -78,7 +84,7 @@ def _loses_nothing(config: LossyConfig, facts: Facts) -> bool:
     """Whether losses are asked for although a lone rank exchanges nothing."""
     if facts.largest_group != 1 or config.jobs().several or (config.lossy_self and not config.phase("grad").lossless):
         return False
-    return draws_losses(config) or (config.observed and not config.uses_transport())
+    return draws_losses(config) or (_observed(config) and not config.uses_transport())
 
 
 def _on_one_node(config: LossyConfig, facts: Facts) -> bool:
@@ -144,10 +150,10 @@ PYTORCH = Section(
     lambda c, f: f.data_parallel == "DDP" and not c.phase("param").lossless,
     "--transport | DistributedDataParallel | "
     "carries no all-reduce; choose pieces or torch, or shard the model with fully_shard",
-    lambda c, f: f.data_parallel == "DDP" and c.observed,
+    lambda c, f: f.data_parallel == "DDP" and _observed(c),
     "--transport | FSDP2 and tensor parallelism | "
     "loses other units of each copy of a parameter; choose pieces or torch",
-    lambda c, f: c.observed and _tensor_copies(f),
+    lambda c, f: _observed(c) and _tensor_copies(f),
     "--grad-recovery, --grad-priority | FSDP2 and tensor parallelism | "
     "would choose other units of each copy of a parameter; choose another rule, and --grad-priority none",
     lambda c, f: _tensor_copies(f) and c.chosen() and not c.inert,
@@ -157,18 +163,18 @@ TRANSPORT = Section(
     "transport",
     "Transports",
     "--loss-unit | --transport udp or stream | must be packet with --transport {config.transport}, which loses packets",
-    lambda c, f: c.observed and c.loss_unit != "packet",
+    lambda c, f: _observed(c) and c.loss_unit != "packet",
     "--lossy-self = with --transport {config.transport} | --transport udp or stream | "
     "cannot be: the own shard never crosses the network",
-    lambda c, f: c.observed and c.lossy_self,
+    lambda c, f: _observed(c) and c.lossy_self,
     "--transport | torch before 2.8 | needs torch 2.8 or later under Megatron, this is {facts.torch}",
     lambda c, f: c.transport != "torch" and _older_torch(f),
     "--transport | --virtual-workers | needs real ranks: virtual workers exchange in memory; choose pieces",
-    lambda c, f: f.virtual and c.observed,
+    lambda c, f: f.virtual and _observed(c),
     "--transport | LossyWorkers | must be torch or pieces: workers of one process exchange in memory",
-    lambda c, f: f.in_memory and c.observed,
+    lambda c, f: f.in_memory and _observed(c),
     f"--transport | no distributed optimizer | carries no all-reduce; {OFF}; choose pieces or torch",
-    lambda c, f: f.distributed_optimizer is False and c.observed,
+    lambda c, f: f.distributed_optimizer is False and _observed(c),
     "--udp-port | the ranks of a host | "
     "must be at most {last}: each of the {facts.ranks_of_host} ranks of a node takes the next one",
     _beyond_ports,

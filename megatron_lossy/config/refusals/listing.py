@@ -1,20 +1,15 @@
-"""The table of refusals for readers: in the terminal, and in the documentation."""
+"""The table of refusals in the terminal."""
 
 from __future__ import annotations
 
-import itertools
-import re
 import shutil
 import textwrap
-from collections.abc import Sequence
 
 from ...base.errors import ArgumentParser, refuse
 from ..refusal import Section, sections
 
-_HEAD = ("flag", "not with", "why")
-#: Share of the width that each column of the terminal gets.
-_SHARES = (0.3, 0.28, 0.42)
-_FLAG = re.compile(r"--[a-z0-9][a-z0-9-]*")
+#: The names of the columns.
+HEAD = ("flag", "not with", "why")
 
 
 def main(arguments: list[str]) -> None:
@@ -34,32 +29,9 @@ def main(arguments: list[str]) -> None:
 
 
 def as_text(section: Section, width: int) -> str:
-    """``section`` as a table of three columns for a terminal."""
-    widths = [max(16, int(share * width) - 2) for share in _SHARES]
-    lines = [f"{section.about} ({section.name})", *_lines(_HEAD, widths), "  ".join("-" * one for one in widths)]
-    for row in section.rows:
-        lines += _lines(row.cells(), widths)
-    return "\n".join(lines)
-
-
-def as_markdown(section: Section) -> str:
-    """``section`` as a Markdown table."""
-    rows = [_HEAD, ("---",) * len(_HEAD), *(tuple(map(_marked, row.cells())) for row in section.rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-
-
-def pages() -> str:
-    """Our sections as Markdown, with a heading each."""
-    return "\n\n".join(f"## {section.about}\n\n{as_markdown(section)}" for section in sections(ours=True))
-
-
-def _lines(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    wrapped = [textwrap.wrap(cell, width, break_on_hyphens=False) for cell, width in zip(cells, widths, strict=True)]
-    return [
-        "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
-        for parts in itertools.zip_longest(*wrapped, fillvalue="")
-    ]
-
-
-def _marked(text: str) -> str:
-    return _FLAG.sub(r"`\g<0>`", text).replace("|", "\\|")
+    """``section`` for a terminal: a paragraph for each row."""
+    rows = (
+        textwrap.fill(" | ".join(row.cells()), width, subsequent_indent="    ", break_on_hyphens=False)
+        for row in section.rows
+    )
+    return "\n".join([f"{section.about} ({section.name})", " | ".join(HEAD), *rows])

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...base.errors import UsageError, refuse
-from ...base.ledger import Ledger, Patch
+from ...base.ledger import Patch, patched
 from ...hooks.buckets import buckets_by_stream
 from ...run.mechanism import Part
 
@@ -91,11 +91,6 @@ class Stages(Part):
                 else:
                     history.swap()
 
-    @property
-    def kept_elements(self) -> int:
-        """Elements of weights held besides the model."""
-        return sum(history.kept for history in self._histories)
-
     def restart(self, iteration: int) -> None:
         """Give all stages the newest weights."""
         for history in self._histories:  # all versions are equal to the newest
@@ -111,31 +106,20 @@ class Stages(Part):
 
     # --- gradients -------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self) -> contextlib.AbstractContextManager[None]:
         """A context in which an optimizer clips each stage by its own norm, and reports the norm of all."""
-        ledger = Ledger("virtual stages")
-        why = "a stage of an asynchronous pipeline knows its own gradients alone"
-        until = "never: Megatron has one stage here"
-        norm = Patch(
-            target="megatron.core.optimizer.optimizer:get_grad_norm_fp32",
-            around=self._grad_norm,
-            why=why,
-            versions="all",
-            until=until,
-        )
-        clip = Patch(
-            target="megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",
-            around=self._clip,
-            why=why,
-            versions="all",
-            until=until,
-        )
-        ledger.install([norm, clip])
-        try:
-            yield
-        finally:
-            ledger.uninstall()
+        replacements = {"get_grad_norm_fp32": self._grad_norm, "clip_grad_by_total_norm_fp32": self._clip}
+        patches = [
+            Patch(
+                target=f"megatron.core.optimizer.optimizer:{name}",
+                around=around,
+                why="a stage of an asynchronous pipeline knows its own gradients alone",
+                versions="all",
+                until="never: Megatron has one stage here",
+            )
+            for name, around in replacements.items()
+        ]
+        return patched("virtual stages", *patches)
 
     def _grad_norm(self, original: Callable[..., float], grads_for_norm: Any, *args: Any, **kwargs: Any) -> float:
         self._norms = [original(own, *args, **kwargs) for own in self._by_stage(grads_for_norm, lambda grad: grad)]
@@ -192,10 +176,6 @@ class _History:
         for (view, _), versions in zip(self._views, self._versions, strict=True):
             view.copy_(versions[0])
             versions.rotate(-1)
-
-    @property
-    def kept(self) -> int:
-        return sum(version.numel() for versions in self._versions for version in versions)
 
     def restart(self) -> None:
         self._versions = []

@@ -28,9 +28,7 @@ from ..train.config import TrainConfig
 from ..train.data import RankBatches
 from ..train.model import forward_step
 from ..train.workers import Begun, Workers
-from .schedule import Pass, Stage
-from .stage_messages import StageMessages
-from .stash import Stash, Version
+from .stage import Pass, Stage, StageMessages, Stash, Version
 
 
 @dataclass
@@ -49,12 +47,7 @@ class StageWorkers(Workers, Part):
 
     name = "async-pipeline"
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        model_chunks: list,
-        run: Run,
-    ) -> None:
+    def __init__(self, config: TrainConfig, model_chunks: list, run: Run) -> None:
         super().__init__(config, model_chunks, run)
         flags = run.config
         run.add_part(self)

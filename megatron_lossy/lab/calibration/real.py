@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from ...base.device import ranks_share_devices
 from ...base.errors import refuse
 from ..doctor.found import Finding, devices
 from ..doctor.step import error_of_a_rank, torchrun
@@ -18,24 +22,33 @@ _LOSS = 0.02
 
 
 def calibrate() -> list[Finding]:
-    """A finding for each of the few rows: those of one rank where there is one device.
+    """A finding for each of the few rows, which is printed to stderr as soon as it is there.
 
+    Where there is one device, and NCCL does not let ranks share it, these are the rows of one rank. Several rows run at once.
     Raises :class:`UsageError` where there is no CUDA device.
     """
     kind, count, _ = devices()
     if kind != "cuda":
         raise refuse("--calibrate", f"on {kind}", "needs a CUDA device")
-    budget = read()
-    names = [name for name in (*FEW, *VIRTUAL) if rows()[name].ranks <= count]
-    found = [Finding("calibration", "rows of two ranks", "absent", "need two devices")] if count < 2 else []
+    budget, shared = read(), ranks_share_devices()
+    names = [name for name in (*FEW, *VIRTUAL) if shared or rows()[name].ranks <= count]
+    few = Finding("calibration", "rows of two ranks", "absent", "need two devices, or NCCL_MULTI_RANK_GPU_ENABLE=1")
+    found = [] if shared or count > 1 else [few]
+    runs: dict[str, Future[tuple[float, Measured]]] = {}  # several rows have the same unhooked step
+    pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4))
+    for name in names:
+        for argument, row in ((name, rows()[name]), (f"{name}/unhooked", rows()[name].unhooked)):
+            if row.name not in runs:
+                runs[row.name] = pool.submit(_measure, argument, row)
     for name in names:
         try:
-            loss, here = _measure(name, rows()[name])
-            _, unhooked = _measure(f"{name}/unhooked", rows()[name].unhooked)
+            loss, here = runs[name].result()
+            _, unhooked = runs[rows()[name].unhooked.name].result()
+            one = compared(name, loss, here.beyond(unhooked), budget.losses[name], budget.rows[name])
         except (RuntimeError, OSError) as error:
-            found.append(Finding("calibration", name, "problem", f"failed: {error}"))
-            continue
-        found.append(compared(name, loss, here.beyond(unhooked), budget.losses[name], budget.rows[name]))
+            one = Finding("calibration", name, "problem", f"failed: {error}")
+        print(f"{one.status}: {name}: {one.text}", file=sys.stderr, flush=True)
+        found.append(one)
     return found
 
 

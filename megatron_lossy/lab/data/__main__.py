@@ -1,33 +1,33 @@
-"""``python -m megatron_lossy.data``: text files to Megatron's indexed format; ``manifest``, ``check``: hashes."""
+"""``python -m megatron_lossy.data``: text files to Megatron's indexed format."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from ...base.errors import ArgumentParser, UsageError, refuse, usage_errors
-from ...base.flags import did_you_mean
-from . import manifest
-from .documents import Document, find_files, read_documents, stdlib_documents, validation_documents
-from .indexed import check_output, output_files, output_prefixes, write_indexed
+from ...base.errors import ArgumentParser, refuse, usage_errors
+from ...base.flags import hint_at_flags
+from .indexed import (
+    check_output,
+    find_files,
+    output_files,
+    output_prefixes,
+    read_documents,
+    validation_documents,
+    write_indexed,
+)
 from .tokenizers import NAMES, build_tokenizer, padded_vocab_size
 
 
 def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the flags. Raises :class:`UsageError`."""
-    parser = ArgumentParser(
-        "python -m megatron_lossy.data",
-        description="Text files to Megatron's indexed format.",
-        epilog="python -m megatron_lossy.data manifest|check --help: hashes of data sets, and their check.",
-    )
+    parser = ArgumentParser("python -m megatron_lossy.data", description="Text files to Megatron's indexed format.")
     add = parser.add_argument
     add("--input", nargs="+", metavar="PATH", help="text files, folders (every file in them but hidden ones) or globs")
-    add("--stdlib", action="store_true", help="instead of --input: the source of the running Python's standard library")
     add("--output-prefix", metavar="PREFIX", help="write PREFIX.bin, PREFIX.idx and PREFIX.json")
     add("--tokenizer", default="byte", metavar="NAME", help=f"{NAMES}; byte, the default, takes any bytes")
     add("--format", default="text", choices=("text", "jsonl"), help="jsonl: a JSON object per line, a document each")
@@ -43,18 +43,12 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
         "for example 0.95 0.05",
     )
     add("--overwrite", action="store_true", help="replace data sets that exist already")
-    given, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        hint = did_you_mean(unknown, parser._option_string_actions)
-        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    if given.stdlib and given.input:
-        raise refuse("--stdlib", "with --input", "give one of the two")
-    if not given.stdlib and not given.input:
-        raise refuse("--input", "(none)", "give files, folders or globs, or --stdlib")
+    hint_at_flags(parser)
+    given = parser.parse_args(arguments)
+    if not given.input:
+        raise refuse("--input", "(none)", "give files, folders or globs")
     if given.output_prefix is None:
         raise refuse("--output-prefix", "(none)", "say where to write")
-    if given.stdlib and (given.format, given.split_documents) != ("text", "file"):
-        raise refuse("--stdlib", "with --format or --split-documents", "every source file is a document")
     if given.format == "jsonl" and given.split_documents != "file":
         raise refuse("--split-documents", given.split_documents, "needs --format text: jsonl has a document per line")
     if given.split is not None:
@@ -65,17 +59,6 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def _with_progress(documents: Iterable[Document], verb: str, total: int) -> Iterator[Document]:
-    """Yield ``documents``, and print a line every ten seconds. ``total``: bytes of all input."""
-    done, due = 0, time.monotonic() + 10
-    for document in documents:
-        yield document
-        done += len(document[1])
-        if time.monotonic() >= due:
-            print(f"{verb} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB", file=sys.stderr, flush=True)
-            due = time.monotonic() + 10
-
-
 def run(arguments: Sequence[str] | None = None) -> None:
     """Run the command line. Raises :class:`UsageError`."""
     given, started = _read(arguments), time.monotonic()
@@ -83,24 +66,20 @@ def run(arguments: Sequence[str] | None = None) -> None:
     for output in prefixes:
         check_output(output, given.overwrite)
     tokenizer = build_tokenizer(given.tokenizer)
-    files = [] if given.stdlib else find_files(given.input)
+    files = find_files(given.input)
     outputs = {Path(file).resolve() for output in prefixes for file in output_files(output)}
     for _, path in files:
         if path in outputs:
             raise refuse("--output-prefix", prefix, f"{path} is also an --input")
-    library = stdlib_documents() if given.stdlib else []
-    total = sum(len(data) for _, data in library) + sum(path.stat().st_size for _, path in files)
-
-    def documents(verb: str) -> Iterator[Document]:
-        found = library or read_documents(files, given.format, given.json_key, given.split_documents)
-        return _with_progress(found, verb, total)
-
+    how = given.format, given.json_key, given.split_documents
     # megatron-core warns at import about missing CUDA packages; writing data needs none of them.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     validation = None
     if given.split is not None:
-        validation = validation_documents([name for name, _ in documents("read")], given.split[1] / sum(given.split))
-    written = write_indexed(documents("wrote"), prefix, tokenizer, given.overwrite, validation)
+        validation = validation_documents(
+            [name for name, _ in read_documents(files, *how)], given.split[1] / sum(given.split)
+        )
+    written = write_indexed(read_documents(files, *how), prefix, tokenizer, given.overwrite, validation)
     for output, data in written.items():
         size = f"{data.source_bytes:,} bytes, {data.tokens:,} tokens ({data.dtype})"
         print(f"{output}: {data.documents:,} documents, {size}")
@@ -111,14 +90,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run :func:`run`, ``manifest`` or ``check``; report wrong input as one line and exit status 2."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    programs = {"manifest": manifest.run_manifest, "check": manifest.run_check}
+    """Run :func:`run`; report wrong input as one line and exit status 2."""
     with usage_errors("megatron_lossy.data"):
-        if arguments[:1] and arguments[0] in programs:
-            programs[arguments[0]](arguments[1:])
-        else:
-            run(arguments)
+        run(arguments)
 
 
 if __name__ == "__main__":

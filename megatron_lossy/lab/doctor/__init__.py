@@ -1,21 +1,23 @@
 """``python -m megatron_lossy doctor``: is this machine ready to train with loss, and if not, what is missing?
 
 It looks at versions, at the fit of the hooks to the installed Megatron, and at devices, and tries a lossy step on two
-processes. With ``--transport udp`` or ``stream`` it tries the links between all ranks of a launcher instead. Exit status 0 if ready,
-1 if not, 2 for a wrong command line; ``--json`` for machines.
+processes. With ``--transport udp`` or ``stream`` it tries the links between all ranks of a launcher instead, and with ``--link``
+it measures one for ``plan``. Exit status 0 if ready, 1 if not, 2 for a wrong command line; ``--json`` for machines.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from ... import __version__
-from ...base.errors import ArgumentParser, refuse
+from ...base.errors import ArgumentParser, cannot, refuse
+from ...base.files import check_folder, write_text, writing
 from ...base.flags import add_flags, from_namespace
 from ...config import LossyConfig
 from .found import Finding
@@ -70,6 +72,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     calibrate = "instead, run rows of the matrix on CUDA devices, beside a pretended one (docs/impostor.md)"
     parser.add_argument("--calibrate", action="store_true", help=calibrate)
+    add = parser.add_argument_group("a link between sites, measured for plan, and nothing else").add_argument
+    link = "measure the link to a host that runs --serve; of two ranks of a launcher rank 0 serves at this address"
+    add("--link", metavar="HOST:PORT", help=link)
+    add(
+        "--serve",
+        type=int,
+        metavar="PORT",
+        help="let another host measure the link to this one, over IPv4; TCP and UDP",
+    )
+    add("--full", action="store_true", help="fill the link for 8 s each way, not for 0.4 s")
+    add(
+        "--key-file",
+        metavar="FILE",
+        help="secret that both ends share; without it anybody who can reach --serve may measure",
+    )
+    add("--out", default="link.json", metavar="FILE", help="of --link; default link.json")
     title = "network: with --transport udp or stream the links between all ranks are tried, and nothing else"
     add_flags(parser, LossyConfig, title, only=_of_the_network)
     config = parser.parse_args(arguments)
@@ -77,6 +95,9 @@ def main(arguments: Sequence[str]) -> int:
         raise refuse(
             "--megatron-lm", config.megatron_lm, "must be a checkout of Megatron-LM; there is no megatron/core"
         )
+    if config.link is not None or config.serve is not None:
+        _examine_link(config)
+        return 0
     network = from_namespace(LossyConfig, config)
     if network.observed:
         from .network import examine_network
@@ -102,5 +123,35 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if ready(findings) else 1
 
 
+def _examine_link(config: argparse.Namespace) -> None:
+    """Measure a link, or serve a measurement."""
+    from .link import measure, serve
+
+    key = b""
+    if config.key_file is not None:
+        try:
+            key = Path(config.key_file).read_bytes()
+        except OSError as error:
+            raise cannot("--key-file", config.key_file, "read", error) from None
+    host, _, port = (config.link or f":{config.serve}").rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        flag, value = ("--serve", config.serve) if config.link is None else ("--link", config.link)
+        raise refuse(flag, value, "needs a port in [1, 65535]" + (", as in HOST:29500" if config.link else ""))
+    rank = os.environ.get("RANK")
+    if config.serve is not None or rank == "0":
+        if config.serve is not None and config.link is not None:
+            raise refuse("--serve", config.serve, "is for the other end of --link; omit one")
+        serve(int(port), key, lambda line: print(line, flush=True))
+        return
+    if rank not in (None, "1"):
+        raise refuse("--link", config.link, f"is for two ranks of a launcher, and this is rank {rank}")
+    check_folder("--out", Path(config.out).parent)
+    found = measure(host, int(port), key, config.full, patience=0 if rank is None else 60)
+    with writing("--out", config.out):
+        write_text(config.out, json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    print(f"wrote {config.out}, for python -m megatron_lossy plan --link {config.out}")
+
+
 def _of_the_network(name: str) -> bool:
-    return name in ("transport", "packet_bytes", "lossy_links") or name.startswith(("udp_", "stream_"))
+    return name in ("transport", "packet_bytes", "lossy_links") or name.startswith("udp_")

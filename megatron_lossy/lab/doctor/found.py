@@ -151,7 +151,7 @@ def devices() -> tuple[str, int, list[Finding]]:
         return "cpu", 0, []
     kind = device.device_type()
     if kind == "cpu":
-        from ...base.device.environment import processor
+        from ..environment import processor
 
         return kind, 0, [Finding("devices", "cpu", "ok", f"{processor()}; no accelerator")]
     accelerators = getattr(torch, kind)
@@ -169,7 +169,6 @@ def hook_targets(training: bool) -> list[Finding]:
 
     ``training``: also those of megatron.training.
     """
-    from ... import hooks
     from ...base import device
     from ...hooks.versions import how_to_import
 
@@ -184,7 +183,7 @@ def hook_targets(training: bool) -> list[Finding]:
     try:
         with _quiet():
             device.prepare(megatron_training=training)
-            checks = hooks.check_patches()
+            checks = check_patches()
     except Exception as error:
         return [Finding("hooks", "megatron", "problem", f"cannot be examined: {' '.join(str(error).split())[:300]}")]
     findings = []
@@ -209,3 +208,27 @@ def _quiet() -> Iterator[None]:
 
 def _finding(name: str, status: str, text: str) -> Finding:
     return Finding("versions", name, status, text)
+
+
+def check_patches() -> list[Any]:
+    """Check whether the patches of a lossy run fit the installed Megatron; applies none of them.
+
+    Includes those of ``megatron.training`` if it can be imported. Raises ``ImportError`` without megatron-core.
+    """
+    import megatron.core
+
+    from ...base.ledger import check
+    from ...base.registry import MECHANISMS
+    from ...config import LossyConfig
+    from ...hooks import Lossy, megatron_core
+
+    patched = {name: value for mechanism in MECHANISMS.all() for name, value in mechanism.patched.items()}
+    lossy = Lossy(LossyConfig(eval_weights="both", **patched))  # these flags need more patches
+    patches = megatron_core.patches(lossy)
+    with contextlib.suppress(ImportError):
+        import megatron.training.training  # noqa: F401
+
+        from ...hooks import megatron_training
+
+        patches += megatron_training.flag_patches() + megatron_training.patches(lossy)
+    return [check(patch) for patch in patches]

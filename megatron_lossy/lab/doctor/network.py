@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from ...base.errors import UsageError
 from ...base.exchange import Stream
 from ...config import LossyConfig
 from ...transport import BucketSpec, LossyGroup, settled
+from ...transport.ends import end_for
 from .found import Finding
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def examine_network(config: LossyConfig) -> list[Finding]:
     """Findings of rank 0, or of this host alone; empty on other ranks. A collective call under a launcher."""
     try:
         config = settled(config)
-        here, later = _streams(config) if config.transport == "stream" else _datagrams(config)
+        here = _streams(config) if config.transport == "stream" else _datagrams(config)
     except UsageError as error:
         return [Finding("network", "engine", "problem", str(error))]
     if "RANK" not in os.environ:
@@ -56,38 +56,26 @@ def examine_network(config: LossyConfig) -> list[Finding]:
         return [*here, Finding("network", "links", "absent", why)]
     device.init_process_group(timeout=datetime.timedelta(minutes=2))
     try:
-        return _links(config, here, later)
+        return _links(config, here)
     except UsageError as error:
         return [*here, Finding("network", "links", "problem", str(error))]
     finally:
         dist.destroy_process_group()
 
 
-def _datagrams(config: LossyConfig) -> tuple[list[Finding], Callable[[], list[Finding]]]:
-    """Findings about datagrams of this host, and a function that returns more of them after the exchanges."""
-    from ...transport.udp.process import engine_for
-
-    engine = engine_for(config)
+def _datagrams(config: LossyConfig) -> list[Finding]:
+    """Findings about datagrams of this host."""
+    engine = end_for(config)
     address = f"{engine.address}:{engine.port}, {config.udp_cipher}"
-    here = [Finding("network", "engine", "ok", address), _buffer(engine), *_packets(engine)]
-    return here, list
+    return [Finding("network", "engine", "ok", address), _buffer(engine), *_packets(engine)]
 
 
-def _streams(config: LossyConfig) -> tuple[list[Finding], Callable[[], list[Finding]]]:
+def _streams(config: LossyConfig) -> list[Finding]:
     """The same about streams. Raises :class:`UsageError` for a taken port, a key file, or congestion control that is not allowed."""
-    from ...transport.stream.host import host_for, refused_connections
-
-    host = host_for(config)
-    address = f"{host.where}, {config.udp_cipher}"
+    host = end_for(config)
+    address = f"{host.address}:{host.port}, {config.udp_cipher}"
     control = config.stream_congestion or Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    here = [Finding("network", "streams", "ok", address), Finding("network", "congestion control", "ok", control)]
-
-    def later() -> list[Finding]:
-        strangers = refused_connections()
-        text = f"{strangers} connections of others, or with another key, were refused"
-        return [Finding("network", "strangers", "warning", text)] if strangers else []
-
-    return here, later
+    return [Finding("network", "streams", "ok", address), Finding("network", "congestion control", "ok", control)]
 
 
 def _buffer(engine: Engine) -> Finding:
@@ -117,7 +105,7 @@ def _packets(engine: Engine) -> list[Finding]:
     return [Finding("network", "packets", "ok", text)]
 
 
-def _links(config: LossyConfig, here: list[Finding], later: Callable[[], list[Finding]]) -> list[Finding]:
+def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = LossyGroup.create(config, [BucketSpec(_SHARD)], stream=Stream())
     replica, took = torch.zeros(size * _SHARD), []
@@ -130,8 +118,11 @@ def _links(config: LossyConfig, here: list[Finding], later: Callable[[], list[Fi
         took.append(time.monotonic() - started)
         lost += torch.from_numpy((~delivery.arrived[0]).mean(axis=1)).float() / _EXCHANGES
     rates = group.wire.rates()
+    if strangers := end_for(config).counters().get("strangers"):
+        text = f"{strangers} connections of others, or with another key, were refused"
+        here.append(Finding("network", "strangers", "warning", text))
     mine = {
-        "findings": [*here, *later()],
+        "findings": here,
         "heard": [
             Heard(rank, peer, float(lost[peer]), found["rtt_min"], found["rate"]) for peer, found in rates.items()
         ],

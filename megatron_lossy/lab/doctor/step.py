@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...base.device.environment import without_ranks
-from ..launch.devices import ENVIRONMENT
+from ..environment import without_ranks
+from ..launch.options import ENVIRONMENT
 from ..train.metrics import METRICS_FILE
 from .found import Finding
 

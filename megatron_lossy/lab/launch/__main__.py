@@ -10,13 +10,21 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from ...base.errors import Collector, Problems, UsageError, usage_errors, with_origin
+from ..theory import site_bytes
 from .checks import check, check_memory, describe_network, epochs_of
-from .command import TORCHRUN_ENVIRONMENT, container, launch_command, shell
-from .devices import GIB
-from .memory import checkpoint_bytes, parameters, seconds
+from .command import (
+    TORCHRUN_ENVIRONMENT,
+    check_job,
+    container,
+    done_iterations,
+    launch_command,
+    run_in_job,
+    several,
+    shell,
+)
+from .memory import checkpoint_bytes, parameters
+from .options import GIB
 from .plan import PROGRAM, Plan, make_plan
-from .several import several
-from .slurm import check_job, done_iterations, run_in_job
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -78,20 +86,17 @@ def _check_in_container(plan: Plan, arguments: list[str]) -> None:
 
 def describe(plan: Plan) -> list[str]:
     """The lines of a dry run about the run."""
-    launch, train = plan.launch, plan.train
+    train = plan.train
     tensor, pipeline = train.tensor_model_parallel_size, train.pipeline_model_parallel_size
     data = train.data_parallel_size(plan.ranks)
     lines = [
-        f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.iterations}",
+        f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.train.train_iters}",
         (f"ranks    {_where(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
         *_jobs(plan),
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
         all_checkpoints(plan),
     ]
-    if launch.tokens_per_second:
-        hours = seconds(train, plan.ranks, launch.tokens_per_second) / 3600
-        lines.append(f"         with R = {launch.tokens_per_second:g}: {hours:,.1f} h")
     if (seen := epochs_of(plan)) is not None:
         lines.append(f"data     {seen:.3g} epochs of {' '.join(plan.train.data_path)}")
     return lines
@@ -114,20 +119,25 @@ def _jobs(plan: Plan) -> list[str]:
 
 
 def _sites(plan: Plan) -> list[str]:
-    """The bytes that cross the border of a site, each way: (M - 1) / M of gradients and of parameters, whatever its size."""
+    """The bytes that cross the border of a site in an iteration, and their time at the rate of the link, if it is known."""
     train, lossy = plan.train, plan.lossy
     if lossy.sites is None:
         return []
-    elements = parameters(train, plan.layout.vocab_size) * (lossy.sites - 1) / lossy.sites
-    plain = {"grad": 32, "param": 16 if train.bf16 else 32}
+    elements, plain = parameters(train, plan.layout.vocab_size), {"grad": 32, "param": 16 if train.bf16 else 32}
     grad, param = (
-        elements * lossy.copies(phase) * lossy.wire_bits.get(phase, bits) / 8 / 1e9 for phase, bits in plain.items()
+        site_bytes(elements, lossy.sites, lossy.wire_bits.get(phase, bits) / 8, lossy.copies(phase)) / 1e9
+        for phase, bits in plain.items()
     )
-    ranks = (train.virtual_workers or plan.ranks) // lossy.sites
+    ranks = plan.ranks // lossy.sites
     sent = f"{grad:.3g} GB of gradients and {param:.3g} GB of parameters"
-    return [
+    lines = [
         f"sites    {lossy.sites} of {ranks} rank{'s'[: ranks != 1]}; out of each {sent} an iteration, and as much into it"
     ]
+    if (rate := lossy.udp_bytes_per_second) is not None:
+        lines.append(
+            f"         at --udp-rate {' '.join(lossy.udp_rate)} in {1e9 * (grad + param) / rate:.3g} s at least"
+        )
+    return lines
 
 
 def estimates(plan: Plan) -> list[str]:
@@ -137,7 +147,6 @@ def estimates(plan: Plan) -> list[str]:
     memory = check_memory(plan)
     has = f" of {plan.device.memory / GIB:.1f}" if plan.device.memory else ""
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.components.items())
-    hours = seconds(train, plan.ranks, 1) / 3600
     return [
         f"model    {parameters(train, plan.layout.vocab_size) / 1e9:.3f} B parameters",
         f"tokens   {total / train.train_iters / 1e6:.3f} M an iteration, {total / 1e9:.2f} G in all",
@@ -145,7 +154,7 @@ def estimates(plan: Plan) -> list[str]:
         *_sites(plan),
         *describe_network(plan, memory),
         f"disk     {checkpoint_bytes(train, plan.lossy, plan.layout, plan.device) / GIB:,.1f} GiB a checkpoint",
-        f"time     {hours:,.0f} h / R, where R is the measured tokens per second and accelerator",
+        f"time     {total / plan.ranks / 3600:,.0f} h / R, where R is the measured tokens per second and accelerator",
     ]
 
 

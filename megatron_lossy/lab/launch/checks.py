@@ -17,11 +17,10 @@ from ...base.files import check_folder
 from ...config.facts import Facts
 from ...config.refusal import check_refusals
 from ..data import check_files, epochs
-from ..data.manifest import check_manifest
 from ..train.saved import check_folders, in_folders_of_job
 from .command import check_shape, ranks_of_node
-from .devices import GIB, Device, check_devices, check_tokenizer
 from .memory import StageMemory, estimate
+from .options import GIB, Device, check_devices, check_tokenizer
 from .plan import Plan
 
 
@@ -130,7 +129,7 @@ def network_memory(plan: Plan, memory: StageMemory) -> tuple[int, int, int] | No
     there for copies, and as much again for packets that arrive before they are asked for.
     """
     lossy = plan.lossy
-    if not lossy.observed or plan.train.virtual_workers or memory.far == 0:
+    if not lossy.observed or memory.far == 0:
         return None
     if plan.device.kind == "cpu":
         return 0, lossy.udp_memory, 1
@@ -167,18 +166,17 @@ def check_host_memory(plan: Plan, memory: StageMemory) -> None:
 
 
 def check_data(plan: Plan) -> None:
-    """Raise :class:`UsageError` unless data and manifest are there, and agree with the tokenizer."""
+    """Raise :class:`UsageError` unless the data are there, and agree with the tokenizer."""
     if plan.train.data is not None or plan.mock_data:
         return
     tokenizer, problems = plan.train.tokenizer, Collector()
     for flag, prefix in plan.train.data_sets():
         with problems.noting():
             made = check_files(prefix, flag)
-            if made is not None and _vocabulary(made.tokenizer) != _vocabulary(tokenizer):
+            # Only byte is distinct: other vocabularies can have several names (a file, a model of the Hub).
+            if made is not None and (made.tokenizer == "byte") != (tokenizer == "byte"):
                 raise refuse("--tokenizer", tokenizer, f"{prefix} was made with --tokenizer {made.tokenizer}")
     problems.finish()
-    if plan.launch.data_manifest is not None:
-        check_manifest(plan.launch.data_manifest, [prefix for _, prefix in plan.train.data_sets()])
     if (seen := epochs_of(plan)) > plan.launch.max_epochs:
         need, have = plan.train.tokens / 1e9, plan.train.tokens / seen / 1e9
         raise refuse(
@@ -193,11 +191,6 @@ def epochs_of(plan: Plan) -> float | None:
     if plan.train.data is not None or plan.mock_data:
         return None
     return epochs(plan.train.data_path, plan.train.tokens)
-
-
-def _vocabulary(tokenizer: str) -> str:
-    """The kind of a vocabulary. Only byte is distinct: others can have several names (a file, a model of the Hub)."""
-    return "byte" if tokenizer == "byte" else "other"
 
 
 def check_megatron(plan: Plan) -> None:

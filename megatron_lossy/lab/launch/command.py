@@ -1,16 +1,23 @@
-"""The exact command of a launcher, and its environment."""
+"""The exact command of a launcher, and its environment; those of jobs that are launches of their own, which may all run here."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from ...base.checkpoints import latest_iteration
 from ...base.errors import UsageError, refuse
-from .devices import first_host
-from .plan import Plan
+from ...mechanisms.islands.membership.store import check_url
+from .options import first_host
+from .plan import PROGRAM, Plan
 
 _SHUTDOWN_SECONDS = 300
 
@@ -133,3 +140,155 @@ def _mpirun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
         command += ["-x", f"{name}={value}"]
     command += ["--output-filename", str(plan.own_folder / "logs")]
     return command + _rank(plan, sys.executable, address, launch.master_port)
+
+
+# --- jobs that are launches of their own (``--rendezvous`` without ``--island``) ---------------------------------------
+
+
+def several(plan: Plan, arguments: Sequence[str], about: Sequence[str]) -> int:
+    """Print the command of the coordinator and of each job of ``plan``, or start all here with ``--run``; returns the exit status.
+
+    ``arguments``: the command line. ``about``: lines about the run. Raises :class:`UsageError`.
+    """
+    own = [one for one in arguments if one not in ("--run", "--dry-run")]
+    jobs = [[sys.executable, "-m", PROGRAM, *own, "--island", str(job)] for job in range(plan.jobs.number)]
+    [(host, port), *_], _, _, ours = check_url(plan.lossy.rendezvous or "")
+    bind = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    coordinator = [sys.executable, "-m", "megatron_lossy", "coordinator", "--bind", bind]
+    services = [[*coordinator, "--key-file", plan.lossy.udp_key_file or ""]] if ours else []
+    if not plan.launch.run or plan.launch.dry_run:
+        print("\n".join(about))
+        for command in services:
+            print(f"# on the host of that address\n{shell(command, {})}")
+        for job, command in enumerate(jobs):
+            print(f"# {plan.jobs.name} {job}, where it is\n{shell(command, {})}")
+        return 0
+    if plan.launch.launcher == "srun":
+        raise refuse("--run", "on", "starts all on this host; submit each with --island")
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    for command in services:
+        command += ["--journal", str(plan.folder / "coordinator.journal")]
+    return _run(services, jobs, plan.folder / "coordinator.log")
+
+
+def _run(services: Sequence[Sequence[str]], jobs: Sequence[Sequence[str]], log: Path) -> int:
+    """Run ``jobs`` to their ends, and ``services`` until then, which write into ``log``. A signal goes to all jobs.
+
+    Returns the status of the first of these that failed, as a shell has it.
+    """
+    came: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: came.append(number))
+    with open(log, "a") as file:
+        serving = [subprocess.Popen(one, stdout=file, stderr=file, start_new_session=True) for one in services]
+    # A session each, so that a signal of the terminal comes once, from here.
+    working = [subprocess.Popen(one, start_new_session=True) for one in jobs]
+    try:
+        while any(one.poll() is None for one in working):
+            while came:
+                number = came.pop(0)
+                for one in working:
+                    one.send_signal(number)
+            time.sleep(0.1)
+    finally:
+        for one in serving:
+            one.terminate()
+            one.wait()
+    status = next((one.returncode for one in working if one.returncode), 0)
+    return status if status >= 0 else 128 - status
+
+
+# --- a run inside a Slurm job, from its last checkpoint to its end, over as many jobs as it needs ------------------------
+# ``--signal=TERM@300`` of the job script makes Slurm send SIGTERM to the ranks before the time limit; they save and end in
+# order. They do the same when a job is preempted with a grace time. Then the job is put back in the queue, and continues from
+# the checkpoint. A job that made no progress is not put back: it would never end.
+
+
+def check_job(plan: Plan, environment: Mapping[str, str]) -> None:
+    """Raise :class:`UsageError` unless the present job has the nodes of ``plan``."""
+    launch = plan.launch
+    has = int(environment.get("SLURM_JOB_NUM_NODES", launch.nodes))
+    if has != launch.nodes:
+        share, rest = divmod(launch.accelerators, has)
+        must = "" if rest else f"must be {share}: "
+        raise refuse(
+            "--accelerators-per-node",
+            launch.accelerators_per_node,
+            f"{must}the Slurm job has {has} nodes for {launch.accelerators} ranks",
+        )
+
+
+def run_in_job(plan: Plan, command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Start ``command`` (srun), wait, and requeue the job unless the run is complete; returns the exit status."""
+    job = job_name(environment)
+    before = done_iterations(plan)
+    if before >= plan.train.train_iters:
+        _say(f"{plan.folder} is complete, {before} iterations")
+        return 0
+    log = next(item for item in command if item.startswith("--output=")).partition("=")[2]
+    os.makedirs(os.path.dirname(log), exist_ok=True)
+    # The ranks get their own signal; this process must outlive them to decide about a requeue.
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    _say(f"job {job} continues {plan.folder} after iteration {before}; logs: {log}")
+    try:
+        # A group of its own: a signal to the batch script's group must not make srun kill ranks that are saving.
+        status = subprocess.Popen(command, env=environment, start_new_session=True).wait()
+        after = done_iterations(plan)
+        _say(f"srun ended with status {status}, at iteration {after} of {plan.train.train_iters}")
+        if after >= plan.train.train_iters:
+            return status
+        return _requeue(job, status, after > before)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def job_name(environment: Mapping[str, str]) -> str:
+    """The job's name for ``scontrol``. A job of an array has the number of the whole array and its own index."""
+    if "SLURM_ARRAY_TASK_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment["SLURM_JOB_ID"]
+
+
+def done_iterations(plan: Plan) -> int:
+    """Iterations that the run's latest checkpoint holds."""
+    folders = [plan.own_folder] if plan.jobs.apart else plan.job_folders
+    return min(latest_iteration(folder) or 0 for folder in folders)
+
+
+def _requeue(job: str, status: int, progress: bool) -> int:
+    """Put a job whose run is incomplete back in the queue, if that is right; returns its exit status."""
+    shown = _scontrol("--oneliner", "show", "job", job)
+    state = dict(re.findall(r"(\S+?)=(\S*)", shown.stdout))
+    if shown.returncode or "JobState" not in state:
+        _say(f"not requeued: {shown.stderr.strip() or f'scontrol does not know job {job}'}")
+        return status or 1
+    if state["JobState"] != "RUNNING":
+        # Slurm is ending the job: it requeues a preempted one itself, and scontrol would revive a cancelled one.
+        _say(f"job {job} is {state['JobState']}: what is next is Slurm's decision")
+        return status
+    # Preempted with a grace time: it may have come before the ranks could take a signal, let alone save.
+    if state.get("PreemptTime", "None") == "None":
+        if status:
+            return status
+        if not progress:
+            _say("no checkpoint was added; not requeued")
+            return 1
+    _say("requeue")
+    done = _scontrol("requeue", job)
+    if done.returncode:
+        _say(f"requeue failed: {done.stderr.strip()}")
+    return done.returncode
+
+
+def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``scontrol``, repeated for a minute: on large clusters Slurm is often too busy to answer in time."""
+    for seconds in (10, 20, 30, 0):
+        done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True)
+        if done.returncode == 0 or "timed out" not in done.stderr:
+            break
+        time.sleep(seconds)
+    return done
+
+
+def _say(text: str) -> None:
+    print(f"{PROGRAM}: {text}", flush=True)

@@ -28,8 +28,15 @@ the gradients, which were copied to the host; but where senders choose, or on a 
 ranks of the same node land beside the gradients. ``previous`` cannot foresee what a network loses, and keeps
 everything twice.
 
-Virtual workers share one device, one model and one optimizer, whole. If ranks are divided among jobs, N is that of a
-job. Mechanisms keep more (:mod:`.kept`).
+If ranks are divided among jobs, N is that of a job. Mechanisms keep more, in copies of the weights:
+
+- averages between islands under way: floor(tau/K) + 1 times f copies in float32 of the sent values, and of the mean, where K, f
+  and tau are the interval, the fraction and the delay. Their places take 8 bytes each, unless f is 1;
+- rests of codes of means (``int8``), the moving average of ``ema``, and the moves that ``smith`` remembers a copy in float32, the
+  outer weights and momentum of DiLoCo two; ``smith`` once more as much as was sent, if exchanges overlap. All of it is of a rank's
+  shard;
+- an asynchronous pipeline is P - 1 - i whole batches ahead on stage i of P, from 0: it keeps their activations, and besides the
+  weights of the forward pass those of each such batch.
 """
 
 from __future__ import annotations
@@ -42,12 +49,14 @@ from ...base.registry import CHANNELS, GRAD_RECOVERIES
 from ...config import PHASES, LossyConfig
 from ..data import padded_vocab_size
 from ..train.config import TrainConfig
-from .devices import GIB, Device
-from .kept import STATE, Held, kept_by, saved_of_islands
+from .options import GIB, Device
 
 #: Bytes for the driver's context, communication buffers, workspaces, and fragmentation: an assumption.
 RESERVED = 6 * GIB
 _GRADIENT = 4
+#: Bytes of a parameter in a checkpoint besides the weight itself: its copy in fp32 and two moments.
+_STATE = 12.0
+_FLOAT32, _PLACE = 4, 8
 # Components that --save-replicas stores.
 _SAVED = ("stale units", "last gradients")
 
@@ -97,16 +106,10 @@ def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, de
 
     With --save-replicas every rank adds the values that it has put aside. Mechanisms add states of their own.
     """
-    compute, virtual = 2 if config.bf16 else 4, config.virtual_workers is not None
+    compute, islands = 2 if config.bf16 else 4, lossy.islands if lossy.averages else 1
     weights = parameters(config, layout.vocab_size)
-    more = saved_of_islands(lossy, weights, compute, virtual)
-    total = weights * (compute + STATE) + more
+    total = weights * ((compute + _STATE) * islands + (compute if lossy.save_consensus else 0))
     return total + layout.world_size * estimate(config, lossy, layout, device).saved
-
-
-def seconds(config: TrainConfig, world_size: int, tokens_per_second: float) -> float:
-    """Length of the training at ``tokens_per_second`` per accelerator, without evaluation and saves."""
-    return config.tokens / (world_size * tokens_per_second)
 
 
 def estimate(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> StageMemory:
@@ -121,13 +124,12 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     first, last = stage == 0, stage == pipeline - 1
     weights = _weights(config, layout.vocab_size, first, last, pipeline)
     data = config.data_parallel_size(layout.world_size)
-    shards = max(1, data // config.num_distributed_optimizer_instances)
-    if not config.virtual_workers:  # each job shards all of it
-        shards = max(1, shards // lossy.jobs().number)
+    shards = max(
+        1, data // config.num_distributed_optimizer_instances // lossy.jobs().number
+    )  # each job shards all of it
     batches = config.global_batch_size // config.micro_batch_size // data
     at_once = (pipeline - 1 - stage) * batches + 1 if lossy.async_pipeline else min(pipeline - stage, batches)
-    sharded = config.use_distributed_optimizer and not config.virtual_workers
-    optimizer = weights * (12 if config.bf16 else 8) / (shards if sharded else 1)
+    optimizer = weights * (12 if config.bf16 else 8) / (shards if config.use_distributed_optimizer else 1)
     components = {
         "weights": weights * compute,
         "gradients": weights * _GRADIENT,
@@ -146,14 +148,16 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     components |= _loss(lossy, weights, compute, shards, lost, device)
     components |= _pieces(lossy, weights // inside, shards, near, device)
     saved = sum(components.get(name, 0.0) for name in _SAVED) if lossy.save_replicas else 0.0
-
-    def cut(stages: int) -> list[int]:
-        return [_weights(config, layout.vocab_size, n == 0, n == stages - 1, stages) for n in range(stages)]
-
-    held = Held(stage, weights, compute, optimizer, shards, lost, config.virtual_workers, cut, pipeline)
-    kept = kept_by(lossy, held)
-    components |= {one.name: one.bytes for one in kept}
-    saved += sum(one.bytes for one in kept if one.saved)
+    between = _between(lossy, weights / shards)
+    old = _old_weights(lossy, stage, pipeline) * weights * compute
+    if lossy.save_replicas:
+        saved += sum(between.values()) + old
+    components |= between | ({"old weights": old} if old else {})
+    if lost["param"] and not lossy.sends_weights():
+        own = compute if compute < _FLOAT32 else 0  # a copy of the own shard in fewer bytes
+        components["lead"] = weights / shards * (2 * _FLOAT32 + own)
+    if shards > 1 and lossy.wire_bits:
+        components["codes, sent and arrived"] = 2 * weights / inside * sum(lossy.wire_bits.values()) / 8
     components["reserved"] = RESERVED
     return StageMemory(stage, components, saved, (shards - near) / shards)
 
@@ -204,7 +208,7 @@ def _activations(config: TrainConfig, layout: Layout, compute: int) -> float:
 def _loss(
     lossy: LossyConfig, weights: int, compute: int, shards: int, lost: Mapping[str, float], device: Device
 ) -> dict[str, float]:
-    """Bytes that losses make a rank keep, by component. ``lost``: see :class:`Held`."""
+    """Bytes that losses make a rank keep, by component. ``lost``: shares of a buffer that an exchange may lose, by phase."""
     components: dict[str, float] = {}
     grad, param = (lost[phase] for phase in PHASES)
     masked = device.kind == "hpu"
@@ -249,3 +253,26 @@ def _share(lossy: LossyConfig, phase: str, shards: int) -> float:
     others = shards - 1
     spread = 0.0 if lossy.loss_unit == "packet" else 4 * math.sqrt(rate * (1 - rate) / others)
     return min(1.0, rate + spread) * others / shards
+
+
+def _between(lossy: LossyConfig, elements: float) -> dict[str, float]:
+    """Bytes that a rank of an island keeps of averages of ``elements``, by component."""
+    if not lossy.averages or lossy.sync_method == "none":
+        return {}
+    sent = lossy.share * (lossy.rounds_under_way + 1) * elements
+    under_way = sent * (2 * _FLOAT32 + (_PLACE if lossy.sync_fraction < 1 else 0))
+    corrects = lossy.correction if lossy.sync_method == "parameters" else None
+    predicts = corrects == "smith" and lossy.may_overlap
+    found = {"averages under way": under_way + (sent * _FLOAT32 if predicts else 0)}
+    if lossy.sync_bits:
+        found["rests of rounded means"] = elements * _FLOAT32
+    if corrects == "ema" or predicts:
+        found["correction"] = elements * _FLOAT32
+    if lossy.has_outer_optimizer:
+        found["outer optimizer"] = 2 * elements * _FLOAT32
+    return found
+
+
+def _old_weights(lossy: LossyConfig, stage: int, stages: int) -> int:
+    """Copies of the weights that ``stage`` keeps for backward passes to come, the newest included: they see an older one."""
+    return stages - stage if lossy.async_pipeline and stage < stages - 1 else 0

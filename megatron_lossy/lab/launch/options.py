@@ -1,16 +1,93 @@
-"""The launcher's own flags, in one frozen dataclass."""
+"""The launcher's own flags; accelerators by name; what this node has of them, hosts of a hostfile, tokenizers on a disk."""
 
 from __future__ import annotations
 
-import math
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from ...base.errors import Collector, UsageError, refuse
+from ...base.errors import Collector, UsageError, cannot, refuse
 from ...base.flags import flag, flag_name
-from .devices import DEVICES
 
 LAUNCHERS = ("torchrun", "srun", "mpirun")
+
+
+GIB = 2**30
+
+#: Variables for the environment of every rank, by kind. Without them Megatron's calls of CUDA fail on Gaudi.
+ENVIRONMENT = {"hpu": {"PT_HPU_GPU_MIGRATION": "1"}}
+
+
+@dataclass(frozen=True)
+class Device:
+    """``kind``: cuda, hpu or cpu. ``memory``: bytes, as nvidia-smi or hl-smi shows them; None if unlimited."""
+
+    kind: str
+    memory: int | None
+
+
+_MIB = 2**20
+DEVICES = {
+    "a100-40gb": Device("cuda", 40960 * _MIB),
+    "a100-80gb": Device("cuda", 81920 * _MIB),
+    "h100": Device("cuda", 81559 * _MIB),
+    "h200": Device("cuda", 143771 * _MIB),
+    "b200": Device("cuda", 183359 * _MIB),
+    "gaudi2": Device("hpu", 98304 * _MIB),
+    "gaudi3": Device("hpu", 131072 * _MIB),
+    "cpu": Device("cpu", None),
+}
+
+
+_FILES = {"cuda": ("/dev", r"nvidia\d+"), "hpu": ("/dev/accel", r"accel\d+")}
+
+
+def device_count(kind: str) -> int:
+    """Accelerators of this machine, counted by their device files, which any process may list."""
+    folder, pattern = _FILES[kind]
+    if not Path(folder).is_dir():
+        return 0
+    return sum(re.fullmatch(pattern, path.name) is not None for path in Path(folder).iterdir())
+
+
+def check_devices(kind: str, wanted: int) -> None:
+    """Raise :class:`UsageError` unless this machine has ``wanted`` accelerators of ``kind``."""
+    if kind == "cpu":
+        return
+    found = device_count(kind)
+    if found < wanted:
+        raise refuse("--device", f"({kind})", f"{wanted} accelerators are asked for on this node, {found} are there")
+
+
+def first_host(file: str) -> str:
+    """Return the first host of an Open MPI hostfile, on which rank 0 runs. Raises :class:`UsageError`."""
+    try:
+        lines = [line.split("#", 1)[0].split() for line in Path(file).read_text().splitlines()]
+    except OSError as error:
+        raise cannot("--hostfile", file, "read", error) from None
+    hosts = [words[0] for words in lines if words]
+    if not hosts:
+        raise refuse("--hostfile", file, "names no host")
+    return hosts[0]
+
+
+def check_tokenizer(name: str) -> None:
+    """Raise :class:`UsageError` unless the tokenizer is on a disk.
+
+    64 ranks must not fetch it at once, maybe without a network.
+    """
+    kind, _, source = name.partition(":")
+    if kind == "sentencepiece" and not os.path.isfile(source):
+        raise refuse("--tokenizer", name, "there is no such model file")
+    if kind == "hf" and not os.path.isdir(source):
+        cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub"))
+        if not (cache.expanduser() / f"models--{source.replace('/', '--')}").is_dir():
+            raise refuse(
+                "--tokenizer",
+                name,
+                f"is neither a folder nor in {cache}; download it once, or give hf:FOLDER or sentencepiece:FILE",
+            )
 
 
 @dataclass(frozen=True)
@@ -50,12 +127,6 @@ class LaunchConfig:
     environment: tuple[str, ...] | None = flag(
         None, "environment variables of every rank", type=str, nargs="+", metavar="NAME=VALUE"
     )
-    data_manifest: str | None = flag(
-        None,
-        "manifest of python -m megatron_lossy.data manifest, with which the data must agree",
-        type=str,
-        metavar="FILE",
-    )
     max_epochs: float = flag(
         4.0,
         "refuse a run that would read its training data more often; repeats up to 4 are about as good as new text "
@@ -79,12 +150,9 @@ class LaunchConfig:
     container_mounts: str | None = flag(
         None, "srun: what pyxis mounts in it, SOURCE:TARGET,…", type=str, metavar="MOUNTS"
     )
-    tokens_per_second: float | None = flag(
-        None, "measured tokens per second and accelerator, to print the expected time", type=float, metavar="R"
-    )
     run: bool = flag(
         False,
-        "with --rendezvous and without --island: start the lighthouse and all islands here, and end all with a signal",
+        "with --rendezvous and without --island: start the coordinator and all islands here, and end all with a signal",
     )
     dry_run: bool = flag(False, "check everything, print the exact command and environment, and start nothing")
 
@@ -105,11 +173,6 @@ class LaunchConfig:
             value = getattr(self, name)
             self._check(name, value is None or value >= 1, "must be at least 1")
         self._check("max_restarts", self.max_restarts >= 0, "must be at least 0")
-        self._check(
-            "tokens_per_second",
-            self.tokens_per_second is None or 0 < self.tokens_per_second < math.inf,
-            "must be a positive number",
-        )
         self._check("max_epochs", self.max_epochs > 0, "must be above 0")
         for pair in self.environment or ():
             self._check("environment", "=" in pair[1:], "must be pairs NAME=VALUE")

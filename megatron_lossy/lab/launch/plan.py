@@ -11,15 +11,14 @@ from pathlib import Path
 from ...base.errors import ArgumentParser, Collector, UsageError, refuse
 from ...base.flags import add_flags, did_you_mean, flag_name, from_namespace
 from ...base.jobs import Jobs
-from ...config import LossyConfig, given
+from ...config import LossyConfig
 from ...config.loss_flags import preset_arguments
 from ...config.settings import from_origin, note_origins_of
 from ..train.arguments import configurations, make_parser, setting_arguments
 from ..train.config import TrainConfig
-from .devices import DEVICES, ENVIRONMENT, Device, check_tokenizer
 from .memory import Layout
-from .options import LaunchConfig
-from .recipe import Recipe, flag_arguments, loss_arguments, megatron_arguments, read_recipe
+from .options import DEVICES, ENVIRONMENT, Device, LaunchConfig, check_tokenizer
+from .recipe import Recipe, changed_arguments, flag_arguments, megatron_arguments, read_recipe
 
 PROGRAM = "megatron_lossy.launch"
 # Flags of the trainer that follow from --out.
@@ -53,8 +52,8 @@ class Plan:
 
     @property
     def jobs(self) -> Jobs:
-        """The jobs among which ranks are divided; one for virtual workers, which share a process."""
-        return Jobs() if self.train.virtual_workers else self.lossy.jobs()
+        """The jobs among which ranks are divided."""
+        return self.lossy.jobs()
 
     @property
     def ranks(self) -> int:
@@ -68,19 +67,14 @@ class Plan:
         return self.job_folders[self.island or 0] if self.jobs.apart else self.folder
 
     @property
-    def iterations(self) -> int:
-        """The last iteration of the run: fewer than ``--train-iters`` if the slowest of its jobs makes fewer."""
-        return self.lossy.iterations(self.train.train_iters)
-
-    @property
     def checkpoints(self) -> int:
         """The number of checkpoints that are there at once, at most."""
         train, megatron = self.train, _value(self.only_megatron, "--save-retain-interval")
-        number = -(-self.iterations // (train.save_interval or self.iterations))
+        number = -(-train.train_iters // (train.save_interval or train.train_iters))
         if train.save_retain and self.launch.trainer:
             number = min(number, train.save_retain + 1)  # an older one is deleted once the next is whole
         if megatron is not None:
-            number = min(number, self.iterations // int(megatron) + 2)
+            number = min(number, train.train_iters // int(megatron) + 2)
         return number
 
     @property
@@ -261,13 +255,17 @@ def _program(
     if known.rendezvous is not None and island is None:
         known.island = 0  # all are alike but for their numbers
     train, lossy = configurations(known)
+    if train.virtual_workers:
+        raise refuse(
+            "--virtual-workers", train.virtual_workers, "share one process: python -m megatron_lossy.train starts it"
+        )
     if launch.trainer:
         if from_command_line:
             flags = [word for word in from_command_line if word.startswith("--")]
             known = [*parser._option_string_actions, *make_parser_of_launch()._option_string_actions]
             why = f"is no flag of python -m megatron_lossy.train{did_you_mean(flags, known)}"
             raise UsageError(f"{' '.join(from_command_line)}: {why}")
-        return train, lossy, ["megatron_lossy.train", *_trainer_arguments(train), *loss_arguments(lossy)], [], island
+        return train, lossy, ["megatron_lossy.train", *changed_arguments(train), *changed_arguments(lossy)], [], island
     for flag in _UNKNOWN_SIZES:
         if _value(only_megatron, flag) not in (None, "1"):
             raise refuse(
@@ -275,13 +273,6 @@ def _program(
             )
     flags = megatron_arguments(train, lossy, of_file, "--mock-data" in only_megatron)
     return train, lossy, ["megatron_lossy", launch.program, *flags, *from_command_line], only_megatron, island
-
-
-def _trainer_arguments(config: TrainConfig) -> list[str]:
-    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in given(config).items()}
-    arguments = flag_arguments({name.replace("_", "-"): value for name, value in listed.items()}, "train")
-    # These leave out switches that are on by default and were turned off.
-    return arguments + setting_arguments({name: value for name, value in listed.items() if value is False})
 
 
 def _rate_name(rate: float | None) -> str | None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ...base.errors import ArgumentParser, UsageError, refuse, usage_errors
-from .devices import check_devices
+from .options import check_devices
 
 _MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",

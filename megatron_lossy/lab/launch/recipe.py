@@ -21,7 +21,7 @@ from typing import Any
 
 from ...base.errors import refuse
 from ...config import LossyConfig, given
-from ...config.settings import from_origin, read_yaml
+from ...config.settings import from_origin, off, read_yaml
 from ...config.shipped import find_config
 from ..train.config import TrainConfig
 
@@ -126,7 +126,7 @@ def megatron_arguments(
     ``only_megatron``: flags by name with dashes, which win. Raises :class:`UsageError` for settings that Megatron-LM
     does not support.
     """
-    for name in ("virtual_workers", "save_retain", "save_failures"):
+    for name in ("save_retain", "save_failures"):
         if value := getattr(config, name):
             has = "; Megatron-LM has --save-retain-interval" if name == "save_retain" else ""
             raise refuse(f"--{_dashed(name)}", value, f"needs --program train{has}")
@@ -147,13 +147,13 @@ def megatron_arguments(
     flags |= _tokenizer(config.tokenizer)
     if not mock_data:
         flags |= _data(config)
-    return flag_arguments(flags | dict(only_megatron), "megatron") + loss_arguments(lossy)
+    return flag_arguments(flags | dict(only_megatron), "megatron") + changed_arguments(lossy)
 
 
-def loss_arguments(lossy: LossyConfig) -> list[str]:
-    """The loss flags that differ from their defaults."""
-    changed = {_dashed(name): list(v) if isinstance(v, tuple) else v for name, v in given(lossy).items()}
-    return flag_arguments(changed, "loss flags")
+def changed_arguments(config: TrainConfig | LossyConfig) -> list[str]:
+    """The flags of ``config`` that differ from their defaults."""
+    changed = {_dashed(name): list(v) if isinstance(v, tuple) else v for name, v in given(config).items()}
+    return flag_arguments(changed, "flags") + [off(f"--{name}") for name, value in changed.items() if value is False]
 
 
 def _tokenizer(name: str) -> dict[str, Any]:

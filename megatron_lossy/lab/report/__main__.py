@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...base.errors import ArgumentParser, UsageError, check_package, refuse, usage_errors
+from ...base.errors import ArgumentParser, check_package, refuse, usage_errors
 from ...base.files import check_folder
-from ...base.flags import did_you_mean
+from ...base.flags import hint_at_flags
 from ..train.metrics import METRICS_FILE
 from .read import read_runs
 from .scalars import DEFINITION, DEFINITION_WHOLE, axis_of, check_names, recorded
@@ -39,10 +39,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--list-metrics", action="store_true", help="print the names for --metrics, and write nothing")
     parser.add_argument("--overwrite", action="store_true", help="replace the report that another --out folder holds")
-    config, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        hint = did_you_mean(unknown, parser._option_string_actions)
-        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    hint_at_flags(parser)
+    config = parser.parse_args(arguments)
     runs = read_runs(config.runs)
     names = recorded(runs)
     if config.list_metrics:

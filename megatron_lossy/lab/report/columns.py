@@ -24,8 +24,6 @@ NETWORK = {
     "udp_rate",
     "udp_memory",
     "udp_fec",
-    "stream_flows",
-    "stream_congestion",
 }
 # Settings of saving, logging and evaluation change no weight.
 _NO_MATTER = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas", "eval_weights"}

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps, ticker
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ...base.files import replace_file
-from .columns import Column, columns
-from .runs import WEIGHTS, Run
+from .columns import columns
+from .runs import LOSS, WEIGHTS, Run
 from .scalars import PREDICTED, axis_of
 
 # Owners are small and drawn last: their losses are close to those of the replicas.
@@ -24,85 +25,59 @@ _MARKERS = {
 }
 
 
-def plot_curves(runs: Sequence[Run], path: str | Path) -> None:
-    """Draw ``runs`` (at least one) to the PNG ``path``, 1600 x 1000 pixels.
+def plot_curves(runs: Sequence[Run], names: Sequence[str], path: str | Path) -> None:
+    """Draw recorded scalars that have one axis, of all ``runs`` that have them, to the PNG ``path``, 1600 x 1000 pixels.
 
-    Faint: the recorded training losses; lines: their running mean; markers: validation. Runs of one column share
-    a colour. A cross marks the last finite loss of a run that diverged.
+    Faint: as recorded; lines: the running mean, dashed for a name that is a prediction of another. With the training loss
+    there are markers, validation, and a cross at the last finite loss of a run that diverged. Runs of one column share a
+    colour.
     """
-    figure, axes = _figure()
-    groups = columns(runs)
-    legend = []
-    lines = []
-    for colour, group in zip(_colours(groups), groups, strict=False):
-        diverged = False
-        for run in group.runs:
-            iterations, losses = _series(run.train)
-            smooth = running_mean(losses)
-            axes.plot(iterations, losses, color=colour, alpha=0.25, linewidth=1)
-            axes.plot(iterations, smooth, color=colour, linewidth=2.2)
-            lines.append(smooth)
-            finite = np.flatnonzero(np.isfinite(losses))
-            if len(finite) < len(losses):
-                diverged = True
-                axes.plot(iterations[finite[-1:]], losses[finite[-1:]], "X", color=colour, markersize=14)
-            for weights in WEIGHTS:
-                valid = sorted(run.valid.get(weights, {}).items())
-                lines.append(np.array([loss for _, loss in valid]))
-                axes.plot(
-                    *(zip(*valid, strict=True) if valid else ((), ())),
-                    color=colour,
-                    markeredgecolor="white",
-                    zorder=3,
-                    **_MARKERS[weights],
-                )
-        if any(run.train or run.valid for run in group.runs):
-            legend.append(_key(colour, group, ", diverged" if diverged else ""))
-    _label(axes, "Language-model loss at each rate of lost communication")
-    axes.set_ylabel("language-model loss (nats per token, log scale)", fontsize=17)
-    log_axis(axes, np.concatenate(lines))
-    kinds = [weights for weights in WEIGHTS if any(weights in run.valid for run in runs)]
-    for weights in kinds:
-        name = f"validation ({weights})" if len(kinds) > 1 else "validation"
-        legend.append(Line2D([], [], color="grey", label=name, **_MARKERS[weights]))
-    legend.append(Line2D([], [], color="grey", linewidth=2.2, label="training, running mean"))
-    legend.append(Line2D([], [], color="grey", alpha=0.4, linewidth=1, label="training, as recorded"))
-    axes.legend(handles=legend, fontsize=15, title="loss rate", title_fontsize=15)
-    replace_file(path, lambda aside: figure.savefig(aside, format=Path(path).suffix[1:]))
-
-
-def plot_scalars(runs: Sequence[Run], names: Sequence[str], path: str | Path) -> None:
-    """Draw scalars that have one axis, of all ``runs`` that recorded them, to the PNG ``path``, 1600 x 1000 pixels.
-
-    Faint: as recorded; lines: the running mean, dashed for a name that is a prediction of another.
-    """
-    figure, axes = _figure()
-    groups = columns(runs)
-    axis = axis_of(names[0])
-    legend = []
-    lines = [np.zeros(0)]
-    for colour, group in zip(_colours(groups), groups, strict=False):
+    figure = Figure(figsize=(16, 10), dpi=100, layout="constrained")
+    axes, groups, axis, losses = figure.add_subplot(), columns(runs), axis_of(names[0]), names[0] == LOSS
+    legend, lines = [], [np.zeros(0)]
+    # The bright end of viridis is illegible on white.
+    colours = colormaps["viridis"](np.linspace(0, 0.88, max(len(groups), 2)))
+    for colour, group in zip(colours, groups, strict=False):
         drawn = [(name, run.recorded(name)) for run in group.runs for name in names if run.recorded(name)]
         for name, values in drawn:
             iterations, recorded = _series(values)
             lines.append(smooth := running_mean(recorded))
-            if name.endswith(PREDICTED):
-                axes.plot(iterations, smooth, color=colour, linewidth=2.2, linestyle="--")
-            else:
+            predicted = name.endswith(PREDICTED)
+            if not predicted:
                 axes.plot(iterations, recorded, color=colour, alpha=0.25, linewidth=1)
-                axes.plot(iterations, smooth, color=colour, linewidth=2.2)
-        if drawn:
-            legend.append(_key(colour, group))
-    _label(axes, names[0][0].upper() + names[0][1:])
+            axes.plot(iterations, smooth, color=colour, linewidth=2.2, linestyle="--" if predicted else "-")
+            finite = np.flatnonzero(np.isfinite(recorded))
+            if losses and len(finite) < len(recorded):
+                axes.plot(iterations[finite[-1:]], recorded[finite[-1:]], "X", color=colour, markersize=14)
+        for run, kind in itertools.product(group.runs if losses else (), WEIGHTS):
+            iterations, valid = _series(run.valid.get(kind, {}))
+            lines.append(valid)
+            axes.plot(iterations, valid, color=colour, markeredgecolor="white", zorder=3, **_MARKERS[kind])
+        if drawn or (losses and any(run.valid for run in group.runs)):
+            label = group.label + (f" ({len(group.runs)} runs)" if len(group.runs) > 1 else "")
+            if losses and not all(math.isfinite(value) for _, values in drawn for value in values.values()):
+                label += ", diverged"
+            legend.append(Line2D([], [], color=colour, linewidth=4, label=label))
+    title = "Language-model loss at each rate of lost communication" if losses else names[0][0].upper() + names[0][1:]
+    axes.set_title(title, fontsize=20)
+    axes.set_xlabel("iteration", fontsize=17)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(9, integer=True))
+    axes.tick_params(labelsize=15)
+    axes.grid(True, which="major", alpha=0.35)
     axes.set_ylabel(axis.label + (", log scale" if axis.logarithmic else ""), fontsize=17)
     if axis.logarithmic:
         log_axis(axes, np.concatenate(lines))
-    legend.append(Line2D([], [], color="grey", linewidth=2.2, label=f"{names[0]}, running mean"))
-    legend.append(Line2D([], [], color="grey", alpha=0.4, linewidth=1, label=f"{names[0]}, as recorded"))
+    kinds = [kind for kind in WEIGHTS if losses and any(kind in run.valid for run in runs)]
+    for kind in kinds:
+        name = f"validation ({kind})" if len(kinds) > 1 else "validation"
+        legend.append(Line2D([], [], color="grey", label=name, **_MARKERS[kind]))
+    what = "training" if losses else names[0]
+    legend.append(Line2D([], [], color="grey", linewidth=2.2, label=f"{what}, running mean"))
+    legend.append(Line2D([], [], color="grey", alpha=0.4, linewidth=1, label=f"{what}, as recorded"))
     for name in names[1:]:
         legend.append(Line2D([], [], color="grey", linewidth=2.2, linestyle="--", label=f"{name}, running mean"))
     axes.legend(handles=legend, fontsize=15, title="loss rate", title_fontsize=15)
-    replace_file(Path(path), lambda aside: figure.savefig(aside, format=Path(path).suffix[1:]))
+    replace_file(path, lambda aside: figure.savefig(aside, format=Path(path).suffix[1:]))
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
@@ -121,33 +96,10 @@ def running_mean(values: np.ndarray) -> np.ndarray:
     return np.where(finite, (sums[high] - sums[low]) / np.maximum(number, 1), np.nan)
 
 
-def _figure() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(16, 10), dpi=100, layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _colours(groups: Sequence[Column]) -> np.ndarray:
-    # The bright end of viridis is illegible on white.
-    return colormaps["viridis"](np.linspace(0, 0.88, max(len(groups), 2)))
-
-
 def _series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
     """Iterations in order, and their values."""
     iterations = np.array(sorted(values), dtype=np.int64)
     return iterations, np.array([values[i] for i in iterations.tolist()], dtype=np.float64)
-
-
-def _key(colour: np.ndarray, group: Column, remark: str = "") -> Line2D:
-    count = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
-    return Line2D([], [], color=colour, linewidth=4, label=group.label + count + remark)
-
-
-def _label(axes: Axes, title: str) -> None:
-    axes.set_title(title, fontsize=20)
-    axes.set_xlabel("iteration", fontsize=17)
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(9, integer=True))
-    axes.tick_params(labelsize=15)
-    axes.grid(True, which="major", alpha=0.35)
 
 
 def log_axis(axes, values: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Runs, read from the ``metrics.jsonl`` that training writes; :mod:`.megatron_logs` reads those of Megatron-LM.
+"""Runs, read from the ``metrics.jsonl`` that training writes; :mod:`.read` reads those of Megatron-LM, too.
 
 The first line describes the run (``kind`` = ``run``: name, p_grad, p_param, loss_seed, seed, config). Then come records
 of training (``train``: iteration, lm loss, skipped, …) and of evaluation (``valid``: iteration, lm loss, weights). A

@@ -10,18 +10,19 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ...base.files import write_text, writing
-from ..train.log import WHOSE
-from ..train.metrics import perplexity
+from ..train.metrics import WHOSE, perplexity
 from .columns import Column, baseline, columns, other_differences
-from .runs import WEIGHTS, Run
+from .runs import LOSS, WEIGHTS, Run
 from .scalars import definition, file_name, with_predictions
+
+Metric = Callable[[Run], float | None]
 
 ONE_SEED = "one loss seed: differences of a few percent can come from the seed alone; no ordering is claimed"
 DEFINITIONS = (
@@ -95,29 +96,12 @@ class LossTable:
         table = ["| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines]
         return "\n".join([*table, "", *(f"- {note}" for note in self.notes)]) + "\n"
 
-    def latex(self) -> str:
-        """A ``tabular`` environment with the rules of the package booktabs, and the notes as comments."""
-        lines = [["metric", *self.headings], *([name, *map(str, entries)] for name, entries in self.rows)]
-        rows = [" & ".join(map(_latex, line)) + r" \\" for line in lines]
-        body = [rf"\begin{{tabular}}{{l{'r' * len(self.headings)}}}", r"\toprule", rows[0], r"\midrule", *rows[1:]]
-        return "\n".join([*body, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in self.notes)]) + "\n"
-
     def csv(self) -> str:
         """One line per value, in full precision: metric, loss rate, runs, mean, standard error, change."""
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(
-            [
-                "metric",
-                "loss rate",
-                "runs",
-                "diverged runs",
-                "mean",
-                "standard error",
-                "change in percent",
-                "standard error of the change",
-            ]
-        )
+        of_change = ["change in percent", "standard error of the change"]
+        writer.writerow(["metric", "loss rate", "runs", "diverged runs", "mean", "standard error", *of_change])
         for name, entries in self.rows:
             for heading, entry in zip(self.headings, entries, strict=True):
                 mean = "" if math.isnan(entry.mean) else entry.mean
@@ -127,20 +111,39 @@ class LossTable:
         return stream.getvalue()
 
 
+def evaluated(runs: Iterable[Run]) -> list[str]:
+    """The kinds of weights that some of ``runs`` were evaluated with."""
+    found = {kind for run in runs for kind in run.valid}
+    return [kind for kind in WEIGHTS if kind in found]
+
+
+def loss_metrics(weights: Sequence[str]) -> dict[str, Metric]:
+    """The rows of Table 1: train loss, train PPL, val loss, val PPL (of each kind of ``weights``)."""
+    losses: dict[str, Metric] = {"train loss": lambda run: run.train_loss}
+    for kind in weights or WEIGHTS[:1]:
+        suffix = f" ({kind})" if len(weights) > 1 else ""
+        losses[f"val loss{suffix}"] = lambda run, kind=kind: run.valid_loss(kind)
+    metrics: dict[str, Metric] = {}
+    for name, loss in losses.items():
+        metrics[name] = loss
+        metrics[name.replace(" loss", " PPL")] = lambda run, loss=loss: perplexity(loss(run))
+    return metrics
+
+
+def mean_and_error(values: Collection[float]) -> tuple[float, float | None]:
+    """The mean of ``values`` (NaN without any) and its standard error (None below two)."""
+    if not values:
+        return math.nan, None
+    numbers = np.array(list(values))
+    error = float(np.std(numbers, ddof=1) / math.sqrt(len(numbers))) if len(numbers) > 1 else None
+    return float(np.mean(numbers)), error
+
+
 def loss_table(runs: Sequence[Run], scalars: Sequence[str] = ()) -> LossTable:
     """The table of ``runs`` (at least one), with a further row for each name in ``scalars``."""
     groups = columns(runs)
-    weights = [kind for kind in WEIGHTS if any(kind in run.valid for run in runs)]
-    metrics: list[tuple[str, Callable[[Run], float | None]]] = [("train", lambda run: run.train_loss)]
-    for kind in weights or WEIGHTS[:1]:
-        name = f"val {kind}" if len(weights) > 1 else "val"
-        metrics.append((name, lambda run, kind=kind: run.valid_loss(kind)))
-    rows = []
-    for name, loss in metrics:
-        group, _, kind = name.partition(" ")
-        suffix = f" ({kind})" if kind else ""
-        rows.append((f"{group} loss{suffix}", _entries(groups, loss)))
-        rows.append((f"{group} PPL{suffix}", _entries(groups, lambda run, loss=loss: perplexity(loss(run)))))
+    weights = evaluated(runs)
+    rows = [(name, _entries(groups, metric)) for name, metric in loss_metrics(weights).items()]
     rows += [(name, _entries(groups, lambda run, name=name: run.scalar(name), ScalarEntry)) for name in scalars]
     notes = _notes(groups, runs, weights)
     if scalars:
@@ -151,24 +154,20 @@ def loss_table(runs: Sequence[Run], scalars: Sequence[str] = ()) -> LossTable:
     return LossTable(tuple(group.label for group in groups), tuple(rows), tuple(notes))
 
 
-def _entries(
-    groups: Sequence[Column], value: Callable[[Run], float | None], kind: type[Entry] = Entry
-) -> tuple[Entry, ...]:
+def _entries(groups: Sequence[Column], value: Metric, kind: type[Entry] = Entry) -> tuple[Entry, ...]:
     values = {group.label: [v for v in map(value, group.runs) if v is not None] for group in groups}
-    means = {label: float(np.mean(v)) if v else math.nan for label, v in values.items()}
+    means = {label: mean_and_error(found) for label, found in values.items()}
     entries = []
     for group in groups:
-        found, mean = values[group.label], means[group.label]
+        found, (mean, error) = values[group.label], means[group.label]
         reference = baseline(group, groups)
         change = None
-        if reference is not None and not group.clean and means[reference.label]:
-            change = 100 * (mean / means[reference.label] - 1)
-        finite = math.isfinite(mean)
-        error = float(np.std(found, ddof=1)) / math.sqrt(len(found)) if finite and len(found) > 1 else None
+        if reference is not None and not group.clean and (base := means[reference.label][0]):
+            change = 100 * (mean / base - 1)
         entries.append(
             kind(
                 mean,
-                error,
+                error if math.isfinite(mean) else None,
                 change if change is not None and math.isfinite(change) else None,
                 len(found),
                 sum(map(math.isnan, found)),
@@ -220,12 +219,6 @@ def _lengths(runs: Sequence[Run]) -> list[str]:
     return notes
 
 
-def _latex(text: str) -> str:
-    for character in "&%_#$":
-        text = text.replace(character, "\\" + character)
-    return text.replace("±", r"$\pm$")
-
-
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -243,16 +236,16 @@ def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path, scal
 
     ``scalars``: recorded scalars to draw too. A prediction is in the figure of its scalar if both are named.
     """
-    from .curves import plot_curves, plot_scalars
+    from .curves import plot_curves
 
     files = report_files(scalars)
     folder = Path(folder)
     with writing("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
         # Large files go first: if they do not fit, the older report is still complete.
-        plot_curves(runs, folder / CURVES)
+        plot_curves(runs, [LOSS], folder / CURVES)
         for group, figure in zip(with_predictions(scalars), files[3:], strict=True):
-            plot_scalars(runs, group, folder / figure)
+            plot_curves(runs, group, folder / figure)
         write_text(folder / TABLE_MARKDOWN, table.markdown())
         write_text(folder / TABLE_CSV, table.csv())
     return [folder / name for name in files]

@@ -2,6 +2,9 @@
 
 Studies share cells, and a cell runs once. Any number of processes, on any number of machines that see the folder, may
 work on the same cells, if the file system has locks: each takes cells that no other has taken.
+
+A cell that fails does not stop the others. A cell that a signal ended (out of memory, a crash) goes on from its last
+checkpoint, as long as it gets further each time. Interrupted cells save a checkpoint and continue next time.
 """
 
 from __future__ import annotations
@@ -12,36 +15,45 @@ import fcntl
 import hashlib
 import json
 import shutil
+import signal
 import socket
-from dataclasses import dataclass
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-from ...base.checkpoints import TRACKER
+from ...base.checkpoints import TRACKER, latest_iteration
 from ...base.errors import refuse
 from ...base.files import write_text
 from ...base.flags import incidental_fields
 from ...config import LossyConfig, given
+from ..environment import without_ranks
 from ..report import Run
-from ..report.columns import NETWORK
 from ..report.read import read_run
 from ..train.config import TrainConfig
 from ..train.metrics import METRICS_FILE
+from ..train.process import handling
 
 CONFIG, STATE, LOG = "config.yaml", "cell.json", "train.log"
 COMPLETE, DIVERGED = "complete", "diverged"
+_SECONDS_BETWEEN_LINES = 20
+_POLL = 0.5
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run: its two configurations, and its number of processes."""
+    """One training run: its two configurations."""
 
     train: TrainConfig
     loss: LossyConfig
-    processes: int = 1
 
     @property
     def iterations(self) -> int:
@@ -52,9 +64,8 @@ class Cell:
     def settings(self) -> dict[str, Any]:
         """The settings that identify the run and differ from the defaults; keys are flag names without dashes."""
         # Checkpoints of a study always hold the replicas. A run that measured no drift, or no sharpness, cannot replace one that did.
-        # Nor can a run that sent slower, or with less parity, replace one that lost more.
         incidental = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas"}
-        incidental -= {"drift_interval", "sharpness_interval", *NETWORK}
+        incidental -= {"drift_interval", "sharpness_interval"}
         # This value was a default when the first folders were named, and is none with islands.
         incidental |= {"sync_method"} if self.loss.sync_method == "gradients" else set()
         return {name: value for name, value in self.all_settings().items() if name.replace("-", "_") not in incidental}
@@ -70,11 +81,11 @@ class Cell:
     @cached_property
     def name(self) -> str:
         """The folder's name: a digest of the settings."""
-        text = json.dumps({"settings": self.settings, "processes": self.processes}, sort_keys=True)
+        text = json.dumps({"settings": self.settings, "processes": 1}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def make_cell(train: TrainConfig, loss: LossyConfig, processes: int = 1) -> Cell:
+def make_cell(train: TrainConfig, loss: LossyConfig) -> Cell:
     """The cell of these configurations. If they lose nothing, of the loss flags only the evaluated weights remain."""
     if loss.inert:
         loss = LossyConfig(eval_weights=loss.eval_weights)
@@ -83,7 +94,7 @@ def make_cell(train: TrainConfig, loss: LossyConfig, processes: int = 1) -> Cell
     else:
         loss = dataclasses.replace(loss, save_replicas=True)
     train = dataclasses.replace(train, save_interval=train.save_interval or -(-train.train_iters // 4))
-    return Cell(train, loss, processes)
+    return Cell(train, loss)
 
 
 class CellFolder:
@@ -135,7 +146,6 @@ class CellFolder:
             "status": status,
             "seconds": round(seconds, 1),
             "host": socket.gethostname(),
-            "processes": self.cell.processes,
             "settings": self.cell.settings,
             **facts,
         }
@@ -175,3 +185,148 @@ def _locked(file: IO[bytes], how: int) -> bool:
     except OSError:
         pass
     return True
+
+
+# --- running them -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """The number of cells that other processes have, failures with the reason, and interruption."""
+
+    elsewhere: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+@dataclass
+class _Job:
+    folder: CellFolder
+    process: subprocess.Popen
+    log: IO[bytes]
+    started: float
+    first: int  # number of iterations trained before
+
+
+def run_cells(cells: Sequence[Cell], root: str | Path, jobs: int) -> Tally:
+    """Run unfinished cells, ``jobs`` at once, in folders below ``root``."""
+    return _Runner([CellFolder(root, cell) for cell in cells], jobs).run()
+
+
+class _Runner:
+    def __init__(self, folders: Sequence[CellFolder], most: int) -> None:
+        self._folders, self._most = folders, most
+        self._jobs: list[_Job] = []
+        self._tally = Tally()
+        self._stop = threading.Event()
+        self._started = self._printed = time.monotonic()
+        self._trained = 0  # iterations that finished cells trained here
+
+    def run(self) -> Tally:
+        waiting = [folder for folder in self._folders if folder.state is None]
+        if not waiting:
+            return self._tally
+        print(f"{len(self._folders)} cells, {len(self._folders) - len(waiting)} of them done earlier", flush=True)
+        with handling(self._on_signal):
+            try:
+                self._work(waiting)
+            except BaseException:
+                for job in self._jobs:
+                    job.process.terminate()  # nobody watches it any more
+                raise
+        return self._tally
+
+    def _work(self, waiting: list[CellFolder]) -> None:
+        while (waiting and not self._stop.is_set()) or self._jobs:
+            while waiting and len(self._jobs) < self._most and not self._stop.is_set():
+                self._start(waiting.pop(0))
+            self._stop.wait(_POLL) if not self._stop.is_set() else time.sleep(_POLL)
+            for job in list(self._jobs):
+                if self._stop.is_set() and job.process.poll() is None:
+                    job.process.terminate()  # the trainer saves and leaves
+                if job.process.poll() is not None and not self._end(job):
+                    waiting.insert(0, job.folder)
+            self._tell(waiting)
+        self._tally.interrupted = self._stop.is_set()
+
+    def _on_signal(self, number: int, _: object) -> None:
+        if not self._stop.is_set():
+            print("stopping: each running cell saves a checkpoint after its iteration", flush=True)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt  # a second signal; the cells know already
+        self._stop.set()
+
+    # --- one cell ------------------------------------------------------------------------------------------------
+
+    def _start(self, folder: CellFolder) -> None:
+        config = folder.write_config()
+        log = folder.take()
+        if log is None:
+            self._tally.elsewhere += 1
+            return
+        if folder.state is not None:  # another process finished it meanwhile
+            log.close()
+            return
+        where = str(folder.path)
+        program = ["megatron_lossy.train", "--config", str(config), "--save", where, "--load", where]
+        process = subprocess.Popen(
+            [sys.executable, "-m", *program],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            # A batch system's ranks are ours, not the cells'. Cells beside each other would crawl with a thread per core each;
+            # and the sum's order shall not depend on it.
+            env={"OMP_NUM_THREADS": "1", **without_ranks()},
+            start_new_session=True,  # a Ctrl-C is for us; we tell the trainer to save
+        )
+        self._jobs.append(_Job(folder, process, log, time.monotonic(), folder.iterations))
+
+    def _end(self, job: _Job) -> bool:
+        """Note the end of ``job``. Returns False if its cell must be started again."""
+        self._jobs.remove(job)
+        folder, status = job.folder, job.process.returncode
+        seconds = time.monotonic() - job.started
+        self._trained += max(0, folder.iterations - job.first)
+        try:
+            if status == 0 and folder.iterations >= folder.cell.iterations:
+                folder.finish(COMPLETE, seconds)
+            elif status == 1 and (folder.path / METRICS_FILE).is_file() and folder.result().diverged:
+                folder.finish(DIVERGED, seconds)
+            elif not self._stop.is_set():
+                saved = (latest_iteration(folder.path) or 0) if status < 0 else 0
+                if saved > job.first:
+                    print(
+                        f"cell {folder.cell.name} was ended by {signal.Signals(-status).name} at iteration "
+                        f"{folder.iterations}: going on from iteration {saved}",
+                        flush=True,
+                    )
+                    return False
+                log = folder.path / LOG
+                lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+                why = f"exit status {status}; " + (f"{lines[-1]} (see {log})" if lines else f"see {log}")
+                self._tally.failed[folder.cell.name] = why
+                print(f"cell {folder.cell.name} failed: {why}", flush=True)
+        finally:
+            job.log.close()  # which lets others take the cell
+        return True
+
+    # --- progress ------------------------------------------------------------------------------------------------
+
+    def _tell(self, waiting: Sequence[CellFolder]) -> None:
+        now = time.monotonic()
+        if now - self._printed < _SECONDS_BETWEEN_LINES:
+            return
+        self._printed = now
+        running = [(job.folder.iterations, job.first, job.folder.cell.iterations) for job in self._jobs]
+        trained = self._trained + sum(iteration - first for iteration, first, _ in running)
+        left = sum(folder.cell.iterations - folder.iterations for folder in waiting)
+        left += sum(total - iteration for iteration, _, total in running)
+        done = sum(folder.state is not None for folder in self._folders)
+        elapsed = now - self._started
+        estimate = f"about {timedelta(seconds=round(elapsed / trained * left))}" if trained else "unknown time"
+        positions = ", ".join(f"{iteration}/{total}" for iteration, _, total in running)
+        print(
+            f"{done} of {len(self._folders)} cells done, {len(running)} running (iteration {positions}), "
+            f"elapsed {timedelta(seconds=round(elapsed))}, {estimate} left",
+            flush=True,
+        )

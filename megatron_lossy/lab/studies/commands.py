@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.lab``: Table 1, studies in files, and their reports once more."""
+"""``python -m megatron_lossy.lab``: studies in files, and their reports once more."""
 
 from __future__ import annotations
 
@@ -9,118 +9,76 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ...base import device
 from ...base.errors import ArgumentParser, UsageError, check_package, refuse
 from ...base.files import check_folder
 from ...base.flags import did_you_mean
-from ..report import LossTable, Run
+from ..report import Run
 from ..train.arguments import make_parser
-from .cells import CellFolder
-from .design import Design, Study, check_metrics, check_seeds, read_design
+from .cells import CellFolder, Tally, run_cells
+from .design import Study, check_metrics, check_seeds, read_design
 from .folder import (
     check_no_runs,
     check_out,
-    read_command,
     read_record,
-    read_recorded_runs,
+    results_of,
     tables,
     write_figures,
     write_record,
     write_tables,
 )
-from .runner import Tally, run_cells
 from .summary import Results
-
-_TABLE_1 = "Training under packet loss"
-
-
-def table1(arguments: Sequence[str]) -> int:
-    """Run the sweep of Table 1 and report it; returns the exit status. Raises :class:`UsageError`."""
-    study, how, rates = _read_table1(arguments)
-    return _run(study, how, Path(how.out or "runs/table1"), rates)
 
 
 def study(arguments: Sequence[str]) -> int:
     """Run a study file and report it; returns the exit status. Raises :class:`UsageError`."""
     study, how, name = _read_study(arguments)
-    return _run(study, how, Path(how.out or Path("runs") / name), None)
+    return _run(study, how, Path(how.out or Path("runs") / name))
 
 
 def report(arguments: Sequence[str]) -> None:
     """Make tables and figures again from the records of reports. Raises :class:`UsageError`."""
     parser = ArgumentParser(
         "python -m megatron_lossy.lab report",
-        description="Make the tables and figures of reports again from their study.json, without the cells. "
-        "The curves of Table 1 need the cells: table1 --report-only draws them.",
+        description="Make the tables and figures of reports again from their study.json, without the cells, "
+        "which the curves of Table 1 need: --report-only draws them.",
     )
     parser.add_argument("folders", metavar="FOLDER", nargs="+", help="folder of a report")
     folders = [Path(folder) for folder in parser.parse_args(arguments).folders]
     check_package("matplotlib", "FOLDER", folders[0], "matplotlib")
-    for folder, (results, rates) in [(folder, recorded(folder)) for folder in folders]:
-        files = write_tables(results, tables(results, rates), folder)
-        files += write_figures(results, folder, rates, curves=False)
+    for folder, results in [(folder, recorded(folder)) for folder in folders]:
+        files = write_tables(results, tables(results), folder)
+        files += write_figures(results, folder, curves=False)
         print(f"{folder}: {len(files)} files")
 
 
-def recorded(folder: Path) -> tuple[Results, dict[str, float] | None]:
-    """The results in the folder of a report, and the rates of Table 1's levels. Raises :class:`UsageError`."""
-    words = read_command(folder)
-    rates = None
-    if words[:1] == ["table1"]:
-        study, _, rates = _read_table1(words[1:])
-    else:
-        study, *_ = _read_study(words)
-    return read_record(folder, study), rates
-
-
-def recorded_tables(folder: Path) -> dict[str, LossTable]:
-    """All tables of the report in ``folder``, made from its records. Raises :class:`UsageError`."""
-    return tables(*recorded(folder))
-
-
-def _read_table1(arguments: Sequence[str]) -> tuple[Study, argparse.Namespace, dict[str, float]]:
-    """The study of Table 1 with ``arguments``, how to run it, and the rate of each level."""
-    parser = _parser("table1", "Train at several loss rates and seeds, and print the paper's Table 1.")
-    add = parser.add_argument_group("Table 1").add_argument
-    rates_help = "loss rates of gradients and parameters, beside 0; default 0.1 0.2 0.3 0.4"
-    add("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.4], metavar="P", help=rates_help)
-    ranks_help = "ranks of each cell, under torchrun; 1, the default, with --virtual-workers"
-    add("--processes", type=int, default=1, metavar="N", help=ranks_help)
-    how, rest = _split(parser, arguments)
-    for rate in how.rates:
-        if not 0 <= rate < 1:
-            raise refuse("--rates", rate, "must be in [0, 1)")
-    if len(set(how.rates)) != len(how.rates):
-        raise refuse("--rates", " ".join(map(str, how.rates)), "must differ from each other")
-    if how.processes < 1:
-        raise refuse("--processes", how.processes, "must be at least 1")
-    rates = {f"{100 * rate:g} %": rate for rate in how.rates if rate}
-    for name in ("--p-grad", "--p-param"):
-        if any(argument.split("=")[0] == name for argument in rest):
-            raise UsageError(f"{name}: cannot be given to a sweep over --rates")
-    design = Design(
-        title=_TABLE_1,
-        question="What does loss cost?",
-        processes=how.processes,
-        levels={name: {"p": rate} for name, rate in rates.items()},
-    )
-    return _study(design, how, rest), how, rates
+def recorded(folder: Path) -> Results:
+    """The results in the folder of a report. Raises :class:`UsageError`."""
+    record = read_record("FOLDER", folder)
+    try:
+        study, *_ = _read_study(record.command)
+    except UsageError as error:
+        raise refuse("FOLDER", folder, f"its study.json cannot be made again here: {error}") from None
+    return results_of(record, study, folder)
 
 
 def _read_study(arguments: Sequence[str]) -> tuple[Study, argparse.Namespace, str]:
     """The study that ``arguments`` name, how to run it, and its own name or that of its file."""
-    parser = _parser("", "Run the study in a file, and report it.")
+    parser = _parser()
     parser.add_argument("study", metavar="STUDY", help="study file (YAML), see docs/study.md")
     parser.add_argument("name", metavar="NAME", nargs="?", help="which study, if the file holds several")
     how, rest = _split(parser, arguments)
     if any(argument.split("=")[0] == "--config" for argument in rest):
         raise UsageError("--config: cannot be given to a study, whose file names it")
-    return _study(read_design(how.study, how.name), how, rest), how, how.name or Path(how.study).stem
+    given = {name: value for name in ("seeds", "loss_seeds", "metrics") if (value := getattr(how, name)) is not None}
+    design = replace(read_design(how.study, how.name), **given)
+    return design.study(rest), how, how.name or Path(how.study).stem
 
 
-def _parser(name: str, description: str) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
-        f"python -m megatron_lossy.lab {name}".strip(),
-        description=description,
+        "python -m megatron_lossy.lab",
+        description="Run the study in a file, and report it.",
         epilog="All flags of python -m megatron_lossy.train are allowed too, for all cells.",
         allow_abbrev=False,
     )
@@ -130,10 +88,8 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
     add("--cells", default="runs/cells", metavar="DIR", help=shared)
     records = "folders of earlier reports: runs that their study.json holds are not run again, though --cells has none of them"
     add("--records", default=[], nargs="+", metavar="DIR", help=records)
-    at_once = "cells to run at once; default one per device, on a CPU one per core and rank"
+    at_once = "cells to run at once; default one, on a CPU one per core"
     add("--jobs", type=int, metavar="N", help=at_once)
-    in_turn = "accelerators to give to the cells in turn, by number or name"
-    add("--devices", nargs="+", metavar="DEVICE", help=in_turn)
     seeds = "seeds of weights and data, in every condition; default the study's, or 1 2 3"
     add("--seeds", type=int, nargs="+", metavar="SEED", help=seeds)
     loss_seeds = "seeds of the losses, with each of --seeds; default the study's, or 1 2"
@@ -172,20 +128,13 @@ def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
     return how, rest
 
 
-def _study(design: Design, how: argparse.Namespace, arguments: Sequence[str]) -> Study:
-    changes = {
-        name: getattr(how, name) for name in ("seeds", "loss_seeds", "metrics") if getattr(how, name) is not None
-    }
-    return replace(design, **changes).study(arguments)
-
-
-def _run(study: Study, how: argparse.Namespace, out: Path, rates: dict[str, float] | None) -> int:
+def _run(study: Study, how: argparse.Namespace, out: Path) -> int:
     check_folder("--out", out)
     check_no_runs(out, how.cells)
     check_out(out, study)
-    recorded = {
-        name: run for folder in how.records for name, run in read_recorded_runs(Path(folder), study.metrics).items()
-    }
+    # Without those of a report that lacks a metric, which runs that are trained now would have.
+    records = [read_record("--records", Path(folder)) for folder in how.records]
+    recorded = {cell: run for record in records for _, cell, run in record.runs if set(study.metrics) <= run.columns}
     if how.list:
         _list(study, how.cells, recorded)
         return 0
@@ -194,7 +143,8 @@ def _run(study: Study, how: argparse.Namespace, out: Path, rates: dict[str, floa
     if not how.report_only:
         check_folder("--cells", how.cells)
         missing = [cell for cell in study.cells if cell.name not in recorded]
-        tally = run_cells(missing, how.cells, how.jobs or _default_jobs(study, how), how.devices or ())
+        cores = len(os.sched_getaffinity(0)) if device.device_type() == "cpu" else 1
+        tally = run_cells(missing, how.cells, how.jobs or cores)
     runs = {}
     for cell in study.cells:
         folder = CellFolder(how.cells, cell)
@@ -203,20 +153,10 @@ def _run(study: Study, how: argparse.Namespace, out: Path, rates: dict[str, floa
         elif cell.name in recorded:
             runs[cell.name] = recorded[cell.name]
     if runs:
-        _report(Results(study, runs), out, rates)
+        _report(Results(study, runs), out)
     else:
         print("no cell is done yet")
-    return _explain(tally, len(study.cells) - len(runs))
-
-
-def _default_jobs(study: Study, how: argparse.Namespace) -> int:
-    if how.devices:
-        return len(how.devices)
-    from ...base import device
-
-    if device.device_type() != "cpu":
-        return 1
-    return max(1, len(os.sched_getaffinity(0)) // study.cells[0].processes)
+    return _explain(tally)
 
 
 def _list(study: Study, root: str, recorded: Mapping[str, Run]) -> None:
@@ -232,7 +172,7 @@ def _list(study: Study, root: str, recorded: Mapping[str, Run]) -> None:
         print(f"{trial.cell.name}  {where}, {seeds}: {states[trial.cell]}")
 
 
-def _explain(tally: Tally, missing: int) -> int:
+def _explain(tally: Tally) -> int:
     for name, reason in tally.failed.items():
         print(f"cell {name} failed: {reason}", file=sys.stderr)
     if tally.interrupted:
@@ -242,13 +182,13 @@ def _explain(tally: Tally, missing: int) -> int:
     return 1 if tally.failed or tally.interrupted else 0
 
 
-def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None:
+def _report(results: Results, out: Path) -> None:
     study = results.study
     files = [write_record(results, out)]
     print(f"\n{study.title}" + (f": {study.question}" if study.question else "") + "\n")
-    found = tables(results, rates)
+    found = tables(results)
     for table in found.values():
         print(table.text())
     files += write_tables(results, found, out)
-    files += write_figures(results, out, rates, curves=all(run.train for run in results.runs.values()))
+    files += write_figures(results, out, curves=all(run.train for run in results.runs.values()))
     print("wrote " + ", ".join(map(str, files)))

@@ -1,35 +1,9 @@
 """The design of a study: its file, and the cells that follow from it.
 
-A study file is YAML::
-
-    title: Gradients or parameters
-    question: Whose loss costs more, that of gradients or that of parameters?
-    config: ../tiny/llama_1m.yaml      # beside this file; settings of all cells
-    settings: {virtual-workers: 16}    # over those of the config
-    processes: 1                       # per cell, under torchrun if more than 1
-    seeds: [1, 2, 3]                   # of weights and data, the same ones in every cell of the table
-    loss-seeds: [1, 2]                 # of the losses; see loss_seed_of
-    level-name: loss rate
-    levels:                            # the columns of the table
-      10 %: {p: 0.1}
-      20 %: {p: 0.2}
-    variants:                          # its rows; a variant's settings win over the level's
-      both: {}
-      gradients only: {p-param: 0}
-    against: {gradients only: both}    # the partner of a variant in comparisons; default the first variant
-    metrics: [grad norm]               # recorded scalars to report beside the losses (docs/monitors.md)
-    baseline: {name: FullSync, islands: 1}  # settings over all others, for the reference of changes; default no loss
-
-A file may also hold several studies::
-
-    config: ../tiny/llama_1m.yaml      # keys of all its studies, unless one has its own
-    studies:
-      phases: {title: …, levels: …}    # python -m megatron_lossy.lab FILE phases
-
-Keys of ``settings``, levels and variants are flags of ``python -m megatron_lossy.train``; ``p`` stands for
-``p-grad`` and ``p-param``. A level can also be one of errors in gradients (``grad-error``), with variants of the
-actions on them. Every variant is also trained without loss and errors, or with the settings of the baseline: its
-changes refer to that run.
+docs/study.md says what a file can have. Keys of ``settings``, levels and variants are flags of ``python -m
+megatron_lossy.train``; ``p`` stands for ``p-grad`` and ``p-param``. A level can also be one of errors in gradients
+(``grad-error``), with variants of the actions on them. Every variant is also trained without loss and errors, or with the
+settings of the baseline: its changes refer to that run.
 """
 
 from __future__ import annotations
@@ -90,6 +64,8 @@ class Study:
     against: Mapping[str, str] = dataclasses.field(default_factory=dict)
     baseline: str = NO_LOSS
     """The name of the level None."""
+    paper: bool = False
+    """Whether the report is the paper's Table 1, with its rows beside, and its figures."""
 
     @property
     def errs(self) -> bool:
@@ -104,13 +80,12 @@ class Study:
 
 @dataclass(frozen=True)
 class Design:
-    """The content of a study file, or of a command line for Table 1."""
+    """The content of a study file."""
 
     title: str
     question: str = ""
     config: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    processes: int = 1
     seeds: Sequence[int] = (1, 2, 3)
     loss_seeds: Sequence[int] = (1, 2)
     level_name: str = "loss rate"
@@ -119,6 +94,7 @@ class Design:
     against: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metrics: Sequence[str] = ()
     baseline: Mapping[str, Any] | None = None
+    paper: bool = False
 
     def study(self, arguments: Sequence[str] = ()) -> Study:
         """All cells, with ``arguments`` of the command line over ``settings``. Raises :class:`UsageError`."""
@@ -144,6 +120,7 @@ class Design:
             tuple(self.metrics),
             self.against,
             self._baseline(any(trial.cell.loss.errs for trial in trials)),
+            self.paper,
         )
 
     def _baseline(self, errs: bool = False) -> str:
@@ -159,10 +136,10 @@ class Design:
                 for name in _NOT_HERE:
                     if getattr(config, name, None):
                         raise refuse(f"--{name.replace('_', '-')}", getattr(config, name), "cannot be given to a study")
-            train.check_world(self.processes)
+            train.check_world(1)
             if loss.averages and not train.virtual_workers:
                 raise refuse("--islands", loss.islands, "needs --virtual-workers in a study")
-            check_refusals(loss, of_trainer(train, self.processes))
+            check_refusals(loss, of_trainer(train, 1))
             loss.jobs().check(train.train_iters)
             if not train.sharpness_interval and (name := next(filter(needs_sharpness, self.metrics), None)):
                 raise refuse("metrics:", repr(name), "is recorded with sharpness-interval only, which is 0")
@@ -174,18 +151,18 @@ class Design:
                     raise UsageError("loses nothing: a level needs a loss rate, or errors in gradients")
                 if not loss.drift_interval and (name := next(filter(needs_drift, self.metrics), None)):
                     raise refuse("metrics:", repr(name), "is recorded with drift-interval only, which is 0")
-                check_flags(train, loss, self.processes)
+                check_flags(train, loss, 1)
         except UsageError as error:
             raise UsageError(f"{self.title}, {where}: {with_origin(error)}") from None
         trials = []
         for seed in self.seeds:
             seeded = dataclasses.replace(train, seed=seed)
             if level is None:
-                trials.append(Trial(variant, None, seed, None, make_cell(seeded, reference, self.processes)))
+                trials.append(Trial(variant, None, seed, None, make_cell(seeded, reference)))
                 continue
             for loss_seed in self.loss_seeds:
                 lossy = dataclasses.replace(loss, loss_seed=loss_seed_of(seed, loss_seed))
-                cell = make_cell(seeded, lossy, self.processes)
+                cell = make_cell(seeded, lossy)
                 trials.append(Trial(variant, level, seed, loss_seed, cell))
         return trials
 
@@ -290,9 +267,6 @@ def _design(content: Mapping[Any, Any], folder: Path) -> Design:
                 raise refuse("against:", repr(name), "is no variant")
     if "metrics" in content:
         content["metrics"] = check_metrics("metrics:", content["metrics"])
-    processes = content.get("processes", 1)
-    if not isinstance(processes, int) or processes < 1:
-        raise UsageError(f"processes: {processes}: must be a number of at least 1")
     if content.get("config"):
         content["config"] = str(folder / content["config"])
     return Design(**content)

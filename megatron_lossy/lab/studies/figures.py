@@ -71,12 +71,12 @@ def plot_comparison(results: Results, metric_name: str, path: str | Path) -> lis
     Without levels, the metric itself is drawn.
     """
     study = results.study
-    metric = loss_metrics(results)[metric_name]
+    metric = loss_metrics(results.weights)[metric_name]
 
     def change(variant: str, level: str | None) -> tuple[float, float | None]:
         if level is None:
-            return mean_and_error(results.by_seed(variant, None, metric))
-        return mean_and_error(results.changes(variant, level, metric))
+            return mean_and_error(results.by_seed(variant, None, metric).values())
+        return mean_and_error(results.changes(variant, level, metric).values())
 
     lines = _lines(study, list(study.levels), change)
     figure, axes = _places(study, list(study.levels))
@@ -102,7 +102,11 @@ def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> lis
     study = results.study
     levels = levels_with(results, names[0]) if len(study.levels) > 1 else list(study.levels)
     joined = _quantities(study.levels)
-    lines = {name: _lines(study, levels, partial(_mean_and_error, results, name)) for name in names}
+
+    def value(name: str, variant: str, level: str | None) -> tuple[float, float | None]:
+        return mean_and_error(results.by_seed(variant, level, scalar_metric(name)).values())
+
+    lines = {name: _lines(study, levels, partial(value, name)) for name in names}
     points = [point for of_name in lines.values() for values in of_name.values() for point in values]
     ends = np.array([mean + sign * (error or 0.0) for mean, error in points for sign in (-1, 1)])
     if not np.isfinite(ends).any():
@@ -128,10 +132,6 @@ def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> lis
     elif several:
         axes.legend(fontsize=12)
     return save_figure(figure, path)
-
-
-def _mean_and_error(results: Results, name: str, variant: str, level: str | None) -> tuple[float, float | None]:
-    return mean_and_error(results.by_seed(variant, level, scalar_metric(name)))
 
 
 def _lines(

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ...base.errors import refuse
 from ...base.files import write_text
@@ -22,7 +21,6 @@ from ..report import LossTable, Run
 from ..report.runs import WEIGHTS
 from ..report.scalars import file_name, with_predictions
 from ..train.metrics import METRICS_FILE
-from .cells import Cell
 from .design import Study
 from .summary import (
     RUN_COLUMNS,
@@ -39,9 +37,6 @@ from .tables import scalar_tables, table_1, won_back
 
 RECORD = "study.json"
 Place = tuple[str, str, str, str]
-_FIRST, _LEVEL, _TRAINED, _RUNS = "settings of the first cell", "first level", "trained", "runs"
-# Reports that differ only in these belong to one study: more seeds, or drift or sharpness measured too.
-_NO_OTHER_REPORT = {"seed", "loss-seed", "drift-interval", "sharpness-interval"}
 
 
 # --- may a report go there? ------------------------------------------------------------------------------------------
@@ -59,54 +54,17 @@ def check_no_runs(out: Path, cells: str) -> None:
 
 def check_out(out: Path, study: Study) -> None:
     """Raise :class:`UsageError` for the folder of another study. This one may have got more seeds or conditions."""
-    try:
-        record = json.loads((out / RECORD).read_text())
-        title, first, level = record.get("title"), record.get(_FIRST), record.get(_LEVEL)
-        pairs = [(dict(first), study.trials[0])] if first else []
-        if level:
-            place = level["variant"], level["level"]
-            pairs += [
-                (dict(level["settings"]), trial) for trial in study.trials if (trial.variant, trial.level) == place
-            ]
-        places = [_place(row) for row in _rows(record)]
-    except FileNotFoundError:
+    if not (out / RECORD).exists():
         return
-    except (AttributeError, KeyError, OSError, TypeError, ValueError):
-        raise refuse("--out", out, f"{RECORD} there cannot be read; choose another folder") from None
-    if title != study.title:
-        raise refuse("--out", out, f"holds the report of another study, {title!r}; choose another folder")
-    for there, trial in pairs:
-        here = _settings(trial.cell)
-        for name in sorted((there.keys() | here.keys()) - _NO_OTHER_REPORT):
-            if there.get(name) != here.get(name):
-                values = f"--{name} {_value(there, name)}, not {_value(here, name)}"
-                raise refuse("--out", out, f"holds a report with {values}; choose another folder")
-    here = _cells(study)
-    for place in places:
-        if place not in here:
+    record, here = read_record("--out", out), _cells(study)
+    if record.title != study.title:
+        raise refuse("--out", out, f"holds the report of another study, {record.title!r}; choose another folder")
+    for place, cell, _ in record.runs:
+        if here.get(place) != cell:
             variant, level, seed, loss_seed = place
-            what = ", ".join(filter(None, (variant, level, f"seed {seed}", loss_seed and f"loss seed {loss_seed}")))
-            raise refuse("--out", out, f"holds a larger report, with {what}; choose another folder")
-
-
-def _settings(cell: Cell) -> dict[str, Any]:
-    """The settings of ``cell`` and its number of processes, as JSON gives them back."""
-    processes = {"processes": cell.processes} if cell.processes > 1 else {}
-    return json.loads(json.dumps(cell.settings | processes))
-
-
-def _value(settings: Mapping[str, Any], name: str) -> str:
-    value = settings.get(name, "as by default")
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
-    return list(csv.DictReader(record[_RUNS]))
-
-
-def _place(row: Mapping[str, str]) -> Place:
-    """Variant, level, seed and loss seed of a row of the runs."""
-    return row["variant"], row["level"], row["seed"], row["loss seed"]
+            which = ", ".join(filter(None, (variant, level, f"seed {seed}", loss_seed and f"loss seed {loss_seed}")))
+            what = "a report with other settings, of" if place in here else "a larger report, with"
+            raise refuse("--out", out, f"holds {what} {which}; choose another folder")
 
 
 def _cells(study: Study) -> dict[Place, str]:
@@ -128,17 +86,14 @@ def _cells(study: Study) -> dict[Place, str]:
 def write_record(results: Results, out: Path) -> Path:
     """Write ``study.json`` into ``out``; returns it."""
     study = results.study
-    record: dict[str, Any] = {
+    record = {
         "title": study.title,
         "question": study.question,
         # The command that would make this report from nothing.
         "command": shlex.join(["python", "-m", "megatron_lossy.lab", *_from_nothing(sys.argv[1:])]),
-        _TRAINED: trained(results),
-        _FIRST: _settings(study.trials[0].cell),
+        "trained": trained(results),
+        "runs": run_table(results).splitlines(),  # one line each, in the file as well
     }
-    if (trial := next((trial for trial in study.trials if trial.level is not None), None)) is not None:
-        record[_LEVEL] = {"variant": trial.variant, "level": trial.level, "settings": _settings(trial.cell)}
-    record[_RUNS] = run_table(results).splitlines()  # one line each, in the file as well
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / RECORD, json.dumps(record, indent=1))
     return out / RECORD
@@ -155,11 +110,11 @@ def _from_nothing(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def tables(results: Results, rates: Mapping[str, float] | None) -> dict[str, LossTable]:
-    """All tables of a report by the names of their files. ``rates``: of every level, for Table 1."""
+def tables(results: Results) -> dict[str, LossTable]:
+    """All tables of a report by the names of their files."""
     found: dict[str, LossTable] = {}
-    if rates is not None:
-        found["table1"] = table_1(results, rates)
+    if results.study.paper:
+        found["table1"] = table_1(results)
     else:
         for file, metric in _validation(results).items():
             found[file] = comparison(results, metric)
@@ -175,22 +130,22 @@ def tables(results: Results, rates: Mapping[str, float] | None) -> dict[str, Los
 
 
 def write_tables(results: Results, found: Mapping[str, LossTable], out: Path) -> list[Path]:
-    """Write the runs as CSV, and every table as CSV, Markdown and LaTeX; returns the files."""
+    """Write the runs as CSV, and every table as CSV and Markdown; returns the files."""
     files = [out / "runs.csv"]
     write_text(files[0], run_table(results))
     for name, table in found.items():
-        for suffix, text in (("csv", table.csv()), ("md", table.markdown()), ("tex", table.latex())):
+        for suffix, text in (("csv", table.csv()), ("md", table.markdown())):
             files.append(out / f"{name}.{suffix}")
             write_text(files[-1], text)
     return files
 
 
-def write_figures(results: Results, out: Path, rates: Mapping[str, float] | None, curves: bool = True) -> list[Path]:
+def write_figures(results: Results, out: Path, curves: bool = True) -> list[Path]:
     """Draw every figure as PNG and PDF; returns the files. ``curves``: whether ``results`` have more than ends."""
     from .figures import plot_comparison, plot_figure_1, plot_figure_2, plot_scalar
 
     files: list[Path] = []
-    if rates is None:
+    if not results.study.paper:
         for file, metric in _validation(results).items():
             files += plot_comparison(results, metric, out / file)
     elif curves:
@@ -201,7 +156,7 @@ def write_figures(results: Results, out: Path, rates: Mapping[str, float] | None
 
 
 def _validation(results: Results) -> dict[str, str]:
-    return {file_name(name): name for name in loss_metrics(results) if name.startswith("val loss")}
+    return {file_name(name): name for name in loss_metrics(results.weights) if name.startswith("val loss")}
 
 
 # --- reading it again ------------------------------------------------------------------------------------------------
@@ -213,6 +168,8 @@ class RecordedRun(Run):
 
     ends: dict[str, float] = field(default_factory=dict)
     """Final values by the name of their column."""
+    columns: set[str] = field(default_factory=set)
+    """The names of all columns, those without a value too."""
 
     @property
     def train_loss(self) -> float:
@@ -228,47 +185,43 @@ class RecordedRun(Run):
         return self.ends.get(name)
 
 
-def read_command(folder: Path) -> list[str]:
-    """The arguments of the command that made the report in ``folder``. Raises :class:`UsageError`."""
+@dataclass
+class Record:
+    """The content of ``study.json``: title, command and training, and of each run its place, its cell and its end."""
+
+    title: str
+    command: list[str]
+    trained: str
+    runs: list[tuple[Place, str, RecordedRun]]
+
+
+def read_record(flag: str, folder: Path) -> Record:
+    """The record in ``folder``, which ``flag`` names. Raises :class:`UsageError`."""
     try:
-        words = shlex.split(json.loads((folder / RECORD).read_text(encoding="utf-8"))["command"])
-    except (KeyError, OSError, TypeError, ValueError):
-        raise refuse("FOLDER", folder, f"must hold a report with {RECORD}") from None
-    return words[3:]  # after python -m megatron_lossy.lab
+        content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        rows = list(csv.DictReader(content["runs"]))
+        runs = [((row["variant"], row["level"], row["seed"], row["loss seed"]), row["cell"], _end(row)) for row in rows]
+        command = shlex.split(content["command"])[3:]  # after python -m megatron_lossy.lab
+        record = Record(content["title"], command, content.get("trained", ""), runs)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise refuse(flag, folder, f"must hold a report with {RECORD} ({error})") from None
+    for *_, run in runs:
+        run.origin = {"trained": record.trained}
+    return record
 
 
-def read_record(folder: Path, study: Study) -> Results:
-    """The results of ``study`` in ``folder``. Raises :class:`UsageError` for those of another study."""
+def results_of(record: Record, study: Study, folder: Path) -> Results:
+    """The results of ``study`` in ``record``. Raises :class:`UsageError` for those of another study."""
     cells = _cells(study)
-    try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        rows = {_place(row): _recorded_run(row) for row in _rows(record)}
-    except (KeyError, OSError, TypeError, ValueError) as error:
-        raise refuse("FOLDER", folder, f"{RECORD} cannot be read ({error})") from None
-    if record.get("title") != study.title or not rows.keys() <= cells.keys():
+    if record.title != study.title or not {place for place, *_ in record.runs} <= cells.keys():
         raise refuse("FOLDER", folder, f"must hold the report of {study.title!r}, with runs of that study only")
-    return Results(study, {cells[place]: run for place, run in rows.items()}, record.get(_TRAINED, ""))
+    return Results(study, {cells[place]: run for place, _, run in record.runs})
 
 
-def read_recorded_runs(folder: Path, metrics: Sequence[str]) -> dict[str, RecordedRun]:
-    """All runs in the report in ``folder``, by the names of their cells, those of any study.
-
-    Without those of a report that lacks one of ``metrics``, if runs that are trained now would have it. Raises
-    :class:`UsageError`.
-    """
-    try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        rows = _rows(record)
-        runs = {row["cell"]: _recorded_run(row) for row in rows if set(metrics) <= row.keys()}
-    except (KeyError, OSError, TypeError, ValueError) as error:
-        raise refuse("--records", folder, f"must hold a report with {RECORD} ({error})") from None
-    for run in runs.values():
-        run.origin = {"trained": record.get(_TRAINED, "")}
-    return runs
-
-
-def _recorded_run(row: Mapping[str, str]) -> RecordedRun:
+def _end(row: Mapping[str, str]) -> RecordedRun:
     ends = {name: float(text) for name, text in row.items() if name not in RUN_COLUMNS and text}
     # A report of a single kind of weights does not name it: it is that of the runs beside them.
     kinds = [kind for kind in WEIGHTS if f"val loss ({kind})" in ends]
-    return RecordedRun(row["cell"], 0.0, 0.0, None, None, {}, valid={kind: {} for kind in kinds}, ends=ends)
+    return RecordedRun(
+        row["cell"], 0.0, 0.0, None, None, {}, valid={kind: {} for kind in kinds}, ends=ends, columns=set(row)
+    )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...base.errors import ArgumentParser, refuse
-from ...base.theory import Lag, Lead, stability_limit
+from ..theory import Lag, stability_limit
 
 BETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.0)
 _EPSILON = 1e-9
@@ -44,13 +44,6 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def title(p: float, burst: float | None) -> str:
-    """The losses in words."""
-    return f"{100 * p:g} % of parameters lost, " + (
-        "independently" if burst is None else f"in bursts of {burst:g} updates"
-    )
-
-
 def limits(beta1: float, lag: Lag) -> tuple[float, float, float]:
     """The largest stable learning rate x curvature: without loss, with it, and if parameters are sent with a lead."""
     return stability_limit(beta1), stability_limit(beta1, lag), stability_limit(beta1, lag, lag.lead)
@@ -58,8 +51,9 @@ def limits(beta1: float, lag: Lag) -> tuple[float, float, float]:
 
 def report(lag: Lag, beta1: float, p: float, burst: float | None) -> list[str]:
     """Lines of text: the lag, a table over the first moment's decay, and advice."""
+    how = "independently" if burst is None else f"in bursts of {burst:g} updates"
     lines = [
-        f"{title(p, burst)}: replicas are {lag.mean:.3g} updates late on average.",
+        f"{100 * p:g} % of parameters lost, {how}: replicas are {lag.mean:.3g} updates late on average.",
         "",
         "Largest stable (learning rate x curvature) of Adam:",
         "",
@@ -73,19 +67,15 @@ def report(lag: Lag, beta1: float, p: float, burst: float | None) -> list[str]:
     if plain >= none:
         return [*lines, f"At beta1 {beta1:g} this loss makes nothing less stable."]
     best = max(np.arange(0, beta1, 0.05), key=lambda beta: stability_limit(beta, lag))
-    lead = lag.lead
+    lead = f"{lag.lead.c:.3g}" + (f", r = {lag.lead.r:.3g}" if lag.lead.r else "")
     lines += [
         (
             f"At beta1 {beta1:g} this loss leaves 1/{none / plain:.1f} of the stable learning rates. What to set, alone or "
             "together:"
         ),
-        f"  --param-send compensated   a lead of {_words(lead)}, found by itself; the limit is {sent:.2f} again",
+        f"  --param-send compensated   a lead of {lead}, found by itself; the limit is {sent:.2f} again",
         f"  --adam-beta1 {best:.2f}          less momentum; the limit without a lead is {stability_limit(best, lag):.2f}",
         "  --loss-unit packet         where the network loses packets: small units average the age",
         "  --loss-schedule 0:0,K:P    no loss in the first third of training, say",
     ]
     return lines
-
-
-def _words(lead: Lead) -> str:
-    return f"{lead.c:.3g}" if not lead.r else f"{lead.c:.3g}, r = {lead.r:.3g}"

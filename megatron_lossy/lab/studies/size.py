@@ -29,7 +29,7 @@ from ..report.table import Entry, ScalarEntry
 from .commands import recorded
 from .figures import line_style, new_figure, save_figure
 from .summary import INTERVAL, Difference, Results, loss_metrics, mean_and_error, trained
-from .tables import SOURCE, paper_change
+from .tables import SOURCE, paper_entry
 
 STEP, LIMIT, LATE = (f"{name} x sharpness{WHOLE}" for name in ("lr", "largest lr", "lag x lr"))
 DRIFT = f"drift over weight{WHOLE}"
@@ -50,7 +50,7 @@ class Size:
     @classmethod
     def of(cls, folder: Path) -> Size:
         """The report in ``folder``. Raises :class:`UsageError` if its models differ in size, or no level loses."""
-        results, _ = recorded(folder)
+        results = recorded(folder)
         configs = [trial.cell.train for trial in results.study.trials]
         found = {(parameters(one, build_tokenizer(one.tokenizer).vocab_size), one.tokens) for one in configs}
         if len(found) > 1 or not results.study.levels:
@@ -66,12 +66,12 @@ class Size:
     @property
     def metric(self) -> str:
         """The loss that is compared: of the owners' weights in validation, if these were evaluated."""
-        names = [name for name in loss_metrics(self.results) if name.startswith("val loss")]
+        names = [name for name in loss_metrics(self.results.weights) if name.startswith("val loss")]
         return next((name for name in names if name.endswith("(owner)")), names[0])
 
     def cost(self, line: Line) -> dict[int, float]:
         """By seed, the change in percent relative to the same seed without loss."""
-        return self.results.changes(*line, loss_metrics(self.results)[self.metric])
+        return self.results.changes(*line, loss_metrics(self.results.weights)[self.metric])
 
     def measured(self, name: str, variant: str, level: str | None) -> dict[int, float]:
         """By seed, the finite values of the scalar ``name``."""
@@ -164,7 +164,7 @@ def tables(sizes: Sequence[Size]) -> dict[str, LossTable]:
         *(f"{size.name}: {size.parameters:,} parameters, {size.tokens:,} tokens" for size in sizes),
         *(f"trained {origin}" for origin in trainings),
     ]
-    missing = {size.name: _missing(size) for size in sizes}
+    missing = {size.name: len(size.results.study.cells) - len(size.results.runs) for size in sizes}
     notes += [f"unfinished: {count} cells of {name} are missing" for name, count in missing.items() if count]
     headings = (*names, "per 10 times", "7 B (paper)")
     return {"cost": LossTable(headings, tuple(costs), tuple(notes)), "measured": _measured(sizes, lines)}
@@ -177,7 +177,7 @@ def _measured(sizes: Sequence[Size], lines: Sequence[Line]) -> LossTable:
 
     def add(label: str, values: Sequence[dict[int, float]]) -> None:
         if any(values):
-            rows.append((label, tuple(map(_scalar, values))))
+            rows.append((label, tuple(ScalarEntry(*mean_and_error(one.values()), None, len(one)) for one in values)))
 
     add("lr x sharpness, no loss", [size.measured(STEP, size.results.study.variants[0], None) for size in sizes])
     for title, name in (
@@ -200,19 +200,12 @@ def _label(line: Line) -> str:
     return f"{level}, {variant}" if variant else level
 
 
-def _missing(size: Size) -> int:
-    return sum(cell.name not in size.results.runs for cell in size.results.study.cells)
-
-
 def _paper(level: str) -> Difference:
     """The paper's change of the validation loss at the rate that ``level`` is called by."""
-    change = paper_change("val loss", float(match[1]) / 100) if (match := re.fullmatch(r"([\d.]+) %", level)) else None
+    change = (
+        paper_entry("val loss", float(match[1]) / 100).change if (match := re.fullmatch(r"([\d.]+) %", level)) else None
+    )
     return Difference.of({} if change is None else {0: change})
-
-
-def _scalar(values: dict[int, float]) -> ScalarEntry:
-    mean, error = mean_and_error(values)
-    return ScalarEntry(mean, error, None, len(values))
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -270,7 +263,7 @@ def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
         shown: list[Artist] = []
         for k, line in enumerate(own):
             colour = line_style(k)["color"]
-            places = [mean_and_error(size.crossing(line))[0] for size in sizes]
+            places = [mean_and_error(size.crossing(line).values())[0] for size in sizes]
             if not any(map(math.isfinite, places)):
                 continue
             costs = [Difference.of(size.cost(line)) for size in sizes]

@@ -16,12 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..report import LossTable, Run
-from ..report.runs import WEIGHTS
-from ..report.table import DEFINITIONS, Entry
-from ..train.metrics import perplexity
+from ..report.table import DEFINITIONS, Entry, Metric, evaluated, loss_metrics, mean_and_error
 from .design import NO_ERROR, NO_LOSS, Study, Trial
 
-Metric = Callable[[Run], float | None]
 Place = tuple[str, str | None]
 INTERVAL = "± standard error (95 % interval, Student's t)"
 #: The columns of :func:`run_table` before the losses: the run's place in the study.
@@ -42,7 +39,7 @@ class Difference(Entry):
     @classmethod
     def of(cls, by_seed: Mapping[int, float]) -> Difference:
         """The mean over seeds."""
-        mean, error = mean_and_error(by_seed)
+        mean, error = mean_and_error(by_seed.values())
         return cls(mean, error, None, len(by_seed), sum(map(math.isnan, by_seed.values())))
 
     @property
@@ -69,8 +66,6 @@ class Results:
 
     study: Study
     runs: Mapping[str, Run]
-    trained: str = ""
-    """Date, hardware and versions of the training, if the runs themselves do not hold them any more."""
 
     def trials(self, variant: str, level: str | None) -> list[Trial]:
         """The finished trials of one place in the table; ``level`` None is without loss."""
@@ -102,10 +97,10 @@ class Results:
         diverged = sum(map(math.isnan, found))
         if not found or diverged:
             return kind(math.nan, None, None, len(found), diverged)
-        mean, error = mean_and_error(self.by_seed(variant, level, metric))
+        mean, error = mean_and_error(self.by_seed(variant, level, metric).values())
         change = change_error = None
         if level is not None:
-            change, change_error = mean_and_error(self.changes(variant, level, metric))
+            change, change_error = mean_and_error(self.changes(variant, level, metric).values())
         if change is not None and math.isnan(change):
             change = change_error = None
         return kind(mean, error, change, len(found), 0, change_error)
@@ -123,29 +118,7 @@ class Results:
     @property
     def weights(self) -> list[str]:
         """The kinds of weights that were evaluated."""
-        return [kind for kind in WEIGHTS if any(kind in run.valid for run in self.runs.values())]
-
-
-def mean_and_error(values: Mapping[int, float]) -> tuple[float, float | None]:
-    """Mean over seeds (NaN without any) and its standard error (None below two seeds)."""
-    if not values:
-        return math.nan, None
-    numbers = np.array(list(values.values()))
-    error = float(np.std(numbers, ddof=1) / math.sqrt(len(numbers))) if len(numbers) > 1 else None
-    return float(np.mean(numbers)), error
-
-
-def loss_metrics(results: Results) -> dict[str, Metric]:
-    """The rows of Table 1: train loss, train PPL, val loss, val PPL (of each kind of weights)."""
-    losses: dict[str, Metric] = {"train loss": lambda run: run.train_loss}
-    for kind in results.weights or WEIGHTS[:1]:
-        suffix = f" ({kind})" if len(results.weights) > 1 else ""
-        losses[f"val loss{suffix}"] = lambda run, kind=kind: run.valid_loss(kind)
-    metrics: dict[str, Metric] = {}
-    for name, loss in losses.items():
-        metrics[name] = loss
-        metrics[name.replace(" loss", " PPL")] = lambda run, loss=loss: perplexity(loss(run))
-    return metrics
+        return evaluated(self.runs.values())
 
 
 def scalar_metric(name: str) -> Metric:
@@ -155,7 +128,7 @@ def scalar_metric(name: str) -> Metric:
 
 def comparison(results: Results, metric_name: str) -> LossTable:
     """One metric of every variant (rows) at every level (columns)."""
-    metric = loss_metrics(results)[metric_name]
+    metric = loss_metrics(results.weights)[metric_name]
     levels: list[str | None] = [None, *results.study.levels]
     rows = tuple(
         (variant or metric_name, tuple(results.entry(variant, level, metric) for level in levels))
@@ -165,41 +138,29 @@ def comparison(results: Results, metric_name: str) -> LossTable:
 
 
 def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
-    """Tables by name: changes of other variants, and of other levels, minus those of the first."""
-    metric = loss_metrics(results)[metric_name]
-    note = f"{metric_name}: difference of the changes, in percentage points, seed by seed; {INTERVAL}"
-    return against_the_first(
-        results.study, metric_name, lambda here, there: results.difference(here, there, metric), note
-    )
-
-
-def against_the_first(
-    study: Study, metric_name: str, difference: Callable[[Place, Place], Difference], note: str
-) -> dict[str, LossTable]:
-    """Tables by name: differences of every variant from the first or its partner in the study, and of every level."""
-    tables: dict[str, LossTable] = {}
+    """Tables by name: changes of every variant minus those of the first or of its partner, and of every level of the first."""
+    study, metric, tables = results.study, loss_metrics(results.weights)[metric_name], {}
     if not study.levels:
         return tables
+    note = f"{metric_name}: difference of the changes, in percentage points, seed by seed; {INTERVAL}"
     first, *others = study.variants
     if others:
-        rows = tuple(
-            (
-                f"{name}, against {other}" if (other := study.against.get(name, first)) != first else name,
-                tuple(difference((name, level), (other, level)) for level in study.levels),
-            )
-            for name in others
-        )
-        tables["between_variants"] = LossTable(study.levels, rows, (f"against {first!r}; {note}",))
+        rows = []
+        for name in others:
+            other = study.against.get(name, first)
+            own = tuple(results.difference((name, level), (other, level), metric) for level in study.levels)
+            rows.append((f"{name}, against {other}" if other != first else name, own))
+        tables["between_variants"] = LossTable(study.levels, tuple(rows), (f"against {first!r}; {note}",))
     first_level, *more = study.levels
     if more:
-        rows = tuple(
+        rows = [
             (
                 name or metric_name,
-                tuple(difference((name, level), (name, first_level)) for level in more),
+                tuple(results.difference((name, level), (name, first_level), metric) for level in more),
             )
             for name in study.variants
-        )
-        tables["between_levels"] = LossTable(tuple(more), rows, (f"against {first_level!r}; {note}",))
+        ]
+        tables["between_levels"] = LossTable(tuple(more), tuple(rows), (f"against {first_level!r}; {note}",))
     return tables
 
 
@@ -208,11 +169,11 @@ def against_best(results: Results, metric_name: str) -> LossTable | None:
 
     None if all variants share their runs without loss: the changes relative to those are the same.
     """
-    study, metric = results.study, loss_metrics(results)[metric_name]
+    study, metric = results.study, loss_metrics(results.weights)[metric_name]
     lossless = {
         variant: mean
         for variant in study.variants
-        if math.isfinite(mean := mean_and_error(results.by_seed(variant, None, metric))[0])
+        if math.isfinite(mean := mean_and_error(results.by_seed(variant, None, metric).values())[0])
     }
     if not lossless or len({trial.cell.name for trial in study.trials if trial.level is None}) == len(
         {trial.seed for trial in study.trials}
@@ -235,25 +196,28 @@ def replica_against_owner(results: Results) -> LossTable | None:
     if results.weights != kinds or not results.study.levels:
         return None
 
-    def excess(run: Run) -> float | None:
-        replica, owner = (run.valid_loss(kind) for kind in kinds)
-        return None if replica is None or owner is None else 100 * (replica / owner - 1)
+    note = "last validation loss with the workers' replicas over that with the owners' weights"
+    return excesses(results, "val loss", lambda run: tuple(run.valid_loss(kind) for kind in kinds), note)
 
-    study = results.study
+
+def excesses(results: Results, label: str, pair: Callable[[Run], tuple[float | None, ...]], note: str) -> LossTable:
+    """The percentage by which the first of a ``pair`` of values is above the second, in the same runs."""
+
+    def excess(run: Run) -> float | None:
+        value, reference = pair(run)
+        return 100 * (value / reference - 1) if value is not None and reference is not None else None
+
+    levels = results.study.levels
     rows = tuple(
-        (
-            variant or "val loss",
-            tuple(Difference.of(results.by_seed(variant, level, excess)) for level in study.levels),
-        )
-        for variant in study.variants
+        (variant or label, tuple(Difference.of(results.by_seed(variant, level, excess)) for level in levels))
+        for variant in results.study.variants
     )
-    note = "last validation loss with the workers' replicas over that with the owners' weights, in percent"
-    return LossTable(study.levels, rows, (f"{note}; {INTERVAL}",))
+    return LossTable(levels, rows, (f"{note}, in percent; {INTERVAL}",))
 
 
 def run_table(results: Results) -> str:
     """All finished runs as CSV: their place in the study, their losses and the study's metrics."""
-    metrics = {name: metric for name, metric in loss_metrics(results).items() if "PPL" not in name}
+    metrics = {name: metric for name, metric in loss_metrics(results.weights).items() if "PPL" not in name}
     metrics |= {name: scalar_metric(name) for name in results.study.metrics}
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -295,7 +259,7 @@ def trained(results: Results) -> str:
     recorded = sorted({part for origin in origins for part in origin.get("trained", "").split("; ") if part})
     dates = sorted({origin["date"] for origin in origins if "date" in origin})
     if not dates:
-        return "; ".join(recorded) or results.trained
+        return "; ".join(recorded)
     hardware = sorted({origin["hardware"] for origin in origins if "hardware" in origin})
     versions = sorted({f"{name} {v}" for origin in origins for name, v in origin.get("versions", {}).items()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"

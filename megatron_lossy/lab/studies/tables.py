@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..report import LossTable, Run
+from ..report import LossTable
 from ..report.scalars import definition, file_name
 from ..report.table import Entry, ScalarEntry
-from .summary import INTERVAL, Difference, Results, against_the_first, loss_metrics, notes, scalar_metric
+from .summary import INTERVAL, Difference, Results, excesses, loss_metrics, notes, scalar_metric
 
 # --- Table 1 of the paper ---------------------------------------------------------------------------------------------
 # *Distributed Training under Packet Loss* (Weintraub, Banner, Orda, 2025), beside ours: LLaMA-2 7B, 64 accelerators, 5,000
@@ -35,25 +35,20 @@ PAPER_CHANGES = {
 }
 
 
-def paper_change(metric: str, rate: float) -> float | None:
-    """The paper's change in percent in a row of Table 1; ``None`` if the paper has none."""
-    if metric not in PAPER_TABLE_1 or rate not in PAPER_RATES or not rate:
-        return None
-    return PAPER_CHANGES[metric][PAPER_RATES.index(rate) - 1]
-
-
 def paper_entry(metric: str, rate: float) -> Entry:
-    """The paper's value in a row of Table 1; an entry without runs if the paper has none."""
+    """The paper's value in a row of Table 1, and its change in percent; an entry without runs if the paper has none."""
     if metric not in PAPER_TABLE_1 or rate not in PAPER_RATES:
         return Entry(float("nan"), None, None, 0)
-    return Entry(PAPER_TABLE_1[metric][PAPER_RATES.index(rate)], None, paper_change(metric, rate), 1)
+    place = PAPER_RATES.index(rate)
+    return Entry(PAPER_TABLE_1[metric][place], None, PAPER_CHANGES[metric][place - 1] if place else None, 1)
 
 
-def table_1(results: Results, rates: Mapping[str, float]) -> LossTable:
-    """The paper's Table 1 with the paper's own rows beside ours. ``rates``: the rate of every level."""
+def table_1(results: Results) -> LossTable:
+    """The paper's Table 1 with the paper's own rows beside ours."""
+    rates = {trial.level: trial.cell.loss.p_grad for trial in results.study.trials if trial.level}
     levels: list[str | None] = [None, *results.study.levels]
     rows = []
-    for name, metric in loss_metrics(results).items():
+    for name, metric in loss_metrics(results.weights).items():
         rows.append((name, tuple(results.entry("", level, metric) for level in levels)))
         if not name.endswith("(owner)"):
             theirs = name.partition(" (")[0]
@@ -63,20 +58,19 @@ def table_1(results: Results, rates: Mapping[str, float]) -> LossTable:
 
 
 # --- scalars that runs recorded beside their losses, and their distance from predictions -----------------------------
-# A scalar is the value at the end of a run (:meth:`Run.scalar`). Differences are paired by seed, as those of losses are. They are
-# differences of the values themselves: many scalars, such as drift, do not exist without loss.
+# A scalar is the value at the end of a run (:meth:`Run.scalar`). Many, such as drift, do not exist without loss.
 
 
 def scalar_tables(results: Results, names: Sequence[str]) -> dict[str, LossTable]:
     """All tables of one scalar, by file name. ``names``: the scalar, and its prediction if the study has both."""
     name, *predicted = names
-    file, metric = file_name(name), scalar_metric(name)
-    note = f"{name}: relative difference in percent, seed by seed; {INTERVAL}"
+    file = file_name(name)
     tables = {file: _values(results, names)}
     if predicted:
-        tables[f"{file}_against_prediction"] = _against(results, name, *predicted)
-    between = against_the_first(results.study, name, lambda here, there: results.ratio(here, there, metric), note)
-    return tables | {f"{file}_{suffix}": table for suffix, table in between.items()}
+        note = f"{name} over {predicted[0]} of the same run"
+        against = excesses(results, name, lambda run: tuple(run.scalar(one) for one in names), note)
+        tables[f"{file}_against_prediction"] = against
+    return tables
 
 
 def levels_with(results: Results, name: str) -> list[str | None]:
@@ -101,24 +95,6 @@ def _values(results: Results, names: Sequence[str]) -> LossTable:
     values = f"values: {', '.join(names)}, {definition(names[0])}"
     headings = tuple(level or results.study.baseline for level in levels)
     return LossTable(headings, tuple(rows), tuple(notes(results, values, changes)))
-
-
-def _against(results: Results, measured: str, predicted: str) -> LossTable:
-    """The percentage by which a scalar is above its prediction in the same runs."""
-
-    def excess(run: Run) -> float | None:
-        value, expected = run.scalar(measured), run.scalar(predicted)
-        return 100 * (value / expected - 1) if value is not None and expected else None
-
-    study = results.study
-    rows = tuple(
-        (
-            variant or measured,
-            tuple(Difference.of(results.by_seed(variant, level, excess)) for level in study.levels),
-        )
-        for variant in study.variants
-    )
-    return LossTable(study.levels, rows, (f"{measured} over {predicted} of the same run, in percent; {INTERVAL}",))
 
 
 # --- the share of the cost of errors that the actions on them win back -----------------------------------------------
@@ -166,7 +142,7 @@ def won_back(results: Results, metric_name: str) -> LossTable | None:
     The first variant does nothing. So does the first of each group of variants with other clean runs: of another
     optimizer, for example.
     """
-    study, metric = results.study, loss_metrics(results)[metric_name]
+    study, metric = results.study, loss_metrics(results.weights)[metric_name]
     if not study.errs:
         return None
     plain = {variant: _plain(results, variant) for variant in study.variants}

@@ -22,21 +22,14 @@ def share(replicas: int) -> float:
     return 1 - 1 / replicas
 
 
-def divergence_paper(replicas: int, sigma: float, rates: ArrayLike) -> float:
-    """Lemma 3.1 as printed: (N+1)/N sigma^2 sum eta^2. It lacks d, and adds variances of terms that are correlated.
-
-    Var(mean e - e_m) = 1/N + 1 - 2/N in units of sigma^2, not 1/N + 1: at N = 2 it is three times too large.
-    """
-    return (replicas + 1) / replicas * sigma**2 * float((np.asarray(rates, np.float64) ** 2).sum())
-
-
 def divergence(replicas: int, sigma: float, rates: ArrayLike, dimension: int = 1, momentum: float = 0.0) -> float:
     """The divergence after steps with ``rates``: d (1 - 1/N) sigma^2 sum eta^2 for SGD.
 
     With heavy-ball momentum b, v <- b v + g, theta <- theta - eta v: the error of step s has been added to the weight
     with R = sum over t >= s of eta(t) b^(t-s). Errors are independent, so that sum R^2 takes the place of sum eta^2.
     With a constant rate R = eta (1 - b^(j+1))/(1 - b), j steps later: in the long run 1/(1-b)^2 times SGD. A decaying
-    mean of gradients, v <- b v + (1-b) g, is the same with eta (1-b): in the long run it equals SGD.
+    mean of gradients, v <- b v + (1-b) g, is the same with eta (1-b): in the long run it equals SGD. Lemma 3.1 of the paper has
+    (N+1)/N in the place of 1 - 1/N, and no d: it adds variances of terms that are correlated.
     """
     return dimension * share(replicas) * sigma**2 * float((_responses(rates, momentum) ** 2).sum())
 
@@ -71,59 +64,6 @@ def _responses(rates: ArrayLike, momentum: float) -> np.ndarray:
         later = eta[step] + momentum * later
         result[step] = later
     return result
-
-
-def after_synchronisation(
-    replicas: int,
-    sigma: float,
-    rate: float,
-    updates: int,
-    dimension: int = 1,
-    momentum: float = 0.0,
-    whole: bool = False,
-) -> float:
-    """Divergence ``updates`` = k after one of many synchronisations, of parameters or of the ``whole`` state.
-
-    With the whole state replicas are equal, and divergence grows as from the start: sum over i <= k of
-    ((1-b^i)/(1-b))^2 eta^2. With parameters only, momenta still differ by their stationary variance s^2 =
-    sigma^2/(1-b^2), and go on as an AR(1) process. The weight adds up k of its values, with Var = s^2 (k + 2 sum over 0
-    < j < k of (k-j) b^j).
-    """
-    b = momentum
-    if whole:
-        return divergence(replicas, sigma, np.full(updates, rate), dimension, b)
-    j = np.arange(1, updates)
-    variance = (updates + 2 * float(((updates - j) * b**j).sum())) / (1 - b**2)
-    return dimension * share(replicas) * sigma**2 * rate**2 * variance
-
-
-def over_interval(
-    replicas: int,
-    sigma: float,
-    rate: float,
-    interval: int,
-    dimension: int = 1,
-    momentum: float = 0.0,
-    whole: bool = False,
-) -> float:
-    """Mean of :func:`after_synchronisation` over updates 1 to H: the divergence while gradients are computed."""
-    steps = (
-        after_synchronisation(replicas, sigma, rate, k, dimension, momentum, whole) for k in range(1, interval + 1)
-    )
-    return sum(steps) / interval
-
-
-def adam(replicas: int, rho: float, rates: ArrayLike, dimension: int = 1) -> float:
-    """Divergence of Adam: d (1 - 1/N) rho sum eta^2; rho = sigma^2 / E g_m^2, the share of errors in a gradient's
-    square.
-
-    A step is eta m / sqrt(v) with v about E g_m^2. So errors move a weight by eta rho^(1/2) a step in a random walk
-    (the decaying mean m passes constants unchanged, as in :func:`divergence`). Since rho <= 1, larger errors do not
-    drive replicas further apart. The form holds if gradients are mostly noise and beta2 is near 1.
-    """
-    if not 0 <= rho <= 1:
-        raise ValueError(f"rho = {rho}: must be in [0, 1]")
-    return divergence(replicas, rho**0.5, rates, dimension)
 
 
 def overhead(interval: float, parameter_bytes: float, gradient_bytes: float, moments: int = 0) -> float:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...base.theory.ages import rate_array
+from .lag import rate_array
 
 
 def survivors(p: ArrayLike, workers: int, lossy_self: bool = False) -> np.ndarray:
@@ -29,11 +29,6 @@ def survivors(p: ArrayLike, workers: int, lossy_self: bool = False) -> np.ndarra
     if lossy_self:
         return _binomial(workers, p)
     return np.concatenate([np.zeros((*p.shape, 1)), _binomial(workers - 1, p)], axis=-1)
-
-
-def no_survivor(p: ArrayLike, workers: int, lossy_self: bool = False) -> np.ndarray:
-    """Probability that no gradient reaches the owner: p^N with ``--lossy-self``, else 0."""
-    return rate_array(p) ** workers if lossy_self else np.zeros_like(rate_array(p))
 
 
 @dataclass(frozen=True)
@@ -73,31 +68,6 @@ class Weights:
         others = self.workers - 1
         pairs = 2 * others * self.own_other + others * (others - 1) * self.other_other
         return self.noise + pairs - self.total**2
-
-    def mean(self, gradients: ArrayLike) -> np.ndarray:
-        """Expectation of the estimate for gradients with the means ``gradients`` [N], the owner's first."""
-        gradients = np.asarray(gradients, dtype=np.float64)
-        return self.own * gradients[0] + self.other * gradients[1:].sum()
-
-    def variance(self, gradients: ArrayLike, variances: ArrayLike = 0.0) -> np.ndarray:
-        """Variance of the estimate for gradients with the means ``gradients`` [N], the owner's first, and ``variances``
-        [N].
-
-        It is over losses and gradients, which are independent of each other and across workers. By default gradients
-        are fixed, and it is over losses alone.
-        """
-        gradients = np.asarray(gradients, dtype=np.float64)
-        own, others = gradients[0], gradients[1:].sum()
-        squares = (gradients[1:] ** 2).sum()
-        second = (
-            self.own_own * own**2
-            + 2 * self.own_other * own * others
-            + self.same_other * squares
-            + self.other_other * (others**2 - squares)
-        )
-        spread = np.broadcast_to(np.asarray(variances, dtype=np.float64), gradients.shape)
-        noise = self.own_own * spread[0] + self.same_other * spread[1:].sum()
-        return second - self.mean(gradients) ** 2 + noise
 
 
 def weights(rule: str, p: ArrayLike, workers: int, lossy_self: bool = False, step: int | None = None) -> Weights:

@@ -59,13 +59,8 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-def read_arguments(
-    parser: argparse.ArgumentParser, arguments: Sequence[str], derived: Sequence[str] = ()
-) -> argparse.Namespace:
-    """``arguments`` over the ``--config`` file they name, over their preset, over the defaults.
-
-    ``derived``: flags that the program will set, with origins. Raises :class:`UsageError`.
-    """
+def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """``arguments`` over the ``--config`` file they name, over their preset, over the defaults. Raises :class:`UsageError`."""
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     file = first.parse_known_args(arguments)[0].config
@@ -82,7 +77,7 @@ def read_arguments(
         given = parser.parse_args(arguments)
         if given.data_path and not given.data:
             namespace.data = None  # the command line's data replaces the file's
-    note_origins_of([*below, *derived, *arguments], TrainConfig, LossyConfig)
+    note_origins_of([*below, *arguments], TrainConfig, LossyConfig)
     return parser.parse_args(arguments, namespace)
 
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from ...base.checkpoints import TRACKER, iteration_folder, iterations_in, latest_iteration
 from ...base.errors import MACHINE_ERRORS, UsageError, cannot, machine_error, refuse
 from ...base.files import publish, write_text
-from ...base.ledger import Ledger, Patch
+from ...base.ledger import Patch, patched
 from ...hooks.rng import rng_state, set_rng_state
 from ...run.base import Run
 from .process import OtherRankFailed, lost_contact
@@ -149,7 +149,7 @@ class Checkpoints:
 
     def _store(self, state: dict[str, Any], folder: Path) -> None:
         strategy = FullyParallelSaveStrategyWrapper(
-            get_default_save_sharded_strategy("torch_dist"), self._data_parallel_group()
+            get_default_save_sharded_strategy("torch_dist"), self._metadata()["dp_cp_group"]
         )
         with _in_this_process(), _errors_only_raised():
             dist_checkpointing.save(state, str(folder), strategy)
@@ -193,12 +193,8 @@ class Checkpoints:
             "distrib_optim_sharding_type": "dp_reshardable",
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,
-            "dp_cp_group": self._data_parallel_group(),
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
-
-    @staticmethod
-    def _data_parallel_group() -> torch.distributed.ProcessGroup:
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _remove_older(folder: Path, iteration: int, keep: int) -> None:
@@ -213,26 +209,17 @@ def _remove_older(folder: Path, iteration: int, keep: int) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _in_this_process() -> Iterator[None]:
-    ledger = Ledger("synchronous checkpoints of megatron-core")
-    ledger.install(
-        [
-            Patch(
-                target="megatron.core.dist_checkpointing.strategies.filesystem_async:mp",
-                value=lambda: types.SimpleNamespace(get_context=lambda _=None: multiprocessing.dummy),
-                why="writes from threads instead of forked processes. Of a rank that is killed, those live on and hold "
-                "its sockets, so that no other rank notices; and the process of their queue takes seconds to start, "
-                "and dies of the SIGTERM on which we save",
-                versions="all; from 0.18 on only the queue has a process",
-                until="Megatron saves synchronously without processes",
-            )
-        ]
+def _in_this_process() -> contextlib.AbstractContextManager[None]:
+    threads = Patch(
+        target="megatron.core.dist_checkpointing.strategies.filesystem_async:mp",
+        value=lambda: types.SimpleNamespace(get_context=lambda _=None: multiprocessing.dummy),
+        why="writes from threads instead of forked processes. Of a rank that is killed, those live on and hold "
+        "its sockets, so that no other rank notices; and the process of their queue takes seconds to start, "
+        "and dies of the SIGTERM on which we save",
+        versions="all; from 0.18 on only the queue has a process",
+        until="Megatron saves synchronously without processes",
     )
-    try:
-        yield
-    finally:
-        ledger.uninstall()
+    return patched("synchronous checkpoints of megatron-core", threads)
 
 
 @contextlib.contextmanager

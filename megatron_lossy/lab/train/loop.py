@@ -29,24 +29,32 @@ from ...delivery_log.writer import claim_delivery_log
 from ...hooks.dataset_helper import build_helper
 from ...run.base import Run
 from ...transport import settled
+from ..async_pipeline.workers import StageWorkers
 from ..data import build_tokenizer
-from ..virtual.choice import virtual_run, workers_of
-from . import parallel
+from ..virtual.cluster import VirtualCluster
+from ..virtual.island_churn import ChurningIslands
+from ..virtual.island_workers import IslandWorkers
+from ..virtual.islands import VirtualIslands
+from ..virtual.replicas import VirtualReplicas
 from .checkpoint import Checkpoints, NotSaved
 from .config import TrainConfig
-from .data import RankBatches, build_datasets
-from .evaluate import begin_mean_loss, evaluate
+from .data import (
+    RankBatches,
+    build_datasets,
+    check_data,
+    fingerprint,
+    prepare_text,
+    same_everywhere,
+    with_data_paths,
+)
 from .facts import check_flags
-from .log import Console, Silent
-from .metrics import perplexity
-from .model import build_model, transformer_impl
+from .metrics import Console, Silent, perplexity
+from .model import build_model, model_parallel, transformer_impl, world
 from .optimizer import lr_scale
-from .records import Progress, header, open_writers
+from .records import Progress, Stop, header, open_writers
 from .saved import changed_settings, check_folders, in_folders_of_job, same_folder, shared_settings, write_settings
 from .sharpness import Sharpness
-from .stop import Stop
-from .text import check_data, fingerprint, prepare_text, same_everywhere, with_data_paths
-from .workers import Workers
+from .workers import Workers, begin_mean_loss, evaluate
 
 
 class Diverged(RuntimeError):
@@ -81,7 +89,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     claim_delivery_log(lossy_config, config.data_parallel_size(ranks), resumes, identity(config), TrainConfig)
     if os.environ.get("RANK", "0") == "0":
         build_helper()
-    with parallel.world(config, launched):
+    with world(config, launched):
         prepare_text(config)
         paths = with_data_paths(config)
         data = same_everywhere(fingerprint(paths))
@@ -90,7 +98,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
             launched.compare(shared_settings(config, data))
         lossy = build_run(config, lossy_config, launched)
         try:
-            with parallel.model_parallel(config):
+            with model_parallel(config):
                 first = torch.distributed.get_rank() == 0
                 speaks = first and lossy.speaks
                 run = _Run(config, lossy, paths, (console or Console()) if speaks else Silent())
@@ -107,9 +115,12 @@ def build_run(config: TrainConfig, lossy_config: LossyConfig, launched: World | 
     """Return the run that makes the exchanges: hooks in Megatron, or virtual workers. ``launched``: jobs of real ranks."""
     if not config.virtual_workers:
         return hooks.install(lossy_config, config.train_iters, gapless=True, world=launched, asynchronous=True)
-    iterations = lossy_config.iterations(config.train_iters)
-    whole = not config.use_distributed_optimizer
-    return virtual_run(lossy_config, config.virtual_workers, iterations, config.seed, whole)
+    workers, iterations = config.virtual_workers, lossy_config.iterations(config.train_iters)
+    if lossy_config.averages:
+        islands = VirtualIslands if lossy_config.island_schedule is None else ChurningIslands
+        return islands(lossy_config, workers, iterations, config.seed, gapless=True)
+    cluster = VirtualCluster if config.use_distributed_optimizer else VirtualReplicas
+    return cluster(lossy_config, workers, iterations, gapless=True)
 
 
 def build_workers(config: TrainConfig, vocab_size: int, run: Run) -> tuple[list, Workers]:
@@ -117,7 +128,12 @@ def build_workers(config: TrainConfig, vocab_size: int, run: Run) -> tuple[list,
     with run.building():
         model = build_model(config, vocab_size)
     run.attach(model[0])
-    workers: Workers = (workers_of(run) or Workers)(config, model, run)
+    kind: Any = Workers
+    if run.config.averages and run.kind == "virtual":
+        kind = IslandWorkers
+    elif run.config.async_pipeline and run.kind == "Megatron":
+        kind = StageWorkers
+    workers: Workers = kind(config, model, run)
     run.events.built()
     return model, workers
 
@@ -148,7 +164,9 @@ class _Run:
         for line in self.lossy.config.jobs().advice(self.iterations):
             self.console.note(line)
         resumed = self._load()
-        self.writers = open_writers(self.config, self.lossy.config, self.progress.iteration if resumed else None)
+        self.writers = open_writers(
+            self.config, self.lossy.config, self.progress.iteration if resumed else None, self.lossy.job
+        )
         # The first forward pass has nothing to gather, and must not gather before the first update.
         self._gather_in_forward(False, sync=False)
         progress = self.progress

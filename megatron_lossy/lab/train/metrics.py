@@ -1,4 +1,4 @@
-"""Writers of a run's records: a JSON-lines file, TensorBoard.
+"""Writers of a run's records: a JSON-lines file, TensorBoard, and printed lines in Megatron-LM's formats, which readers of its logs can read.
 
 A record is a flat dictionary with a ``kind``: "run" (the description of the run, once, first), "train" and "valid"
 (values at an ``iteration``). Every writer has ``write(record)`` and ``close()``.
@@ -10,8 +10,9 @@ import json
 import math
 import os
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...base.files import naming, write_text
 
@@ -20,14 +21,6 @@ METRICS_FILE = "metrics.jsonl"
 
 # Megatron-LM's names of the same values in TensorBoard.
 _MEGATRON_NAMES = {"learning rate": "learning-rate", "grad norm": "grad-norm", "loss scale": "loss-scale"}
-
-
-class Writer(Protocol):
-    """Takes the records of a run."""
-
-    def write(self, record: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JsonLinesWriter:
@@ -92,6 +85,10 @@ class TensorBoardWriter:
         self._writer.close()
 
 
+#: Takes the records of a run.
+Writer = JsonLinesWriter | TensorBoardWriter
+
+
 def perplexity(loss: float | None) -> float | None:
     """exp of a loss in nats, which is cut at 20 as in Megatron's printed perplexities; None for None."""
     return None if loss is None else math.exp(min(20.0, loss)) if not math.isnan(loss) else math.nan
@@ -107,3 +104,46 @@ def _scalars(record: dict[str, Any]) -> Iterable[tuple[str, float]]:
         whose = "" if record["weights"] == "replica" else f" ({record['weights']})"
         yield "lm loss validation" + whose, record["lm loss"]
         yield "lm loss validation ppl" + whose, record["lm loss PPL"]
+
+
+#: The text for weights that are not the replicas'.
+WHOSE = {"owner": " with the owners' weights", "consensus": " with the mean weights"}
+
+
+class Console:
+    """Prints a run. Used on rank 0 only."""
+
+    def note(self, text: str) -> None:
+        """Print an event that happened once."""
+        print(text, flush=True)
+
+    def train(self, record: dict[str, Any], train_iters: int, global_batch_size: int) -> None:
+        """Print the average of the iterations since the last call."""
+        self.note(
+            f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {record['iteration']:8d}/{train_iters:8d} |"
+            f" consumed samples: {record['consumed samples']:12d} |"
+            f" elapsed time per iteration (ms): {1e3 * record['seconds']:.1f} |"
+            f" learning rate: {record['learning rate']:.6E} |"
+            f" global batch size: {global_batch_size:5d} |"
+            f" lm loss: {record['lm loss']:.6E} |"
+            f" loss scale: {record['loss scale']:.1f} |"
+            f" grad norm: {record['grad norm']:.3f} |"
+            f" number of skipped iterations: {record['skipped']:3d} |"
+            f" number of nan iterations: {0:3d} |"  # the first one ends the run
+        )
+
+    def valid(self, record: dict[str, Any]) -> None:
+        """Print an evaluation, in three lines."""
+        text = (
+            f" validation loss at iteration {record['iteration']}{WHOSE.get(record['weights'], '')} |"
+            f" lm loss value: {record['lm loss']:.6E} | lm loss PPL: {record['lm loss PPL']:.6E} | "
+        )
+        dashes = "-" * (len(text) + 1)
+        self.note(f"{dashes}\n{text}\n{dashes}")
+
+
+class Silent(Console):
+    """The console of ranks other than 0. It prints nothing."""
+
+    def note(self, text: str) -> None:
+        pass

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from ...base.errors import (
     UsageError,
@@ -25,6 +27,8 @@ _NOTICE = 2.0
 #: Seconds between ranks of a node. Only the first of them reports.
 _BETWEEN = 0.3
 _told_to_end = False
+#: Signals that stop a run after one iteration, the same on all ranks, with a checkpoint.
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def quiet_imports() -> None:
@@ -46,6 +50,17 @@ def require_megatron() -> None:
     from ...hooks.versions import OLDEST_FOR_TRAIN
 
     check_version(megatron.core.__version__, OLDEST_FOR_TRAIN)
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """A context in which ``handler`` takes SIGINT and SIGTERM, which would end the process."""
+    previous = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 class OtherRankFailed(RuntimeError):

@@ -1,10 +1,12 @@
-"""The progress of a run and its records: its description in words, the first record of its metrics, its writers."""
+"""The progress of a run, its records and its end: description, first record of the metrics, writers, signals to stop."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -12,12 +14,14 @@ from typing import Any
 import torch
 
 from ...base import device
-from ...base.device.environment import hardware, versions
 from ...config import LossyConfig
 from ...run.base import Run
+from ...run.exporter import exporter_at
 from ..data import epochs
+from ..environment import hardware, versions
 from .config import TrainConfig
 from .metrics import JsonLinesWriter, TensorBoardWriter, Writer
+from .process import SIGNALS, handling, told_to_end
 
 
 @dataclass
@@ -54,10 +58,11 @@ class Progress:
         return result
 
 
-def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int | None) -> list[Writer]:
+def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int | None, job: int = 0) -> list[Writer]:
     """Return the writers that the flags ask for, on rank 0, with the "run" record written.
 
-    ``resumed_at``: the iteration of the checkpoint that the run continues. Records up to it are kept.
+    ``resumed_at``: the iteration of the checkpoint that the run continues. Records up to it are kept. ``job``: the number
+    of this one, of several that are worlds of their own.
     """
     if torch.distributed.get_rank() != 0:
         return []
@@ -67,6 +72,8 @@ def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int
         writers.append(JsonLinesWriter(folder, resumed_at))
     if config.tensorboard_dir:
         writers.append(TensorBoardWriter(config.tensorboard_dir, resumed_at or 0))
+    if lossy_config.metrics_port is not None and (exported := exporter_at(lossy_config.metrics_port + job)) is not None:
+        writers.append(exported)
     record = _run_record(config, lossy_config, os.path.basename(os.path.normpath(folder or "run")))
     for writer in writers:
         writer.write(record)
@@ -106,3 +113,45 @@ def _run_record(config: TrainConfig, lossy_config: LossyConfig, name: str) -> di
         "date": f"{datetime.now():%Y-%m-%d}",
         "world_size": config.virtual_workers or torch.distributed.get_world_size(),
     }
+
+
+class Stop:
+    """The signals of this rank, and the agreement of all ranks of ``run`` on them. ``saves``: a checkpoint is written."""
+
+    def __init__(self, run: Run, saves: bool) -> None:
+        self._run, self._saves = run, saves
+        self._number = 0
+
+    def listening(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which signals are noted instead of ending the process."""
+        return handling(self._on_signal)
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        self._number = number
+        if number == signal.SIGTERM:
+            told_to_end()
+        if number == signal.SIGINT:
+            # A second signal ends this rank at once. A second Ctrl-C at torchrun arrives as SIGTERM.
+            for again in SIGNALS:
+                signal.signal(again, signal.SIG_DFL)
+            if torch.distributed.get_rank() == 0:
+                saves = ", with a checkpoint" if self._saves else "; without --save nothing is kept"
+                # The signal may have interrupted print().
+                os.write(1, f"stopping after this iteration{saves}; Ctrl-C again ends at once\n".encode())
+
+    def begin(self) -> Callable[[], int]:
+        """Begin to agree whether to stop, so that all leave after the same iteration.
+
+        Returns a function that waits for the signal that told any rank to stop, or 0.
+        """
+        agreement = self._run.job_group.begin_stopping(self._number)
+        if agreement is not None:
+            return agreement
+        stop = torch.full((1,), self._number, dtype=torch.int32, device=device.current_device())  # not copied there
+        work = torch.distributed.all_reduce(stop, op=torch.distributed.ReduceOp.MAX, async_op=True)
+
+        def finish() -> int:
+            work.wait()
+            return int(stop.item())
+
+        return finish

@@ -1,7 +1,7 @@
 """Sharpness: how large steps of the learning rate are for the curvature of the loss (docs/monitors.md).
 
 Along a direction in which the preconditioned Hessian has the eigenvalue h, Adam with learning rate lr is stable up to a
-limit of lr h that lost parameters lower (:func:`megatron_lossy.base.theory.stability_limit`). Measured is the largest eigenvalue of
+limit of lr h that lost parameters lower (:func:`megatron_lossy.lab.theory.stability_limit`). Measured is the largest eigenvalue of
 P^1/2 H P^1/2. H is the Hessian of the loss of one global batch at the owners' weights, and P = 1 / (sqrt(v) + eps) with Adam's
 second moment v.
 """
@@ -20,14 +20,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from ...base.exchange import Exchange
-from ...base.theory import Lag, Lead, lead, mean_lag, stability_limit
 from ...hooks.versions import innermost, optimizers
 from ...run.base import Run
+from ..theory import Lag, Lead, lead, mean_lag, stability_limit
 from .config import TrainConfig
 from .data import RankBatches
-from .evaluate import evaluating
 from .model import forward_step, sum_of_losses
 from .optimizer import lr_scale
+from .workers import evaluating
 
 #: Products with the Hessian of the first measurement, and of each that begins with the vector of the one before.
 FIRST, LATER = 12, 4

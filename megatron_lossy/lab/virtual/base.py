@@ -13,13 +13,15 @@ import torch
 
 from ...base.errors import UsageError, refuse
 from ...base.ledger import Ledger
+from ...base.registry import MECHANISMS
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import check_refusals
 from ...hooks.facts import of_model
 from ...hooks.versions import optimizers
+from ...mechanisms.boundaries.part import attach_virtual
 from ...run.base import Run
-from .twins import attach
+from ..async_pipeline.virtual import Stages
 
 
 class VirtualRun(Run):
@@ -50,12 +52,20 @@ class VirtualRun(Run):
         self.rank = 0
         #: Pipeline stages with weights of different ages, of :mod:`.async_pipeline.virtual`, if there are any.
         self.stages: Any = None
-        attach(self)
+        self._attach_mechanisms()
         self._ledger = Ledger("virtual workers")
         self._ledger.install(self.patches)
         self._tokens: torch.Tensor | None = None
 
     # --- building ------------------------------------------------------------------------------------------------
+
+    def _attach_mechanisms(self) -> None:
+        """Attach mechanisms, and the parts that some have in runs of virtual workers alone. None of them names its twin."""
+        if self.config.loses_at_boundaries:
+            attach_virtual(self)
+        if (self.config.virtual_stages or 1) > 1:
+            self.add_part(Stages(self.config.virtual_stages))
+        MECHANISMS.attach(self)
 
     @abstractmethod
     def building(self) -> contextlib.AbstractContextManager[None]:

@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ...base.ledger import Ledger, Patch
+from ...base.ledger import Patch, Takes, patched
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes, buckets_by_stream
-from ...run.weights import ModelChunks
+from ...run.base import ModelChunks
 from ...transport import LossyGroup
 from .base import VirtualRun
-from .grad_norm import get_grad_norm_fp32
-from .layout import buffers_for
-from .sampling import VirtualSampler
+from .sending import VirtualSampler
 from .stream import StreamBuckets
 
 
@@ -51,7 +49,6 @@ class VirtualCluster(VirtualRun):
         super().__init__(config, workers, steps, gapless, writer, ranks)
         self._members, self._ranks = members, ranks
         self._streams: list[StreamBuckets] = []
-        self._peak = 1.0
 
     # --- building ------------------------------------------------------------------------------------------------
 
@@ -72,33 +69,18 @@ class VirtualCluster(VirtualRun):
                 )  # fmt: skip
                 self._streams.append(stream)
 
-    @contextlib.contextmanager
-    def _norm_by_shards(self) -> Iterator[None]:
+    def _norm_by_shards(self) -> contextlib.AbstractContextManager[None]:
         buffers = [bucket.grad_data for stream in self._streams for bucket in stream.buckets]
-        ledger = Ledger("virtual cluster")
-        ledger.install(
-            [
-                Patch(
-                    target="megatron.core.optimizer.optimizer:get_grad_norm_fp32",
-                    around=partial(get_grad_norm_fp32, buffers, self.workers, self._inside),
-                    why="adds up the gradient norm shard by shard, as the ranks do, so that clipping rounds alike",
-                    versions="all",
-                    until="never: Megatron has one rank here",
-                )
-            ]
+        norm = Patch(
+            target="megatron.core.optimizer.optimizer:get_grad_norm_fp32",
+            around=partial(get_grad_norm_fp32, buffers, self.workers, self._inside),
+            why="adds up the gradient norm shard by shard, as the ranks do, so that clipping rounds alike",
+            versions="all",
+            until="never: Megatron has one rank here",
         )
-        try:
-            yield
-        finally:
-            ledger.uninstall()
+        return patched("virtual cluster", norm)
 
     # --- an iteration --------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def worker(self, worker: int, evaluates: bool = False) -> Iterator[None]:
-        with super().worker(worker, evaluates):
-            self._note_peak()
-            yield
 
     @contextlib.contextmanager
     def _replica(self, worker: int) -> Iterator[None]:
@@ -127,7 +109,6 @@ class VirtualCluster(VirtualRun):
             for stream in self._streams:
                 stream.reduce(scale)
                 stream.versions.before_update(self.iteration, stream.lost(self.iteration))
-            self._note_peak()
             self._withdraw()
             self.begin_update()
             with self._norm_by_shards() if self.stages is None else self.stages.updating():
@@ -209,15 +190,107 @@ class VirtualCluster(VirtualRun):
         for stream, versions in zip(self._streams, state, strict=True):
             stream.versions.load_state_dict(versions)
 
-    # --- memory ----------------------------------------------------------------------------------------------------
 
-    @property
-    def weight_copies(self) -> float:
-        """The most memory that weights have taken so far, in copies of the model, the working one included."""
-        return self._peak
+def get_grad_norm_fp32(
+    buffers: Sequence[torch.Tensor],
+    workers: int,
+    inside: int,
+    original: Callable,
+    grads_for_norm: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> float:
+    """Compute the gradient norm as N ranks do: each over its own shard, then the root of the sum of squares.
 
-    def _note_peak(self) -> None:
-        own = sum(bucket.param_data.numel() for stream in self._streams for bucket in stream.buckets)
-        kept = sum(stream.kept for stream in self._streams)
-        kept += 0 if self.stages is None else self.stages.kept_elements
-        self._peak = max(self._peak, (own + kept) / own)
+    Wraps megatron-core's function of that name; gradients are views into ``buffers`` [N * shard].
+
+    ``inside``: workers of a site, which add up their squares first.
+    """
+    shards: list[list[torch.Tensor]] = [[] for _ in range(workers)]
+    for grad in grads_for_norm:
+        for owner, piece in _pieces(grad, buffers, workers):
+            shards[owner].append(piece)
+    squares = torch.zeros([], dtype=torch.float32)
+    for first in range(0, workers, inside):
+        of_site = torch.zeros([], dtype=torch.float32)
+        for shard in shards[first : first + inside]:
+            of_site += original(shard, *args, **kwargs) ** 2
+        squares += of_site
+    return squares.item() ** 0.5
+
+
+def _pieces(grad: torch.Tensor, buffers: Sequence[torch.Tensor], workers: int) -> list[tuple[int, torch.Tensor]]:
+    """Parts of ``grad``, each with the rank that owns its shard."""
+    for buffer in buffers:
+        first = (grad.data_ptr() - buffer.data_ptr()) // buffer.element_size()
+        if 0 <= first < buffer.numel() and grad.device == buffer.device:
+            break
+    else:
+        raise RuntimeError("a gradient lies outside the gradient buffers")
+    flat, shard, result, taken = grad.view(-1), buffer.numel() // workers, [], 0
+    while taken < flat.numel():
+        owner, offset = divmod(first + taken, shard)
+        length = min(shard - offset, flat.numel() - taken)
+        result.append((owner, flat[taken : taken + length]))
+        taken += length
+    return result
+
+
+class _Sized:
+    """A process group of one rank that reports ``size`` ranks."""
+
+    def __init__(self, group: Any, size: int) -> None:
+        self._group = group
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def buffers_for(workers: int) -> contextlib.AbstractContextManager[None]:
+    """A context in which DistributedDataParallel pads its buckets as on ``workers`` ranks.
+
+    Megatron pads each bucket so that it can be cut into as many shards as the group has ranks. So the ends of shards, and
+    the units that are lost together, depend on N.
+    """
+
+    def padded(original: type) -> type:
+        class PaddedBuffer(original):
+            def __init__(self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, *rest, **more):
+                sized = _Sized(data_parallel_group, workers)
+                super().__init__(ddp_config, param_dtype, grad_dtype, params, sized, *rest, **more)
+                self.data_parallel_group = data_parallel_group
+                self.data_parallel_world_size = data_parallel_group.size()
+
+        return PaddedBuffer
+
+    def compute_layout(original, params, bucket_size, data_parallel_world_size, *rest, **more):
+        layout = original(params, bucket_size, workers, *rest, **more)
+        if hasattr(layout, "num_optimizer_shards"):  # from 0.19 on compared with the optimizer's own group
+            layout.num_optimizer_shards = data_parallel_world_size
+        return layout
+
+    why = "buckets must be padded for as many shards as there are virtual workers"
+    until = "Megatron takes the padding of buckets as an argument"
+    return patched(
+        "layout of virtual workers",
+        Patch(
+            target="megatron.core.distributed.distributed_data_parallel:_ParamAndGradBuffer",
+            make=padded,
+            why=why,
+            versions="before 0.18; later it is given the layout",
+            until=until,
+        ),
+        Patch(
+            target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
+            around=compute_layout,
+            why=why,
+            versions="0.18 and later",
+            until=until,
+            optional=True,
+            takes=Takes(("params", "bucket_size", "data_parallel_world_size")),
+        ),
+    )

@@ -1,12 +1,5 @@
 """All ranks of a group in one process: they exchange in memory, and no process group is needed.
 
-    workers = LossyWorkers(LossyConfig(p_grad=0.1, p_param=0.1), [BucketSpec(shard)], 4)
-    for step in range(steps):
-        ...
-        workers.reduce_scatter(0, grad_shards, grads, step)
-        ...                                     # update every worker's own shard
-        workers.all_gather(0, replicas, param_shards, step)
-
 docs/transport.md has a whole program.
 """
 
@@ -35,7 +28,7 @@ from ...transport.network import consecutive_nodes
 class Memory:
     """All workers of one process: an exchange is an addition in memory, and one draw serves all of its ranks.
 
-    It has the deliveries between all ``members``, ranks of the full group. :meth:`worker` is the wire of one of them.
+    It has the deliveries between all ``members``, ranks of the full group. :class:`WorkerWire` is the wire of one of them.
 
     ``coded``: of each of them, by phase, the codes of values that cross in codes. ``shard_bytes``: see :class:`Wire`.
     """
@@ -80,10 +73,6 @@ class Memory:
             self._latest.put(exchange, delivery)
         return delivery
 
-    def worker(self, rank: int) -> WorkerWire:
-        """The wire of worker ``rank``."""
-        return WorkerWire(self, rank)
-
 
 class WorkerWire(DrawnWire):
     """One worker's view of :class:`Memory`."""
@@ -97,12 +86,8 @@ class WorkerWire(DrawnWire):
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
         transfer = super().reduce_scatter(x, rule)
         if rule.protected is not None and rule.protected.final is not None:
-            self.recovered(x.exchange, rule.units, rule.protected.final.mask)
+            self._memory.recovered(x.exchange, self.rank, rule.units, rule.protected.final.mask)
         return transfer
-
-    def recovered(self, exchange: Exchange, units: BucketUnits, lost: np.ndarray) -> None:
-        """Note the units of this worker's bucket, cut into ``units``, that stay lost: ``lost`` bool[N, count]."""
-        self._memory.recovered(exchange, self.rank, units, lost)
 
     def foresee(self, exchange: Exchange) -> Delivery:
         return self._of(self._memory.foresee(exchange))
@@ -133,7 +118,7 @@ def groups_in_memory(
     check_links(networks, stream, cut, len(members), steps)
     coded = [coded_of(config, cut, members, rank) for rank in range(len(members))]
     memory = Memory(networks, stream, members, cut, coded, shard_bytes(config, specs, cut))
-    return memory, [LossyGroup(config, memory.worker(rank)) for rank in range(len(members))]
+    return memory, [LossyGroup(config, WorkerWire(memory, rank)) for rank in range(len(members))]
 
 
 class LossyWorkers:

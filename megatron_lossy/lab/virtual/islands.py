@@ -22,6 +22,7 @@ import torch
 
 from ...base.errors import refuse
 from ...base.exchange import Delivery, Stream
+from ...base.files import naming
 from ...base.jobs import JobGroup
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes
@@ -33,13 +34,16 @@ from ...mechanisms.islands.mean import InMemory
 from ...mechanisms.islands.monitor import IslandMonitor
 from ...mechanisms.islands.rounds import Rounds
 from ...mechanisms.islands.vector import Subset, Vector, shard_vector
-from ...run.base import Run
+from ...run.base import ModelChunks, Run
 from ...run.monitor import load_states, states_of
-from ...run.weights import ModelChunks
 from ...transport import LossyGroup
-from .cluster import VirtualCluster
-from .island_state import RANDOM, island_state, load_island_state, load_islands, save_islands
-from .layout import buffers_for
+from .cluster import VirtualCluster, buffers_for
+
+#: The file of the islands in a checkpoint.
+ISLANDS = "lossy_islands.pt"
+#: The random states that training draws from, among those of the process in a checkpoint.
+RANDOM = ("torch", "tracker", "device")
+_FORMAT = 1
 
 
 class VirtualIslands(Run, JobGroup):
@@ -286,7 +290,9 @@ class VirtualIslands(Run, JobGroup):
         islands = [self._state_of(island) for island in range(len(self.clusters))]
         rounds = [one.state_dict() for one in self._rounds]
         state = {"identity": self.identity(), "islands": islands, "rounds": rounds, "random": self._random}
-        save_islands(folder, state | self._more_state())
+        path = Path(folder, ISLANDS)
+        with naming(path), open(path, "wb") as file:  # given a path, torch would write its name into the file
+            torch.save({"format": _FORMAT, **state, **self._more_state()}, file)
         super().save_replicas(folder)
 
     def _state_of(self, island: int) -> dict[str, Any]:
@@ -338,3 +344,49 @@ def _squares(vectors: Sequence[torch.Tensor]) -> float:
     first = vectors[0].float()
     apart = torch.stack([vector.float() - first for vector in vectors])
     return float((apart - apart.mean(dim=0)).square().sum())
+
+
+# --- the state of islands in a checkpoint; real islands have checkpoints of their own ---------------------------------
+
+
+def island_state(optimizers: Sequence[Any], scheduler: Any, kept: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """The state of one island. ``kept``: the parameters of each bucket."""
+    return {
+        "weights": list(kept),
+        "main": [weights.detach() for weights in _main(optimizers)],
+        "optimizers": [one.optimizer.state_dict() for one in optimizers],
+        "scheduler": scheduler.state_dict(),
+    }
+
+
+def load_island_state(
+    optimizers: Sequence[Any], scheduler: Any, kept: Sequence[torch.Tensor], state: dict[str, Any]
+) -> None:
+    """Restore :func:`island_state`."""
+    with torch.no_grad():
+        for weights, saved in zip(kept, state["weights"], strict=True):
+            weights.copy_(saved)
+        for weights, saved in zip(_main(optimizers), state["main"], strict=True):
+            weights.copy_(saved)
+    for one, saved in zip(optimizers, state["optimizers"], strict=True):
+        one.optimizer.load_state_dict(saved)
+    scheduler.num_steps = 0  # Megatron adds the loaded number to it
+    scheduler.load_state_dict(state["scheduler"])
+
+
+def _main(optimizers: Sequence[Any]) -> list[torch.Tensor]:
+    """The float32 weights that are not the model's own."""
+    return [
+        main for one in optimizers for group in one.shard_fp32_from_float16_groups for main in group if main is not None
+    ]
+
+
+def load_islands(folder: str | os.PathLike, islands: int, device: torch.device) -> dict[str, Any]:
+    """The state that :meth:`VirtualIslands.save_replicas` wrote. Raises :class:`UsageError` without one, or for a later version."""
+    path = Path(folder, ISLANDS)
+    if not path.is_file():
+        raise refuse("--islands", islands, f"the checkpoint {Path(folder)} is of no islands")
+    state = torch.load(path, map_location=device, weights_only=True)
+    if state["format"] > _FORMAT:
+        raise refuse("--islands", islands, f"{path} has format {state['format']}; this version reads up to {_FORMAT}")
+    return state

@@ -9,23 +9,234 @@ are this module's own; :class:`.held.HeldReplicas` is the rest of real and virtu
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import psutil
 import torch
 
 from ...base.errors import refuse
+from ...base.exchange import Delivery, Exchange
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes
-from ...run.weights import ModelChunks
-from ...transport import LossyGroup
+from ...mechanisms.replicas.held import HeldReplicas
+from ...mechanisms.replicas.repair import Buckets
+from ...mechanisms.replicas.streams import Main, Mains, ReplicaStream
+from ...mechanisms.replicas.synchroniser import Tensors
+from ...recovery import Gradients
+from ...run.base import ModelChunks, Run
+from ...transport import LossyGroup, Transfer
+from ...transport.all_reduce import padded, specs_of
+from ...transport.peers import LocalPeers, Peers
 from .base import VirtualRun
-from .replica_reduction import LossyReduction
-from .replica_workers import WorkerReplicas
+from .in_memory import groups_in_memory
 
-# Bytes per element: weights and two moments in float32, and a copy of the weights in the model's precision or of the
-# gradients; and the gradients of a worker, if they are kept for comparison or as substitutes for lost ones.
-_BYTES, _OF_GRADIENTS = 16, 4
+
+@dataclass
+class _State:
+    """One worker's state: the data of all weights, the state of each main weight, the ``step`` of groups with one."""
+
+    weights: list[torch.Tensor]
+    moments: list[dict[str, Any]]
+    steps: list[Any]
+
+
+class TrainingStates:
+    """``count`` complete training states, weights and optimizer state, one at a time in the model by pointer.
+
+    They are of the model with ``parameters`` and Megatron's ``optimizers``, and all begin as these are. Gradients are no part of them.
+
+    The first is in the model until :meth:`turn`, and between turns.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizers: Sequence[Any], count: int) -> None:
+        self._inner = [one.optimizer for one in optimizers if one.optimizer is not None]
+        self._mains = [
+            (inner, main) for inner in self._inner for group in inner.param_groups for main in group["params"]
+        ]
+        self._numbers = {id(main): number for number, (_, main) in enumerate(self._mains)}
+        copies = [one for one in parameters if one.requires_grad and id(one) not in self._numbers]
+        self._tensors = [*(main for _, main in self._mains), *copies]
+        self._states = [self._here()]
+        self._states += [copy.deepcopy(self._states[0]) for _ in range(1, count)]
+
+    def _here(self) -> _State:
+        return _State(
+            [tensor.data for tensor in self._tensors], [inner.state[main] for inner, main in self._mains], self._steps()
+        )
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        return (group for inner in self._inner for group in inner.param_groups if "step" in group)
+
+    def _steps(self) -> list[Any]:
+        return [copy.copy(group["step"]) for group in self._groups()]
+
+    @contextlib.contextmanager
+    def turn(self, worker: int) -> Iterator[None]:
+        """A context in which the model and its optimizer have the state of ``worker``."""
+        self._put(worker)
+        try:
+            yield
+        finally:
+            self._states[worker].steps = self._steps()
+            self._put(0)
+
+    def _put(self, worker: int) -> None:
+        state = self._states[worker]
+        for tensor, data in zip(self._tensors, state.weights, strict=True):
+            tensor.data = data
+        for (inner, main), moments in zip(self._mains, state.moments, strict=True):
+            inner.state[main] = moments
+        for group, step in zip(self._groups(), state.steps):
+            group["step"] = copy.copy(step)
+
+    def spread(self) -> None:
+        """Give every worker a copy of the state in the model: a loaded checkpoint may have replaced its tensors."""
+        self._states = [self._here(), *([None] * (len(self._states) - 1))]
+        self._states[1:] = [copy.deepcopy(self._states[0]) for _ in self._states[1:]]
+
+    def weights(self, worker: int, own: Sequence[Main]) -> list[torch.Tensor]:
+        """The main weights ``own`` of ``worker``."""
+        return [self._states[worker].weights[self._numbers[id(main)]] for main, _ in own]
+
+    def moments(self, worker: int, own: Sequence[Main]) -> list[dict[str, Any]]:
+        """The state, in torch's optimizers, of each of the main weights ``own`` of ``worker``."""
+        return [self._states[worker].moments[self._numbers[id(main)]] for main, _ in own]
+
+    def copies(self, worker: int) -> list[torch.Tensor]:
+        """The weights of the model of ``worker`` that are copies of main weights."""
+        return self._states[worker].weights[len(self._mains) :]
+
+
+class WorkerReplicas(HeldReplicas):
+    """The replicas of ``workers``. Until :meth:`begin` the model stands for all."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__()
+        self._peers = LocalPeers(workers)
+        self._parameters: list[torch.nn.Parameter] = []
+        self._states: TrainingStates | None = None
+        #: By stream, worker and bucket: the reduced gradients, if they are compared.
+        self.own: list[list[list[torch.Tensor]]] = []
+
+    @property
+    def there(self) -> bool:
+        return self._states is not None
+
+    def add(self, ddp: Any) -> None:
+        super().add(ddp)
+        self._parameters += ddp.parameters()
+
+    def begin(self) -> None:
+        """Give every worker a state of its own, unless it has one."""
+        if self._states is not None:
+            return
+        if self._run.loss_scale() is not None:
+            why = "replicas of virtual workers would change it in turns; needs real ranks, or --bf16 alone"
+            raise refuse("--loss-scale", f"{float(self.unit()):g}", why)
+        self._states = TrainingStates(self._parameters, self._run.living_optimizers(), self._peers.size)
+
+    @property
+    def kept(self) -> TrainingStates:
+        """The workers' states. Call :meth:`begin` first."""
+        assert self._states is not None
+        return self._states
+
+    def peers_of(self, one: ReplicaStream) -> Peers:
+        return self._peers
+
+    def turn(self, replica: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._states is None else self._states.turn(replica)
+
+    def gradients(self, stream: int) -> Buckets:
+        return [[[buffer] for buffer in own] for own in self.own[stream]]
+
+    def weights(self, replica: int, own: Sequence[Main]) -> list[torch.Tensor]:
+        return self.kept.weights(replica, own)
+
+    def states(self, replica: int, own: Sequence[Main]) -> list[dict[str, Any]]:
+        return self.kept.moments(replica, own)
+
+    def models(self, mains: Mains) -> Sequence[Tensors]:
+        return [partial(self.kept.copies, worker) for worker in self._peers.local]
+
+    def load_replica_state(self, state: Any) -> None:
+        self.begin()
+        super().load_replica_state(state)
+
+    def restart(self, iteration: int) -> None:
+        if self._states is not None:
+            self._states.spread()
+        super().restart(iteration)
+
+
+class LossyReduction:
+    """All-reduces of one stream that lose data between ``workers``: :mod:`megatron_lossy.transport.all_reduce` in one process.
+
+    Workers bring their gradients one after another, and may ask for the result twice, so that the halves are apart here.
+    ``steps``: length of the run, if known.
+    """
+
+    def __init__(self, config: LossyConfig, one: ReplicaStream, workers: int, steps: int | None) -> None:
+        config = config.all_reduced()
+        gradients = [bucket.grad_data for bucket in one.buckets]
+        self._stream = one.stream
+        self._workers = workers
+        specs = specs_of(gradients, workers)
+        self._memory, self.groups = groups_in_memory(config, specs, one.stream, range(workers), workers, steps)
+        self._sums = [flat.new_empty(workers * spec.shard) for flat, spec in zip(gradients, specs, strict=True)]
+        self._own: list[list[torch.Tensor]] = []  # for each worker, the sum as it would be with its own gradients alone
+        self._begun: list[Transfer] = []
+
+    def collect(self, worker: int, gradients: list[torch.Tensor], step: int, run: Run) -> None:
+        """Take the ``gradients`` of ``worker`` in ``step``, scaled as ranks scale them. Call it in the order of the
+        workers. ``run``: theirs.
+        """
+        if worker == 0:
+            self._own = []
+        own = []
+        for number, (gradient, total) in enumerate(zip(gradients, self._sums, strict=True)):
+            sent = padded(gradient, self._workers)
+            own.append(sent * self._workers)
+            shard = len(total) // self._workers
+            output = total[worker * shard : (worker + 1) * shard]
+
+            def add(sent: torch.Tensor = sent, total: torch.Tensor = total) -> None:
+                if worker:
+                    total += sent
+                else:
+                    total.copy_(sent)
+
+            exchange = Exchange("grad", self._stream, step)
+            x = Gradients(exchange, number, sent, output, add, False, run.loss_scale, run.gapless)
+            self._begun.append(self.groups[worker].reduce_scatter(x))
+        self._own.append(own)
+
+    def reduce(self) -> None:
+        """Let every owner correct its shard of the sum."""
+        for transfer in self._begun:
+            transfer.wait()
+        self._begun = []
+
+    def gather(self, worker: int, step: int) -> list[torch.Tensor]:
+        """The reduced gradients of all buckets as ``worker`` gets them, without padding at the end."""
+        for number, (mine, total) in enumerate(zip(self._own[worker], self._sums, strict=True)):
+            shard = len(total) // self._workers
+            sent = total[worker * shard : (worker + 1) * shard]
+
+            def copy(into: torch.Tensor = mine, total: torch.Tensor = total) -> None:
+                into.copy_(total)
+
+            self.groups[worker].all_gather(number, mine, sent, step, copy).wait()
+        return self._own[worker]
+
+    def delivery(self, phase: str, step: int) -> Delivery | None:
+        """The delivery at all workers in ``step``; ``None`` in a phase without loss."""
+        if self.groups[0].lossless(phase):
+            return None
+        return self._memory.foresee(Exchange(phase, self._stream, step))
 
 
 class VirtualReplicas(VirtualRun):
@@ -48,26 +259,11 @@ class VirtualReplicas(VirtualRun):
 
     def _add(self, ddp: Any) -> None:
         self._parameters = list(ddp.parameters())
-        self._check_memory()
         self.held.add(ddp)
         for one in self.held.streams:
             self._sums.append([torch.empty_like(bucket.grad_data) for bucket in one.buckets])
             if not self.config.untouched("grad"):
                 self._lossy.append(LossyReduction(self.config, one, self.workers, self.steps))
-
-    def _check_memory(self) -> None:
-        elements = sum(parameter.numel() for parameter in self._parameters)
-        kept = (self.config.replica_check != "none") + (not self.config.untouched("grad"))
-        needed = elements * (_BYTES + kept * _OF_GRADIENTS) * self.workers
-        there = psutil.virtual_memory().available
-        if self.device.type == "cuda":
-            there = torch.cuda.mem_get_info(self.device)[0]
-        if self.differ and needed > there:
-            raise refuse(
-                "--virtual-workers",
-                self.workers,
-                f"full replicas of {elements} parameters take {needed / 2**30:.1f} GiB, of {there / 2**30:.1f} GiB that are free",
-            )
 
     # --- an iteration --------------------------------------------------------------------------------------------
 

@@ -1,14 +1,26 @@
-"""The values that the owners of a stream of virtual workers send."""
+"""The values that the owners of a stream of virtual workers send, and their replicas' values for monitors."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
+from ...hooks.buckets import used_in
+from ...mechanisms.lead.compensated import Compensated
+from ...mechanisms.lead.lag import Sums
+from ...mechanisms.lead.part import MainWeights
+from ...run.monitor import Replicas
 from ...transport import LossyGroup
+from ...transport.coded import Coded
 from ...transport.group import columns
+from ...transport.peers import LocalPeers
+from .versions import Versions
 
 
 def seen(group: LossyGroup, buffer: torch.Tensor) -> torch.Tensor:
@@ -35,11 +47,6 @@ class Sending:
     def weights(self) -> Sequence[torch.Tensor]:
         """The owners' weights of every bucket."""
         return self.buffers if self._kept is None else self._kept
-
-    @property
-    def kept(self) -> int:
-        """Elements held beside the buffers."""
-        return 0 if self._kept is None else sum(weights.numel() for weights in self._kept)
 
     @contextlib.contextmanager
     def owner(self, worker: int) -> Iterator[None]:
@@ -82,3 +89,121 @@ class Sending:
     def restart(self) -> None:
         """Begin again with the owners' weights of a checkpoint in the buffers."""
         self._kept = None
+
+
+class Leads(Sending):
+    """Values with a lead (``--param-send compensated``), put back for an owner in its own shard, the optimizer and a checkpoint.
+
+    On a real rank the rule puts the lead on its shard only while it is sent (:meth:`.Compensated.send`): there receivers
+    have buffers of their own. ``groups``: one for every worker. ``buckets``: Megatron's. ``optimizers``: returns Megatron's, once they exist.
+    """
+
+    changes = True
+
+    def __init__(
+        self, groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers: Callable[[], list[Any]]
+    ) -> None:
+        self._of_stream = partial(seen, groups[0])
+        super().__init__([self._of_stream(bucket.param_data) for bucket in buckets], len(groups))
+        self._groups = groups
+        self._rules = [[rule for rule in group.params if isinstance(rule, Compensated)] for group in groups]
+        self._main = functools.cache(
+            lambda bucket: MainWeights(optimizers(), buckets[bucket], buckets[bucket].param_data)
+        )
+        counted = [one for rules in self._rules if (one := rules[0].lag.counted) is not None]
+        self._sums = [Sums(LocalPeers(len(counted)), counted)] if counted else []
+        self._whole: dict[int, torch.Tensor] = {}
+        for worker, rules in enumerate(self._rules):
+            for bucket, rule in enumerate(rules):
+                rule.weights = partial(self._shard, worker, bucket)
+
+    def _shard(self, worker: int, bucket: int) -> torch.Tensor:
+        return self._whole[bucket].chunk(len(self._groups))[worker]
+
+    @contextlib.contextmanager
+    def _optimizers_weights(self) -> Iterator[None]:
+        self._whole = {bucket: self._of_stream(self._main(bucket)()) for bucket in range(len(self.buffers))}
+        try:
+            yield
+        finally:
+            self._whole = {}
+
+    def before_update(self) -> None:
+        with self._optimizers_weights():
+            for worker, rules in enumerate(self._rules):
+                for bucket, rule in enumerate(rules):
+                    rule.keep(self._shard(worker, bucket))
+
+    def after_update(self) -> None:
+        for sums in self._sums:
+            sums.begin_update()
+            sums.finish()
+
+    def change(self, step: int) -> None:
+        with self._optimizers_weights():
+            for worker, rules in enumerate(self._rules):
+                for rule, buffer in zip(rules, self.buffers, strict=True):
+                    rule.put_lead(step, buffer.chunk(len(self._groups))[worker])
+        self._count(step)
+
+    def _count(self, step: int) -> None:
+        """Let every worker count its losses of ``step``, once, if the counts give its lag."""
+        for group, rules in zip(self._groups, self._rules, strict=True):
+            for bucket, rule in enumerate(rules):
+                if rule.lag.counted is not None:
+                    delivery = group.delivery("param", step)
+                    assert delivery is not None
+                    rule.lag.counted.count(bucket, rule.units, delivery)
+
+
+class Rounded(Sending):
+    """The values that ``inner`` sends, as they are decoded from codes (``--param-wire``)."""
+
+    changes = True
+
+    def __init__(self, inner: Sending, workers: int, coded: Coded) -> None:
+        super().__init__(inner.buffers, workers)
+        self._inner, self._coded = inner, coded
+
+    def before_update(self) -> None:
+        self._inner.before_update()
+
+    def after_update(self) -> None:
+        self._inner.after_update()
+
+    def change(self, step: int) -> None:
+        self._inner.change(step)
+        for bucket, buffer in enumerate(self.buffers):
+            rounded = buffer.reshape(-1)
+            self._coded.round_parameters(bucket, rounded)
+            buffer.copy_(rounded.view_as(buffer))
+
+
+def sending_of(groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers: Callable[[], list[Any]]) -> Sending:
+    """Return the values that the owners of a stream send.
+
+    ``groups``: one for every worker. ``buckets``: Megatron's. ``optimizers``: returns Megatron's, once they exist.
+    """
+    if groups[0].params and isinstance(groups[0].params[0], Compensated):
+        return Leads(groups, buckets, optimizers)
+    return Sending([seen(groups[0], bucket.param_data) for bucket in buckets], len(groups))
+
+
+class VirtualSampler(Replicas):
+    """The replicas that ``versions`` keeps. ``group``: that of a worker. ``sending``: knows the owners' weights."""
+
+    def __init__(
+        self, group: LossyGroup, pairs: Sequence[tuple[Any, Any]], versions: Versions, sending: Sending
+    ) -> None:
+        workers, _, units = versions.held.shape
+        shards = [bucket.param_data.numel() // group.shards for _, bucket in pairs]
+        weights = [buffer.reshape(-1) for buffer in sending.weights]
+        super().__init__(group.stream, workers, range(workers), units, shards, weights, partial(used_in, pairs, group))
+        self._versions = versions
+
+    def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
+        values = [self._versions.everyone(number, chosen) for number, chosen in enumerate(places)]
+        everyone = torch.cat(values, dim=1).double().cpu().numpy()
+        owners = np.concatenate([chosen // shard for chosen, shard in zip(places, self.shards, strict=True)])
+        everyone[owners, np.arange(len(owners))] = self.own(places)  # which may differ from what it sends
+        return everyone

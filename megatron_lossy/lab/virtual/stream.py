@@ -16,14 +16,12 @@ import torch
 from ...base.exchange import Delivery, Exchange, Stream, units_of
 from ...channel.corruption import Corruption
 from ...config import LossyConfig
+from ...hooks.buckets import errors_of_owner
 from ...hooks.exchanges import specs_of
-from ...hooks.grad_errors import errors_of_owner
 from ...recovery import Gradients, LossScale
 from ...transport import Transfer
 from .in_memory import groups_in_memory
-from .rounded import Rounded
-from .sending import seen
-from .twins import sending_of
+from .sending import Rounded, seen, sending_of
 from .versions import Versions
 
 # Sums are added in pieces that fit into a core's cache, and each source is cleared while it is there.
@@ -96,11 +94,6 @@ class StreamBuckets:
     def share_sums(self, other: StreamBuckets) -> None:
         """Use the sums of ``other``, which reduces its gradients at another time."""
         self.sums, self._totals = other.sums, other._totals
-
-    @property
-    def kept(self) -> int:
-        """Elements of weights held beside the parameter buffers."""
-        return self.versions.kept + self.sending.kept
 
     def collect(self, worker: int, step: int, loss_scale: LossScale, gapless: bool) -> None:
         """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards.

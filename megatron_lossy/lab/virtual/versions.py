@@ -5,7 +5,7 @@ an earlier update. So the parameter buffers hold the fresh weights. For each ear
 replica still has are kept, once. An array says which version of each unit each worker has. Memory grows with the oldest
 version in use, not with the number of workers.
 
-A real rank needs none of this: its parameter buffers are its replica (:mod:`megatron_lossy.hooks.stale` saves it).
+A real rank needs none of this: its parameter buffers are its replica (:mod:`megatron_lossy.run.replicas` saves it).
 """
 
 from __future__ import annotations

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...run.mechanism import Mechanism
 from .flags import AsyncPipelineFlags
-
-if TYPE_CHECKING:
-    from ...config.refusal import Section
 
 
 class AsyncPipeline(Mechanism):
@@ -16,9 +11,4 @@ class AsyncPipeline(Mechanism):
 
     name = "async-pipeline"
     Flags = AsyncPipelineFlags
-
-    @classmethod
-    def refusals(cls) -> Section:
-        from .refusals import ASYNC_PIPELINE
-
-        return ASYNC_PIPELINE
+    table = "megatron_lossy.mechanisms.async_pipeline.refusals:ASYNC_PIPELINE"

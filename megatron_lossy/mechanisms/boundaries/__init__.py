@@ -9,8 +9,7 @@ from ...run.mechanism import Mechanism
 from .flags import BoundaryFlags
 
 if TYPE_CHECKING:
-    from ...config.refusal import Section
-    from ...delivery_log.kinds import Kinds
+    from ...delivery_log.events import Kinds
     from ...run.monitor import Observer
 
 
@@ -19,22 +18,9 @@ class Boundaries(Mechanism):
 
     name = "boundaries"
     Flags = BoundaryFlags
+    table = "megatron_lossy.mechanisms.boundaries.refusals:BOUNDARIES"
     phases: ClassVar[Mapping[str, int]] = {"act": 2, "act-grad": 3}
     patched: ClassVar[Mapping[str, Any]] = {"p_act": 0.1}
-    axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
-        "loss rate act": ("share of packets of activations lost", False),
-        "loss rate act-grad": ("share of packets of their gradients lost", False),
-        "zero share act": ("share of packets of activations that became zeros", False),
-        "zero share act-grad": ("share of packets of their gradients that became zeros", False),
-        "retransmitted share act": ("share of messages of activations sent again", False),
-        "retransmitted share act-grad": ("share of messages of their gradients sent again", False),
-    }
-
-    @classmethod
-    def refusals(cls) -> Section:
-        from .refusals import BOUNDARIES
-
-        return BOUNDARIES
 
     @classmethod
     def attach(cls, run: Any) -> None:
@@ -47,12 +33,12 @@ class Boundaries(Mechanism):
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:
         if not run.config.loses_at_boundaries:
             return []
-        from .monitor import BoundaryMonitor
+        from .events import BoundaryMonitor
 
         return [BoundaryMonitor()]
 
     @classmethod
-    def events(cls) -> type[Kinds]:
+    def kinds(cls) -> type[Kinds]:
         from .events import BoundaryEvents
 
         return BoundaryEvents

@@ -93,7 +93,7 @@ def _receive(boundaries: Boundaries, phase: str, tensor: torch.Tensor, peer: int
     coming = _links(boundaries).receive(phase, tensor, peer, packet, tolerance, dropped, _varies(module))
 
     def arrived() -> None:
-        received = coming.wait()
+        received = coming()
         if not loses:
             return
         lost = ~received.arrived

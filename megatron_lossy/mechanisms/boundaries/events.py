@@ -8,20 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ...base.exchange import Stream
 from ...config import LossyConfig
 from ...delivery_log import schema
-from ...delivery_log.kinds import Kinds, Row
+from ...delivery_log.events import Kinds, Row
 from ...delivery_log.summary import percent
+from ...run.monitor import Observer, Window
 from .flags import BOUNDARY_PHASES
-from .loss import Boundary, Fate
-from .messages import Message, Messages
+from .loss import Fate
+from .messages import Message
 
 if TYPE_CHECKING:
     import pyarrow
@@ -66,11 +62,6 @@ class BoundaryEvents(Kinds):
 
     names = BOUNDARY_PHASES
 
-    def __init__(self, config: LossyConfig) -> None:
-        super().__init__(config)
-        self._observed = config.act_transport == "udp"
-        self._seen: set[tuple[str, str]] = set()  # phase and stream
-
     @staticmethod
     def columns() -> list[pyarrow.Field]:
         import pyarrow as pa
@@ -83,67 +74,12 @@ class BoundaryEvents(Kinds):
             *(pa.field(name, pa.int32()) for name in ("layer", "layers")),
         ]
 
-    def happen(self) -> bool:
-        return self.config.loses_at_boundaries
+    @staticmethod
+    def happen(config: LossyConfig) -> bool:
+        return config.loses_at_boundaries
 
-    def check(self, iteration: int, rows: Sequence[Row]) -> None:
-        of = itemgetter("kind", "stream")
-        for (phase, stream), these in groupby(sorted(rows, key=of), key=of):
-            self._seen.add((phase, stream))
-            try:
-                self._check_stream(iteration, phase, Stream.parse(stream), list(these))
-            except ValueError as error:
-                raise ValueError(f"{phase} of {stream}: {error}") from None
-
-    def _check_stream(self, iteration: int, phase: str, stream: Stream, rows: Sequence[Row]) -> None:
-        """Check that the numbers of ``rows`` agree, and that drawn losses equal a new draw."""
-        expected = 0
-        # Tensor-parallel copies have the zeros of all of them.
-        more = self._observed and stream.tensor is not None
-        for row in rows:
-            # The numbers go on by one, or begin anew with a schedule that was run again.
-            if row["message"] not in (0, expected):
-                raise ValueError("a message is missing")
-            expected = row["message"] + 1
-            residual = row["lost"] - row["repaired"]
-            zeros = 0 if row["again"] else residual
-            fits = row["zeros"] >= zeros if more else row["zeros"] == zeros
-            if not (fits and residual >= 0 and max(row["lost"], row["zeros"]) <= row["packets"]):
-                raise ValueError("its numbers do not agree")
-            if row["bitmap"] is not None:
-                packed = np.frombuffer(row["bitmap"], dtype=np.uint8)[None]
-                fits = packed.shape[1] == -(-row["packets"] // 8)
-                if not fits or (~schema.unpack(packed, row["packets"])).sum() != row["zeros"]:
-                    raise ValueError(f"message {row['message']}: bitmap and zeros do not agree")
-        if not self._observed and not self._drawn_again(iteration, phase, stream, rows):
-            raise ValueError("what is drawn again from the recorded seed is not what was recorded")
-
-    def _drawn_again(self, iteration: int, phase: str, stream: Stream, rows: Sequence[Row]) -> bool:
-        """Return whether the losses of ``rows`` are those of the seed and the flags."""
-        messages = Messages(self.config)
-        for row in rows:
-            if row["message"] == 0:
-                messages.begin(iteration, len(rows))
-            boundary = Boundary(stream.stage, row["layer"], row["layers"], stream.chunk)
-            fate = messages.next(phase, boundary, stream.expert_rank, stream.tensor or 0, iteration, row["packets"])
-            recorded = (row["lost"], row["lost"] - row["repaired"], row["again"], row["zeros"])
-            if recorded != (fate.raw, fate.residual, fate.again, fate.lost.sum()):
-                return False
-            if row["bitmap"] not in (None, _bitmap(fate)):
-                return False
-        return True
-
-    def missing(self) -> list[str]:
-        """Return a line for each boundary with records of one of two lossy directions: each has a rank of its own."""
-        lossy = [phase for phase in self.names if self._observed or self.config.boundary_rate(phase)]
-        return [
-            f"no records of {phase} of {stream}"
-            for stream in sorted({stream for _, stream in self._seen})
-            for phase in lossy
-            if (phase, stream) not in self._seen
-        ]
-
-    def summary(self, rows: Iterable[tuple[int, Row]]) -> list[str]:
+    @staticmethod
+    def summary(rows: Iterable[tuple[int, Row]]) -> list[str]:
         lines = []
         for (phase, stream), total in sorted(totals(rows).items()):
             lines += ["", f"{phase}, {stream}, after layer {total['layer']} of {total['layers']}", *_lines(total)]
@@ -179,3 +115,31 @@ def _lines(total: Counter[str]) -> list[str]:
         ),
         f"  zeros     {total['zeros']:,} packets, {share('zeros', 'packets')}",
     ]
+
+
+_COLUMNS = ("packets", "raw", "zeros", "messages", "again")
+
+
+class BoundaryMonitor(Observer):
+    """Metrics of all messages between stages since the last record, over all ranks."""
+
+    def __init__(self) -> None:
+        self._window = Window([f"{phase} {column}" for phase in BOUNDARY_PHASES for column in _COLUMNS])
+
+    def happened(self, iteration: int, what: Sequence[Any]) -> None:
+        for one in what:
+            if isinstance(one, Crossed):
+                fate, phase = one.fate, one.message.phase
+                counts = (fate.lost.size, fate.raw, int(fate.lost.sum()), 1, fate.again)
+                self._window.add(**{f"{phase} {column}": value for column, value in zip(_COLUMNS, counts)})
+
+    def metrics(self) -> dict[str, float]:
+        total = self._window.close()
+        result = {}
+        for phase in BOUNDARY_PHASES:
+            packets, raw, zeros, messages, again = (total[f"{phase} {column}"] for column in _COLUMNS)
+            if messages:
+                result[f"loss rate {phase}"] = raw / packets
+                result[f"zero share {phase}"] = zeros / packets
+                result[f"retransmitted share {phase}"] = again / messages
+        return result

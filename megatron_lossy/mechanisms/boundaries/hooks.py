@@ -24,8 +24,8 @@ from ...run.base import Run
 from ...transport import Transfer
 from .events import Crossed
 from .loss import Boundary, Fate
-from .messages import Message, Messages, received, sent
-from .zero_fill import changes_nothing, elements_of, lossy, mask_of, zero_fill_
+from .messages import Message, Messages, order
+from .zero_fill import changes_nothing, elements_of, lossy, zero_fill_, zero_filled
 
 if TYPE_CHECKING:
     from .links import StageLinks
@@ -67,8 +67,7 @@ class _Schedule:
             return 0
         if (phase, sends) not in self._order:
             table = schedule_table(self.chunks, self.micro_batches, stages)
-            order = (sent if sends else received)(phase, table, stage == 0, stage == stages - 1)
-            self._order[phase, sends] = iter(order)
+            self._order[phase, sends] = iter(order(phase, table, stage == 0, stage == stages - 1, sends))
         return next(self._order[phase, sends])[1]
 
 
@@ -210,7 +209,7 @@ def fill(tensor: torch.Tensor, phase: str, lost: np.ndarray, elements: int, conf
     """
     zero_fill_(tensor, lost, elements)
     if phase == "act":
-        tensor.register_hook(mask_of(lost, elements))
+        tensor.register_hook(lambda gradient: zero_filled(gradient, lost, elements))
 
 
 def boundary_of(phase: str, module: torch.nn.Module, chunk: int, stage: int, stages: int) -> Boundary:

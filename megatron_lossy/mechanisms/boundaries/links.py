@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from ...config import LossyConfig
+from ...transport.ends import end_for
 from ...transport.leaving import Leaving, patiently
 from ...transport.staging import Departure, arrival, device_of, patience_of, staged
 from ...transport.udp.engine import Channel, Outcome
 from ...transport.udp.engine import Transfer as Datagrams
-from ...transport.udp.process import engine_for
 from .flags import BOUNDARY_PHASES
 
 
@@ -144,17 +144,24 @@ class StageLinks:
         tolerance: int = 0,
         dropped: np.ndarray | None = None,
         varies: bool = False,
-    ) -> Receiving:
+    ) -> Callable[[], Received]:
         """Begin to receive the contiguous ``tensor`` from the global rank ``peer``, in packets of ``packet`` bytes.
 
-        ``tolerance``: packets that may be missing for good. ``dropped`` bool[packets + parities]: packets that count as
+        Returns a function that waits until the message is there; call it once. ``tolerance``: packets that may be missing for good. ``dropped`` bool[packets + parities]: packets that count as
         lost. ``varies``: see :meth:`send`.
         """
         link = self._link(phase, tensor, peer, packet, sends=False, varies=varies)
         memory = tensor.detach()
         there = arrival(memory) if staged(memory) else memory
         wait = link.post(phase, link.next(phase), there, tolerance, dropped)
-        return Receiving(wait, memory, there, self._patience)
+
+        def arrived() -> Received:
+            received = patiently(wait, self._patience)
+            if there is not memory:
+                memory.copy_(there, non_blocking=True)
+            return received
+
+        return arrived
 
     def _link(self, phase: str, tensor: torch.Tensor, peer: int, packet: int, sends: bool, varies: bool) -> Link:
         """The link with ``peer`` for ``tensor``. A missing link is opened, together with ``peer``."""
@@ -171,7 +178,7 @@ class StageLinks:
 
     def _open(self, ranks: tuple[int, int], size: int, packet: int) -> Channel:
         name = f"{ranks[0]}-{ranks[1]}-{size}-{packet}"
-        return engine_for(self._config).open(
+        return end_for(self._config).open(
             f"stages on ranks {ranks[0]} and {ranks[1]}",
             ranks.index(self._rank),
             2,
@@ -212,25 +219,6 @@ class Sending:
             self._begun.result()
         elif links is not None:
             links.left(self._begun, self._size)
-
-
-class Receiving:
-    """A message for ``tensor`` that this rank waits for. ``there``: where it arrives, ``tensor`` or another one."""
-
-    def __init__(
-        self, wait: Callable[[float], Received], tensor: torch.Tensor, there: torch.Tensor, patience: float
-    ) -> None:
-        self._wait = wait
-        self._tensor = tensor
-        self._there = there
-        self._patience = patience
-
-    def wait(self) -> Received:
-        """Wait until the message is there. Call it once."""
-        received = patiently(self._wait, self._patience)
-        if self._there is not self._tensor:
-            self._tensor.copy_(self._there, non_blocking=True)
-        return received
 
 
 def lost_by_any(lost: np.ndarray, group: dist.ProcessGroup) -> np.ndarray:

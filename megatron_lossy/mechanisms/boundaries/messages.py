@@ -13,36 +13,21 @@ from .flags import BOUNDARY_PHASES
 from .loss import Boundary, BoundaryLoss, Fate
 
 
-def received(phase: str, table: Sequence[tuple[int, int]], first: bool, last: bool) -> list[tuple[int, int]]:
-    """(micro-batch, model chunk) of each message that a rank receives in ``phase``, in the order of their arrival.
+def order(
+    phase: str, table: Sequence[tuple[int, int]], first: bool, last: bool, sends: bool = False
+) -> list[tuple[int, int]]:
+    """(micro-batch, model chunk) of each message that a rank receives, or ``sends``, in ``phase``, in their order.
 
     ``table``: (micro-batch, model chunk) of each forward pass of the rank, in order; backward passes go through the
     chunks from the last on. ``first``, ``last``: whether it is the first or the last pipeline rank. The first makes the
-    input of its first chunk itself, and the last the gradient of its last chunk.
+    input of its first chunk itself, and the last the gradient of its last chunk. The chunk of a message that is sent is the one
+    whose output or input gradient it is.
     """
-    passes, ends = _passes(phase, table)
-    return [
-        (number, chunk) for number, chunk in passes if not ((first if phase == "act" else last) and chunk == ends[0])
-    ]
-
-
-def sent(phase: str, table: Sequence[tuple[int, int]], first: bool, last: bool) -> list[tuple[int, int]]:
-    """(micro-batch, model chunk) of each message that a rank sends; see :func:`received`.
-
-    The chunk is the one whose output or input gradient is sent.
-    """
-    passes, ends = _passes(phase, table)
-    return [
-        (number, chunk) for number, chunk in passes if not ((last if phase == "act" else first) and chunk == ends[1])
-    ]
-
-
-def _passes(phase: str, table: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """(micro-batch, model chunk) of each pass in the direction of ``phase``, and its first and last chunk."""
-    last = max((chunk for _, chunk in table), default=0)
-    if phase == "act":
-        return list(table), (0, last)
-    return [(number, last - chunk) for number, chunk in table], (last, 0)
+    highest, forward = max((chunk for _, chunk in table), default=0), phase == "act"
+    passes = table if forward else [(number, highest - chunk) for number, chunk in table]
+    end = highest if forward == sends else 0  # the chunk at the end of the pipeline, if this rank is there
+    at_end = last if forward == sends else first
+    return [(number, chunk) for number, chunk in passes if not (at_end and chunk == end)]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -83,8 +83,3 @@ def lossy(tensor: torch.Tensor, lost: np.ndarray, lost_gradients: np.ndarray, el
     if changes_nothing(lost | lost_gradients, tensor.device):
         return tensor
     return _Lossy.apply(tensor, lost, lost_gradients, elements)  # type: ignore[no-untyped-call]
-
-
-def mask_of(lost: np.ndarray, elements: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A hook for a received tensor. It makes the gradient of packets zero that were ``lost`` bool[packets]."""
-    return lambda gradient: zero_filled(gradient, lost, elements)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ...run.mechanism import Mechanism
 from .flags import CompressionFlags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig
-    from ...config.refusal import Section
     from ...run.monitor import Observer
     from ...transport import Wire
 
@@ -20,16 +19,7 @@ class Compression(Mechanism):
 
     name = "compression"
     Flags = CompressionFlags
-    axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
-        "wire bytes": ("bytes sent, of gradients and parameters", False),
-        "wire rounding": ("error of codes over gradients (sums of squares)", True),
-    }
-
-    @classmethod
-    def refusals(cls) -> Section:
-        from .refusals import COMPRESSION
-
-        return COMPRESSION
+    table = "megatron_lossy.mechanisms.compression.refusals:COMPRESSION"
 
     @classmethod
     def attach(cls, run: Any) -> None:

@@ -30,7 +30,7 @@ class WireMonitor(Observer):
             self._window.add(bytes=(group.size - 1) * sum(group.wire.shard_bytes[phase] for phase in sent))
 
     def restart(self, iteration: int) -> None:
-        self._window.clear()
+        super().restart(iteration)
         self._counted = self._rounded()
 
     def _rounded(self) -> tuple[float, float]:
@@ -45,30 +45,23 @@ class WireMonitor(Observer):
         result = {"wire bytes": total["bytes"]}
         if total["square"] > 0:
             result["wire rounding"] = total["error"] / total["square"]
-            self._warn(result["wire rounding"])
+            if result["wire rounding"] > _MUCH and not self._said:
+                self._said, wire = True, self._run.config.grad_wire
+                logger.warning(
+                    "--grad-wire %s: %s rounds away what a loss of %.0f %% would: take int8 or --wire-block 32 (said once)",
+                    wire,
+                    wire,
+                    100 * float(theory.as_loss(result["wire rounding"])),
+                )
         return result
-
-    def _warn(self, omega: float) -> None:
-        config = self._run.config
-        if omega > _MUCH and not self._said:
-            self._said = True
-            logger.warning(
-                "--grad-wire %s: %s rounds away what a loss of %.0f %% would: take int8 or --wire-block 32 (said once)",
-                config.grad_wire,
-                config.grad_wire,
-                100 * float(theory.as_loss(omega)),
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """The counts of this rank since the last record."""
         now = self._rounded()
-        return {
-            "window": self._window.state_dict(),
-            "rounded": (now[0] - self._counted[0], now[1] - self._counted[1]),
-        }
+        return super().state_dict() | {"rounded": (now[0] - self._counted[0], now[1] - self._counted[1])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
-        self._window.load_state_dict(state["window"])
+        super().load_state_dict(state)
         now, rounded = self._rounded(), state["rounded"]
         self._counted = (now[0] - rounded[0], now[1] - rounded[1])

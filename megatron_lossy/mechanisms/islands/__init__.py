@@ -10,7 +10,6 @@ from .flags import IslandFlags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig
-    from ...config.refusal import Section
 
 
 class Islands(Mechanism):
@@ -18,20 +17,19 @@ class Islands(Mechanism):
 
     name = "islands"
     Flags = IslandFlags
+    table = "megatron_lossy.mechanisms.islands.refusals:ISLANDS"
     phases: ClassVar[Mapping[str, int]] = {"sync-reduce": 4, "sync-gather": 5}
     axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
         "loss rate sync-reduce": ("share of units lost on the way to an owner of means", False),
         "loss rate sync-gather": ("share of means lost on the way back", False),
         "sync bytes": ("bytes that a rank sends in an exchange between islands", False),
+        "sync wait": ("seconds that a rank waited for other islands, for each mean", False),
+        "island members": ("islands in an exchange", False),
+        "island senders": ("islands that sent in an exchange", False),
+        "exchanges lost": ("share of exchanges of which nothing arrived", False),
         "sync deviation": ("mean squared distance of an island to the mean (weight²)", True),
         "sync progress spread": ("mean squared distance of the remembered progress to its mean (weight²)", True),
     }
-
-    @classmethod
-    def refusals(cls) -> Section:
-        from .refusals import ISLANDS
-
-        return ISLANDS
 
     @classmethod
     def attach(cls, run: Any) -> None:

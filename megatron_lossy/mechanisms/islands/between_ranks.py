@@ -121,7 +121,7 @@ def carriers_of(
     """
     names = [f"{prefix}{lane}" for lane in range(config.lanes)]
     if not config.observed:
-        return [Collectives(meet(name), range(config.islands)) for name in names]
+        return [Collectives(meet(name)) for name in names]
     from .datagrams import IslandLink  # which starts a thread
 
     return [IslandLink(config, name, island, config.islands, store(name), most, patience) for name in names]

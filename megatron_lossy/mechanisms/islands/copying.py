@@ -1,43 +1,26 @@
 """Copies of the state of a rank, from a sender to who comes back: main weights, moments and step counts as of one exchange.
 
-They cross over TCP beside the exchanges, in parts, each tensor with a digest. They are never drawn as lost. Learning rates and weight
-decay are not copied: they follow the run.
+They cross by the connections of the exchanges, in parts, each tensor with a digest. They are never drawn as lost. Learning rates and
+weight decay are not copied: they follow the run.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...base.errors import first_line
 from ...base.fetch import Fetched
-from .epochs import Incarnation
 from .vector import Vector
-
-logger = logging.getLogger(__name__)
 
 #: Bytes that cross at once: the patience is for so many.
 PART = 2**20
 _DIGEST_BYTES = 16
-#: The places in a pair of who is asked, and of who asks.
-SOURCE, ASKER = 0, 1
 #: Step counts that some optimizers keep in their groups, and others beside the moments.
 _STEP = "step"
-
-
-class Request(NamedTuple):
-    """A question for a copy: by whom, and the number of its question, which rises."""
-
-    slot: int
-    incarnation: Incarnation
-    number: int
 
 
 class Copy(NamedTuple):
@@ -68,26 +51,17 @@ class Damaged(RuntimeError):
     """A tensor is not what was sent."""
 
 
-class GlooPair:
-    """The rank in ``place`` of two, over gloo; they meet at ``store``. ``patience``: for the other, and for each part.
-
-    Data is uint8[n], n at most :data:`PART`. Raises :class:`RuntimeError` if the other is gone.
-    """
-
-    def __init__(self, store: Any, place: int, patience: timedelta) -> None:
-        self._group = torch.distributed.ProcessGroupGloo(store, place, 2, patience)
-        self._other = 1 - place
+class Pair(Protocol):
+    """The two ends of a copy. Data is uint8[n], n at most :data:`PART`. Raises :class:`RuntimeError` if the other is gone."""
 
     def send(self, data: torch.Tensor) -> None:
         """Send ``data``."""
-        self._group.send([data], self._other, 0).wait()
 
     def receive(self, data: torch.Tensor) -> None:
         """Receive into ``data``."""
-        self._group.recv([data], self._other, 0).wait()
 
 
-def send_copy(pair: GlooPair, values: dict[str, Held | float], made: int) -> str:
+def send_copy(pair: Pair, values: dict[str, Held | float], made: int) -> str:
     """Send ``values``, of a rank of a run that has made ``made`` iterations. Returns their digest."""
     items: list[dict[str, Any]] = []
     for name, value in values.items():
@@ -102,7 +76,7 @@ def send_copy(pair: GlooPair, values: dict[str, Held | float], made: int) -> str
     return _digest(header)
 
 
-def receive_copy(pair: GlooPair) -> Copy:
+def receive_copy(pair: Pair) -> Copy:
     """The values that :func:`send_copy` sends. Raises :class:`Damaged`, and :class:`RuntimeError` if the other is gone."""
     length = torch.zeros(1, dtype=torch.int64)
     _receive(pair, _bytes(length))
@@ -128,53 +102,18 @@ def _bytes(value: torch.Tensor) -> torch.Tensor:
     return value.view(-1).view(torch.uint8)
 
 
-def _send(pair: GlooPair, data: torch.Tensor) -> None:
+def _send(pair: Pair, data: torch.Tensor) -> None:
     for first in range(0, len(data), PART):
         pair.send(data[first : first + PART])
 
 
-def _receive(pair: GlooPair, data: torch.Tensor) -> None:
+def _receive(pair: Pair, data: torch.Tensor) -> None:
     for first in range(0, len(data), PART):
         pair.receive(data[first : first + PART])
 
 
 def _digest(data: torch.Tensor) -> str:
     return blake2b(data.numpy(), digest_size=_DIGEST_BYTES).hexdigest()
-
-
-class Asking:
-    """A copy that is on its way to this rank, on a thread. ``open``: meets the source."""
-
-    def __init__(self, open: Callable[[], GlooPair]) -> None:
-        self.copy: Copy | None = None
-        self.why: str | None = None  # it failed
-        self.thread = _begin(self._run, open)
-
-    def _run(self, open: Callable[[], GlooPair]) -> None:
-        try:
-            self.copy = receive_copy(open())
-        except Exception as error:  # of torch's stores and groups, or damage
-            self.why = first_line(error)
-
-
-def serve(
-    open: Callable[[], GlooPair], values: dict[str, Held | float], made: int, served: Callable[[str], None]
-) -> threading.Thread:
-    """:func:`send_copy` on a thread, which is returned. ``open``: meets who asked. ``served``: is called with the digest."""
-
-    def run() -> None:
-        try:
-            served(send_copy(open(), values, made))
-        except Exception as error:  # who asked is gone: it asks another one, or listens
-            logger.warning("a copy was not sent: %s", first_line(error))
-
-    return _begin(run)
-
-
-def _begin(run: Callable[..., None], *arguments: Any) -> threading.Thread:
-    thread = threading.Thread(target=run, args=arguments, name="megatron-lossy-copy", daemon=True)
-    thread.start()
-    return thread
 
 
 def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str, Held | float]:

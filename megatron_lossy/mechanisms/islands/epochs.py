@@ -8,8 +8,7 @@ answer compute the same epoch.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -19,30 +18,26 @@ from typing import Any, NamedTuple
 from ...base.errors import refuse
 from ...base.files import write_text, writing
 from ...run.monitor.observer import Observer
+from .membership.messages import Entry, slot_of
 
 #: The name of the file of the log, in the folder of ``--delivery-log``.
 EPOCHS = "_epochs.jsonl"
 _FLAG = "--delivery-log"
-#: A sender's weights are in the mean, and it owns a share of the means. A listener only gets means.
-ROLES = ("send", "listen")
 _ID_BYTES = 8
-#: Seconds beside the time until a death is noticed that all need to get an answer.
-ANSWERED = 2.0
-#: Seconds from one exchange to the next, at least.
-_LEAST = 1e-6
-#: Seconds from one exchange to the next, before any island has made two.
-UNKNOWN = 1.0
 
 
 class Incarnation(NamedTuple):
-    """One life of an island. ``begun``: rises with every start, for example in ns. ``drawn``: tells equal ones apart."""
+    """One life of an island. ``begun``: differs with every start."""
 
     begun: int
     drawn: int = 0
 
 
 class Member(NamedTuple):
-    """An island that takes part in exchanges."""
+    """An island that takes part in exchanges.
+
+    ``role``: "send", so that its weights are in the mean, and it owns a share of the means; or "listen": it only gets means.
+    """
 
     slot: int
     incarnation: Incarnation
@@ -88,96 +83,18 @@ class Epoch:
         return [one.slot for one in self.members if one.role == "send"]
 
 
-class Heard(NamedTuple):
-    """The news that an island tells of itself.
-
-    ``lag``: see :mod:`.presence`, in iterations. ``digest``: of all that must be equal for weights to be averaged.
-    ``step``: its latest exchange; -1 before the first. ``seconds``: from one exchange to the next; ``None``: it has not made two. ``epoch``:
-    id and first exchange of the epoch that it knows. ``broken``: it cannot exchange in that one any more. ``waits``: it has not begun.
-    """
-
-    member: Member
-    lag: int
-    digest: str
-    step: int
-    seconds: float | None
-    epoch: tuple[str, int] | None = None
-    broken: bool = False
-    waits: bool = False
-
-
-def _precedes(one: Heard, other: Heard) -> bool:
-    if one.waits != other.waits:
-        return other.waits
-    later = one.member.incarnation > other.member.incarnation
-    return later != one.waits
-
-
-def counting(heard: Iterable[Heard], digest: str | None) -> tuple[list[Heard], list[Heard]]:
-    """Those of ``heard`` who count, rising by slot, and those who are refused.
-
-    Of two starts of a slot one that runs counts before one that waits, of those that run the later, of those that wait the earlier.
-    Refused is who has another digest than ``digest``; without one, than the
-    lowest slot.
-    """
-    latest: dict[int, Heard] = {}
-    for one in heard:
-        known = latest.get(one.member.slot)
-        if known is None or _precedes(one, known):
-            latest[one.member.slot] = one
-    found = [latest[slot] for slot in sorted(latest)]
-    if found and digest is None:
-        digest = found[0].digest
-    return [one for one in found if one.digest == digest], [one for one in found if one.digest != digest]
-
-
-def _as(role: str, one: Heard) -> Heard:
-    return one._replace(member=one.member._replace(role=role))
+def epoch_of(entry: Entry) -> Epoch:
+    """The epoch of ``entry``."""
+    members = [
+        Member(slot_of(one), Incarnation(int(one.partition("/")[2], 16)), "send" if one in entry.senders else "listen")
+        for one in sorted(entry.members, key=slot_of)
+    ]
+    return Epoch(tuple(members), entry.first)
 
 
 def least_lag(lags: Sequence[int]) -> int:
     """The place of the least of ``lags``; of equal ones the first."""
     return min(range(len(lags)), key=lambda place: lags[place])
-
-
-def next_epoch(
-    heard: Sequence[Heard], last: Epoch | None, digest: str | None, timeout: float, keep: int = 0
-) -> Epoch | None:
-    """The epoch after ``last`` by an answer that all get; ``last`` itself if the members are the same.
-
-    ``timeout``: seconds after which a silent island counts as dead. Exchanges go on while the answer is under way, so
-    that the new epoch begins so many later; if all wait for it, it begins at once, and who is more than ``keep`` exchanges behind
-    listens. ``digest``: that of ``last``. Who computed another beginning of the same epoch takes the latest that somebody knows.
-    If somebody cannot exchange in it any more, it begins anew. If nobody sends, the one with the least lag does. ``None`` if nobody
-    counts.
-    """
-    # Who has not begun has nothing to say in what is running, but where that counts on it.
-    expected = set() if last is None else {(one.slot, one.incarnation) for one in last.members}
-    there = [one for one in heard if not one.waits]
-    if there:
-        heard = [one for one in heard if not one.waits or (one.member.slot, one.member.incarnation) in expected]
-    count, _ = counting(heard, digest)
-    if not count:
-        return None
-    step, later = max(one.step for one in count), 0
-    if not there:
-        count = [_as("listen", one)._replace(lag=step - one.step) if step - one.step > keep else one for one in count]
-    else:
-        seconds = min((one.seconds for one in count if one.seconds is not None), default=UNKNOWN)
-        later = math.ceil((timeout + ANSWERED) / max(seconds, _LEAST))
-    if all(one.member.role != "send" for one in count):
-        sender = count[least_lag([one.lag for one in count])]
-        count = [_as("send", one) if one is sender else one for one in count]
-    epoch = Epoch(tuple(one.member for one in count), step + 1 + later)
-    known = [one.epoch[1] for one in count if one.epoch is not None and one.epoch[0] == epoch.id]
-    if last is not None and last.id == epoch.id:
-        known.append(last.first)
-    if not known:
-        return epoch
-    latest = max(known)
-    if any(one.broken and one.epoch == (epoch.id, latest) for one in count):
-        return epoch
-    return Epoch(epoch.members, latest)
 
 
 def line(

@@ -12,7 +12,6 @@ from ...base.flags import as_text, flag, flag_name, in_unit_interval, refuse_unu
 from ...base.jobs import Jobs
 from ...base.registry import JOBS
 from ...base.section import Flags
-from .rendezvous.lighthouse import addresses_of
 
 #: Exchanges between islands: elements go to the owners of their means, and the means come back.
 SYNC_PHASES = ("sync-reduce", "sync-gather")
@@ -122,9 +121,9 @@ class IslandFlags(Flags):
     )
     rendezvous: str | None = flag(
         None,
-        "each island is a launch of its own; they find each other at this lighthouse, or the first of several that answers, and come "
-        "and go as they like (docs/elastic.md)",
-        metavar="HOST:PORT[,HOST:PORT]",
+        "each island is a launch of its own; they agree in this store who is there, and come and go as they like: a coordinator "
+        "(tcp) or an etcd, and the name of the run (docs/elastic.md)",
+        metavar="tcp://HOST:PORT/RUN|etcd://HOST:PORT,…/RUN",
         incidental=True,
     )
     island: int | None = flag(
@@ -136,21 +135,23 @@ class IslandFlags(Flags):
     )
     island_patience: float = flag(
         10.0,
-        "with --rendezvous: seconds to wait for an island that is there and says nothing; then its messages count as lost",
+        "with --rendezvous: seconds to wait for an island that sends nothing; then its message counts as lost, and it is waited for "
+        "shorter",
         metavar="S",
         incidental=True,
     )
     island_join: float = flag(
         60.0,
-        "with --rendezvous: seconds that a start waits for a lighthouse, and a run which begins for other islands",
+        "with --rendezvous: seconds that a start waits for the store, and a run which begins for other islands",
         metavar="S",
         incidental=True,
     )
-
-    @property
-    def island_poll(self) -> float:
-        """Seconds between two questions to the lighthouse."""
-        return min(1.0, self.island_patience / 10)
+    island_alone: float = flag(
+        60.0,
+        "with --rendezvous: seconds until less than half of the islands that were there go on without the others",
+        metavar="S",
+        incidental=True,
+    )
 
     @property
     def averages(self) -> bool:
@@ -268,6 +269,9 @@ class IslandFlags(Flags):
     def changes(self) -> bool:
         return self.averages
 
+    def streams(self) -> bool:
+        return self.rendezvous is not None
+
     def jobs(self) -> Jobs:
         """Return the jobs of a run."""
         islands: type[Jobs] = JOBS.load(self.job_name)
@@ -369,13 +373,18 @@ class IslandFlags(Flags):
         """Raise :class:`UsageError` for flags of islands that are launches of their own."""
         if self.rendezvous is None:
             return
-        addresses_of(self.rendezvous)
+        from .membership.store import check_url
+
+        _, _, _, ours = check_url(self.rendezvous)
+        if ours and self.udp_key_file in (None, "none"):
+            raise UsageError("--udp-key-file: needs the key file of the coordinator, with --rendezvous tcp://")
         slots = f"--islands {self.islands} has slots 0 to {self.islands - 1}"
         if self.island is None:
             raise UsageError(f"--island: needs a value: {slots}")
         self._need("island", 0 <= self.island < self.islands, slots)
         self._need("island_patience", 0 < self.island_patience < math.inf, "must be seconds above 0")
         self._need("island_join", 0 <= self.island_join < math.inf, "must be seconds of at least 0")
+        self._need("island_alone", 0 <= self.island_alone < math.inf, "must be seconds of at least 0")
 
     def _need(self, name: str, fine: bool, allowed: str) -> None:
         if not fine:  # NaN is never fine
@@ -404,7 +413,7 @@ class IslandFlags(Flags):
             ),
             "rendezvous": (self.averages and corrected, "--islands and --sync-method parameters"),
             **dict.fromkeys(
-                ("island", "island_patience", "island_join"),
+                ("island", "island_patience", "island_join", "island_alone"),
                 (self.rendezvous is not None, "--rendezvous"),
             ),
             "island_keep": (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -127,12 +127,10 @@ class Meeting:
         self.island, self.islands = island, islands
         self._group = torch.distributed.ProcessGroupGloo(store, island, islands, timeout)
 
-    def all_to_all(self, pieces: torch.Tensor, there: Sequence[bool]) -> torch.Tensor:
-        """Return the pieces [P, n] for this island of those that are ``there``. ``pieces``: [P, n], one for each of them; or [0, n]."""
-        length = pieces.shape[1] * pieces.element_size() if len(pieces) else 0
-        lengths = [length * one for one in there]
+    def all_to_all(self, pieces: torch.Tensor) -> torch.Tensor:
+        """Return the pieces [M, n] for this island. ``pieces``: [M, n], one for each island."""
         received = torch.empty_like(pieces)
-        self._group.alltoall_base(_bytes(received), _bytes(pieces), lengths, lengths).wait()
+        self._group.alltoall_base(_bytes(received), _bytes(pieces), [], []).wait()
         return received
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:

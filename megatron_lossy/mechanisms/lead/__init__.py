@@ -9,7 +9,6 @@ from .flags import LeadFlags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig
-    from ...config.refusal import Section
     from ...transport import Wire
 
 
@@ -18,12 +17,7 @@ class Lead(Mechanism):
 
     name = "lead"
     Flags = LeadFlags
-
-    @classmethod
-    def refusals(cls) -> Section:
-        from .refusals import LEAD
-
-        return LEAD
+    table = "megatron_lossy.mechanisms.lead.refusals:LEAD"
 
     @classmethod
     def attach(cls, run: Any) -> None:
@@ -36,10 +30,13 @@ class Lead(Mechanism):
     def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:
         if phase != "param" or config.sends_weights() or wire.lossless("param"):
             return rules
-        from ...recovery.stale import check_plain
+        from ...base.errors import refuse
+        from ...recovery import Stale
         from .compensated import Compensated
         from .lag import Lag
 
-        check_plain(rules, "--param-send", config.param_send)
+        if others := {type(rule) for rule in rules} - {Stale}:
+            why = f"another mechanism has put {others.pop().__qualname__} in the place of its rule"
+            raise refuse("--param-send", config.param_send, why)
         lag = Lag(config, wire)
         return [Compensated(rule.units, rule.rank, lag) for rule in rules]

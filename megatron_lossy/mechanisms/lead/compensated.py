@@ -1,6 +1,6 @@
 """``compensated``: an owner sends its weights with a lead, so that the mean replica has the owner's weights.
 
-The owner sends V(t) = W(t) + E(t), with E(t) = c (W(t) - W(t-1)) + r E(t-1) (:mod:`megatron_lossy.base.theory.lag`). It
+The owner sends V(t) = W(t) + E(t), with E(t) = c (W(t) - W(t-1)) + r E(t-1) (:mod:`megatron_lossy.base.theory`). It
 computes, evaluates and saves with W. E is 0 in the beginning, and after a step in which nothing can be lost.
 """
 
@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...base.exchange import BucketUnits, Delivery
-from ...recovery.base import Parameters
+from ...recovery.base import Parameters, Stale
 from ...recovery.rows import used_here
-from ...recovery.stale import Stale
 from .lag import Lag
 
 if TYPE_CHECKING:

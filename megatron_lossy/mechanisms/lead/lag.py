@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from ...base import theory
 from ...base.exchange import BucketUnits, Delivery, Exchange
 from ...config import LossyConfig
 from ...transport import Wire
+from ...transport.peers import Handle, Peers
 
 #: Units that must have been sent before the counts are used: the share is then right to about 0.1.
 _ENOUGH = 100
@@ -95,3 +97,33 @@ class Counted:
         """The share of units that were lost, and their mean age; zeros while too few units were sent."""
         lost, ages, sent = self._agreed
         return (min(lost / sent, _HIGHEST), max(ages, lost) / sent) if sent >= _ENOUGH else (0.0, 0.0)
+
+
+class Sums:
+    """The counts of the receivers of a stream, added up: those of real ranks, or of all virtual workers.
+
+    ``counted``: of the replicas of this process, one for each of ``peers.local``. Counts are whole numbers, so that their sums have the same bits in any order.
+    """
+
+    def __init__(self, peers: Peers, counted: Sequence[Counted]) -> None:
+        self._peers, self._counted = peers, counted
+        self._handle = Handle()
+        self._adding: list[torch.Tensor] = []
+
+    def begin_update(self) -> None:
+        """Use the sums of the update before, and begin to add up again. A collective call.
+
+        That may take until the next update, so that nobody waits.
+        """
+        self.finish()
+        for one in self._counted:
+            one.begin_update()
+        self._adding = [torch.from_numpy(one.sums.copy()) for one in self._counted]
+        self._handle = self._peers.sum_(self._adding)
+
+    def finish(self) -> None:
+        """Wait for the sums that are under way, for the next update."""
+        self._handle.wait()
+        for one, sums in zip(self._counted, self._adding):
+            one.coming = sums.numpy()
+        self._adding = []

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ...hooks.buckets import own_shard
+from ...hooks.main_weights import main_pieces
 from ...run.mechanism import Part
 from ...transport import LossyGroup
 from ...transport.peers import RankPeers
 from .compensated import Compensated
-from .main_weights import MainWeights
-from .sums import Sums
+from .lag import Sums
 
 if TYPE_CHECKING:
     from ...hooks.runtime import Lossy
@@ -70,3 +70,22 @@ class LeadPart(Part):
             sums.finish()
         if any(True for _ in self._exchanged()):
             self._run.settle()  # else the lead of a gather that is still to come would be lost
+
+
+class MainWeights:
+    """A function that returns the float32 weights, in ``optimizers``, of the shard ``own`` [shard] of ``bucket``.
+
+    Includes padding. Raises :class:`UsageError` where an optimizer keeps such weights to itself.
+    """
+
+    def __init__(self, optimizers: Iterable[Any], bucket: Any, own: torch.Tensor) -> None:
+        self._own = own.detach()
+        self._pieces = (
+            [] if own.dtype == torch.float32 else main_pieces(optimizers, bucket, own, "--param-send compensated")
+        )
+
+    def __call__(self) -> torch.Tensor:
+        result = self._own.float()
+        for start, piece in self._pieces:
+            result[start : start + piece.numel()] = piece.view(-1)
+        return result

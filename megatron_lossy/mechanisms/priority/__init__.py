@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ...run.mechanism import Mechanism
 from .flags import PriorityFlags
 
 if TYPE_CHECKING:
     from ...config import LossyConfig
-    from ...config.refusal import Section
     from ...run.monitor import Observer
     from ...transport import Wire
 
@@ -20,19 +19,7 @@ class Priorities(Mechanism):
 
     name = "priority"
     Flags = PriorityFlags
-    axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
-        "priority share": ("share of gradient units of high priority", False),
-        "recovered share": ("share of lost gradient units delivered all the same", False),
-        "residual share": ("share of gradient units lost for good", False),
-        "residual ratio": ("residual over gradients (sums of absolute values)", False),
-        "oldest residual": ("steps that a residual has waited, most", False),
-    }
-
-    @classmethod
-    def refusals(cls) -> Section:
-        from .refusals import PRIORITY
-
-        return PRIORITY
+    table = "megatron_lossy.mechanisms.priority.refusals:PRIORITY"
 
     @classmethod
     def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:
@@ -46,6 +33,6 @@ class Priorities(Mechanism):
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:
         if not run.config.at_sender or run.config.untouched("grad"):
             return []
-        from .monitor import PriorityMonitor
+        from .protected import PriorityMonitor
 
         return [PriorityMonitor(lambda: [told for group in run.groups for told in group.told()])]

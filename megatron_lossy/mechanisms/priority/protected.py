@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ...base.exchange import Delivery, Exchange, Lost
 from ...base.fetch import Fetched
 from ...channel.draws import generator
 from ...recovery.base import Gradients, GradRecovery, Told, add_up
+from ...run.monitor import Look, Observer, Window
 from .choosing import SAMPLE, Priority, Protection
 
 if TYPE_CHECKING:
@@ -223,3 +224,34 @@ def _warn_of_no_priority(config: LossyConfig) -> None:
         "been clipped less; consider packet-mean (docs/smart.md)",
         config.grad_recovery,
     )
+
+
+class PriorityMonitor(Observer):
+    """Metrics of ``--grad-priority`` and ``error-feedback``, over all ranks.
+
+    ``told()``: the records of the latest exchange, one for each bucket.
+    """
+
+    def __init__(self, told: Callable[[], Iterable[Told]]) -> None:
+        self._told = told
+        self._window = Window(
+            ["units", "high", "lost", "recovered", "left", "residual", "payload"],
+            largest=["oldest"],
+        )
+
+    def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
+        for one in self._told():
+            self._window.add(**vars(one))
+
+    def metrics(self) -> dict[str, float]:
+        total = self._window.close()
+        if not total["units"]:
+            return {}
+        # Over a network the losses before repair are not known.
+        recovered = {"recovered share": total["recovered"] / total["lost"]} if total["lost"] else {}
+        return recovered | {
+            "priority share": total["high"] / total["units"],
+            "residual share": total["left"] / total["units"],
+            "residual ratio": total["residual"] / total["payload"] if total["payload"] else 0.0,
+            "oldest residual": max(total["oldest"], 0.0),
+        }

@@ -38,7 +38,7 @@ PRIORITY = Section(
     lambda c, f: _over_udp(c) and not c.phase("grad").lossless,
     "--transport = stream with --grad-priority or error-feedback | --grad-priority or error-feedback | "
     "cannot be: senders are not told which units were lost; choose udp",
-    lambda c, f: c.transport == "stream",
+    lambda c, f: c.transport == "stream" and c.at_sender,
     "--packet-bytes | --transport udp and --grad-priority or error-feedback | "
     f"must be at least {UDP_REPORT_BYTES} with --grad-priority over UDP",
     lambda c, f: _over_udp(c) and c.packet_range[0] < UDP_REPORT_BYTES,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ...run.mechanism import Mechanism
 from .flags import ReplicaFlags
 
 if TYPE_CHECKING:
-    from ...config.refusal import Section
-    from ...delivery_log.kinds import Kinds
+    from ...delivery_log.events import Kinds
     from ...run.monitor import Observer
     from .full_replicas import FullReplicas
 
@@ -20,21 +19,7 @@ class Replicas(Mechanism):
 
     name = "replicas"
     Flags = ReplicaFlags
-    axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
-        "gradient mismatches": ("buckets that differed, of a record", False),
-        "gradient repairs by majority": ("buckets repaired by majority, of a record", False),
-        "gradient repairs by mean": ("buckets repaired by their mean, of a record", False),
-        "param syncs": ("synchronisations of a record", False),
-        "param sync interval": ("updates between synchronisations", True),
-        "replicas not finite": ("replicas that were not finite, most at a synchronisation", False),
-        "replica divergence": ("distance of replicas from their mean, over its length", True),
-    }
-
-    @classmethod
-    def refusals(cls) -> Section:
-        from .refusals import REPLICAS
-
-        return REPLICAS
+    table = "megatron_lossy.mechanisms.replicas.refusals:REPLICAS"
 
     @classmethod
     def attach(cls, run: Any) -> None:
@@ -48,8 +33,8 @@ class Replicas(Mechanism):
             run.add_part(DDPReplica())
 
     @classmethod
-    def events(cls) -> type[Kinds]:
-        from .events import ReplicaEvents
+    def kinds(cls) -> type[Kinds]:
+        from .monitor import ReplicaEvents
 
         return ReplicaEvents
 

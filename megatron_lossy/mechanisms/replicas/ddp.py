@@ -9,17 +9,17 @@ import torch
 
 from ...channel.corruption import Errors
 from ...transport.peers import Peers, RankPeers
-from .optimizers import Mains
-from .ranks import OneReplica, warn_of_one_replica
+from .held import HeldReplicas
+from .ranks import warn_of_one_replica
 from .repair import Buckets
-from .streams import ReplicaStream
+from .streams import Mains, ReplicaStream
 from .synchroniser import Tensors
 
 if TYPE_CHECKING:
     from ...pytorch.ddp import LossyDDP
 
 
-class DDPReplica(OneReplica):
+class DDPReplica(HeldReplicas):
     """The full replica of this rank. Buckets are known later than parameters; until then gradients are equal."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class DDPReplica(OneReplica):
 
     def attach(self, run: LossyDDP) -> None:
         super().attach(run)
-        run.events.on(chunk_added=self.add_model_chunk)
+        run.events.on(chunk_added=self.add_model_chunk, iteration_begins=self.begin_iteration)
         run.buckets_known.append(self.know_buckets)
         run.reduction_begins.append(self.before_reduction)
         run.reduction_ends.append(self.after_reduction)
@@ -43,10 +43,8 @@ class DDPReplica(OneReplica):
     def know_buckets(self, ddp: LossyDDP) -> None:
         """Use the final buckets of ``ddp`` from now on."""
         self._final = ddp.buckets
-        self._errors = [[self.errors_of(self.streams[0], rank) for rank in self._ranks_that_err()]]
-
-    def _ranks_that_err(self) -> list[int]:
-        return list(self.peers[0].local) if self._run.config.grad_error_at == "broadcast" else [0]
+        ranks = self.peers[0].local if self._run.config.grad_error_at == "broadcast" else [0]
+        self._errors = [[self.errors_of(self.streams[0], rank) for rank in ranks]]
 
     def errors_of(self, one: ReplicaStream, rank: int) -> Errors:
         dtypes = [bucket.dtype for bucket in self._final] or [torch.float32]

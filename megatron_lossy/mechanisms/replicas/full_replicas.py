@@ -98,7 +98,9 @@ class FullReplicas:
                 continue
             outside = {bucket: tuple(compared.outside(bucket)) for bucket in compared.differing.tolist()}
             if mode == "abort":
-                raise SystemExit(_what_differs(one.stream, outside))
+                parts = [f"bucket {bucket} (ranks {' '.join(map(str, ranks))})" for bucket, ranks in outside.items()]
+                name, where = one.stream.name, ", ".join(parts)
+                raise SystemExit(f"--replica-check abort: replicas have different gradients of {name} in {where}")
             done = repair(one.peers, buckets, compared) if mode == "repair" else {}
             self._mismatches += [
                 Mismatch(one.stream, bucket, ranks, done.get(bucket, "")) for bucket, ranks in outside.items()
@@ -227,8 +229,3 @@ def _sampled(parameters: Sequence[torch.Tensor]) -> np.ndarray:
     stride = stride_of(sum(tensor.numel() for tensor in parameters))
     parts = [sampled(tensor.detach().view(-1), stride) for tensor in parameters]
     return Fetched(torch.cat(parts)).wait().astype(np.float64)
-
-
-def _what_differs(stream: Stream, outside: dict[int, tuple[int, ...]]) -> str:
-    parts = [f"bucket {bucket} (ranks {' '.join(map(str, ranks))})" for bucket, ranks in outside.items()]
-    return f"--replica-check abort: replicas have different gradients of {stream.name} in {', '.join(parts)}"

@@ -18,14 +18,13 @@ import torch
 from ...base.exchange import Exchange
 from ...base.fetch import Fetched
 from ...channel.corruption import Errors, scaled_unit
-from ...hooks.grad_errors import errors_in
+from ...hooks.buckets import errors_in
 from ...run.mechanism import Part
 from ...run.monitor.window import of_all_ranks
 from ...transport.peers import Peers
 from .full_replicas import FullReplicas, Gradients
-from .optimizers import Main, Mains, main_parameters, moments_of
 from .repair import Buckets
-from .streams import ReplicaStream, renew, streams_of
+from .streams import Main, Mains, ReplicaStream, main_parameters, moments_of, renew, streams_of
 from .synchroniser import Copies, Replica, Tensors
 
 
@@ -75,32 +74,32 @@ class HeldReplicas(Part, ABC):
         """The errors in the gradients that ``rank`` receives of a stream."""
         return errors_in(self._corruption, one.stream, one.buckets, one.ranges, rank)
 
-    # --- differences of real and virtual runs ----------------------------------------------------------------------
+    # --- differences of real and virtual runs; by default those of the one replica of a real rank ----------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def there(self) -> bool:
         """Whether there are replicas that may differ."""
+        return bool(self.streams)
 
     @abstractmethod
     def peers_of(self, one: ReplicaStream) -> Peers:
         """All replicas of a stream."""
 
-    @abstractmethod
     def turn(self, replica: int) -> contextlib.AbstractContextManager[None]:
         """A context in which the model and its optimizer have the state of ``replica``."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def gradients(self, stream: int) -> Buckets:
         """The tensors that the optimizer reads."""
 
-    @abstractmethod
     def weights(self, replica: int, own: Sequence[Main]) -> list[torch.Tensor]:
         """The values of the float32 weights ``own``."""
+        return [main.data for main, _ in own]
 
-    @abstractmethod
     def states(self, replica: int, own: Sequence[Main]) -> list[dict[str, Any]]:
         """The state, in torch's optimizers, of each of the float32 weights ``own``."""
+        return [inner.state.get(main, {}) for main, inner in own]  # loading replaces them
 
     @abstractmethod
     def models(self, mains: Mains) -> Sequence[Tensors]:
@@ -162,6 +161,11 @@ class HeldReplicas(Part, ABC):
         """The factor of the gradients. One on a device stays there: reading it would wait."""
         scale = self._run.loss_scale()
         return 1.0 if scale is None else scaled_unit(1.0, scale)
+
+    def begin_iteration(self) -> None:
+        """Compare the gradients of replicas."""
+        if self.together is not None:
+            self.together.check()
 
     def begin_update(self) -> None:
         """Let a mean under way arrive."""

@@ -1,15 +1,20 @@
-"""Metrics of errors in gradients and of replicas that differ (docs/corruption.md)."""
+"""Metrics and events of errors in gradients and of replicas that differ (docs/corruption.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...channel.corruption import Reduction
+from ...config import LossyConfig
+from ...delivery_log.events import Kinds
 from ...run.monitor import Look, Observer
 from ...run.monitor.window import Window
 from .full_replicas import FullReplicas, Mismatch
 from .synchroniser import Synced
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 class ReplicaMonitor(Observer):
@@ -47,7 +52,7 @@ class ReplicaMonitor(Observer):
             self._divergence = self._divergence if seen is None else seen
 
     def restart(self, iteration: int) -> None:
-        self._window.clear()
+        super().restart(iteration)
         self._syncs, self._divergence = 0, None
 
     def metrics(self) -> dict[str, float]:
@@ -72,8 +77,28 @@ class ReplicaMonitor(Observer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        return {"window": self._window.state_dict(), "syncs": self._syncs, "divergence": self._divergence}
+        return super().state_dict() | {"syncs": self._syncs, "divergence": self._divergence}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._window.load_state_dict(state["window"])
+        super().load_state_dict(state)
         self._syncs, self._divergence = state["syncs"], state["divergence"]
+
+
+class ReplicaEvents(Kinds):
+    """Replicas whose gradients differed, and synchronisations of their weights."""
+
+    names = ("mismatch", "sync")
+
+    @staticmethod
+    def columns() -> list[pyarrow.Field]:
+        import pyarrow as pa
+
+        return [
+            pa.field("action", pa.string()),
+            pa.field("interval", pa.int32()),
+            pa.field("divergence", pa.float64()),
+        ]
+
+    @staticmethod
+    def happen(config: LossyConfig) -> bool:
+        return config.needs_whole_optimizers()

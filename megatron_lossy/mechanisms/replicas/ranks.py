@@ -5,7 +5,6 @@ The gradients of a bucket are all-reduced within a coalescing context, which :mo
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -20,41 +19,14 @@ from ...transport.peers import Peers, RankPeers
 from . import lossy_all_reduce
 from .flags import ReplicaFlags
 from .held import HeldReplicas
-from .optimizers import Main, Mains
 from .repair import Buckets
-from .streams import ReplicaStream
+from .streams import Mains, ReplicaStream
 from .synchroniser import Tensors
 
 logger = logging.getLogger(__name__)
 
 
-class OneReplica(HeldReplicas):
-    """The one full replica of a real rank: the state of its model and optimizer."""
-
-    @property
-    def there(self) -> bool:
-        return bool(self.streams)
-
-    def attach(self, run: Any) -> None:
-        super().attach(run)
-        run.events.on(iteration_begins=self.begin_iteration)
-
-    def begin_iteration(self) -> None:
-        """Compare the gradients of replicas."""
-        if self.together is not None:
-            self.together.check()
-
-    def turn(self, replica: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def weights(self, replica: int, own: Sequence[Main]) -> list[torch.Tensor]:
-        return [main.data for main, _ in own]
-
-    def states(self, replica: int, own: Sequence[Main]) -> list[dict[str, Any]]:
-        return [inner.state.get(main, {}) for main, inner in own]  # loading replaces them
-
-
-class RankReplica(OneReplica):
+class RankReplica(HeldReplicas):
     """The full replica of this rank: model chunks whose optimizer is not distributed."""
 
     def __init__(self) -> None:
@@ -66,7 +38,7 @@ class RankReplica(OneReplica):
     def attach(self, run: Any) -> None:
         super().attach(run)
         run.take_over = self.take_over
-        run.events.on(optimizer_added=self.check_optimizer)
+        run.events.on(iteration_begins=self.begin_iteration, optimizer_added=self.check_optimizer)
         if run.config.needs_whole_optimizers() and not run.config.untouched("grad"):
             run.patches.append(lossy_all_reduce.patch(run))
 

@@ -13,7 +13,6 @@ import torch
 
 from ...base.fingerprint import fingerprint, finite
 from ...transport.peers import Peers
-from .classes import largest_class
 
 
 @dataclass(frozen=True)
@@ -92,3 +91,27 @@ def mean_(peers: Peers, tensors: Sequence[torch.Tensor], chosen: np.ndarray) -> 
     peers.sum_(tensors).wait()
     for tensor in tensors:
         tensor.div_(int(chosen.sum()))
+
+
+# --- classes of replicas with equal fingerprints ---------------------------------------------------------------------
+
+
+def largest_class(fingerprints: np.ndarray) -> int | None:
+    """The lowest replica of the largest class of equal ``fingerprints`` [N].
+
+    ``None`` if no two agree, or if another class is as large: then no replica is known to be right.
+    """
+    _, first, counts = np.unique(fingerprints, return_index=True, return_counts=True)
+    largest = counts.max()
+    if largest < 2 or (counts == largest).sum() > 1:
+        return None
+    return int(first[counts.argmax()])
+
+
+def majority(fingerprints: np.ndarray, finite: np.ndarray) -> int | None:
+    """The lowest of more than N/2 replicas that are finite and equal; ``None`` without so many. Both are [N]."""
+    kept = np.flatnonzero(finite)
+    if not len(kept):
+        return None
+    _, first, counts = np.unique(fingerprints[kept], return_index=True, return_counts=True)
+    return int(kept[first[counts.argmax()]]) if 2 * counts.max() > len(fingerprints) else None

@@ -11,6 +11,7 @@ PAFT, Algorithms 1 and 2. Before each synchronisation every replica tells its fi
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +22,8 @@ import torch
 from ...base.fingerprint import fingerprint, finite
 from ...transport.peers import Peers
 from .average import Coming, Divergence, Piece, Target, measured, pieces
-from .classes import all_equal, majority
-from .flags import ReplicaFlags
-from .interval import Interval, relative
+from .flags import LONGEST, ReplicaFlags
+from .repair import majority
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class Synchroniser:
         if not self._config.synchronises or self._since < self.interval.current:
             return []
         assert self._flight is None
-        flight = self._launch()
+        flight = _Flight(self._since, [self._launch_stream(stream) for stream in self._streams])
         self._since = 0
         changed = [stream.name for stream, part in zip(self._streams, flight.parts, strict=True) if part.changed]
         if self._config.param_sync_overlap:
@@ -186,9 +186,6 @@ class Synchroniser:
         return happened
 
     # --- their work ------------------------------------------------------------------------------------------------
-
-    def _launch(self) -> _Flight:
-        return _Flight(self._since, [self._launch_stream(stream) for stream in self._streams])
 
     def _launch_stream(self, stream: Copies) -> _Part:
         peers = stream.peers
@@ -239,7 +236,7 @@ class Synchroniser:
             return None
         everyone = np.ones(len(whole), dtype=bool)
         if not self._config.param_sync_always:
-            if all_equal(fingerprints) and whole.all():
+            if (fingerprints == fingerprints[0]).all() and whole.all():
                 return None
             right = majority(fingerprints, whole)
             if right is not None:
@@ -357,3 +354,73 @@ def _saved(part: _Part) -> dict[str, Any]:
         "parameters": [piece.state_dict() for piece in part.parameters],
         "moments": [piece.state_dict() for piece in part.moments],
     }
+
+
+# --- the number of updates until replicas are averaged next ----------------------------------------------------------
+# PAFT, Algorithm 2, line 11 (``snr``), and a rule of ours (``divergence``). Divergence grows with the updates k since the
+# last synchronisation as k^a: a = 1/2 for SGD and Adam, up to 3/2 with momentum. The rule H <- k tau / r with r ~ k^a is
+# a map of slope 1 - a in logarithms, between -1/2 and 1/2: it settles. The slope of ``snr``, H ~ 1/r, is -a: a cycle from
+# a = 1 on.
+
+#: The ``divergence`` rule changes an interval at most by this factor at a time.
+STEP = 4
+
+
+class Interval:
+    """The interval H, and the rule that changes it. ``current``: H now."""
+
+    def __init__(self, config: ReplicaFlags) -> None:
+        self._config = config
+        self.current = config.param_sync_interval
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether the rule needs the length of local gradients."""
+        return self._config.sync_rule[0] == "snr"
+
+    def arrived(self, updates: int, divergence: float, mean: float, gradient: float | None) -> None:
+        """Adapt H after a synchronisation that followed ``updates``.
+
+        All other arguments are sums of squares over all parameters. ``divergence``: |mean - replica|^2 before it, the
+        mean over replicas. ``mean``: of the mean replica. ``gradient``: of local gradients before their reduction, the
+        mean over replicas.
+        """
+        if self._config.sync_rule[0] == "snr":
+            assert gradient is not None
+            self.current = self._within(snr(gradient, divergence))
+        elif self._config.sync_rule[0] == "divergence":
+            r = relative(divergence, mean)
+            self.current = self._within(proportional(updates, r, self._config.sync_rule[1]))
+
+    def _within(self, interval: float) -> int:
+        return round(min(max(interval, 1), LONGEST))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state: H."""
+        return {"current": self.current}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        self.current = state["current"]
+
+
+def relative(divergence: float, mean: float) -> float:
+    """r: the distance of replicas from their mean, relative to its length. Both arguments are sums of squares."""
+    if divergence == 0:
+        return 0.0
+    r = math.sqrt(divergence / mean) if mean else math.inf
+    return math.inf if math.isnan(r) else r
+
+
+def snr(gradient: float, divergence: float) -> float:
+    """The ratio of root mean squares; infinite for equal replicas. Arguments are sums of squares."""
+    if divergence == 0:
+        return math.inf
+    ratio = gradient / divergence
+    return 0.0 if math.isnan(ratio) else math.sqrt(ratio)
+
+
+def proportional(updates: int, r: float, tolerance: float) -> float:
+    """The interval for r = ``tolerance`` under proportional growth; at most a factor :data:`STEP` from ``updates``."""
+    wanted = STEP * updates if r == 0 else updates * tolerance / r
+    return min(max(wanted, math.ceil(updates / STEP)), STEP * updates)

@@ -4,15 +4,3 @@ from .drift import Drift
 from .exchanges import ExchangeMonitor
 from .observer import Look, Observer, Replicas, load_states, metrics_of, states_of
 from .window import Window
-
-__all__ = [
-    "Drift",
-    "ExchangeMonitor",
-    "Look",
-    "Observer",
-    "Replicas",
-    "Window",
-    "load_states",
-    "metrics_of",
-    "states_of",
-]

@@ -33,7 +33,7 @@ class Sample:
     """
 
     def __init__(self, replicas: Replicas, count: int = SAMPLE) -> None:
-        runs = [(k, first, last) for k, used in enumerate(replicas.used) for first, last in used.tolist()]
+        runs = [(k, first, last) for k, used in enumerate(replicas.used()) for first, last in used.tolist()]
         bucket, first, last = np.array(runs, dtype=np.int64).reshape(-1, 3).T
         ends = np.cumsum(last - first)
         self.population = int(ends[-1])
@@ -153,9 +153,6 @@ class Drift(Observer):
             self._samples[key] = Sample(replicas)
         return self._samples[key]
 
-    def restart(self, iteration: int) -> None:
-        self._window.clear()
-
     def metrics(self) -> dict[str, float]:
         total = self._window.close()
         result = {}
@@ -169,14 +166,6 @@ class Drift(Observer):
         if total["square"]:
             result["drift over weight"] = math.sqrt(total["owner"] / total["square"])
         return result
-
-    def state_dict(self) -> dict[str, Any]:
-        """The measurements of this rank since the last record."""
-        return {"window": self._window.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
-        self._window.load_state_dict(state["window"])
 
 
 _NAMES = {

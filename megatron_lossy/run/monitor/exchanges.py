@@ -73,9 +73,6 @@ class ExchangeMonitor(Observer):
     def begin_equal(self) -> None:
         self._ages.clear()
 
-    def restart(self, iteration: int) -> None:
-        self._window.clear()
-
     def metrics(self) -> dict[str, float]:
         total = self._window.close()
         result = {
@@ -95,9 +92,9 @@ class ExchangeMonitor(Observer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's ages, and its counts since the last record."""
         ages = [(asdict(stream), torch.from_numpy(ages.copy())) for stream, ages in self._ages.items()]
-        return {"ages": ages, "window": self._window.state_dict()}
+        return {"ages": ages, **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
         self._ages = {Stream(**stream): ages.cpu().numpy().copy() for stream, ages in state["ages"]}
-        self._window.load_state_dict(state["window"])
+        super().load_state_dict(state)

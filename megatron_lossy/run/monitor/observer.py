@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import torch
 
 from ...base.exchange import Delivery, Stream
 from ...base.flags import full_name
 from ...config import PHASES
+from ...recovery.rows import to_device
+from .window import Window
 
 
-class Replicas(Protocol):
+class Replicas(ABC):
     """The parameters of one stream: this rank's replica, or all replicas of a virtual cluster.
 
     A place is an offset into the N shards of a bucket.
 
     ``workers``: N, the number of ranks that shard the buckets. ``owned``: the ranks whose shards this process owns.
-    ``units``: the units of loss of the stream. ``shards``: for each bucket the elements of a shard. ``used``: for each
-    bucket int64[k, 2], the first and last + 1 places of each run of parameters. The other places are padding.
+    ``units``: the units of loss of the stream. ``shards``: for each bucket the elements of a shard. ``weights``: of each
+    bucket, the owner's where this process owns a place. ``used()``: for each bucket int64[k, 2], the first and last + 1 places of
+    each run of parameters. The other places are padding.
     """
 
-    stream: Stream
-    workers: int
-    owned: range
-    units: int
-    shards: Sequence[int]
-    used: Sequence[np.ndarray]
+    def __init__(
+        self,
+        stream: Stream,
+        workers: int,
+        owned: range,
+        units: int,
+        shards: Sequence[int],
+        weights: Sequence[torch.Tensor],
+        used: Callable[[], Sequence[np.ndarray]],
+    ) -> None:
+        self.stream = stream
+        self.workers = workers
+        self.owned = owned
+        self.units = units
+        self.shards = shards
+        self._weights = weights
+        self.used = used
 
     def own(self, places: Sequence[np.ndarray]) -> np.ndarray:
         """float64[S]: the values in this process. Where it owns a place, the value is the owner's."""
+        return self._values(places).double().cpu().numpy()
 
+    def _values(self, places: Sequence[np.ndarray]) -> torch.Tensor:
+        """float32[S], which holds every parameter dtype exactly."""
+        found = zip(self._weights, places, strict=True)
+        return torch.cat([weights[to_device(chosen, weights.device)].float() for weights, chosen in found])
+
+    @abstractmethod
     def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
         """float64[N, S]: the values of all replicas. This is a collective call."""
 
@@ -45,6 +68,8 @@ class Observer:
 
     #: Whether its metrics have the loss rates of gradients and parameters.
     rates = False
+    #: The counts of this rank since the last record, if it has such.
+    _window: Window | None = None
 
     def before_update(self, iteration: int, look: Look) -> None:
         """Called before the owners' shards are updated; ``look`` is not collective here."""
@@ -67,6 +92,8 @@ class Observer:
 
     def restart(self, iteration: int) -> None:
         """Called when a checkpoint of ``iteration`` attempted iterations was loaded: the next one is ``iteration``."""
+        if self._window is not None:
+            self._window.clear()
 
     def begin_equal(self) -> None:
         """Called when all replicas have just become equal to the owners' weights."""
@@ -83,10 +110,12 @@ class Observer:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank that ``--save-replicas`` keeps; empty if there is none."""
-        return {}
+        return {} if self._window is None else {"window": self._window.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
+        if self._window is not None:
+            self._window.load_state_dict(state["window"])
 
 
 def states_of(observers: Sequence[Observer]) -> dict[str, Any]:

@@ -6,50 +6,67 @@ them. When it is over, what the kernel was not handed yet is dropped, and an END
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
-from .frames import ASK, BYE, CODES, DATA, END, LIVE, Header, Malformed
-from .link import LOOKS, Link, Message, Shape
-from .poller import Poller
-from .session import Hello, Secret, Settings
+from ...base.errors import UsageError
+from ..udp import session
+from .frames import ASK, BYE, DATA, END, LIVE, Header, Malformed
+from .link import LOOKS, Link, Outgoing, Shape
 from .transfer import Deadline, Key, Pointers, Transfer
 
+#: The version of frames, handshakes and entries in the store.
+PROTOCOL = 1
 #: A rank that is silent for this share of the timeout, and so many seconds at least, is not waited for.
 _PATIENCE, _LEAST_PATIENCE = 0.1, 1.0
 
 
 class Channel:
-    """The exchanges of ``hellos``' ranks, as ``rank`` makes them. Made by :meth:`.Host.open`. ``forget``: called at its end."""
+    """The exchanges of a group of ranks, made by :meth:`.Host.open`. The other arguments are those of the engine of datagrams.
+
+    Raises :class:`UsageError`, the same on all ranks, if they differ or cannot reach each other.
+    """
 
     def __init__(
         self,
-        poller: Poller,
-        settings: Settings,
+        host: Any,
         name: str,
         rank: int,
-        hellos: Sequence[Hello],
-        secret: Secret,
-        peers: Sequence[int],
-        buckets: Mapping[str, Sequence[tuple[int, int]]],
-        codes: Mapping[str, str],
-        called: Sequence[int],
-        forget: Callable[[], object],
+        size: int,
+        store: session.Store,
+        prefix: str,
+        buckets: session.Buckets,
+        *,
+        peers: Collection[int] | None = None,
+        alike: str = "",
+        reported: Collection[str] = (),
+        phases: Sequence[str] = session.PHASES,
+        called: Sequence[int] | None = None,
+        codes: Mapping[str, str] = MappingProxyType({}),
+        bears: bool = False,
     ) -> None:
-        self.poller, self.name, self.rank, self.secret = poller, name, rank, secret
-        self._memory, self._flows, self._forget = settings.memory, settings.flows, forget
+        self.host, self.name, self.rank, settings = host, name, rank, host.settings
+        hellos = session.meet("stream", host, name, rank, size, store, prefix, buckets, phases, alike, codes, PROTOCOL)
+        self.secret = session.Secrets(name, 0, hellos, settings.key)
+        #: Names the channel in handshakes.
+        self.id = self.secret.derive(b"channel")[:16]
+        self._settings, self._memory = settings, settings.memory
         self.plain = settings.cipher == "none"
-        self.patience = max(_PATIENCE * settings.timeout, _LEAST_PATIENCE)
+        self.patience = max(_PATIENCE * settings.peer_timeout, _LEAST_PATIENCE)
         self.deadline = Deadline(settings)
-        self.phases = tuple(buckets)
-        self._shapes = {phase: [Shape(*one) for one in parts] for phase, parts in buckets.items()}
-        self._codes = [CODES[codes.get(phase, "raw")] for phase in self.phases]
+        self.phases = tuple(phases)
+        self._shapes = {phase: [Shape(*one) for one in buckets.get(phase, ())] for phase in phases}
+        self._codes = [session.CODES[codes.get(phase, "raw")] for phase in phases]
         every = [shape for parts in self._shapes.values() for shape in parts]
         #: Bytes of a payload at most.
         self.most = max((shape.frame * shape.unit for shape in every), default=0)
@@ -58,15 +75,36 @@ class Channel:
         self._transfers: dict[Key, Transfer] = {}  # the latest of each bucket
         self._early: dict[Key, list[tuple[Link, Header, bytes]]] = defaultdict(list)
         self._early_bytes = 0
-        names = {peer: f"rank {called[peer]} of {name} ({hellos[peer].where})" for peer in peers}
-        self.links = {peer: Link(self, peer, hellos[peer], names[peer], dials=peer < rank) for peer in peers}
-        poller.ask(self._look)
+        names = [f"rank {one} of {name}" for one in (range(size) if called is None else called)]
+        self.links = {
+            peer: Link(self, peer, hellos[peer], f"{names[peer]} ({hellos[peer].where})", dials=peer < rank)
+            for peer in sorted(set(range(size) if peers is None else peers) - {rank})
+        }
+        host.channels[self.id] = self
+        self.host.ask(self._look)
+        try:
+            session.share(store, f"{prefix}/opened", rank, size, b"1")
+            for link in self.links.values():
+                self.host.ask(link.dial)
+            self._reach(store, prefix, hellos, settings.peer_timeout)
+        except BaseException:
+            self.close(linger=0.0)
+            raise
 
-    def dial(self) -> None:
-        """Open the connections that this rank has to open."""
-        for link in self.links.values():
-            for flow in range(self._flows):
-                self.poller.ask(partial(link.dial, flow))
+    def _reach(self, store: session.Store, prefix: str, hellos: Sequence[session.Hello], seconds: float) -> None:
+        """Wait until there is a connection to each other rank."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not all(link.connection for link in self.links.values()):
+            time.sleep(0.002)
+        missing = {rank: link.problem for rank, link in self.links.items() if not link.connection}
+        rows = session.share(store, f"{prefix}/reached", self.rank, len(hellos), json.dumps(missing).encode())
+        for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and knows more
+            for other, why in json.loads(rows[rank]).items():
+                ends = (f"rank {one} of {self.name} ({hellos[one].where})" for one in (rank, int(other)))
+                raise UsageError(
+                    f"--transport stream: {' does not reach '.join(ends)}: {why}; a firewall has to let TCP connections to "
+                    "--udp-port in, and --udp-interface names another path"
+                )
 
     def _look(self) -> None:
         """Ask silent ranks whether they live, while something is waited for.
@@ -77,12 +115,17 @@ class Channel:
             if any(not transfer.over for transfer in list(self._transfers.values())):
                 for link in self.links.values():
                     link.ask()
-            self.poller.later(LOOKS, self._look)
+            self.host.later(LOOKS, self._look)
 
     # --- exchanges -------------------------------------------------------------------------------------------------
 
-    def post(self, phase: str, number: int, bucket: int, destinations: Pointers) -> Transfer:
-        """Give the address for the piece of each source; ``None`` for this rank and for sources that send nothing."""
+    def post(
+        self, phase: str, number: int, bucket: int, destinations: Pointers, *, within: float | None = None
+    ) -> Transfer:
+        """Give the address for the piece of each source; ``None`` for this rank and for sources that send nothing.
+
+        ``within``: seconds that this exchange may take, in the place of ``--udp-deadline``.
+        """
         key = self.phases.index(phase), bucket
         with self.lock:
             if self.closed:
@@ -93,7 +136,7 @@ class Channel:
                     raise ValueError(f"{phase} {number}, bucket {bucket} of {self.name}: not later than its last step")
                 old.end()
             transfer = self._transfers[key] = Transfer(
-                self.lock, self.deadline, self.links, key, number, self._shapes[phase][bucket], destinations
+                self.lock, self._deadline(within), self.links, key, number, self._shapes[phase][bucket], destinations
             )
             transfer.arrived[self.rank] = True
             early, self._early[key] = self._early[key], []
@@ -107,8 +150,11 @@ class Channel:
                 else:
                     self._place(link, header, memoryview(payload))
             for link in self.links.values() if early else ():  # there is room again
-                self.poller.ask(link.wake)
+                self.host.ask(link.wake)
             return transfer
+
+    def _deadline(self, within: float | None) -> Deadline:
+        return self.deadline if within is None else Deadline(replace(self._settings, deadline=float(within)))
 
     def send(self, phase: str, number: int, bucket: int, sources: Pointers) -> Transfer:
         """Give the address of each destination's piece, after :meth:`post`; ``None``: that rank gets nothing."""
@@ -119,7 +165,7 @@ class Channel:
             assert transfer.number == number
             for rank, address in enumerate(sources):
                 if address is not None and not self.links[rank].left:
-                    message = Message(header, address, self._shapes[phase][bucket])
+                    message = Outgoing(header, address, self._shapes[phase][bucket])
                     transfer.leaving[rank] = message
                     self.links[rank].put(message)
             return transfer
@@ -128,10 +174,8 @@ class Channel:
         """Put a frame where it belongs. Returns whether there was room. Raises :class:`Malformed`."""
         with self.lock:
             if header.kind == BYE:
-                link.byes += 1
-                if link.byes >= len(link.connections):
-                    link.closed = True
-                    self._leave(link)
+                link.closed = True
+                self._leave(link)
                 return True
             if link.left or header.kind in (ASK, LIVE):
                 return True
@@ -188,7 +232,7 @@ class Channel:
                 transfer.begin(link.rank)
                 if link.rank in transfer.leaving:
                     header = Header(END, self._codes[phase], phase, transfer.number, bucket)
-                    link.put(Message(header, 0, transfer.shape, dropped=True))
+                    link.put(Outgoing(header, 0, transfer.shape, dropped=True))
             self.lock.notify_all()
 
     # --- ranks that are gone ---------------------------------------------------------------------------------------
@@ -210,7 +254,7 @@ class Channel:
         A process that lives would have called again by then.
         """
         least = min(seconds, self.patience)
-        return [rank for rank, link in self.links.items() if link.silent >= (seconds if link.connections else least)]
+        return [rank for rank, link in self.links.items() if link.silent >= (seconds if link.connection else least)]
 
     def lost_ranks(self) -> dict[int, str]:
         """The ranks that are done without, and why."""
@@ -219,7 +263,7 @@ class Channel:
     def _why(self, link: Link) -> str:
         if link.closed:
             return "it has closed the channel, or does without this one"
-        return f"nothing came for {link.silent:.0f} s" if link.connections else f"no connection: {link.problem}"
+        return f"nothing came for {link.silent:.0f} s" if link.connection else f"no connection: {link.problem}"
 
     def has_closed(self, rank: int) -> bool:
         """Whether ``rank`` has closed the channel, and may live."""
@@ -239,10 +283,10 @@ class Channel:
         """By peer, ``rate``: bytes per second that the kernel last measured towards it; ``rtt_min``: seconds."""
         found = {}
         for peer, link in self.links.items():
+            connection = link.connection
             with suppress(OSError):  # it was closed meanwhile
-                measured = [one.measured() for one in list(link.connections.values())]
-                rtt_min = min((seconds for _, _, seconds in measured), default=0.0)
-                found[peer] = {"rate": sum(rate for _, rate, _ in measured), "rtt_min": rtt_min}
+                _, rate, rtt_min = (0, 0.0, 0.0) if connection is None else connection.measured()
+                found[peer] = {"rate": rate, "rtt_min": rtt_min}
         return found
 
     def close(self, linger: float = 5.0) -> None:
@@ -254,32 +298,30 @@ class Channel:
         until = time.monotonic() + linger
         self._drain(until)
         for link in self.links.values():
-            self.poller.ask(partial(link.say, BYE))
+            self.host.ask(partial(link.say, BYE))
         self._drain(until)
         with self.lock:
             for transfer in self._transfers.values():
                 transfer.end()
-        self._forget()
+        self.host.channels.pop(self.id, None)
         over = threading.Event()
 
         def end() -> None:
             for link in self.links.values():
                 link.left = True
-                for connection in list(link.connections.values()):
-                    connection.close("the channel is closed")
+                if link.connection is not None:
+                    link.connection.close("the channel is closed")
             over.set()
 
-        self.poller.ask(end)
+        self.host.ask(end)
         over.wait(1.0)
 
     def _drain(self, until: float) -> None:
         """Wait until the other hosts have all that was sent."""
         wait = 1e-3
         asked = threading.Event()
-        self.poller.ask(asked.set)  # after what it was asked before
+        self.host.ask(asked.set)  # after what it was asked before
         asked.wait(max(until - time.monotonic(), 0.0))
-        while time.monotonic() < until and not all(
-            link.drained for link in self.links.values() if link.connections and link.lives
-        ):
+        while time.monotonic() < until and not all(link.drained or not link.lives for link in self.links.values()):
             time.sleep(wait)
             wait = min(2 * wait, 0.05)

@@ -1,7 +1,7 @@
 """One TCP connection between two ranks of a channel: the handshake, then frames in both directions.
 
-The dialer sends the channel's name, its rank, which flow it is, and a random number; the listener answers with another. Each proves the
-channel's secret over what was said. Everything here runs on the poller's thread, and nothing waits.
+The dialer sends the channel's name, its rank and a random number; the listener answers with another. Each proves the channel's secret
+over what was said. Everything here runs on the host's thread, and nothing waits.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import struct
 import termios
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any
 
 from .cipher import Cipher, Plain
 from .frames import ASK, LIVE, Header, Malformed, Reader, Writer
-from .poller import NOTSENT_LOWAT, UNSENT_BYTES, Poller
-from .session import Secret
 
 _MAGIC = b"mlstream"
-_CALL = struct.Struct("<8s16sII16s32s")  # magic, channel, rank, flow, random, proof
-_PLACE = struct.Struct("<II")  # rank, flow
+_CALL = struct.Struct("<8s16sI16s32s")  # magic, channel, rank, random, proof
 _REPLY = struct.Struct("<16s32s")  # random, proof
+#: Bytes that the kernel keeps at least besides those that are on the way: what is dropped when an exchange is over is not among them.
+UNSENT_BYTES = 2**17
+NOTSENT_LOWAT = 25  # of Linux; Python's socket lacks it before 3.12
 #: Seconds for a connection and its handshake.
 HANDSHAKE_SECONDS = 5.0
 #: The most frames that are read or written at a turn: other connections wait. All that the kernel takes has to be written in one, and
@@ -41,55 +41,34 @@ class Stranger(Exception):
     """The other end is no rank of this run."""
 
 
-class Way(Protocol):
-    """The way to one rank of a channel, on all its connections. ``caller``: this process's rank. ``most``: bytes of a payload."""
-
-    secret: Secret
-    caller: int
-    most: int
-    plain: bool
-    silent: float
-
-    def connected(self, connection: Connection) -> None: ...
-
-    def broken(self, connection: Connection, why: str) -> None: ...
-
-    def take(self, header: Header, payload: memoryview) -> bool: ...
-
-    def wants_to_send(self) -> bool: ...
-
-    def next_frame(self, writer: Writer) -> memoryview: ...
-
-
 class Handshake:
     """The beginning of a connection.
 
-    ``find(name, rank)``: the way to ``rank`` of the channel of that name, or ``None``. ``over(why)``: called at its end; ``None``: it has
-    become a connection. ``link``: the way to the rank that is dialed, as connection number ``flow``; ``None``: another process dials.
+    ``over(why)``: called at its end; ``None``: it has become a connection. ``link``: the :class:`.Link` to the rank that is dialed; ``None``: another process
+    dials, and ``find(name, rank)`` returns the link to ``rank`` of the channel of that name, or ``None``.
     """
 
     def __init__(
         self,
-        poller: Poller,
+        host: Any,
         made: socket.socket,
-        find: Callable[[bytes, int], Way | None],
         over: Callable[[str | None], None],
-        link: Way | None = None,
-        flow: int = 0,
+        link: Any = None,
+        find: Callable[[bytes, int], Any] = lambda name, rank: None,
     ) -> None:
-        self._poller, self._socket, self._link, self._flow = poller, made, link, flow
+        self._host, self._socket, self._link = host, made, link
         self._find, self._ends, self._over = find, over, False
         self._random = os.urandom(16)
         self._heard = b""
         made.setblocking(False)
-        poller.watch(made, selectors.EVENT_READ if link is None else selectors.EVENT_WRITE, self._act)
-        poller.later(HANDSHAKE_SECONDS, lambda: self.fail(f"no answer in {HANDSHAKE_SECONDS:g} s"))
+        host.watch(made, selectors.EVENT_READ if link is None else selectors.EVENT_WRITE, self._act)
+        host.later(HANDSHAKE_SECONDS, lambda: self.fail(f"no answer in {HANDSHAKE_SECONDS:g} s"))
 
     def fail(self, why: str) -> None:
         """End it, unless it is over."""
         if not self._over:
             self._over = True
-            self._poller.watch(self._socket, 0, self._act)
+            self._host.watch(self._socket, 0, self._act)
             self._socket.close()
             self._ends(why)
 
@@ -108,10 +87,10 @@ class Handshake:
         error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
-        secret, rank = self._link.secret, self._link.caller
-        proof = secret.proof(b"call", _PLACE.pack(rank, self._flow), self._random)
-        self._socket.send(_CALL.pack(_MAGIC, secret.channel, rank, self._flow, self._random, proof))
-        self._poller.watch(self._socket, selectors.EVENT_READ, self._act)
+        secret, rank = self._link.channel.secret, self._link.channel.rank
+        proof = secret.derive(b"call", rank.to_bytes(4, "little"), self._random)
+        self._socket.send(_CALL.pack(_MAGIC, self._link.channel.id, rank, self._random, proof))
+        self._host.watch(self._socket, selectors.EVENT_READ, self._act)
 
     def _read(self) -> None:
         wanted = _CALL if self._link is None else _REPLY
@@ -126,30 +105,32 @@ class Handshake:
 
     def _reply(self) -> None:
         """Listen: a rank has called."""
-        _, name, rank, self._flow, random, proof = _CALL.unpack(self._heard)
+        _, name, rank, random, proof = _CALL.unpack(self._heard)
         link = self._find(name, rank)
         if link is None:
             raise Stranger("it calls another channel")
-        if not hmac.compare_digest(proof, link.secret.proof(b"call", _PLACE.pack(rank, self._flow), random)):
+        secret = link.channel.secret
+        if not hmac.compare_digest(proof, secret.derive(b"call", rank.to_bytes(4, "little"), random)):
             raise Stranger("it has another secret")
-        self._socket.send(_REPLY.pack(self._random, link.secret.proof(b"reply", random, self._random)))
+        self._socket.send(_REPLY.pack(self._random, secret.derive(b"reply", random, self._random)))
         self._begin(link, random + self._random, dialed=False)
 
     def _meet(self) -> None:
         """Dial: the listener has answered."""
         assert self._link is not None
         random, proof = _REPLY.unpack(self._heard)
-        if not hmac.compare_digest(proof, self._link.secret.proof(b"reply", self._random, random)):
+        if not hmac.compare_digest(proof, self._link.channel.secret.derive(b"reply", self._random, random)):
             raise Stranger("it has another secret")
         self._begin(self._link, self._random + random, dialed=True)
 
-    def _begin(self, link: Way, randoms: bytes, dialed: bool) -> None:
+    def _begin(self, link: Any, randoms: bytes, dialed: bool) -> None:
         self._over = True
         self._ends(None)
-        ours, theirs = (b"dialer", b"listener") if dialed else (b"listener", b"dialer")
-        seal = Plain() if link.plain else Cipher(link.secret.key(randoms, ours), sealing=True)
-        open_ = Plain() if link.plain else Cipher(link.secret.key(randoms, theirs), sealing=False)
-        Connection(self._poller, self._socket, link, self._flow, seal, open_, dialed)
+        ends = (b"dialer", b"listener") if dialed else (b"listener", b"dialer")
+        ours, theirs = (link.channel.secret.derive(b"key", randoms, end)[:16] for end in ends)
+        seal = Plain() if link.channel.plain else Cipher(ours, sealing=True)
+        open_ = Plain() if link.channel.plain else Cipher(theirs, sealing=False)
+        Connection(self._host, self._socket, link, seal, open_, dialed)
 
 
 class Connection:
@@ -157,21 +138,20 @@ class Connection:
 
     def __init__(
         self,
-        poller: Poller,
+        host: Any,
         made: socket.socket,
-        link: Way,
-        flow: int,
+        link: Any,
         seal: Cipher | Plain,
         open_: Cipher | Plain,
         dialed: bool,
     ) -> None:
-        self._poller, self._socket, self.link, self.flow = poller, made, link, flow
-        self._writer, self._reader = Writer(seal, link.most), Reader(open_, link.most)
+        self._host, self._socket, self.link = host, made, link
+        self._writer, self._reader = Writer(seal, link.channel.most), Reader(open_, link.channel.most)
         self._out = memoryview(b"")
         self._held: tuple[Header, memoryview] | None = None
         self._unsent = UNSENT_BYTES
         self.known = self.closed = self.malformed = self._blocked = self._tries = False
-        poller.later(HANDSHAKE_SECONDS, lambda: None if self.known else self.close("it proves nothing"))
+        host.later(HANDSHAKE_SECONDS, lambda: None if self.known else self.close("it proves nothing"))
         if dialed:
             self.say(ASK)
         if not self.closed:
@@ -180,7 +160,7 @@ class Connection:
     def _watch(self) -> None:
         reads = 0 if self._held is not None else selectors.EVENT_READ
         writes = selectors.EVENT_WRITE if self._out or (self.known and self.link.wants_to_send()) else 0
-        self._poller.watch(self._socket, reads | writes, self._act)
+        self._host.watch(self._socket, reads | writes, self._act)
 
     def wake(self) -> None:
         """Read again what was held back, and write what is new."""
@@ -256,7 +236,7 @@ class Connection:
             if self._out:  # the kernel has enough
                 if not self._tries:
                     self._tries = True
-                    self._poller.later(_AGAIN, self._try)
+                    self._host.later(_AGAIN, self._try)
                 return
 
     def _try(self) -> None:
@@ -298,7 +278,7 @@ class Connection:
         """Close the connection; the link dials again, or waits to be dialed."""
         if not self.closed:
             self.closed = True
-            self._poller.watch(self._socket, 0, self._act)
+            self._host.watch(self._socket, 0, self._act)
             with suppress(OSError):  # a forked process may still have it open
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()

@@ -11,8 +11,6 @@ from .cipher import Cipher, Plain
 DATA, END, ASK, LIVE, BYE = range(1, 6)
 _HEADER = struct.Struct("<BBBxIIIII")
 HEADER_BYTES = _HEADER.size
-#: Codes of values: a receiver takes no others than its own.
-CODES = {"raw": 0, "int8": 1, "int4": 2}
 
 
 class Malformed(Exception):

@@ -1,73 +1,174 @@
-"""The streams of this process, made from the flags. All its channels share a port and a thread."""
+"""The streams of this process: one thread that waits for all connections, and the port that they come to. All channels share both."""
 
 from __future__ import annotations
 
-import atexit
-import json
+import heapq
+import itertools
+import logging
 import os
+import selectors
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
-import torch.distributed as dist
-
-from ...base.errors import UsageError
-from ...base.exchange import BucketUnits, Stream
-from ...config import LossyConfig
-from ..address import find_address
-from ..base import Networks
-from ..coded import Coded
-from ..deadline import DeadlineWire, Dtypes
-from ..network import read_key_file
-from ..udp.session import Buckets, Store
+from ...base.errors import refuse
+from ..address import resolve
+from ..network import choose_congestion
+from ..settings import Settings
 from .channel import Channel
-from .connection import Handshake
+from .connection import NOTSENT_LOWAT, UNSENT_BYTES, Handshake
 from .link import Link
-from .poller import Poller
-from .session import Secret, Settings, meet, share
+
+logger = logging.getLogger(__name__)
 
 #: Connections that have proved nothing yet. More are refused: they take files of this process.
 _HANDSHAKES = 256
-
-
-def settings_of(config: LossyConfig) -> Settings:
-    """The settings that the flags ask for. Raises :class:`UsageError` for an unreadable or too short key file."""
-    return Settings(
-        config.udp_interface,
-        config.udp_port,
-        config.stream_flows,
-        config.stream_congestion,
-        config.udp_deadline_seconds,
-        config.deadline_share,
-        config.udp_memory,
-        config.udp_cipher,
-        read_key_file(config.udp_key_file),
-        config.udp_peer_timeout,
-    )
+#: Seconds without traffic after which the kernel looks whether a connection is there: firewalls forget idle ones.
+_KEEP_ALIVE = 30
+#: Seconds without new connections, if the process has no file for them.
+_PAUSE = 0.1
 
 
 class Host:
-    """The channels of a process. ``local_rank`` is added to the port, unless that is 0."""
+    """One thread, one listening socket, and the channels on them. ``local_rank`` is added to the port, unless that is 0.
+
+    Raises :class:`UsageError` for a port that is taken, and for a congestion control that the kernel does not allow.
+    """
 
     def __init__(self, settings: Settings, address: str, local_rank: int = 0) -> None:
         self.settings, self.address = settings, address
         port = settings.port and settings.port + local_rank
-        self.poller = Poller(address, port, settings.congestion, settings.timeout)
-        self._channels: dict[bytes, Channel] = {}
+        family, bound = resolve(address, port)
+        self._listener = self.new_socket(family)
+        try:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind(bound)
+            self._listener.listen(1024)
+        except OSError as error:
+            self._listener.close()
+            raise refuse("--udp-port", port, f"{error.strerror} on {address}") from None
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        #: Those that are open, by the name that handshakes call them.
+        self.channels: dict[bytes, Channel] = {}
         self._shaking = 0
         #: Connections of others that came to nothing.
         self.refused = 0
-        self.poller.listen(self._accepted)
+        self.closed = False
+        self._selector = selectors.DefaultSelector()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._bell, selectors.EVENT_READ, lambda _: os.eventfd_read(self._bell))
+        self._asked: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._ends = False
+        self._thread = threading.Thread(target=self._run, name="megatron-lossy-stream", daemon=True)
+        self._thread.start()
+        self.ask(self._listen)
+        _alive.add(self)
 
-    @property
-    def where(self) -> str:
-        """Address and port."""
-        return f"{self.address}:{self.poller.port}"
+    def new_socket(self, family: int) -> socket.socket:
+        """A socket with the options of all connections. Raises :class:`UsageError` for an algorithm the kernel does not allow."""
+        made = socket.socket(family, socket.SOCK_STREAM)
+        choose_congestion(made, self.settings.congestion)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_NODELAY, 1),
+            (NOTSENT_LOWAT, UNSENT_BYTES),
+            (socket.TCP_KEEPIDLE, _KEEP_ALIVE),
+            # After so long the kernel ends a connection whose data nobody acknowledges.
+            (socket.TCP_USER_TIMEOUT, int(self.settings.peer_timeout * 1000)),
+        ):
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+        return made
 
-    def _accepted(self, made: socket.socket) -> None:
+    def open(self, *arguments: Any, **options: Any) -> Channel:
+        """Open a channel, a collective call of its ranks. The arguments are those of :class:`.Channel`, without ``host``."""
+        return Channel(self, *arguments, **options)
+
+    def counters(self) -> dict[str, int]:
+        """Connections of strangers."""
+        return {"strangers": self.refused}
+
+    def ask(self, act: Callable[[], None]) -> None:
+        """Call ``act`` on the thread, soon."""
+        self._asked.append(act)
+        os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Close all channels, end the thread, and close the port."""
+        if self.closed:
+            return
+        for channel in list(self.channels.values()):
+            channel.close()
+        self.closed = True
+
+        def end() -> None:
+            self._ends = True
+
+        self.ask(end)
+        self._thread.join()
+        self._selector.close()
+        self._listener.close()
+        os.close(self._bell)
+
+    def forked(self) -> None:
+        """Close the files of the parent in a child process, which has no thread. Connections stay as they are."""
+        self.closed = True
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                os.close(key.fileobj.detach())
+        self._selector.close()
+
+    # --- on the thread ---------------------------------------------------------------------------------------------
+
+    def later(self, seconds: float, act: Callable[[], None]) -> None:
+        """Call ``act`` on the thread after so many seconds."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), act))
+
+    def watch(self, file: Any, events: int, act: Callable[[int], None]) -> None:
+        """Call ``act`` with the events of ``file`` that are there. No ``events``: not any more."""
+        known = self._selector.get_map().get(file.fileno())
+        if not events:
+            if known is not None:
+                self._selector.unregister(file)
+        elif known is None:
+            self._selector.register(file, events, act)
+        elif known.events != events or known.data != act:
+            self._selector.modify(file, events, act)
+
+    def _run(self) -> None:
+        while not self._ends:
+            wait = max(self._timers[0][0] - time.monotonic(), 0.0) if self._timers else None
+            for key, events in self._selector.select(wait):
+                self._do(partial(key.data, events))
+            while self._asked:
+                self._do(self._asked.popleft())
+            while self._timers and self._timers[0][0] <= time.monotonic():
+                self._do(heapq.heappop(self._timers)[2])
+
+    def _do(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception:  # a mistake of one connection must not end those of all others
+            logger.exception("stream: a connection")
+
+    def _listen(self) -> None:
+        self.watch(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _accept(self, _: int) -> None:
+        try:
+            made, _address = self._listener.accept()
+        except OSError as error:
+            logger.debug("stream: %s", error)
+            self.watch(self._listener, 0, self._accept)
+            self.later(_PAUSE, self._listen)
+            return
         if self._shaking >= _HANDSHAKES:
             self.refused += 1
             made.close()
@@ -78,136 +179,21 @@ class Host:
             self._shaking -= 1
             self.refused += why is not None
 
-        Handshake(self.poller, made, self.find, over)
+        Handshake(self, made, over, find=self._find)
 
-    def find(self, name: bytes, rank: int) -> Link | None:
+    def _find(self, name: bytes, rank: int) -> Link | None:
         """The link to ``rank`` in the channel that handshakes call ``name``."""
-        channel = self._channels.get(name)
+        channel = self.channels.get(name)
         return None if channel is None else channel.links.get(rank)
 
-    def open(
-        self,
-        name: str,
-        rank: int,
-        size: int,
-        store: Store,
-        prefix: str,
-        buckets: Buckets,
-        *,
-        peers: Sequence[int] | None = None,
-        alike: str = "",
-        reported: Sequence[str] = (),
-        phases: Sequence[str] = ("grad", "param"),
-        called: Sequence[int] | None = None,
-        codes: Mapping[str, str] = MappingProxyType({}),
-        bears: bool = False,
-    ) -> Channel:
-        """Open a channel of ``size`` ranks, a collective call. The arguments are those of the engine of datagrams.
 
-        Raises :class:`UsageError`, the same on all ranks, if they differ or cannot reach each other.
-        """
-        settings, where = self.settings, (self.address, self.poller.port)
-        hellos = meet(name, rank, where, size, store, prefix, buckets, phases, alike, codes, settings)
-        others = sorted(set(range(size) if peers is None else peers) - {rank})
-        named = range(size) if called is None else called
-        cut = {phase: list(buckets.get(phase, ())) for phase in phases}
-        secret = Secret(name, hellos, settings.key)
-        forget = partial(self._channels.pop, secret.channel, None)
-        channel = Channel(self.poller, settings, name, rank, hellos, secret, others, cut, codes, named, forget)
-        self._channels[secret.channel] = channel
-        try:
-            share(store, f"{prefix}/opened", rank, size, b"1")
-            channel.dial()
-            self._reach(channel, store, prefix, hellos)
-        except BaseException:
-            channel.close(linger=0.0)
-            raise
-        return channel
-
-    def _reach(self, channel: Channel, store: Store, prefix: str, hellos: Sequence[Any]) -> None:
-        until = time.monotonic() + self.settings.timeout
-        while time.monotonic() < until and not all(link.connections for link in channel.links.values()):
-            time.sleep(0.002)
-        missing = {rank: link.problem for rank, link in channel.links.items() if not link.connections}
-        rows = share(store, f"{prefix}/reached", channel.rank, len(hellos), json.dumps(missing).encode())
-        for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and knows more
-            for other, why in json.loads(rows[rank]).items():
-                ends = (f"rank {one} of {channel.name} ({hellos[one].where})" for one in (rank, int(other)))
-                raise UsageError(
-                    f"--transport stream: {' does not reach '.join(ends)}: {why}; a firewall has to let TCP connections to "
-                    "--udp-port in, and --udp-interface names another path"
-                )
-
-    def close(self) -> None:
-        """Close all channels, and the port."""
-        for channel in list(self._channels.values()):
-            channel.close()
-        self.poller.close()
-
-
-_hosts: dict[tuple[Settings, str], Host] = {}
+#: Hosts of this process.
+_alive: weakref.WeakSet[Host] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    while _hosts:  # a child has none of its parent's threads
-        _hosts.popitem()[1].poller.forked()
+    for host in [one for one in _alive if not one.closed]:
+        host.forked()
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-def host_for(config: LossyConfig, towards: str | None = None) -> Host:
-    """The streams of this process for these flags; they live until it ends or :func:`close_hosts` is called.
-
-    ``towards``: a host; without ``--udp-interface`` the address is the one that reaches it. Default: MASTER_ADDR.
-    """
-    settings = settings_of(config)
-    address = find_address(settings.interface, towards or os.environ.get("MASTER_ADDR", "127.0.0.1"))
-    if (settings, address) not in _hosts:
-        _hosts[settings, address] = Host(settings, address, int(os.environ.get("LOCAL_RANK", 0)))
-        atexit.unregister(close_hosts)
-        atexit.register(close_hosts)
-    return _hosts[settings, address]
-
-
-def refused_connections() -> int:
-    """Connections of strangers to this process."""
-    return sum(host.refused for host in _hosts.values())
-
-
-def close_hosts() -> None:
-    """Close all streams of this process."""
-    while _hosts:
-        _hosts.popitem()[1].close()
-
-
-def open_wire(
-    config: LossyConfig,
-    dtypes: Dtypes,
-    networks: Networks,
-    stream: Stream,
-    members: Sequence[int],
-    rank: int,
-    cut: dict[str, Sequence[BucketUnits]],
-    group: dist.ProcessGroup | None,
-    coded: Mapping[str, Coded],
-) -> DeadlineWire:
-    """The wire of one group. A collective call. Raises :class:`UsageError` if ranks differ or are out of reach."""
-    group = group or dist.group.WORLD
-    ranks = dist.get_process_group_ranks(group)
-    name = f"{stream.name}-{ranks[0]}"
-    # A drawn prefix keeps keys of dead ranks out: torchrun may use one store for all its attempts.
-    drawn = [os.urandom(8).hex()]
-    dist.broadcast_object_list(drawn, ranks[0], group)
-    prefix, store = f"megatron_lossy/stream/{name}/{drawn[0]}", dist.distributed_c10d._get_default_store()
-    codes = {phase: str(one.code) for phase, one in coded.items()}
-    alike = repr((dtypes, ranks, [one.code for one in coded.values()]))
-    host = host_for(config)
-
-    def open_channels(buckets: Buckets, **options: Any) -> list[Channel]:
-        options |= {"alike": alike, "codes": codes}
-        return [host.open(name, rank, len(members), store, prefix, buckets, **options)]
-
-    return DeadlineWire(
-        networks, stream, members, rank, cut, dtypes, group, open_channels, config.udp_memory, coded=coded
-    )

@@ -1,4 +1,4 @@
-"""The way to one other rank: the messages that wait for it, and the connections that carry them."""
+"""The way to one other rank: the messages that wait for it, and the connection that carries them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import errno
 import logging
 import os
 from collections import Counter, deque
-from functools import partial
 from typing import Any
 
 from ..address import resolve
+from ..udp.session import Hello
 from .connection import Connection, Handshake
 from .frames import ASK, DATA, Header, Writer
-from .session import Hello
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class Shape:
         return min((first + count) * self.unit, self.shard) - first * self.unit
 
 
-class Message:
+class Outgoing:
     """A message to one rank: the units at ``address``, and once it is :attr:`dropped` only ``header``, an END."""
 
     def __init__(self, header: Header, address: int, shape: Shape, dropped: bool = False) -> None:
@@ -61,22 +60,21 @@ class Message:
 
 
 class Link:
-    """The connections to one other rank, and the messages for it. All but :meth:`put` runs on the poller's thread.
+    """The connection to one other rank, and the messages for it. All but :meth:`put` runs on the host's thread.
 
     ``channel``: the :class:`.Channel`. ``called``: its name in messages. ``dials``: whether this rank calls it.
     """
 
     def __init__(self, channel: Any, rank: int, hello: Hello, called: str, dials: bool) -> None:
         self.channel, self.rank, self.hello, self.called, self._dials = channel, rank, hello, called, dials
-        self.secret, self.caller, self.most, self.plain = channel.secret, channel.rank, channel.most, channel.plain
-        self.connections: dict[int, Connection] = {}
+        self.connection: Connection | None = None
         self.counters: Counter[str] = Counter()
         self.problem = "no answer" if dials else "it has not called"
         #: Seconds that it was waited for since its last sign of life: those in which this process was stopped do not count.
         self.silent = 0.0
-        #: Whether it is done without, whether that is because it has closed the channel, and its connections that ended with a BYE.
-        self.left, self.closed, self.byes = False, False, 0
-        self._messages: deque[Message] = deque()
+        #: Whether it is done without, and whether that is because it has closed the channel.
+        self.left = self.closed = False
+        self._messages: deque[Outgoing] = deque()
         self._pause = _REDIAL[0]
 
     @property
@@ -90,32 +88,31 @@ class Link:
         if self.silent > 2 * LOOKS:
             self.say(ASK)
 
-    def dial(self, flow: int) -> None:
-        """Open connection number ``flow``, if it is this rank that dials."""
-        poller = self.channel.poller
+    def dial(self) -> None:
+        """Open the connection, if it is this rank that dials."""
+        host = self.channel.host
         if not self._dials or self.left or self.channel.closed:
             return
         family, address = resolve(self.hello.address, self.hello.port)
-        made = poller.new_socket(family)
+        made = host.new_socket(family)
         made.setblocking(False)
         error = made.connect_ex(address)
-        handshake = Handshake(poller, made, _nobody, partial(self.failed, flow), self, flow)
+        handshake = Handshake(host, made, self.failed, self)
         if error not in (0, errno.EINPROGRESS):
             handshake.fail(os.strerror(error))
 
-    def failed(self, flow: int, why: str | None) -> None:
+    def failed(self, why: str | None) -> None:
         """Dial again after a while; ``None``: it has not failed."""
         if why is None:
             return
         self.problem = why
         if self._dials:
             self._pause, pause = min(2 * self._pause, _REDIAL[1]), self._pause
-            self.channel.poller.later(pause, lambda: self.dial(flow))
+            self.channel.host.later(pause, self.dial)
 
     def connected(self, connection: Connection) -> None:
         """Take a connection that is authentic in place of an older one."""
-        old = self.connections.get(connection.flow)
-        self.connections[connection.flow] = connection
+        old, self.connection = self.connection, connection
         if old is not None:
             old.close("it has called again")
         self._pause = _REDIAL[0]
@@ -132,34 +129,34 @@ class Link:
         if connection.known:
             if not ends:
                 self.channel.interrupted(self)
-            if self.connections.get(connection.flow) is not connection:
+            if self.connection is not connection:
                 return  # a newer one has taken its place
-            del self.connections[connection.flow]
+            self.connection = None
             if not ends:
                 logger.warning("stream: %s: %s; what it sends is lost until it is connected again", self.called, why)
-        self.failed(connection.flow, why)
+        self.failed(why)
 
     def take(self, header: Header, payload: memoryview) -> bool:
         """Take a frame. Returns whether there was room."""
         self.silent = 0.0
         return self.channel.take(self, header, payload)
 
-    def put(self, message: Message) -> None:
+    def put(self, message: Outgoing) -> None:
         """Send ``message`` behind those that wait. Called with the channel's lock."""
-        if not self.connections:  # one END of a bucket says that all before it are over
+        if self.connection is None:  # one END of a bucket says that all before it are over
             self._messages = deque(one for one in self._messages if not (one.dropped and one.place == message.place))
         self._messages.append(message)
-        self.channel.poller.ask(self.wake)
+        self.channel.host.ask(self.wake)
 
     def wake(self) -> None:
-        """Write on all connections, and read what was held back."""
-        for connection in list(self.connections.values()):
-            connection.wake()
+        """Write, and read what was held back."""
+        if self.connection is not None:
+            self.connection.wake()
 
     def say(self, kind: int) -> None:
-        """Send a frame without payload on all connections."""
-        for connection in list(self.connections.values()):
-            connection.say(kind)
+        """Send a frame without payload."""
+        if self.connection is not None:
+            self.connection.say(kind)
 
     def wants_to_send(self) -> bool:
         """Whether messages wait."""
@@ -168,7 +165,8 @@ class Link:
     @property
     def drained(self) -> bool:
         """Whether the other host has acknowledged all that was put. May be called on any thread."""
-        return not self._messages and not any(one.unacknowledged for one in list(self.connections.values()))
+        connection = self.connection
+        return connection is None or not (self._messages or connection.unacknowledged)
 
     def next_frame(self, writer: Writer) -> memoryview:
         """The next frame of the oldest message; empty without any."""
@@ -183,7 +181,3 @@ class Link:
             self.counters["sent"] += units
             self.counters["sent_bytes"] += len(frame)
             return frame
-
-
-def _nobody(name: bytes, rank: int) -> None:
-    """Find no way: who dials knows it."""

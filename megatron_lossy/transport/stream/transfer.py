@@ -11,9 +11,9 @@ from threading import Condition
 
 import numpy as np
 
-from ..leaving import PeerLost
-from .link import Link, Message, Shape
-from .session import Settings
+from ..settings import Settings
+from ..staging import Message
+from .link import Link, Outgoing, Shape
 
 #: Seconds between two looks at the deadline, and at the ranks that are waited for.
 _SLICE = 0.2
@@ -52,7 +52,7 @@ class Deadline:
         return not isinstance(self.setting, float)
 
 
-class Transfer:
+class Transfer(Message):
     """One exchange, from its :meth:`.Channel.post` on. ``lock``: that of its channel. ``links``: to the other ranks."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Transfer:
         }
         #: By source: units that may still come, and by destination: what may still leave.
         self._left = {rank: 0 if links[rank].left else shape.units for rank in self._into}
-        self.leaving: dict[int, Message] = {}
+        self.leaving: dict[int, Outgoing] = {}
         self._all = self._missing = len(self._into) * shape.units
         self._posted = time.monotonic()
         self._begun: dict[int, float] = {}
@@ -198,14 +198,6 @@ class Transfer:
         """Whether nothing waits to be handed to the kernel."""
         with self._lock:
             return not self._going()
-
-    def finish(self, seconds: float) -> None:
-        """Wait for both, or until the deadline passes. Raises :class:`PeerLost` if a rank that lives sends nothing for ``seconds``."""
-        try:
-            self.wait(seconds)
-            self.sent(seconds)
-        except TimeoutError as error:
-            raise PeerLost(f"{error}: nothing for {seconds:g} s") from None
 
     def missing(self) -> int | None:
         """A rank of which more is to come; ``None``: there is none."""

@@ -5,7 +5,7 @@ The decisions are in ``c/`` (``engine.c`` names the parts), without input or out
 """
 
 from ..leaving import PeerLost
+from ..settings import Settings
 from .engine import Channel, Engine, Transfer
-from .settings import UdpSettings
 
-__all__ = ["Channel", "Engine", "PeerLost", "Transfer", "UdpSettings"]
+__all__ = ["Channel", "Engine", "PeerLost", "Settings", "Transfer"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
+import logging
+import math
 import os
 import socket
 import threading
@@ -15,17 +17,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...base.errors import UsageError, refuse
+from ...base.native import ENGINE
 from ...config.transport import UDP_REPORT_BYTES, check_code
 from ..address import resolve, speed_of
 from ..leaving import PeerLost
-from . import build, session
-from .packet import CODES, PHASES, overhead
-from .settings import MIB, UdpSettings
+from ..settings import MIB, Settings
+from ..staging import Message
+from . import session
+from .session import CODES, PHASES, overhead
+
+logger = logging.getLogger(__name__)
 
 SECOND = 1_000_000_000
 #: The rules of rates, by their number in the engine.
@@ -48,6 +54,7 @@ _RATES = ("rate", "rtt_min", "foreign_loss", "delivered", "outstanding", "window
 
 #: How often units are sent that hold copies of parameters.
 _COPIES = 3
+_DEDICATED = "udp: --udp-rate dedicated is for a link of this training's own: others on it get little"
 
 Pointers = Sequence[int | None]
 
@@ -127,7 +134,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
 @cache
 def load() -> ctypes.CDLL:
     """The compiled engine."""
-    path = build.library()
+    path = ENGINE.path()
     try:
         return _declare(ctypes.CDLL(str(path)))
     except OSError as error:
@@ -172,7 +179,7 @@ class Engine:
 
     def __init__(
         self,
-        settings: UdpSettings,
+        settings: Settings,
         address: str,
         log: Callable[[str], None] = print,
         *,
@@ -238,45 +245,11 @@ class Engine:
             return refuse("--udp-interface", self.address, f"{os.strerror(number)} on this host")
         return OSError(number, os.strerror(number), "the UDP socket")
 
-    def open(
-        self,
-        name: str,
-        rank: int,
-        size: int,
-        store: session.Store,
-        prefix: str,
-        buckets: session.Buckets,
-        *,
-        peers: Collection[int] | None = None,
-        alike: str = "",
-        reported: Collection[str] = (),
-        phases: Sequence[str] = tuple(PHASES),
-        called: Sequence[int] | None = None,
-        codes: Mapping[str, str] = MappingProxyType({}),
-        bears: bool = False,
-    ) -> Channel:
-        """Open a channel of ``size`` ranks; all of them must call this.
-
-        Args:
-            name: the name of the channel, for messages.
-            rank: the rank of this process.
-            store: the store that all ranks read and write; ``get`` waits for a key.
-            prefix: the prefix of the keys; no other channel has it, nor had it in this store.
-            buckets: for each of ``phases`` and each bucket: bytes of a shard, and of a unit.
-            peers: the ranks that are reached over UDP, all if ``None``. If i names j, j must name i.
-            alike: other text that must be the same on all ranks.
-            reported: phases whose senders get reports of lost units, and may name units that must arrive.
-            phases: the two kinds of exchanges.
-            called: the names of the ranks in messages, by their number.
-            codes: by phase, the code of its values: one of :data:`.packet.CODES`; raw if it is not there.
-            bears: a rank that is lost is done without, and nothing of it arrives; else the channel fails.
-        """
+    def open(self, *arguments: Any, **options: Any) -> Channel:
+        """Open a channel, a collective call of its ranks. The arguments are those of :class:`Channel`, without ``engine``."""
         if self.closed:
             raise RuntimeError(f"the engine of {self.address} is closed, or that of a process that forked this one")
-        names = range(size) if called is None else called
-        return Channel(
-            self, name, rank, size, store, prefix, buckets, peers, alike, reported, phases, names, codes, bears
-        )
+        return Channel(self, *arguments, **options)
 
     @property
     def closed(self) -> bool:
@@ -335,12 +308,34 @@ class Engine:
         self.close(linger=0.0 if kind else 5.0)
 
 
+def made(settings: Settings, address: str, local_rank: int) -> Engine:
+    """The engine of this process, one of those of its host."""
+    if settings.rate_control == "dedicated" and not local_rank:
+        logger.warning(_DEDICATED)
+    sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return Engine(settings, address, logger.warning, local_rank=local_rank, sharers=sharers)
+
+
 class Channel:
     """The exchanges of a group of ranks, made by :meth:`Engine.open`.
 
     The phase, step and bucket name an exchange; steps of a bucket rise. ``post`` gives the memory for pieces of others,
     and ``send`` the pieces for others, in any order and from any thread. Buffers must stay where they are, and sent
     ones unchanged, until :meth:`Transfer.wait` and :meth:`Transfer.sent` have returned, or the channel is closed.
+
+    Args:
+        name: the name of the channel, for messages.
+        rank: the rank of this process, of ``size``.
+        store: the store that all ranks read and write; ``get`` waits for a key.
+        prefix: the prefix of the keys; no other channel has it, nor had it in this store.
+        buckets: for each of ``phases`` and each bucket: bytes of a shard, and of a unit.
+        peers: the ranks that are reached over UDP, all if ``None``. If i names j, j must name i.
+        alike: other text that must be the same on all ranks.
+        reported: phases whose senders get reports of lost units, and may name units that must arrive.
+        phases: the two kinds of exchanges.
+        called: the names of the ranks in messages, by their number.
+        codes: by phase, the code of its values: one of :data:`.session.CODES`; raw if it is not there.
+        bears: a rank that is lost is done without, and nothing of it arrives; else the channel fails.
     """
 
     def __init__(
@@ -352,19 +347,19 @@ class Channel:
         store: session.Store,
         prefix: str,
         buckets: session.Buckets,
-        peers: Collection[int] | None,
-        alike: str,
-        reported: Collection[str],
-        phases: Sequence[str],
-        called: Sequence[int],
-        codes: Mapping[str, str],
-        bears: bool,
+        *,
+        peers: Collection[int] | None = None,
+        alike: str = "",
+        reported: Collection[str] = (),
+        phases: Sequence[str] = PHASES,
+        called: Sequence[int] | None = None,
+        codes: Mapping[str, str] = MappingProxyType({}),
+        bears: bool = False,
     ) -> None:
         assert len(phases) == len(PHASES)
         self.name = name
         self.phases = tuple(phases)
-        self._codes = codes
-        self.called = list(called)
+        self.called = list(range(size) if called is None else called)
         self.rank = rank
         self.size = size
         self.peers = sorted(set(range(size) if peers is None else peers) - {rank})
@@ -374,7 +369,7 @@ class Channel:
         self._users = 0
         self._channel: int | None = None
         self._ends = False  # whether nobody may use it any more
-        self._closer: int | None = None  # the thread that closes the channel; 0: it is closed
+        self._closing = threading.RLock()  # of the thread that closes the channel
         self._final: tuple[dict[int, dict[str, int]], dict[int, dict[str, float]]] | None = None  # counters, rates
         self._transfers: dict[tuple[int, int, int], Transfer] = {}
         self._took: dict[tuple[int, int], deque[float]] = {}
@@ -390,11 +385,16 @@ class Channel:
             raise ValueError(f"reports need packets of {UDP_REPORT_BYTES} bytes at least, not {settings.packet_bytes}")
         #: The hellos of all ranks, once all have come.
         self.hellos: list[session.Hello] = []
-        drawn = _first_draws(store, f"{prefix}/random", rank)
         alike += repr(sorted(reported))
-        self.hellos = self._meet(store, prefix, session.digest_buckets(buckets, alike, self.phases))
-        secrets = session.Secrets(name, session.channel_id(drawn, name), self.hellos, settings.key)
-        self._channel = self._create(secrets, buckets)
+        window, limit = engine.windows(len(self.peers))  # some peers may be counted twice; REPORTs correct the window
+        self.hellos = session.meet(
+            "udp", engine, name, rank, size, store, prefix, buckets, phases, alike, codes, session.PROTOCOL,
+            packet_bytes=settings.packet_bytes, instance=f"{engine.instance:016x}", window=window, limit=limit,
+            eager=min(settings.eager_bytes, settings.memory // (4 * max(len(self.peers), 1))),
+        )  # fmt: skip
+        number = session.channel_id(bytes.fromhex(self.hellos[0].random), name)
+        secrets = session.Secrets(name, number, self.hellos, settings.key)
+        self._channel = self._create(secrets, buckets, codes)
         with engine._lock:
             engine._channels.append(self)
             engine.promise()
@@ -402,47 +402,14 @@ class Channel:
             self._lib.ml_bears(self._channel)
         self._lib.ml_open(self._channel)
         try:
-            proofs = _all(store, f"{prefix}/opened", rank, size, secrets.proof(rank))
+            proofs = session.share(store, f"{prefix}/opened", rank, size, secrets.proof(rank))
             secrets.check(proofs)
             self._reach(store, prefix)
         except BaseException:
             self.close(linger=0.0)
             raise
 
-    def _meet(self, store: session.Store, prefix: str, buckets: str) -> list[session.Hello]:
-        engine, settings = self._engine, self._engine.settings
-        window, limit = engine.windows(len(self.peers))  # some peers may be counted twice; REPORTs correct the window
-        senders = len(engine.senders) + len(self.peers)
-        if window == LEAST_WINDOW and senders * window * charge(engine.datagram) > engine.granted:
-            needed = senders * window * charge(engine.datagram) // 2
-            engine.log(
-                f"udp: {senders} senders may overflow the receive buffer of {engine.address}:{engine.port}: "
-                f"sysctl -w net.core.rmem_max={needed}"
-            )
-        random = os.urandom(16).hex()
-        hello = session.Hello(
-            address=engine.address,
-            port=engine.port,
-            instance=f"{engine.instance:016x}",
-            random=random,
-            proof=session.prove(settings.key, random),
-            buckets=buckets,
-            size=self.size,
-            protocol=session.PROTOCOL,
-            packet_bytes=settings.packet_bytes,
-            cipher=settings.cipher,
-            eager=min(settings.eager_bytes, settings.memory // (4 * max(len(self.peers), 1))),
-            window=window,
-            limit=limit,
-            codes=" ".join(f"{phase}: {self._codes.get(phase, 'raw')}" for phase in self.phases),
-        )
-        texts = _all(store, f"{prefix}/hello", self.rank, self.size, hello.encode())
-        hellos = [session.Hello.decode(text, rank, self.name) for rank, text in enumerate(texts)]
-        hellos[self.rank] = hello  # not the stored copy: a writer to the store could bring back an old random
-        session.check_agreement(self.name, hellos, settings.key)
-        return hellos
-
-    def _create(self, secrets: session.Secrets, buckets: session.Buckets) -> int:
+    def _create(self, secrets: session.Secrets, buckets: session.Buckets, codes: Mapping[str, str]) -> int:
         engine = self._engine
         counts = [len(buckets.get(phase, ())) for phase in self.phases]
         channel = self._lib.ml_channel(
@@ -453,7 +420,7 @@ class Channel:
         for index, phase in enumerate(self.phases):
             for bucket, (shard, unit) in enumerate(buckets.get(phase, ())):
                 self._lib.ml_bucket(channel, index, bucket, shard, unit)
-                self._lib.ml_code(channel, index, bucket, CODES[self._codes.get(phase, "raw")])
+                self._lib.ml_code(channel, index, bucket, CODES[codes.get(phase, "raw")])
                 if phase in self._reported and self._lib.ml_reported(channel, index, bucket):
                     self._lib.ml_close(channel, -1)
                     raise MemoryError(f"reports of channel {self.name}")
@@ -474,7 +441,7 @@ class Channel:
         while time.monotonic() < until and any(self._lib.ml_probed(self._channel, peer) != 3 for peer in self.peers):
             time.sleep(0.001)
         heard = [r not in self.peers or bool(self._lib.ml_probed(self._channel, r) & 1) for r in range(self.size)]
-        rows = _all(store, f"{prefix}/heard", self.rank, self.size, bytes(heard))
+        rows = session.share(store, f"{prefix}/heard", self.rank, self.size, bytes(heard))
         session.check_reached(self.name, self.hellos, [[bool(x) for x in row] for row in rows], self._engine.datagram)
 
     @contextmanager
@@ -535,20 +502,21 @@ class Channel:
         destinations: Pointers,
         tolerance: int = 0,
         dropped: np.ndarray | None = None,
-        hurries: bool = True,
         length: int = 0,
+        within: float | None = None,
     ) -> Transfer:
         """Give the address for the piece of each source; ``None`` for this rank and for sources that send nothing.
 
         ``tolerance``: of the units that must arrive from a source, this many may be missing for good. If more are
         missing after repair, all of them are sent again. ``dropped`` bool[units + parities]: packets that count as lost
-        when they come for the first time. ``hurries``: whether ``--udp-deadline`` applies. ``length``: bytes of each
-        piece, if fewer than the bucket has; the units behind them count as arrived.
+        when they come for the first time. ``length``: bytes of each piece, if fewer than the bucket has; the units behind
+        them count as arrived. ``within``: seconds that this exchange may take, in the place of ``--udp-deadline``.
         """
         key, pointers = self._key(phase, step, bucket), self._pointers(destinations)
         self._check_length(phase, bucket, length)
         arrived = np.zeros((self.size, self._units[phase][bucket]), np.bool_)
-        deadline = int(self._deadline(key[:2]) * SECOND) if hurries else 0
+        seconds = self._deadline(key[:2]) if within is None else within
+        deadline = 0 if seconds == math.inf else int(seconds * SECOND)
         drops = np.empty(0, np.bool_) if dropped is None else np.ascontiguousarray(dropped, np.bool_)
         handle = ctypes.c_void_p()
         with self._using(), self._lock:
@@ -598,14 +566,6 @@ class Channel:
             transfer = self._half(key, result, handle)
             transfer._sending = True
             return transfer
-
-    def transfer(self, phase: str, step: int, bucket: int) -> Transfer:
-        """The exchange that was posted or sent, as long as one of its halves is outstanding."""
-        with self._lock:
-            found = self._transfers.get((self.phases.index(phase), bucket, step % 2**32))
-        if found is None:
-            raise ValueError(f"{phase} {step}, bucket {bucket} of {self.name}: neither posted nor sent")
-        return found
 
     def copies(self, phase: str, bucket: int, mask: np.ndarray, passes: int = 1) -> None:
         """Send the units of ``mask`` three times at least, and all units ``passes`` times.
@@ -678,22 +638,10 @@ class Channel:
         }
         return f"rank {self.called[rank]} of {self.name} ({self.hellos[rank].where}): {why[reason]}"
 
-    def where(self, rank: int) -> str:
-        """Address and port of ``rank``."""
-        return self.hellos[rank].where
-
     def counters(self) -> dict[int, dict[str, int]]:
         """Counters of each peer; for a closed channel, those at its end."""
         names = self._lib.ml_member_counter_names().decode().rstrip(",").split(",")
-        result = {}
-        with self._lock:  # so that it is not closed in between
-            if self._final is not None:
-                return self._final[0]
-            for peer in self.peers:
-                values = (ctypes.c_uint64 * len(names))()
-                self._lib.ml_member_counters(self._channel, peer, values)
-                result[peer] = dict(zip(names, values))
-        return result
+        return self._of_peers(0, names, self._lib.ml_member_counters, ctypes.c_uint64)
 
     def rates(self) -> dict[int, dict[str, float]]:
         """Rates towards each peer; for a closed channel, those at its end.
@@ -702,15 +650,18 @@ class Channel:
         cause. ``delivered``: the greatest recent rate of arrivals. ``outstanding``: DATA on the way. ``window``,
         ``limit``: DATA that the peer's buffer holds for this process.
         """
-        result = {}
-        with self._lock:
+        return self._of_peers(1, _RATES, self._lib.ml_member_rate, ctypes.c_double)
+
+    def _of_peers(self, which: int, names: Sequence[str], read: Any, kind: Any) -> dict[int, dict[str, Any]]:
+        with self._lock:  # so that it is not closed in between
             if self._final is not None:
-                return self._final[1]
+                return self._final[which]
+            result = {}
             for peer in self.peers:
-                values = (ctypes.c_double * len(_RATES))()
-                self._lib.ml_member_rate(self._channel, peer, values)
-                result[peer] = dict(zip(_RATES, values))
-        return result
+                values = (kind * len(names))()
+                read(self._channel, peer, values)
+                result[peer] = dict(zip(names, values))
+            return result
 
     def close(self, linger: float = 5.0) -> None:
         """Close the channel. Buffers are not touched after this.
@@ -718,16 +669,10 @@ class Channel:
         Args:
             linger: seconds to wait until peers have all sent data; they may still be asking for it.
         """
-        with self._lock:
-            if self._closer is not None:  # its end is waited for, since the engine may be freed after this
-                while self._closer not in (0, threading.get_ident()):
-                    self._lock.wait()
-                return
-            if self._channel is None:  # it was never opened
-                return
-            self._closer = threading.get_ident()
-        try:
+        with self._closing:  # its end is waited for, since the engine may be freed after this
             with self._lock:
+                if self._channel is None or self._ends:
+                    return
                 self._final = self.counters(), self.rates()
                 self._ends = True
                 while self._users:
@@ -736,26 +681,18 @@ class Channel:
             if linger > 0:
                 self._lib.ml_linger(channel, int(linger * SECOND))
             self._lib.ml_close(channel, -1)
-            self._ended()
+            for transfer in list(self._transfers.values()):  # it reads and writes nothing any more
+                transfer._ended()
+            self._transfers.clear()
+            with self._engine._lock:
+                if self in self._engine._channels:
+                    self._engine._channels.remove(self)
             self._engine.promise()
-        finally:
-            with self._lock:
-                self._closer = 0
-                self._lock.notify_all()
-
-    def _ended(self) -> None:
-        """Release the memory that the engine read and wrote: it has forgotten the channel and its exchanges."""
-        for transfer in list(self._transfers.values()):
-            transfer._ended()
-        self._transfers.clear()
-        with self._engine._lock:
-            if self in self._engine._channels:
-                self._engine._channels.remove(self)
 
     def _forked(self) -> None:
         """Reset the channel in a child process, where nobody holds the lock."""
         self._final = {}, {}
-        self._lock, self._users, self._channel, self._closer = threading.Condition(), 0, None, 0
+        self._lock, self._closing, self._users, self._channel = threading.Condition(), threading.RLock(), 0, None
         for transfer in self._transfers.values():
             transfer._handle = None
             _of_parent.append(transfer.keep)  # a process without the device cannot give page-locked memory back
@@ -770,7 +707,7 @@ class Outcome(NamedTuple):
     again: bool
 
 
-class Transfer:
+class Transfer(Message):
     """One exchange, from its first half on."""
 
     def __init__(self, channel: Channel, key: tuple[int, int, int]) -> None:
@@ -815,10 +752,6 @@ class Transfer:
         if self._handle is not None and over and (not self._sending or self._all_sent) and not self._reports:
             self._drop()
 
-    def done(self) -> bool:
-        """Whether the exchange is complete: nothing more will arrive. Raises :class:`PeerLost`."""
-        return self._wait(0, 0.0)
-
     def wait(self, timeout: float | None = None) -> np.ndarray:
         """bool[N, units]: the units that arrived. The own row is true; that of a source without destination is false.
 
@@ -844,18 +777,6 @@ class Transfer:
         """Wait until the engine reads nothing from the sources any more, and also until ``send`` is called."""
         if not self._wait(1, timeout):
             raise TimeoutError(f"{self}: not all sent after {timeout:g} s")
-
-    def finish(self, seconds: float) -> None:
-        """Wait until nothing more arrives, and all is sent.
-
-        Raises :class:`PeerLost`, also if a live process sends nothing for ``seconds``.
-        """
-        until = time.monotonic() + seconds
-        try:
-            self.wait(seconds)
-            self.sent(max(until - time.monotonic(), 0.0))
-        except TimeoutError as error:
-            raise PeerLost(f"{error}: nothing for {seconds:g} s") from None
 
     def expects_reports(self, wanted: bool = True) -> None:
         """Announce that :meth:`reports` will be called. Call this before the data is sent."""
@@ -892,7 +813,7 @@ class Transfer:
         rank = self.missing()
         if rank is None:
             return "not posted"
-        return f"waits for rank {self._channel.called[rank]} ({self._channel.where(rank)})"
+        return f"waits for rank {self._channel.called[rank]} ({self._channel.hellos[rank].where})"
 
     def _wait(self, what: int, timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
@@ -939,15 +860,3 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _first_draws(store: session.Store, key: str, rank: int) -> bytes:
-    if rank == 0:
-        store.set(key, os.urandom(16))
-    return store.get(key)
-
-
-def _all(store: session.Store, key: str, rank: int, size: int, value: bytes) -> list[bytes]:
-    """The values of all ranks under ``key``."""
-    store.set(f"{key}/{rank}", value)
-    return [bytes(store.get(f"{key}/{other}")) for other in range(size)]

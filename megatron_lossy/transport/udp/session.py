@@ -1,19 +1,23 @@
-"""The messages of a channel's ranks through the store, and the values that they must agree on. No input or output."""
+"""The messages of a channel's ranks through the store, over datagrams and streams, and the values that they must agree on."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...base.errors import UsageError
-from .packet import PHASES
 
 #: The version of the datagrams and of the entries in the store.
-PROTOCOL = 10
+PROTOCOL = 11
+PHASES = ("grad", "param")
+#: What values are, by their number in a datagram.
+CODES = {"raw": 0, "int8": 1, "int4": 2}
+HEADER_BYTES, TAG_BYTES = 28, 16
 #: For each phase and each bucket: bytes of a shard, and of a unit.
 Buckets = Mapping[str, Sequence[tuple[int, int]]]
 
@@ -32,18 +36,19 @@ class Hello:
 
     address: str
     port: int
-    instance: str  # names the process, hexadecimal
     random: str  # a random number for this channel, hexadecimal
     proof: str  # proves that it has the same --udp-key-file
     buckets: str  # their digest
     size: int
     protocol: int
-    packet_bytes: int
     cipher: str
-    eager: int  # bytes that it keeps from each sender before it has posted
-    window: int  # DATA from one sender that its buffer holds with ease
-    limit: int  # DATA from one sender that its buffer holds at most
     codes: str  # of the values of each phase
+    # Of datagrams alone:
+    packet_bytes: int = 0
+    instance: str = ""  # names the process, hexadecimal
+    eager: int = 0  # bytes that it keeps from each sender before it has posted
+    window: int = 0  # DATA from one sender that its buffer holds with ease
+    limit: int = 0  # DATA from one sender that its buffer holds at most
 
     @property
     def where(self) -> str:
@@ -53,15 +58,64 @@ class Hello:
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
-    @classmethod
-    def decode(cls, text: bytes, rank: int, name: str) -> Hello:
+
+def meet(
+    transport: str,
+    end: Any,
+    name: str,
+    rank: int,
+    size: int,
+    store: Store,
+    prefix: str,
+    buckets: Buckets,
+    phases: Sequence[str],
+    alike: str,
+    codes: Mapping[str, str],
+    protocol: int,
+    **more: Any,
+) -> list[Hello]:
+    """The hellos of all ranks, exchanged through ``store``. Raises :class:`UsageError` unless they can exchange.
+
+    ``end``: of this process, with its address, port and settings. ``alike``: other text that must be the same on all ranks.
+    ``more``: other fields of this rank's hello.
+    """
+    key, random = end.settings.key, os.urandom(16).hex()
+    mine = Hello(
+        address=end.address,
+        port=end.port,
+        random=random,
+        proof=prove(key, random),
+        buckets=digest_buckets(buckets, alike, phases),
+        size=size,
+        protocol=protocol,
+        cipher=end.settings.cipher,
+        codes=" ".join(f"{phase}: {codes.get(phase, 'raw')}" for phase in phases),
+        **more,
+    )
+    hellos = []
+    for other, text in enumerate(share(store, f"{prefix}/hello", rank, size, mine.encode())):
         try:
-            return cls(**json.loads(text))
+            # The own one is not the stored copy: a writer to the store could bring back an old random.
+            hellos.append(mine if other == rank else Hello(**json.loads(text)))
         except (ValueError, TypeError):
-            raise UsageError(f"--transport udp: rank {rank} of {name} runs another version of megatron-lossy") from None
+            another = f"rank {other} of {name} runs another version of megatron-lossy"
+            raise UsageError(f"--transport {transport}: {another}") from None
+    check_agreement(name, hellos, key, transport)
+    return hellos
 
 
-def digest_buckets(buckets: Buckets, alike: str, phases: Sequence[str] = tuple(PHASES)) -> str:
+def share(store: Store, key: str, rank: int, size: int, value: bytes) -> list[bytes]:
+    """The values of all ranks under ``key``."""
+    store.set(f"{key}/{rank}", value)
+    return [bytes(store.get(f"{key}/{other}")) for other in range(size)]
+
+
+def overhead(cipher: str) -> int:
+    """Bytes of a datagram beside its unit."""
+    return HEADER_BYTES + (0 if cipher == "none" else TAG_BYTES)
+
+
+def digest_buckets(buckets: Buckets, alike: str, phases: Sequence[str] = PHASES) -> str:
     """Digest of the cut that all ranks of a channel must share, and of other text that must be ``alike``."""
     cut = [[[int(shard), int(unit)] for shard, unit in buckets.get(phase, ())] for phase in phases]
     text = json.dumps([cut, alike])
@@ -69,7 +123,7 @@ def digest_buckets(buckets: Buckets, alike: str, phases: Sequence[str] = tuple(P
 
 
 def channel_id(drawn: bytes, name: str) -> int:
-    """The number of a channel in datagrams; ``drawn``: random bytes of its first rank."""
+    """The number of a channel in datagrams; ``drawn``: the random number of its first rank."""
     return int.from_bytes(hashlib.blake2b(drawn + name.encode(), digest_size=4).digest(), "little")
 
 
@@ -104,6 +158,10 @@ class Secrets:
         info = b"".join(number.to_bytes(4, "little") for number in (self.channel, source, destination))
         return _mac(_mac(self._chain, randoms), info + b"\x01")[:16]
 
+    def derive(self, *texts: bytes) -> bytes:
+        """32 bytes that belong to ``texts``, and that only ranks with the same secret can make."""
+        return _mac(self._chain, *(len(text).to_bytes(4, "little") + text for text in texts))
+
     def proof(self, rank: int) -> bytes:
         """Proves that ``rank`` has heard the same of all ranks, and has the key file."""
         return _mac(self._chain, b"heard", rank.to_bytes(4, "little"))
@@ -122,24 +180,25 @@ def _mac(key: bytes, *texts: bytes) -> bytes:
     return hmac.new(key, b"".join(texts), hashlib.sha256).digest()
 
 
-#: Field, its name in messages, and the flag that sets it.
+#: Field, its name in messages, and the flag that sets it; ``None``: --transport.
 _EQUAL = (
-    ("protocol", "protocol version", "--transport udp"),
-    ("size", "number of ranks", "--transport udp"),
+    ("protocol", "protocol version", None),
+    ("size", "number of ranks", None),
     ("cipher", "cipher", "--udp-key-file"),
     ("packet_bytes", "bytes of a unit", "--packet-bytes"),
     ("codes", "form of values", "--grad-wire, --param-wire, --sync-dtype"),
-    ("buckets", "digest of buckets, dtypes and ranks", "--transport udp"),
+    ("buckets", "digest of buckets, dtypes and ranks", None),
 )
 
 
-def check_agreement(name: str, hellos: Sequence[Hello], file_key: bytes | None) -> None:
+def check_agreement(name: str, hellos: Sequence[Hello], file_key: bytes | None, transport: str = "udp") -> None:
     """Raise :class:`UsageError`, the same on every rank, unless all ranks can exchange."""
     first = hellos[0]
     for rank, hello in enumerate(hellos):
         for field, what, flag in _EQUAL:
             mine, theirs = getattr(first, field), getattr(hello, field)
             if mine != theirs:
+                flag = flag or f"--transport {transport}"
                 raise UsageError(f"{flag}: {what} of {name} is {mine} on rank 0 and {theirs} on rank {rank}")
         if (":" in hello.address) != (":" in first.address):
             raise UsageError(

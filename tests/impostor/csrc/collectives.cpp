@@ -8,6 +8,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 namespace pretended {
 namespace {
@@ -16,16 +17,19 @@ using c10::intrusive_ptr;
 using Tensors = std::vector<at::Tensor>;
 using Lists = std::vector<Tensors>;
 using Handle = intrusive_ptr<c10d::Work>;
+using Future = intrusive_ptr<c10::ivalue::Future>;
 
 struct Begun final : c10d::Work {
-  Begun(Handle inner, int64_t end, c10::DeviceIndex device, Tensors used, bool arrived)
-      : inner(std::move(inner)), end(end), device(device), used(std::move(used)), arrived(arrived) {}
+  Begun(Handle inner, int64_t end, c10::DeviceIndex device, Tensors used, bool arrived, Future future)
+      : inner(std::move(inner)), end(end), device(device), used(std::move(used)), arrived(arrived), future(std::move(future)) {}
   Handle inner;
   int64_t end;  // the event after it
   c10::DeviceIndex device;
   Tensors used;  // kept until somebody waits, as NCCL's work does
   bool arrived;
+  Future future;
 
+  Future getFuture() override { return future ? future : Work::getFuture(); }
   bool isCompleted() override {
     if (!arrived && !inner->isCompleted()) return false;
     return ask_event(end);
@@ -167,7 +171,16 @@ class Group final : public c10d::Backend {
     if (at_once) work->wait();
     tell_collective(name, own, read, written);
     tell_record(end, own);
-    return c10::make_intrusive<Begun>(std::move(work), end, device, std::move(used), at_once);
+    Future future;
+    if (at_once) {  // its value is there after the collective, on whatever stream it is waited for
+      const auto type = c10::ListType::create(c10::TensorType::get());
+      future = c10::make_intrusive<c10::ivalue::Future>(type, std::vector<c10::Device>{used.front().device()});
+      const auto current = current_stream(device);
+      set_current_stream(device, stream_);
+      future->markCompleted(c10::IValue(writes));
+      set_current_stream(device, current);
+    }
+    return c10::make_intrusive<Begun>(std::move(work), end, device, std::move(used), at_once, std::move(future));
   }
 
   void check(const at::Tensor& tensor) {
@@ -188,6 +201,13 @@ class Group final : public c10d::Backend {
   }
 };
 
+// DDP asks for one.
+struct NoTimer final : c10d::Timer {
+  explicit NoTimer(c10::Device) {}
+  void record(Event) override {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
 }  // namespace
 
 void add_process_group(py::module_& module) {
@@ -203,3 +223,8 @@ void add_process_group(py::module_& module) {
 }
 
 }  // namespace pretended
+
+namespace c10d {
+using Pretended = pretended::NoTimer;
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, Pretended)
+}  // namespace c10d

@@ -219,8 +219,11 @@ bool special(const std::string& name, Stack& stack, size_t begin) {
   if (starts_with(name, "aten::set_.source_Storage")) {
     auto tensor = stack[begin].toTensor();
     auto* implementation = tensor.unsafeGetTensorImpl();
-    implementation->set_storage_keep_dtype(stack[begin + 1].toStorage());
-    if (stack.size() - begin > 2)
+    const auto storage = stack[begin + 1].toStorage();
+    implementation->set_storage_keep_dtype(storage);
+    if (stack.size() - begin == 2)  // all of it
+      implementation->set_sizes_contiguous(c10::IntArrayRef{static_cast<int64_t>(storage.nbytes() / tensor.element_size())});
+    else
       implementation->set_sizes_and_strides(
           stack[begin + 3].toIntVector(), stack[begin + 4].toIntVector(), stack[begin + 2].toInt());
     torch::jit::drop(stack, stack.size() - begin);

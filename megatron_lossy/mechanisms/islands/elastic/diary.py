@@ -24,6 +24,8 @@ class Diary(Observer):
         self._window = Window(["exchanges", "members", "senders", "lost"])
         self._changed = threading.Lock()
         self._events: list[dict[str, Any]] = []
+        #: The latest event.
+        self.latest = ""
         self._lost: set[int] = set()  # since the last line
         self._counted: set[int] = set()  # of the lost ones, in the window
         self._written: tuple[str | None, int] | None = None
@@ -41,6 +43,7 @@ class Diary(Observer):
         """``event`` happened; ``more`` about it, for JSON."""
         with self._changed:
             self._events.append({"event": event, **more})
+            self.latest = event
 
     def lost(self, exchange: int) -> None:
         """Nothing of ``exchange`` arrived."""

@@ -112,7 +112,8 @@ class Preparation:
 class Entry:
     """An epoch, from exchange ``first`` on, when the run has made ``iteration`` iterations.
 
-    A member that is no sender copies, or listens. ``parent``: hash of the entry before it, empty for the first.
+    A member that is no sender copies, or listens. ``parent``: hash of the entry before it, empty for the first. ``nonce``: of its
+    preparation, which names the connections that its members have made.
     """
 
     number: int

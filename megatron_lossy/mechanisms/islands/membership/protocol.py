@@ -13,6 +13,7 @@ import math
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median, median_low
 from typing import NamedTuple
 
 from .messages import NOBODY, Beat, Birth, Entry, Member, Members, Picture, Preparation, Slot, Slots, slot_of, write
@@ -47,8 +48,9 @@ class Local:
 
     ``unix``: seconds, of a clock that may be wrong. ``iteration`` and ``exchange``: made so far; ``interval`` iterations make an
     exchange, which takes ``seconds``. ``ready``: its weights are the run's, and may be sent. ``leaves``: it is about to end. ``received``:
-    members whose frames have come within the time of silence. ``connected``: candidates to which a connection stands. ``answers``:
-    whether the holder of this island's slot answers at its address; ``None``: not known. The others are for operators.
+    members whose frames have come within the time of silence. ``connected``: candidates of the preparation ``attempt`` to which a
+    connection stands. ``answers``: whether the holder of this island's slot answers at its address; ``None``: not known. The others
+    are for operators.
     """
 
     unix: float
@@ -59,6 +61,7 @@ class Local:
     ready: bool = False
     leaves: bool = False
     received: Collection[Member] = ()
+    attempt: str = ""
     connected: Collection[Member] = ()
     answers: bool | None = None
     lag: int = 0
@@ -80,7 +83,8 @@ class Plan:
     """``writes`` in their order, of which the rest is left out once one fails. ``connect``: to these, of attempt ``attempt``.
 
     ``ask``: the address of a holder, which may be alive. ``refused`` and ``lost``: the line with which this island ends, before it
-    held its slot or afterwards. ``lines``: for the log.
+    held its slot or afterwards; ``flags``: those of the run, if that is why. ``run``: the exchanges that the median of the other senders
+    has made, each in ``seconds``; ``None``: there are none. ``lines``: for the log.
     """
 
     writes: list[Write] = field(default_factory=list)
@@ -89,6 +93,9 @@ class Plan:
     ask: str | None = None
     refused: str | None = None
     lost: str | None = None
+    flags: str = ""
+    run: int | None = None
+    seconds: float = 1.0
     lines: list[str] = field(default_factory=list)
 
 
@@ -164,6 +171,7 @@ class Island:
         if self.entry and (picture.entry is None or picture.entry.number < self.entry.number):
             plan.writes.append(Write("epoch", write(self.entry), texts.get("epoch")))
         self._connect(now, picture, local, plan)
+        self._follow(picture, plan)
         beat = self._beat(now, local, plan)
         plan.writes.append(Write(f"beat/{self.slot}", write(beat)))
         if now >= self._quiet and not local.leaves and self.me in picture.beats:
@@ -245,6 +253,7 @@ class Island:
         for slot in others:
             if self._alive(slot.me, picture, local):
                 plan.refused = f"--island {self.slot}: island {slot_of(slot.me)} at {slot.host} has other flags"
+                plan.flags = slot.flags
         if now >= self._quiet and all(self._silent(slot.me, picture, local) for slot in others):
             plan.writes.append(Write("flags", self.own.flags, flags))
         return False
@@ -262,7 +271,7 @@ class Island:
             lag=local.lag,
             received=Slots.of(local.received),
             attempt=plan.attempt,
-            ready=Slots.of(set(plan.connect) & set(local.connected)),
+            ready=Slots.of(set(plan.connect) & set(local.connected)) if plan.attempt == local.attempt else NOBODY,
             yields=int(now < self._yields),
             loss=local.loss,
             lost=local.lost,
@@ -279,6 +288,14 @@ class Island:
             self._attempt = prepared.nonce, now
         if self.me in prepared.candidates:
             plan.attempt, plan.connect = prepared.nonce, prepared.candidates
+
+    def _follow(self, picture: Picture, plan: Plan) -> None:
+        """Note how far the other senders are."""
+        entry = self.entry.ident if self.entry else ""
+        senders = [beat for me, beat in picture.beats.items() if me != self.me and beat.role == "sends"]
+        there = [beat for beat in senders if beat.entry == entry]
+        if there:
+            plan.run, plan.seconds = median_low(beat.exchange for beat in there), median(beat.seconds for beat in there)
 
     def _number(self, picture: Picture) -> int:
         """The number of the newest entry that is known; of none, the birth of the store, so that numbers never repeat."""
@@ -306,14 +323,14 @@ class Island:
             return
         fresh = [me for me in wanted if live[me].attempt == prepared.nonce and not self._is_late(me)]
         ready = {me: live[me].ready for me in fresh}
-        ready[self.me] = Slots.of(set(wanted) & set(local.connected))
+        ready[self.me] = Slots.of(set(wanted) & set(local.connected)) if prepared.nonce == local.attempt else NOBODY
         whole = not _lacking(wanted, ready)
         if not whole and age < self.times.connect:
             return
         members = _connected(wanted, ready, self._senders(live, base))
         self._leave_out(now, wanted, members, picture, plan)
         if self._may_commit(now, members, live, base, last):
-            entry = self._entry(number, members, live, base, local)
+            entry = self._entry(prepared, members, live, base, local)
             plan.writes.append(Write("epoch", write(entry), picture.texts.get("epoch")))
 
     def _live(self, picture: Picture, local: Local) -> dict[Member, Beat]:
@@ -386,7 +403,9 @@ class Island:
             if last is not None and last.ident == base.ident and self._stands(members, live, base):
                 return False
         former = base or last
-        if former is None or 2 * len(set(former.senders) & set(members)) >= len(former.senders):
+        # Of an island that has begun again, the former process has ended.
+        there = {slot_of(me) for me in members}
+        if former is None or 2 * len(there & {slot_of(me) for me in former.senders}) >= len(former.senders):
             self._fewer = None
             return True
         if self._fewer is None:
@@ -394,7 +413,7 @@ class Island:
         return now - self._fewer >= self.times.alone
 
     def _entry(
-        self, number: int, members: Members, live: Mapping[Member, Beat], base: Entry | None, local: Local
+        self, prepared: Preparation, members: Members, live: Mapping[Member, Beat], base: Entry | None, local: Local
     ) -> Entry:
         """The entry of ``members``, late enough for all to have read it before its first exchange."""
         senders = [me for me in self._senders(live, base) if me in members]
@@ -407,7 +426,7 @@ class Island:
             first += 1 + math.ceil(self.times.read / quickest)
         iteration = max(live[me].iteration + (first - live[me].exchange) * local.interval for me in senders)
         parent = base.ident if base else ""
-        return Entry(number, members, tuple(senders), first, iteration, parent, self._draw(8))
+        return Entry(prepared.number, members, tuple(senders), first, iteration, parent, prepared.nonce)
 
 
 def _branches(live: Mapping[Member, Beat]) -> dict[str, list[Member]]:

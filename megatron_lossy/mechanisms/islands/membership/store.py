@@ -233,21 +233,28 @@ def split_address(text: str, flag: str, default: int = PORT) -> tuple[str, int]:
     return found["host"].strip("[]"), port
 
 
+def check_url(url: str, flag: str = "--rendezvous") -> tuple[list[tuple[str, int]], str, str | None, bool]:
+    """Return the hosts of ``url``, the run, the file with the access, and whether they are a coordinator. Raises :class:`UsageError`."""
+    found = _URL.fullmatch(url)
+    if not found or (found["kind"] == "tcp" and (found["access"] or "," in found["hosts"])):
+        raise refuse(flag, url, "must be tcp://HOST:PORT/RUN, or etcd://HOST:PORT,HOST:PORT/RUN")
+    ours = found["kind"] == "tcp"
+    hosts = [split_address(one, flag, PORT if ours else 2379) for one in found["hosts"].split(",")]
+    return hosts, found["run"], found["access"], ours
+
+
 def open_store(url: str, key: bytes | None, flag: str = "--rendezvous") -> Gateway:
     """Return the store of ``url``: ``tcp://HOST:PORT/RUN`` or ``etcd://HOST:PORT,…/RUN``. Nothing is connected yet.
 
     ``key``: of the key file, for ``tcp``. ``?access=FILE`` after the name of an etcd: a YAML file with any of user and password, and
     ca, cert and key, which are paths. Raises :class:`UsageError`.
     """
-    found = _URL.fullmatch(url)
-    if not found or (found["kind"] == "tcp" and (found["access"] or "," in found["hosts"])):
-        raise refuse(flag, url, "must be tcp://HOST:PORT/RUN, or etcd://HOST:PORT,HOST:PORT/RUN")
-    hosts = [split_address(one, flag, PORT if found["kind"] == "tcp" else 2379) for one in found["hosts"].split(",")]
-    if found["kind"] == "tcp":
+    hosts, run, file, ours = check_url(url, flag)
+    if ours:
         if key is None:
             raise refuse(flag, url, "needs the key file that the coordinator has")
-        return Gateway(hosts, found["run"], client_context(key), NAME)
-    access = _access(found["access"], flag) if found["access"] else {}
+        return Gateway(hosts, run, client_context(key), NAME)
+    access = _access(file, flag) if file else {}
     tls = None
     if "ca" in access:
         try:
@@ -255,9 +262,9 @@ def open_store(url: str, key: bytes | None, flag: str = "--rendezvous") -> Gatew
             if "cert" in access:
                 tls.load_cert_chain(access["cert"], access.get("key"))
         except OSError as error:  # SSLError is one
-            raise refuse(flag, url, f"ca, cert and key of {found['access']}: {first_line(error)}") from None
+            raise refuse(flag, url, f"ca, cert and key of {file}: {first_line(error)}") from None
     user = (access["user"], access.get("password", "")) if "user" in access else None
-    return Gateway(hosts, found["run"], tls, user=user)
+    return Gateway(hosts, run, tls, user=user)
 
 
 def _access(path: str, flag: str) -> dict[str, str]:

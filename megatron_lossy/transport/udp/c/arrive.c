@@ -7,7 +7,7 @@
 enum { REPLIES = 64 }; /* in a millisecond, to a rank */
 #define JUMP ((uint64_t)1 << 20) /* numbers that a flow cannot skip: no window is so large */
 
-static void say_done(struct member *m, int phase, uint32_t step, uint32_t bucket, ns now)
+static void say_done(struct member *m, const struct header *h, ns now)
 {
     if (now >= m->replies.at) {
         m->replies.at = now + MS;
@@ -15,7 +15,7 @@ static void say_done(struct member *m, int phase, uint32_t step, uint32_t bucket
     }
     if (m->replies.count++ >= REPLIES)
         return;
-    done_said(m, phase, step, bucket);
+    done_said(m, h->phase, h->step, h->bucket);
 }
 
 static int early_keep(struct exchange *x, struct member *m, uint32_t unit, const uint8_t *bytes, uint32_t size)
@@ -44,26 +44,21 @@ static int early_keep(struct exchange *x, struct member *m, uint32_t unit, const
     return EARLY_KEPT;
 }
 
-static int take_data(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, uint32_t unit,
-                     const uint8_t *bytes, uint32_t size, int copied, ns now)
+static int take_data(struct member *m, const struct header *h, const uint8_t *bytes, uint32_t size, ns now)
 {
-    struct exchange *x = find(c, phase, step, bucket);
-    if (!x) {
-        if (!may_come(c, phase, &c->bucket[phase][bucket], step, 1)) {
-            say_done(m, phase, step, bucket, now);
-            m->count.late++;
-            return LATE;
-        }
-        if (!(x = exchange_new(c, phase, step, bucket, 1))) {
-            m->count.early_dropped++;
-            return EARLY_DROPPED;
-        }
-    }
+    int verdict = TAKEN, copied = h->tag & ((1 << CODE) - 1);
+    struct exchange *x = come_to(m, h, 1, &verdict);
+    if (verdict == LATE)
+        say_done(m, h, now);
+    m->count.late += !x && verdict == LATE;
+    m->count.early_dropped += !x && verdict == EARLY_DROPPED;
+    if (!x)
+        return verdict;
     struct source *s = &x->sources[m->rank];
-    int verdict = TAKEN;
+    uint32_t unit = h->index;
     s->full |= size == x->bucket->unit;
     if (!x->posted) {
-        if (!may_come(c, phase, x->bucket, step, 1))
+        if (!may_come(m->channel, h->phase, x->bucket, h->step, 1))
             verdict = LATE;
         else
             verdict = early_keep(x, m, unit, bytes, size);
@@ -92,7 +87,7 @@ static int take_data(struct channel *c, struct member *m, int phase, uint32_t st
             source_over(x, m->rank, now);
     }
     if (x->posted && s->over && verdict != TAKEN)
-        say_done(m, phase, step, bucket, now);
+        say_done(m, h, now);
     m->count.early += verdict == EARLY_KEPT;
     m->count.late += verdict == LATE;
     m->count.early_dropped += verdict == EARLY_DROPPED;
@@ -105,29 +100,27 @@ static int take_data(struct channel *c, struct member *m, int phase, uint32_t st
     return verdict;
 }
 
-static int take_end(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, uint32_t part,
-                    const uint8_t *payload, uint32_t size, ns now)
+static int take_end(struct member *m, const struct header *h, const uint8_t *payload, uint32_t size, ns now)
 {
-    struct exchange *x = find(c, phase, step, bucket);
+    int verdict = TAKEN;
+    struct exchange *x = come_to(m, h, 1, &verdict);
     m->count.ends++;
-    if (!x || !x->posted) {
-        if (!may_come(c, phase, &c->bucket[phase][bucket], step, 1)) {
-            say_done(m, phase, step, bucket, now);
-            return LATE;
-        }
-        if (!x && !(x = exchange_new(c, phase, step, bucket, 1)))
-            return EARLY_DROPPED; /* it comes again */
-    }
+    if (x && !x->posted && !may_come(m->channel, h->phase, x->bucket, h->step, 1))
+        verdict = LATE;
+    if (verdict == LATE)
+        say_done(m, h, now);
+    if (verdict != TAKEN)
+        return verdict; /* what there was no room for comes again */
     struct source *s = &x->sources[m->rank];
     if (x->posted && (s->over || !s->expected)) {
-        say_done(m, phase, step, bucket, now);
+        say_done(m, h, now);
         return DUPLICATE;
     }
     if (s->ended)
         return DUPLICATE;
     s->must.told_at = s->must.told_at ? s->must.told_at : now;
     if (x->bucket->reports) {
-        int result = end_part(x, s, part, payload, size);
+        int result = end_part(x, s, h->index - x->bucket->units, payload, size);
         if (result < 0) {
             m->count.malformed++;
             return MALFORMED;
@@ -142,43 +135,40 @@ static int take_end(struct channel *c, struct member *m, int phase, uint32_t ste
     s->must.twice = 0;
     s->must.nack_wait = nack_base(m->flow);
     if (x->posted)
-        exchange_due(x, now + reorder_window(c->engine, m->flow));
+        exchange_due(x, now + reorder_window(m->channel->engine, m->flow));
     return TAKEN;
 }
 
-/* `done`: it wants no more of this exchange; else it has posted it, and has not seen our END. */
-static int take_ready(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, uint32_t done,
-                      const uint8_t *payload, uint32_t size, ns now)
+/* With an index it wants no more of this exchange; else it has posted it, and has not seen our END. */
+static int take_ready(struct member *m, const struct header *h, const uint8_t *payload, uint32_t size, ns now)
 {
-    struct exchange *x = find(c, phase, step, bucket);
+    int verdict = TAKEN;
+    struct exchange *x = come_to(m, h, 0, &verdict);
     m->count.readies++;
-    if (!x) {
-        if (!may_come(c, phase, &c->bucket[phase][bucket], step, 0))
-            return LATE;
-        if (!(x = exchange_new(c, phase, step, bucket, 1)))
-            return EARLY_DROPPED;
-    }
+    if (!x)
+        return verdict;
     struct dest *d = &x->dests[m->rank];
-    if (done) {
-        if (!d->wanted || d->done || !size || reported(d, done - 1, payload, size))
+    if (h->index) {
+        if (!d->wanted || d->done || !size || reported(d, h->index - 1, payload, size))
             dest_done(d, now);
         return TAKEN;
     }
     dest_ready(d);
     if (d->sent && !d->done)
-        end_said(c->engine, m, d);
+        end_said(m->channel->engine, m, d);
     return TAKEN;
 }
 
 /* It waits for our READY, which may have been lost. */
-static int take_ask(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, ns now)
+static int take_ask(struct member *m, const struct header *h, ns now)
 {
-    const struct exchange *x = find(c, phase, step, bucket);
+    struct channel *c = m->channel;
+    const struct exchange *x = find(c, h->phase, h->step, h->bucket);
     m->count.asks++;
     if (x && x->posted && x->sources[m->rank].expected && !x->sources[m->rank].over)
         control(c->engine, m, READY, x, 0);
-    else if ((x && x->posted) || passed(c, &c->bucket[phase][bucket], step, 1)) /* one far ahead is still to come */
-        say_done(m, phase, step, bucket, now);
+    else if ((x && x->posted) || passed(c, &c->bucket[h->phase][h->bucket], h->step, 1)) /* one far ahead is still to come */
+        say_done(m, h, now);
     return TAKEN;
 }
 
@@ -374,14 +364,12 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         control(e, m, ALIVE, NULL, 1);
     }
     switch (type) {
-    case DATA: verdict = take_data(c, m, phase, step, bucket, index, payload, size, h.tag & ((1 << CODE) - 1), now); break;
-    case END:
-        verdict = take_end(c, m, phase, step, bucket, index - c->bucket[phase][bucket].units, payload, size, now);
-        break;
-    case READY: verdict = take_ready(c, m, phase, step, bucket, index, payload, size, now); break;
-    case PARITY: verdict = take_parity(c, m, phase, step, bucket, index, payload, size); break;
-    case NACK: verdict = take_nack(c, m, phase, step, bucket, index, payload); break;
-    case ASK: verdict = take_ask(c, m, phase, step, bucket, now); break;
+    case DATA: verdict = take_data(m, &h, payload, size, now); break;
+    case END: verdict = take_end(m, &h, payload, size, now); break;
+    case READY: verdict = take_ready(m, &h, payload, size, now); break;
+    case PARITY: verdict = take_parity(m, &h, payload, size); break;
+    case NACK: verdict = take_nack(m, &h, payload); break;
+    case ASK: verdict = take_ask(m, &h, now); break;
     case REPORT:
         if ((verdict = take_report(e, f, payload, now, came)) == MALFORMED)
             m->count.malformed++;

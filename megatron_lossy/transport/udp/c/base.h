@@ -51,5 +51,6 @@ static ns clock_now(void)
     return t.tv_sec * SECOND + t.tv_nsec;
 }
 
+static struct timespec timespec_of(ns t) { return (struct timespec){t / SECOND, t % SECOND}; }
 static ns least(ns a, ns b) { return a < b ? a : b; }
 static ns greatest(ns a, ns b) { return a > b ? a : b; }

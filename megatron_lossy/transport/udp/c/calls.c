@@ -4,10 +4,7 @@
 API int ml_linger(struct channel *c, ns timeout)
 {
     struct engine *e = c->engine;
-    struct timespec until;
-    ns end = clock_now() + timeout;
-    until.tv_sec = end / SECOND;
-    until.tv_nsec = end % SECOND;
+    struct timespec until = timespec_of(clock_now() + timeout);
     pthread_mutex_lock(&e->tell);
     int late = 0;
     while (c->unacknowledged && !c->failed && !late)
@@ -117,10 +114,7 @@ API int ml_wait(struct exchange *x, int what, ns timeout)
 {
     struct channel *c = x->channel;
     struct engine *e = c->engine;
-    struct timespec until;
-    ns end = timeout > 0 ? clock_now() + timeout : 0;
-    until.tv_sec = end / SECOND;
-    until.tv_nsec = end % SECOND;
+    struct timespec until = timespec_of(timeout > 0 ? clock_now() + timeout : 0);
     pthread_mutex_lock(&e->tell);
     int done, late = timeout <= 0;
     while (!(done = what ? x->sending && !x->unsent : x->over) && !c->failed && !late)

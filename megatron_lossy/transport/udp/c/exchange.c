@@ -214,6 +214,20 @@ static int may_come(const struct channel *c, int phase, const struct bucket *b, 
     return !c->any[phase] || (int32_t)(step - c->newest[phase]) <= AHEAD;
 }
 
+/* The exchange of a peer's datagram. NULL: it is over or left out here (LATE), or there is no room (EARLY_DROPPED). */
+static struct exchange *come_to(struct member *m, const struct header *h, int to_receive, int *verdict)
+{
+    struct channel *c = m->channel;
+    struct exchange *x = find(c, h->phase, h->step, h->bucket);
+    if (x)
+        return x;
+    if (!may_come(c, h->phase, &c->bucket[h->phase][h->bucket], h->step, to_receive))
+        *verdict = LATE;
+    else if (!(x = exchange_new(c, h->phase, h->step, h->bucket, 1)))
+        *verdict = EARLY_DROPPED;
+    return x;
+}
+
 static void exchange_over(struct exchange *x, ns now)
 {
     struct engine *e = x->channel->engine;

@@ -151,17 +151,14 @@ static void parities_drop(struct source *s, uint32_t units)
     }
 }
 
-static int take_parity(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, uint32_t index,
-                       const uint8_t *bytes, uint32_t size)
+static int take_parity(struct member *m, const struct header *h, const uint8_t *bytes, uint32_t size)
 {
-    struct exchange *x = find(c, phase, step, bucket);
-    if (!x) {
-        if (!may_come(c, phase, &c->bucket[phase][bucket], step, 1))
-            return LATE;
-        if (!(x = exchange_new(c, phase, step, bucket, 1)))
-            return EARLY_DROPPED;
-    }
+    int verdict = TAKEN;
+    struct exchange *x = come_to(m, h, 1, &verdict);
+    if (!x)
+        return verdict;
     struct source *s = &x->sources[m->rank];
+    uint32_t index = h->index;
     s->full = 1;
     if (s->over || (x->posted && !s->expected))
         return LATE;
@@ -285,15 +282,14 @@ static uint32_t nack_payload(const struct exchange *x, uint32_t rank, uint32_t p
 }
 
 /* It lacks units that must arrive. */
-static int take_nack(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, uint32_t count,
-                     const uint8_t *payload)
+static int take_nack(struct member *m, const struct header *h, const uint8_t *payload)
 {
-    struct exchange *x = find(c, phase, step, bucket);
+    struct exchange *x = find(m->channel, h->phase, h->step, h->bucket);
     if (!x || !x->dests[m->rank].wanted || x->dests[m->rank].done || !m->resend.ring)
         return LATE;
     struct dest *d = &x->dests[m->rank];
     m->count.nacks++;
-    for (uint32_t k = 0; k < count; k++) {
+    for (uint32_t k = 0; k < h->index; k++) {
         uint32_t unit = get32(payload + 4 * k), low = 0, high = d->must.count;
         while (low < high) {
             uint32_t middle = (low + high) / 2;
@@ -305,7 +301,7 @@ static int take_nack(struct channel *c, struct member *m, int phase, uint32_t st
         if (low < d->must.count && d->must.list[low] == unit && m->resend.last - m->resend.first < RESENDS)
             m->resend.ring[m->resend.last++ % RESENDS] = (struct resend){d, low};
     }
-    c->engine->blocked_until = 0;
+    m->channel->engine->blocked_until = 0;
     return TAKEN;
 }
 

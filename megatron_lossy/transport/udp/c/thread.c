@@ -171,10 +171,7 @@ static void give_way(struct engine *e)
 {
     if (!atomic_load(&e->thread.waiting))
         return;
-    struct timespec until;
-    ns end = clock_now() + MS;
-    until.tv_sec = end / SECOND;
-    until.tv_nsec = end % SECOND;
+    struct timespec until = timespec_of(clock_now() + MS);
     e->thread.giving = 1;
     pthread_cond_timedwait(&e->thread.given, &e->lock, &until);
     e->thread.giving = 0;
@@ -241,7 +238,7 @@ static void *run(void *argument)
         atomic_store(&e->thread.asleep, 1);
         pthread_mutex_unlock(&e->lock);
         struct pollfd polled[2] = {{.fd = e->net.socket, .events = POLLIN}, {.fd = e->net.wake, .events = POLLIN}};
-        struct timespec pause = {rest / SECOND, rest % SECOND};
+        struct timespec pause = timespec_of(rest);
         if (rest && !atomic_load(&e->thread.waiting))
             ppoll(polled, 2, &pause, NULL);
         atomic_store(&e->thread.asleep, 0);

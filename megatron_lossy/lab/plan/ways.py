@@ -1,0 +1,203 @@
+"""The ways to train over a link, and the time of an iteration of each: closed forms and measured prices.
+
+A way is a row of :data:`WAYS`, a transport a row of :data:`TRANSPORTS`. Their numbers come from ``measured.yaml``, which
+names the record of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...mechanisms.islands.flags import SYNC_LANES
+from ..theory import bytes_sent, gradient_bytes, gradient_seconds, parts
+from .link import Link
+
+#: The share of a link that a plan leaves to others.
+SPARE = 0.1
+#: Bytes of a value that crosses; int8 with its share of a scale, 2 bytes for each block of 128.
+BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 2 / 128}
+#: Bytes of a datagram besides its payload: 28 of ours, 16 of the cipher and 28 of IP and UDP.
+PACKET_MORE = 72
+#: Bytes of a packet over those of its payload.
+TRANSPORTS = {"udp": 1 + PACKET_MORE / 1408, "stream": 1 + 52 / 1448, "torch": 1 + 52 / 1448}
+#: The share that a stream may lose at its deadline, by default.
+_DEADLINE = 0.01
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train. ``method``: gradients, sites, islands, diloco or nothing. ``values``: the dtype that crosses.
+
+    ``later``: iterations beyond the least delay of islands. ``every``: iterations between two exchanges of DiLoCo.
+    ``rank``: order of what it costs in validation loss, as far as that was measured.
+    """
+
+    method: str
+    transport: str | None
+    values: str = "raw"
+    later: int = 0
+    every: int = 1
+    rank: int = 0
+
+
+WAYS = (
+    *(Way(method, "torch", rank=0) for method in ("gradients", "sites")),
+    *(Way(method, over, rank=1) for over in ("stream", "udp") for method in ("gradients", "sites")),
+    *(Way("sites", over, "int8", rank=2) for over in ("stream", "udp")),
+    *(Way("islands", "udp", values, later, rank=3) for later in (0, 1) for values in ("fp32", "bf16", "int8")),
+    *(Way("islands", over, values, rank=3) for over, values in (("stream", "int8"), ("torch", "bf16"))),
+    *(Way("diloco", "udp", "fp32", every=h, rank=4) for h in (20, 100, 500)),
+    Way("diloco", "torch", "fp32", every=100, rank=4),
+    Way("nothing", None, rank=5),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The training. ``parameters`` and ``weight``: of the model, and bytes of a weight. ``step``: seconds of an iteration
+    without the link: low, median, high. ``ranks``: of a site, of which ``data`` are data-parallel."""
+
+    parameters: float
+    weight: float
+    step: tuple[float, float, float]
+    sites: int
+    ranks: int
+    data: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A way on a link. ``seconds``: of an iteration: low, median, high. ``hidden``: seconds of an exchange beside computing.
+
+    ``sent``: bytes out of a site in an iteration, with headers. ``parts``: n of one parameter in n that islands exchange.
+    ``delay``: iterations. ``interval``: iterations between two exchanges.
+    """
+
+    way: Way
+    seconds: tuple[float, float, float]
+    hidden: float
+    sent: float
+    parts: int = 1
+    delay: int = 0
+    interval: int = 1
+
+    @property
+    def name(self) -> str:
+        """The way in words."""
+        way = self.way
+        share = "all" if self.parts == 1 else f"1/{self.parts}"
+        detail = {
+            "islands": f"{share}, {self.delay} late" + (f", every {self.interval}" if self.interval > 1 else ""),
+            "diloco": f"every {self.interval}",
+        }.get(way.method)
+        values = None if way.values == "raw" else way.values
+        return ", ".join(filter(None, (way.method, way.transport, detail, values)))
+
+
+@functools.cache
+def measured() -> Mapping[str, Any]:
+    """The content of ``measured.yaml``."""
+    return yaml.safe_load(Path(__file__).with_name("measured.yaml").read_text(encoding="utf-8"))
+
+
+def inside(link: Link) -> bool:
+    """Whether ``link`` looks like the network of a site: no loss, and a round trip of at most 1 ms."""
+    return not link.loss and link.rtt <= 1e-3
+
+
+def use(transport: str, link: Link) -> tuple[float, float] | None:
+    """The least and the most share of ``link`` that ``transport`` takes; ``None`` if nobody has measured it."""
+    if transport != "udp" and inside(link):
+        return None
+    rows = measured()["use"][transport]["rows"]
+    below = [row for row in rows if row["loss"] <= link.loss][-1:]
+    above = [row for row in rows if row["loss"] >= link.loss][:1]
+    near = below + above
+    return (min(row["low"] for row in near), max(row["high"] for row in near)) if above else None
+
+
+def predict(way: Way, link: Link, job: Job) -> Prediction:
+    """The time of an iteration of ``job`` over ``link``, and its bytes."""
+    low, median, high = job.step
+    if way.transport is None:
+        return Prediction(way, job.step, 0.0, 0.0)
+    least, most = use(way.transport, link) or (1 - SPARE, 1 - SPARE)
+    header = TRANSPORTS[way.transport]
+    # From the slowest to the fastest, as bytes of payload per second.
+    rates = [link.rate * min(1 - SPARE, share) / header for share in (least, (least + most) / 2, most)]
+    trips = (link.rtt + link.spread, link.rtt, link.rtt)
+    if way.method in ("gradients", "sites"):
+        grad, weight = (BYTES["int8"],) * 2 if way.values == "int8" else (BYTES["fp32"], job.weight)
+        ranks = job.data if way.method == "gradients" else 1
+        payload = gradient_bytes(job.parameters, ranks, weight, grad, job.sites)
+        adds = [gradient_seconds(payload, rate, trip) for rate, trip in zip(rates, trips)]
+        return Prediction(way, (low + adds[2], median + adds[1], high + adds[0]), 0.0, payload * header)
+    whole = bytes_sent(1, job.sites, BYTES[way.values]) * job.parameters
+    if way.method == "diloco":
+        adds = [(whole / rate + trip) / way.every for rate, trip in zip(rates, trips)]
+        seconds = (low + adds[2], median + adds[1], high + adds[0])
+        return Prediction(way, seconds, 0.0, whole * header / way.every, interval=way.every)
+    n, delay = parts(
+        job.parameters, rates[0], link.rtt + link.spread, low, job.sites, BYTES[way.values], later=way.later
+    )
+    payload = whole / n
+    under_way = [payload / rate + trip for rate, trip in zip(rates, trips)]
+    interval = max(1, math.ceil(under_way[0] / (SYNC_LANES * low) - 1e-9))
+    beside = measured()["beside"]["value"]
+    return Prediction(
+        way,
+        (low, beside * median, beside * high),
+        under_way[1],
+        payload * header / interval,
+        n,
+        delay,
+        interval,
+    )
+
+
+def cost(found: Prediction, link: Link) -> tuple[str, bool]:
+    """The cost in validation loss with its interval and where it was measured, in words; and whether that is what
+    ``found`` does."""
+    way = found.way
+    kind = "gradients" if way.method == "sites" else way.method
+    if way.transport == "stream":
+        link = replace(link, loss=_DEADLINE)
+    if kind == "gradients" and way.values == "raw" and (way.transport == "torch" or not link.loss):
+        return "none: nothing is lost", True
+    if kind == "gradients" and way.values != "raw":
+        kind = "codes"
+    rows = [row for row in measured()["costs"] if row["method"] == kind]
+    nearest = min(rows, key=lambda row: _distance(row, found, link))
+    where = {
+        "gradients": "{loss:.0%} lost, 8 workers",
+        "codes": "{loss:.0%} lost, against fp32, 8 workers",
+        "islands": "{share:.0%}, {late} late, 2 islands",
+        "diloco": "every {every}, 4 islands",
+        "nothing": "4 islands",
+    }[kind].format(**nearest)
+    text = f"{nearest['change']:+.2f} ± {nearest['error']:.2f} % (1 M parameters, {where})"
+    return text, _distance(nearest, found, link) < 0.1
+
+
+def _distance(row: Mapping[str, Any], found: Prediction, link: Link) -> float:
+    """The distance of a measured row from ``found``: in logarithms of shares and intervals."""
+    if "share" in row:
+        late = abs(math.log((1 + row["late"]) / (1 + found.delay)))
+        return abs(math.log(row["share"] * found.parts)) + late + math.log(found.interval)
+    if "every" in row:
+        return abs(math.log(row["every"] / found.interval))
+    return abs(math.log((row["loss"] + 1e-3) / (link.loss + 1e-3))) if "loss" in row else 0.0
+
+
+def order(found: Prediction) -> tuple[float, ...]:
+    """The place of a way, from what is nearest to training on one site: of islands the least delay, which costs most, then
+    the largest share, then the widest values."""
+    share = found.parts * found.interval
+    return found.way.rank, found.delay, share, found.seconds[1], -BYTES.get(found.way.values, 4.0)

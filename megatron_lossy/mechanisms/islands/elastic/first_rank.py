@@ -1,0 +1,165 @@
+"""The part of the first rank of an island that comes and goes: it polls the store, on a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import socket
+import time
+from dataclasses import replace
+from typing import Any
+
+from ....base.errors import UsageError, refuse
+from ..membership.messages import Entry, Slot, write
+from ..membership.protocol import Island, Local, Plan, Times
+from ..membership.store import Store, split_address
+from ..membership.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+TIMES = Times()
+#: Seconds for the holder of a slot to answer.
+_PROBE = 2.0
+
+
+class Lost(UsageError):
+    """A later start has the slot of this island."""
+
+    status = 4
+
+
+class FirstRank:
+    """The part of the first rank: it polls the store for ``part``, the :class:`.ElasticIslands` of ``me``, which begins after ``began`` iterations.
+
+    ``store``: for the thread that polls.
+    """
+
+    def __init__(self, part: Any, me: str, store: Store, began: int) -> None:
+        config, self._part, self._connections, self._store = part.config, part, part._connections, store
+        self.began, self._url = began, config.rendezvous
+        #: The entries that have this island, as text, with its role.
+        self.found: list[tuple[str, str]] = []
+        #: The error with which this island ends.
+        self.ends: UsageError | None = None
+        self._flags, self._join = part.flags(), config.island_join
+        text = json.dumps(self._flags, sort_keys=True)
+        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self._plan, self._leaves = Plan(), False
+        self._answers: bool | None = None  # the holder of the slot
+        self._answered = time.monotonic()
+        self._run: tuple[int | None, float] = (None, 0.0)  # how far the others are, and since when
+        self._patience = config.island_patience
+        self._address = self._connections.listen()
+        times = replace(TIMES, join=config.island_join, alone=config.island_alone)
+        own = Slot(me, socket.gethostname()[:200], self._address, digest)
+        self._island = Island(own, config.islands, times, time.monotonic())
+        self._what = f"flags/{digest}", text
+        self._watch: Watch | None = None
+
+    def begin(self, store: Store) -> None:
+        """Begin to poll ``store``."""
+        self._watch = Watch(store, self._island, self._local, self._act)
+
+    # --- on the thread that polls --------------------------------------------------------------------------------------
+
+    def _local(self) -> Local:
+        for pair in self._connections.pairs:
+            entry = pair.told()
+            if entry is not None:
+                self._island.adopt(entry)
+        self._note()
+        return replace(self._part.local(), leaves=self._leaves, answers=self._answers)
+
+    def _act(self, plan: Plan) -> None:
+        self._plan = plan
+        if self._watch is None or not self._watch.why:
+            self._answered = time.monotonic()
+            with contextlib.suppress(OSError):  # the next time
+                if self._what[0]:
+                    self._store.put(*self._what)
+                    self._what = ("", "")
+        for line in plan.lines:
+            logger.warning("island %d: %s", self._part._slot, line)
+        if plan.refused and self.ends is None:
+            self.ends = self._difference(plan.flags) or UsageError(plan.refused)
+        if plan.lost:
+            self.ends = Lost(plan.lost)
+        # At the address of this island is no other one.
+        self._answers = None if plan.ask is None else plan.ask != self._address and _answers(plan.ask)
+        self._note()
+
+    def _note(self) -> None:
+        """Note a newer entry, and say it to its members."""
+        entry = self._island.entry
+        if entry is None:
+            return
+        if not self.found or self.found[-1][0] != write(entry):
+            self.found.append((write(entry), self._island.role))
+        for pair in self._connections.among(entry).values():
+            pair.say(entry)
+
+    def _difference(self, digest: str) -> UsageError | None:
+        """The first flag that differs from those of the run, whose digest is ``digest``, in words."""
+        try:
+            theirs = json.loads(self._store.get(f"flags/{digest}") or "{}") if digest else {}
+        except (OSError, ValueError):
+            theirs = {}
+        mine, where = self._flags, (self._plan.refused or "").partition(": ")[2].partition(" has other")[0]
+        for flag in sorted(mine.keys() | theirs.keys()) if theirs else ():
+            if mine.get(flag) != theirs.get(flag):
+                if flag == "layout":
+                    return UsageError(f"--rendezvous: {where} has another model or layout of ranks")
+                return refuse(flag, mine.get(flag), f"{where} has {theirs.get(flag)}; all must be alike")
+        return None
+
+    # --- on the thread that trains -------------------------------------------------------------------------------------
+
+    @property
+    def begins(self) -> list[tuple[str, str]] | None:
+        """The entries so far; ``None``: there are none. Raises :class:`UsageError` if this island cannot begin."""
+        assert self._watch is not None
+        self._watch.check()
+        if self.ends is not None:
+            raise self.ends
+        silent = time.monotonic() - self._answered
+        if self._watch.why and silent >= self._join:
+            why = f"no answer for {silent:.0f} s (--island-join {self._join:g}): {self._watch.why}"
+            raise refuse("--rendezvous", self._url, why)
+        return list(self.found) or None
+
+    def near(self, exchange: int, entry: Entry) -> bool:
+        """Whether the others will make ``exchange`` within the patience; true also if they stand still, or ``entry`` is not the last one."""
+        plan, now = self._plan, time.monotonic()
+        run = -1 if plan.run is None else plan.run
+        if run != self._run[0]:
+            self._run = run, now
+        stands = now - self._run[1] > self._patience + plan.seconds
+        near = plan.run is not None and (exchange - run) * plan.seconds <= self._patience / 2
+        return near or stands or self.found[-1][0] != write(entry)
+
+    def jump(self, exchange: int) -> int:
+        """The exchange to go on with if the others have left this island, which has made ``exchange``, behind; else 0."""
+        assert self._watch is not None
+        self._watch.check()
+        plan, under_way = self._plan, self._part.config.rounds_under_way
+        if plan.run is None or plan.run <= exchange + 2 + under_way:
+            return 0
+        return plan.run + 1 + math.ceil(TIMES.read / max(plan.seconds, 1e-3))
+
+    def close(self) -> None:
+        """Say that this island leaves, and poll no more."""
+        self._leaves = True
+        assert self._watch is not None
+        self._watch.close()
+
+
+def _answers(address: str) -> bool:
+    """Whether somebody listens at ``address``."""
+    try:
+        socket.create_connection(split_address(address, "--rendezvous"), _PROBE).close()
+    except (OSError, UsageError):
+        return False
+    return True
