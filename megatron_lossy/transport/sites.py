@@ -201,7 +201,7 @@ def _between(place: Site, tensor: torch.Tensor, op: Any) -> Transfer:
     work = dist.all_to_all_single(arrived, sent, group=place.between, async_op=True)
 
     def reduced() -> None:
-        used_here((arrived,))
+        used_here((sent, arrived))
         tensor.view(-1).copy_(_IN_LEVELS[op](arrived, 0))
 
     return Transfer(work, reduced)
