@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: folders at the top of the repository that go into the wheel, and its C libraries."""
+"""The parts of the build that pyproject.toml cannot express: shipped folders and compiled C libraries."""
 
 import platform
 import sys

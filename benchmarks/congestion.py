@@ -73,7 +73,7 @@ def use(*paths: Bottleneck, seconds: float = 20, flows: int = 1) -> Callable[[st
 
 
 def beside(kind: str, *paths: Bottleneck) -> Callable[[str, int], list[float]]:
-    """What a TCP flow gets beside one of ours, of what it has alone, percent."""
+    """Return the rate of a TCP flow next to one of ours, in percent of its rate alone."""
 
     def measure(rule: str, seed: int) -> list[float]:
         values = []

@@ -79,7 +79,7 @@ def between_sites(recorded, config, averaged=False):
 
 
 def gradients_in_codes(sent, place, shards, config, step, site):
-    """What others get of ``sent`` float32[M * shard] of ``site``. ``shards``: their elements in all buckets."""
+    """Return the values that others get of ``sent`` float32[M * shard] of ``site``. ``shards``: elements of all buckets."""
     exchange, rows = Exchange("grad", place["stream"], step), sent.reshape(config.sites, -1).copy()
     keys = coding_keys(config.loss_seed, exchange, site, range(config.sites)).view(np.uint32)
     first = sum(-(-shard // 256) * 256 for shard in shards[: place["number"]])
@@ -228,7 +228,7 @@ def test_bytes_of_datagrams_are_those_of_the_formula(wire, bits, ranks, pool):
 
 
 def sums(rank, tiny, config, steps):
-    """What crosses for small sums in an iteration: by collective and ranks of its group."""
+    """Count the collectives of small sums in an iteration, by name and ranks of the group."""
     with contract.installed(config), crossings() as found:
         run = build(tiny)
         for step in range(steps):

@@ -178,7 +178,7 @@ def messages(rank):
         if rank == 0:
             links.send("act", mine, 1, 64, (1, 0)).wait()
         else:
-            links.receive("act", there, 0, 64).wait()
+            links.receive("act", there, 0, 64)()
     tracker.phase = "after"
     watched(False)
     links.close()

@@ -1,4 +1,4 @@
-"""Who exchanges: a plain TCP connection for each pair of ranks, gloo, and the lossy transports over TCP and UDP.
+"""The contestants: a plain TCP connection for each pair of ranks, gloo, and the lossy transports over TCP and UDP.
 
 A :class:`Team` is the ranks of one of them, each a process on a node of the lab that waits for orders. Orders and
 results go through pipes, so that nothing but the exchange crosses the link while it is timed.

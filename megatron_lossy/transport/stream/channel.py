@@ -1,7 +1,7 @@
 """The exchanges of a group of ranks over TCP. A unit that has not come at the deadline is lost.
 
 An exchange has a phase, a bucket and a number, which rises. ``post`` gives the memory for pieces of others, ``send`` the pieces for
-them. When it is over, what the kernel was not handed yet is dropped, and an END says so. What comes before it is posted is kept.
+them. At its end, data that the kernel does not have yet are dropped, and a frame END notes it. Data that arrive before ``post`` are kept.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Link:
             logger.warning("stream: %s is connected again", self.called)
 
     def broken(self, connection: Connection, why: str) -> None:
-        """Do without a connection that is closed. What was in it is lost."""
+        """Do without a connection that is closed. Its data under way are lost."""
         with self.channel.lock:
             self.counters["malformed"] += connection.malformed
         ends = self.left or self.channel.closed

@@ -189,7 +189,7 @@ class Transfer(Message):
             return self.arrived
 
     def sent(self, timeout: float | None = None) -> None:
-        """Wait until all is handed to the kernel. What is not at the deadline is dropped. Raises TimeoutError."""
+        """Wait until the kernel has all data; those that it lacks at the deadline are dropped. Raise TimeoutError."""
         with self._lock:
             self._wait(self._going, timeout)
             self.end()

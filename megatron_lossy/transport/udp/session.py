@@ -15,7 +15,7 @@ from ...base.errors import UsageError
 #: The version of the datagrams and of the entries in the store.
 PROTOCOL = 11
 PHASES = ("grad", "param")
-#: What values are, by their number in a datagram.
+#: The number of each code of values in a datagram.
 CODES = {"raw": 0, "int8": 1, "int4": 2}
 HEADER_BYTES, TAG_BYTES = 28, 16
 #: For each phase and each bucket: bytes of a shard, and of a unit.
