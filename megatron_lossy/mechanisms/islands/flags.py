@@ -142,13 +142,8 @@ class IslandFlags(Flags):
     )
     island_join: float = flag(
         60.0,
-        "with --rendezvous: seconds that a start waits for the store, and a run which begins for other islands",
-        metavar="S",
-        incidental=True,
-    )
-    island_alone: float = flag(
-        60.0,
-        "with --rendezvous: seconds until less than half of the islands that were there go on without the others",
+        "with --rendezvous: seconds that a start waits for the store, a run which begins for other islands, and less than half of the "
+        "islands for the rest",
         metavar="S",
         incidental=True,
     )
@@ -384,7 +379,6 @@ class IslandFlags(Flags):
         self._need("island", 0 <= self.island < self.islands, slots)
         self._need("island_patience", 0 < self.island_patience < math.inf, "must be seconds above 0")
         self._need("island_join", 0 <= self.island_join < math.inf, "must be seconds of at least 0")
-        self._need("island_alone", 0 <= self.island_alone < math.inf, "must be seconds of at least 0")
 
     def _need(self, name: str, fine: bool, allowed: str) -> None:
         if not fine:  # NaN is never fine
@@ -413,7 +407,7 @@ class IslandFlags(Flags):
             ),
             "rendezvous": (self.averages and corrected, "--islands and --sync-method parameters"),
             **dict.fromkeys(
-                ("island", "island_patience", "island_join", "island_alone"),
+                ("island", "island_patience", "island_join"),
                 (self.rendezvous is not None, "--rendezvous"),
             ),
             "island_keep": (

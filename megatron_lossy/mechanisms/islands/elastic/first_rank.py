@@ -53,7 +53,7 @@ class FirstRank:
         self._run: tuple[int | None, float] = (None, 0.0)  # how far the others are, and since when
         self._patience = config.island_patience
         self._address = self._connections.listen()
-        times = replace(TIMES, join=config.island_join, alone=config.island_alone)
+        times = replace(TIMES, join=config.island_join, alone=config.island_join)
         own = Slot(me, socket.gethostname()[:200], self._address, digest)
         self._island = Island(own, config.islands, times, time.monotonic())
         self._what = f"flags/{digest}", text
