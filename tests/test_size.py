@@ -8,16 +8,16 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 33_050,
-    "lines of the package": 47_850,
+    "lines outside lab": 33_015,
+    "lines of the package": 47_822,
     "lines of C": 4_060,
     "lines of tests": 41_000,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 41,
-    "lines of islands": 7_520,
+    "lines of islands": 7_514,
     "files under 40 lines": 10,
     "files over 450 lines": 4,
-    "words of pages": 43_500,
+    "words of pages": 42_440,
     "loss flags": 75,
     "lines of train --help": 90,
 }
