@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -21,12 +20,13 @@ import numpy as np
 
 from ...base.errors import UsageError
 from ..udp import session
-from .frames import ASK, BYE, DATA, END, LIVE, Header, Malformed
+from .deadline import Pace
+from .frames import ASK, BYE, DATA, END, LIVE, OVER, Header, Malformed
 from .link import LOOKS, Link, Outgoing, Shape
-from .transfer import Deadline, Key, Pointers, Transfer
+from .transfer import Key, Pointers, Transfer
 
 #: The version of frames, handshakes and entries in the store.
-PROTOCOL = 1
+PROTOCOL = 2
 #: A rank that is silent for this share of the timeout, and so many seconds at least, is not waited for.
 _PATIENCE, _LEAST_PATIENCE = 0.1, 1.0
 
@@ -60,10 +60,11 @@ class Channel:
         self.secret = session.Secrets(name, 0, hellos, settings.key)
         #: Names the channel in handshakes.
         self.id = self.secret.derive(b"channel")[:16]
-        self._settings, self._memory = settings, settings.memory
+        self._memory = settings.memory
         self.plain = settings.cipher == "none"
         self.patience = max(_PATIENCE * settings.peer_timeout, _LEAST_PATIENCE)
-        self.deadline = Deadline(settings)
+        self.deadline = settings.deadline
+        self.paces: dict[Key, Pace] = defaultdict(lambda: Pace(settings.arrive))
         self.phases = tuple(phases)
         self._shapes = {phase: [Shape(*one) for one in buckets.get(phase, ())] for phase in phases}
         self._codes = [session.CODES[codes.get(phase, "raw")] for phase in phases]
@@ -135,9 +136,9 @@ class Channel:
                 if number <= old.number:
                     raise ValueError(f"{phase} {number}, bucket {bucket} of {self.name}: not later than its last step")
                 old.end()
-            transfer = self._transfers[key] = Transfer(
-                self.lock, self._deadline(within), self.links, key, number, self._shapes[phase][bucket], destinations
-            )
+            limit = self.deadline if within is None else float(within)
+            shape = self._shapes[phase][bucket]
+            transfer = self._transfers[key] = Transfer(self, key, number, shape, destinations, limit)
             transfer.arrived[self.rank] = True
             early, self._early[key] = self._early[key], []
             for link, header, payload in early:
@@ -153,22 +154,28 @@ class Channel:
                 self.host.ask(link.wake)
             return transfer
 
-    def _deadline(self, within: float | None) -> Deadline:
-        return self.deadline if within is None else Deadline(replace(self._settings, deadline=float(within)))
-
     def send(self, phase: str, number: int, bucket: int, sources: Pointers) -> Transfer:
         """Give the address of each destination's piece, after :meth:`post`; ``None``: that rank gets nothing."""
         key = self.phases.index(phase), bucket
-        header = Header(END, self._codes[key[0]], key[0], number, bucket)
+        header = self._header(END, key, number)
         with self.lock:
             transfer = self._transfers[key]
             assert transfer.number == number
             for rank, address in enumerate(sources):
                 if address is not None and not self.links[rank].left:
                     message = Outgoing(header, address, self._shapes[phase][bucket])
-                    transfer.leaving[rank] = message
+                    transfer.leave(rank, message)
                     self.links[rank].put(message)
             return transfer
+
+    def _header(self, kind: int, key: Key, number: int) -> Header:
+        return Header(kind, self._codes[key[0]], key[0], number, key[1])
+
+    def give_up(self, transfer: Transfer, key: Key, source: int) -> None:
+        """Let ``source`` send no more of ``transfer``. Called with the lock."""
+        if self.links[source].connection is not None:
+            header = self._header(OVER, key, transfer.number)
+            self.links[source].put(Outgoing(header, 0, transfer.shape, dropped=True), first=True)
 
     def take(self, link: Link, header: Header, payload: memoryview) -> bool:
         """Put a frame where it belongs. Returns whether there was room. Raises :class:`Malformed`."""
@@ -181,6 +188,10 @@ class Channel:
                 return True
             self._check(header)
             current = self._transfers.get((header.phase, header.bucket))
+            if header.kind == OVER:
+                if current is not None and header.number == current.number:
+                    current.drop(link.rank)
+                return True
             if current is not None and header.number <= current.number:
                 self._place(link, header, payload)
                 return True
@@ -231,7 +242,7 @@ class Channel:
             for (phase, bucket), transfer in self._transfers.items():
                 transfer.begin(link.rank)
                 if link.rank in transfer.leaving:
-                    header = Header(END, self._codes[phase], phase, transfer.number, bucket)
+                    header = self._header(END, (phase, bucket), transfer.number)
                     link.put(Outgoing(header, 0, transfer.shape, dropped=True))
             self.lock.notify_all()
 
@@ -285,7 +296,7 @@ class Channel:
         for peer, link in self.links.items():
             connection = link.connection
             with suppress(OSError):  # it was closed meanwhile
-                _, rate, rtt_min = (0, 0.0, 0.0) if connection is None else connection.measured()
+                _, rate, rtt_min, _ = (0, 0.0, 0.0, 0) if connection is None else connection.measured()
                 found[peer] = {"rate": rate, "rtt_min": rtt_min}
         return found
 
