@@ -10,10 +10,9 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,32 +31,15 @@ _PATIENCE, _LEAST_PATIENCE = 0.1, 1.0
 
 
 class Channel:
-    """The exchanges of a group of ranks, made by :meth:`.Host.open`. The other arguments are those of the engine of datagrams.
+    """The exchanges of a group of ranks, made by :meth:`.Host.open`.
 
     Raises :class:`UsageError`, the same on all ranks, if they differ or cannot reach each other.
     """
 
-    def __init__(
-        self,
-        host: Any,
-        name: str,
-        rank: int,
-        size: int,
-        store: session.Store,
-        prefix: str,
-        buckets: session.Buckets,
-        *,
-        peers: Collection[int] | None = None,
-        alike: str = "",
-        reported: Collection[str] = (),
-        phases: Sequence[str] = session.PHASES,
-        called: Sequence[int] | None = None,
-        codes: Mapping[str, str] = MappingProxyType({}),
-        bears: bool = False,
-    ) -> None:
-        self.host, self.name, self.rank, settings = host, name, rank, host.settings
-        hellos = session.meet("stream", host, name, rank, size, store, prefix, buckets, phases, alike, codes, PROTOCOL)
-        self.secret = session.Secrets(name, 0, hellos, settings.key)
+    def __init__(self, host: Any, opening: session.Opening) -> None:
+        self.host, self.name, self.rank, settings = host, opening.name, opening.rank, host.settings
+        hellos = session.meet("stream", host, opening, PROTOCOL)
+        self.secret = session.Secrets(self.name, 0, hellos, settings.key)
         #: Names the channel in handshakes.
         self.id = self.secret.derive(b"channel")[:16]
         self._memory = settings.memory
@@ -65,9 +47,9 @@ class Channel:
         self.patience = max(_PATIENCE * settings.peer_timeout, _LEAST_PATIENCE)
         self.deadline = settings.deadline
         self.paces: dict[Key, Pace] = defaultdict(lambda: Pace(settings.arrive))
-        self.phases = tuple(phases)
-        self._shapes = {phase: [Shape(*one) for one in buckets.get(phase, ())] for phase in phases}
-        self._codes = [session.CODES[codes.get(phase, "raw")] for phase in phases]
+        self.phases = tuple(opening.phases)
+        self._shapes = {phase: [Shape(*one) for one in opening.cut(phase)] for phase in self.phases}
+        self._codes = [session.CODES[opening.code(phase)] for phase in self.phases]
         every = [shape for parts in self._shapes.values() for shape in parts]
         #: Bytes of a payload at most.
         self.most = max((shape.frame * shape.unit for shape in every), default=0)
@@ -76,29 +58,30 @@ class Channel:
         self._transfers: dict[Key, Transfer] = {}  # the latest of each bucket
         self._early: dict[Key, list[tuple[Link, Header, bytes]]] = defaultdict(list)
         self._early_bytes = 0
-        names = [f"rank {one} of {name}" for one in (range(size) if called is None else called)]
         self.links = {
-            peer: Link(self, peer, hellos[peer], f"{names[peer]} ({hellos[peer].where})", dials=peer < rank)
-            for peer in sorted(set(range(size) if peers is None else peers) - {rank})
+            peer: Link(
+                self, peer, hellos[peer], f"{opening.named(peer)} ({hellos[peer].where})", dials=peer < self.rank
+            )
+            for peer in opening.others
         }
         host.channels[self.id] = self
         self.host.ask(self._look)
         try:
-            session.share(store, f"{prefix}/opened", rank, size, b"1")
+            opening.share("opened", b"1")
             for link in self.links.values():
                 self.host.ask(link.dial)
-            self._reach(store, prefix, hellos, settings.peer_timeout)
+            self._reach(opening, hellos, settings.peer_timeout)
         except BaseException:
             self.close(linger=0.0)
             raise
 
-    def _reach(self, store: session.Store, prefix: str, hellos: Sequence[session.Hello], seconds: float) -> None:
+    def _reach(self, opening: session.Opening, hellos: Sequence[session.Hello], seconds: float) -> None:
         """Wait until there is a connection to each other rank."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not all(link.connection for link in self.links.values()):
             time.sleep(0.002)
         missing = {rank: link.problem for rank, link in self.links.items() if not link.connection}
-        rows = session.share(store, f"{prefix}/reached", self.rank, len(hellos), json.dumps(missing).encode())
+        rows = opening.share("reached", json.dumps(missing).encode())
         for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and knows more
             for other, why in json.loads(rows[rank]).items():
                 ends = (f"rank {one} of {self.name} ({hellos[one].where})" for one in (rank, int(other)))
@@ -259,14 +242,6 @@ class Channel:
             transfer.finished(link.rank)
         self.lock.notify_all()
 
-    def silent_ranks(self, seconds: float) -> list[int]:
-        """The ranks of which no frame has come for so long, while they were waited for; without a connection :attr:`patience` is enough.
-
-        A process that lives would have called again by then.
-        """
-        least = min(seconds, self.patience)
-        return [rank for rank, link in self.links.items() if link.silent >= (seconds if link.connection else least)]
-
     def lost_ranks(self) -> dict[int, str]:
         """The ranks that are done without, and why."""
         return {rank: f"{link.called}: {self._why(link)}" for rank, link in self.links.items() if link.left}
@@ -275,10 +250,6 @@ class Channel:
         if link.closed:
             return "it has closed the channel, or does without this one"
         return f"nothing came for {link.silent:.0f} s" if link.connection else f"no connection: {link.problem}"
-
-    def has_closed(self, rank: int) -> bool:
-        """Whether ``rank`` has closed the channel, and may live."""
-        return self.links[rank].closed
 
     # --- output for the user ---------------------------------------------------------------------------------------
 
