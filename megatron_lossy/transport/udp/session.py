@@ -32,7 +32,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Opening:
-    """What a channel of ranks is opened with, over datagrams and streams.
+    """The opening of a channel of ranks, over datagrams or streams.
 
     ``name``: of the channel, for messages. ``rank``: of this process, of ``size``. ``store``: that all ranks read and write; ``get`` waits
     for a key. ``prefix``: of the keys; no other channel has it, nor had it in this store. ``buckets``: for each of ``phases`` and each
