@@ -145,9 +145,9 @@ class Training:
         return [one.replica.float().cpu().numpy().copy() for one in self.lossy._sharded]
 
 
-def plain(rank: int, tiny: Tiny, config: Any, steps: int, how: dict[str, Any] | None = None) -> tuple[Any, Any]:
+def plain(rank: int, tiny: Tiny, config: Any, steps: int) -> tuple[Any, Any]:
     """Final weights, and losses."""
-    run = Training(tiny, config, **(how or {}))
+    run = Training(tiny, config)
     losses = [run.step(step) for step in range(steps)]
     weights = run.weights()
     if run.lossy is not None:
