@@ -1,6 +1,5 @@
 """What a run of FSDP2 answers: by hand the same bits, transports, log and replay, state, owners' weights, bytes."""
 
-import copy
 import dataclasses
 import math
 
@@ -13,7 +12,7 @@ from torch import nn
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.verify import verify
+from megatron_lossy.lab.delivery_log.verify import verify
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
 from tests import contract, fsdp
 from tests.fsdp import Tiny, Training
@@ -175,23 +174,14 @@ def test_monitors_measure(pool):
     assert 1 < first["drift owner"] / first["drift owner predicted"] < 5
 
 
-def interrupted(rank, config, steps, reshard):
-    run = Training(Tiny(reshard=reshard), config)
-    for step in range(steps):
-        run.step(step)
-    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict(), run.lossy.state_dict()))
-    run.lossy.close()
-    run = Training(Tiny(reshard=reshard, seed=1), config)
-    for step in range(2):
-        run.step(50 + step)
-    model, optimizer, lossy = saved
-    run.model.load_state_dict(model)
-    run.optimizer.load_state_dict(optimizer)
-    run.lossy.load_state_dict(lossy)
-    losses = [run.step(step) for step in range(steps, 2 * steps)]
-    weights = run.weights()
-    run.lossy.close()
-    return weights, losses
+def interrupted(rank, config, steps):
+    def astray():
+        run = Training(Tiny(seed=1), config)
+        for step in range(2):
+            run.step(50 + step)
+        return run
+
+    return fsdp.resumed(lambda: Training(Tiny(), config), astray, steps)
 
 
 @pytest.mark.parametrize("setting", [*RULES, "error-feedback", "compensated", "udp", "codes"])
@@ -205,7 +195,7 @@ def test_a_run_continues_bit_for_bit(setting, pool):
     else:
         config = dataclasses.replace(BOTH, grad_recovery=setting)
     expected = pool.run(fsdp.plain, 2, Tiny(), config, 8)
-    resumed = pool.run(interrupted, 2, config, 4, None)
+    resumed = pool.run(interrupted, 2, config, 4)
     same(resumed, [(weights, losses[4:]) for weights, losses in expected])
 
 
