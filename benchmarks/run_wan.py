@@ -39,7 +39,7 @@ _UDP = ("--transport", "udp", "--loss-unit", "packet", "--udp-interface", INTERF
 _STREAM = ("--transport", "stream", "--loss-unit", "packet", "--udp-interface", INTERFACE)
 _ISLANDS = ("--islands", "2", "--sync-method")
 _AVERAGED = (*_ISLANDS, "parameters", "--sync-fraction", "0.25", "--sync-delay", "1")
-#: What can be trained: TCP's congestion control, and flags.
+#: Contestants: TCP's congestion control, and flags.
 RUNS = {
     "gloo bbr": ("bbr", ()),
     "gloo reno": ("reno", ()),
@@ -54,9 +54,9 @@ RUNS = {
     "islands udp int8": ("bbr", (*_AVERAGED, *_UDP, "--sync-dtype", "int8")),
 }
 _DEFAULT = ("gloo bbr", "gloo reno", "udp")
-#: What a rank measures of itself (benchmarks.wan_rank).
+#: Measurements of a rank (benchmarks.wan_rank).
 KINDS = ("grad", "param", "other")
-#: What the table calls exchanges; "sync" is waiting for an average of islands, by their metrics.
+#: Kinds of exchanges and their names in the table; "sync" is waiting for an average of islands, by their metrics.
 EXCHANGES = ("grad", "param", "sync")
 #: The first iterations warm up.
 SKIPPED = 2
@@ -90,7 +90,7 @@ def metrics_file(folder: Path) -> Path:
 
 @dataclass
 class Run:
-    """What came out of one training. ``seconds`` of an iteration by iteration, ``communication`` [kind][iteration].
+    """Results of one training. ``seconds`` of an iteration by iteration, ``communication`` [kind][iteration].
 
     An exchange lasts until the last rank has it, and begins when the last one comes to it: that one's time counts,
     which is the shortest.
