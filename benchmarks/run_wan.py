@@ -44,7 +44,7 @@ _CODES = ("--grad-wire", "int8", "--param-wire", "int8")
 _SITES = ("--sites", "2")
 _ISLANDS = ("--islands", "2", "--sync-method")
 _AVERAGED = (*_ISLANDS, "parameters", "--sync-fraction", "0.25", "--sync-delay", "1")
-#: What can be trained: TCP's congestion control, and flags.
+#: Contestants: TCP's congestion control, and flags.
 RUNS = {
     "gloo bbr": ("bbr", ()),
     "gloo reno": ("reno", ()),
@@ -63,9 +63,9 @@ RUNS = {
     "islands udp int8": ("bbr", (*_AVERAGED, *_UDP, "--sync-dtype", "int8")),
 }
 _DEFAULT = ("gloo bbr", "gloo reno", "udp")
-#: What a rank measures of itself (benchmarks.wan_rank).
+#: Measurements of a rank (benchmarks.wan_rank).
 KINDS = ("grad", "param", "other")
-#: What the table calls exchanges; "sync" is waiting for an average of islands, by their metrics.
+#: Kinds of exchanges and their names in the table; "sync" is waiting for an average of islands, by their metrics.
 EXCHANGES = ("grad", "param", "sync")
 #: The first iterations warm up.
 SKIPPED = 2
@@ -86,7 +86,7 @@ def metrics_file(folder: Path) -> Path:
 
 @dataclass
 class Run:
-    """What came out of one training. ``seconds`` of an iteration by iteration, ``communication`` [kind][iteration].
+    """Results of one training. ``seconds`` of an iteration by iteration, ``communication`` [kind][iteration].
 
     An exchange lasts until the last rank has it, and begins when the last one comes to it: that one's time counts,
     which is the shortest.

@@ -1,4 +1,4 @@
-"""The project stays as small as it is. Whoever makes it larger takes something away first, or says why and raises a limit."""
+"""The project stays small. A change that adds lines takes some away first, or says why and raises a limit."""
 
 import pytest
 
