@@ -1,4 +1,4 @@
-"""What benchmarks share: ranks on one machine, and results written with what they were made on."""
+"""Ranks on one machine, and results written with the machine and versions: shared by all benchmarks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def version_list() -> str:
 
 
 def machine() -> str:
-    """What a rank of a benchmark computes on, for a sentence."""
+    """Return the name of the device that a rank computes on, for a sentence."""
     threads = f", {torch.get_num_threads()} thread(s) per rank" if device.device_type() == "cpu" else ""
     return hardware() + threads
 
@@ -52,7 +52,7 @@ def made_with(program: str, argv: Sequence[str]) -> list[str]:
 
 
 def heading(title: str, result: dict[str, Any], what: str) -> list[str]:
-    """The first lines of what :func:`run_ranks` writes; ``what`` was run, beside the model."""
+    """Return the first lines of a result of :func:`run_ranks`; ``what`` was run, besides the model."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     model = f"{result['parameters'] / 1e6:.1f} M parameters"
     return [

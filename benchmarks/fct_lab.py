@@ -5,7 +5,7 @@
 As root, on Linux (benchmarks/lab); elsewhere it says what is missing. Two nodes send a message to each other at the same
 time, so that an exchange gives two completion times: from when the sender begins until the receiver has all that it
 will get. The schemes take turns in rotating order, over connections that last. The model has the link's delay, rate and
-loss, and each scheme's packets and headers; it knows of no congestion control, no reorder window and no processor.
+loss, and each scheme's packets and headers; it has no congestion control, no reorder window and no processor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MODEL_FLOWS = 2000
 
 
 class OnTimeout(Scheme):
-    """What is not acknowledged within a timeout is sent again, as often as it takes."""
+    """A sender that repeats a packet after each timeout until it is acknowledged."""
 
     def flow(self, path: Way, packets: int, losses: Losses) -> Flow:
         lost, _ = losses.first(packets, np.zeros(0, dtype=np.int64))
@@ -161,7 +161,7 @@ def markdown(
 
 
 def table(args: argparse.Namespace, measured: Mapping[Key, list[float]], model: Mapping[Key, list[float]]) -> str:
-    """Milliseconds by message, loss and scheme, beside the model's."""
+    """Return a table of milliseconds by message, loss and scheme, next to the model's."""
     each = len(next(iter(measured.values())))
     lines = [
         f"{args.rtt:g} ms, {args.rate:g} Mbit/s, {each} messages of each kind, {_MODEL_FLOWS:,} in the model. Milliseconds.",

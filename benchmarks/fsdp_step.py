@@ -1,4 +1,4 @@
-"""What loss costs an FSDP2 model: time of a step, and bytes sent, over those of plain FSDP2.
+"""Cost of loss for an FSDP2 model: time of a step, and bytes sent, over those of plain FSDP2.
 
     python -m benchmarks.fsdp_step [--ranks 4] [--rounds 24] [--bf16] [--launches 1] [--out benchmarks/results]
 

@@ -1,4 +1,4 @@
-"""What the monitors cost: time of a lossy step with them over time of the same step without.
+"""Cost of the monitors: time of a lossy step with them over time of the same step without.
 
     python -m benchmarks.monitor_overhead [--ranks 4] [--rounds 40] [--out benchmarks/results]
 

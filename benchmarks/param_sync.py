@@ -1,4 +1,4 @@
-"""What it costs to keep full replicas equal: time of steps over that of the same steps of unhooked megatron-core.
+"""Cost of keeping full replicas equal: time of steps over that of the same steps of unhooked megatron-core.
 
     python -m benchmarks.param_sync [--ranks 2] [--rounds 12] [--interval 20] [--out benchmarks/results]
 

@@ -1,4 +1,4 @@
-"""What loss costs: time of a step with loss over time of the same step of unhooked megatron-core.
+"""Cost of loss: time of a step with loss over time of the same step of unhooked megatron-core.
 
     python -m benchmarks.step_overhead [--ranks 4] [--device cpu] [--out benchmarks/results]
 
@@ -313,7 +313,7 @@ def table(result: dict) -> str:
 
 
 def turns(result: dict[str, Any]) -> str:
-    """How often every variant had its turn, for a sentence."""
+    """Return the number of turns of every variant, for a sentence."""
     count, launches = result["settings"]["rounds"], result["launches"]
     return f"{count} rounds" if launches == 1 else f"{launches} launches of {count} rounds"
 

@@ -1,4 +1,4 @@
-"""What a lossy link costs an exchange: gloo, plain TCP and the transport over UDP, in one run over an emulated link.
+"""Time of an exchange over a lossy link: gloo, plain TCP and the transport over UDP, in one run over an emulated link.
 
     python -m benchmarks.udp_exchange [--quick] [--parts grid rate …] [--rtt 20] [--loss 0.01] [--megabytes 4]
 

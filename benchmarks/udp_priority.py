@@ -1,7 +1,7 @@
-"""What protecting the most important packets costs: exchanges over UDP with and without, taking turns over a lossy link.
+"""Cost of protecting the most important packets: exchanges over UDP with and without, taking turns over a lossy link.
 
-``--grad-recovery error-feedback`` with a share of high priority against no protection: times, datagrams beside the
-data, and how many packets of high priority did not arrive.
+``--grad-recovery error-feedback`` with a share of high priority against no protection: times, datagrams besides the
+data, and packets of high priority that did not arrive.
 """
 
 from __future__ import annotations

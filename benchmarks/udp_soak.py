@@ -5,7 +5,7 @@
 As root, on Linux (benchmarks/lab); elsewhere it says what is missing. Two ranks in two network namespaces make reduce-scatters
 and all-gathers in turns. It ends after the exchanges or the seconds, whichever are over later. Meanwhile a thread does
 nothing but sleep for 5 ms at a time: when it oversleeps, the machine was busy with something else, and an exchange that
-takes long at that moment says nothing about the transport.
+takes long at that moment is no evidence about the transport.
 
 With ``--trouble S`` one way of the path is cut for 0.1 to 5 s every S seconds. An exchange goes on if it ends two round trips, 50 ms and twice its usual time after that.
 """
@@ -61,7 +61,7 @@ class Sleeper:
             before = now
 
     def overslept(self, started: float, ended: float) -> bool:
-        """Whether it did between ``started`` and ``ended``."""
+        """Return whether this process overslept between ``started`` and ``ended``."""
         return any(begin < ended and end > started for begin, end in self.gaps[-100:])
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Sample:
-    """What the ranks hold, ``seconds`` after the start: resident MiB and open files of the one that has more."""
+    """Resident MiB and open files of the largest rank, ``seconds`` after the start."""
 
     seconds: float
     exchanges: int
@@ -140,7 +140,7 @@ class Sample:
 
 
 def sample(team: Team, seconds: float, exchanges: int) -> Sample:
-    """What the ranks of ``team`` hold now."""
+    """Return the memory and files of the ranks of ``team`` now."""
     ranks = [psutil.Process(pid) for pid in team.pids]
     resident = max(rank.memory_info().rss for rank in ranks) / 2**20
     return Sample(seconds, exchanges, resident, max(rank.num_fds() for rank in ranks))
@@ -217,7 +217,7 @@ def on_again(run: Run, event: Event) -> float:
 
 
 def trouble_table(run: Run, rtt: float) -> list[str]:
-    """What became of exchanges when something happened to the path."""
+    """Return a table of exchanges during each event of the path."""
     usual = max(float(np.median(run.took(phase))) for phase in PHASES)
     allowed = 2 * rtt + 50 + 2 * usual
     lines = [

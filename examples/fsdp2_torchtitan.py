@@ -46,7 +46,7 @@ def build():
 
 
 def train(steps, config):
-    """Trains, and returns the loss of each step and measurements."""
+    """Train, and return the loss of each step and measurements."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     lossy = make_lossy(model, optimizer, config, steps=steps)

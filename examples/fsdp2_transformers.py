@@ -40,7 +40,7 @@ def batches(steps):
 
 
 def train(steps, config):
-    """Trains, and returns the loss of each step."""
+    """Train, and return the loss of each step."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     lossy = make_lossy(model, optimizer, config, steps=steps)

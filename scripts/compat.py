@@ -10,7 +10,7 @@ side in build/compat/; of a checkout of Megatron-LM the folder megatron/ is put 
 first interpreter that is new enough for it, of the running one and those given; what finds none is skipped, and the
 matrix says so. torch is that of the interpreter, and the same Megatron on another torch is another row; --torch takes
 only interpreters with that torch, for example 2.6. With --pretrain the checkouts run tests/test_plugin_megatron_lm.py instead: the plugin under the unmodified
-pretrain_gpt.py. What does not run stays in the matrix as it is.
+pretrain_gpt.py. Rows that do not run stay in the matrix as they are.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ HEADER = ["Megatron", "core", "Python", "torch", *CONTRACT, "pretrain_gpt.py", "
 #: A test, its outcome, and why it was skipped.
 Result = tuple[str, str, str]
 
-#: What HabanaAI's branches import and Intel's images bring: module and requirement.
+#: Packages that HabanaAI's branches import and Intel's images bring: module and requirement.
 _HABANA = {"pkg_resources": "setuptools<81", "tqdm": "tqdm"}
 
 TORCH = HEADER.index("torch")
@@ -130,7 +130,7 @@ def _versions_of(python: str) -> tuple[tuple[int, ...], str]:
 
 
 def _is_torch(python: str, wanted: str | None) -> bool:
-    """Whether the torch of ``python`` is ``wanted``, or a later part of its version."""
+    """Return whether the torch of ``python`` is ``wanted``, or a later build of its version."""
     return wanted is None or f"{_public(_versions_of(python)[1])}.".startswith(f"{wanted}.")
 
 
@@ -269,7 +269,7 @@ def _both(old: str, new: str) -> str:
 
 
 def merged(text: str, rows: list[list[str]]) -> str:
-    """``text`` with ``rows`` over those of the same key. What did not run replaces nothing, an error all."""
+    """Return ``text`` with ``rows`` in place of those of the same key. A row that did not run replaces nothing."""
     kept = _written(text)
     for row in rows:
         old = kept.get(_key(row))

@@ -3,7 +3,7 @@
     python -m scripts.compat_torch [--torch VERSION …] [--no-docs]
 
 Each version is laid in build/compat/ (``pip install --target``, with all that it needs) and put first on the path of the
-running interpreter. Without ``--torch`` it is the interpreter's own. What does not run stays in the matrix as it is.
+running interpreter. Without ``--torch`` it is the interpreter's own. Rows that do not run stay as they are.
 """
 
 from __future__ import annotations

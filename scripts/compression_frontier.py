@@ -21,7 +21,7 @@ from megatron_lossy.base.files import replace_file
 STUDIES = Path(__file__).parents[1] / "benchmarks" / "results" / "studies"
 OUT = STUDIES / "compression" / "frontier.png"
 LOSS, BYTES = "val loss (owner)", "wire bytes"
-#: What all runs of the studies have in both directions in the form that bytes are relative to.
+#: Formats of both directions in the run that bytes are relative to.
 WHOLE, CODED = "float32", "int8 + int8"
 #: Of the studies.
 CODE, PACKET_BYTES = BlockCode(8, 128), 1024

@@ -151,7 +151,7 @@ def end_all_with(variable: str) -> None:
 
 
 def summary(output: str) -> str:
-    """How many tests or rows passed: pytest's last line, the statuses of the doctor's rows, or the last line of all."""
+    """Return the count of passed tests or rows: pytest's last line, the doctor's statuses, or the last line."""
     rows = re.findall(r"^(ok|warning|problem): ", output, re.MULTILINE)
     if rows:
         return ", ".join(f"{rows.count(one)} {one}" for one in dict.fromkeys(rows))

@@ -6,7 +6,7 @@
 
 OLD and NEW are checkouts, or files that --record wrote of one. Compared are, to the last bit: weights and optimizer
 state, losses, gradient norms and every other metric, what is printed, the delivery log, and saved replicas. Times and
-versions are not. A setting that only NEW knows is no difference. What a checkout does not know at all is "not there".
+versions are not. A setting that only NEW has is no difference. A setting that a checkout lacks is "not there".
 
 The exit status is 0 if all cases are the same, 1 if one differs, 2 if the question makes no sense.
 """
@@ -52,7 +52,7 @@ class Broken(RuntimeError):
 
 
 class Recorded:
-    """What an earlier call recorded of a checkout."""
+    """Return the record that an earlier call made of a checkout."""
 
     def __init__(self, path: Path, renamed: bool) -> None:
         self._renamed = renamed
@@ -335,7 +335,7 @@ def _summary(verdicts: dict[str, Verdict]) -> bool:
 
 def _interrupted(*_: Any) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # nothing is to be left behind, however often it is told to stop
+        signal.signal(number, signal.SIG_IGN)  # leave nothing behind, however many signals arrive
     raise KeyboardInterrupt
 
 

@@ -54,7 +54,7 @@ class Case:
     quick: bool = False
 
     def order(self, megatron_lm: str | None) -> dict[str, Any]:
-        """What the runner is asked to do."""
+        """Return the task for the runner."""
         first = [f"{megatron_lm}/pretrain_gpt.py", *PRETRAIN.split()] if self.program == "launcher" else TINY.split()
         runs = [[*first, *run.split()] for run in self.runs]
         return {"ranks": self.ranks, "program": self.program, "files": self.files, "runs": runs}
@@ -120,7 +120,7 @@ def _resume() -> Iterator[Case]:
 
 
 def _models() -> Iterator[Case]:
-    """Who loses what."""
+    """Yield the cases of loss models."""
     for unit, overlap in zip(UNITS, OVERLAPS):
         flags = f"{BURSTS} {UNITS[unit]} {OVERLAPS[overlap]} {ON}"
         yield Case(f"bursts/{unit}", 2, (flags,), quick=unit == "packet")
@@ -261,7 +261,7 @@ def _refusals() -> Iterator[Case]:
     for name, flags in {
         "a rate": "--p-grad 1.5",
         "a trace without its path": "--loss-model trace",
-        "a rate beside a schedule": "--p-grad 0.1 --loss-schedule 0:0.1",
+        "a rate along with a schedule": "--p-grad 0.1 --loss-schedule 0:0.1",
         "overlap": "--overlap-param-gather",
         "own shard": f"{LOSS} --lossy-self --grad-recovery renormalize-remote",
     }.items():

@@ -1,4 +1,4 @@
-"""What runs left behind, as plain values that can be compared and kept: the part of scripts/same_results.py that reads.
+"""Results of runs as plain values that can be compared and kept: the part of scripts/same_results.py that reads.
 
 It reads formats, not code: metrics.jsonl, checkpoints of megatron.core.dist_checkpointing, saved replicas, the
 delivery log, and what was printed. Times and versions are left out.
@@ -24,7 +24,7 @@ _TIMES = [
     (re.compile(r"\[\d{4}-\d\d-\d\d [\d:.]+\] ?"), ""),
     (re.compile(r"elapsed time per iteration \(ms\): [\d.]+ \| ?"), ""),
 ]
-#: What of Megatron-LM's output does not depend on time.
+#: Lines of Megatron-LM's output that do not depend on time.
 _MEGATRON = re.compile(
     r"iteration +\d+/.*?number of nan iterations: +\d+ \||validation loss at iteration [^|\n]*(?:\| [^|\n:]+: "
     r"[\d.E+-]+ )+\|| exchanges up to iteration [^\n]*"
@@ -142,7 +142,7 @@ def _events(path: Path) -> dict[str, Any]:
     return {f"train {event.step} {tag}": repr(event.value) for tag in tags for event in events.Scalars(tag)}
 
 
-# What the trainer says of its settings before the first iteration; they are compared as settings.
+# The trainer prints its settings before the first iteration; they are compared as settings.
 _HEADER = "loss: "
 
 
@@ -167,7 +167,7 @@ def _metrics(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any], str]]
 
 
 def _left(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """What the file or folder ``path`` says: the part of the outcome, values, and what to put before their names."""
+    """Return the contents of the file or folder ``path``: part of the outcome, values, and prefix of their names."""
     if path.is_dir():
         if re.fullmatch(r"iter_\d{7}", path.name):
             weights, settings = _checkpoint(path)

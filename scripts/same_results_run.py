@@ -1,4 +1,4 @@
-"""What scripts/same_results.py starts for each checkout: runs cases there and says what came out.
+"""The program that scripts/same_results.py starts for each checkout: it runs cases there and reports results.
 
     python same_results_run.py CHECKOUT FOLDER
 
@@ -31,7 +31,7 @@ from same_results_digest import digest
 
 #: Seconds after which a run is killed.
 LIMIT = 600
-#: What the ranks would each import. Nothing of the checkout, and nothing that starts a thread.
+#: Modules that each rank would import. Nothing of the checkout, and nothing that starts a thread.
 PRELOAD = (
     "torch",
     "torch.distributed.checkpoint",
@@ -174,7 +174,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _describe() -> dict[str, str]:
-    """What decides about the last bit, besides the checkout."""
+    """Return the facts that decide about the last bit, besides the checkout."""
     import megatron.core
     import numpy
     import torch

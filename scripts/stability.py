@@ -162,7 +162,7 @@ def row(fraction: float, delay: int, subset: str) -> list[str]:
         f"{100 * fraction:g} %, {delay}, {subset}",
         f"{fraction * delay:g} on average" if drawn else str(config.overlap),
         f"{stability_bound(config):.3f}",
-        # What grows fast is float32's infinity after 800 iterations.
+        # Fast growth reaches float32's infinity within 800 iterations.
         f"{growth_per_iteration(ema, 400 if config.overlap > 5 else 800):.4f}" if delay else "-",
         f"{critical_gain(config):.3f}",
         f"{growth_per_iteration(config):.4f}" if config.overlap or (drawn and delay) else "-",

@@ -11,7 +11,7 @@ Between ``<!-- KIND: NAME -->`` and ``<!-- end -->`` of a page stands:
 ``list: studies``, ``presets``, ``features``, ``machines``
     the questions of configs/studies; the files of configs/presets; what tests show, and where they ran (scripts/verified.py)
 ``made: TABLE``
-    a table that a script beside this one makes, or ``lab size`` of the studies of sizes
+    a table that a script next to this one makes, or ``lab size`` of the studies of sizes
 
 The tables of a study are made from its record.
 """

@@ -23,7 +23,7 @@ def _place(room: str) -> tuple[int, str]:
 
 
 def _labels() -> dict[Path, str]:
-    """What the table calls a file: by its name alone, where no other folder has that name too."""
+    """Return the file's name in the table: without its folder, unless another folder has that name too."""
     files = sorted(TESTS.rglob("test_*.py"))
     names = [file.stem.removeprefix("test_") for file in files]
     return {file: name if names.count(name) == 1 else f"{file.parent.name}/{name}" for file, name in zip(files, names)}

@@ -1,4 +1,4 @@
-"""What the tests show, read from their markers without running them, and what ran on an accelerator.
+"""Claims of the tests, read from their markers without running them, and those that passed on an accelerator.
 
 A file says what all of its tests show:
 
@@ -31,7 +31,7 @@ MACHINES = TESTS / "machines.yaml"
 DEVICES = ("cuda", "hpu")
 #: Tests on a device that only pretends.
 PRETENDED = TESTS / "impostor"
-#: What a test needs that not every machine has, by its decorator.
+#: Requirements that not every machine meets, by the decorator of a test.
 NEEDS = {"megatron_lm": "Megatron-LM", "slurm": "Slurm", "needs_lab": "root"}
 
 
@@ -46,12 +46,12 @@ class Case:
     markers: frozenset[str]
 
     def runs_on(self, device: str) -> bool:
-        """Whether it, or a twin of it, has the marker of this accelerator."""
+        """Return whether it, or a twin of it, has the marker of this accelerator."""
         return bool({device, f"on_{device}"} & self.markers)
 
     @property
     def needs(self) -> frozenset[str]:
-        """What not every machine has."""
+        """A requirement that not every machine meets."""
         return frozenset(NEEDS[one] for one in self.markers & NEEDS.keys())
 
 
@@ -89,7 +89,7 @@ class Feature:
 
     @property
     def needs(self) -> list[str]:
-        """What each of its tests needs."""
+        """Return the needs of each of its tests."""
         return sorted(frozenset.intersection(*(case.needs for case in self.cases)))
 
 
@@ -154,7 +154,7 @@ def features() -> dict[str, Feature]:
 
 
 def machines() -> list[dict[str, Any]]:
-    """Where tests ran: device, machine, versions, date, and of an accelerator the features that were shown there."""
+    """A place of tests: device, machine, versions, date, and of an accelerator the features that were shown there."""
     return yaml.safe_load(MACHINES.read_text(encoding="utf-8"))
 
 
@@ -185,7 +185,7 @@ class Record:
         return report
 
     def pytest_sessionfinish(self) -> None:
-        """Write, if there is anything to tell."""
+        """Write, if there is anything to write."""
         shown = sorted(self._passed - self._failed)
         if not shown:
             return

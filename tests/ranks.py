@@ -127,7 +127,7 @@ class _World:
                 os.kill(process.pid, number)
 
     def _results(self, timeout: float) -> tuple[list[Any], dict[int, str]]:
-        """What ranks return, and what is said of those that fail."""
+        """Results of ranks, and the errors of those that fail."""
         deadline = time.monotonic() + timeout
         results: list[Any] = [None] * len(self._ranks)
         errors: dict[int, str] = {}

@@ -120,7 +120,7 @@ def test_drawn_subsets_leave_1_minus_f_of_the_squared_deviation():
 
 
 def decay(config, steps=400):
-    """How many iterations deviations take to fall to 1e-4, at most ``steps``, and by what they change per visit."""
+    """Return the iterations in which deviations fall to 1e-4, at most ``steps``, and their factor per visit."""
     weights, norms = start(config.islands), []
     rounds = rounds_of(config, weights)
     if config.correction == "ema":  # else the first exchange would remove what is no progress

@@ -76,7 +76,7 @@ def write(folder, config, size, steps, skipped=(), streams=(Stream(),), first=0,
 
 
 def replayed(folder, exchange, config, size, units):
-    """What a replay of the log in ``folder`` says about an exchange."""
+    """Return the outcome of an exchange by a replay of the log in ``folder``."""
     flags = {name: getattr(config, name) for name in ("loss_unit", "packet_bytes", "lossy_self")}
     replay = LossyConfig(loss_model=("trace",), trace=str(folder), loss_seed=99, **flags)
     network = Network(replay, exchange.phase, size)

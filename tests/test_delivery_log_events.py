@@ -1,4 +1,4 @@
-"""The log of events: errors in gradients, repairs, messages between stages. What verify finds, summary, continuation."""
+"""The log of events: errors in gradients, repairs, messages between stages. Verify, summary, continuation."""
 
 import dataclasses
 import itertools
@@ -396,7 +396,7 @@ def test_over_udp_the_same_is_recorded_with_bitmaps(tmp_path):
 
 @pytest.mark.parametrize(("sequence", "names"), [(False, ["boundary-e0-s1-c0"]), (True, ["-t0", "-t1"])])
 def test_copies_of_tensor_parallelism(tmp_path, sequence, names):
-    """Where they lose the same, both record it and it counts once; where not, their streams differ."""
+    """Equal losses are recorded by both and count once; otherwise their streams differ."""
     tiny = TinyGPT(tensor=2, pipeline=2, accumulation=2, tied=False, sequence_parallel=sequence)
     run_ranks(allowed, 4, tiny, with_log(BOTH, tmp_path))
     assert problems_of(tmp_path) == []

@@ -1,4 +1,4 @@
-"""What is written in the documentation and made from the code must be current."""
+"""Parts of the documentation that are made from the code must be current."""
 
 import ast
 import dataclasses
@@ -95,7 +95,7 @@ def test_of_studies_git_has_the_record_and_what_pages_show():
         pytest.skip(f"git lists no files here: {error}")
     tracked = {ROOT / name for name in listed if (ROOT / name).is_file()}
     if Path(__file__).resolve() not in tracked:
-        pytest.skip("this is no checkout: git does not know this test")
+        pytest.skip("this is no checkout: git does not track this test")
     pages = [path for path in tracked if path.suffix == ".md" and not path.is_relative_to(RESULTS)]
     shown = set().union(*map(links, pages))
     of_results = {path for path in shown if path.is_relative_to(RESULTS) and not path.is_dir()}

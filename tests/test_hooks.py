@@ -145,7 +145,7 @@ SETTINGS = {
 }
 
 
-#: What other ways to carry exchanges are tried with at once; with the rest when there is time.
+#: Cases of make test for the other transports; the rest run when there is time.
 FEW = ("overlapped both", "bf16, fp32 gradients", "fp32 accumulation", "tensor parallel", "two instances, overlapped")
 OFTEN = (
     *FEW,

@@ -361,7 +361,7 @@ def test_a_listener_is_in_nobodys_mean_and_becomes_it(tmp_path):
 
 
 def test_a_gap_within_the_delay_breaks_no_exchange(tmp_path):
-    """Who was frozen when nothing was due uses what it sent before; who stopped does not."""
+    """An island that was frozen when nothing was due uses its earlier exchanges; one that stopped does not."""
     for event, used in (("freeze", True), ("stop", False)):
         path = write(tmp_path / "events", (2, 3, event), (4, 3, "return"))
         rows = ChurningRows(flags(path, sync_interval=2, sync_delay=4, delay_correction="mixing:0.2"), start())
@@ -483,7 +483,7 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
 
 
 def returned(rank, given, loss):
-    """What slot 1 has right after it has returned, against slot 2."""
+    """Return the state of slot 1 right after its return, against slot 2."""
     seen = {}
     bring_back = ChurningIslands._bring_back
 

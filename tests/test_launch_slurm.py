@@ -61,7 +61,7 @@ def flags(data: Path, out: Path, iterations: int = ITERATIONS) -> list[str]:
 
 
 def log(folder: Path, job: str) -> str:
-    """What the job script wrote, over all restarts."""
+    """Return the output of the job script, over all restarts."""
     return (folder / f"megatron-lossy-{job}.log").read_text()
 
 

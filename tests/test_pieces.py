@@ -53,7 +53,7 @@ PIECES = dataclasses.replace(BOTH, transport="pieces")
     seed=st.integers(0, 100),
 )
 def test_combine_against_the_reference(size, shard, packet, rule, averaged, seed):
-    """What did not arrive has any value, infinities included; steps follow each other, for ``previous``."""
+    """Missing pieces have any value, infinities included; steps follow each other, for ``previous``."""
     random = np.random.default_rng(seed)
     [units], count = cut([shard], [4], "packet", 4 * packet)
     reference = ReferenceReduce(rule, size, shard, packet)

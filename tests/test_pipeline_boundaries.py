@@ -119,7 +119,7 @@ def allow_sequence_parallel_norms():
 
 
 def by_replica(ranks):
-    """What the stages of each pipeline recorded, put together: (data rank, tensor rank of the link) and the record."""
+    """Return the joint record of the stages of each pipeline: (data rank, tensor rank of the link) and the record."""
     pipelines = {}
     for one in ranks:
         whole = pipelines.setdefault((one["rank"], one["tensor"]), {})
@@ -185,7 +185,7 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_every_message_loses_what_is_drawn_for_it(name, pool):
-    """Whatever the schedule, chunk and micro-batch are those that Megatron computes with."""
+    """Under every schedule, chunk and micro-batch are those that Megatron computes with."""
     world, tiny, model = WAYS[name]
     config = BOTH
     zeros = check(pool.run(record, world, tiny, config, 2, model), tiny, config, itemsize=2 if "bf16" in name else 4)
@@ -400,7 +400,7 @@ def test_evaluation_of_virtual_workers(pool):
 
 
 def refused(rank, tiny, config):
-    """What Megatron's model refuses, and the same with ring exchange."""
+    """Megatron's model refuses it, and ring exchange too."""
     lossy, said = hooks.install(config), []
     try:
         model = build(tiny).model[0]

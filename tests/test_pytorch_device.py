@@ -68,7 +68,7 @@ def compared(rank: int, cases: list[str]) -> tuple[list[str], list[str]]:
         on_cpu, on_cuda = train(case, "cpu"), train(case, "cuda")
         if not all(np.array_equal(one, other) for one, other in zip(on_cpu, on_cuda, strict=True)):
             differ.append(case)
-    torch.zeros(1, device="cuda")  # blocks that were freed last are told of with it
+    torch.zeros(1, device="cuda")  # it also reports the blocks freed last
     faults = tracker.findings().faults
     dist.destroy_process_group()
     return differ, faults

@@ -1,4 +1,4 @@
-"""What a run of FSDP2 answers: by hand the same bits, transports, log and replay, state, owners' weights, bytes."""
+"""A run of FSDP2: the same bits as by hand, transports, log and replay, state, owners' weights, bytes."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""What is seen of full replicas while a synchronisation is under way, in one process and in Megatron on ranks."""
+"""Full replicas while a synchronisation is under way, in one process and in Megatron on ranks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What is saved is what a run needs: every entry of every state is taken away in turn (``saved_state.py``)."""
+"""A run saves all that it needs: every entry of every state is taken away in turn (``saved_state.py``)."""
 
 import ast
 import copy
@@ -108,7 +108,7 @@ def _lead(rule, step):
 
 
 class Groups:
-    """Workers that descend with the public collectives; what a loop of somebody's saves itself is saved beside."""
+    """Workers that descend with the public collectives; a user's own loop saves its own state besides."""
 
     def __init__(self, config):
         self.lossy = LossyWorkers(config, [BucketSpec(shard) for shard in SHARDS], SIZE)
@@ -285,7 +285,7 @@ ISLANDS = {
 
 
 class Islands:
-    """What they exchange; their weights, which drift, are saved by others."""
+    """Their exchanges; their weights, which drift, are saved by others."""
 
     def __init__(self, config):
         self.weights = torch.randn(3, 60, generator=torch.Generator().manual_seed(0))
@@ -333,7 +333,7 @@ COME_AND_GO = {
 
 
 class Churning(ChurningRows):
-    """The same of islands of which some are away; epochs are told too."""
+    """The same of islands of which some are away; epochs are saved too."""
 
     def __init__(self, config):
         super().__init__(config, torch.randn(4, 60, generator=torch.Generator().manual_seed(0)), 30)

@@ -186,7 +186,7 @@ def test_weights_in_general(p, workers, rule):
 def test_previous_over_time(p):
     """Covariances of a substituted gradient with itself, later, by enumeration of the losses."""
     rho = np.array([1.0, 0.6, 0.1, -0.2])
-    history, lags = 9, 6  # a sender lost 9 times in a row counts as heard before that: p^10 is 6e-6
+    history, lags = 9, 6  # a sender lost 9 times in a row counts as received before that: p^10 is 6e-6
 
     def correlation(lag):
         return rho[abs(lag)] if abs(lag) < len(rho) else 0.0

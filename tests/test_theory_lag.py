@@ -52,7 +52,7 @@ def test_the_mean_receiver_has_the_owners_weights_for_any_trajectory(lag, seed):
     replica = np.convolve(sent(weights, how), ages(lag, steps))[:steps]
     np.testing.assert_allclose(replica[300:], weights[300:], atol=1e-6)
     plain = np.convolve(weights, ages(lag, steps))[:steps]
-    assert np.abs(plain - weights)[300:].max() > 1e-3  # or the comparison says nothing
+    assert np.abs(plain - weights)[300:].max() > 1e-3  # or the comparison is empty
 
 
 def test_the_mean_lag_is_the_mean_age():

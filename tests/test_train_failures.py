@@ -31,7 +31,7 @@ def _name(error: BaseException) -> str:
 
 
 def _failure(error: Exception) -> torch.distributed.checkpoint.CheckpointException:
-    """What torch raises on all ranks when ``error`` was raised on rank 1."""
+    """Return the exception that torch raises on all ranks when ``error`` was raised on rank 1."""
     return torch.distributed.checkpoint.CheckpointException("read", {1: (error, None)})
 
 
@@ -216,7 +216,7 @@ class Killer:
         self._wait(lambda: False, over, self.chance.uniform(0, 1) * (1.0 + self.duration))
 
     def while_saving(self, over) -> None:
-        """While a checkpoint is written beside its place."""
+        """While a checkpoint is written next to its place."""
         self._wait(self._something_new("iter_*.tmp"), over)
         time.sleep(self.chance.uniform(0, 0.1))
 
@@ -225,7 +225,7 @@ class Killer:
         self._wait(self._something_new("iter_*[0-9]"), over)
 
     def _something_new(self, pattern: str) -> Callable[[], bool]:
-        """Whether there is a folder that was not there now: runs that were killed leave some of the same names."""
+        """Return whether there is a new folder: killed runs leave some of the same names."""
 
         def found() -> set[tuple[str, int]]:
             with contextlib.suppress(FileNotFoundError):  # renamed or removed meanwhile

@@ -247,7 +247,7 @@ def test_foreign_and_forged_datagrams_change_nothing():
     with Ranks(2) as ranks, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         victim = ("127.0.0.1", ranks.engines[1].port)
         drawn = session.channel_id(bytes.fromhex(ranks.dense[0].hellos[0].random), "dense")
-        before = ranks.engines[1].counters()  # a peer that was ready first may have sent before this one knew it
+        before = ranks.engines[1].counters()  # a peer that was ready first may have sent before this one was
         noise = b"\0" + os.urandom(1451)  # of no version
         for datagram in (b"", b"x", noise, encode(DATA, bytes(UNIT + 16), channel=drawn, step=1)):
             stranger.sendto(datagram, victim)
@@ -503,7 +503,7 @@ channels[0].send("grad", 0, 0, [None, data.ctypes.data])
 
 
 def test_ranks_that_hear_each_other_know_it():
-    """Each answers as long as it is asked: whoever did not know would wait for the end of the probes, three seconds."""
+    """Each answers as long as it is asked; else the other would wait three seconds for the end of the probes."""
     for _ in range(8):
         with Ranks(3) as ranks:
             for channel in ranks.dense:

@@ -186,7 +186,7 @@ def messages(rank):
 
 
 def test_messages_of_stages_copy_once_each():
-    """Who receives makes no stream and no event, and copies nothing but what arrives."""
+    """A receiver makes no stream and no event, and copies only what arrives."""
     sender, receiver = run_ranks(messages, 2, grouped=False)
     values, faults, counts, made = receiver
     assert values == [[float(number)] for number in range(MESSAGES)] and not faults

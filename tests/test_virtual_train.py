@@ -113,7 +113,7 @@ def signalled(rank: int, config: dict, loss: dict) -> list:
     ids=["previous in bursts", "bf16 shards", "codes"],
 )
 def test_killed_and_stopped_run_continues_bit_for_bit(data, tmp_path, settings, loss):
-    """Killed in the save of iteration 4, told to stop in iteration 6: with ``--save-replicas`` nobody can tell."""
+    """Killed in the save of iteration 4, stopped in iteration 6: with ``--save-replicas`` nothing shows it."""
     base = TINY | data | settings | {"virtual_workers": 4, "save_interval": 2}
     loss = loss | {"save_replicas": True, "eval_weights": "both"}
     once, twice = tmp_path / "once", tmp_path / "twice"

@@ -65,7 +65,7 @@ def _memory(config: LossyConfig, phase: str, workers: int, cuts: Sequence[Bucket
 
 
 def _arrivals(config: LossyConfig, phase: str, workers: int, units: int) -> Callable[[int], np.ndarray]:
-    """Returns a function of the step: bool[receivers, sources, units], the units that arrive."""
+    """Return a function of the step: bool[receivers, sources, units], the units that arrive."""
     memory = _memory(config, phase, workers, [BucketUnits(0, units, units, 1)])
     return lambda step: memory.foresee(Exchange(phase, Stream(), step)).arrived
 

@@ -59,7 +59,7 @@ def few_at_once(few: Collection[str], names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in few else pytest.mark.slow) for name in names]
 
 
-#: What Python tells of before a process starts. A fork alone counts as a rank.
+#: Events that Python audits before a process starts. A fork alone counts as a rank.
 EVENTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
 
 
@@ -73,7 +73,7 @@ def _code(function: Any) -> Iterator[types.CodeType]:
 
 
 def _named(function: types.FunctionType) -> Iterator[Any]:
-    """What a function names: globals, what modules of the tests hold, what it imports and what it closes over."""
+    """Return the objects that a function names: globals, members of test modules, imports and closures."""
     for code in _code(function):
         held = [function.__globals__]
         for name in code.co_names:

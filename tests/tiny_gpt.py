@@ -35,7 +35,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class TinyGPT:
-    """What to build; the data-parallel size is what remains of the world."""
+    """A model to build; the data-parallel size is the rest of the world."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -264,12 +264,12 @@ def build(config: TinyGPT, cluster: VirtualRun | None = None) -> TinyRun:
 
 
 def missing(config: TinyGPT) -> str | None:
-    """What of ``config`` the Megatron that is here does not have, in words; ``None`` if it has everything."""
+    """Return the features of ``config`` that the installed Megatron lacks, in words; ``None`` if it has all."""
     version = megatron.core.__version__
     if config.fp32_accumulation and not _known(DistributedDataParallelConfig, reduce_scatter_with_fp32_accumulation=1):
         return f"megatron-core {version} has no reduce-scatter with fp32 accumulation"
     if len(_known(DistributedDataParallelConfig, **config.ddp)) < len(config.ddp):
-        return f"megatron-core {version} has no gradients in float32 beside buckets in bfloat16"
+        return f"megatron-core {version} has no gradients in float32 for buckets in bfloat16"
     if tuple(map(int, version.split(".")[:2])) < (0, 13):  # an assertion fails, with or without us
         if config.tied and config.pipeline > 1 and config.bucket_size:
             return f"megatron-core {version} has no bucket of its own for this shared embedding"

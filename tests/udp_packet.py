@@ -29,7 +29,7 @@ HEADER = np.dtype(
         ("phase", "u1"),
         ("zero", "u1"),
         # DATA: unit. END: units of the message, and part. READY: 0, or 1 and part if the receiver is done. ALIVE: 1 for
-        # the last, 2 if nothing is heard of the receiver. PARITY: its number. NACK: number of units that it names. ASK: 0.
+        # the last, 2 if the receiver sends nothing. PARITY: its number. NACK: number of units that it names. ASK: 0.
         ("index", "<u4"),
     ]
 )
@@ -37,7 +37,7 @@ assert HEADER.itemsize == HEADER_BYTES
 
 #: Payload of a REPORT: datagrams and bytes that came from its addressee; the highest number + 1, the time since it came
 #: (µs), and the clock of the reporter (µs) then; DATA that the addressee may have on the way: with ease, and at most; what
-#: comes to the reporter, for each process that sends to it (bytes/s), 0 if it does not know.
+#: comes to the reporter, for each process that sends to it (bytes/s), 0 if unknown.
 REPORT_PAYLOAD = np.dtype(
     [
         ("datagrams", "<u8"),

@@ -32,7 +32,7 @@ from megatron_lossy.base.files import replace_file, write_text
 from megatron_lossy.mechanisms.islands.schedule import Schedule, read_schedule
 
 _PROGRAM = "benchmarks.churn"
-#: Of every island, beside its number. Flags of --flags come after them, and count.
+#: Flags of every island, besides its number. Those of --flags come later and win.
 _FLAGS = {
     "--sync-method": "parameters",
     "--sync-fraction": 0.25,
@@ -106,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def schedule_of(args: argparse.Namespace) -> Schedule:
-    """What happens, unless islands are killed at random. Raises :class:`UsageError`."""
+    """Return the schedule of events, unless islands are killed at random. Raise :class:`UsageError` for a wrong one."""
     if args.kill_every is not None:
         if args.schedule is not None:
             raise refuse("--kill-every", args.kill_every, "is instead of --schedule")
@@ -234,7 +234,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     text = "\n".join(lines)
     print("\n" + text)
     write_text(out / "churn.md", text)
-    print(f"wrote {out / 'churn.md'}, and pictures beside it")
+    print(f"wrote {out / 'churn.md'}, and pictures next to it")
 
 
 def _check(islands: Islands, end: int) -> None:

@@ -1,4 +1,4 @@
-"""What came out of a run with islands that come and go: who was there when, updates, pauses, losses; as tables."""
+"""Tables of a run with islands that come and go: presence, updates, pauses, losses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.churn.islands import Life
 from benchmarks.churn.schedule import DONE, Happened, describe
 from megatron_lossy.mechanisms.islands.epochs import EPOCHS
 
-#: Of more events than these, kinds are told.
+#: With more events than these, the table lists kinds.
 _MANY = 40
 #: The first iterations of a life warm up: their pauses do not count.
 _WARM = 3
@@ -73,7 +73,7 @@ class Island:
 
     @property
     def spans(self) -> list[Span]:
-        """What it was, in the order of the run: from its iterations, and from the epochs that it says it was in."""
+        """Return the phases in the order of the run, from its iterations and from the epochs that it recorded."""
         states = [self._state(line) for line in self.epochs]
         found: list[Span] = []
         for first, last in _runs(sorted(set(self.made))):
@@ -178,7 +178,7 @@ class Results:
         return f"{100 * self.goodput:.1f} % of the possible updates made; of {100 * self.arrived:.1f} % of the exchanges something arrived"
 
     def whole(self) -> str:
-        """Which samples were left out, or read twice, in words."""
+        """Return a sentence about the samples that were left out, or read twice."""
         hit = {one.slot for one in self.happened if one.event in ("freeze", "cut")}
         left = sum(one.left_out for one in self.islands if one.slot not in hit)
         twice = sum(one.made_twice for one in self.islands)

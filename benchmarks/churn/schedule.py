@@ -1,4 +1,4 @@
-"""What happens to a run, and when: events of islands as those of ``--island-schedule``, and those of the coordinator."""
+"""The schedule of a run: events of islands as those of ``--island-schedule``, and those of the coordinator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Happened(NamedTuple):
 
 
 class Events(Protocol):
-    """What makes events happen. ``happened``: those that have, in their order."""
+    """Source of events. ``happened``: past events, in their order."""
 
     happened: list[Happened]
 

@@ -37,7 +37,7 @@ PHASES = ("reduce-scatter", "all-gather")
 NAMES = ("tcp bbr", "tcp cubic", "gloo bbr", "gloo reno", "stream bbr", "ours")
 _CONNECT_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
-#: A start that all ranks can keep after they have been told of it.
+#: Seconds from an order to its start, so that all ranks can keep it.
 _HEAD_START = 0.004
 
 
@@ -62,7 +62,7 @@ class Exchanger(Protocol):
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank of ours has sent: ``datagrams``, of these ``again`` and ``parities``; packets that must arrive, and did not."""
+    """Counts of a rank of ours: ``datagrams`` sent, of these ``again`` and ``parities``; protected packets lost."""
 
     datagrams: int = 0
     again: int = 0
@@ -177,7 +177,7 @@ class Ours:
 
     def lost(self) -> float:
         group, phase, step = self._last
-        if phase == "grad":  # beside the time: others say what did not arrive there
+        if phase == "grad":  # outside the timed part: others report their losses
             rule = group.grads[0].protected
             group.finish_step(step, True)
             if (
@@ -231,7 +231,7 @@ class TooSlow(RuntimeError):
 def _work(
     orders: Connection, name: str, rank: int, addresses: Sequence[str], port: int, shards: Sequence[int], config: Any
 ) -> None:
-    """The life of a rank: connect, exchange whenever told to, and end with the process that gives the orders."""
+    """Run a rank: connect, exchange on each order, and end with the process that gives the orders."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -312,7 +312,7 @@ class Team:
         return self._gather(limit)
 
     def sent(self) -> list[Sent]:
-        """What each rank of ours has sent."""
+        """Return the counts of each rank of ours."""
         for orders in self._orders:
             orders.send(("sent", 0, 0.0))
         return self._gather(_CONNECT_SECONDS)

@@ -1,4 +1,4 @@
-"""What one core of this machine can do at best: copy, encrypt, and hand datagrams to the kernel and take them back."""
+"""Limits of one core of this machine: copy, encrypt, and send datagrams through the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes out of the benchmark: cells, and their tables."""
+"""Results of the benchmark: cells, and their tables."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _EXPLANATION = (
     "Between two ranks unless a row says otherwise. A row is: megabytes (10^6 bytes) that a rank sends in an exchange, "
     "round-trip time, rate and queue in each direction, share of packets lost. The time of an exchange is that "
     "from the last rank's start to the last rank's end. Contestants take turns in one run. "
-    "Ideal: the bytes, without headers, at the rate of the link. What takes longer than a limit is not waited for, "
+    "Ideal: the bytes, without headers, at the rate of the link. An exchange over a time limit is not waited for, "
     "nor tried at more loss or size. With fewer than 100 exchanges P99 is nearly the slowest."
 )
 _CPU = (
-    "CPU seconds are those of the ranks' processes. What the kernel does for a packet that arrives happens in the "
+    "CPU seconds are those of the ranks' processes. The kernel's work for an arriving packet happens in the "
     "emulator's, for every contestant alike."
 )
 

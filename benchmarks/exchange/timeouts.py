@@ -137,7 +137,7 @@ class Timeouts:
         return None
 
     def _receive(self) -> list[tuple[int, int]]:
-        """What has come and is not acknowledged yet: exchange and place."""
+        """Return the packets received and not yet acknowledged: exchange and place."""
         heard = []
         for _ in range(_TOGETHER):
             try:

@@ -41,7 +41,7 @@ __all__ = ["INTERFACE", "Counters", "Lab", "Link", "Missing", "check_lab", "end_
 _MAX_NODES = 64
 
 
-#: What makes a device send packets of the MTU.
+#: Settings that make a device send packets of the MTU.
 _NO_OFFLOAD = dict.fromkeys(
     (
         "tx-tcp-segmentation",
@@ -55,7 +55,7 @@ _NO_OFFLOAD = dict.fromkeys(
 
 
 class Missing(RuntimeError):
-    """What a lab needs and is not there; the text is one line."""
+    """A program or right that a lab needs is missing; the text is one line."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Link:
 
 
 class Counters(ctypes.Structure):
-    """What one direction of a link did: packets and bytes that came in, and what became of the packets."""
+    """Counters of one direction of a link: packets and bytes that came in, and the fate of the packets."""
 
     _fields_ = [
         (name, ctypes.c_uint64)
@@ -109,7 +109,7 @@ class Counters(ctypes.Structure):
     ]
 
     def since(self, earlier: Counters) -> Counters:
-        """What happened after ``earlier``."""
+        """Return the counts since ``earlier``."""
         return Counters(*(getattr(self, name) - getattr(earlier, name) for name, _ in self._fields_))
 
 
@@ -254,7 +254,7 @@ class Lab:
     def set(self, link: Link, source: int | None = None, destination: int | None = None, seed: int = 0) -> None:
         """Make ``link`` what joins the site ``source`` to the site ``destination``; ``None``: every one.
 
-        The draws start anew, another way for another ``seed``. What is on its way already arrives as before.
+        The draws start anew, another way for another ``seed``. Packets already on their way arrive as before.
         """
         for a in range(self._sites) if source is None else (source,):
             for b in range(self._sites) if destination is None else (destination,):
@@ -267,7 +267,7 @@ class Lab:
                 settings.generation += 1
 
     def counters(self, source: int, destination: int) -> Counters:
-        """What the link from the site ``source`` to the site ``destination`` has done so far."""
+        """Return the counters so far of the link from the site ``source`` to the site ``destination``."""
         return Counters.from_buffer_copy(self._shared.pipes[source * self._sites + destination].counters)
 
     def dropped(self) -> int:

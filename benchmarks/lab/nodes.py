@@ -47,7 +47,7 @@ class Node:
         self._network = self.do(self._enter)
 
     def do(self, work: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-        """What ``work`` returns, called in the thread that lives in this namespace."""
+        """Return the result of ``work``, called in the thread of this namespace."""
         return self._thread.submit(work, *arguments, **options).result()
 
     def _enter(self) -> os.stat_result:
@@ -128,7 +128,7 @@ class Node:
         return self.counter(11)
 
     def counter(self, column: int) -> int:
-        """What the kernel counts of :data:`INTERFACE` in ``column`` of ``net/dev``: in 9 packets sent, in 11 those dropped."""
+        """Return the kernel's counter ``column`` of :data:`INTERFACE` in ``net/dev``: 9 is packets sent, 11 dropped."""
         lines = self.do(Path("/proc/thread-self/net/dev").read_text).splitlines()
         values = next(line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
         return int(values[column])
@@ -174,7 +174,7 @@ def end_processes(nodes: Sequence[Node]) -> None:
 
 
 def _is_ended(pid: int) -> bool:
-    """Whether the process has ended, and only its parent has not taken notice yet."""
+    """Return whether the process has ended, and its parent has not collected it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

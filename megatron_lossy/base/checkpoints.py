@@ -23,7 +23,7 @@ def iterations_in(folder: str | os.PathLike[str]) -> list[int]:
 
 
 def names_checkpoint(folder: str | os.PathLike[str]) -> bool:
-    """Whether ``folder`` names a latest checkpoint."""
+    """Return whether ``folder`` names a latest checkpoint."""
     return os.path.isfile(os.path.join(folder, TRACKER))
 
 

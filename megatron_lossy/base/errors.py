@@ -14,8 +14,8 @@ Anything else is a defect of ours, and shows its traceback. Programs wrap their 
 A value may come from a file, a preset or a default, and not from the user. The program that reads it notes that
 (:func:`note_origins`). Then the line says where the value came from, and errors about typed values come first.
 
-torchrun ends the ranks of a node when one has failed, and prints a report. The rank that failed first tells it why
-(:func:`tell_torchrun`). The others end without a word, and torchrun does not report them.
+torchrun ends the ranks of a node when one has failed, and prints a report. The rank that failed first reports its error
+to it (:func:`tell_torchrun`). The others print nothing, and torchrun does not report them.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def cannot(flag: str, path: str | os.PathLike[str], verb: str, error: OSError) -
 
 
 def is_unread(error: BaseException) -> bool:
-    """Whether ``error`` means that nobody reads the output of this program any more."""
+    """Return whether ``error`` means that nobody reads the output of this program any more."""
     return isinstance(error, BrokenPipeError) and any(map(_has_no_reader, (sys.stdout, sys.stderr)))
 
 
@@ -223,7 +223,7 @@ def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -254,7 +254,7 @@ def let_launcher_end(seconds: float) -> None:
 
 
 def a_rank_of_this_node_ended() -> bool:
-    """Whether torchrun, which started this rank, has lost another rank of this node."""
+    """Return whether torchrun, which started this rank, has lost another rank of this node."""
     import psutil  # type: ignore[import-untyped]
 
     with contextlib.suppress(psutil.Error):

@@ -155,8 +155,8 @@ def units_of(cut: Sequence[BucketUnits]) -> int:
 class Lost:
     """The lost units: ``mask`` bool[shards, count]. Their places are worked out once, at the first request.
 
-    ``spared``: a tensor bool[shards, count] beside the data, of units that arrive after all, which the host need not know
-    yet; ``None``: no unit of ``mask``.
+    ``spared``: a tensor bool[shards, count] on the device of the data, of units that arrive after all, which the host
+    need not have yet; ``None``: no unit of ``mask``.
     """
 
     def __init__(self, mask: np.ndarray, spared: Any = None) -> None:
@@ -210,7 +210,7 @@ class Delivery:
         Raises ``ValueError`` if they are not known.
         """
         if self.sent is None:
-            raise ValueError(f"{self.exchange}: nobody knows what of this rank's data arrived")
+            raise ValueError(f"{self.exchange}: no report of this rank's data that arrived")
         return self.sent[:, units.numbers]
 
     def lost_here(self, units: BucketUnits) -> Lost:

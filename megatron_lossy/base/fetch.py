@@ -1,7 +1,7 @@
 """Copies from an accelerator to the host that nobody waits for before they are read.
 
 A plain copy to the host (``.cpu()``, ``.item()``) waits until the device has done all queued work, which may be a whole
-backward pass. These copies are queued like any other work. Whoever reads one waits for it then.
+backward pass. These copies are queued like any other work. Reading a copy waits for it.
 
 Torch is imported when it is needed: flags are checked where it is not installed.
 """
@@ -64,7 +64,7 @@ class Fetched:
 
 @functools.cache
 def stream_aside(device: torch.device) -> Any:
-    """The stream of this process, on the CUDA ``device``, for copies beside what is computed."""
+    """Return the stream of this process, on the CUDA ``device``, for copies during computation."""
     import torch
 
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ def aside(device: torch.device) -> Iterator[None]:
 
 
 def is_here(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is in host memory."""
+    """Return whether ``tensor`` is in host memory."""
     return tensor.device.type == "cpu"
 
 

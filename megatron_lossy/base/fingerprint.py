@@ -1,4 +1,4 @@
-"""64 bits that tell a buffer from another, at the cost of reading it.
+"""Fingerprints of buffers: 64 bits, at the cost of one pass over the values.
 
 A plain sum of words is not enough: two buffers that have the same bit flipped at different places have equal sums. So
 the words form a matrix [R, 4096], and the sums of its rows and columns are mixed with their positions: a word that

@@ -103,7 +103,7 @@ class World(Protocol):
         """Make the job the default world. A collective call of all ranks of all jobs.
 
         ``init_process_group``: makes the default group from ``store``, ``rank``, ``world_size`` and ``timeout``.
-        ``timeout``: the time after which a rank gives up on another one, in its job or not.
+        ``timeout``: the time that a rank waits for another one, in its job or not.
         """
 
 

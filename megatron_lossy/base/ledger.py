@@ -39,7 +39,7 @@ class Takes:
         return f"({', '.join(parts)})"
 
     def fits(self, function: Callable) -> bool:
-        """Whether ``function`` takes these parameters. Wrappers that take anything, as of other plug-ins, fit."""
+        """Return whether ``function`` takes these parameters. Wrappers with any parameters fit."""
         parameters = _parameters(function)
         if parameters is None:
             return False

@@ -74,7 +74,7 @@ class Channel(ABC):
 
     @classmethod
     def highest_rate(cls, loss: PhaseLoss) -> float | None:
-        """The highest mean loss rate of a step, or ``None`` if the flags do not tell."""
+        """Return the highest mean loss rate of a step; ``None`` if the flags do not determine it."""
         return max(loss.schedule.rates) if cls.redrawable else None
 
     @classmethod
@@ -90,7 +90,7 @@ class Channel(ABC):
         """The share of units that miss an update, and their mean age, over ``destinations`` at the rate of ``step``.
 
         Both are of the steady state (:mod:`megatron_lossy.lab.theory.lag`). ``units``: units of loss per link and step.
-        ``None`` if the flags do not tell.
+        ``None`` if the flags do not determine it.
         """
         return None
 
@@ -106,7 +106,7 @@ class Channel(ABC):
         """
 
     def steps(self, phase: str, stream: Stream) -> int | None:
-        """The number of steps that this channel knows, from step 0 on; ``None``: any."""
+        """Return the number of steps that this channel has, from step 0 on; ``None``: any."""
         return None
 
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:

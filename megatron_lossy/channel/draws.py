@@ -200,7 +200,7 @@ class DrawnChannel(Channel):
 
     @abstractmethod
     def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
-        """Returns the same as :meth:`delivered_links`, for at most a few thousand links or one link with many units."""
+        """Return the same as :meth:`delivered_links`, for at most a few thousand links or one link with many units."""
 
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
@@ -225,7 +225,7 @@ class DrawnChannel(Channel):
 
 
 def words(seed: int, purpose: int, exchange: Exchange, rank: int) -> Callable[[int], np.ndarray]:
-    """Returns a function that gives the next ``count`` independent 64-bit words of one rank, uint64[count]."""
+    """Return a function that gives the next ``count`` independent 64-bit words of one rank, uint64[count]."""
     link = rank << 32 | rank
     state = np.random.Philox(key=[seed, 2 * purpose], counter=[0, exchange.step, link, _exchange_word(exchange)])
     return state.random_raw

@@ -71,7 +71,7 @@ def given(config: Any) -> dict[str, Any]:
 
 
 def _depends(config: LossyConfig, name: str) -> bool:
-    """Whether ``name`` would have another value in ``config`` if it had not been given."""
+    """Return whether ``name`` would have another value in ``config`` if it had not been given."""
     if getattr(config, name) is None:
         return False
     others: dict[str, Any] = {name: None}
@@ -147,7 +147,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         return self.changes() or any(self._answers(Flags.acts))
 
     def draws(self) -> bool:
-        """Whether losses are drawn, or happen in a network, so that ``loss_seed`` or a repetition can matter."""
+        """Return whether losses are drawn, or happen in a network, so that ``loss_seed`` or a repetition can matter."""
         return self._draws_exchanges or any(self._answers(Flags.draws))
 
     def streams(self) -> bool:
@@ -232,11 +232,11 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         return any(not self.phase(phase).lossless for phase in self.exchanges())
 
     def untouched(self, phase: str) -> bool:
-        """Whether the exchanges of ``phase`` are Megatron's own: nothing is lost, and nothing else carries them."""
+        """Return whether the exchanges of ``phase`` are Megatron's own: without losses and by its own transport."""
         return self.transport == "torch" and self.phase(phase).lossless and phase not in self.wire_bits
 
     def loses(self, phase: str) -> bool:
-        """Whether anything of ``phase`` can be lost, by drawing or by a network."""
+        """Return whether anything of ``phase`` can be lost, by drawing or by a network."""
         return self.observed or not self.phase(phase).lossless
 
     def label(self, phase: str) -> str:

@@ -1,4 +1,4 @@
-"""The files that come with the package beside its code: configurations, the launchers' scripts, patches.
+"""The files that come with the package besides its code: configurations, the launchers' scripts, patches.
 
 In a checkout they are folders at its top, in an installed wheel they are below ``megatron_lossy/config/shipped_files``.
 """

@@ -58,7 +58,7 @@ class TransportFlags(Flags):
     )
     udp_rate: tuple[str, ...] = flag(
         ("shared",),
-        "udp: how a rate is found: shared, beside other traffic, which keeps its share; shared:K, what goes "
+        "udp: how a rate is found: shared, next to other traffic, which keeps its share; shared:K, what goes "
         "from a process to another one leaves to others what K TCP flows would; dedicated, on a link of one's own; or "
         "fixed, not at all (closed networks only); and the most a process sends, with --sites all of a site together, "
         "for example 10gbit or 300mbit; default the speed of the interface, shared by the ranks of this host, else 1gbit; "

@@ -109,7 +109,7 @@ class Recorded(Channel):
             raise refuse("--lossy-self", "off", f"it was on in the run recorded in --trace {self.path}")
 
     def _recorded(self, stream: Stream) -> Stream:
-        """The stream's name in the recorded run. Copies that a network tells apart share one drawn stream there."""
+        """Return the stream's name in the recorded run. Copies that a network distinguishes share one drawn stream."""
         if stream not in self._names:
             self._names[stream] = stream if self.folder.size(stream.name) else stream.drawn
         return self._names[stream]

@@ -271,7 +271,7 @@ class DeliveryLog(LogWriter):
         return pa.table(columns, schema=self.columns())
 
     def _redrawn(self, phase: str) -> bool:
-        """Whether rows carry a digest in place of the bitmap, because the losses can be drawn again."""
+        """Return whether rows carry a digest in place of the bitmap, because the losses can be drawn again."""
         config = self._config
         return (
             config.loss_unit == "packet"

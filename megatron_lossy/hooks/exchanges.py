@@ -48,7 +48,7 @@ class Exchanges:
         return True
 
     def on_one_node(self, peer: int) -> bool:
-        """Whether ``peer`` is on the node of this rank; false if nodes do not matter."""
+        """Return whether ``peer`` is on the node of this rank; false if nodes do not matter."""
         return self.nodes is not None and self.nodes[dist.get_rank()] == self.nodes[peer]
 
     def of_shards(self, ddp: DistributedDataParallel, steps: int | None) -> list[LossyGroup]:
@@ -122,7 +122,7 @@ def share_copies(group: LossyGroup, pairs: Sequence[tuple[Any, Any]]) -> None:
 
 
 def check_registered(optimizer: Any, chunks: Sequence[Any]) -> None:
-    """Raise :class:`UsageError` if ``optimizer`` updates unknown buckets. ``chunks``: the models the hooks know."""
+    """Raise :class:`UsageError` if ``optimizer`` updates unknown buckets. ``chunks``: the models with hooks."""
     if not chunks and any(group["params"] for group in getattr(optimizer, "param_groups", ())):
         raise UsageError(
             "no model was wrapped in Megatron's DistributedDataParallel since the hooks were installed, so that nothing "

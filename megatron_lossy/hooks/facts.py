@@ -126,7 +126,7 @@ def of_model(ddp: Any) -> Facts:
 
 
 def _apart(parameter: Any) -> bool:
-    """Whether all tensor-parallel ranks have ``parameter``, and Megatron adds up its gradients after no exchange."""
+    """Return whether all tensor-parallel ranks have ``parameter``, and Megatron never adds up its gradients."""
     added = ("tensor_model_parallel", "sequence_parallel", "average_gradients_across_tp_domain")
     return not any(getattr(parameter, name, False) for name in added)
 
@@ -166,12 +166,12 @@ def _expert_data_parallel_ranks(args: Any) -> int:
 
 
 def _half(args: Any) -> bool:
-    """Whether weights have 16 bits."""
+    """Return whether weights have 16 bits."""
     return bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
 
 
 def _layer_wise(args: Any) -> bool:
-    """Whether Megatron shards the optimizer of ``args`` by layers, for which it turns its distributed optimizer off."""
+    """Return whether Megatron shards the optimizer of ``args`` by layers, without its distributed optimizer."""
     name = str(getattr(args, "optimizer", ""))
     every_other = hasattr(args, "use_layer_wise_distributed_optimizer")  # from 0.18 on
     return "muon" in name or name.startswith("dist_") or (every_other and name not in ("adam", "sgd"))

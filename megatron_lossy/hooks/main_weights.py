@@ -11,7 +11,7 @@ from ..base.errors import UsageError
 
 
 def main_pieces(optimizers: Iterable[Any], bucket: Any, own: torch.Tensor, flag: str) -> list[tuple[int, torch.Tensor]]:
-    """Returns (offset, float32 weight) for each weight of ``optimizers`` that ``own`` copies, without padding.
+    """Return (offset, float32 weight) for each weight of ``optimizers`` that ``own`` copies, without padding.
 
     ``flag``: needs them. Raises :class:`UsageError` where an optimizer keeps such weights to itself.
     """

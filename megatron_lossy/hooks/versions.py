@@ -57,7 +57,7 @@ def dense_buffers(ddp: Any) -> list[Any]:
 
 
 def main_gradients(bucket: Any) -> list[torch.Tensor]:
-    """Gradients beside the buffer of ``bucket``, which the optimizer reads instead of those in it.
+    """Return the gradients that the optimizer reads from outside the buffer of ``bucket``.
 
     Only megatron-core 0.17 and later have them, if asked for.
     """
@@ -107,7 +107,7 @@ def tensor_group(expert: bool) -> torch.distributed.ProcessGroup | None:
 
 
 def number_model_chunk(ddp: torch.nn.Module, position: int) -> None:
-    """Note that ``ddp`` is the ``position``-th chunk to be wrapped. Before 0.13 a chunk does not know its number."""
+    """Note that ``ddp`` is the ``position``-th chunk to be wrapped. Before 0.13 a chunk does not have its number."""
     if not hasattr(innermost(ddp), "vp_stage"):
         from megatron.core import parallel_state
 

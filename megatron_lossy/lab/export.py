@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
 def _settings(folder: Path) -> TrainConfig:
     """The settings of the run whose checkpoints, or whose mean weights, are in ``folder``."""
     places = [folder]
-    if folder.name in LossyConfig.folders_of_weights:  # in the folder of the run, or beside those of its jobs
+    if folder.name in LossyConfig.folders_of_weights:  # in the folder of the run, or next to those of its jobs
         places += [folder.parent, *sorted(folder.parent.glob("*_0"))]
     for place in places:
         if (settings := read_settings("FOLDER", place)) is not None:

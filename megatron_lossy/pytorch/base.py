@@ -190,10 +190,10 @@ class LossyRun(Run):
     def state_dict(self) -> dict[str, Any]:
         """The stale units of this rank, and the state of rules and monitors. A collective call.
 
-        Saved beside a checkpoint of model and optimizer, it lets a run continue bit for bit.
+        Saved along with a checkpoint of model and optimizer, it lets a run continue bit for bit.
         """
         if self._stepped or self._reduced:
-            self._finish_round()  # another run may follow, which knows nothing of it
+            self._finish_round()  # another run may follow, which does not finish it
         if self._untold is not None:
             self.settle()
             self.tell_observers()

@@ -37,7 +37,7 @@ class LossyCallback(Callback):
         self.config = config
         self.resume = resume
         self.how = how
-        #: What :func:`.make_lossy` returned, while the trainer trains.
+        #: Result of :func:`.make_lossy`, while the trainer trains.
         self.lossy: LossyRun | None = None
         self._trainer: Trainer | None = None
         self._logged = 0  # the step of the last record

@@ -109,7 +109,7 @@ def _after(me: weakref.ref[Steps], optimizer: torch.optim.Optimizer, args: Any, 
 
 
 def _nested(optimizer: torch.optim.Optimizer, caller: FrameType) -> bool:
-    """Whether ``caller``, the function of torch that calls hooks, runs within another step of ``optimizer``.
+    """Return whether ``caller``, the function of torch that calls hooks, runs within another step of ``optimizer``.
 
     The stack says so. A count of open steps would be wrong after one that raised an error.
     """

@@ -36,7 +36,7 @@ class LossyTrainer(Trainer):
         """Loss flags: the name of a preset, or a YAML file. Without them nothing is lost."""
 
     def __init__(self, config: Config) -> None:
-        #: What :func:`.make_lossy` returned, if anything is lost.
+        #: Result of :func:`.make_lossy`, if anything is lost.
         self.lossy: LossyRun | None = None
         self._loaded: bytes | None = None
         spec = config.model_spec

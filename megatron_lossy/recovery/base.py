@@ -1,6 +1,6 @@
 """Rules for units that do not arrive: the verbs that a wire calls, and the records that it hands over.
 
-Rules are pure: they know no process group. Torch is not imported here, so that flags can be checked without it.
+Rules are pure: they use no process group. Torch is not imported here, so that flags can be checked without it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class GradRecovery(Rule):
     destination. If owners get the pieces of all senders, the owner removes them: ``lost`` are units by source.
     """
 
-    #: Whether the rule asks for :attr:`Gradients.coming`, which only drawn losses can tell.
+    #: Whether the rule asks for :attr:`Gradients.coming`, which only drawn losses have.
     foresight: bool = False
     #: Whether gradients of earlier steps enter the sum. The sum must then mean the same in all steps.
     carries_over: bool = False
@@ -148,7 +148,7 @@ class GradRecovery(Rule):
     feeds_back: ClassVar[bool] = False
     #: Whether :meth:`before` calls :attr:`Gradients.rounding` itself: after it has kept or chosen values as they were.
     rounds: ClassVar[bool] = False
-    #: Whether :meth:`before` leaves the units of :attr:`Lost.spared` alone; else it is told of none.
+    #: Whether :meth:`before` leaves the units of :attr:`Lost.spared` alone; else it gets none.
     minds_spared: ClassVar[bool] = False
 
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:

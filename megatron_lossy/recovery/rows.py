@@ -104,7 +104,7 @@ class IndexedRows:
 
     @staticmethod
     def nothing(lost: Lost) -> bool:
-        """Whether the work for ``lost`` may be skipped, because nothing was lost."""
+        """Return whether the work for ``lost`` may be skipped, because nothing was lost."""
         return not lost.mask.any()
 
     @classmethod

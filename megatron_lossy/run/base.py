@@ -44,7 +44,7 @@ class Run(ABC):
 
     ``iteration`` counts attempted iterations; gradient exchanges of the next one are keyed by it. ``update`` is the
     iteration of the last successful update, which keys parameter exchanges; ``None`` while all replicas are equal.
-    ``after_update``: functions of the run, for work of replicas beside the gradient exchange. They are called in order
+    ``after_update``: functions of the run, for work of replicas besides the gradient exchange. They are called in order
     after every successful update, before the iteration counts as over. The gather of the update may still be under
     way; :meth:`settle` ends it. ``steps``: length of the run, if known, to refuse a trace that is too short. ``gapless``: promises that every iteration exchanges its
     gradients or all-reduces them, and that only a loss scale can make the optimizer reject one (and no
@@ -87,7 +87,7 @@ class Run(ABC):
         self.gapless = gapless
         self.observers = make_observers(self, writer)
         self.after_update: list[Callable[[Run], None]] = []
-        #: The iteration that is over, but not yet told to the observers: its last exchanges may still be under way.
+        #: The ended iteration that observers have not received: its last exchanges may still be under way.
         self._untold: tuple[int, bool, bool] | None = None
 
     @cached_property
@@ -185,7 +185,7 @@ class Run(ABC):
         return next((scaler.scale for scaler in scalers if scaler is not None), None)
 
     def happened(self) -> list[Any]:
-        """Events of this iteration beside its exchanges; see :meth:`Observer.happened`."""
+        """Return the events of this iteration besides its exchanges; see :meth:`Observer.happened`."""
         errors = [group.errors for group in self.groups if group.errors is not None]
         beside = [event for source in self.sources for event in source(self.iteration)]
         return [*(reduction for one in errors for reduction in one.take(self.iteration)), *beside]
@@ -304,7 +304,7 @@ class Run(ABC):
         return metrics_of(self.observers)
 
     def close_observers(self) -> None:
-        """Close the observers. Their records include the last iteration, which a transport may know only now."""
+        """Close the observers. Their records include the last iteration, whose result a transport may have only now."""
         self.tell_observers(list)  # nobody may be there any more to look at replicas together
         for observer in self.observers:
             observer.close()

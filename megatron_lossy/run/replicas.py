@@ -1,4 +1,4 @@
-"""A rank's replica of buckets: its values for monitors, and its differences from the owners, saved beside a checkpoint and restored."""
+"""A rank's replica of buckets: its values for monitors, and its differences from the owners, saved and restored."""
 
 from __future__ import annotations
 

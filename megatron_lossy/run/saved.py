@@ -1,4 +1,4 @@
-"""The file of the replicas that a process saves beside a checkpoint, with ``--save-replicas``."""
+"""The file of the replicas that a process saves along with a checkpoint, with ``--save-replicas``."""
 
 from __future__ import annotations
 

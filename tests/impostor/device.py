@@ -151,7 +151,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _of_torch_cuda() -> dict[str, Any]:
-    """What ``torch.cuda`` has."""
+    """Functions of ``torch.cuda``."""
     properties = types.SimpleNamespace(
         name="a pretended CUDA device", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132
     )
@@ -194,7 +194,7 @@ def _of_torch_cuda() -> dict[str, Any]:
 
 
 def _of_random() -> dict[str, Any]:
-    """What ``torch.cuda.random`` has."""
+    """Functions of ``torch.cuda.random``."""
     return {
         "get_rng_state": lambda device="cuda": _native.generator(_index(device)).get_state(),
         "set_rng_state": lambda state, device="cuda": _native.generator(_index(device)).set_state(state) and None,
@@ -202,7 +202,7 @@ def _of_random() -> dict[str, Any]:
 
 
 def install(tracker: Tracker | None = None, devices: int = 1) -> None:
-    """Give this process ``devices`` CUDA devices that tell ``tracker`` what they do. It cannot be undone.
+    """Give this process ``devices`` CUDA devices that report their work to ``tracker``. It cannot be undone.
 
     Call it before anything asks for a device. Raises :class:`~tests.impostor.build.CannotBuild`.
     """
@@ -249,7 +249,7 @@ def everywhere(folder: Path) -> None:
 def add_hpu() -> None:
     """Give tensors of this process the device "hpu" too, and process groups the backend "hccl"; after :func:`install`.
 
-    For code that asks a tensor for its device. There is no Megatron on it, and the sequence of operators is told
+    For code that asks a tensor for its device. There is no Megatron on it, and the sequence of operators is recorded
     (:attr:`Tracker.sequence`): a device that compiles graphs compiles another one for each other sequence.
     """
     module = types.ModuleType("torch.hpu")

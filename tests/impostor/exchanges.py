@@ -1,4 +1,4 @@
-"""Exchanges that begin on one stream and are waited for on another: on the pretended device, and on the CPU beside it."""
+"""Exchanges that begin on one stream and are waited for on another, on the pretended device and on the CPU."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def compare(rank: int, size: int, some: list[Case], mutation: str | None = None)
         on_cpu, on_cuda = (exchange(rank, size, case, kind) for kind in ("cpu", "cuda"))
         if not all(torch.equal(one, other) for one, other in zip(on_cpu, on_cuda, strict=True)):
             differ.append(case)
-    torch.zeros(1, device="cuda")  # blocks that were freed last are told of with it
+    torch.zeros(1, device="cuda")  # it also reports the blocks freed last
     places = {f"{one.kind} at {one.place.name}" for one in tracker.counts if one.kind in _STALLS and _ours(one)}
     dist.destroy_process_group()
     return Comparison(differ, tracker.findings().faults, sorted(places))

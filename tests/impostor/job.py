@@ -14,7 +14,7 @@ from .tracker import Findings
 
 
 def run_row(rank: int, row: Row, data: dict[str, tuple[str, ...]], pretended: bool) -> tuple[job.Values, Findings]:
-    """What the row computed, and what it did to the device. The iterations that count are the phase "steady"."""
+    """Values of the row, and its work on the device. The iterations that count are the phase "steady"."""
     warnings.simplefilter("ignore")
     os.environ["LOCAL_RANK"] = "0"
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -48,7 +48,7 @@ def _join(into: Clock, other: Clock) -> None:
 
 
 class Order:
-    """What is known of the order of device work."""
+    """The established order of device work."""
 
     def __init__(self) -> None:
         self.races: Counter[str] = Counter()
@@ -118,7 +118,7 @@ class Order:
         return clock
 
     def host_has(self, clock: Clock) -> bool:
-        """Whether the host knows that all of ``clock`` is over."""
+        """Return whether the host has waited for all of ``clock``."""
         return all(self._host.get(stream, 0) >= time for stream, time in clock.items())
 
     # Work.

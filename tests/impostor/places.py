@@ -52,7 +52,7 @@ def _home(path: str) -> tuple[str, str] | None:
 
 
 def _aside() -> bool:
-    """Whether a thread that the program started runs this. Those of autograd, which Python does not know, work for the step."""
+    """Return whether a thread of the program runs this. Those of autograd, unknown to Python, work for the step."""
     return not isinstance(threading.current_thread(), threading._MainThread | threading._DummyThread)
 
 

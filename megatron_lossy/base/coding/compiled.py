@@ -32,7 +32,7 @@ def library() -> Any:
 
 
 def serves(*tensors: torch.Tensor) -> bool:
-    """Whether the library can work on ``tensors`` [R, n]: of a CPU, their rows without gaps."""
+    """Return whether the library can work on ``tensors`` [R, n]: of a CPU, their rows without gaps."""
     fits = all(one.device.type == "cpu" and (one.stride(1) == 1 or one.shape[1] == 1) for one in tensors)
     return fits and library() is not None
 

@@ -67,7 +67,7 @@ def current_device() -> torch.device:
 
 
 def ranks_share_devices() -> bool:
-    """Whether NCCL is asked to let several ranks compute on one device, which it can from 2.31 on."""
+    """Return whether NCCL is asked to let several ranks compute on one device, which it can from 2.31 on."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
@@ -76,7 +76,7 @@ def take_device() -> torch.device:
 
     Without a launcher it stays with the current device. Ranks that may share a device take the devices in turns. Raises
     :class:`UsageError` if there is no such device. It also raises if every rank sees one device of its own: such ranks
-    cannot be told from ranks that would share a device.
+    cannot be distinguished from ranks that would share a device.
     """
     kind = device_type()
     if kind == "cpu":

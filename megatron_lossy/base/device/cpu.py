@@ -91,7 +91,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _factory(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Wraps a constructor of tensors: a CUDA device becomes the CPU, which has no pinned memory either."""
+    """Wrap a constructor of tensors: a CUDA device becomes the CPU, which has no pinned memory either."""
     if "device" in kwargs and _is_cuda(kwargs["device"]):
         kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
@@ -137,13 +137,13 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 def _quantize(original: Callable, model_params: Any, *args: Any, **kwargs: Any) -> None:
-    """Wraps ``_quantize_param_shard_impl`` of 0.12, which fails without Transformer Engine even without fp8."""
+    """Wrap ``_quantize_param_shard_impl`` of 0.12, which fails without Transformer Engine even without fp8."""
     if model_params:
         original(model_params, *args, **kwargs)
 
 
 def _compile(original: Callable, model: Any = None, **options: Any) -> Any:
-    """Wraps ``torch.compile``, as a call and as a decorator with options: functions of Megatron stay as they are."""
+    """Wrap ``torch.compile``, as a call and as a decorator with options: functions of Megatron stay as they are."""
     if model is None:
         return lambda model: _compile(original, model, **options)
     return model if str(getattr(model, "__module__", "")).startswith("megatron.") else original(model, **options)

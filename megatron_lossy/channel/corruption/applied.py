@@ -64,7 +64,7 @@ def apply(
 
 
 def digest(buffer: torch.Tensor) -> bytes:
-    """8 bytes that tell ``buffer`` from another (BLAKE2b)."""
+    """Return a digest of ``buffer`` (BLAKE2b, 8 bytes)."""
     import torch
 
     data = Fetched(buffer.detach().contiguous().view(torch.uint8)).wait()
@@ -79,7 +79,7 @@ def scaled_unit(unit: float, scale: float | torch.Tensor) -> float | torch.Tenso
 def _root_mean_square(
     runs: Sequence[torch.Tensor], unit: float | torch.Tensor, add_up: AddUp | None
 ) -> tuple[float, float]:
-    """Returns the root mean square of ``runs``, and ``unit``: both of one copy to the host."""
+    """Return the root mean square of ``runs``, and ``unit``: both of one copy to the host."""
     import torch
 
     numbers = [torch.linalg.vector_norm(run, dtype=torch.float32) for run in runs if len(run)]
@@ -220,7 +220,7 @@ class Errors:
         self._hits[bucket] = Hit(happened, digest(buffer) if self._records else b"")
 
     def take(self, step: int) -> list[Reduction]:
-        """Returns the errors of ``step``, once; nothing if gradients were not reduced."""
+        """Return the errors of ``step``, once; nothing if gradients were not reduced."""
         if self._reduced is None or self._reduced.step != step or self._told:
             return []
         self._told = True

@@ -85,7 +85,7 @@ class Corruption(ABC):
 
     @abstractmethod
     def draw(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
-        """Returns the errors as :meth:`events` does, for an exchange in which errors happen."""
+        """Return the errors as :meth:`events` does, for an exchange in which errors happen."""
 
 
 class Nothing(Corruption):

@@ -23,12 +23,12 @@ _LAST_PORT = 65535
 
 
 def above(number: int | None, limit: int) -> bool:
-    """Whether ``number`` is known and above ``limit``."""
+    """Return whether ``number`` is known and above ``limit``."""
     return number is not None and number > limit
 
 
 def draws_losses(config: LossyConfig) -> bool:
-    """Whether losses of gradients or parameters are drawn."""
+    """Return whether losses of gradients or parameters are drawn."""
     return not (config.phase("grad").lossless and config.phase("param").lossless)
 
 
@@ -52,17 +52,17 @@ def _too_small(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
 
 
 def _tensor_copies(facts: Facts) -> bool:
-    """Whether tensor-parallel ranks have copies of parameters, without Megatron to tell which ones."""
+    """Return whether tensor-parallel ranks have copies of parameters, without Megatron, which marks them."""
     return bool(facts.data_parallel and above(facts.tensor, 1))
 
 
 def _older_torch(facts: Facts) -> bool:
-    """Whether torch fails in a coalescing context without a collective of its own."""
+    """Return whether torch fails in a coalescing context without a collective of its own."""
     return facts.torch is not None and tuple(map(int, facts.torch.split(".")[:2])) < _OLDEST_TORCH
 
 
 def _observed(config: LossyConfig) -> bool:
-    """Whether a network loses units. The property of that name would pass another file for each refusal."""
+    """Return whether a network loses units. The property of that name would pass another file for each refusal."""
     return config.transport in OBSERVED
 
 
@@ -81,7 +81,7 @@ def _less_memory(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
 
 
 def _loses_nothing(config: LossyConfig, facts: Facts) -> bool:
-    """Whether losses are asked for although a lone rank exchanges nothing."""
+    """Return whether losses are asked for although a lone rank exchanges nothing."""
     if facts.largest_group != 1 or config.jobs().several or (config.lossy_self and not config.phase("grad").lossless):
         return False
     return draws_losses(config) or (_observed(config) and not config.uses_transport())

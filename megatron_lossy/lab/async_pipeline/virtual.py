@@ -113,7 +113,7 @@ class Stages(Part):
             Patch(
                 target=f"megatron.core.optimizer.optimizer:{name}",
                 around=around,
-                why="a stage of an asynchronous pipeline knows its own gradients alone",
+                why="a stage of an asynchronous pipeline has its own gradients alone",
                 versions="all",
                 until="never: Megatron has one stage here",
             )

@@ -1,8 +1,8 @@
 """Real ranks of an asynchronous pipeline: an endless 1F1B in the place of Megatron's schedule (docs/async_pipeline.md).
 
-A stage knows others only by their messages. Megatron does some work over all stages: the gradient's norm, clipping, and
-the number of tokens. Here each stage does it for itself. Between iterations no message is under way, and the model has
-the newest weights, so that evaluating and saving need no drain.
+A stage depends on others only by their messages. Megatron does some work over all stages: the gradient's norm,
+clipping, and the number of tokens. Here each stage does it for itself. Between iterations no message is under way, and
+the model has the newest weights, so that evaluating and saving need no drain.
 """
 
 from __future__ import annotations

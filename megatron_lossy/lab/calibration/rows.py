@@ -56,7 +56,7 @@ _LATE_LOST = dict(_LATE, p_sync=0.3, **_PACKETS)
 
 @dataclass(frozen=True)
 class Row:
-    """A run. ``trainer``: settings beside those of all rows; ``lossy``: what is lost, nothing in the unhooked step."""
+    """A run. ``trainer``: settings besides those of all rows; ``lossy``: what is lost, nothing in the unhooked step."""
 
     name: str
     trainer: dict[str, Any] = field(default_factory=dict)

@@ -47,7 +47,7 @@ class Tokenizer:
 
     @property
     def unique_identifiers(self) -> OrderedDict:
-        """Values that tell this tokenizer from others, for the names of megatron-core's cached sample indices."""
+        """Return values that identify this tokenizer, for the names of megatron-core's cached sample indices."""
         return OrderedDict({"class": self.kind, "vocab_size": self.vocab_size, "fingerprint": self.fingerprint})
 
 

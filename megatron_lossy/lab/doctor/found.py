@@ -47,7 +47,7 @@ def versions(checkout: str | None) -> list[Finding]:
 
 
 def _fsdp2() -> Finding:
-    """Whether this torch lets others make FSDP2's exchanges, for models without Megatron."""
+    """Return whether this torch lets others make FSDP2's exchanges, for models without Megatron."""
     from ...pytorch.arguments import check_torch
 
     try:

@@ -85,7 +85,7 @@ def torchrun(
 
 
 def _reason(output: str) -> str:
-    """The most telling line of a failed launch: ours, else an exception's, else the first."""
+    """Return the most useful line of a failed launch: ours, else an exception's, else the first."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line for line in lines if "megatron_lossy.train: error: " in line]
     return ours[0][:300] if ours else error_of_a_rank(output) or (lines or ["no output"])[0][:300]

@@ -194,7 +194,7 @@ def epochs_of(plan: Plan) -> float | None:
 
 
 def check_megatron(plan: Plan) -> None:
-    """Raise :class:`UsageError` unless the Megatron beside the script is supported and takes all flags.
+    """Raise :class:`UsageError` unless the Megatron next to the script is supported and takes all flags.
 
     Megatron's own parser and validation decide, in a process of their own.
     """

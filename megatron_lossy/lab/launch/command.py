@@ -260,7 +260,7 @@ def _requeue(job: str, status: int, progress: bool) -> int:
     shown = _scontrol("--oneliner", "show", "job", job)
     state = dict(re.findall(r"(\S+?)=(\S*)", shown.stdout))
     if shown.returncode or "JobState" not in state:
-        _say(f"not requeued: {shown.stderr.strip() or f'scontrol does not know job {job}'}")
+        _say(f"not requeued: {shown.stderr.strip() or f'scontrol has no job {job}'}")
         return status or 1
     if state["JobState"] != "RUNNING":
         # Slurm is ending the job: it requeues a preempted one itself, and scontrol would revive a cancelled one.

@@ -24,8 +24,8 @@ step and of the next: 2 x 4 p per parameter. On HPU shapes must not depend on th
 of a share p, and makes one full-size selection at a time: of gradients, or of weights.
 
 ``--transport pieces`` keeps the pieces of all sources, as much as the gradients. Over ``udp`` they take the place of
-the gradients, which were copied to the host; but where senders choose, or on a CPU, these stay beside them. Pieces of
-ranks of the same node land beside the gradients. ``previous`` cannot foresee what a network loses, and keeps
+the gradients, which were copied to the host; but where senders choose, or on a CPU, these stay in addition. Pieces of
+ranks of the same node land in memory of their own. ``previous`` cannot foresee what a network loses, and keeps
 everything twice.
 
 If ranks are divided among jobs, N is that of a job. Mechanisms keep more, in copies of the weights:

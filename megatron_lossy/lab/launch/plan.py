@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        """The values beside the configurations that decide the memory."""
+        """Return the values besides the configurations that decide the memory."""
         flags = self.only_megatron
         recompute = _value(flags, "--recompute-granularity")
         if "--recompute-activations" in flags:

@@ -2,7 +2,7 @@
 
 A YAML file holds flags of ``python -m megatron_lossy.train`` under their names. Three keys are the launcher's own:
 
-* ``base``: another such file, beside this one, whose settings this one changes;
+* ``base``: another such file, next to this one, whose settings this one changes;
 * ``launch``: flags of ``python -m megatron_lossy.launch``, for example ``device`` and ``accelerators``;
 * ``megatron``: flags that only Megatron-LM has; they win over what is translated from the others.
 
@@ -132,7 +132,7 @@ def megatron_arguments(
             raise refuse(f"--{_dashed(name)}", value, f"needs --program train{has}")
     flags: dict[str, Any] = {_dashed(name): value for name, value in vars(config).items() if name not in _NOT_SAME}
     flags |= _ALWAYS
-    flags["global-batch-size"] = config.global_batch_size // lossy.jobs().number  # Megatron-LM knows of its own job
+    flags["global-batch-size"] = config.global_batch_size // lossy.jobs().number  # Megatron-LM has its own job's
     flags |= {
         "ffn-hidden-size": config.ffn,
         "max-position-embeddings": config.seq_length,

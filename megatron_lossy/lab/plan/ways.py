@@ -74,7 +74,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A way on a link. ``seconds``: of an iteration: low, median, high. ``hidden``: seconds of an exchange beside computing.
+    """A way on a link. ``seconds``: of an iteration: low, median, high. ``hidden``: of an exchange, overlapped.
 
     ``sent``: bytes out of a site in an iteration, with headers. ``parts``: n of one parameter in n that islands exchange.
     ``delay``: iterations. ``interval``: iterations between two exchanges.
@@ -108,7 +108,7 @@ def measured() -> Mapping[str, Any]:
 
 
 def inside(link: Link) -> bool:
-    """Whether ``link`` looks like the network of a site: no loss, and a round trip of at most 1 ms."""
+    """Return whether ``link`` looks like the network of a site: no loss, and a round trip of at most 1 ms."""
     return not link.loss and link.rtt <= 1e-3
 
 

@@ -52,7 +52,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     out = Path(config.out if config.out is not None else config.runs)
     check_package("matplotlib", "--out", out, "matplotlib")
     check_folder("--out", out)
-    # A report beside its runs belongs to them and is renewed with them; elsewhere it may belong to other runs.
+    # A report in the folder of its runs is renewed with them; elsewhere it may belong to other runs.
     if out.resolve() != Path(config.runs).resolve() and not config.overwrite:
         for name in report_files(config.metrics):
             if (out / name).exists():

@@ -71,7 +71,7 @@ def baseline(of: Column, among: Sequence[Column]) -> Column | None:
 
 
 def other_differences(runs: Sequence[Run]) -> list[str]:
-    """Settings beside the loss flags in which runs differ. Then the loss does not explain everything."""
+    """Return the settings besides the loss flags in which runs differ. Then the loss does not explain everything."""
     return sorted(_differing(runs) - SEEDS - _LOSS_FLAGS)
 
 

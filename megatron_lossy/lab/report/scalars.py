@@ -111,18 +111,18 @@ AXES = {
 
 
 def axis_of(name: str) -> Axis:
-    """The axis of any scalar; for a scalar that only Megatron-LM knows, the label is its name."""
+    """Return the axis of any scalar; a scalar that only Megatron-LM has is labelled by its name."""
     axis = AXES.get(one := name.removesuffix(WHOLE), Axis(one))
     return axis if one == name else Axis(f"{axis.label}, median of the run", axis.logarithmic)
 
 
 def needs_drift(name: str) -> bool:
-    """Whether only runs with ``--drift-interval`` record the scalar."""
+    """Return whether only runs with ``--drift-interval`` record the scalar."""
     return name.startswith("drift ") or name.removesuffix(WHOLE) == "squared increment"
 
 
 def needs_sharpness(name: str) -> bool:
-    """Whether only runs with ``--sharpness-interval`` record the scalar."""
+    """Return whether only runs with ``--sharpness-interval`` record the scalar."""
     return name.removesuffix(WHOLE).endswith("sharpness")
 
 

@@ -116,7 +116,7 @@ class CellFolder:
 
     @property
     def iterations(self) -> int:
-        """Iterations trained so far, as far as the metrics tell."""
+        """Return the iterations trained so far, by the metrics."""
         try:
             lines = (self.path / METRICS_FILE).read_text().splitlines()
         except OSError:
@@ -253,7 +253,7 @@ class _Runner:
         if not self._stop.is_set():
             print("stopping: each running cell saves a checkpoint after its iteration", flush=True)
         elif number == signal.SIGINT:
-            raise KeyboardInterrupt  # a second signal; the cells know already
+            raise KeyboardInterrupt  # a second signal; the cells have the first
         self._stop.set()
 
     # --- one cell ------------------------------------------------------------------------------------------------
@@ -274,10 +274,10 @@ class _Runner:
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            # A batch system's ranks are ours, not the cells'. Cells beside each other would crawl with a thread per core each;
-            # and the sum's order shall not depend on it.
+            # A batch system's ranks are ours, not the cells'. Cells at the same time would crawl with a thread per core
+            # each; and the sum's order shall not depend on it.
             env={"OMP_NUM_THREADS": "1", **without_ranks()},
-            start_new_session=True,  # a Ctrl-C is for us; we tell the trainer to save
+            start_new_session=True,  # a Ctrl-C is for us; we ask the trainer to save
         )
         self._jobs.append(_Job(folder, process, log, time.monotonic(), folder.iterations))
 

@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", metavar="SEED", help=seeds)
     loss_seeds = "seeds of the losses, with each of --seeds; default the study's, or 1 2"
     add("--loss-seeds", type=int, nargs="+", metavar="SEED", help=loss_seeds)
-    metrics = "recorded scalars to report beside the losses (docs/monitors.md); default the study's, or none"
+    metrics = "recorded scalars to report besides the losses (docs/monitors.md); default the study's, or none"
     add("--metrics", nargs="+", metavar="NAME", help=metrics)
     add("--list", action="store_true", help="print the cells and what became of them, and run nothing")
     add("--report-only", action="store_true", help="report what is there, and run nothing")

@@ -65,7 +65,7 @@ class Study:
     baseline: str = NO_LOSS
     """The name of the level None."""
     paper: bool = False
-    """Whether the report is the paper's Table 1, with its rows beside, and its figures."""
+    """Whether the report is the paper's Table 1, with its own rows for comparison, and its figures."""
 
     @property
     def errs(self) -> bool:

@@ -161,7 +161,7 @@ def _places(study: Study, levels: Sequence[str | None]) -> tuple[Figure, Axes]:
 
 
 def _quantities(levels: Sequence[str]) -> bool:
-    """Whether ``levels`` are numbers of one kind, so that a line between them has a meaning."""
+    """Return whether ``levels`` are numbers of one kind, so that a line between them has a meaning."""
     kinds = {match and match[1] for match in (re.fullmatch(r"[\d.]+(\D*)", level) for level in levels)}
     return len(levels) > 1 and len(kinds) == 1 and None not in kinds
 
@@ -179,7 +179,7 @@ def _points(
     joined: bool,
     hollow: bool = False,
 ) -> None:
-    """Draw line ``number`` of ``lines`` as points with error bars, a little beside those of the others."""
+    """Draw line ``number`` of ``lines`` as points with error bars, shifted a little from those of the others."""
     axes.errorbar(
         np.arange(len(values)) + 0.05 * (number - (lines - 1) / 2),
         [mean for mean, _ in values],

@@ -220,7 +220,7 @@ def results_of(record: Record, study: Study, folder: Path) -> Results:
 
 def _end(row: Mapping[str, str]) -> RecordedRun:
     ends = {name: float(text) for name, text in row.items() if name not in RUN_COLUMNS and text}
-    # A report of a single kind of weights does not name it: it is that of the runs beside them.
+    # A report of a single kind of weights does not name it: it is the one of the runs in the same report.
     kinds = [kind for kind in WEIGHTS if f"val loss ({kind})" in ends]
     return RecordedRun(
         row["cell"], 0.0, 0.0, None, None, {}, valid={kind: {} for kind in kinds}, ends=ends, columns=set(row)

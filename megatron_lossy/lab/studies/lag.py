@@ -69,10 +69,7 @@ def report(lag: Lag, beta1: float, p: float, burst: float | None) -> list[str]:
     best = max(np.arange(0, beta1, 0.05), key=lambda beta: stability_limit(beta, lag))
     lead = f"{lag.lead.c:.3g}" + (f", r = {lag.lead.r:.3g}" if lag.lead.r else "")
     lines += [
-        (
-            f"At beta1 {beta1:g} this loss leaves 1/{none / plain:.1f} of the stable learning rates. What to set, alone or "
-            "together:"
-        ),
+        f"At beta1 {beta1:g} this loss leaves 1/{none / plain:.1f} of the stable learning rates. Set one or more:",
         f"  --param-send compensated   a lead of {lead}, found by itself; the limit is {sent:.2f} again",
         f"  --adam-beta1 {best:.2f}          less momentum; the limit without a lead is {stability_limit(best, lag):.2f}",
         "  --loss-unit packet         where the network loses packets: small units average the age",

@@ -212,7 +212,7 @@ def _paper(level: str) -> Difference:
 
 
 def plot_cost(sizes: Sequence[Size], path: Path) -> list[Path]:
-    """Draw the costs over the number of parameters with 95 % intervals, a panel for each rate, the paper's points beside."""
+    """Draw the costs over the number of parameters with 95 % intervals, a panel for each rate, with the paper's points."""
     panels = _panels(sizes)
     figure = new_figure(6 * len(panels) + 1, 6)
     all_axes = figure.subplots(1, 2 * len(panels), sharey=True, squeeze=False, width_ratios=[6, 1] * len(panels))[0]

@@ -14,8 +14,8 @@ from ..report.table import Entry, ScalarEntry
 from .summary import INTERVAL, Difference, Results, excesses, loss_metrics, notes, scalar_metric
 
 # --- Table 1 of the paper ---------------------------------------------------------------------------------------------
-# *Distributed Training under Packet Loss* (Weintraub, Banner, Orda, 2025), beside ours: LLaMA-2 7B, 64 accelerators, 5,000
-# iterations, gradients and parameters lost at equal rates.
+# *Distributed Training under Packet Loss* (Weintraub, Banner, Orda, 2025), next to ours: LLaMA-2 7B, 64 accelerators,
+# 5,000 iterations, gradients and parameters lost at equal rates.
 
 
 PAPER_RATES = (0.0, 0.1, 0.2, 0.3, 0.4)
@@ -44,7 +44,7 @@ def paper_entry(metric: str, rate: float) -> Entry:
 
 
 def table_1(results: Results) -> LossTable:
-    """The paper's Table 1 with the paper's own rows beside ours."""
+    """Return the paper's Table 1 with the paper's own rows next to ours."""
     rates = {trial.level: trial.cell.loss.p_grad for trial in results.study.trials if trial.level}
     levels: list[str | None] = [None, *results.study.levels]
     rows = []
@@ -57,7 +57,7 @@ def table_1(results: Results) -> LossTable:
     return LossTable((results.study.baseline, *results.study.levels), tuple(rows), (*notes(results), SOURCE))
 
 
-# --- scalars that runs recorded beside their losses, and their distance from predictions -----------------------------
+# --- scalars that runs recorded besides their losses, and their distance from predictions ----------------------------
 # A scalar is the value at the end of a run (:meth:`Run.scalar`). Many, such as drift, do not exist without loss.
 
 

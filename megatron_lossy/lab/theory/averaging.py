@@ -42,7 +42,7 @@ def deviation_predicted(fraction: float, interval: int, delay: int, drawn: bool)
     The unit is the squared deviation that white local steps make in one iteration. A mean removes all of the deviation
     at the time when it was sent, and leaves the rest: tau iterations, and those since the exchange began that was used
     last. The second part is (n K - 1)/2 on average with fixed gaps, and (1/f - 1) K + (K - 1)/2 if elements are drawn.
-    No rule can know the last tau.
+    No rule has the last tau.
     """
     if drawn:
         return delay + (1 / fraction - 1) * interval + (interval - 1) / 2

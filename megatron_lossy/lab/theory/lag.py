@@ -125,7 +125,7 @@ def _open_loop(angle: np.ndarray, beta1: float, lag: Lag, sent: Lead, nesterov: 
 #     b(k) = mu b(k-1) + h x(k-d),    x(k+1) = x(k) - lr b(k),                  heavy ball
 #                                     x(k+1) = x(k) - lr (h x(k-d) + mu b(k)),  Nesterov
 #
-# with a = lr h as the only number beside mu and d. A mode leaves the unit circle at a z = exp(iw) for which
+# with a = lr h as the only number besides mu and d. A mode leaves the unit circle at a z = exp(iw) for which
 #
 #     a = -z^d (z - 1) (z - mu) / N(z),    N = z for heavy ball,    N = (1 + mu) z - mu for Nesterov,
 #

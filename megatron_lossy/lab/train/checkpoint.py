@@ -112,7 +112,7 @@ class Checkpoints:
                 failed = _on_any_rank(failed)  # from here no rank writes any more, and the first one may clear up
             if first or not everywhere:
                 shutil.rmtree(aside, ignore_errors=True)
-            if failed is None and everywhere and not first:  # the first rank knows of all failures
+            if failed is None and everywhere and not first:  # the first rank has all failures
                 raise OtherRankFailed("another rank could not write the checkpoint") from None
             if failed is None:
                 raise

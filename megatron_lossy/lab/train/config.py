@@ -137,9 +137,7 @@ class TrainConfig:
         metavar="N",
         basic=True,
     )
-    distributed_timeout_minutes: int = flag(
-        10, "give up on a collective after this long", metavar="MINUTES", incidental=True
-    )
+    distributed_timeout_minutes: int = flag(10, "fail a collective after this long", metavar="MINUTES", incidental=True)
 
     data: str | None = flag(
         None,
@@ -164,7 +162,7 @@ class TrainConfig:
     )
     data_cache_path: str | None = flag(
         None,
-        "folder for the sample indices; default a folder cache beside the data",
+        "folder for the sample indices; default a folder cache next to the data",
         metavar="FOLDER",
         incidental=True,
     )

@@ -110,7 +110,7 @@ def _naming_cache(cache: Path) -> Iterator[None]:
 
 
 def _building_folder(cache: Path) -> Path:
-    """A new folder beside ``cache``. Folders that killed runs left there at least an hour ago are removed."""
+    """Make a new folder next to ``cache``. Remove the folders that killed runs left there at least an hour ago."""
     with writing("--data-cache-path", cache.parent):
         cache.parent.mkdir(parents=True, exist_ok=True)
     for left in cache.parent.glob(f"{cache.name}.building.*"):
@@ -251,7 +251,7 @@ def check_data(config: TrainConfig) -> None:
 
 
 def fingerprint(config: TrainConfig) -> list[Any]:
-    """Values that tell these data sets from others under the same names: a hash of the text, or at least the size."""
+    """Return values that identify these data sets besides their names: a hash of the text, or at least the size."""
     result = []
     for prefix in prefixes(config):
         description = read_description(prefix)

@@ -246,7 +246,7 @@ class _Run:
         return self.workers.training_batches(self.train_data, iteration, progress.consumed_samples)
 
     def _due(self, last: bool) -> tuple[bool, bool, bool, bool]:
-        """Whether this iteration is one to log, to evaluate, to save, and to leave after."""
+        """Return whether this iteration is one to log, to evaluate, to save, and to leave after."""
         config = self.config
 
         def every(interval: int | None) -> bool:

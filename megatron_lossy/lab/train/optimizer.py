@@ -12,7 +12,7 @@ from ...hooks.versions import optimizers
 from .config import TrainConfig
 
 # Megatron's distributed optimizer shards Adam's state only. With an epsilon so large that the second moment vanishes
-# beside it, Adam's step is lr/epsilon times the mean gradient: exact SGD, since multiplying by a power of two is exact.
+# against it, Adam's step is lr/epsilon times the mean gradient: exact SGD, since a power of two multiplies exactly.
 _SGD_SCALE = 2.0**40
 # The momentum decay of NAdam times the length of the run: torch's default for 30,000 iterations.
 _MOMENTUM_DECAY = 0.004 * 30_000

@@ -112,7 +112,7 @@ def rank_errors(program: str) -> Iterator[None]:
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Whether ``error`` means that another rank cannot be reached."""
+    """Return whether ``error`` means that another rank cannot be reached."""
     import torch
 
     from ...transport.udp import PeerLost

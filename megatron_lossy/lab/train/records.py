@@ -142,7 +142,7 @@ class Stop:
     def begin(self) -> Callable[[], int]:
         """Begin to agree whether to stop, so that all leave after the same iteration.
 
-        Returns a function that waits for the signal that told any rank to stop, or 0.
+        Returns a function that waits for the signal by which any rank was stopped, or 0.
         """
         agreement = self._run.job_group.begin_stopping(self._number)
         if agreement is not None:

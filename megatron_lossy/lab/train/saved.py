@@ -63,7 +63,7 @@ def in_folders_of_job(config: TrainConfig, jobs: Jobs, job: int) -> TrainConfig:
 
 
 def same_folder(a: str | None, b: str | None) -> bool:
-    """Whether both name one folder."""
+    """Return whether both name one folder."""
     return a is not None and b is not None and os.path.realpath(a) == os.path.realpath(b)
 
 
@@ -102,7 +102,7 @@ def check_folders(
 def _extends(
     there: dict[str, Any], here: dict[str, Any], config: TrainConfig, lossy: LossyConfig, data: Sequence[str] | None
 ) -> bool:
-    """Whether the finished run ``there`` goes on as if it had been begun with the larger ``--train-iters`` of ``config``."""
+    """Return whether the finished run ``there`` can continue with the larger ``--train-iters`` of ``config``."""
     before = there["train"]["train_iters"]
     scheduled = config.lr_decay_style == "constant" or config.lr_decay_iters is not None
     if config.optimizer == "nadam":

@@ -41,7 +41,7 @@ Tensors = Sequence[torch.Tensor]
 def largest_eigenvalue(
     product: Callable[[torch.Tensor], torch.Tensor], start: torch.Tensor, products: int
 ) -> tuple[float, torch.Tensor]:
-    """The largest eigenvalue of a symmetric matrix as far as ``products`` of it tell, and a vector of length 1 for it.
+    """The largest eigenvalue of a symmetric matrix by ``products`` of it, and a vector of length 1 for it.
 
     ``product``: multiplies [n] by the matrix. The eigenvalue is the largest on the space of ``start``, ``product(start)``, … (that
     of Lanczos): never above the true one, and never below what as many power iterations find. NaN if a product is not finite.
@@ -85,7 +85,7 @@ class Sharpness:
         self._found: list[dict[str, float]] = []
 
     def due(self, iteration: int) -> bool:
-        """Whether to measure after ``iteration`` iterations."""
+        """Return whether to measure after ``iteration`` iterations."""
         interval = self._config.sharpness_interval
         return bool(interval) and iteration % interval == 0
 
@@ -165,7 +165,7 @@ class Sharpness:
         assert total is not None
         return total / max(1, tokens)
 
-    # --- what the theory of lag puts beside it -----------------------------------------------------------------------
+    # --- comparison with the theory of lag ---------------------------------------------------------------------------
 
     def _beside(self, sharpness: float) -> dict[str, float]:
         """The learning rate times the sharpness; and, where losses are known beforehand, the lag and the stable limit."""
@@ -181,7 +181,7 @@ class Sharpness:
         return found
 
     def _lag(self) -> Lag | None:
-        """The lag of replicas at the loss rate of the next iteration; ``None`` if the flags do not tell."""
+        """Return the lag of replicas at the next iteration's loss rate; ``None`` if the flags do not determine it."""
         step = self._run.iteration
         known = [group.wire.lag(Exchange("param", group.wire.stream, step)) for group in self._run.groups]
         if None in known:

@@ -98,7 +98,7 @@ class Workers:
         return begun, successful, grad_norm or 0.0
 
     def begin_norm(self, grad_norm: float) -> Callable[[], float]:
-        """Returns a function that waits for the global gradient norm. ``grad_norm``: this rank's norm."""
+        """Return a function that waits for the global gradient norm. ``grad_norm``: this rank's norm."""
         return lambda: grad_norm
 
     def step(self) -> tuple[bool, float | None, int | None]:
@@ -106,7 +106,7 @@ class Workers:
         return self._lossy.step(self.optimizer)
 
     def evaluate_owner(self, batches: list[RankBatches], samples: int) -> list[torch.Tensor]:
-        """Runs as :meth:`run` does, without gradients, and with the weights that are in the model: the owners'."""
+        """Run as :meth:`run` does, without gradients, with the weights in the model: the owners'."""
         sums = []
         for worker, own in enumerate(batches):
             with self._lossy.data_of(worker):

@@ -121,7 +121,7 @@ class VirtualRun(Run):
             self.rank = before
 
     def _collect(self, model: Any, num_tokens: torch.Tensor | None = None, **_: Any) -> None:
-        """Replaces Megatron's ``finalize_model_grads``, at the end of a worker's last backward pass."""
+        """Take the place of Megatron's ``finalize_model_grads``, at the end of a worker's last backward pass."""
         assert self._worker is not None, "gradients were computed outside a worker's turn"
         with torch.no_grad():
             self._collect_of(self._worker)

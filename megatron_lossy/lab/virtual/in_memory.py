@@ -145,7 +145,7 @@ class LossyWorkers:
         step: int,
         averaged: bool = False,
     ) -> None:
-        """Does for all workers what :func:`lossy_reduce_scatter` does on one rank.
+        """Do the work of :func:`lossy_reduce_scatter` for all workers.
 
         ``outputs``: for each worker [shard]; they receive the recovered sum, or mean if ``averaged``. ``inputs``: for
         each worker [N * shard], changed in place.
@@ -168,7 +168,7 @@ class LossyWorkers:
     def all_gather(
         self, bucket: int, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], step: int
     ) -> None:
-        """Does for all workers what :func:`lossy_all_gather` does on one rank.
+        """Do the work of :func:`lossy_all_gather` for all workers.
 
         ``outputs``: for each worker its replica [N * shard]; a unit that does not arrive keeps its old value.
         ``inputs``: for each worker the fresh values of its shard [shard], in its replica or not.
@@ -189,6 +189,6 @@ class LossyWorkers:
             group.params[bucket].before_update(own)
 
     def finish_step(self, step: int, successful: bool) -> None:
-        """Calls :meth:`LossyGroup.finish_step` for all workers."""
+        """Call :meth:`LossyGroup.finish_step` for all workers."""
         for group in self.groups:
             group.finish_step(step, successful)

@@ -25,7 +25,7 @@ from .islands import VirtualIslands
 
 
 class Churn:
-    """Presence of islands by a schedule, and the epoch that holds; it knows no weights.
+    """Presence of islands by a schedule, and the epoch that holds; it has no weights.
 
     ``iterations``: of the run, if known. ``note``: gets a record of each epoch. Raises :class:`UsageError`.
     """

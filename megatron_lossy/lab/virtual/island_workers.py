@@ -95,7 +95,7 @@ class IslandWorkers(Workers):
         return sums, updated, norm or 0.0
 
     def run(self, batches: list[RankBatches], samples: int, forward_only: bool) -> list[torch.Tensor]:
-        """Runs as :meth:`Workers.run` does, without gradients. Every worker has its replica of its island's weights."""
+        """Run as :meth:`Workers.run` does, without gradients. Every worker has its replica of its island's weights."""
         assert forward_only, "gradients are computed by iterate()"
         sums = []
         for island in self._islands.present:

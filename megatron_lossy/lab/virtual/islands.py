@@ -222,7 +222,7 @@ class VirtualIslands(Run, JobGroup):
 
     @property
     def streams(self) -> list[Any]:
-        return []  # each island tells its own observers
+        return []  # each island has observers of its own
 
     @property
     def device(self) -> torch.device:

@@ -32,7 +32,7 @@ class Sending:
     """The values that the owners of a stream of virtual workers send: their weights, unless a mechanism sends others.
 
     Between updates the parameter ``buffers``, [N * shard] or [N, shard] for every bucket, hold the values that were sent. If these are
-    not the owners' weights (:attr:`changes`), the weights are kept beside them.
+    not the owners' weights (:attr:`changes`), the weights are kept as well.
     """
 
     #: Whether :meth:`change` does anything.
@@ -190,7 +190,7 @@ def sending_of(groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers:
 
 
 class VirtualSampler(Replicas):
-    """The replicas that ``versions`` keeps. ``group``: that of a worker. ``sending``: knows the owners' weights."""
+    """The replicas that ``versions`` keeps. ``group``: that of a worker. ``sending``: has the owners' weights."""
 
     def __init__(
         self, group: LossyGroup, pairs: Sequence[tuple[Any, Any]], versions: Versions, sending: Sending

@@ -170,7 +170,7 @@ class Versions:
 
     @property
     def kept(self) -> int:
-        """Elements held beside the parameter buffers."""
+        """Return the number of elements held besides the parameter buffers."""
         blocks = sum(block.rows.numel() for version in self._blocks.values() for block in version)
         pending = sum(block.rows.numel() for block in (self._pending[2] or [])) if self._pending else 0
         turn = {number: rows for number, (_, rows) in enumerate(self._fresh or [])} | self._spare

@@ -106,7 +106,7 @@ class Boundaries:
             self._schedule = outer
 
     def loses(self) -> bool:
-        """Whether a message that crosses now can lose packets: in evaluation only with ``--act-loss-in-eval``."""
+        """Return whether a message can lose packets now: in evaluation only with ``--act-loss-in-eval``."""
         return self.config.act_loss_in_eval or self._trains()
 
     def _trains(self) -> bool:
@@ -141,7 +141,7 @@ class Boundaries:
         if torch.is_grad_enabled() and not self.messages.loss[phase].lossless:
             raise UsageError(
                 "--p-act and --p-act-grad: a message between stages was received outside of Megatron's schedules, "
-                "and nobody knows which one it is; use megatron.core.pipeline_parallel.schedules"
+                "so it has no number; use megatron.core.pipeline_parallel.schedules"
             )
         return None
 
@@ -238,7 +238,7 @@ def _edge(module: Any) -> int:
 
 
 def p2p_ops(boundaries: Boundaries, original: Callable, **kwargs: Any) -> Any:
-    """Wraps ``_p2p_ops`` and ``_batched_p2p_ops``: zeros lost packets of a received message once it is waited for."""
+    """Wrap ``_p2p_ops`` and ``_batched_p2p_ops``: zeros lost packets of a received message once it is waited for."""
     fills: dict[str, Callable[[], None]] = {}
     for name, phase, peer in (
         ("recv_prev", "act", "prev_pipeline_rank"),
@@ -259,7 +259,7 @@ def p2p_ops(boundaries: Boundaries, original: Callable, **kwargs: Any) -> Any:
 
 
 def schedule(boundaries: Boundaries, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Wraps the functions of ``schedules``, which take keywords only."""
+    """Wrap the functions of ``schedules``, which take keywords only."""
     boundaries.check(kwargs.get("p2p_communicator"))
     with boundaries.schedule(kwargs["model"], kwargs["num_microbatches"], kwargs.get("forward_only", False)):
         return original(*args, **kwargs)

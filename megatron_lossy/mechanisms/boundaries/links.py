@@ -1,11 +1,12 @@
 """``--act-transport udp``: messages between two pipeline stages as datagrams (docs/boundaries.md#over-udp).
 
-All packets of a message must arrive, and have parity. The receiver decides when it knows the end of the message: if
+All packets of a message must arrive, and have parity. The receiver decides at the end of the message: if
 parity leaves at most the tolerated number missing, it takes the message as it is; else it asks for all missing packets.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -62,12 +63,12 @@ class Link:
     def post(
         self, phase: str, number: int, memory: torch.Tensor, tolerance: int, dropped: np.ndarray | None
     ) -> Callable[[float], Received]:
-        """Returns a function that waits so many seconds until the message is in ``memory``.
+        """Return a function that waits so many seconds until the message is in ``memory``.
 
         The function raises :class:`~megatron_lossy.transport.udp.PeerLost` or TimeoutError.
         """
         size = _size(memory)
-        posted = self._channel.post(phase, number, 0, self._only_other(memory), tolerance, dropped, False, size)
+        posted = self._channel.post(phase, number, 0, self._only_other(memory), tolerance, dropped, size, math.inf)
         posted.keep = memory
         packets = -(-size // self._packet)
 

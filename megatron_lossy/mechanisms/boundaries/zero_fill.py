@@ -22,7 +22,7 @@ def elements_of(packet_bytes: int, dtype: torch.dtype) -> int:
 
 
 def changes_nothing(lost: np.ndarray, device: torch.device) -> bool:
-    """Whether the work for the packets ``lost`` bool[packets] may be left out, because there are none.
+    """Return whether the work for the packets ``lost`` bool[packets] may be left out, because there are none.
 
     It never may on a device that compiles each graph (HPU): without it the graph would be another.
     """

@@ -23,7 +23,7 @@ def _larger_block(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None
 
 
 def _apart(config: LossyConfig, facts: Facts) -> bool:
-    """Whether tensor-parallel ranks have copies of parameters that would be rounded apart, and stay apart."""
+    """Return whether tensor-parallel ranks have copies of parameters that would be rounded apart, and stay apart."""
     return bool(config.wire_bits and (facts.copies_apart or (facts.data_parallel and above(facts.tensor, 1))))
 
 

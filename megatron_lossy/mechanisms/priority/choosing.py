@@ -99,7 +99,7 @@ class Priority:
     def spare(self, buffer: torch.Tensor, lost: Lost, exchange: Exchange) -> Lost:
         """The units of ``buffer`` [N * shard] that are lost for good, if the network loses ``lost``.
 
-        On an accelerator they are all of ``lost`` but for the spared ones, until :meth:`settle` knows them here.
+        On an accelerator they are all of ``lost`` but for the spared ones, until :meth:`settle` has them on the host.
         """
         self._high_here, self._unsettled = self.choose(buffer, exchange), lost
         if isinstance(self._high_here, Fetched):

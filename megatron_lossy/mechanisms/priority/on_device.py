@@ -44,7 +44,7 @@ def _mixes(most: int, share: float) -> np.ndarray:
     """float32[4, most + 1]: how to mix two of 0 to ``most`` ordered values, which depends on their number alone.
 
     By that number: the places of the two values around the quantile, its distance from one of them in units of theirs,
-    and whether from the second. In float64, as NumPy works it out; not every device knows float64.
+    and whether from the second. In float64, as NumPy works it out; not every device has float64.
     """
     last = np.maximum(np.arange(most + 1) - 1, 0)
     place = last * share

@@ -126,7 +126,7 @@ class Piece:
                 run.copy_(part)
 
     def state_dict(self) -> dict[str, list[torch.Tensor]]:
-        """The state to save for a piece under way, beside the tensors themselves. Waits for the piece."""
+        """Wait for the piece under way, and return its state to save, besides the tensors themselves."""
         self.wait()
         return {"result": [] if self.in_place else self.result, "before": self._before}
 

@@ -46,7 +46,7 @@ def all_reduce(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Replaces ``torch.distributed.all_reduce``: gradients of full replicas lose units in the group of their slot."""
+    """Take the place of ``torch.distributed.all_reduce``: full replicas' gradients lose units in their slot's group."""
     slot = slot_of(tensor)
     if slot is None or slot.group.lossless("grad"):
         return original(tensor, op=op, group=group, async_op=async_op)

@@ -29,12 +29,12 @@ _LOST = "lost parameters"
 
 
 def _apart(config: LossyConfig) -> bool:
-    """Whether replicas can differ, and so disagree on an overflow."""
+    """Return whether replicas can differ, and so disagree on an overflow."""
     return (config.drives_apart or config.synchronises) and config.replica_check != "repair"
 
 
 def _sums_absolute_noise(config: LossyConfig, facts: Facts) -> bool:
-    """Whether gradients are sums over tokens, and the noise in them is not relative."""
+    """Return whether gradients are sums over tokens, and the noise in them is not relative."""
     relative = config.error_kind != "gaussian" or config.grad_error_relative is not None
     return bool(facts.per_token_loss and not config.inert and not relative)
 

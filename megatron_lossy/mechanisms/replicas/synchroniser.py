@@ -1,6 +1,6 @@
 """Sets full replicas to their mean every H updates (PAFT-Sync, PAFT-Dyn), or to a majority if there is one.
 
-PAFT, Algorithms 1 and 2. Before each synchronisation every replica tells its fingerprint and whether it is finite.
+PAFT, Algorithms 1 and 2. Before each synchronisation every replica sends its fingerprint and whether it is finite.
 
 1. All are equal: nothing is sent or changed. The mean of three or more equal numbers may differ from that number.
 2. More than half are equal and finite: the lowest of them sends its parameters and optimizer state to all, at once.
@@ -62,7 +62,7 @@ class Copies:
         return [replica.moments() for replica in self.replicas]
 
     def state(self) -> list[Sequence[torch.Tensor]]:
-        """All tensors of each local replica beside the parameters."""
+        """Return all tensors of each local replica besides the parameters."""
         return [[*replica.moments(), *replica.others()] for replica in self.replicas]
 
 

@@ -66,7 +66,7 @@ def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple
     """The two discrepancies in the steady state, for uncorrelated increments with a mean square of 1.
 
     The loss rate is that of ``step``. A step has ``units`` units of loss. Returns ``None`` if links differ in their
-    losses, if nobody knows them, if packets are sent several times, or if owners send other values than their weights, whose changes are increments too.
+    losses, if they are unknown, if packets are sent several times, or if owners send other values than their weights.
     """
     loss = config.phase("param")
     if config.observed or config.copies("param") > 1:
@@ -106,7 +106,7 @@ class Drift(Observer):
         )
 
     def _due(self, iteration: int) -> bool:
-        """Whether to measure at the end of ``iteration`` (from 0)."""
+        """Return whether to measure at the end of ``iteration`` (from 0)."""
         return (iteration + 1) % self._config.drift_interval == 0
 
     def before_update(self, iteration: int, look: Look) -> None:

@@ -57,7 +57,7 @@ class Window:
 
 
 def of_all_ranks(values: np.ndarray) -> np.ndarray:
-    """float64[world size, columns] of float64[columns]. Values travel as bytes: not every device knows float64."""
+    """float64[world size, columns] of float64[columns]. Values travel as bytes: not every device has float64."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return values[None].copy()
