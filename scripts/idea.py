@@ -40,7 +40,7 @@ def arrow(axes, start: tuple[float, float], end: tuple[float, float], lost: bool
 
 
 def draw() -> Figure:
-    """Four workers, the owner among them, and the four workers again."""
+    """Draw four workers, the owner among them, and the four workers again."""
     figure = Figure(figsize=(11, 4.3), dpi=130)
     figure.patch.set_alpha(0)
     FigureCanvasAgg(figure)

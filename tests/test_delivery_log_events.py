@@ -105,7 +105,7 @@ def messages_of(config, ranks):
 
 
 def record(folder, kind, steps=STEPS, first=0, ranks=None, skipped=(), alone=False, **flags):
-    """Log the events of ``ranks``, each in files of its own, or ``alone`` in one process. Returns all events.
+    """Log the events of ``ranks``, each in files of its own, or ``alone`` in one process. Return all events.
 
     In iterations in ``skipped`` nothing happens.
     """

@@ -70,7 +70,7 @@ def test_an_id_is_that_of_members_alone():
 
 
 def after(presence, iterations, now=0, interval=1):
-    """Let ``iterations`` pass, with an exchange after each ``interval``. Returns those that are over."""
+    """Let ``iterations`` pass, with an exchange after each ``interval``. Return those that are over."""
     for _ in range(iterations):
         now += 1
         presence.trained()

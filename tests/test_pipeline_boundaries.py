@@ -49,7 +49,7 @@ def record(rank, tiny, config, steps=2, model=None, evaluate=None):
     """Train, and note what enters and leaves each stage.
 
     ``model``: settings of Megatron's model, once it is built. ``evaluate``: "no_grad" or "grad", a forward pass before each
-    step. Returns by iteration, and under (iteration, "evaluation"), by (stage, micro-batch): ``out`` and ``in`` of
+    step. Return by iteration, and under (iteration, "evaluation"), by (stage, micro-batch): ``out`` and ``in`` of
     activations, ``grad_in`` of the output's gradient, ``grad_out`` of the input's. Stages are numbered through the model.
     """
     lossy = hooks.install(config)
@@ -136,7 +136,7 @@ def place_of(stage, tiny):
 
 
 def check(ranks, tiny, config, steps=2, itemsize=4):
-    """Every message by value. Returns how many packets were zero-filled in each phase."""
+    """Every message by value. Return how many packets were zero-filled in each phase."""
     elements = config.packet_bytes // itemsize
     zeros = {"act": 0, "act-grad": 0}
     stages = tiny.pipeline * (tiny.virtual or 1)

@@ -83,7 +83,7 @@ def _design(**changes) -> Design:
 
 
 def _run(loss: float, **valid: float) -> Run:
-    """A run of 20 iterations that ends with these losses."""
+    """Return a run of 20 iterations that ends with these losses."""
     return Run("r", 0.0, 0.0, 1, 1, {}, {20: loss}, {weights: {20: value} for weights, value in valid.items()}, 20)
 
 
@@ -634,7 +634,7 @@ def _study_file(folder: Path, **changes) -> Path:
 
 
 def _report(folder: Path, *arguments: str, fresh: bool = False) -> Program | subprocess.Popen:
-    """A study with what it reports in ``folder``. ``fresh``: it and its trainers start as for a user."""
+    """Return a study with what it reports in ``folder``. ``fresh``: it and its trainers start as for a user."""
     arguments += ("--cells", str(folder / "cells"), "--out", str(folder / "out"))
     if not fresh:
         return Program("megatron_lossy.lab", *arguments, merged=True)

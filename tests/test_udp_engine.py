@@ -124,7 +124,7 @@ class Ranks:
         return self.channels[name][rank].send(phase, step, bucket, pointers)
 
     def check(self, rank, phase, step, bucket, transfer, pieces, timeout=20):
-        """Wait; what arrived is what was sent. Returns ``arrived``."""
+        """Wait; what arrived is what was sent. Return ``arrived``."""
         shard, unit = self.buckets[phase][bucket]
         arrived = transfer.wait(timeout)
         assert arrived[rank].all()

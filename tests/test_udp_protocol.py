@@ -245,7 +245,7 @@ def test_keys_change_with_each_epoch_of_numbers(both, short_epochs, monkeypatch)
 
 
 def follow(node, step, deadline, events, now, must=None, tolerance=0):
-    """Drive the engine and the model with the same events; they agree after each. Returns the time after them."""
+    """Drive the engine and the model with the same events; they agree after each. Return the time after them."""
     model = Source(3, MS, deadline or None, tolerance=tolerance)  # in nanoseconds, which are exact
     exchange = None
     for event in events:

@@ -241,7 +241,7 @@ def test_the_table_says_what_is_missed(tmp_path):
 def engines_share_a_link(rule, senders, loss=0.0, seconds=8):
     """Ranks that send to rank 0 without end, over 100 Mbit/s with a queue of 2 ms and a round trip of 20 ms.
 
-    Returns the shares of what they sent in the second half that did not fit the queue, and of the link that they used.
+    Return the shares of what they sent in the second half that did not fit the queue, and of the link that they used.
     """
     rate, queue, shard = 12.5e6, 25e3, 500 * 1408
     random_, free, counts, half = random.Random(5), 0, [0, 0, 0], (1 + seconds / 2) * SECOND

@@ -159,9 +159,9 @@ class LossyRun(Run):
         return self._scale
 
     def errors_of(self, dtypes: Sequence[torch.dtype], ranges: Sequence[np.ndarray], rank: int) -> Errors:
-        """The errors in the gradients that ``rank`` has, in ``ranges`` int64[k, 2] of buckets of ``dtypes``.
+        """Return the errors in the gradients that ``rank`` has, in ``ranges`` int64[k, 2] of buckets of ``dtypes``.
 
-        Raises :class:`UsageError` for bits that gradients do not have.
+        Raise :class:`UsageError` for bits that gradients do not have.
         """
         width = min(8 * dtype.itemsize for dtype in dtypes)
         check_bits(self.config, width)
@@ -188,7 +188,7 @@ class LossyRun(Run):
     # --- weights and state -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The stale units of this rank, and the state of rules and monitors. A collective call.
+        """Return the stale units of this rank, and the state of rules and monitors. A collective call.
 
         Saved along with a checkpoint of model and optimizer, it lets a run continue bit for bit.
         """
@@ -204,7 +204,7 @@ class LossyRun(Run):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`, after model and optimizer were loaded. A collective call.
 
-        Raises :class:`UsageError` for the state of another number of ranks, another model, or other loss flags.
+        Raise :class:`UsageError` for the state of another number of ranks, another model, or other loss flags.
         """
         check_identity(
             state["identity"], self._whole_identity(), "load_state_dict", "of make_lossy's state", "that state"
@@ -219,7 +219,7 @@ class LossyRun(Run):
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Restore :meth:`save`, after model and optimizer were loaded. A collective call.
 
-        Raises :class:`UsageError` as :meth:`load_state_dict` does, and if ``folder`` has no such file.
+        Raise :class:`UsageError` as :meth:`load_state_dict` does, and if ``folder`` has no such file.
         """
         path = Path(folder, REPLICAS, self.replica_file())
         if not path.is_file():

@@ -117,7 +117,7 @@ class LossyDDP(LossyRun):
     # --- gradients -------------------------------------------------------------------------------------------------
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """DDP's communication hook: the mean of ``bucket`` over all ranks."""
+        """Return the mean of ``bucket`` over all ranks: DDP's communication hook."""
         number, gradient, last = bucket.index(), bucket.buffer(), bucket.is_last()
         self.reducing(number)
         gradient.mul_(1.0 / self.ranks.size())  # as DDP itself does
@@ -136,7 +136,7 @@ class LossyDDP(LossyRun):
         return future
 
     def _begin(self, number: int, gradient: torch.Tensor) -> Callable[[], None]:
-        """Begin the reduction of a bucket. Returns a function that ends it."""
+        """Begin the reduction of a bucket. Return a function that ends it."""
         if self._closed_hook or not self._known or self._lossy[0].lossless("grad"):
             work = dist.all_reduce(gradient, group=self.ranks, async_op=True)
             return partial(self._end_reliable, work, number, gradient)

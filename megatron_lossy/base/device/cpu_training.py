@@ -62,7 +62,7 @@ def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
 
 
 def patches() -> list[Patch]:
-    """Every attribute that megatron.training needs replaced on a machine without an accelerator."""
+    """Return every attribute that megatron.training needs replaced on a machine without an accelerator."""
     return [
         Patch(
             target="megatron.training.training:initialize_megatron",

@@ -16,7 +16,7 @@ from .table import CURVES, TABLE_CSV, TABLE_MARKDOWN, loss_table, report_files, 
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Raises :class:`UsageError`."""
+    """Run the command line. Raise :class:`UsageError`."""
     parser = ArgumentParser(
         "python -m megatron_lossy.report",
         description="Table of losses and training curves of a folder of runs, and of what else they recorded.",

@@ -46,17 +46,17 @@ class Replicas(ABC):
         self.used = used
 
     def own(self, places: Sequence[np.ndarray]) -> np.ndarray:
-        """float64[S]: the values in this process. Where it owns a place, the value is the owner's."""
+        """Return float64[S]: the values in this process. Where it owns a place, the value is the owner's."""
         return self._values(places).double().cpu().numpy()
 
     def _values(self, places: Sequence[np.ndarray]) -> torch.Tensor:
-        """float32[S], which holds every parameter dtype exactly."""
+        """Return float32[S], which holds every parameter dtype exactly."""
         found = zip(self._weights, places, strict=True)
         return torch.cat([weights[to_device(chosen, weights.device)].float() for weights, chosen in found])
 
     @abstractmethod
     def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
-        """float64[N, S]: the values of all replicas. This is a collective call."""
+        """Return float64[N, S]: the values of all replicas. This is a collective call."""
 
 
 #: Looks at the replicas; a collective call at the end of an iteration, when every rank has received the update.
@@ -99,7 +99,7 @@ class Observer:
         """Called when all replicas have just become equal to the owners' weights."""
 
     def metrics(self) -> dict[str, float]:
-        """Values since the last call, the same on all ranks. A collective call."""
+        """Return values since the last call, the same on all ranks. A collective call."""
         return {}
 
     def save(self) -> None:
@@ -109,7 +109,7 @@ class Observer:
         """Called when the run is over."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank that ``--save-replicas`` keeps; empty if there is none."""
+        """Return the state of this rank that ``--save-replicas`` keeps; empty if there is none."""
         return {} if self._window is None else {"window": self._window.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ def _key(name: str) -> str:
 
 
 def metrics_of(observers: Sequence[Observer]) -> dict[str, float]:
-    """The measurements since the last call; a run without any loses nothing. A collective call."""
+    """Return the measurements since the last call; a run without any loses nothing. A collective call."""
     result = {} if any(one.rates for one in observers) else {f"loss rate {phase}": 0.0 for phase in PHASES}
     for one in observers:
         result |= one.metrics()
