@@ -27,9 +27,7 @@ SEEDS = [1, 2, 3]
 
 
 def parameters(width: int) -> int:
-    """Return the size of a model of one layer with as many key and value heads as heads, with norms, and two embeddings
-    of 384 rows.
-    """
+    """Return the size of a model of one layer with all heads and norms, and two embeddings of 384 rows."""
     ffn = int(width * 8 / 3 / 64) * 64
     return 4 * width**2 + 3 * width * ffn + 2 * width + width + 2 * 384 * width
 
