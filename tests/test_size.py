@@ -8,7 +8,7 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 33_015,
+    "lines outside lab": 33_018,
     "lines of the package": 47_822,
     "lines of C": 4_060,
     "lines of tests": 41_000,

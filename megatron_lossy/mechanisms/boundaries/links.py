@@ -6,6 +6,7 @@ parity leaves at most the tolerated number missing, it takes the message as it i
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,7 +68,7 @@ class Link:
         The function raises :class:`~megatron_lossy.transport.udp.PeerLost` or TimeoutError.
         """
         size = _size(memory)
-        posted = self._channel.post(phase, number, 0, self._only_other(memory), tolerance, dropped, False, size)
+        posted = self._channel.post(phase, number, 0, self._only_other(memory), tolerance, dropped, size, math.inf)
         posted.keep = memory
         packets = -(-size // self._packet)
 
