@@ -89,7 +89,7 @@ def run_ranks(
     islands: int = 1,
     launches: int = 1,
 ) -> None:
-    """``run(settings)`` in that many processes; the result of rank 0 is printed as ``table`` and written to ``out``.
+    """Call ``run(settings)`` in so many processes; print rank 0's result as ``table``, and write it to ``out``.
 
     ``islands``: in which the processes are worlds of their own. ``launches``: how often to start them anew. The ``times`` of a
     result, seconds by work and variant, are joined over launches; else the last launch counts. In the result are added:

@@ -89,13 +89,13 @@ class Island(Trainer):
         return seconds
 
     def steps(self) -> None:
-        """As many steps as it makes at a time."""
+        """Make as many steps as it makes at a time."""
         for _ in range(self._settings.steps):
             self.step()
 
 
 def _made_already(**_: Any) -> None:
-    """The group of this island is there; a variant only needs a store of its own."""
+    """Use the group of this island, which is there; a variant only needs a store of its own."""
 
 
 def _loopback_bytes() -> int:

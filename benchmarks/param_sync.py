@@ -65,7 +65,7 @@ class Replica(Trainer):
     _settings: ReplicaSettings
 
     def steps(self) -> None:
-        """As many steps as there are between two synchronisations."""
+        """Make as many steps as there are between two synchronisations."""
         for _ in range(self._settings.interval):
             self.step()
 

@@ -105,7 +105,7 @@ def row(number: int, found: dict) -> str:
 
 
 def main() -> None:
-    """The program."""
+    """Run the program."""
     parser = argparse.ArgumentParser("python -m benchmarks.plan_check", description=__doc__.splitlines()[0])
     every = range(len(LINKS))
     parser.add_argument(

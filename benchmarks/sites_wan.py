@@ -47,7 +47,7 @@ _NONE = "no link"
 
 
 def rank(name: str, mbit: float | None, steps: int, out: str) -> None:
-    """One rank of one run: train, and write the seconds of each iteration of all ranks."""
+    """Run one rank of a run: train, and write the seconds of each iteration of all ranks."""
     import torch
     import torch.distributed as dist
 

@@ -139,7 +139,7 @@ class Trainer(Timed):
         self.iteration += 1
 
     def exchange(self) -> None:
-        """The reduce-scatter of all gradients and the all-gather of all parameters, and nothing else."""
+        """Do the reduce-scatter of all gradients and the all-gather of all parameters, and nothing else."""
         for group in self.model.bucket_groups:
             group.is_first_batch = True
         self.model.finish_grad_sync()

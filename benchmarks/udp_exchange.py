@@ -43,7 +43,7 @@ class Field:
         self._slow: dict[str, list[Row]] = {}
 
     def connect(self, row: Row, shards: Sequence[int]) -> None:
-        """New connections for the setting of ``row``."""
+        """Make new connections for the setting of ``row``."""
         self.close()
         self._slow = {name: [] for name in self._names}
         self._shards = shards

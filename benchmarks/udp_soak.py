@@ -65,7 +65,7 @@ class Sleeper:
         return any(begin < ended and end > started for begin, end in self.gaps[-100:])
 
     def close(self) -> None:
-        """No more notes."""
+        """Take no more notes."""
         self._end.set()
         self._thread.join()
 
@@ -105,7 +105,7 @@ class Trouble:
         self._lab.set(self._link, source, 1 - source)
 
     def close(self) -> None:
-        """No more of it."""
+        """Stop the cuts, and wait for the last one."""
         self._end.set()
         self._thread.join()
 

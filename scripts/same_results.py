@@ -135,7 +135,7 @@ class Checkout:
 
 
 def write_data(folder: Path) -> None:
-    """Two data sets in Megatron's format and a trace, made of nothing but arithmetic: the same for every checkout."""
+    """Write two data sets in Megatron's format and a trace, of arithmetic alone: the same for every checkout."""
     import numpy as np
 
     folder.mkdir(parents=True)

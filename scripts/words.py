@@ -17,12 +17,12 @@ THIRD = "Add|Call|Complete|Doe|Give|Make|Prove|Raise|Replace|Restore|Return|Run|
 #: Idioms in any text, and the better form of each.
 REFUSED = {
     BEGIN + r"(?:Who|What)(?:ever)?\b(?![^?.]*\?)": "begin with the noun: 'Packets that arrive', 'A rank that waits'",
-    r"\bbeside\b": "write 'besides', 'along with' or 'while'; of a place, 'next to'",
-    r"\b(?:hears?|heard)\b": "a rank 'receives' something, or gets no message",
-    r"\b(?:tells?|telling|told)\b": "code 'reports', 'prints' or 'distinguishes'; a rank 'sends'",
-    r"(?<!you )\b(?:knows?|knew)\b": "code 'has', 'reads', 'records' or 'can compute' something",
-    r"\bg[ia]v(?:es?|ing)\s+up\b": "code 'stops waiting', 'fails' or 'ends'",
-    r"\bsa(?:ys?|id|ying)\s+nothing\b": "code 'prints nothing', a page 'does not mention' something",
+    r"(?i)\bbeside\b": "write 'besides', 'along with' or 'while'; of a place, 'next to'",
+    r"(?i)\b(?:hears?|heard)\b": "a rank 'receives' something, or gets no message",
+    r"(?i)\b(?:tells?|telling|told)\b": "code 'reports', 'prints' or 'distinguishes'; a rank 'sends'",
+    r"(?i)(?<!you )\b(?:knows?|knew)\b": "code 'has', 'reads', 'records' or 'can compute' something",
+    r"(?i)\bg[ia]v(?:es?|ing)\s+up\b": "code 'stops waiting', 'fails' or 'ends'",
+    r"(?i)\bsa(?:ys?|id|ying)\s+nothing\b": "code 'prints nothing', a page 'does not mention' something",
 }
 #: Idioms at the beginning of a function's docstring; the last of them only if the function returns a value.
 OPENINGS = {

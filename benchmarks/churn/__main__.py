@@ -211,7 +211,7 @@ class Runs:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """The runs, their tables and pictures."""
+    """Make the runs, their tables and pictures."""
     out, link = Path(args.out), _link(args.rtt, args.link_loss)
     several = len(args.seeds) > 1
     parts, pairs = [], []

@@ -43,7 +43,7 @@ class Cell:
     overflowed: int = 0
 
     def add(self, done: Sequence[Done], links: Sequence[Counters]) -> None:
-        """One exchange: what its ranks and, meanwhile, the links did."""
+        """Add one exchange: the records of its ranks and, meanwhile, of the links."""
         started, ended = span(done)
         self.times.append(1000 * (ended - started))
         self.cpu += sum(one.cpu for one in done)

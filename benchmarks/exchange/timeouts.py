@@ -75,7 +75,7 @@ class Timeouts:
         return 0.0
 
     def close(self) -> None:
-        """Nothing is sent or answered any more."""
+        """Stop sending and answering."""
         self._closed = True
         self._thread.join()
         self._socket.close()

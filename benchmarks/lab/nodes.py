@@ -72,7 +72,7 @@ class Node:
         return self.do(open_tun)
 
     def join_by_wire(self, other: Node) -> None:
-        """A pair of veth devices, called :data:`INTERFACE` at both ends."""
+        """Make a pair of veth devices, called :data:`INTERFACE` at both ends."""
         self.ip(f"link add {INTERFACE} type veth peer name {INTERFACE} netns {other.do(threading.get_native_id)}")
 
     def set_features(self, features: Mapping[str, bool]) -> None:
@@ -101,7 +101,7 @@ class Node:
         self.do(set_features)
 
     def configure(self, mtu: int) -> None:
-        """Addresses for :data:`INTERFACE`, which is there, and for the loopback."""
+        """Give addresses to :data:`INTERFACE`, which is there, and to the loopback."""
         commands = [
             "link set lo up",
             # A short queue would drop bursts before the link that is to be emulated sees them.

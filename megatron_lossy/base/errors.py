@@ -181,7 +181,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """A parser that raises :class:`UsageError` instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse, with its own description of the error."""
+        """Raise argparse's own description of the error as ours."""
         raise UsageError(message.removeprefix("argument "))
 
 

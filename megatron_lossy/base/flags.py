@@ -212,7 +212,7 @@ def _with_hint(parser: argparse.ArgumentParser, refuse_as: Callable[[str], Any],
 
 
 def hint_at_flags(parser: argparse.ArgumentParser) -> None:
-    """Have ``parser`` say which flags unknown ones may be meant for, or what became of them."""
+    """Make ``parser`` propose known flags for unknown ones, or explain what became of them."""
     if "error" not in vars(parser):
         parser.error = functools.partial(_with_hint, parser, parser.error)  # type: ignore[method-assign]
 

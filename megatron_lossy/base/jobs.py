@@ -97,7 +97,7 @@ class World(Protocol):
         """Set RANK and WORLD_SIZE to those of the job, for a program that reads them later."""
 
     def compare(self, settings: Mapping[str, str]) -> None:
-        """``settings``, by flag, must be those of all jobs: these compare them if each is a launch of its own."""
+        """Compare ``settings``, by flag, between all jobs, if each is a launch of its own; they must be equal."""
 
     def open(self, init_process_group: Callable[..., Any], timeout: timedelta) -> None:
         """Make the job the default world. A collective call of all ranks of all jobs.

@@ -52,7 +52,7 @@ def philox4x64(key: tuple[int, int], counters: np.ndarray) -> np.ndarray:
 
 
 def _multiply(a: np.ndarray, factor: int, high: np.ndarray, low: np.ndarray, scratch: np.ndarray) -> None:
-    """``high`` and ``low``: the upper and lower 64 bits of ``a * factor``, from four products of 32-bit halves."""
+    """Store the upper and lower 64 bits of ``a * factor`` in ``high`` and ``low``, by four 32-bit products."""
     factor_low, factor_high = np.uint64(factor & 2**32 - 1), np.uint64(factor >> 32)
     middle, other = scratch
     np.bitwise_and(a, _LOW, out=other)

@@ -70,7 +70,7 @@ def copy_shipped(folder: str | Path) -> list[Path]:
 
 
 def _copy(folder: Path, target: Path) -> None:
-    """Copies as :func:`shutil.copytree` does, but lets errors through: that function turns them into a text."""
+    """Copy as :func:`shutil.copytree` does, but raise each error: that function turns them into a text."""
     target.mkdir()
     for path in folder.iterdir():
         if path.is_dir():

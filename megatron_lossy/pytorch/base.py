@@ -79,7 +79,7 @@ class LossyRun(Run):
     # --- which step it is ------------------------------------------------------------------------------------------
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An outermost step begins."""
+        """Note that an outermost step begins."""
         if optimizer in self._stepped:
             self._finish_round()
         if self.holds:
@@ -90,7 +90,7 @@ class LossyRun(Run):
         self.check_weights()
 
     def check_scaler(self) -> None:
-        """A ``GradScaler`` is in use. Raise :class:`UsageError` if the run needs it, and does not have it."""
+        """Note that a ``GradScaler`` is in use. Raise :class:`UsageError` if the run needs it, and does not have it."""
         if self._scaler is None and any(
             rule.carries_over or rule.feeds_back for group in self.groups for rule in group.grads
         ):
@@ -99,7 +99,7 @@ class LossyRun(Run):
             raise refuse("scaler", None, why)
 
     def use_gradients(self, kind: Kind) -> None:
-        """A step has its gradients, and is about to use them. Called again if it evaluates its closure again."""
+        """Note that a step is about to use its gradients; again if it evaluates its closure again."""
         if kind is Kind.REJECTED or (kind is Kind.IDLE and not self._reduced):
             return
         if kind is Kind.UPDATE:
@@ -112,7 +112,7 @@ class LossyRun(Run):
             self.begin_update()
 
     def end_step(self, optimizer: torch.optim.Optimizer, kind: Kind) -> None:
-        """An outermost step is over."""
+        """Note that an outermost step has ended."""
         self._stepped[optimizer] = kind
         if kind is Kind.UPDATE:
             self.note_update()
@@ -141,12 +141,12 @@ class LossyRun(Run):
         self._begun = self._updates = False
 
     def gathering(self) -> None:
-        """Parameters are about to be gathered: no further optimizer takes part in the update."""
+        """Note that parameters are about to be gathered: no further optimizer takes part in the update."""
         if self._stepped:
             self._finish_round()
 
     def reducing(self, bucket: object) -> None:
-        """The gradients of ``bucket`` are about to be reduced."""
+        """Note that the gradients of ``bucket`` are about to be reduced."""
         self.gathering()
         if bucket in self._reduced:
             self._finish_round()
@@ -168,10 +168,10 @@ class LossyRun(Run):
         return Errors(self.corruption, rank, ranges, width, self.config.delivery_log is not None, None)
 
     def note_update(self) -> None:
-        """An optimizer has changed the weights."""
+        """Note that an optimizer has changed the weights."""
 
     def note_weights(self) -> None:
-        """The weights are as optimizers and mechanisms left them."""
+        """Note that the weights are as optimizers and mechanisms left them."""
 
     def check_weights(self) -> None:
         """Raise ``RuntimeError`` if somebody else has written weights since :meth:`note_weights`."""

@@ -178,7 +178,7 @@ class LossyDDP(LossyRun):
             )
 
     def _know(self, buckets: list[Bucket]) -> None:
-        """The final buckets are known."""
+        """Take the final buckets."""
         self.buckets, self._known = buckets, True
         size = self.ranks.size()
         gradients = [torch.empty(one.elements, dtype=one.dtype, device="meta") for one in buckets]
@@ -222,7 +222,7 @@ class LossyDDP(LossyRun):
         return {"world size": self.ranks.size(), "parameters": sum(one.numel() for one in self.parameters)}
 
     def exchanged_state(self) -> None:
-        """``None``: replicas are equal."""
+        """Return ``None``: replicas are equal."""
 
     def load_exchanged_state(self, state: None) -> None:
         """Do nothing."""
@@ -242,5 +242,5 @@ class LossyDDP(LossyRun):
         super()._load_state(state)
 
     def restore_exchanges(self) -> None:
-        """From now on the hook, which torch cannot take away, averages as DDP itself does."""
+        """Let the hook, which torch cannot take away, average as DDP itself does."""
         self._closed_hook = True

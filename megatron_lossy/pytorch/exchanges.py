@@ -133,7 +133,7 @@ class Gather:
         return self._exchange(self._lossy, self._number, output_tensor, input_tensor, collective, async_op, first)
 
     def note_weights(self) -> None:
-        """This rank's shard is as optimizers and mechanisms left it."""
+        """Note that this rank's shard is as optimizers and mechanisms left it."""
         self._version = self._group.version
 
     def check_weights(self) -> None:

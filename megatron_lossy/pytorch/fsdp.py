@@ -269,7 +269,7 @@ class LossyFSDP(LossyRun):
     # --- saved state -----------------------------------------------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """Somebody else than the optimizer wrote weights: the next gather is reliable. Call it on all ranks."""
+        """Note a write of weights that is no optimizer's: the next gather is reliable. Call it on all ranks."""
         self.restarts += 1
 
     def follow_loading(self, model: torch.nn.Module) -> None:

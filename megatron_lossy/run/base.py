@@ -221,7 +221,7 @@ class Run(ABC):
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
-        """The owners' shards are about to be updated."""
+        """Note that the owners' shards are about to be updated."""
         self.tell_observers()
         for observer in self.observers:
             observer.before_update(self.iteration, self.replicas)
@@ -249,7 +249,7 @@ class Run(ABC):
             group.prepare(self.iteration, self.gapless)
 
     def tell_observers(self, look: Callable[[], Sequence[Replicas]] | None = None) -> None:
-        """Tell the observers of the last iteration, if they have not been.
+        """Call the observers for the last iteration, unless they have been called.
 
         Drawn losses are known at its end. Losses of a network in its gather are known after the next forward pass, or
         never without one; the next gather must come after that. ``look``: finds the replicas.
@@ -283,7 +283,7 @@ class Run(ABC):
         self.iteration += 1
 
     def set_iteration(self, iteration: int) -> None:
-        """A checkpoint of ``iteration`` attempted iterations was loaded: all replicas are equal."""
+        """Go on after a checkpoint of ``iteration`` attempted iterations was loaded: all replicas are equal."""
         self._untold = None
         self.iteration = iteration
         self.begin_equal()
@@ -291,7 +291,7 @@ class Run(ABC):
             observer.restart(iteration)
 
     def begin_equal(self) -> None:
-        """All replicas equal the owners' weights, which are in the model, and nothing of before counts."""
+        """Begin with all replicas equal to the owners' weights, which are in the model; nothing of before counts."""
         self.update = None
         for group in self.groups:
             group.restart()

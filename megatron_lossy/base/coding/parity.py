@@ -129,7 +129,7 @@ class AdaptiveCode:
         self._reports: deque[tuple[int, int]] = deque(maxlen=messages)
 
     def report(self, lost: int, packets: int) -> None:
-        """Records that ``lost`` of ``packets`` sent packets, parities included, did not arrive."""
+        """Record that ``lost`` of ``packets`` sent packets, parities included, did not arrive."""
         self._reports.append((lost, packets))
 
     @property

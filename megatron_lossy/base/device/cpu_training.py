@@ -37,7 +37,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _async_loop(*args: Any, **kwargs: Any) -> None:
-    """The process that writes asynchronous checkpoints. It is a new process, without any patch yet.
+    """Run the new process that writes asynchronous checkpoints, and has no patch yet.
 
     Megatron goes on when it has copied the weights from the device. On CPU that copies nothing.
     """

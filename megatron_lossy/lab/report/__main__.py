@@ -64,7 +64,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """:func:`run`, which reports wrong input as one line and exit status 2."""
+    """Call :func:`run`, and report wrong input as one line and exit status 2."""
     sys.stdout.reconfigure(errors="replace")  # "±" on an ASCII terminal
     with usage_errors("megatron_lossy.report"):
         run(arguments)

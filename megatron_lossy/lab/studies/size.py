@@ -1,8 +1,8 @@
 """``python -m megatron_lossy.lab size``: what loss costs as models grow, from the reports of one study for each size.
 
-The reports have the same levels and variants, as far as each has them, and models of other sizes. Beside the costs stand
-the quantities that theory says decide them, as far as the studies recorded them: learning rate times sharpness over its
-stable limit, drift, tokens per parameter.
+The reports have the same levels and variants, as far as each has them, and models of other sizes. Next to the costs
+stand the quantities that decide them by theory, as far as the studies recorded them: learning rate times sharpness over
+its stable limit, drift, tokens per parameter.
 """
 
 from __future__ import annotations

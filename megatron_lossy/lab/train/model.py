@@ -146,7 +146,7 @@ def forward_step(data_iterator, model):
 
 
 def sum_of_losses(mask: torch.Tensor, output: torch.Tensor):
-    """The sum of ``output``, losses per token, where ``mask`` counts; the number of tokens; and both to report."""
+    """Return the sum of ``output``, losses per token, where ``mask`` counts; the tokens; and both to report."""
     mask = mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     tokens = mask.sum()

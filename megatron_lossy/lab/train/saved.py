@@ -28,7 +28,7 @@ SETTINGS = "settings.json"
 _SAMPLES = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "seed")
 # The flags that name data, whose contents count.
 _PATHS = ("data_path", "valid_data_path")
-# Beside paths and what is incidental, the flags that each of several jobs may have as it likes.
+# Besides paths and incidental flags, those that each of several jobs may have as it likes.
 _OWN = (
     "data",
     "data_path",

@@ -154,7 +154,7 @@ class ChurningIslands(VirtualIslands):
         return min(rounds.visits(island) for rounds in self._member_rounds)
 
     def _tell(self, delivery: Delivery) -> None:
-        """Tell with all slots as sources: nothing arrives from those that are away."""
+        """Report with all slots as sources: nothing arrives from those that are away."""
         receivers, _, units = delivery.arrived.shape
         arrived = np.zeros((receivers, len(self.clusters), units), dtype=bool)
         arrived[:, list(delivery.sources)] = delivery.arrived

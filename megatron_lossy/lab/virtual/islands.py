@@ -162,7 +162,7 @@ class VirtualIslands(Run, JobGroup):
         self.iteration += 1
 
     def _exchange(self, among: tuple[int, int] | None = None) -> None:
-        """``among``: see :func:`.bytes_sent`."""
+        """Exchange ``among`` islands: see :func:`.bytes_sent`."""
         for rounds in self._rounds:
             count = rounds.after_iteration(self.iteration)
             if count is not None:
@@ -172,7 +172,7 @@ class VirtualIslands(Run, JobGroup):
                     self._tell(delivery)
 
     def _tell(self, delivery: Delivery) -> None:
-        """Tell the observers of each receiver."""
+        """Call the observers of each receiver."""
         for row, island in enumerate(delivery.receivers):
             own = replace(delivery, receivers=[island], arrived=delivery.arrived[row : row + 1])
             for observer in self.clusters[island].observers:
@@ -309,7 +309,7 @@ class VirtualIslands(Run, JobGroup):
         load_island_state(inner_optimizers(self._optimizers[island]), scheduler, self._kept[island], own)
 
     def _begin_equal(self, island: int) -> None:
-        """All replicas of ``island`` have its owners' weights."""
+        """Note that all replicas of ``island`` have its owners' weights."""
         with self.turn(island, keep=False) as cluster:
             cluster.begin_equal()
 

@@ -369,7 +369,7 @@ class VirtualReplicas(VirtualRun):
         return {"workers": self.workers, "--use-distributed-optimizer": "off", **sizes}
 
     def exchanged_state(self) -> None:
-        """``None``: while one stands for all, there is nothing to save."""
+        """Return ``None``: while one stands for all, there is nothing to save."""
 
     def load_exchanged_state(self, state: None) -> None:
         """Do nothing."""

@@ -72,10 +72,10 @@ class Sending:
             self._kept = None
 
     def before_update(self) -> None:
-        """The owners' weights, which are in the buffers, are about to be updated."""
+        """Note that the owners' weights, which are in the buffers, are about to be updated."""
 
     def after_update(self) -> None:
-        """The owners' weights have been updated."""
+        """Note that the owners' weights have been updated."""
 
     def send(self, step: int) -> None:
         """Put what owners send after the update of ``step`` into the buffers. It may be called again for ``step``."""

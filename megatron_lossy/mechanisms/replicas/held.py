@@ -173,7 +173,7 @@ class HeldReplicas(Part, ABC):
             self.together.arrive(self._gradient(self.together))
 
     def finished(self) -> None:
-        """The update has been made."""
+        """Note that the update has been made."""
         if self.together is not None:
             self.together.finished(self._gradient(self.together))
         self._squares.clear()

@@ -72,41 +72,41 @@ class Observer:
     _window: Window | None = None
 
     def before_update(self, iteration: int, look: Look) -> None:
-        """Called before the owners' shards are updated; ``look`` is not collective here."""
+        """Prepare for an update of the owners' shards; ``look`` is not collective here."""
 
     def observe(self, delivery: Delivery) -> None:
-        """Called for each exchange of the iteration that just ended. Its ``step`` is that iteration in both phases."""
+        """Record an exchange of the iteration that just ended. Its ``step`` is that iteration in both phases."""
 
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
-        """Called when attempted iteration ``iteration`` (from 0) is over and all its exchanges have been observed.
+        """End attempted iteration ``iteration`` (from 0), all of whose exchanges have been observed.
 
         ``successful``: it updated the weights. ``look`` finds nothing while no update was made.
         """
 
     def happened(self, iteration: int, what: Sequence[Any]) -> None:
-        """Called with other events of an iteration, before its :meth:`finish_iteration`.
+        """Record other events of an iteration, before its :meth:`finish_iteration`.
 
         These are errors of :mod:`megatron_lossy.channel.corruption`, and events of mechanisms, with a verb ``rows`` for the
         log. An event may come as soon as it happens, while the iteration before is not finished.
         """
 
     def restart(self, iteration: int) -> None:
-        """Called when a checkpoint of ``iteration`` attempted iterations was loaded: the next one is ``iteration``."""
+        """Go on at ``iteration``, after a checkpoint of so many attempted iterations was loaded."""
         if self._window is not None:
             self._window.clear()
 
     def begin_equal(self) -> None:
-        """Called when all replicas have just become equal to the owners' weights."""
+        """Begin with all replicas equal to the owners' weights."""
 
     def metrics(self) -> dict[str, float]:
         """Return values since the last call, the same on all ranks. A collective call."""
         return {}
 
     def save(self) -> None:
-        """Called while a checkpoint is written: observations so far must be on disk when it is loaded."""
+        """Write observations so far to disk, while a checkpoint is written that needs them."""
 
     def close(self) -> None:
-        """Called when the run is over."""
+        """Close at the end of the run."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank that ``--save-replicas`` keeps; empty if there is none."""
