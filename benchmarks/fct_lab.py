@@ -1,4 +1,4 @@
-"""How long a message takes over a lossy link, by scheme of recovery, measured and in the packet model (docs/fct.md).
+"""Time of a message over a lossy link, by scheme of recovery, measured and in the packet model (docs/fct.md).
 
     python -m benchmarks.fct_lab [--messages 400] [--loss 0 0.01 0.05] [--mebibytes 1 4] [--rate 100] [--rtt 20]
 

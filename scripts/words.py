@@ -1,7 +1,4 @@
-"""Refuse idioms that are no plain English, in docstrings, comments, strings and pages: a part of ``make lint``.
-
-``python -m scripts.words [FILE...]``; without files, all of the repository but results.
-"""
+"""Refuse idioms that are no plain English, in code and pages: ``python -m scripts.words [FILE...]``, by default all files."""
 
 import ast
 import io
@@ -13,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BEGIN = r"(?:\A|[.!?:]\s+|\n\s*\n\s*)(?:[-*] +)?"
-THIRD = "Add|Call|Complete|Doe|Give|Make|Prove|Raise|Replace|Restore|Return|Run|Say|Send|Take|Train|Wait|Wrap|Write"
+THIRD = "Add|Complete|Doe|Give|Make|Prove|Raise|Replace|Restore|Return|Say|Send|Take|Train|Wrap"
 #: Idioms in any text, and the better form of each.
 REFUSED = {
     BEGIN + r"(?:Who|What)(?:ever)?\b(?![^?.]*\?)": "begin with the noun: 'Packets that arrive', 'A rank that waits'",
@@ -24,28 +21,31 @@ REFUSED = {
     r"(?i)\bg[ia]v(?:es?|ing)\s+up\b": "code 'stops waiting', 'fails' or 'ends'",
     r"(?i)\bsa(?:ys?|id|ying)\s+nothing\b": "code 'prints nothing', a page 'does not mention' something",
 }
-#: Idioms at the beginning of a function's docstring; the last of them only if the function returns a value.
+#: Idioms at the beginning of any docstring; of a function's, unless a noun describes it; and if it returns a value.
 OPENINGS = {
-    r"\A(?:Whether|How|Why|Where|Which)\b": "begin with the verb: 'Return whether', 'Return how many'",
-    rf"\A(?:{THIRD})s\b": "write the imperative: 'Return', not 'Returns'",
+    r"\A(?:Whose|How|Why|Where|Which|Of)\b": "begin with a noun or a verb: 'Return how many', 'Shares of'",
+    rf"\A(?:Whether\b|(?:{THIRD})s\b)": "write the imperative: 'Return whether', 'Return', not 'Returns'",
     r"\A(?:The|An?|All|Every|Each|Its|Their)\b": "begin with the verb: 'Return the', 'Yield the'",
 }
 #: Texts by suffix, and the marks in them that are no words.
 COMMENTS = r"/\*.*?\*/|(?:^[^\n\"]*?(?:#|//)[^\n]*\n)+", r"^[^\n]*?(?:#|//)|/\*+|\*+/|^\s*\*"
 TEXTS = dict.fromkeys((".c", ".h", ".cc", ".cpp", ".yaml", ".yml", ".toml", ".sh", ""), COMMENTS)
-TEXTS[".md"] = ".+", r"^```.*?^```|`[^`]*`|\]\([^)]*\)"
+TEXTS[".md"] = ".+", r"^```.*?^```|^#[^\n]*|`[^`]*`|!\[[^]]*\]|\]\([^)]*\)"
 
 
 def of_python(source: str) -> Iterator[tuple[int, str, int]]:
     """Yield line and text of each string and comment of ``source``, and the number of openings that are refused."""
     openings: dict[int, int] = {}
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef):
-            noun = re.search("property|fixture", "".join(map(ast.unparse, node.decorator_list)))
-            returns = node.returns is not None and ast.unparse(node.returns) != "None"
-            openings[node.body[0].lineno] = 0 if noun else 2 + returns
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.split()) > 2:
-            yield node.lineno, re.sub(r"``.*?``", "x", node.value).lstrip(), openings.get(node.lineno, 0)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            decorators = " ".join(map(ast.unparse, getattr(node, "decorator_list", [])))
+            function = isinstance(node, ast.FunctionDef) and not re.search("property|fixture", decorators)
+            returns = ast.unparse(getattr(node, "returns", None) or ast.Constant(None)) != "None"
+            openings[node.body[0].lineno] = 2 + returns if function else 1
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text, docstring = re.sub(r"``.*?``", "x", node.value).lstrip(), openings.get(node.lineno, 0)
+            if docstring or len(text.split()) > 2:  # else it is a name
+                yield node.lineno, text, docstring
     comment: list[str] = []
     for token in tokenize.generate_tokens(io.StringIO(source + "\n").readline):
         if token.type == tokenize.COMMENT:
@@ -76,5 +76,5 @@ def refused(path: Path) -> Iterator[str]:
 if __name__ == "__main__":
     listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.split("\n")
     paths = map(Path, sys.argv[1:] or [name for name in listed if not name.startswith("benchmarks/results/")])
-    texts = [path for path in paths if path.suffix in (".py", *TEXTS) and path.name != Path(__file__).name]
-    sys.exit("\n".join(line for path in texts if path.is_file() for line in refused(path)))
+    texts = [path for path in paths if path.suffix in (".py", *TEXTS) and not path.name.endswith("words.py")]
+    sys.exit("\n".join(line for path in texts if path.is_file() for line in refused(path)) or None)

@@ -37,7 +37,7 @@ TWO = {"islands": 2, "sync_method": "parameters"}
 
 
 class Table:
-    """Where islands meet: each puts down what it sends, and takes what is for it."""
+    """The place where islands meet: each puts down its message, and takes those for it."""
 
     def __init__(self, islands: int) -> None:
         self.put: list = [None] * islands

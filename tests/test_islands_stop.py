@@ -170,7 +170,7 @@ def test_all_stop_after_the_same_iteration_whoever_hears_it_when(seed):
 
 
 def test_who_waits_to_know_the_last_iteration_says_how_long():
-    """Of two islands, the thread of one is late with its answer."""
+    """The thread of one of two islands is late with its answer."""
     table = Table(2)
 
     class Late(Seat):

@@ -244,7 +244,7 @@ def test_evaluation_is_reliable_unless_asked_otherwise(grad, pool):
 
 
 def test_boundaries_within_a_node_are_reliable():
-    """Of four stages on two nodes the second boundary alone leaves a node."""
+    """Only the second boundary of four stages on two nodes leaves a node."""
     tiny = TinyGPT(pipeline=4, layers=4, accumulation=2, tied=False)
     config = LossyConfig(**vars(BOTH) | {"lossy_links": "inter-node:2"})
     ranks = run_ranks(record, 4, tiny, config)
@@ -341,7 +341,7 @@ def trained(rank, tiny, config, steps, stages=None, workers=None):
 
 
 def whole(results):
-    """Of several stages: losses of the last one, and the weights of all."""
+    """Return, of several stages, the losses of the last one, and the weights of all."""
     weights = {}
     for _, part in results:
         weights |= part
@@ -467,7 +467,7 @@ def test_the_hooks_go():
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_losses(data, tmp_path):
-    """Of activations alone, in two stages; nobody needs saved replicas for that. The log says so, too."""
+    """Losses of activations alone, in two stages, need no saved replicas. The log says so, too."""
     settings = TINY | data | {"pipeline_model_parallel_size": 2, "hidden_dropout": 0.0}
     settings |= {"save_interval": 4, "log_interval": 1}
     loss = {"p_act": 0.3, "p_act_grad": 0.3, "packet_bytes": 200, "act_fec": ("off",)}

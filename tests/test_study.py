@@ -544,7 +544,7 @@ def test_scalars_that_are_there_without_loss_have_changes():
 
 
 def test_tables_are_made_again_from_the_record(tmp_path):
-    """Of runs that diverged, were never evaluated or are missing as well, and with both kinds of weights."""
+    """Runs that diverged, were never evaluated or are missing as well, and with both kinds of weights."""
     results, _ = _scalar_results(variants=("a", "b"))
     first, second, third, *others = results.runs
     results.runs[first].train[20] = math.nan

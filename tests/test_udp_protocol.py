@@ -516,7 +516,7 @@ def test_the_deadline_ends_an_exchange_and_its_sender_stops():
 
 
 def test_early_datagrams_take_no_more_memory_than_is_allowed(pair):
-    """Of as many exchanges as a forger likes."""
+    """A forger may begin as many exchanges as it likes."""
     node = Node(0, 2, {"grad": [(10 * UNIT, UNIT)] * 1000}, memory=100_000)
     for bucket in range(1000):
         for unit in range(10):

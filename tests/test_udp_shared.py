@@ -194,7 +194,7 @@ def test_nothing_is_credited_to_a_path_that_loses_nothing():
 @pytest.mark.parametrize(("kind", "least"), [("cubic", 0.35), ("reno", 0.25)])
 @pytest.mark.parametrize("queue", [2, 20])
 def test_tcp_keeps_its_share(kind, least, queue):
-    """Of what it has alone; ``dedicated`` leaves it a twentieth behind a short queue."""
+    """A share of its rate alone; ``dedicated`` leaves it a twentieth behind a short queue."""
     path = Bottleneck(queue=queue)
     alone = run(path, [Flow(kind)], seconds=40, warm=8).delivered[0]
     shared, dedicated = (

@@ -153,7 +153,7 @@ class Results:
 
     @property
     def updates(self) -> int:
-        """Of all islands together, each once."""
+        """Updates and exchanges of all islands together, each once."""
         return sum(len(set(one.made)) for one in self.islands)
 
     @property

@@ -1,4 +1,4 @@
-"""Where a call comes from: the innermost line of code that somebody could change."""
+"""The place of a call: the innermost line of code that somebody could change."""
 
 from __future__ import annotations
 
