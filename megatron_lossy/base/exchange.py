@@ -107,7 +107,7 @@ class BucketUnits:
 
     @cached_property
     def parts(self) -> list[tuple[slice, int]]:
-        """The bucket's units in runs of equal length: (numbers counted from ``first``, elements of a unit)."""
+        """Runs of equally long units: the numbers of the units, from 0 in this bucket, and the elements of each."""
         result = [(slice(0, self.whole), self.elements)] if self.whole else []
         return result + ([(slice(self.whole, self.whole + 1), self.tail)] if self.tail else [])
 

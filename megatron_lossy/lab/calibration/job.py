@@ -43,7 +43,7 @@ def write_data(folder: str | os.PathLike) -> dict[str, tuple[str, ...]]:
 
 @contextlib.contextmanager
 def _weights_of_the_cpu() -> Iterator[None]:
-    """Let Megatron draw initial weights with the CPU's generator, so that a row begins with the same ones on every device."""
+    """Make Megatron draw initial weights from the CPU's generator, which gives the same weights on every device."""
     from megatron.core.transformer import TransformerConfig
 
     inner = TransformerConfig.__post_init__

@@ -115,7 +115,7 @@ def _srun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
 
 
 def container(plan: Plan) -> list[str]:
-    """Return the flags of pyxis for srun."""
+    """Return the flags of srun that make pyxis start a container. Raise :class:`UsageError` for mounts without one."""
     launch = plan.launch
     flags = [f"--container-image={launch.container_image}"] if launch.container_image else []
     if launch.container_mounts:

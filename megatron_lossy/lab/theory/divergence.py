@@ -35,15 +35,14 @@ def divergence(replicas: int, sigma: float, rates: ArrayLike, dimension: int = 1
 
 
 def lost_all_reduce(replicas: int, p: float) -> float:
-    """Return E|theta_m - theta_n|^2 of two replicas after a step of SGD whose all-reduce lost ``p``, twice: in units of
-    s^2 eta^2.
+    """Return E|theta_m - theta_n|^2 of two replicas after a step of SGD, in units of s^2 eta^2.
 
-    Local gradients are independent, with variance s^2. The owner of an element has the mean of the K that arrived, its
-    own among them: e = E 1/K = (1 - p^N) / (N (1-p)). Another rank is among them with E 1[m in K] / K = (1 - e)/(N -
-    1), since all others are alike. So its gradient is a = 1 + e - 2 (1 - e)/(N - 1) away from the result. Of two
-    replicas that own nothing, one keeps its own gradient with 2p(1-p). Both keep theirs with p^2, and are then 2 apart.
-    For the share 2/N of the elements one of the two is the owner, who has the result. Without loss in the first half
-    and for many replicas the sum is 2p(1-p) + 2p^2.
+    Both halves of its all-reduce lose the share ``p``. Local gradients are independent, with variance s^2. The owner of
+    an element has the mean of the K gradients that arrived, its own included: e = E 1/K = (1 - p^N) / (N (1-p)).
+    Another rank m has the expected weight E 1[m in K] / K = (1 - e)/(N - 1) in it, since all others are alike. So the
+    squared distance of its gradient to the mean is a = 1 + e - 2 (1 - e)/(N - 1). If neither replica owns the element,
+    one of them keeps its own gradient with probability 2p(1-p); both do with p^2, and then their squared distance is 2.
+    For the share 2/N of the elements one of the two is the owner, which has the mean.
     """
     if replicas < 2 or not 0 <= p < 1:
         raise ValueError(f"replicas = {replicas}, p = {p}: must be at least 2, and in [0, 1)")

@@ -146,7 +146,7 @@ def forward_step(data_iterator, model):
 
 
 def sum_of_losses(mask: torch.Tensor, output: torch.Tensor):
-    """Return the sum of ``output``, losses per token, where ``mask`` counts; the tokens; and both to report."""
+    """Return the sum of ``output`` (losses per token) where ``mask`` is 1, the number of tokens, and both in a tensor."""
     mask = mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     tokens = mask.sum()
@@ -180,7 +180,7 @@ def world(config: TrainConfig, launched: World | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def model_parallel(config: TrainConfig) -> Iterator[None]:
-    """Return a context with Megatron's process groups and random states of one run. The next run finds none of them."""
+    """Return a context with Megatron's process groups and random states of one run, which its end destroys."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,

@@ -1,8 +1,8 @@
-"""Full replicas between their gradients and their next update: check, repair and synchronisation, in that order.
+"""Check, repair and synchronisation of full replicas, between the reduction of gradients and the next update.
 
-The order of an iteration (docs/corruption.md): gradients are reduced, and errors hit them. On entry to the optimizer's
-step they are compared, and repaired; a mean under way arrives. Then comes the update, and a synchronisation that is due
-begins.
+An iteration (docs/corruption.md) reduces gradients, in which errors may happen. When the optimizer's step begins, the
+gradients are compared and repaired, and a mean under way is applied. The update follows. At last a synchronisation
+begins, if one is due.
 """
 
 from __future__ import annotations
