@@ -42,7 +42,8 @@ def lost_all_reduce(replicas: int, p: float) -> float:
     Another rank m has the expected weight E 1[m in K] / K = (1 - e)/(N - 1) in it, since all others are alike. So the
     squared distance of its gradient to the mean is a = 1 + e - 2 (1 - e)/(N - 1). If neither replica owns the element,
     one of them keeps its own gradient with probability 2p(1-p); both do with p^2, and then their squared distance is 2.
-    For the share 2/N of the elements one of the two is the owner, which has the mean.
+    For the share 2/N of the elements one of the two is the owner, which has the mean. Without loss in the first half,
+    and for many replicas, the result is 2p(1-p) + 2p^2.
     """
     if replicas < 2 or not 0 <= p < 1:
         raise ValueError(f"replicas = {replicas}, p = {p}: must be at least 2, and in [0, 1)")
