@@ -82,7 +82,7 @@ class Tcp:
 
 @contextlib.contextmanager
 def exchanging(lab: Lab, rule: str) -> Iterator[None]:
-    """Two ranks exchange by ``rule`` meanwhile."""
+    """Return a context in which two ranks exchange by ``rule``."""
     team = Team(lab, "ours", 2, [_SHARD], our_config(f"--udp-rate {rule}"))
     end = threading.Event()
 
@@ -141,7 +141,7 @@ def measure(
 
 
 def markdown(kept: Kept, header: Sequence[str]) -> str:
-    """The result."""
+    """Return the result."""
     queues = sorted({queue for *_, queue in kept})
     lines = ["# What TCP keeps next to exchanges over UDP", "", *[f"- {line}" for line in header], ""]
     link = f"{RATE / 1e6:.0f} Mbit/s with a round trip of {1000 * ROUND_TRIP:.0f} ms"
@@ -184,7 +184,7 @@ def plot(kept: Kept, path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.beside_tcp", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=12.0, metavar="S", help="of each run (default 12)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each (default 3)")
@@ -196,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program."""
+    """Run the program."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     with usage_errors("benchmarks.beside_tcp"):

@@ -41,7 +41,7 @@ class Row:
         return f"{self.least:g} to {self.most:g} {self.unit}" if self.least else f"at most {self.most:g} {self.unit}"
 
     def cell(self, runs: Sequence[Sequence[float]]) -> str:
-        """The medians of each path's ``runs`` [seeds][paths], and all values; "missed" if a median is not within the target."""
+        """Return the medians of each path's ``runs`` [seeds][paths], and all values; "missed" if one is off target."""
         medians = [statistics.median(values) for values in zip(*runs)]
         every = [value for values in runs for value in values]
         missed = not all(self.least <= value <= self.most for value in medians)
@@ -54,7 +54,7 @@ def _span(values: Sequence[float]) -> str:
 
 
 def own_loss(flows: int, *paths: Bottleneck) -> Callable[[str, int], list[float]]:
-    """Own loss of ``flows`` that begin together, percent."""
+    """Return own loss of ``flows`` that begin together, percent."""
 
     def measure(rule: str, seed: int) -> list[float]:
         seconds = {path: 12 if path.mbit * flows <= 1600 else 8 for path in paths}
@@ -98,7 +98,7 @@ def evenness(*paths: Bottleneck) -> Callable[[str, int], list[float]]:
 
 
 def change(mbit: float, rtt: float, *paths: Bottleneck) -> Callable[[str, int], list[float]]:
-    """Seconds until a flow has 80 % of a path that has changed, on average over half a second."""
+    """Return seconds until a flow has 80 % of a path that has changed, on average over half a second."""
 
     def measure(rule: str, seed: int) -> list[float]:
         values = []
@@ -115,7 +115,7 @@ def change(mbit: float, rtt: float, *paths: Bottleneck) -> Callable[[str, int], 
 
 
 def rows() -> list[Row]:
-    """The requirements: own loss, use, others, changes."""
+    """Return the requirements: own loss, use, others, changes."""
     near = [Bottleneck(100, 1, 1), Bottleneck(100, 20, 2), Bottleneck(1000, 1, 1), Bottleneck(1000, 20, 2)]
     far = [Bottleneck(100, 100, 2), Bottleneck(1000, 100, 2)]
     return [
@@ -148,7 +148,7 @@ def rows() -> list[Row]:
 
 
 def joining(skew: float) -> Callable[[str, int], list[float]]:
-    """Own loss of 16 flows without end that begin one after the other, percent; their clocks differ by up to ``skew`` ms."""
+    """Return the own loss (percent) of 16 endless flows that begin in turn; clocks differ by up to ``skew`` ms."""
 
     def measure(rule: str, seed: int) -> list[float]:
         flows = [Flow(rule, endless=True, group=0, begin=0.1 * index) for index in range(16)]
@@ -158,7 +158,7 @@ def joining(skew: float) -> Callable[[str, int], list[float]]:
 
 
 def incast(rule: str, seed: int) -> list[float]:
-    """Own loss of 16 flows to one host, percent."""
+    """Return own loss of 16 flows to one host, percent."""
     flows = [Flow(rule, group=0)] * 16
     return [100 * run(Bottleneck(1000, 1, 1), flows, seconds=8, seed=seed).own_loss()]
 

@@ -79,7 +79,7 @@ _COLOURS = dict(zip(RUNS, colormaps["tab20"].colors, strict=False))
 
 
 def metrics_file(folder: Path) -> Path:
-    """The metrics of the run in ``folder``: of islands each writes its own."""
+    """Return the metrics of the run in ``folder``: of islands each writes its own."""
     island = folder / "island_0"
     return (island if island.exists() else folder) / METRICS_FILE
 
@@ -117,11 +117,11 @@ class Run:
         return 1e3 * float(np.median([seconds for iteration, seconds in self.seconds.items() if iteration > SKIPPED]))
 
     def communication_ms(self, *kinds: str) -> float:
-        """Median milliseconds of these kinds of communication in an iteration."""
+        """Return median milliseconds of these kinds of communication in an iteration."""
         return 1e3 * float(np.median(np.sum([self.communication[kind] for kind in kinds], axis=0)[SKIPPED:]))
 
     def iterations_to(self, loss: float) -> float | None:
-        """The iteration at which the validation loss was ``loss``, between two evaluations by a straight line."""
+        """Return the iteration at which the validation loss was ``loss``, interpolated between two evaluations."""
         points = sorted(self.valid.items())
         for (before, higher), (after, lower) in itertools.pairwise(points):
             if higher >= loss >= lower:
@@ -134,7 +134,7 @@ def _folder(args: argparse.Namespace, name: str) -> Path:
 
 
 def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run:
-    """One training over the link of ``lab``."""
+    """Train once over the link of ``lab``."""
     folder = _folder(args, name)
     if folder.exists():  # of --replace
         shutil.rmtree(folder)
@@ -164,7 +164,7 @@ def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run
 
 
 def table(runs: Sequence[Run], target: float | None, header: Sequence[str]) -> tuple[list[list[str]], str]:
-    """Rows of cells, the first of them the head, and the same as Markdown under ``header``."""
+    """Return rows of cells, the first of them the head, and the same as Markdown under ``header``."""
     rows = [
         ["", "ms per iteration", "exchanges (ms)", "other communication (ms)", "validation loss", "to the same loss"]
     ]
@@ -226,7 +226,7 @@ def picture(runs: Sequence[Run], target: float | None, path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_wan", description=__doc__.splitlines()[0])
     parser.add_argument("--loss", type=float, default=0.01, metavar="P", help="share of packets lost (default 0.01)")
     parser.add_argument("--rtt", type=float, default=20.0, metavar="MS", help="round-trip time (default 20)")
@@ -260,7 +260,7 @@ def _queue(args: argparse.Namespace) -> float:
 
 
 def link(args: argparse.Namespace) -> Link:
-    """The link of these flags."""
+    """Return the link of these flags."""
     if args.rate is None:
         if args.queue is not None:
             raise refuse("--queue", args.queue, "needs --rate")
@@ -303,7 +303,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program."""
+    """Run the program."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     with usage_errors("benchmarks.run_wan"):

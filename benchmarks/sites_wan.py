@@ -47,7 +47,7 @@ _NONE = "no link"
 
 
 def rank(name: str, mbit: float | None, steps: int, out: str) -> None:
-    """One rank of one run: train, and write the seconds of each iteration of all ranks."""
+    """Run one rank of a run: train, and write the seconds of each iteration of all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -91,7 +91,7 @@ def rank(name: str, mbit: float | None, steps: int, out: str) -> None:
 
 
 def train(lab: Lab, name: str, mbit: float | None, steps: int) -> dict[str, Any]:
-    """A run on the four machines of ``lab``; the result of its first rank."""
+    """Run on the four machines of ``lab``; return the result of the first rank."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "told.json"), Path(folder, "log.txt")
@@ -109,7 +109,7 @@ def train(lab: Lab, name: str, mbit: float | None, steps: int) -> dict[str, Any]
 
 
 def table(args: argparse.Namespace, kept: dict[str, Any], cells: Iterable[str], argv: list[str]) -> str:
-    """The result as Markdown: of each of ``cells`` the added milliseconds, and how far the 95th percentile is above the median."""
+    """Return the result as Markdown: of each of ``cells`` the added ms, and its 95th percentile above the median."""
     parameters = kept["parameters"]
     what = (
         f"Milliseconds that the link adds to the median iteration (in brackets: its 95th percentile over its median); "

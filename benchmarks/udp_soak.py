@@ -65,7 +65,7 @@ class Sleeper:
         return any(begin < ended and end > started for begin, end in self.gaps[-100:])
 
     def close(self) -> None:
-        """No more notes."""
+        """Take no more notes."""
         self._end.set()
         self._thread.join()
 
@@ -105,7 +105,7 @@ class Trouble:
         self._lab.set(self._link, source, 1 - source)
 
     def close(self) -> None:
-        """No more of it."""
+        """Stop the cuts, and wait for the last one."""
         self._end.set()
         self._thread.join()
 
@@ -156,12 +156,12 @@ class Run:
     machine: list[str] = field(default_factory=list)
 
     def took(self, phase: str) -> np.ndarray:
-        """Milliseconds of its exchanges."""
+        """Return milliseconds of its exchanges."""
         return np.array([one.took for one in self.seen if one.phase == phase])
 
 
 def soak(args: argparse.Namespace) -> Run:
-    """Exchanges for as long as is asked."""
+    """Exchange for as long as is asked."""
     row = Row("soak", args.rtt, args.loss, args.megabytes, burst=args.burst)
     link = row.link()  # refuses what no link can be
     run, trouble = Run(), None
@@ -202,7 +202,7 @@ def soak(args: argparse.Namespace) -> Run:
 
 
 def progress(now: Sample, run: Run) -> str:
-    """A line for the terminal."""
+    """Return a line for the terminal."""
     slowest = max((one.took for one in run.seen), default=0.0)
     return (
         f"{now.seconds:7.0f} s: {now.exchanges} exchanges, slowest {slowest:.0f} ms; "
@@ -211,7 +211,7 @@ def progress(now: Sample, run: Run) -> str:
 
 
 def on_again(run: Run, event: Event) -> float:
-    """Milliseconds from the end of ``event`` until an exchange was over that had not lost most."""
+    """Return milliseconds from the end of ``event`` until an exchange was over that had not lost most."""
     ended = [one.ended for one in run.seen if one.ended >= event.ended and one.lost < MOST]
     return 1000 * (ended[0] - event.ended) if ended else float("inf")
 
@@ -240,7 +240,7 @@ def trouble_table(run: Run, rtt: float) -> list[str]:
 
 
 def markdown(run: Run, header: Sequence[str], rtt: float) -> str:
-    """The result."""
+    """Return the result."""
     samples = run.samples
     lost = [one.lost for one in run.seen]
     first, last = samples[0], samples[-1]
@@ -273,7 +273,7 @@ def markdown(run: Run, header: Sequence[str], rtt: float) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.udp_soak", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="at least so long (default 0)")
     parser.add_argument("--exchanges", type=int, default=10_000, metavar="N", help="at least so many (default 10000)")
@@ -293,7 +293,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program."""
+    """Run the program."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     with usage_errors("benchmarks.udp_soak"):

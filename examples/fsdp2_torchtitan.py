@@ -24,7 +24,7 @@ TOKENS, LENGTH, BATCH = 64, 32, 4
 
 
 def build():
-    """torchtitan's model for tests, of 7 M parameters."""
+    """Return torchtitan's model for tests, of 7 M parameters."""
     torch.manual_seed(0)
     if not torch.accelerator.is_available():
         parallel_dims.device_type = "cpu"  # torchtitan takes CUDA for granted

@@ -53,7 +53,7 @@ def parse_loss_flags(arguments: list[str]) -> LossyConfig:
 
 
 def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
-    """Check files of rates and traces against the size and the length of the run. Returns the length if it is known.
+    """Check files of rates and traces against the size and the length of the run. Return the length if it is known.
 
     If Megatron reads the sizes from a checkpoint or a file of settings, files are checked once it has read them.
     """
@@ -87,7 +87,7 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
     """Add our flags to ``megatron.training``, which must be importable, and make it lose data as ``config`` says.
 
     On a machine without an accelerator this also makes Megatron usable. ``steps`` is the length of the run, if it is
-    known. Returns the hooks. A second call with the same ``config`` returns the same hooks. Raises
+    known. Return the hooks. A second call with the same ``config`` returns the same hooks. Raise
     :class:`UsageError` for another ``config``, and for a Megatron that is not supported or not as expected.
     """
     global _lossy
@@ -125,7 +125,7 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
 
 
 def _nothing_lost(config: LossyConfig, arguments: list[str]) -> str:
-    """The line of a run in which nothing is done, which says whether it was asked for."""
+    """Return the line of a run in which nothing is done, which says whether it was asked for."""
     given = len(_split(arguments)[1]) < len(arguments)
     return f"loss: {config.describe()}{'' if given else '; no loss flag was given'}"
 

@@ -88,7 +88,7 @@ class Megatron:
     checkout: Path | None = None
 
     def lay(self, python: str) -> Path:
-        """The folder to put on the path of ``python``: made or found in build/compat."""
+        """Return the folder to put on the path of ``python``: made or found in build/compat."""
         folder = BUILD / "{}-py{}.{}".format(self.name, *_versions_of(python)[0])
         if self.checkout is None:
             if not (folder / "megatron" / "core").is_dir():
@@ -119,7 +119,7 @@ def _checkout(text: str) -> Megatron:
 
 @functools.cache
 def _versions_of(python: str) -> tuple[tuple[int, ...], str]:
-    """The versions of the interpreter and of its torch."""
+    """Return the versions of the interpreter and of its torch."""
     code = "import sys, torch, pytest, hypothesis, einops; print(*sys.version_info[:2], torch.__version__)"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True)
     if done.returncode:
@@ -135,7 +135,7 @@ def _is_torch(python: str, wanted: str | None) -> bool:
 
 
 def _public(version: str) -> str:
-    """``version`` without what says for which device it was built."""
+    """Return ``version`` without what says for which device it was built."""
     return version.partition("+")[0]
 
 
@@ -160,7 +160,7 @@ def _has(python: str, module: str) -> bool:
 
 
 def _identify(python: str, environment: dict[str, str]) -> dict[str, str]:
-    """Versions, from the interpreter that will run the tests."""
+    """Return versions, from the interpreter that will run the tests."""
     code = (
         "import json, platform, torch; from megatron_lossy.base import device; device.prepare_import(); "
         "import megatron.core as core; print(json.dumps({'core': core.__version__, 'file': core.__file__, "
@@ -199,7 +199,7 @@ def _cell(outcomes: list[str]) -> str:
 
 
 def _columns(results: list[Result]) -> list[str]:
-    """The cells of the contract."""
+    """Return the cells of the contract."""
     cells = []
     for pattern in CONTRACT.values():
         cells.append(_cell([outcome for name, outcome, _ in results if re.search(pattern, name)]))
@@ -208,7 +208,7 @@ def _columns(results: list[Result]) -> list[str]:
 
 
 def run(megatron: Megatron, pythons: list[str], pretrain: bool) -> tuple[list[str], bool]:
-    """The row of one Megatron, and whether nothing failed."""
+    """Run one Megatron; return its row, and whether nothing failed."""
     today = datetime.date.today().isoformat()
     python = next((python for python in pythons if _versions_of(python)[0] >= megatron.python), None)
     if python is None:
@@ -245,12 +245,12 @@ def _table(rows: list[list[str]], header: list[str] = HEADER) -> str:
 
 
 def _key(row: list[str]) -> tuple[str, str]:
-    """Rows of the same Megatron on the same torch are one row."""
+    """Return the key of a row: Megatron and torch."""
     return row[0], _public(row[TORCH])
 
 
 def _written(text: str) -> dict[tuple[str, str], list[str]]:
-    """The rows between the marks of a page, by :func:`_key`."""
+    """Return the rows between the marks of a page, by :func:`_key`."""
     return {_key(row): row for row in _rows(MARKS, text) if len(row) == len(HEADER)}
 
 

@@ -21,7 +21,7 @@ ROWS = (2.55, 1.7, 0.85, 0.0)
 
 
 def box(axes, x: float, y: float, text: str, fill: str, width: float, height: float = 0.56, ink: str = "white"):
-    """A rounded box around (x, y)."""
+    """Draw a rounded box around (x, y)."""
     corner = (x - width / 2, y - height / 2)
     shape = "round,pad=0,rounding_size=0.1"
     axes.add_patch(FancyBboxPatch(corner, width, height, boxstyle=shape, facecolor=fill, edgecolor="none"))
@@ -29,7 +29,7 @@ def box(axes, x: float, y: float, text: str, fill: str, width: float, height: fl
 
 
 def arrow(axes, start: tuple[float, float], end: tuple[float, float], lost: bool) -> None:
-    """A message; one that is lost ends in a cross half-way."""
+    """Draw a message; one that is lost ends in a cross half-way."""
     if not lost:
         style = {"arrowstyle": "-|>", "mutation_scale": 16, "color": ARRIVED, "linewidth": 2}
         axes.add_patch(FancyArrowPatch(start, end, shrinkA=3, shrinkB=3, **style))

@@ -67,7 +67,7 @@ class Recorded:
             refuse(f"{path}: must be a checkout, or a file that --record wrote")
 
     def outcome(self, case: Case) -> dict[str, Any]:
-        """Its outcome, or why there is none."""
+        """Return its outcome, or the reason why there is none."""
         there = self._cases.get(case.name)
         if there is None:
             return {"absent": "not recorded"}
@@ -104,11 +104,11 @@ class Checkout:
         )
 
     def describe(self) -> dict[str, str]:
-        """The machine and the versions."""
+        """Return the machine and the versions."""
         return self._answer()
 
     def outcome(self, case: Case) -> dict[str, Any]:
-        """Run ``case``."""
+        """Return its outcome, or the reason why there is none."""
         order = {**case.order(self._megatron_lm), "folder": _folder(case)}
         print(json.dumps(order), file=self._process.stdin, flush=True)
         return self._answer()
@@ -135,7 +135,7 @@ class Checkout:
 
 
 def write_data(folder: Path) -> None:
-    """Two data sets in Megatron's format and a trace, made of nothing but arithmetic: the same for every checkout."""
+    """Write two data sets in Megatron's format and a trace, of arithmetic alone: the same for every checkout."""
     import numpy as np
 
     folder.mkdir(parents=True)
@@ -155,7 +155,7 @@ def write_data(folder: Path) -> None:
 
 
 def chosen(arguments: argparse.Namespace) -> list[Case]:
-    """The cases that are asked for."""
+    """Return the cases that are asked for."""
     cases = all_cases(arguments.megatron_lm is not None)
     patterns = [f"*{pattern}*" for pattern in arguments.only or [""]]
     cases = [case for case in cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)]

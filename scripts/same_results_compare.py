@@ -69,7 +69,7 @@ def verdict(expected: int, old: dict[str, Any], new: dict[str, Any] | None = Non
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], renamed: bool = False) -> tuple[list[str], list[str]]:
-    """(differences, remarks), each in a line. ``renamed``: what names flags is not compared."""
+    """Return (differences, remarks), each in a line. ``renamed``: what names flags is not compared."""
     differences, notes = [], []
     for part in PARTS if not renamed else PARTS[:4]:
         before, after = old[part], new[part]
@@ -102,6 +102,6 @@ def compare(old: dict[str, Any], new: dict[str, Any], renamed: bool = False) -> 
 
 
 def _when(key: str) -> int:
-    """The iteration that a key is about; ``min`` keeps the order of those with the same."""
+    """Return the iteration that a key is about; ``min`` keeps the order of those with the same."""
     found = _ITERATION.search(key)
     return int(next(filter(None, (found[2], found[3])))) if found else 0

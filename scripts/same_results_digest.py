@@ -37,7 +37,7 @@ def _sha(data: bytes) -> str:
 
 
 def _tensor(value: Any) -> str:
-    """A tensor in a line: type, shape, hash of its bytes, and a norm for the reader of a difference."""
+    """Return a tensor in a line: type, shape, hash of its bytes, and a norm for the reader of a difference."""
     import torch
 
     # Copied, because a tensor of one element may have any stride.
@@ -49,7 +49,7 @@ def _tensor(value: Any) -> str:
 
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """The leaves of nested containers by their paths, each as JSON's number, text, truth or nothing."""
+    """Return the leaves of nested containers by their paths, each as JSON's number, text, truth or nothing."""
     import numpy as np
     import torch
 
@@ -81,7 +81,7 @@ def flatten(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(weights and optimizer state, settings) of a checkpoint."""
+    """Return (weights and optimizer state, settings) of a checkpoint."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -116,7 +116,7 @@ def _word(value: Any) -> str:
 
 
 def _log(path: Path) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-    """(rows, metadata, settings) of a file of the delivery log."""
+    """Return (rows, metadata, settings) of a file of the delivery log."""
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(path)
@@ -131,7 +131,7 @@ def _log(path: Path) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
 
 
 def _events(path: Path) -> dict[str, Any]:
-    """The scalars in a file of TensorBoard, if it is installed."""
+    """Return the scalars in a file of TensorBoard, if it is installed."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
@@ -199,7 +199,7 @@ def _is_replica(path: Path) -> bool:
 
 
 def digest(folder: Path, outcome: dict[str, Any], program: str) -> dict[str, Any]:
-    """Everything that is compared of a case.
+    """Return everything that is compared of a case.
 
     ``settings`` are flags on record, of which a later version may have more; all else must be equal.
     """

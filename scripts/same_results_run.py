@@ -72,7 +72,7 @@ def _forked(work: Callable[[], Any]) -> int:
 
 
 def _wait(processes: list[int]) -> list[int]:
-    """The exit statuses of ``processes``. The first that fails ends the others, as a launcher does."""
+    """Wait for ``processes``; return their exit statuses. The first that fails ends the others, as a launcher does."""
     waiting, statuses, end = dict(enumerate(processes)), {}, time.monotonic() + LIMIT
     try:
         while waiting:
@@ -129,7 +129,7 @@ def _launch(arguments: list[str]) -> None:
 
 
 def _run(arguments: list[str], ranks: int, program: str, name: str) -> list[int]:
-    """One run in the current folder, with its output in files of ``name``; returns the ranks' exit statuses."""
+    """Run once in the current folder, with output in files of ``name``; return the ranks' exit statuses."""
     port = _free_port()
 
     def rank_main(rank: int) -> None:
@@ -147,7 +147,7 @@ def _output(name: str, ranks: int, suffix: str) -> list[str]:
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The outcome of ``case``, whose runs work in ``folder``."""
+    """Run ``case`` in ``folder``; return its outcome."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.chdir(folder)

@@ -94,7 +94,7 @@ class Feature:
 
 
 def _marks(node: ast.expr, assigned: dict[str, ast.expr]) -> Iterator[tuple[str, ast.Call | None]]:
-    """The markers of a decorator or a ``pytestmark``: their names, and the calls that made them."""
+    """Yield the markers of a decorator or a ``pytestmark``: their names, and the calls that made them."""
     if isinstance(node, ast.List | ast.Tuple):
         for one in node.elts:
             yield from _marks(one, assigned)
@@ -109,7 +109,7 @@ def _marks(node: ast.expr, assigned: dict[str, ast.expr]) -> Iterator[tuple[str,
 
 
 def _shown(marks: list[tuple[str, ast.Call | None]]) -> tuple[tuple[str, bool], ...]:
-    """The features of markers, in their order."""
+    """Return the features of markers, in their order."""
     found: list[tuple[str, bool]] = []
     for call in (call for name, call in marks if name == "shows" and call is not None):
         taking_part = {word.arg: ast.literal_eval(word.value) for word in call.keywords}.get("device", True)
@@ -118,7 +118,7 @@ def _shown(marks: list[tuple[str, ast.Call | None]]) -> tuple[tuple[str, bool], 
 
 
 def cases_of(file: Path, text: str) -> list[Case]:
-    """The tests of a file with ``text``."""
+    """Return the tests of a file with ``text``."""
     tree = ast.parse(text)
     assigned = {
         target.id: node.value
@@ -140,7 +140,7 @@ def cases_of(file: Path, text: str) -> list[Case]:
 
 @functools.cache
 def cases() -> list[Case]:
-    """All tests."""
+    """Return all tests."""
     return [
         case for file in sorted(TESTS.rglob("test_*.py")) for case in cases_of(file, file.read_text(encoding="utf-8"))
     ]
@@ -148,13 +148,13 @@ def cases() -> list[Case]:
 
 @functools.cache
 def features() -> dict[str, Feature]:
-    """All features by name, in the order of the files."""
+    """Return all features by name, in the order of the files."""
     names = dict.fromkeys(name for case in cases() for name, _ in case.shows)
     return {name: Feature(name, tuple(case for case in cases() if name in dict(case.shows))) for name in names}
 
 
 def machines() -> list[dict[str, Any]]:
-    """A place of tests: device, machine, versions, date, and of an accelerator the features that were shown there."""
+    """Return a place of tests: device, machine, versions, date, and of an accelerator the shown features."""
     return yaml.safe_load(MACHINES.read_text(encoding="utf-8"))
 
 

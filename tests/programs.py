@@ -200,7 +200,7 @@ def rank_environments(ranks: int) -> list[dict[str, object]]:
 
 
 def start_ranks(module: str, *arguments: object, ranks: int, **how: object) -> list[Program]:
-    """``python -m module arguments`` as torchrun starts it on one node, ``ranks`` times."""
+    """Start ``python -m module arguments`` as torchrun does on one node, ``ranks`` times."""
     return [Program(module, *arguments, **environment, **how) for environment in rank_environments(ranks)]
 
 

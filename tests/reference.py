@@ -43,7 +43,7 @@ class ReferenceReduce:
     def __call__(self, grads, arrived, counted=True):
         """``grads`` [N, N, L] float32 (worker, shard); ``arrived`` bool [N, N, units] (source, owner, unit).
 
-        Returns [N, L] float32: what each owner's optimizer gets. ``counted``: the step did not overflow.
+        Return [N, L] float32: what each owner's optimizer gets. ``counted``: the step did not overflow.
         """
         n = self.size
         if self.rule == "error-feedback":

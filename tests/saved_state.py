@@ -15,7 +15,7 @@ import torch
 
 
 def entries(state: Any, place: tuple = ()) -> Iterator[tuple]:
-    """The places of all entries of ``state``: keys and numbers from the outermost on."""
+    """Yield the places of all entries of ``state``: keys and numbers from the outermost on."""
     if isinstance(state, dict):
         for key, value in state.items():
             if isinstance(key, str):
@@ -27,7 +27,7 @@ def entries(state: Any, place: tuple = ()) -> Iterator[tuple]:
 
 
 def name_of(place: tuple) -> str:
-    """Alike for entries that stand for each other."""
+    """Return a name, the same for entries that stand for each other."""
     return "/".join(key if isinstance(key, str) else "*" for key in place)
 
 
@@ -41,7 +41,7 @@ def at(state: Any, place: tuple) -> Any:
 
 
 def emptied(value: Any) -> Any:
-    """Nothing in the place of ``value``."""
+    """Return an empty value in the place of ``value``."""
     if isinstance(value, torch.Tensor):
         return torch.zeros_like(value)
     if isinstance(value, (dict, list, tuple, str, int, float)):

@@ -91,13 +91,13 @@ class Cluster:
         }
 
     def run(self, *command: str | Path, folder: Path | None = None) -> str:
-        """The output of one of Slurm's programs."""
+        """Return the output of one of Slurm's programs."""
         done = subprocess.run(command, cwd=folder, env=self.environment, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
     def submit(self, folder: Path, *arguments: str | Path) -> str:
-        """``sbatch arguments`` in ``folder``, where Slurm then writes the log; returns the number of the job."""
+        """Run ``sbatch arguments`` in ``folder``, where Slurm writes the log; return the number of the job."""
         return self.run("sbatch", "--parsable", *arguments, folder=folder).strip()
 
     def job(self, job: str) -> dict[str, str]:
@@ -110,7 +110,7 @@ class Cluster:
         self.run("scontrol", "update", f"JobId={job}", setting)
 
     def wait(self, what: str, done: Callable[[], bool], seconds: float = 240) -> None:
-        """Wait until ``done()``. Raises AssertionError after ``seconds``, with all that Slurm says."""
+        """Wait until ``done()``. Raise AssertionError after ``seconds``, with all that Slurm says."""
         deadline = time.monotonic() + seconds
         while not done():
             if time.monotonic() > deadline:
@@ -128,7 +128,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def slurm_cluster() -> Iterator[Cluster]:
-    """Start a cluster, and end it with everything that runs in it. Raises RuntimeError if it does not start."""
+    """Start a cluster, and end it with everything that runs in it. Raise RuntimeError if it does not start."""
     # Not pytest's folder: the path of a socket has at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     keeper = subprocess.Popen(
@@ -214,7 +214,7 @@ def _until(what: str, done: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Return ports that nobody listens on."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for opened in sockets:

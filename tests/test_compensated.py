@@ -223,7 +223,7 @@ def test_two_virtual_workers_are_two_ranks_bit_for_bit(dtype, config, pool):
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    """Of independent losses, which only a count reveals."""
+    """Independent losses, which only a count reveals."""
     path = tmp_path_factory.mktemp("trace") / "trace.npz"
     random = np.random.default_rng(3)
     np.savez(path, **{phase: random.random((8, 2, 2, 60)) > 0.4 for phase in ("grad", "param")})
@@ -243,7 +243,7 @@ def test_where_nobody_knows_the_rate_receivers_count(skipped, trace, pool):
 
 
 def test_receivers_count_from_the_start_where_a_later_rate_tells_nothing():
-    """Of bursts so long that ages of thousands of steps matter, after steps without loss."""
+    """Bursts so long that ages of thousands of steps matter, after steps without loss."""
     for burst, counts in ((20.0, False), (500.0, True)):
         config = LossyConfig(
             loss_model=(f"gilbert-elliott:{burst}",), loss_schedule=("0:0,10:0.3",),

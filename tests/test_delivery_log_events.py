@@ -105,7 +105,7 @@ def messages_of(config, ranks):
 
 
 def record(folder, kind, steps=STEPS, first=0, ranks=None, skipped=(), alone=False, **flags):
-    """Log the events of ``ranks``, each in files of its own, or ``alone`` in one process. Returns all events.
+    """Log the events of ``ranks``, each in files of its own, or ``alone`` in one process. Return all events.
 
     In iterations in ``skipped`` nothing happens.
     """
@@ -380,7 +380,7 @@ def test_virtual_workers_write_what_replicas_write(tmp_path):
 
 
 def test_over_udp_the_same_is_recorded_with_bitmaps(tmp_path):
-    """Of drawn losses; an exchange's records are late by a forward pass, and messages of the next iteration are there already."""
+    """Drawn losses; an exchange's records are late by a forward pass, after messages of the next iteration."""
     over_udp = dataclasses.replace(BOTH, **UDP)
     [(metrics, _), _] = run_ranks(trained, 2, PLAIN, with_log(over_udp, tmp_path))
     rows = boundary_rows(tmp_path)

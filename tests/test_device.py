@@ -320,7 +320,7 @@ def node(monkeypatch):
 @takes_its_device
 @pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("hpu", "hccl")])
 def test_a_rank_takes_the_device_of_its_local_rank_before_any_group(node, monkeypatch, kind, backend):
-    """Of the second node, say. Simulated: nobody has run several accelerators."""
+    """A rank of the second node, say. Simulated: nobody has run several accelerators."""
     from megatron_lossy.lab.train.model import world
     from tests.trainer import TINY, TrainConfig
 

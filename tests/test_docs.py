@@ -1,6 +1,5 @@
 """Parts of the documentation that are made from the code must be current."""
 
-import ast
 import dataclasses
 import re
 import subprocess
@@ -152,24 +151,3 @@ def test_every_key_of_a_study_file_is_explained():
     table = page.partition("## What a study file can have")[2].partition("## ")[0]
     for field in dataclasses.fields(Design):
         assert f"`{field.name.replace('_', '-')}`" in table
-
-
-def rooms_of_code():
-    """The rooms and modules of the package, by their file names."""
-    found = (ROOT / "megatron_lossy").iterdir()
-    return sorted(path.name for path in found if path.suffix == ".py" or (path / "__init__.py").is_file())
-
-
-@pytest.mark.parametrize("name", rooms_of_code())
-def test_docstrings_do_not_begin_with_a_question(name):
-    place = ROOT / "megatron_lossy" / name
-    found = []
-    for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                found.append(
-                    (file.relative_to(ROOT / "megatron_lossy").as_posix(), (ast.get_docstring(node) or "").split())
-                )
-    assert any(words for _, words in found)
-    vague = ("What", "Who", "Whose", "Where", "Which", "How", "Of")
-    assert not [(file, words[:6]) for file, words in found if words and words[0] in vague]

@@ -70,7 +70,7 @@ def test_an_id_is_that_of_members_alone():
 
 
 def after(presence, iterations, now=0, interval=1):
-    """Let ``iterations`` pass, with an exchange after each ``interval``. Returns those that are over."""
+    """Let ``iterations`` pass, with an exchange after each ``interval``. Return those that are over."""
     for _ in range(iterations):
         now += 1
         presence.trained()
@@ -105,7 +105,7 @@ def test_who_returns_keeps_copies_or_listens(event, missed, rejoin, how, anew, i
 
 
 def test_a_slow_island_has_not_stopped():
-    """Of 100 iterations it makes 60, so that it lags by 40; with 40 made it has stopped."""
+    """It makes 60 of 100 iterations, so that it lags by 40; with 40 made it has stopped."""
     for made, stopped in ((60, False), (50, False), (49, True)):
         presence = Presence(2, keep=11, rejoin="copy", overlap=0)
         presence.slots[1].made = made
@@ -527,7 +527,7 @@ def test_an_island_that_returns_shares_nothing(data, tmp_path, more, rejoin, kee
 
 @pytest.mark.slow
 def test_losses_are_recorded_and_replayed_by_the_log(data, tmp_path):
-    """Of islands of two workers, which lose gradients and parameters too; away or not, they lose the same again."""
+    """Islands of two workers, which lose gradients and parameters too; away or not, they lose the same again."""
     log = tmp_path / "log"
     lost = {"p_grad": 0.3, "p_param": 0.3, "p_sync": 0.3, "loss_unit": "bucket", "grad_recovery": "previous"}
     loss = SYNC | lost | {"islands": 2, "island_keep": 2}

@@ -37,7 +37,7 @@ TWO = {"islands": 2, "sync_method": "parameters"}
 
 
 class Table:
-    """Where islands meet: each puts down what it sends, and takes what is for it."""
+    """The place where islands meet: each puts down its message, and takes those for it."""
 
     def __init__(self, islands: int) -> None:
         self.put: list = [None] * islands
@@ -152,7 +152,7 @@ def test_of_what_leaves_a_device_is_told_later(monkeypatch):
 
 
 def here(mean, island: int = 0) -> torch.Tensor:
-    """bool[k]: where ``mean`` arrived."""
+    """Return bool[k]: where ``mean`` arrived."""
     return torch.ones_like(mean.values, dtype=torch.bool) if mean.arrived is None else mean.arrived[island]
 
 

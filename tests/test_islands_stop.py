@@ -170,7 +170,7 @@ def test_all_stop_after_the_same_iteration_whoever_hears_it_when(seed):
 
 
 def test_who_waits_to_know_the_last_iteration_says_how_long():
-    """Of two islands, the thread of one is late with its answer."""
+    """The thread of one of two islands is late with its answer."""
     table = Table(2)
 
     class Late(Seat):
@@ -196,7 +196,7 @@ def test_who_waits_to_know_the_last_iteration_says_how_long():
 
 
 def hear_late(rank: int) -> tuple[int, int]:
-    """The world's time is 2 s. One island is stopped at once; the other receives it 5 s later, and ends so late."""
+    """Stop one island at once, and the other 5 s later, which ends so late. The world's time is 2 s."""
     world = IslandWorld(2)
     world.open(device.init_process_group, timedelta(seconds=2))
     stopping = Stopping(world.meet("stop"))
@@ -219,7 +219,7 @@ def test_others_are_waited_for_longer_than_for_an_answer():
 
 
 def leave_late(rank: int) -> float:
-    """Of two islands of two ranks, the first rank of one is through 5 s later; the world's time is 2 s."""
+    """Let the first rank of one of two islands finish 5 s later; the world's time is 2 s."""
     world = IslandWorld(2)
     world.open(device.init_process_group, timedelta(seconds=2))
     stopping = Stopping(None if world.rank else world.meet("stop"))

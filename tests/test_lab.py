@@ -168,7 +168,7 @@ def test_rate(lab):
 
 @needs_lab
 def test_queue_overflows(lab):
-    """Of a burst the queue keeps what fits, and the link takes a packet each millisecond meanwhile, and no more."""
+    """The queue keeps what fits of a burst, and the link takes a packet each millisecond meanwhile, and no more."""
     lab.set(Link(rate=8e6, queue=10_000))
     before = lab.counters(0, 1)
     with sockets(lab) as (out, into):

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Tiny, Any, dict[str, Any]]] = {
 
 
 def train(case: str, device: str) -> list[Any]:
-    """Losses, owners' weights and replicas after a few steps."""
+    """Return losses, owners' weights and replicas after a few steps."""
     import torch
 
     tiny, config, how = CASES[case]
@@ -53,7 +53,7 @@ def train(case: str, device: str) -> list[Any]:
 
 
 def compared(rank: int, cases: list[str]) -> tuple[list[str], list[str]]:
-    """Cases that differ from the CPU, and faults of the device."""
+    """Return cases that differ from the CPU, and faults of the device."""
     import torch
     import torch.distributed as dist
 

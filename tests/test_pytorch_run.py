@@ -281,7 +281,7 @@ def test_each_gather_of_an_update_draws_anew_if_asked(pool):
 
 
 def used(rank):
-    """Of each parameter group: elements in use, in all parameters, and in all shards."""
+    """Return, for each parameter group, the elements in use, in all parameters, and in all shards."""
     run = Training(Tiny(), BOTH)
     run.step(0)
     found = []

@@ -35,7 +35,7 @@ def kept_of(rule, size):
 
 
 def constant_gradients(rank, transport):
-    """Of the last step: the weight of every sender at this owner [N, units]; what this rank keeps of ones [N, units]."""
+    """Return every sender's weight at this owner in the last step [N, units]; the kept part of ones [N, units]."""
     config = config_of(transport, p_grad=P, packet_bytes=4, grad_priority="none")
     group = LossyGroup.create(config, [BucketSpec(UNITS)])
     output = torch.empty(UNITS)

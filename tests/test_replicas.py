@@ -260,7 +260,7 @@ def test_repaired_replicas_skip_the_same_updates(kind, pool):
 
 
 def overflows(rank, tiny, config):
-    """Of each iteration, of which the second is made to overflow, whether it was an update and was averaged; the weights."""
+    """Return, by iteration, of which the second overflows, whether it was an update and averaged; the weights."""
     lossy = hooks.install(config)
     run = build(tiny)
     success, averaged = [], []

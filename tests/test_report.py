@@ -348,7 +348,7 @@ def test_metrics_are_rows_and_figures(tmp_path, capsys):
     for name in ("drift_owner", "grad_norm", "loss_rate_grad", "training_curves"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.glob("*.png"))) == 4
-    # Beside what is written without metrics, nothing changes.
+    # Nothing changes besides the files that are written without metrics.
     plain = loss_table(read_runs(tmp_path))
     assert table.csv().startswith(plain.csv()) and table.rows[: len(plain.rows)] == plain.rows
 

@@ -163,7 +163,7 @@ def config_of(flags, folder):
 
 
 def trace(folder, size, units):
-    """Of 16 steps; what was lost is often lost again, so that what is kept of a lead counts too."""
+    """Write a trace of 16 steps; return its path. Losses often repeat, so that the kept part of a lead counts."""
     random, path = np.random.default_rng(3), str(folder / "trace.npz")
     arrived = random.random((16, size, size, units)) > 0.4
     for step in range(1, len(arrived)):
@@ -173,7 +173,7 @@ def trace(folder, size, units):
 
 
 def walk_of(make, steps, more):
-    """Of what ``make()`` gives, saved after ``steps``, that then makes ``more``."""
+    """Return the results of ``more`` steps of ``make()``, saved after ``steps``."""
     first = make()
     fresh = first.state()
     first.run(steps)

@@ -83,7 +83,7 @@ def _design(**changes) -> Design:
 
 
 def _run(loss: float, **valid: float) -> Run:
-    """A run of 20 iterations that ends with these losses."""
+    """Return a run of 20 iterations that ends with these losses."""
     return Run("r", 0.0, 0.0, 1, 1, {}, {20: loss}, {weights: {20: value} for weights, value in valid.items()}, 20)
 
 
@@ -544,7 +544,7 @@ def test_scalars_that_are_there_without_loss_have_changes():
 
 
 def test_tables_are_made_again_from_the_record(tmp_path):
-    """Of runs that diverged, were never evaluated or are missing as well, and with both kinds of weights."""
+    """Runs that diverged, were never evaluated or are missing as well, and with both kinds of weights."""
     results, _ = _scalar_results(variants=("a", "b"))
     first, second, third, *others = results.runs
     results.runs[first].train[20] = math.nan
@@ -634,7 +634,7 @@ def _study_file(folder: Path, **changes) -> Path:
 
 
 def _report(folder: Path, *arguments: str, fresh: bool = False) -> Program | subprocess.Popen:
-    """A study with what it reports in ``folder``. ``fresh``: it and its trainers start as for a user."""
+    """Return a study with what it reports in ``folder``. ``fresh``: it and its trainers start as for a user."""
     arguments += ("--cells", str(folder / "cells"), "--out", str(folder / "out"))
     if not fresh:
         return Program("megatron_lossy.lab", *arguments, merged=True)

@@ -157,7 +157,7 @@ def test_the_majority_is_of_all_and_finite(fingerprints, whole, expected):
 
 
 def buckets(received):
-    """Of each replica, of each bucket its tensors: one."""
+    """Return, for each replica and bucket, its tensors: one."""
     return [[[one] for one in own] for own in received]
 
 

@@ -152,7 +152,7 @@ DELAYS, STEPS = (0, 1, 3, 7), 1500
 
 
 def amplitudes(curvatures: list[float], delays: list[int], momentum: float, nesterov: bool) -> torch.Tensor:
-    """[2, n]: how far from the minimum of h x^2/2 torch.optim.SGD is in the middle and at the end of a run."""
+    """Return [2, n]: how far from the minimum of h x^2/2 torch.optim.SGD is in the middle and at the end of a run."""
     weight = torch.ones(len(delays), dtype=torch.float64, requires_grad=True)
     curvature = torch.tensor(curvatures, dtype=torch.float64)
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=momentum, nesterov=nesterov)

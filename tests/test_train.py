@@ -132,7 +132,7 @@ def test_model_parallel_sizes_agree(data, tmp_path):
 
 
 def _interrupt(rank: int, config: dict, number: int) -> tuple:
-    """A run of which rank 1 alone gets signal ``number`` while it computes an iteration; what megatron-core logs."""
+    """Run; rank 1 alone gets signal ``number`` in an iteration. Return the log of megatron-core."""
     import logging
 
     from megatron_lossy.lab.train import loop

@@ -92,7 +92,7 @@ def test_an_older_checkpoint_is_named_if_there_is_one(tmp_path):
 
 
 def _save_on_a_full_disk(rank: int, folder: str) -> str:
-    """Both ranks fail, and torch does not say why; rank 1 looks for the reason a second later than rank 0."""
+    """Fail on both ranks, without a reason from torch; rank 1 looks for it a second later than rank 0."""
     from megatron_lossy.lab.train import checkpoint
 
     def write(self, aside, final, iteration, common):
@@ -123,7 +123,7 @@ def test_all_ranks_know_of_a_full_disk_and_leave_nothing(tmp_path):
 
 
 def _build(rank: int, folder: str, names: list[str | None]) -> list[str | None]:
-    """The names of the errors that building data sets raises, where the error itself has ``names``."""
+    """Return the names of the errors that building data sets raises, where the error itself has ``names``."""
     from megatron_lossy.lab.data import build_tokenizer
     from megatron_lossy.lab.train import data
     from megatron_lossy.lab.train.config import TrainConfig
@@ -184,7 +184,7 @@ def base(data):
 
 
 def seconds_of(run: Path) -> float:
-    """The time that all iterations of an uninterrupted run took."""
+    """Return the time that all iterations of an uninterrupted run took."""
     return sum(record["seconds"] for record in read_records(run, "train"))
 
 

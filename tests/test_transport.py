@@ -1,4 +1,4 @@
-"""How exchanges cross: deliveries, transfers, and the public lossy collectives on real gloo ranks without Megatron."""
+"""The crossing of exchanges: deliveries, transfers, and the public lossy collectives on real gloo ranks."""
 
 import itertools
 import socket

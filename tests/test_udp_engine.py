@@ -38,7 +38,7 @@ has_ipv6 = (
 
 
 class Store:
-    """Of threads of one process."""
+    """A store of threads of one process."""
 
     def __init__(self):
         self.values = {}
@@ -56,7 +56,7 @@ class Store:
 
 
 def store_in(folder):
-    """Of several processes."""
+    """Return a store of several processes."""
     return dist.FileStore(f"{folder}/store", -1)
 
 
@@ -124,7 +124,7 @@ class Ranks:
         return self.channels[name][rank].send(phase, step, bucket, pointers)
 
     def check(self, rank, phase, step, bucket, transfer, pieces, timeout=20):
-        """Wait; what arrived is what was sent. Returns ``arrived``."""
+        """Wait; what arrived is what was sent. Return ``arrived``."""
         shard, unit = self.buckets[phase][bucket]
         arrived = transfer.wait(timeout)
         assert arrived[rank].all()
@@ -146,7 +146,7 @@ class Ranks:
         return arrived
 
     def lost(self):
-        """Of what is our own."""
+        """Return the losses that are our own."""
         counters = [engine.counters() for engine in self.engines]
         members = [peer for channels in self.channels.values() for c in channels for peer in c.counters().values()]
         return sum(c["socket_overflow"] for c in counters) + sum(m["early_dropped"] + m["lost"] for m in members)

@@ -1,4 +1,4 @@
-"""How long memory, handles, sockets and threads of the engine live: closing under load, two waits, fork, ICMP, timers."""
+"""Lives of memory, handles, sockets and threads of the engine: closing under load, waits, fork, ICMP, timers."""
 
 import contextlib
 import gc

@@ -246,7 +246,7 @@ def test_what_must_arrive_and_cannot_is_not_asked_for_for_ever():
 
 
 def test_the_list_of_what_must_arrive_is_taken_though_no_memory_is_left():
-    """Of an exchange that waits here: its memory is asked for by this rank, not by peers."""
+    """The memory of an exchange that waits here is asked for by this rank, not by peers."""
     buckets = {"grad": [(600 * UNIT, UNIT)] * 9}
     node = Node(0, 2, buckets, reported=("grad",), memory=20_000, packet=1408)
     number = iter(range(10_000))

@@ -245,7 +245,7 @@ def test_keys_change_with_each_epoch_of_numbers(both, short_epochs, monkeypatch)
 
 
 def follow(node, step, deadline, events, now, must=None, tolerance=0):
-    """Drive the engine and the model with the same events; they agree after each. Returns the time after them."""
+    """Drive the engine and the model with the same events; they agree after each. Return the time after them."""
     model = Source(3, MS, deadline or None, tolerance=tolerance)  # in nanoseconds, which are exact
     exchange = None
     for event in events:
@@ -516,7 +516,7 @@ def test_the_deadline_ends_an_exchange_and_its_sender_stops():
 
 
 def test_early_datagrams_take_no_more_memory_than_is_allowed(pair):
-    """Of as many exchanges as a forger likes."""
+    """A forger may begin as many exchanges as it likes."""
     node = Node(0, 2, {"grad": [(10 * UNIT, UNIT)] * 1000}, memory=100_000)
     for bucket in range(1000):
         for unit in range(10):

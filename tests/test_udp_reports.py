@@ -371,7 +371,7 @@ def all_of(length):
 )
 @settings(max_examples=80, deadline=None)
 def test_what_parity_does_not_bring_back_is_lost_up_to_the_tolerance(tolerance, code, p, length, seed):
-    """Of what is dropped when it comes; beyond the tolerance all of it is asked for, and comes. Messages may be shorter."""
+    """Losses beyond the tolerance are all asked for, and come. Messages may be shorter."""
     units = -(-length // UNIT)
     layout = Layout(units, *code) if code[1] else None
     dropped = np.random.default_rng(seed).random(units + (layout.parities if layout else 0)) < p
@@ -414,7 +414,7 @@ def test_over_a_lossy_link_no_more_is_missing_than_may(tolerance):
 
 
 def test_a_message_that_must_arrive_whole_has_a_short_end_and_all_is_asked_for_at_once():
-    """Of 40 units, of which 14 fit a datagram; a round trip for all of them."""
+    """A list of 40 units, of which 14 fit a datagram; a round trip for all of them."""
     said = []
 
     def link(source, destination, datagram, now):

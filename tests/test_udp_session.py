@@ -77,7 +77,7 @@ def test_everything_that_was_said_changes_every_key():
 
 
 class Replaying(Store):
-    """Of an attacker who writes to it: some keys keep what they had in an earlier session."""
+    """An attacker writes to the store: some keys keep what they had in an earlier session."""
 
     def __init__(self, earlier, keeps):
         super().__init__()

@@ -194,7 +194,7 @@ def test_nothing_is_credited_to_a_path_that_loses_nothing():
 @pytest.mark.parametrize(("kind", "least"), [("cubic", 0.35), ("reno", 0.25)])
 @pytest.mark.parametrize("queue", [2, 20])
 def test_tcp_keeps_its_share(kind, least, queue):
-    """Of what it has alone; ``dedicated`` leaves it a twentieth behind a short queue."""
+    """A share of its rate alone; ``dedicated`` leaves it a twentieth behind a short queue."""
     path = Bottleneck(queue=queue)
     alone = run(path, [Flow(kind)], seconds=40, warm=8).delivered[0]
     shared, dedicated = (
@@ -241,7 +241,7 @@ def test_the_table_says_what_is_missed(tmp_path):
 def engines_share_a_link(rule, senders, loss=0.0, seconds=8):
     """Ranks that send to rank 0 without end, over 100 Mbit/s with a queue of 2 ms and a round trip of 20 ms.
 
-    Returns the shares of what they sent in the second half that did not fit the queue, and of the link that they used.
+    Return the shares of what they sent in the second half that did not fit the queue, and of the link that they used.
     """
     rate, queue, shard = 12.5e6, 25e3, 500 * 1408
     random_, free, counts, half = random.Random(5), 0, [0, 0, 0], (1 + seconds / 2) * SECOND

@@ -167,7 +167,7 @@ def links_of(rank, tiny, config):
 
 
 def test_within_a_node_nothing_crosses_as_a_datagram():
-    """Of four stages on two nodes the second boundary alone leaves a node."""
+    """Only the second boundary of four stages on two nodes leaves a node."""
     tiny = TinyGPT(pipeline=4, layers=4, accumulation=2, tied=False)
     config = dataclasses.replace(LOSSLESS, lossy_links="inter-node:2")
     told = run_ranks(links_of, 4, tiny, config)
@@ -185,7 +185,7 @@ def test_two_interleaved_stages_have_two_links(pool):
 
 
 def test_lengths_share_links(pool):
-    """Of 21, 20 and 7 packets: one link for up to 32 packets, and one for up to 8."""
+    """Messages of 21, 20 and 7 packets: one link for up to 32 packets, and one for up to 8."""
     tiny = dataclasses.replace(PLAIN, accumulation=6, lengths=(16, 15, 5))
     for rank, (names, counts) in enumerate(pool.run(links_of, 2, tiny, LOSSLESS)):
         assert names == ["stages on ranks 0 and 1"] * 2

@@ -102,7 +102,7 @@ def trained(rank, tiny, config, steps=STEPS, workers=None, skipped=()):
 
 
 def assert_virtual_is_real(virtual, ranks):
-    """Losses, norms, replicas and owners' weights of every step, bit for bit. Returns whether a replica was not its owners'."""
+    """Losses, norms, replicas and owners' weights of every step, bit for bit. Return whether a replica was not its owners'."""
     differed = False
     for step, (losses, norm, replicas, owners) in enumerate(virtual):
         for rank, history in enumerate(ranks):

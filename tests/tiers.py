@@ -55,7 +55,7 @@ def long_files_first(items: list[pytest.Item]) -> None:
 
 
 def few_at_once(few: Collection[str], names: Iterable[str]) -> list[Any]:
-    """Parameters of a test: ``few`` of ``names`` are tried each time, the others when there is time."""
+    """Return parameters of a test: ``few`` of ``names`` are tried each time, the others when there is time."""
     return [pytest.param(name, marks=() if name in few else pytest.mark.slow) for name in names]
 
 
@@ -64,7 +64,7 @@ EVENTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "sub
 
 
 def _code(function: Any) -> Iterator[types.CodeType]:
-    """The code of a function, and that of the functions in it."""
+    """Yield the code of a function, and that of the functions in it."""
     waiting = [function.__code__]
     while waiting:
         code = waiting.pop()
@@ -93,7 +93,7 @@ def _named(function: types.FunctionType) -> Iterator[Any]:
 
 @functools.cache
 def markers(thing: Any) -> frozenset[str]:
-    """The markers that a function of ``tests`` asks for, by what it names and what that names in turn."""
+    """Return the markers that a function of ``tests`` asks for, by what it names and what that names in turn."""
     found: set[str] = set()
     seen: set[int] = set()
     waiting = [thing]
@@ -123,7 +123,7 @@ def markers(thing: Any) -> frozenset[str]:
 
 
 def markers_of(item: pytest.Function) -> set[str]:
-    """The markers that the code of a test, its fixtures and its parameters ask for."""
+    """Return the markers that the code of a test, its fixtures and its parameters ask for."""
     things = [item.function]
     things += [fixtures[-1].func for fixtures in item._fixtureinfo.name2fixturedefs.values()]
     if hasattr(item, "callspec"):

@@ -131,7 +131,7 @@ class TinyRun:
         return {"loss": loss, "grad_norm": grad_norm, "success": success}
 
     def evaluate(self, iteration: int) -> float | None:
-        """The loss of the batch that :meth:`step` would train on; no gradients."""
+        """Return the loss of the batch that :meth:`step` would train on; no gradients."""
         for chunk in self.model:
             chunk.eval()
         loss = self._forward_backward(iteration, None, forward_only=True)
@@ -145,7 +145,7 @@ class TinyRun:
             chunk.start_param_sync(force_sync=True)
 
     def weights(self) -> dict[str, np.ndarray]:
-        """This rank's replica, fp32: every parameter by name, prefixed with its chunk if there are several."""
+        """Return this rank's replica, fp32: every parameter by name, prefixed with its chunk if there are several."""
         result = {}
         for k, chunk in enumerate(self.model):
             prefix = f"{k}." if len(self.model) > 1 else ""
@@ -178,7 +178,7 @@ class TinyRun:
         return result
 
     def rank(self) -> int:
-        """The data-parallel rank whose data are used. Each context-parallel rank has its own."""
+        """Return the data-parallel rank whose data are used. Each context-parallel rank has its own."""
         return parallel_state.get_data_parallel_rank(with_context_parallel=True)
 
     def _buffers(self) -> Iterator[tuple[str, Any]]:
@@ -222,7 +222,7 @@ class VirtualTinyRun(TinyRun):
         return self._worker
 
     def step(self, iteration: int, overflow_on: int | None = None) -> dict[str, Any]:
-        """As :meth:`TinyRun.step`; ``loss`` is a list of the workers' own."""
+        """Make a step as :meth:`TinyRun.step`; ``loss`` is a list of the workers' own."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -234,7 +234,7 @@ class VirtualTinyRun(TinyRun):
         return {"loss": losses, "grad_norm": grad_norm, "success": success}
 
     def all_replica_buffers(self) -> list[dict[str, np.ndarray]]:
-        """:meth:`replica_buffers` of every worker."""
+        """Return :meth:`replica_buffers` of every worker."""
         result = []
         for worker in range(self.cluster.workers):
             with self.cluster.worker(worker, evaluates=True):
@@ -286,7 +286,7 @@ def missing(config: TinyGPT) -> str | None:
 
 
 def _known(function: Callable, **arguments: Any) -> dict[str, Any]:
-    """Those of ``arguments`` that ``function`` takes in the Megatron that is here."""
+    """Return those of ``arguments`` that ``function`` takes in the Megatron that is here."""
     return {name: value for name, value in arguments.items() if name in inspect.signature(function).parameters}
 
 

@@ -60,14 +60,14 @@ END_PAYLOAD = np.dtype([("count", "<u4"), ("code", "<u4")])
 
 
 def end(units: Sequence[int] | None, block: int = 0, parity: int = 0) -> bytes:
-    """The payload of an END in one part; ``None``: all units must arrive."""
+    """Return the payload of an END in one part; ``None``: all units must arrive."""
     if units is None:
         return np.array((ALL, block << 16 | parity), END_PAYLOAD).tobytes()
     return np.array((len(units), block << 16 | parity), END_PAYLOAD).tobytes() + np.array(units, "<u4").tobytes()
 
 
 def encode(kind: int, payload: bytes = b"", *, version: int = VERSION, **fields: int) -> bytes:
-    """A datagram without tag; omitted fields are 0."""
+    """Return a datagram without tag; omitted fields are 0."""
     header = np.zeros((), HEADER)
     header["kind"] = version << 4 | kind
     for name, value in fields.items():
@@ -76,13 +76,13 @@ def encode(kind: int, payload: bytes = b"", *, version: int = VERSION, **fields:
 
 
 def decode(datagram: bytes) -> tuple[int, int, dict[str, int], bytes]:
-    """Version, type, all fields, and the bytes behind the header."""
+    """Return version, type, all fields, and the bytes behind the header."""
     header = np.frombuffer(datagram, HEADER, 1)[0]
     fields = {name: int(header[name]) for name in HEADER.names[1:]}
     return int(header["kind"]) >> 4, int(header["kind"]) & 15, fields, datagram[HEADER.itemsize :]
 
 
 def report(datagrams: int, size: int, top: int, **more: int) -> bytes:
-    """The payload of a REPORT."""
+    """Return the payload of a REPORT."""
     known = {"since": 0, "clock": 0, "window": 2**32 - 1, "limit": 2**32 - 1, "share": 0} | more
     return np.array((datagrams, size, top, *known.values()), REPORT_PAYLOAD).tobytes()

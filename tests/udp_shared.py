@@ -157,7 +157,7 @@ class Shared:
         self._came, self._took = 0, 0
 
     def _delivered(self, unknown: float) -> float:
-        """Bytes/s that came in this window."""
+        """Return bytes/s that came in this window."""
         return self._came * self.packet * 1e9 / self._took if self._took >= LEAST_WINDOW // 2 else unknown
 
     def sample(self, now: int, rtt: int) -> None:

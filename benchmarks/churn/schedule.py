@@ -138,12 +138,12 @@ class Kills:
 
 
 def describe(slot: int, event: str) -> str:
-    """An event for people."""
+    """Return an event in words."""
     return f"{'coordinator' if slot == COORDINATOR else f'island {slot}'} {DONE[event]}"
 
 
 def without_cuts(schedule: Schedule) -> Schedule:
-    """``schedule`` where nobody can be cut off."""
+    """Return ``schedule`` without cuts."""
     cut: set[int] = set()
     kept = []
     for one in schedule.events:
@@ -157,5 +157,5 @@ def without_cuts(schedule: Schedule) -> Schedule:
 
 
 def first_islands(schedule: Schedule, slots: int) -> Sequence[int]:
-    """The islands that are there at the beginning."""
+    """Return the islands that are there at the beginning."""
     return [slot for slot in range(slots) if slot not in schedule.empty]

@@ -42,7 +42,7 @@ _HEAD_START = 0.004
 
 
 def our_config(flags: str, transport: str = "udp") -> LossyConfig:
-    """The configuration of ours, or of streams, with more ``flags``."""
+    """Return the configuration of ours, or of streams, with more ``flags``."""
     parser = add_flags(argparse.ArgumentParser("--flags"), LossyConfig, "loss")
     always = ["--transport", transport, "--udp-interface", INTERFACE]
     return from_namespace(LossyConfig, parser.parse_args([*always, *shlex.split(flags)]))
@@ -56,7 +56,7 @@ class Exchanger(Protocol):
     def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor) -> None: ...
 
     def lost(self) -> float:
-        """Share of what others sent in the last exchange that did not arrive here."""
+        """Return share of what others sent in the last exchange that did not arrive here."""
         ...
 
 
@@ -190,7 +190,7 @@ class Ours:
         return 1 - float(arrived.mean())
 
     def sent(self) -> Sent:
-        """Since the beginning, to all ranks."""
+        """Return the counts since the beginning, to all ranks."""
         counters = [peer for group in self._groups.values() for peer in group.wire.counters().values()]
         datagrams, again, parities = (
             sum(one.get(name, 0) for one in counters) for name in ("sent", "resent", "parities")
@@ -211,7 +211,7 @@ class Done:
 
 
 def thread_seconds() -> dict[str, float]:
-    """CPU seconds of each thread of this process so far."""
+    """Return CPU seconds of each thread of this process so far."""
     seconds = {}
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
@@ -220,7 +220,7 @@ def thread_seconds() -> dict[str, float]:
 
 
 def span(ranks: Sequence[Done]) -> tuple[float, float]:
-    """When an exchange begins and ends: with the last rank's start, and the last rank's end."""
+    """Return the beginning and the end of an exchange: the last rank's start, and the last rank's end."""
     return max(one.started for one in ranks), max(one.ended for one in ranks)
 
 
@@ -305,14 +305,14 @@ class Team:
         return [process.pid for process in self._processes]
 
     def exchange(self, phase: str, shard: int, limit: float) -> list[Done]:
-        """One exchange, by rank. Raises :class:`TooSlow` after ``limit`` seconds; the team is of no use afterwards."""
+        """Run one exchange; return it by rank. Raise :class:`TooSlow` after ``limit`` seconds, which ends the team."""
         order = (phase, shard, time.monotonic() + _HEAD_START)
         for orders in self._orders:
             orders.send(order)
         return self._gather(limit)
 
     def sent(self) -> list[Sent]:
-        """Return the counts of each rank of ours."""
+        """Return the counts since the beginning, to all ranks."""
         for orders in self._orders:
             orders.send(("sent", 0, 0.0))
         return self._gather(_CONNECT_SECONDS)

@@ -108,7 +108,7 @@ def choose(
     megabytes: Sequence[float] | None,
     quick: bool,
 ) -> list[Row]:
-    """The rows of ``parts`` with the values asked for, in the grid any; ``None``: those it has. May raise UsageError."""
+    """Return the rows of ``parts`` with the given values, in the grid any; ``None``: their own. Raise UsageError."""
     rows = list(QUICK) if quick else []
     for part in () if quick else parts:
         if part == "grid":

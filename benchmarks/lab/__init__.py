@@ -126,7 +126,7 @@ class _Pipe(ctypes.Structure):
 
 
 def _layout(sites: int) -> type[ctypes.Structure]:
-    """``struct lab`` of emulator.c."""
+    """Return ``struct lab`` of emulator.c."""
 
     class Layout(ctypes.Structure):
         _fields_ = [
@@ -165,7 +165,7 @@ def _compiler() -> str | None:
 
 @functools.cache
 def _emulator() -> int:
-    """The compiled emulator: a file descriptor, as its file is gone already, and is not left if we are killed."""
+    """Return the file descriptor of the compiled emulator; its file is gone, so that a kill leaves nothing behind."""
     source = Path(__file__).with_name("emulator.c")
     with tempfile.TemporaryDirectory(prefix="megatron-lossy-lab-") as folder:
         program = f"{folder}/emulator"
@@ -271,17 +271,17 @@ class Lab:
         return Counters.from_buffer_copy(self._shared.pipes[source * self._sites + destination].counters)
 
     def dropped(self) -> int:
-        """Packets that neither arrived nor were lost by a link, since this machine is too slow: a lab wants 0."""
+        """Return the packets that neither arrived nor were lost by a link, as the machine is too slow: best is 0."""
         failed = 0 if self._link is None else self._shared.failed
         return failed + sum(node.dropped() for node in self.nodes)
 
     def emulator_seconds(self) -> float:
-        """CPU seconds that the emulator has used."""
+        """Return CPU seconds that the emulator has used."""
         times = Path(f"/proc/{self._emulator.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
 
     def address(self, node: int, version: int = 4) -> str:
-        """The IP address of ``node``."""
+        """Return the IP address of ``node``."""
         return self.nodes[node].address if version == 4 else self.nodes[node].address6
 
     def environment(self, rank: int, port: int) -> dict[str, str]:
@@ -291,12 +291,12 @@ class Lab:
         return without_ranks() | {name: str(value) for name, value in found.items()}
 
     def sysctl(self, name: str, value: object) -> None:
-        """Set a sysctl on every node. Raises :class:`OSError` if the kernel refuses."""
+        """Set a sysctl on every node. Raise :class:`OSError` if the kernel refuses."""
         for node in self.nodes:
             node.sysctl(name, value)
 
     def start(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen:
-        """``subprocess.Popen(command, **options)`` on ``node``."""
+        """Call ``subprocess.Popen(command, **options)`` on ``node``."""
         return self.nodes[node].start(command, **options)
 
     def run(self, node: int, command: Sequence[str], timeout: float | None = None) -> subprocess.CompletedProcess:
@@ -319,7 +319,7 @@ def end_in_order() -> None:
 def wait(processes: Sequence[subprocess.Popen], grace: float = 5.0) -> int:
     """Wait until all have ended, or one has failed and others have had ``grace`` seconds to say why: then end them.
 
-    Returns 0 or the status of the first that failed by itself, as a shell would.
+    Return 0 or the status of the first that failed by itself, as a shell would.
     """
     until = math.inf
     while any(process.poll() is None for process in processes) and time.monotonic() < until:

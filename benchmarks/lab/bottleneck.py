@@ -131,7 +131,7 @@ class Outcome:
     trace: np.ndarray
 
     def own_loss(self, flows: slice = slice(None)) -> float:
-        """The share of ``flows``' packets that did not fit the queue."""
+        """Return the share of ``flows``' packets that did not fit the queue."""
         return float(self.overflowed[flows].sum() / max(self.sent[flows].sum(), 1))
 
 

@@ -77,7 +77,7 @@ def raise_postponed() -> None:
 
 
 def refuse(flag: str, value: object, allowed: str) -> UsageError:
-    """The :class:`UsageError` for a ``flag`` that may not be ``value``. ``allowed``: the allowed values."""
+    """Return the :class:`UsageError` for a ``flag`` that may not be ``value``. ``allowed``: the allowed values."""
     return UsageError(f"{flag} {value}: {allowed}")
 
 
@@ -129,13 +129,13 @@ def note_origins(origins: Mapping[str, str]) -> None:
 
 
 def origin_of(error: UsageError) -> str | None:
-    """The origin of the value that ``error`` is about; ``None`` if it was typed, or is not known."""
+    """Return the origin of the value that ``error`` is about; ``None`` if it was typed, or is not known."""
     found = _FLAG_AND_VALUE.match(str(error))
     return (_origins or {}).get(found[1]) if found else None
 
 
 def with_origin(error: UsageError) -> str:
-    """The text of ``error``, with the origin of the value in brackets unless it was typed."""
+    """Return the text of ``error``, with the origin of the value in brackets unless it was typed."""
     text, origin = str(error), origin_of(error)
     found = _FLAG_AND_VALUE.match(text)
     return text if origin is None or found is None else f"{found[0]} ({origin}){text[found.end() :]}"
@@ -148,14 +148,14 @@ def check_package(package: str, flag: str, value: object, install: str) -> None:
 
 
 def machine_error(error: BaseException | None) -> OSError | None:
-    """The failure of the machine in ``error``, or in its causes; ``None`` if there is none."""
+    """Return the failure of the machine in ``error``, or in its causes; ``None`` if there is none."""
     while error is not None and not (isinstance(error, OSError) and error.errno in MACHINE_ERRORS):
         error = error.__cause__ or error.__context__
     return error
 
 
 def cannot(flag: str, path: str | os.PathLike[str], verb: str, error: OSError) -> UsageError | OSError:
-    """The error if ``path``, which ``flag`` names, cannot be ``verb`` ("read", "written"), because of ``error``."""
+    """Return the error that ``path``, which ``flag`` names, cannot be ``verb`` ("read", "written"): ``error``."""
     if error.errno in MACHINE_ERRORS:
         return OSError(error.errno, error.strerror, os.fspath(path))
     return refuse(flag, path, f"cannot be {verb}: {error.strerror or error}")
@@ -181,12 +181,12 @@ class ArgumentParser(argparse.ArgumentParser):
     """A parser that raises :class:`UsageError` instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse, with its own description of the error."""
+        """Raise argparse's own description of the error as ours."""
         raise UsageError(message.removeprefix("argument "))
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the message of ``error``, of a library that writes many; the name of its class if it has none."""
+    """Return the first line of the message of ``error``, of a library that writes many; or the name of its class."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

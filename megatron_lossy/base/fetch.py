@@ -48,7 +48,7 @@ class Fetched:
         _latest[self._stream] = self._event  # recorded: another thread may wait for it at once
 
     def wait(self) -> np.ndarray:
-        """The values, once they are here; from a CPU those of the tensor itself.
+        """Return the values, once they are here; from a CPU those of the tensor itself.
 
         A wait ends all copies that were begun on the same stream before it, so that reading many of them costs one. A
         copy that is here costs none.
@@ -72,7 +72,7 @@ def stream_aside(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def aside(device: torch.device) -> Iterator[None]:
-    """A context whose work on ``device`` goes to :func:`stream_aside`. Devices but CUDA have no such stream."""
+    """Return a context whose work on ``device`` goes to :func:`stream_aside`. Devices but CUDA have no such stream."""
     if device.type != "cuda":
         yield
         return
@@ -88,5 +88,5 @@ def is_here(tensor: torch.Tensor) -> bool:
 
 
 def at_hand(value: np.ndarray | Fetched) -> np.ndarray:
-    """``value``, waited for if it is on its way."""
+    """Return ``value``, waited for if it is on its way."""
     return value.wait() if isinstance(value, Fetched) else value

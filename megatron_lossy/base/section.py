@@ -32,7 +32,7 @@ class Flags:
         """Raise :class:`UsageError` for values that are not allowed, and for flags that do nothing."""
 
     def exchanges(self) -> tuple[str, ...]:
-        """The phases whose losses the channels decide."""
+        """Return the phases whose losses the channels decide."""
         return ()
 
     def changes(self) -> bool:
@@ -52,7 +52,7 @@ class Flags:
         return False
 
     def notes(self) -> list[str]:
-        """Words for the exchanges that the flags set in the place of Megatron's own."""
+        """Return words for the exchanges that the flags set in the place of Megatron's own."""
         return []
 
     def notes_beside(self) -> list[str]:
@@ -60,7 +60,7 @@ class Flags:
         return []
 
     def idle(self) -> dict[str, tuple[bool, set[str]]]:
-        """Reasons for flags to do nothing, by sentence: whether they are of use nevertheless, and the flags."""
+        """Return reasons for flags to do nothing, by sentence: whether they are of use nevertheless, and the flags."""
         return {}
 
     def needs_whole_optimizers(self) -> bool:

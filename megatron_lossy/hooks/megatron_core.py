@@ -31,7 +31,7 @@ def step(run: Lossy, applies: bool, original: Callable, self: Any, *args: Any, *
 
 
 def patches(run: Lossy) -> list[Patch]:
-    """Every patch that a lossy run needs in megatron-core."""
+    """Return every patch that a lossy run needs in megatron-core."""
     return [
         *run.patches,
         *([] if run.config.sites is None else [run.exchanges.scalars.patch("torch.distributed:all_reduce")]),

@@ -51,7 +51,7 @@ def flag_patches() -> list[Patch]:
 
 
 def patches(lossy: Lossy) -> list[Patch]:
-    """Every patch that a lossy run needs in megatron.training."""
+    """Return every patch that a lossy run needs in megatron.training."""
     evaluation = Patch(
         target=f"{_TRAINING}:evaluate",
         around=partial(evaluate, lossy),
@@ -196,7 +196,7 @@ def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any
 
 @contextlib.contextmanager
 def _weights_alone(args: Any, folder: str) -> Iterator[None]:
-    """A context in which Megatron saves weights alone, in ``folder``, at once."""
+    """Return a context in which Megatron saves weights alone, in ``folder``, at once."""
     only_weights = {"save": folder, "no_save_optim": True, "no_save_rng": True, "async_save": False}
     before = {name: getattr(args, name, None) for name in only_weights}
     vars(args).update(only_weights)
@@ -279,7 +279,7 @@ class _Recorder:
 
 
 def _record(data_iterator: Any) -> tuple[Any, Callable[[], Any]]:
-    """A recording data iterator (or list of them, or None), and a function that makes one that repeats it."""
+    """Return a recording data iterator (or list of them, or None), and a function that makes one that repeats it."""
     if data_iterator is None:
         return None, lambda: None
     if isinstance(data_iterator, list):
@@ -327,7 +327,7 @@ def evaluate(
 
 
 def _of_all_jobs(lossy: Lossy, losses: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The mean over jobs of ``losses``, which ranks of the last pipeline stage have."""
+    """Return the mean over jobs of ``losses``, which ranks of the last pipeline stage have."""
     total = lossy.job_group.total
     if total is None or not losses:
         return losses

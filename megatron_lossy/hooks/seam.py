@@ -52,7 +52,7 @@ def attach(buffer: torch.Tensor, slot: Slot) -> None:
 
 
 def slot_of(buffer: torch.Tensor) -> Slot | None:
-    """The slot that :func:`attach` gave to ``buffer``."""
+    """Return the slot that :func:`attach` gave to ``buffer``."""
     return getattr(buffer, _ATTRIBUTE, None)
 
 

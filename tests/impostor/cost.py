@@ -35,7 +35,7 @@ def _bytes(findings: Findings, direction: str) -> float:
 
 
 def cost(ranks: list[Findings], unhooked: list[Findings]) -> Cost:
-    """Of the rank with most. ``unhooked``: of fewer ranks, where each island is a job of its own."""
+    """Return the costs of the rank with most. ``unhooked``: of fewer ranks, where each island is a job of its own."""
     pairs = [(findings, unhooked[k % len(unhooked)]) for k, findings in enumerate(ranks)]
     places = {}
     for name, kind in _KINDS.items():

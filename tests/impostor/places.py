@@ -1,4 +1,4 @@
-"""Where a call comes from: the innermost line of code that somebody could change."""
+"""The place of a call: the innermost line of code that somebody could change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def _home(path: str) -> tuple[str, str] | None:
-    """The home of a file, and its path below."""
+    """Return the home of a file, and its path below."""
     if any(one in path for one in _FOR_OTHERS):
         return None
     for home, folder in HOMES.items():
@@ -57,7 +57,7 @@ def _aside() -> bool:
 
 
 def place() -> Place:
-    """The innermost line of a home."""
+    """Return the innermost line of a home."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         found = _home(frame.f_code.co_filename)

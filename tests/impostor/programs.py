@@ -53,7 +53,7 @@ def error_of(rank: int, name: str) -> str:
 
 
 def stalls_of(rank: int, name: str) -> list[str]:
-    """The kinds of stalls of a program, in order."""
+    """Return the kinds of stalls of a program, in order."""
     programs: dict[str, Callable[[torch.Tensor], Any]] = {
         "item": lambda x: x[0].item(),
         "nonzero": lambda x: x.nonzero(),
@@ -76,7 +76,7 @@ def stalls_of(rank: int, name: str) -> list[str]:
 
 
 def faults_of(rank: int, name: str) -> list[str]:
-    """The faults of a program that uses two streams or page-locked memory, by their first words."""
+    """Return the faults of a program that uses two streams or page-locked memory, by their first words."""
 
     def streams(order: bool, announced: bool = True) -> None:
         side = torch.cuda.Stream()
@@ -135,7 +135,7 @@ def ask_twice(rank: int) -> list[bool]:
 
 
 def take_devices(rank: int) -> tuple[str, str, float]:
-    """The device that this rank takes, that of a sum over ranks, and the sum."""
+    """Return the device that this rank takes, that of a sum over ranks, and the sum."""
     import torch.distributed as dist
 
     from megatron_lossy.base import device as product

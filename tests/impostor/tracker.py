@@ -196,7 +196,7 @@ class Tracker:
         )
 
     def queried(self, event: int) -> bool:
-        """The host asked whether ``event`` is over. The first answer is no, as a busy device's would be."""
+        """Return whether ``event`` is over. The first answer is no, as a busy device's would be."""
         clock = self.order.of_event(event)
         if self.order.host_has(clock) or event in self._asked:
             self._host_waits(clock)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def library() -> Any:
-    """The library; ``None`` where it can neither be found nor compiled, which a line says: torch then does the same."""
+    """Return the library; ``None`` (and log a line) if it is missing and cannot be compiled: torch does the same."""
     try:
         found = ctypes.CDLL(str(BLOCKS.path()))
     except (UsageError, OSError) as error:

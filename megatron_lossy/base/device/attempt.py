@@ -37,7 +37,7 @@ def attempt_store(rank: int, ranks: int, timeout: timedelta) -> torch.distribute
 
 
 def with_attempt_store(options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` of ``init_process_group`` with this attempt's store, if torch would take that of all attempts."""
+    """Return ``options`` of ``init_process_group`` with this attempt's store, if torch would share one."""
     if not _outlives_ranks() or options.get("store") is not None or options.get("init_method") not in (None, "env://"):
         return options
     timeout = options.get("timeout") or torch.distributed.constants.default_pg_timeout

@@ -53,7 +53,7 @@ def _set_states(original: Callable, self: Any, model_param: Any, tensors: dict[s
 
 
 def patches() -> list[Patch]:
-    """The methods of Megatron's distributed optimizer that are replaced where Megatron takes torch's Adam."""
+    """Return the methods of Megatron's distributed optimizer that are replaced where Megatron takes torch's Adam."""
     with contextlib.suppress(ImportError):  # the ledger says so
         if getattr(importlib.import_module(_MODULE), "HAVE_APEX_OR_TE", False):
             return []

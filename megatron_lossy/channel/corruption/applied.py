@@ -35,7 +35,7 @@ def apply(
     ranges: Sequence[tuple[int, int]] | None = None,
     add_up: AddUp | None = None,
 ) -> Event | None:
-    """Apply ``event`` to ``buffer`` [n] in place. Returns the event as it happened, or ``None`` if nothing happened.
+    """Apply ``event`` to ``buffer`` [n] in place. Return the event as it happened, or ``None`` if nothing happened.
 
     ``unit``: the factor between the gradients in the buffer and those that the optimizer sees (loss scale, number of
     tokens, …), a number or a scalar tensor on the device of the buffer. ``ranges``: first and last + 1 of each run of elements without padding; default all. ``add_up``: adds up
@@ -72,7 +72,7 @@ def digest(buffer: torch.Tensor) -> bytes:
 
 
 def scaled_unit(unit: float, scale: float | torch.Tensor) -> float | torch.Tensor:
-    """``unit`` times ``scale``, in float64. If ``scale`` is on a CUDA device the product stays there: nobody waits."""
+    """Return ``unit`` times ``scale``, in float64, on the device of ``scale`` without a wait if that is CUDA."""
     return scale.double() * unit if not isinstance(scale, float) and scale.is_cuda else unit * float(scale)
 
 
@@ -121,7 +121,7 @@ def _flip(buffer: torch.Tensor, event: Event, lengths: Sequence[int], firsts: Se
 
 
 def _there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``. CUDA copies page-locked memory without a wait."""
+    """Return ``tensor`` on ``device``. CUDA copies page-locked memory without a wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

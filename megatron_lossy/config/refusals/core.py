@@ -44,7 +44,7 @@ def _adds_up_steps(config: LossyConfig) -> bool:
 
 
 def _too_small(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
-    """The bytes of the largest element that crosses, if they are known and no packet holds it."""
+    """Return the bytes of the largest element that crosses, if they are known and no packet holds it."""
     if config.loss_unit != "packet" or config.lossless or facts.gradient_bytes is None or facts.weight_bytes is None:
         return None
     needed = max(facts.gradient_bytes, facts.weight_bytes, config.element_bytes())
@@ -67,7 +67,7 @@ def _observed(config: LossyConfig) -> bool:
 
 
 def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None:
-    """The last port that ``--udp-port`` may be, if the ranks of a host take more."""
+    """Return the last port that ``--udp-port`` may be, if the ranks of a host take more."""
     ranks = facts.ranks_of_host
     if ranks is None or config.udp_port <= (last := _LAST_PORT + 1 - ranks):
         return None
@@ -75,7 +75,7 @@ def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None
 
 
 def _less_memory(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
-    """The least ``--udp-memory``, if it is more."""
+    """Return the least ``--udp-memory``, if it is more."""
     least = config.udp_least_memory(facts.largest_group or 0) if _observed(config) else 0
     return {"least": least} if config.udp_memory < least else None
 
@@ -92,13 +92,13 @@ def _on_one_node(config: LossyConfig, facts: Facts) -> bool:
 
 
 def _beyond(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
-    """The first of ``--grad-error-ranks`` that does not exist."""
+    """Return the first of ``--grad-error-ranks`` that does not exist."""
     ranks = config.grad_error_ranks or ()
     return next(({"beyond": rank} for rank in ranks if facts.workers is not None and rank >= facts.workers), None)
 
 
 def _uneven_sites(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
-    """The number of data-parallel ranks, if sites do not divide it."""
+    """Return the number of data-parallel ranks, if sites do not divide it."""
     data = facts.workers and facts.workers // (facts.context or 1)
     return {"data": data} if config.sites and data and data % config.sites else None
 

@@ -22,10 +22,10 @@ _LOSS = 0.02
 
 
 def calibrate() -> list[Finding]:
-    """A finding for each of the few rows, which is printed to stderr as soon as it is there.
+    """Return a finding for each of the few rows, which is printed to stderr as soon as it is there.
 
     Where there is one device, and NCCL does not let ranks share it, these are the rows of one rank. Several rows run at once.
-    Raises :class:`UsageError` where there is no CUDA device.
+    Raise :class:`UsageError` where there is no CUDA device.
     """
     kind, count, _ = devices()
     if kind != "cuda":
@@ -73,7 +73,7 @@ def compared(name: str, loss: float, here: Measured, expected: float, allowed: C
 
 
 def _measure(name: str, row: Row) -> tuple[float, Measured]:
-    """The loss and the counts of a run. Raises ``RuntimeError`` with its first error if it fails."""
+    """Return the loss and the counts of a run. Raise ``RuntimeError`` with its first error if it fails."""
     from .job import write_data
 
     with tempfile.TemporaryDirectory() as folder:

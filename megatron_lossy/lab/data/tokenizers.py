@@ -54,7 +54,7 @@ class Tokenizer:
 def build_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer ``byte``, ``hf:NAME_OR_PATH`` or ``sentencepiece:MODEL_FILE``.
 
-    Raises :class:`UsageError` if there is none, its package is not installed, or it has no end-of-sequence token.
+    Raise :class:`UsageError` if there is none, its package is not installed, or it has no end-of-sequence token.
     """
     kind, _, source = name.partition(":")
     if name == "byte":

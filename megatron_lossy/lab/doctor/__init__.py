@@ -27,7 +27,7 @@ _MARKS = {"ok": "ok", "absent": "-", "warning": "warning", "problem": "PROBLEM"}
 
 
 def examine(config: argparse.Namespace) -> list[Finding]:
-    """All findings that ``config`` asks for. It imports Megatron, so that a process can examine only one Megatron."""
+    """Return all findings that ``config`` asks for. It imports Megatron, so a process can examine only one."""
     from .found import devices, hook_targets, versions
     from .step import try_step
 
@@ -45,7 +45,7 @@ def examine(config: argparse.Namespace) -> list[Finding]:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """The findings as text."""
+    """Return the findings as text."""
     lines, section = [f"megatron-lossy {__version__}"], None
     for finding in findings:
         if finding.section != section:

@@ -16,7 +16,7 @@ from .table import CURVES, TABLE_CSV, TABLE_MARKDOWN, loss_table, report_files, 
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Raises :class:`UsageError`."""
+    """Run the command line. Raise :class:`UsageError`."""
     parser = ArgumentParser(
         "python -m megatron_lossy.report",
         description="Table of losses and training curves of a folder of runs, and of what else they recorded.",
@@ -64,7 +64,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """:func:`run`, which reports wrong input as one line and exit status 2."""
+    """Call :func:`run`, and report wrong input as one line and exit status 2."""
     sys.stdout.reconfigure(errors="replace")  # "±" on an ASCII terminal
     with usage_errors("megatron_lossy.report"):
         run(arguments)

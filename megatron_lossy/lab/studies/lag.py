@@ -45,12 +45,12 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def limits(beta1: float, lag: Lag) -> tuple[float, float, float]:
-    """The largest stable learning rate x curvature: without loss, with it, and if parameters are sent with a lead."""
+    """Return the largest stable learning rate x curvature: without loss, with it, and with a lead."""
     return stability_limit(beta1), stability_limit(beta1, lag), stability_limit(beta1, lag, lag.lead)
 
 
 def report(lag: Lag, beta1: float, p: float, burst: float | None) -> list[str]:
-    """Lines of text: the lag, a table over the first moment's decay, and advice."""
+    """Return lines of text: the lag, a table over the first moment's decay, and advice."""
     how = "independently" if burst is None else f"in bursts of {burst:g} updates"
     lines = [
         f"{100 * p:g} % of parameters lost, {how}: replicas are {lag.mean:.3g} updates late on average.",

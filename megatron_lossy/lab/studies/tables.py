@@ -36,7 +36,7 @@ PAPER_CHANGES = {
 
 
 def paper_entry(metric: str, rate: float) -> Entry:
-    """The paper's value in a row of Table 1, and its change in percent; an entry without runs if the paper has none."""
+    """Return the paper's value in a row of Table 1, and its change in percent; an entry without runs if none."""
     if metric not in PAPER_TABLE_1 or rate not in PAPER_RATES:
         return Entry(float("nan"), None, None, 0)
     place = PAPER_RATES.index(rate)
@@ -62,7 +62,7 @@ def table_1(results: Results) -> LossTable:
 
 
 def scalar_tables(results: Results, names: Sequence[str]) -> dict[str, LossTable]:
-    """All tables of one scalar, by file name. ``names``: the scalar, and its prediction if the study has both."""
+    """Return all tables of one scalar, by file name. ``names``: the scalar, and its prediction if there is one."""
     name, *predicted = names
     file = file_name(name)
     tables = {file: _values(results, names)}
@@ -74,14 +74,14 @@ def scalar_tables(results: Results, names: Sequence[str]) -> dict[str, LossTable
 
 
 def levels_with(results: Results, name: str) -> list[str | None]:
-    """The study's levels, after None if runs without loss recorded the scalar too."""
+    """Return the study's levels, after None if runs without loss recorded the scalar too."""
     study = results.study
     without = any(results.by_seed(variant, None, scalar_metric(name)) for variant in study.variants)
     return [None, *study.levels] if without else list(study.levels)
 
 
 def _values(results: Results, names: Sequence[str]) -> LossTable:
-    """The scalars (rows, by variant) at every level (columns)."""
+    """Return the scalars (rows, by variant) at every level (columns)."""
     levels = levels_with(results, names[0])
     rows = [
         (
@@ -117,7 +117,7 @@ class Share(Difference):
 
 
 def share_won_back(plain: dict[int, float], own: dict[int, float]) -> Share:
-    """The share in percent of the costs ``plain`` that is missing from the costs ``own``, both by seed.
+    """Return the share in percent of the costs ``plain`` that is missing from the costs ``own``, both by seed.
 
     It has no value unless the mean of ``plain`` is above 0 by its 95 % interval: else there is no cost to win back.
     With fewer than two seeds there is no interval. ``runs`` are seeds.
@@ -137,7 +137,7 @@ def share_won_back(plain: dict[int, float], own: dict[int, float]) -> Share:
 
 
 def won_back(results: Results, metric_name: str) -> LossTable | None:
-    """The shares of every variant that acts on errors; None for a study of loss.
+    """Return the shares of every variant that acts on errors; None for a study of loss.
 
     The first variant does nothing. So does the first of each group of variants with other clean runs: of another
     optimizer, for example.
@@ -172,7 +172,7 @@ def won_back(results: Results, metric_name: str) -> LossTable | None:
 
 
 def _plain(results: Results, variant: str) -> str:
-    """The first variant that has the same clean runs."""
+    """Return the first variant that has the same clean runs."""
     clean = {
         name: [trial.cell.name for trial in results.study.trials if (trial.variant, trial.level) == (name, None)]
         for name in results.study.variants

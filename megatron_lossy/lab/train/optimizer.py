@@ -19,12 +19,12 @@ _MOMENTUM_DECAY = 0.004 * 30_000
 
 
 def lr_scale(config: TrainConfig) -> float:
-    """The factor between the optimizer's learning rates and ``--lr``."""
+    """Return the factor between the optimizer's learning rates and ``--lr``."""
     return _SGD_SCALE if config.optimizer == "sgd" else 1.0
 
 
 def build_optimizer(config: TrainConfig, model_chunks: list) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """The optimizer of ``model_chunks``, each rank with its shard of the state or all of it, and its scheduler.
+    """Return the optimizer of ``model_chunks``, each rank with its shard of the state or all of it, and its scheduler.
 
     The scheduler counts samples, as Megatron-LM's does. Norms and biases are not decayed.
     """
@@ -97,7 +97,7 @@ class NAdamW(torch.optim.Optimizer):
 
     @classmethod
     def instead_of(cls, adam: torch.optim.Optimizer, momentum_decay: float) -> NAdamW:
-        """An optimizer with the parameter groups of ``adam`` before its first step. Megatron's shards are no leaves."""
+        """Return an optimizer with the groups of ``adam`` before its first step: Megatron's shards are no leaves."""
         in_group = not isinstance(adam, torch.optim.AdamW)
         optimizer = cls([torch.zeros(1, requires_grad=True)], momentum_decay, step_in_group=in_group)
         optimizer.param_groups = adam.param_groups

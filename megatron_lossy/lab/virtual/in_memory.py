@@ -52,7 +52,7 @@ class Memory:
         self._final.put(exchange, (arrived, None))
 
     def final(self, exchange: Exchange) -> Delivery:
-        """The delivery at all workers, including units that senders delivered in spite of the draw."""
+        """Return the delivery at all workers, including units that senders delivered in spite of the draw."""
         known = self._final.get(exchange)
         if known is None:
             return self.foresee(exchange)
@@ -64,7 +64,7 @@ class Memory:
         return delivery
 
     def foresee(self, exchange: Exchange) -> Delivery:
-        """The drawn delivery at all workers."""
+        """Return the drawn delivery at all workers."""
         delivery = self._latest.get(exchange)
         if delivery is None:
             network, cut = self.networks[exchange.phase], self.cut[exchange.phase]
@@ -108,9 +108,9 @@ class WorkerWire(DrawnWire):
 def groups_in_memory(
     config: LossyConfig, specs: Sequence[BucketSpec], stream: Stream, members: range, ranks: int, steps: int | None
 ) -> tuple[Memory, list[LossyGroup]]:
-    """The memory that the workers ``members`` of ``ranks`` exchange through, and the group of each of them.
+    """Return the memory that the workers ``members`` of ``ranks`` exchange through, and the group of each of them.
 
-    ``steps``: length of the run, if known. Raises :class:`UsageError` if the loss flags do not fit.
+    ``steps``: length of the run, if known. Raise :class:`UsageError` if the loss flags do not fit.
     """
     cut = cut_buckets(config, specs)
     nodes = None if config.ranks_of_node is None else consecutive_nodes(range(ranks), config.ranks_of_node)

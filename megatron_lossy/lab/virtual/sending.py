@@ -24,7 +24,7 @@ from .versions import Versions
 
 
 def seen(group: LossyGroup, buffer: torch.Tensor) -> torch.Tensor:
-    """The shards of ``buffer`` that the N members of ``group`` exchange, in it: all of it, or [N, shard] that are apart."""
+    """Return the shards of ``buffer`` that the N members of ``group`` exchange: all of it, or [N, shard] apart."""
     return buffer if group.ranks == 1 else columns(buffer, group.size, group.ranks, group.place)
 
 
@@ -50,7 +50,7 @@ class Sending:
 
     @contextlib.contextmanager
     def owner(self, worker: int) -> Iterator[None]:
-        """A context in which the shards of ``worker`` hold its weights."""
+        """Return a context in which the shards of ``worker`` hold its weights."""
         if self._kept is None:
             yield
             return
@@ -72,10 +72,10 @@ class Sending:
             self._kept = None
 
     def before_update(self) -> None:
-        """The owners' weights, which are in the buffers, are about to be updated."""
+        """Note that the owners' weights, which are in the buffers, are about to be updated."""
 
     def after_update(self) -> None:
-        """The owners' weights have been updated."""
+        """Note that the owners' weights have been updated."""
 
     def send(self, step: int) -> None:
         """Put what owners send after the update of ``step`` into the buffers. It may be called again for ``step``."""

@@ -52,7 +52,7 @@ def _links(boundaries: Boundaries) -> StageLinks:
 
 
 def _packet(boundaries: Boundaries, tensor: torch.Tensor) -> tuple[int, int]:
-    """Elements and bytes of a packet."""
+    """Return elements and bytes of a packet."""
     elements = elements_of(boundaries.config.packet_bytes, tensor.dtype)
     return elements, elements * tensor.element_size()
 

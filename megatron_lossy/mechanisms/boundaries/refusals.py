@@ -25,7 +25,7 @@ def _of_one_stage(config: LossyConfig, facts: Facts) -> bool:
 
 
 def _beyond_layers(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
-    """The last boundary of the model, if ``--virtual-boundaries`` has later ones."""
+    """Return the last boundary of the model, if ``--virtual-boundaries`` has later ones."""
     if not _at_virtual(config) or facts.layers is None or max(config.virtual_boundaries) < facts.layers:
         return None
     return {"last": facts.layers - 1}

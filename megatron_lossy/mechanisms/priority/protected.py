@@ -193,9 +193,9 @@ class Required(Protected):
 
 
 def protected(config: LossyConfig, rules: Sequence[GradRecovery], wire: Wire) -> list[GradRecovery]:
-    """``rules`` for gradients on ``wire``, with the priorities that the flags ask for.
+    """Return ``rules`` for gradients on ``wire``, with the priorities that the flags ask for.
 
-    Raises :class:`UsageError` for rules with a verb of their own that would not be called.
+    Raise :class:`UsageError` for rules with a verb of their own that would not be called.
     """
     for rule in rules:
         if type(rule).combine is not GradRecovery.combine:
@@ -208,7 +208,7 @@ def protected(config: LossyConfig, rules: Sequence[GradRecovery], wire: Wire) ->
 
 
 def protection_of(config: LossyConfig) -> Protection:
-    """The :class:`Protection` that the flags ask for."""
+    """Return the :class:`Protection` that the flags ask for."""
 
     def draw(exchange: Exchange, source: int, number: int) -> np.ndarray:
         return generator(config.loss_seed, exchange, source, number).random(SAMPLE)

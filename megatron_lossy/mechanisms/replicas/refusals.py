@@ -40,14 +40,14 @@ def _sums_absolute_noise(config: LossyConfig, facts: Facts) -> bool:
 
 
 def _scale(config: LossyConfig, facts: Facts) -> Mapping[str, str] | None:
-    """The loss scale of float16, if replicas that differ would not agree on it."""
+    """Return the loss scale of float16, if replicas that differ would not agree on it."""
     if facts.distributed_optimizer is not False or not facts.fp16 or not _apart(config):
         return None
     return {"scale": "on" if facts.loss_scale is None else f"with --loss-scale {facts.loss_scale:g}"}
 
 
 def _copied(config: LossyConfig, facts: Facts) -> Mapping[str, str] | None:
-    """The flag of averages on different stages that would make the copies of an embedding differ.
+    """Return the flag of averages on different stages that would make the copies of an embedding differ.
 
     Each stage adds up its own copy, among other parameters. Sums of more than two replicas round differently there.
     """
