@@ -222,7 +222,7 @@ def _program_patches() -> list[Patch]:
 
 
 def _in_charge() -> bool:
-    """Return whether the running program is one of ours. Those install for themselves what they need."""
+    """Return whether the running program is one of ours. Those install the hooks that they need for themselves."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name.partition(".")[0] == __package__
 

@@ -129,7 +129,7 @@ def grad_sync(run: Any, original: Callable) -> Callable:
 def begun(transfer: Transfer) -> Any:
     """Complete ``transfer`` when the open coalescing context ends or its handle is waited for.
 
-    Without a context, a collective that returns no handle is over already.
+    Without a context, a collective that returns no handle has ended already.
     """
     if _open.ends is not None:
         _open.ends.append(transfer.wait if transfer.apart else transfer.complete)

@@ -174,7 +174,7 @@ class LossyRun(Run):
         """Note that the weights are as optimizers and mechanisms left them."""
 
     def check_weights(self) -> None:
-        """Raise ``RuntimeError`` if somebody else has written weights since :meth:`note_weights`."""
+        """Raise ``RuntimeError`` if other code has written weights since :meth:`note_weights`."""
 
     def check_exchanges(self) -> None:
         """Raise ``RuntimeError`` if gradients that the optimizer is about to use went past the exchanges."""

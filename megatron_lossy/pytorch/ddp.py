@@ -93,13 +93,13 @@ class LossyDDP(LossyRun):
         self._lossy: list[LossyGroup] = []
         self._learned: list[Bucket] = []  # of this round
         self._before: list[Bucket] = []  # of the last one
-        self._rounds = 0  # that are over
+        self._rounds = 0  # that have ended
         self._stay = model.find_unused_parameters and not model.static_graph  # whether the first buckets are final
         self._known = False  # whether all buckets are known, and are final
         self._pending: list[tuple[Callable[[], None], torch.futures.Future[Any], torch.Tensor]] = []
         self._saved: list[Any] = []  # states of rules, until there are rules
         #: Are called with the number and the gradient [n] of a bucket: this rank's, divided by the number of ranks, before it is
-        #: all-reduced; and what it received.
+        #: all-reduced; and the result.
         self.reduction_begins, self.reduction_ends = Event(), Event()
         #: Is called with the run once the final buckets are known.
         self.buckets_known = Event()

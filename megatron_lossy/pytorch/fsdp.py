@@ -172,7 +172,7 @@ class LossyFSDP(LossyRun):
             one.gather.check_weights()
 
     def updated(self) -> None:
-        """Let the current stream wait for the last update: before it, what was gathered was copied out of the replica."""
+        """Let the current stream wait for the last update; gathered weights left the replica before it."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
@@ -218,7 +218,7 @@ class LossyFSDP(LossyRun):
         for one in self._sharded:
             if not one.gather.fresh:
                 [module, *_] = one.group.modules
-                module.reshard()  # else torch takes what it has for gathered
+                module.reshard()  # else torch takes its memory for gathered
                 module.unshard()
                 module.reshard()
                 one.gather.ahead = True

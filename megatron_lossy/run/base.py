@@ -215,7 +215,7 @@ class Run(ABC):
         return optimizer.step()
 
     def leave(self) -> None:
-        """Wait, at the end of a run that ends well, until it is over everywhere. A collective call of all jobs."""
+        """Wait, at the end of a run that ends well, until it has ended everywhere. A collective call of all jobs."""
         self.events.leave()
 
     # --- an iteration ----------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class Run(ABC):
 
     def close_observers(self) -> None:
         """Close the observers. Their records include the last iteration, whose result a transport may have only now."""
-        self.tell_observers(list)  # nobody may be there any more to look at replicas together
+        self.tell_observers(list)  # other ranks may have ended, so that replicas cannot be compared
         for observer in self.observers:
             observer.close()
 

@@ -141,7 +141,7 @@ class CellFolder:
         return self.path / CONFIG
 
     def finish(self, status: str, seconds: float, **facts: Any) -> None:
-        """Record that the run is over, and drop its checkpoints: a study needs only its losses."""
+        """Record the end of the run, and drop its checkpoints: a study needs only its losses."""
         state = {
             "status": status,
             "seconds": round(seconds, 1),
@@ -232,7 +232,7 @@ class _Runner:
                 self._work(waiting)
             except BaseException:
                 for job in self._jobs:
-                    job.process.terminate()  # nobody watches it any more
+                    job.process.terminate()  # no terminal watches it any more
                 raise
         return self._tally
 

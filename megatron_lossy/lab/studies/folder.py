@@ -100,7 +100,7 @@ def write_record(results: Results, out: Path) -> Path:
 
 
 def _from_nothing(arguments: Sequence[str]) -> list[str]:
-    """Return ``arguments`` without what makes a report of runs that are there already."""
+    """Return ``arguments`` without the flags for a report of existing runs."""
     kept, passing = [], False
     for argument in arguments:
         if argument.startswith("--"):

@@ -204,7 +204,7 @@ def _remove_older(folder: Path, iteration: int, keep: int) -> None:
     for one in older[: max(0, len(older) - (keep - 1))]:
         path = iteration_folder(folder, one)
         aside = path.with_name(path.name + _ASIDE)
-        with contextlib.suppress(OSError):  # whoever reads it, or may not delete it, has it for longer
+        with contextlib.suppress(OSError):  # a process that reads it, or may not delete it, keeps it for longer
             os.replace(path, aside)  # a kill must not leave half of it under its name
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -1,7 +1,7 @@
 """Virtual islands that come and go by ``--island-schedule`` (docs/islands.md#islands-that-come-and-go).
 
-A death is known at once, and a copy takes no time: there are no networks here. An island that stops keeps what it had,
-as if it had saved at its last iteration. Replicas within an island that has stood still begin equal again.
+A death is known at once, and a copy takes no time: there are no networks here. An island that stops keeps its state, as
+if it had saved at its last iteration. Replicas within an island that has stood still begin equal again.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ChurningIslands(VirtualIslands):
     def _member_rounds(self) -> list[MemberRounds[InMemory]]:
         return [rounds for rounds in self._rounds if isinstance(rounds, MemberRounds)]
 
-    # --- who is there ----------------------------------------------------------------------------------------------
+    # --- presence --- -------------------------------------------------------------------------------------------
 
     @property
     def present(self) -> Sequence[int]:
