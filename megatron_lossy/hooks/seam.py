@@ -26,7 +26,7 @@ from ..transport import LossyGroup, Transfer
 _ATTRIBUTE = "_megatron_lossy_slot"
 
 
-class _Open(threading.local):
+class _Completions(threading.local):
     """Functions that complete the exchanges of this thread."""
 
     #: They complete the exchanges begun in the open coalescing context; ``None`` without one.
@@ -35,7 +35,7 @@ class _Open(threading.local):
     around: tuple[Callable[[], Any], Callable[[], Any]] | None = None
 
 
-_open = _Open()  # autograd launches collectives on a thread of its own
+_open = _Completions()  # autograd launches collectives on a thread of its own
 
 
 @dataclass(frozen=True)

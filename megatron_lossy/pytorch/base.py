@@ -194,7 +194,7 @@ class LossyRun(Run):
         """
         if self._stepped or self._reduced:
             self._finish_round()  # another run may follow, which does not finish it
-        if self._untold is not None:
+        if self._unreported is not None:
             self.settle()
             self.tell_observers()
         for observer in self.observers:

@@ -58,7 +58,7 @@ def _bucket_of(parameters: Sequence[torch.nn.Parameter]) -> Bucket:
     return Bucket(elements, parameters[0].dtype, tuple(parameters), tuple(map(id, parameters)))
 
 
-class _Made:
+class _RoundExchanges:
     """The exchanges of ``group``, for observers: those of a round before the buckets were final lost nothing."""
 
     def __init__(self, group: LossyGroup) -> None:
@@ -170,14 +170,14 @@ class LossyDDP(LossyRun):
         before, self._before = self._before, learned
         if self._known or not (self._stay or (self._rounds >= _ROUNDS and learned == before)):
             return
-        self._know(learned)
+        self._set_buckets(learned)
         if not self.config.untouched("grad") and dist.get_rank() == 0:
             logger.warning(
                 "iteration %d: DDP's buckets are final; gradients of earlier iterations lost nothing",
                 self.iteration + 2,
             )
 
-    def _know(self, buckets: list[Bucket]) -> None:
+    def _set_buckets(self, buckets: list[Bucket]) -> None:
         """Take the final buckets."""
         self.buckets, self._known = buckets, True
         size = self.ranks.size()
@@ -204,7 +204,7 @@ class LossyDDP(LossyRun):
 
     @property
     def streams(self) -> Sequence[Observed]:
-        return [_Made(one) for one in self._lossy]
+        return [_RoundExchanges(one) for one in self._lossy]
 
     def replicas(self) -> list[Any]:
         return []  # none is sharded
@@ -235,7 +235,7 @@ class LossyDDP(LossyRun):
     def _load_state(self, state: Any) -> None:
         if self._stay and not self._known and state.get("buckets"):
             every = ([self.parameters[number] for number in bucket] for bucket in state["buckets"])
-            self._know([_bucket_of(parameters) for parameters in every])
+            self._set_buckets([_bucket_of(parameters) for parameters in every])
         if not self._lossy:  # rules come with the final buckets
             self._saved = list(state["recovery"])
             state = {**state, "recovery": []}

@@ -105,7 +105,7 @@ class Checkpoints:
             self._write(aside, final, iteration, fill)
         except (Exception, CheckpointException) as error:
             agreed = error if isinstance(error, NotSaved) else None
-            failed = agreed or machine_error(error) or _told(error) or _tried(aside)
+            failed = agreed or machine_error(error) or _failure_in_text(error) or _tried(aside)
             first = torch.distributed.get_rank() == 0
             everywhere = isinstance(error, NotSaved | CheckpointException) or _ranks() == 1
             if everywhere:
@@ -234,7 +234,7 @@ def _errors_only_raised() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _told(error: BaseException) -> OSError | None:
+def _failure_in_text(error: BaseException) -> OSError | None:
     """Return the failure of the machine in the text of ``error``, of another process or of another rank."""
     told = re.search(r"\[Errno (\d+)\]", str(error))
     number = int(told[1]) if told else None

@@ -153,12 +153,12 @@ class ChurningIslands(VirtualIslands):
     def _visits(self, island: int) -> int:
         return min(rounds.visits(island) for rounds in self._member_rounds)
 
-    def _tell(self, delivery: Delivery) -> None:
+    def _report(self, delivery: Delivery) -> None:
         """Report with all slots as sources: nothing arrives from those that are away."""
         receivers, _, units = delivery.arrived.shape
         arrived = np.zeros((receivers, len(self.clusters), units), dtype=bool)
         arrived[:, list(delivery.sources)] = delivery.arrived
-        super()._tell(replace(delivery, sources=range(len(self.clusters)), arrived=arrived))
+        super()._report(replace(delivery, sources=range(len(self.clusters)), arrived=arrived))
 
     # --- saving ----------------------------------------------------------------------------------------------------
 

@@ -169,9 +169,9 @@ class VirtualIslands(Run, JobGroup):
                 self._monitor.exchanged(bytes_sent(self.config, count, among))
                 for delivery in rounds.crossing.deliveries:
                     self._monitor.observe(delivery)
-                    self._tell(delivery)
+                    self._report(delivery)
 
-    def _tell(self, delivery: Delivery) -> None:
+    def _report(self, delivery: Delivery) -> None:
         """Call the observers of each receiver."""
         for row, island in enumerate(delivery.receivers):
             own = replace(delivery, receivers=[island], arrived=delivery.arrived[row : row + 1])
