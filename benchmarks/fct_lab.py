@@ -30,7 +30,7 @@ from megatron_lossy.base.coding import AdaptiveCode
 from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.transport.udp.session import overhead
 
-#: RTO of what has one, in round trips.
+#: RTO of the schemes that have one, in round trips.
 RTO = 2.0
 _IP_UDP, _IP_TCP = 28, 52
 _WARM_UP = 10
@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.messages < 2:
             raise refuse("--messages", args.messages, "must be at least 2")
         for loss in args.loss:
-            row_of(args, loss, args.mebibytes[0]).link()  # refuses what no link can be
+            row_of(args, loss, args.mebibytes[0]).link()  # refuses impossible links
         if folder.exists() and not args.replace:
             raise refuse("--out", args.out, f"{folder.name} is there already; --replace writes over it")
         chosen = contestants()

@@ -4,7 +4,7 @@
 
 Every variant trains the same transformer (20 M parameters), each layer a parameter group that is resharded after the forward
 pass. The variants take turns, one step each, and the order rotates; the ratio of each is the median over rounds of its
-time over the baseline's in the same round. The baseline is there twice: its ratio to itself says what a ratio is worth.
+time over the baseline's in the same round. The baseline is there twice: its ratio to itself shows the noise of a ratio.
 Bytes are those that a rank gives to collectives for others, counted where torch's collectives are called.
 """
 
@@ -59,7 +59,7 @@ class Settings:
 
 
 class _Counted:
-    """torch's own exchange of FSDP2, which counts what this rank sends to others."""
+    """torch's own exchange of FSDP2, which counts the bytes that this rank sends to others."""
 
     def __init__(self, gathers: bool, trainer: Trainer) -> None:
         self._gathers, self._trainer = gathers, trainer

@@ -56,7 +56,7 @@ _STRANGE = {
     if mechanism not in MECHANISMS.ours()
     for one in dataclasses.fields(mechanism.Flags)
 }
-#: The meaning of what ``--metrics-port`` serves, by its name in records.
+#: The meaning of each value that ``--metrics-port`` serves, by its name in records.
 METRICS = {name: axis.label for name, axis in AXES.items()} | {
     "iteration": "the iteration of the last record",
     "validation loss": "language-model loss (nats per token), by `weights`: replica, owner or consensus",

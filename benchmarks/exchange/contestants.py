@@ -56,7 +56,7 @@ class Exchanger(Protocol):
     def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor) -> None: ...
 
     def lost(self) -> float:
-        """Return share of what others sent in the last exchange that did not arrive here."""
+        """Return the share of the packets of others that did not arrive here in the last exchange."""
         ...
 
 
@@ -200,8 +200,8 @@ class Ours:
 
 @dataclass(frozen=True)
 class Done:
-    """A rank's part of one exchange, in seconds; ``lost``: share of what was sent to it; ``busiest``: of ``cpu``, that of the
-    thread with the most."""
+    """A rank's part of one exchange, in seconds; ``lost``: share of the packets sent to it; ``busiest``: of ``cpu``,
+    that of the thread with the most."""
 
     started: float
     ended: float

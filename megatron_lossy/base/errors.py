@@ -6,8 +6,8 @@
 * 4, of islands that come and go: a later start has taken the slot. It is an error with another :attr:`UsageError.status`.
 * 1, the machine's: the command was right, and the disk is full or broken, or files or memory ran out. That is an
   :class:`OSError` of :data:`MACHINE_ERRORS`, which names the path.
-* Ctrl-C, if nothing remains to be saved, ends a program as it ends others, by SIGINT. An output that nobody reads any
-  more (``| head``) ends it by SIGPIPE, without a word. A pipe or socket of a library is no such output.
+* Ctrl-C, if nothing remains to be saved, ends a program as it ends others, by SIGINT. A closed output
+  (``| head``) ends it by SIGPIPE, without a word. A pipe or socket of a library is no such output.
 
 Anything else is a defect of ours, and shows its traceback. Programs wrap their main function in :func:`usage_errors`.
 
@@ -162,7 +162,7 @@ def cannot(flag: str, path: str | os.PathLike[str], verb: str, error: OSError) -
 
 
 def is_unread(error: BaseException) -> bool:
-    """Return whether ``error`` means that nobody reads the output of this program any more."""
+    """Return whether ``error`` means that the output of this program has been closed."""
     return isinstance(error, BrokenPipeError) and any(map(_has_no_reader, (sys.stdout, sys.stderr)))
 
 

@@ -102,7 +102,7 @@ class PhaseLoss:
 
 @dataclass(frozen=True)
 class CoreFlags(Flags):
-    """Flags of losses that are drawn, and of what a run records. Raises :class:`UsageError` for a value not allowed."""
+    """Flags of losses that are drawn, and of the records of a run. Raises :class:`UsageError` for a value not allowed."""
 
     triggers = None
     rates: ClassVar[Mapping[str, str]] = {"grad": "p_grad", "param": "p_param"}
@@ -292,7 +292,7 @@ class RecoveryFlags(Flags):
 
     @property
     def feeds_back(self) -> bool:
-        """Whether senders keep what they lose, and send it again."""
+        """Whether senders keep their losses, and send them again."""
         known = self.grad_recovery in GRAD_RECOVERIES  # it may not be checked yet
         return known and GRAD_RECOVERIES.load(self.grad_recovery).feeds_back
 

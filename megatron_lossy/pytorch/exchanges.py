@@ -137,7 +137,7 @@ class Gather:
         self._version = self._group.version
 
     def check_weights(self) -> None:
-        """Raise an error if somebody else has written this rank's shard, unless the next gather is reliable anyway."""
+        """Raise an error if other code has written this rank's shard, unless the next gather is reliable anyway."""
         if self._group.version != self._version and self._restarts == self._clock.restarts:
             raise RuntimeError(
                 f"the weights of {self._group.name} were written, and not by the optimizer: call weights_changed() of what "

@@ -158,7 +158,7 @@ class ParameterGroup:
 
     @property
     def gathers_again(self) -> bool:
-        """Whether the backward pass gathers what the forward pass has gathered (``reshard_after_forward``)."""
+        """Whether the backward pass gathers the parameters of the forward pass again (``reshard_after_forward``)."""
         state = self.modules[0]._get_fsdp_state()
         kept = self.root and state._auto_reshard_after_forward  # torch finds out in the first pass
         return self._group.post_forward_mesh_info is not None and not kept

@@ -19,7 +19,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """Run the command line. Raise :class:`UsageError`."""
     parser = ArgumentParser(
         "python -m megatron_lossy.report",
-        description="Table of losses and training curves of a folder of runs, and of what else they recorded.",
+        description="Table of losses and training curves of a folder of runs, and of their other records.",
         epilog="Of many runs that answer one question python -m megatron_lossy.lab makes the report.",
     )
     parser.add_argument(

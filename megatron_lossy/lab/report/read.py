@@ -64,7 +64,7 @@ def _read_folder(path: Path) -> Run | None:
     if metrics.is_file():
         return read_run(metrics)
     jobs = [found for job in _jobs(path) if (found := read_run(job / METRICS_FILE)) is not None]
-    return _together(jobs, path.name) if jobs else read_megatron_run(path)
+    return _joint_run(jobs, path.name) if jobs else read_megatron_run(path)
 
 
 def _jobs(path: Path) -> list[Path]:
@@ -74,7 +74,7 @@ def _jobs(path: Path) -> list[Path]:
     return sorted(found, key=lambda folder: (len(folder.name), folder.name))
 
 
-def _together(jobs: list[Run], name: str) -> Run:
+def _joint_run(jobs: list[Run], name: str) -> Run:
     """Return the run of ``jobs``: the mean of their training losses; all else comes from the first one."""
     common = set(jobs[0].train).intersection(*(job.train for job in jobs))
     train = {iteration: fmean(job.train[iteration] for job in jobs) for iteration in sorted(common)}

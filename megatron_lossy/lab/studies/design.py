@@ -1,6 +1,6 @@
 """The design of a study: its file, and the cells that follow from it.
 
-docs/study.md says what a file can have. Keys of ``settings``, levels and variants are flags of ``python -m
+docs/study.md lists the keys of a file. Keys of ``settings``, levels and variants are flags of ``python -m
 megatron_lossy.train``; ``p`` stands for ``p-grad`` and ``p-param``. A level can also be one of errors in gradients
 (``grad-error``), with variants of the actions on them. Every variant is also trained without loss and errors, or with the
 settings of the baseline: its changes refer to that run.

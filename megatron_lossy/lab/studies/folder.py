@@ -90,7 +90,7 @@ def write_record(results: Results, out: Path) -> Path:
         "title": study.title,
         "question": study.question,
         # The command that would make this report from nothing.
-        "command": shlex.join(["python", "-m", "megatron_lossy.lab", *_from_nothing(sys.argv[1:])]),
+        "command": shlex.join(["python", "-m", "megatron_lossy.lab", *_without_reports(sys.argv[1:])]),
         "trained": trained(results),
         "runs": run_table(results).splitlines(),  # one line each, in the file as well
     }
@@ -99,8 +99,8 @@ def write_record(results: Results, out: Path) -> Path:
     return out / RECORD
 
 
-def _from_nothing(arguments: Sequence[str]) -> list[str]:
-    """Return ``arguments`` without what makes a report of runs that are there already."""
+def _without_reports(arguments: Sequence[str]) -> list[str]:
+    """Return ``arguments`` without the flags for a report of existing runs."""
     kept, passing = [], False
     for argument in arguments:
         if argument.startswith("--"):

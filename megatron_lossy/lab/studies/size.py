@@ -229,7 +229,7 @@ def plot_cost(sizes: Sequence[Size], path: Path) -> list[Path]:
                 linewidth=1.5,
                 markersize=8,
                 capsize=4,
-                label=_within(panel, line),
+                label=_panel_name(panel, line),
             )
         axes.set_xscale("log")
         axes.set_xticks([size.parameters for size in sizes], [size.name for size in sizes])
@@ -271,7 +271,7 @@ def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
             axes.errorbar(places, means, widths, fmt="none", ecolor=colour, alpha=0.4, capsize=3)
             for place, mean, marker in zip(places, means, markers, strict=True):
                 axes.plot(place, mean, color=colour, marker=marker, markersize=9)
-            shown.append(Patch(color=colour, label=_within(panel, line)))
+            shown.append(Patch(color=colour, label=_panel_name(panel, line)))
         shown.append(axes.axvline(1, color="0.5", linewidth=1, linestyle="--", label="the limit"))
         axes.axhline(0, color="0.5", linewidth=1)
         axes.set_title(_title(panel), fontsize=15)
@@ -298,7 +298,7 @@ def _panels(sizes: Sequence[Size]) -> dict[str, list[Line]]:
     return {rate: [line for line in lines if _rate(line[1]) == rate] for rate in rates}
 
 
-def _within(panel: str, line: Line) -> str:
+def _panel_name(panel: str, line: Line) -> str:
     """Return the name of ``line`` in its panel, which names the rate."""
     variant, level = line
     return variant if level == panel else f"{variant}, {level}"

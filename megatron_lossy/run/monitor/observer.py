@@ -1,4 +1,4 @@
-"""Observers of a run. They get every exchange once, when its iteration is over, and may look at the weights."""
+"""Observers of a run. They get every exchange once, at the end of its iteration, and may look at the weights."""
 
 from __future__ import annotations
 
