@@ -29,7 +29,7 @@ from .layout import ParameterGroup, ShardedStream, streams_of
 _scalars = Scalars()
 
 
-class _Sharded:
+class _ShardedGroup:
     """One parameter group and its exchanges: bucket ``number`` of ``lossy``."""
 
     def __init__(self, group: ParameterGroup, lossy: LossyGroup, number: int, gather: Gather, reduce: Reduce) -> None:
@@ -70,7 +70,7 @@ class LossyFSDP(LossyRun):
         self.islands = islands
         self._sites = Sites(config.sites)
         self._event: torch.Event | None = None
-        self._sharded: list[_Sharded] = []
+        self._sharded: list[_ShardedGroup] = []
         self._lossy: list[LossyGroup] = []
         MECHANISMS.attach(self)
         self._streams = streams_of([one for one in groups if one.trained])
@@ -93,7 +93,7 @@ class LossyFSDP(LossyRun):
             lossy.errors = self._errors_of(one, lossy)
         for number, group in enumerate(one.groups):
             gather = Gather(self, group, lossy, number)
-            self._sharded.append(_Sharded(group, lossy, number, gather, Reduce(self, group, lossy, number)))
+            self._sharded.append(_ShardedGroup(group, lossy, number, gather, Reduce(self, group, lossy, number)))
             rule = lossy.params[number]
             if not rule.exact and group.spec.param_dtype != torch.float32:
                 rule.weights = group.weights  # type: ignore[attr-defined]  # 16 bits are sent, 32 are updated
@@ -145,7 +145,7 @@ class LossyFSDP(LossyRun):
             one.gather.check_weights()
 
     def updated(self) -> None:
-        """Let the current stream wait for the last update: before it, what was gathered was copied out of the replica."""
+        """Let the current stream wait for the last update; gathered weights left the replica before it."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
@@ -187,7 +187,7 @@ class LossyFSDP(LossyRun):
         for one in self._sharded:
             if not one.gather.fresh:
                 [module, *_] = one.group.modules
-                module.reshard()  # else torch takes what it has for gathered
+                module.reshard()  # else torch takes its memory for gathered
                 module.unshard()
                 module.reshard()
 
@@ -197,16 +197,16 @@ class LossyFSDP(LossyRun):
             one.group.modules[0].reshard()
 
     def own_weights(self) -> list[torch.Tensor]:
-        """This rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
+        """Return this rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
         return [piece for one in self._sharded for piece in one.group.pieces()]
 
     def gathered(self) -> list[tuple[dist.ProcessGroup, torch.Tensor, torch.Tensor]]:
-        """The ranks of each parameter group, this rank's replica, and float32 [shard], the part of it that this rank owns."""
+        """Return each parameter group's ranks, this rank's replica, and float32 [shard], the part that it owns."""
         return [(one.group.ranks, one.replica, one.group.weights()) for one in self._sharded]
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """A context in which the replicas hold other weights than the run's: no update may be made."""
+        """Return a context in which the replicas hold other weights than the run's: no update may be made."""
         self.reshard()
         self.holds = True
         try:
@@ -237,7 +237,7 @@ class LossyFSDP(LossyRun):
     # --- saved state -----------------------------------------------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """Somebody else than the optimizer wrote weights: the next gather is reliable. Call it on all ranks."""
+        """Note a write of weights that is no optimizer's: the next gather is reliable. Call it on all ranks."""
         self.restarts += 1
 
     def follow_loading(self, model: torch.nn.Module) -> None:

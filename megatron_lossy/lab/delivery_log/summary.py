@@ -14,10 +14,10 @@ from ...delivery_log.reader import DeliveryLogFolder, LogRows
 
 
 def scan(folder: DeliveryLogFolder) -> Iterator[LogRows]:
-    """The rows of every exchange, rank by rank, in the order of iterations.
+    """Yield the rows of every exchange, rank by rank, in the order of iterations.
 
     Records of several ranks (peers of tensor parallelism, a tied embedding) come once, from the first of these ranks.
-    Raises :class:`~megatron_lossy.delivery_log.reader.BadLog`.
+    Raise :class:`~megatron_lossy.delivery_log.reader.BadLog`.
     """
     for rank, files in folder.ranks.items():
         done = -1
@@ -54,7 +54,7 @@ class Rates:
 
 
 def summarize(folder: DeliveryLogFolder) -> dict[str, dict[str, Rates]]:
-    """The counts of the log by phase and stream. Raises :class:`~megatron_lossy.delivery_log.reader.BadLog`."""
+    """Return the counts of the log by phase and stream. Raise :class:`~megatron_lossy.delivery_log.reader.BadLog`."""
     found: dict[str, dict[str, Rates]] = defaultdict(dict)
     for rows in scan(folder):
         phase, stream = str(rows.phase[0]), str(rows.stream[0])
@@ -65,7 +65,7 @@ def summarize(folder: DeliveryLogFolder) -> dict[str, dict[str, Rates]]:
 
 
 def summary_text(folder: DeliveryLogFolder) -> str:
-    """The summary for people."""
+    """Return the summary for people."""
     config = folder.files[0].meta.config
     covered = [folder.covered(rank) for rank in folder.ranks]
     iterations = sum(last - first + 1 for ranges in covered for first, last in ranges)
@@ -88,7 +88,7 @@ def summary_text(folder: DeliveryLogFolder) -> str:
 
 
 def event_lines(folder: DeliveryLogFolder) -> list[str]:
-    """Return the lines of all kinds of events about those in ``folder``. Raises :class:`BadLog`."""
+    """Return the lines of all kinds of events about those in ``folder``. Raise :class:`BadLog`."""
     files = event_files(folder.path)
 
     def rows(kinds: type[Kinds]) -> Iterator[tuple[int, Row]]:

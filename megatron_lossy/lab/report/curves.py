@@ -67,7 +67,7 @@ def loss_axis(axes, shown: Sequence[float], label: bool = True) -> None:
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """Mean over 1/40 of the values on either side. NaN counts nowhere and stays NaN.
+    """Return mean over 1/40 of the values on either side. NaN counts nowhere and stays NaN.
 
     Near the start losses fall steeply: there both sides are cut alike, which shifts nothing. At the flat end only the
     missing side is cut, which keeps the last values smooth.
