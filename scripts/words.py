@@ -43,7 +43,7 @@ def of_python(source: str) -> Iterator[tuple[int, str, int]]:
             returns = ast.unparse(getattr(node, "returns", None) or ast.Constant(None)) != "None"
             openings[node.body[0].lineno] = 2 + returns if function else 1
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            text, docstring = re.sub(r"``.*?``", "x", node.value).lstrip(), openings.get(node.lineno, 0)
+            text, docstring = re.sub(r"`+[^`]*`+", "x", node.value).lstrip(), openings.get(node.lineno, 0)
             if docstring or len(text.split()) > 2:  # else it is a name
                 yield node.lineno, text, docstring
     comment: dict[int, str] = {}
