@@ -331,7 +331,7 @@ class Channel:
         buckets: for each of ``phases`` and each bucket: bytes of a shard, and of a unit.
         peers: the ranks that are reached over UDP, all if ``None``. If i names j, j must name i.
         alike: other text that must be the same on all ranks.
-        reported: phases whose senders get reports of lost units, and may name units that must arrive.
+        reported: phases, or phases and buckets, whose senders get reports of lost units, and may name units that must arrive.
         phases: the two kinds of exchanges.
         called: the names of the ranks in messages, by their number.
         codes: by phase, the code of its values: one of :data:`.session.CODES`; raw if it is not there.
@@ -350,7 +350,7 @@ class Channel:
         *,
         peers: Collection[int] | None = None,
         alike: str = "",
-        reported: Collection[str] = (),
+        reported: Collection[str | tuple[str, int]] = (),
         phases: Sequence[str] = PHASES,
         called: Sequence[int] | None = None,
         codes: Mapping[str, str] = MappingProxyType({}),
@@ -380,7 +380,8 @@ class Channel:
             for number, (shard, unit) in enumerate(buckets.get(phase, ())):
                 if not (shard > 0 and 0 < unit <= settings.packet_bytes):
                     raise ValueError(f"bucket {number} of {phase}: {unit} of {shard} bytes in a datagram")
-        self._reported = frozenset(reported)
+        every = ((phase, number) for phase in phases for number in range(len(self._buckets[phase])))
+        self._reported = frozenset(one for one in every if one in reported or one[0] in reported)
         if reported and settings.packet_bytes < UDP_REPORT_BYTES:
             raise ValueError(f"reports need packets of {UDP_REPORT_BYTES} bytes at least, not {settings.packet_bytes}")
         #: The hellos of all ranks, once all have come.
@@ -421,7 +422,7 @@ class Channel:
             for bucket, (shard, unit) in enumerate(buckets.get(phase, ())):
                 self._lib.ml_bucket(channel, index, bucket, shard, unit)
                 self._lib.ml_code(channel, index, bucket, CODES[codes.get(phase, "raw")])
-                if phase in self._reported and self._lib.ml_reported(channel, index, bucket):
+                if (phase, bucket) in self._reported and self._lib.ml_reported(channel, index, bucket):
                     self._lib.ml_close(channel, -1)
                     raise MemoryError(f"reports of channel {self.name}")
         for peer in self.peers:
@@ -549,7 +550,7 @@ class Channel:
         self._check_length(phase, bucket, length)
         if must is not None:
             must = np.ascontiguousarray(must, np.bool_)
-            if phase not in self._reported or must.shape != (self.size, self._units[phase][bucket]):
+            if (phase, bucket) not in self._reported or must.shape != (self.size, self._units[phase][bucket]):
                 raise ValueError(f"must {must.shape} for {phase}, bucket {bucket} of {self.name}")
         if length:
             units = -(-length // self._buckets[phase][bucket][1])
@@ -841,7 +842,7 @@ class Transfer(Message):
             if what:
                 self._all_sent = True
             elif self.took is None:
-                if channel.phases[self.key[0]] in channel._reported:
+                if (channel.phases[self.key[0]], self.key[1]) in channel._reported:
                     self._outcomes = np.empty((channel.size, 3), np.uint32)
                     self._lib.ml_outcomes(self._handle, self._outcomes.ctypes.data)
                 self.took = self._lib.ml_took(self._handle) / SECOND
