@@ -49,7 +49,7 @@ _OWN = ("--log-interval", "1", "--eval-iters", "0", "--lr-warmup-iters", "1")
 
 
 def train(lab: Lab, flags: Sequence[str], every: int, folder: Path) -> list[float]:
-    """The seconds of the iterations that count, of a training over the link of ``lab`` that exchanges in one of ``every``."""
+    """Train over the link of ``lab``, with an exchange in one of ``every`` iterations; return the seconds of the counted ones."""
     shutil.rmtree(folder, ignore_errors=True)  # of a training that did not end
     folder.mkdir(parents=True)
     counted = max(_COUNTED, 2 * every)
@@ -66,8 +66,7 @@ def train(lab: Lab, flags: Sequence[str], every: int, folder: Path) -> list[floa
 
 
 def cell(lab: Lab, name: str, options: Sequence[Option], kind: tuple, out: Path) -> dict:
-    """Prediction and measurement of a way; the second is from its file if that is there. The mean counts where few iterations
-    exchange."""
+    """Return the prediction and measurement of a way, the second from its file if there; with few exchanges the mean counts."""
     file = out / f"{name}.json"
     option = {_kind(option.found.way): option for option in options}[kind]
     found = option.found
@@ -87,7 +86,7 @@ def _kind(way: Way) -> tuple:
 
 
 def link_cells(number: int, recipe: Recipe, out: Path) -> list[dict]:
-    """The cells of all ways over the link of that number, but those whose training fails, of which it prints a line."""
+    """Return the cells of all ways over the link of that number; print a line about each that fails."""
     mbit, trip, loss = LINKS[number]
     link, cells = Planned(mbit, trip / 1e3, loss), []
     with Lab(Link(trip / 2000, loss, rate=mbit * 1e6, queue=mbit * 1e6 / 8 * 0.02)) as lab:
@@ -103,9 +102,11 @@ def link_cells(number: int, recipe: Recipe, out: Path) -> list[dict]:
 
 
 def constants(cells: Sequence[tuple[int, dict]]) -> list[str]:
-    """A table of what the plan takes from ``cells``: the share of a link that a transport used, by the share of packets that it
-    lost, where gradients and sites make an iteration a fifth longer at least; and an iteration of islands over one that exchanges
-    nothing."""
+    """Return a table of the constants of the plan by ``cells``.
+
+    They are the share of a link that a transport used, by the share of lost packets, where gradients and sites make an iteration
+    a fifth longer at least; and an iteration of islands over one that exchanges nothing.
+    """
     shares: dict[tuple[str, float], list[float]] = {}
     for number, found in cells:
         mbit, trip, loss = LINKS[number]
@@ -121,12 +122,12 @@ def constants(cells: Sequence[tuple[int, dict]]) -> list[str]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The least of ``values`` to the most, their median and number."""
+    """Return the least of ``values`` to the most, their median and number."""
     return f"{min(values):.3f} to {max(values):.3f} ({statistics.median(values):.3f}; {len(values)})"
 
 
 def row(number: int, found: dict) -> str:
-    """A cell as a line of the table."""
+    """Return a cell as a line of the table."""
     mbit, trip, loss = LINKS[number]
     low, usual, high, measured = (1e3 * seconds for seconds in (*found["predicted"], found["measured"]))
     times = f"{usual:.0f} ({low:.0f} to {high:.0f}) | {measured:.0f} | {100 * (usual / measured - 1):+.0f} %"
@@ -134,7 +135,7 @@ def row(number: int, found: dict) -> str:
 
 
 def main() -> None:
-    """The program."""
+    """Run the program."""
     parser = argparse.ArgumentParser("python -m benchmarks.plan_check", description=__doc__.splitlines()[0])
     every = range(len(LINKS))
     parser.add_argument(

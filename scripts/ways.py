@@ -1,4 +1,4 @@
-"""What studies say of the ways of ``python -m megatron_lossy plan``: its costs in validation loss, and a figure of them.
+"""The ways of ``python -m megatron_lossy plan`` in studies: their costs in validation loss, and a figure.
 
     python -m scripts.ways [FOLDER]
 
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import yaml
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_lossy.base.files import replace_file
@@ -39,33 +40,24 @@ COSTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("islands_outer", "DiLoCo", ("10", "20")),
     ("islands_methods", "", ("nothing",)),
 )
+#: Of the byte tokenizer, not padded.
+VOCABULARY = 257
 #: Data-parallel ranks of a site, of which flat gradients send as many times the bytes: the plan's default.
 RANKS = 8
-#: Of the figure: the marker of a share that is lost, and its place among ways of the same bytes, which are side by side.
-_LOST = {0.0: ("o", 0), 0.01: ("s", 1), 0.05: ("^", 2)}
-_BESIDE = {"sites, int8": -4, "sites, int8 with a lead": 2}
-#: The byte tokenizer's, not padded.
-_VOCABULARY = 257
+_MARKERS = {0.0: "o", 0.01: "s", 0.05: "^"}
 
 
-@functools.cache
-def _results(study: str) -> Results:
-    return recorded(STUDIES / study)
+_recorded = functools.cache(recorded)
 
 
 def changes(results: Results, variant: str, level: str) -> Difference:
-    """The change of the last validation loss, in percent: with the owners' weights, or those that the study evaluated alone."""
+    """Return the change of the last validation loss, in percent, with the owners' weights if the study has several."""
     kind = "owner" if "owner" in results.weights else (results.weights or ["replica"])[0]
     return Difference.of(results.changes(variant, level, lambda run: run.valid_loss(kind)))
 
 
-def size(trial: Trial) -> int:
-    """Parameters of the model of ``trial``."""
-    return parameters(trial.cell.train, _VOCABULARY)
-
-
-def what(loss: LossyConfig) -> dict[str, Any]:
-    """What a run did of that which distinguishes ways: keys of a row of ``costs``."""
+def settings_of(loss: LossyConfig) -> dict[str, Any]:
+    """Return the settings that distinguish ways: the first keys of a row of ``costs``."""
     if not loss.averages:
         return {"method": "codes" if loss.wire_bits else "gradients", "loss": loss.p_grad}
     if loss.sync_method == "parameters":
@@ -75,10 +67,10 @@ def what(loss: LossyConfig) -> dict[str, Any]:
 
 
 def costs() -> str:
-    """The rows of ``costs`` of measured.yaml. Raises ``ValueError`` for a place without an interval."""
+    """Return the rows of ``costs`` of measured.yaml. Raises ``ValueError`` for a place without an interval."""
     rows = []
     for study, variant, levels in COSTS:
-        results = _results(study)
+        results = _recorded(STUDIES / study)
         for level in levels or results.study.levels:
             trial, change = results.trials(variant, level)[0], changes(results, variant, level)
             loss, half = trial.cell.loss, change.half_width
@@ -89,11 +81,11 @@ def costs() -> str:
             reference = results.trials(variant, None)[0].cell.loss
             workers = loss.members(trial.cell.train.virtual_workers)
             where = f"{loss.islands} islands" if loss.averages else f"{workers} workers"
-            row = what(loss) | {
+            row = settings_of(loss) | {
                 "change": round(change.mean, 2),
                 "low": round(change.mean - half, 2),
                 "high": round(change.mean + half, 2),
-                "parameters": size(trial),
+                "parameters": parameters(trial.cell.train, VOCABULARY),
                 "where": where + (f", over {results.study.baseline} at that loss" if reference.draws() else ""),
                 "record": f"studies/{study}",
             }
@@ -102,8 +94,9 @@ def costs() -> str:
 
 
 def sent(trial: Trial) -> float:
-    """Bytes out of a site for a token of the whole batch, without headers, of two or more sites."""
-    train, loss, elements = trial.cell.train, trial.cell.loss, size(trial)
+    """Return the bytes out of a site for a token of the whole batch, without headers."""
+    train, loss = trial.cell.train, trial.cell.loss
+    elements = parameters(train, VOCABULARY)
     tokens = train.tokens / train.train_iters
     if loss.averages:
         share = {"parameters": loss.sync_fraction, "none": 0.0}.get(loss.sync_method, 1.0)
@@ -115,31 +108,33 @@ def sent(trial: Trial) -> float:
 
 
 def draw(results: Results) -> Figure:
-    """The figure: ways in colours, and markers by the share that is lost. Flat gradients are what changes refer to."""
+    """Return the figure: ways in colours, and markers by the share that is lost; those of the same bytes are side by side."""
     figure = Figure(figsize=(10, 6), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
-    [variant], shown = results.study.variants, {}
+    [variant], there, shown = results.study.variants, Counter[float](), {}
     for level in results.study.levels:
-        trials, change = results.trials(variant, level), changes(results, variant, level)
-        if not trials or math.isnan(change.mean):
-            continue
-        family, rest = _family(level, trials[0].cell.loss)
-        place = sent(trials[0])
+        change, [trial, *_] = changes(results, variant, level), results.trials(variant, level)
+        family, place, marker = re.sub(r", \d+ %$", "", level), sent(trial), _MARKERS[trial.cell.loss.p_grad]
         if not place:
             axes.axhline(change.mean, color="grey", linestyle="--", linewidth=1)
             axes.annotate(level, (0.99, change.mean), xycoords=("axes fraction", "data"), ha="right", va="bottom")
             continue
-        style = shown.setdefault(family, {"color": f"C{len(shown)}", "label": family})
-        marker, step = _LOST[trials[0].cell.loss.p_grad]
-        beside = place * 1.1 ** (_BESIDE.get(family, 0) + step)
-        axes.errorbar(beside, change.mean, change.half_width or 0, marker=marker, capsize=3, linestyle="none", **style)
-        style["label"] = None
-        axes.annotate(rest, (beside, change.mean), (6, 4), textcoords="offset points")
+        if trial.cell.loss.averages:
+            family, _, name = level.partition(", ")
+            axes.annotate(name, (place * 1.1 ** there[place], change.mean), (6, 4), textcoords="offset points")
+        label = family if family not in shown else None
+        style = {
+            "color": shown.setdefault(family, f"C{len(shown)}"),
+            "marker": marker,
+            "capsize": 3,
+            "linestyle": "none",
+        }
+        axes.errorbar(place * 1.1 ** there[place], change.mean, change.half_width, label=label, **style)
+        there[place] += 1
     [flat] = {sent(trial) for trial in results.trials(variant, None)}
-    axes.plot(flat, 0, "*", color="black", markersize=11, label=f"{results.study.baseline}, {RANKS} ranks a site")
-    for lost, (marker, _) in _LOST.items():
-        axes.plot([], [], marker, color="grey", label=f"{100 * lost:g} % lost" if lost else "nothing lost")
+    axes.plot(flat, 0, "*k", markersize=11, label=f"{results.study.baseline}, {RANKS} ranks a site")
+    for lost, marker in _MARKERS.items():
+        axes.plot([], [], marker, color="grey", label=f"{100 * lost:g} % lost")
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=2)
@@ -153,22 +148,7 @@ def draw(results: Results) -> Figure:
     return figure
 
 
-def _family(level: str, loss: LossyConfig) -> tuple[str, str]:
-    """The series of a way in the figure, and the name of its point there, if it needs one."""
-    if loss.averages:
-        family = {"diloco": "DiLoCo, float32"}.get(loss.sync_method, "islands, int8")
-        return family, level.partition(", ")[2].removesuffix(", int8")
-    values, lead = "int8" if loss.wire_bits else "float32", loss.param_send != "plain"
-    return f"sites, {values}" + " with a lead" * lead, ""
-
-
-def main() -> None:
-    """Draw the figure of a report."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else STUDIES / "ways_1m"
-    file = folder / "bytes.png"
-    replace_file(file, lambda aside: draw(recorded(folder)).savefig(aside, format="png"))
-    print(f"wrote {file}")
-
-
 if __name__ == "__main__":
-    main()
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else STUDIES / "ways_1m"
+    replace_file(folder / "bytes.png", lambda aside: draw(recorded(folder)).savefig(aside, format="png"))
+    print(f"wrote {folder / 'bytes.png'}")

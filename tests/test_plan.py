@@ -15,6 +15,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import plan, theory
 from megatron_lossy.lab.launch.__main__ import main as launch
+from megatron_lossy.lab.launch.memory import parameters
 from megatron_lossy.lab.plan.advice import fraction
 from megatron_lossy.lab.plan.link import COUNT, Link, quantity, read_link
 from megatron_lossy.lab.plan.ways import TRANSPORTS, WAYS, Job, Way, measured, order, predict, use
@@ -152,7 +153,10 @@ def test_the_price_of_islands_besides_computing_is_that_of_the_record():
 def test_the_figure_of_ways_has_the_bytes_of_the_plan(level, way):
     study = read_design(ROOT / "configs/studies/ways.yaml", "ways_1m").study()
     trial = next(trial for trial in study.trials if trial.level == level)
-    link, job = Link(1e9, 0, 0.01), Job(ways.size(trial), 4, (1.0,) * 3, 2, ways.RANKS, ways.RANKS)
+    link, job = (
+        Link(1e9, 0, 0.01),
+        Job(parameters(trial.cell.train, ways.VOCABULARY), 4, (1.0,) * 3, 2, ways.RANKS, ways.RANKS),
+    )
     payload = predict(way, link, job).sent / TRANSPORTS["udp"]
     assert ways.sent(trial) * 512 == pytest.approx(payload, rel=1e-12)
 
