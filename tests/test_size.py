@@ -12,7 +12,7 @@ LIMITS = {
     "lines of the package": 47_822,
     "lines of C": 4_060,
     "lines of tests": 41_000,
-    "lines of scripts and benchmarks": 10_000,
+    "lines of scripts and benchmarks": 10_080,
     "files of islands": 41,
     "lines of islands": 7_514,
     "files under 40 lines": 10,
