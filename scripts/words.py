@@ -46,13 +46,13 @@ def of_python(source: str) -> Iterator[tuple[int, str, int]]:
             text, docstring = re.sub(r"``.*?``", "x", node.value).lstrip(), openings.get(node.lineno, 0)
             if docstring or len(text.split()) > 2:  # else it is a name
                 yield node.lineno, text, docstring
-    comment: list[str] = []
+    comment: dict[int, str] = {}
     for token in tokenize.generate_tokens(io.StringIO(source + "\n").readline):
         if token.type == tokenize.COMMENT:
-            comment.append(token.string.lstrip("#: "))
+            comment[token.start[0]] = token.string.lstrip("#: ")
         elif token.type != tokenize.NL and comment:
-            yield token.start[0] - len(comment), "\n".join(comment), 0
-            comment = []
+            yield min(comment), "\n".join(comment.values()), 0
+            comment = {}
 
 
 def of_others(source: str, suffix: str) -> Iterator[tuple[int, str, int]]:

@@ -8,17 +8,17 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 33_069,
-    "lines of the package": 48_172,
+    "lines outside lab": 32_567,
+    "lines of the package": 47_493,
     "lines of C": 4_060,
-    "lines of tests": 41_396,
+    "lines of tests": 40_743,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 41,
     "lines of islands": 7_523,
     "files under 40 lines": 10,
     "files over 450 lines": 4,
-    "words of pages": 42_440,
-    "loss flags": 75,
+    "words of pages": 35_000,
+    "loss flags": 74,
     "lines of train --help": 90,
 }
 

@@ -96,7 +96,7 @@ def describe(plan: Plan) -> list[str]:
     data = train.data_parallel_size(plan.ranks)
     lines = [
         f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.train.train_iters}",
-        (f"ranks    {_where(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
+        (f"ranks    {_place(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
         *_jobs(plan),
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
@@ -107,7 +107,7 @@ def describe(plan: Plan) -> list[str]:
     return lines
 
 
-def _where(plan: Plan) -> str:
+def _place(plan: Plan) -> str:
     nodes, each = plan.launch.nodes, f" for each {plan.jobs.name}" if plan.jobs.apart else ""
     return f"{plan.ranks} on {nodes} node{'s' if nodes > 1 else ''}{each}"
 

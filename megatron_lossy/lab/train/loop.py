@@ -154,7 +154,6 @@ class _Run:
         self.sharpness = Sharpness(config, self.model, self.optimizer, lossy, self.train_data)
         self.checkpoints = Checkpoints(self.model, self.optimizer, self.workers.scheduler, lossy, config.save_retain)
         self.progress = Progress()
-        self.failed_saves = 0  # in a row
         self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
         self.stop = Stop(lossy, saves=config.save is not None)
         self.summary: dict[str, Any] = {}
@@ -190,7 +189,7 @@ class _Run:
         return {"iteration": iteration, "finished": finished, "diverged": diverged, **self.summary}
 
     def _train(self, batches: list[RankBatches]) -> bool:
-        """Iterate to the end (true), or until somebody stops the run (false). Raise :class:`Diverged`."""
+        """Iterate to the end (true), or until the run is stopped (false). Raise :class:`Diverged`."""
         config, progress = self.config, self.progress
         outcomes: deque[Callable[[], tuple[float, float, bool, int]]] = deque()
         grad_norm = 0.0
@@ -225,7 +224,7 @@ class _Run:
                 self._evaluate()
             leave = leave or bool(stop)
             if config.save and (leave or save):
-                self._save(goes_on=not (leave or last))
+                self._save()
             if leave and not last:
                 why = f"on {signal.Signals(stop).name}" if stop else "by --exit-interval"
                 self.console.note(f"exiting {why} at iteration {progress.iteration}")
@@ -282,7 +281,7 @@ class _Run:
         return finish
 
     def _gather_in_forward(self, on: bool, sync: bool = True) -> None:
-        """Turn the forward hooks of ``--overlap-param-gather`` on or off. Off gathers what is due, if ``sync``."""
+        """Turn the forward hooks of ``--overlap-param-gather`` on or off. Off gathers the due data, if ``sync``."""
         if not self.config.gathers_in_forward:
             return
         self.hooked = on
@@ -333,30 +332,27 @@ class _Run:
             self._write(record)
         self.summary["valid"] = losses
 
-    def _save(self, goes_on: bool) -> None:
-        """Save. A run that ``goes_on`` may fail to, as often in a row as ``--save-failures`` says, and says so."""
+    def _save(self) -> None:
+        """Save. Raises an error for ``--save`` once all jobs have tried."""
         if self.hooked:
             self._gather_in_forward(False)
         folder, iteration = self.config.save, self.progress.iteration
         progress = [dataclasses.asdict(self.progress)]
         torch.distributed.broadcast_object_list(progress)  # the seconds differ, and rank 0's are saved
-        said, failed = [f"saved checkpoint of iteration {iteration:7d} to {folder}"], None
+        failed = None
         try:
             self.checkpoints.save(folder, iteration, {"progress": progress[0]})
         except NotSaved as error:
-            said, failed = [], error
+            failed = error
         beside = self.lossy.job_group.saved_beside(folder)
         if beside is not None:  # of which all jobs are a part
             try:
                 self.checkpoints.save_consensus(beside[0], iteration, beside[1])
             except NotSaved as error:
                 failed = failed or error
-        self.failed_saves = self.failed_saves + 1 if failed else 0
-        if failed and not (goes_on and self.failed_saves <= self.config.save_failures):
-            raise cannot("--save", failed.filename, "written", failed)
         if failed:
-            said.append(f"{failed.filename}: {failed.strerror}; the run goes on (--save-failures)")
-        self.console.note("  " + "; ".join(said))
+            raise cannot("--save", failed.filename, "written", failed)
+        self.console.note(f"  saved checkpoint of iteration {iteration:7d} to {folder}")
 
     def _load(self) -> bool:
         """Load the checkpoint of ``--load`` if there is one; returns whether there was."""
