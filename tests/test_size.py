@@ -11,7 +11,7 @@ LIMITS = {
     "lines outside lab": 32_567,
     "lines of the package": 47_493,
     "lines of C": 4_060,
-    "lines of tests": 40_743,
+    "lines of tests": 40_779,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 41,
     "lines of islands": 7_523,
