@@ -34,7 +34,6 @@ GONE = {
     "param-priority": "parameters have no priority any more",
     "param-sync-bounds": "intervals stay within 1 and 1000",
     "param-sync-source": "give --param-sync-state params:first or all:first",
-    "save-failures": "the first failed save ends a run",
     "udp-cipher": "give --udp-key-file none",
     "udp-eager-bytes": "it follows --udp-memory",
     "udp-copies": "give --packet-copies",

@@ -9,12 +9,15 @@ python -m megatron_lossy.lab trace FILE.csv --out FILE.npz  a measurement of los
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
 from ..base.errors import UsageError, usage_errors
 
 PROGRAM = "megatron_lossy.lab"
+#: Modules that have a command of their name.
+_MODULES = {"lag": ".studies.lag", "trace": ".trace"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,12 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 return
             raise UsageError("needs a study file, report, lag or trace")
         command, *rest = arguments
-        from . import trace
-        from .studies import commands, lag
-
-        if command in ("lag", "trace"):
-            {"lag": lag, "trace": trace}[command].main(rest)
+        if command in _MODULES:
+            importlib.import_module(_MODULES[command], __package__).main(rest)
             return
+        from .studies import commands
+
         if command == "report":
             commands.report(rest)
             return

@@ -154,6 +154,7 @@ class _Run:
         self.sharpness = Sharpness(config, self.model, self.optimizer, lossy, self.train_data)
         self.checkpoints = Checkpoints(self.model, self.optimizer, self.workers.scheduler, lossy, config.save_retain)
         self.progress = Progress()
+        self.failed_saves = 0  # in a row
         self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
         self.stop = Stop(lossy, saves=config.save is not None)
         self.summary: dict[str, Any] = {}
@@ -224,7 +225,7 @@ class _Run:
                 self._evaluate()
             leave = leave or bool(stop)
             if config.save and (leave or save):
-                self._save()
+                self._save(goes_on=not (leave or last))
             if leave and not last:
                 why = f"on {signal.Signals(stop).name}" if stop else "by --exit-interval"
                 self.console.note(f"exiting {why} at iteration {progress.iteration}")
@@ -332,27 +333,30 @@ class _Run:
             self._write(record)
         self.summary["valid"] = losses
 
-    def _save(self) -> None:
-        """Save. Raises an error for ``--save`` once all jobs have tried."""
+    def _save(self, goes_on: bool) -> None:
+        """Save. A run that ``goes_on`` may fail to, as often in a row as ``--save-failures`` says, and says so."""
         if self.hooked:
             self._gather_in_forward(False)
         folder, iteration = self.config.save, self.progress.iteration
         progress = [dataclasses.asdict(self.progress)]
         torch.distributed.broadcast_object_list(progress)  # the seconds differ, and rank 0's are saved
-        failed = None
+        said, failed = [f"saved checkpoint of iteration {iteration:7d} to {folder}"], None
         try:
             self.checkpoints.save(folder, iteration, {"progress": progress[0]})
         except NotSaved as error:
-            failed = error
+            said, failed = [], error
         beside = self.lossy.job_group.saved_beside(folder)
         if beside is not None:  # of which all jobs are a part
             try:
                 self.checkpoints.save_consensus(beside[0], iteration, beside[1])
             except NotSaved as error:
                 failed = failed or error
-        if failed:
+        self.failed_saves = self.failed_saves + 1 if failed else 0
+        if failed and not (goes_on and self.failed_saves <= self.config.save_failures):
             raise cannot("--save", failed.filename, "written", failed)
-        self.console.note(f"  saved checkpoint of iteration {iteration:7d} to {folder}")
+        if failed:
+            said.append(f"{failed.filename}: {failed.strerror}; the run goes on (--save-failures)")
+        self.console.note("  " + "; ".join(said))
 
     def _load(self) -> bool:
         """Load the checkpoint of ``--load`` if there is one; returns whether there was."""
