@@ -9,7 +9,7 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 LIMITS = {
     "entries of megatron_lossy": 14,
     "lines outside lab": 32_566,
-    "lines of the package": 47_512,
+    "lines of the package": 47_507,
     "lines of C": 4_060,
     "lines of tests": 40_854,
     "lines of scripts and benchmarks": 10_000,
