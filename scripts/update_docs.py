@@ -11,7 +11,7 @@ Between ``<!-- KIND: NAME -->`` and ``<!-- end -->`` of a page stands:
 ``list: studies``, ``presets``, ``features``, ``machines``
     the questions of configs/studies; the files of configs/presets; what tests show, and where they ran (scripts/verified.py)
 ``made: TABLE``
-    a table that a script beside this one makes, or ``lab size`` of the studies of sizes
+    a table that a script next to this one makes, or :mod:`benchmarks.study_sizes`; costs of the plan, which are no page
 
 The tables of a study are made from its record.
 """
@@ -27,6 +27,7 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks import study_sizes
 from megatron_lossy.base.files import write_text
 from megatron_lossy.base.flags import as_text, flag_groups, flag_name
 from megatron_lossy.base.registry import MECHANISMS
@@ -36,17 +37,16 @@ from megatron_lossy.config.refusal import Section, sections
 from megatron_lossy.config.refusals.listing import HEAD
 from megatron_lossy.lab.report import LossTable
 from megatron_lossy.lab.report.scalars import AXES
-from megatron_lossy.lab.studies import size
 from megatron_lossy.lab.studies.commands import recorded
 from megatron_lossy.lab.studies.folder import tables
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.run.exporter import prometheus_name
-from scripts import stability
+from scripts import stability, ways
 from scripts.verified import feature_table, machine_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "megatron_lossy/lab/plan/measured.yaml"]
 _FLAGS = {"loss": LossyConfig, "training": TrainConfig}
 _FLAG = re.compile(r"--[a-z0-9][a-z0-9-]*")
 #: Flags of mechanisms of other packages that happen to be installed.
@@ -56,7 +56,7 @@ _STRANGE = {
     if mechanism not in MECHANISMS.ours()
     for one in dataclasses.fields(mechanism.Flags)
 }
-#: The meaning of what ``--metrics-port`` serves, by its name in records.
+#: The meaning of each value that ``--metrics-port`` serves, by its name in records.
 METRICS = {name: axis.label for name, axis in AXES.items()} | {
     "iteration": "the iteration of the last record",
     "validation loss": "language-model loss (nats per token), by `weights`: replica, owner or consensus",
@@ -64,6 +64,7 @@ METRICS = {name: axis.label for name, axis in AXES.items()} | {
 _MADE = {
     "metrics": lambda: _metrics(),
     "delayed_steps": stability.delayed_steps,
+    "plan_costs": ways.costs,
     "size_cost": lambda: _of_sizes()["cost"].markdown(),
     "size_measured": lambda: _of_sizes()["measured"].markdown(),
 }
@@ -72,7 +73,7 @@ _MARKS = re.compile(r"(<!-- (flags|table|list|made|refusals): (\S+) -->\n).*?(<!
 
 
 def current(text: str) -> str:
-    """``text`` of a page with everything between marks as it is now."""
+    """Return ``text`` of a page with everything between marks as it is now."""
     return _MARKS.sub(lambda match: match[1] + _content(match[2], match[3]) + match[4], text)
 
 
@@ -90,14 +91,14 @@ def _content(kind: str, name: str) -> str:
 
 
 def table(file: Path) -> str:
-    """The Markdown table ``file`` below benchmarks/results."""
+    """Return the Markdown table ``file`` below benchmarks/results."""
     if file.parent.parent != RESULTS / "studies":
         return file.read_text(encoding="utf-8")
     return _tables(file.parent)[file.stem].markdown()
 
 
 def section(text: str, heading: str) -> str:
-    """The part of a Markdown ``text`` under a second-level ``heading`` of one word, in lower case."""
+    """Return the part of a Markdown ``text`` under a second-level ``heading`` of one word, in lower case."""
     sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
     return sections[heading.capitalize()].strip() + "\n"
 
@@ -109,11 +110,11 @@ def _tables(study: Path) -> Mapping[str, LossTable]:
 
 @functools.cache
 def _of_sizes() -> Mapping[str, LossTable]:
-    return size.tables(size.read(sorted((RESULTS / "studies").glob("size_*"))))
+    return study_sizes.tables(study_sizes.read(sorted((RESULTS / "studies").glob("size_*"))))
 
 
 def links(page: Path) -> set[Path]:
-    """The files and folders of the repository that ``page`` shows as pictures or links."""
+    """Return the files and folders of the repository that ``page`` shows as pictures or links."""
     found = {(page.parent / target).resolve() for target in _LINK.findall(page.read_text(encoding="utf-8"))}
     return {path for path in found if path.is_relative_to(ROOT)}
 

@@ -28,7 +28,7 @@ TINY = {"layers": 1, "hidden": 16, "vocab": 64, "sequence": 8, "micro_batch": 1,
 
 
 def on_ranks(rank, benchmark, settings, islands=1):
-    """What ``benchmark`` finds, and its table of that."""
+    """Return the findings of ``benchmark``, and their table."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -64,7 +64,7 @@ def test_fsdp_steps_and_bytes():
     assert f"| {fsdp_step.AGAIN} |" in text
     sent = told["bytes sent per step"]
     plain = sent[fsdp_step.BASELINE]
-    assert sent["packet 4 KiB, each gather"] == plain == sent[fsdp_step.AGAIN]
+    assert sent[fsdp_step.AGAIN] == plain
     for name in ("p = 0", "shard", "packet 4 KiB", "packet 4 KiB, compensated"):
         assert sent[name] / plain <= 0.67
 

@@ -1,4 +1,4 @@
-"""The log of events: errors in gradients, repairs, messages between stages. What verify finds, summary, continuation."""
+"""The log of events: errors in gradients, repairs, messages between stages. Verify, summary, continuation."""
 
 import dataclasses
 import itertools
@@ -21,9 +21,9 @@ from megatron_lossy.delivery_log.__main__ import main
 from megatron_lossy.delivery_log.events import EventLog, event_files
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.schema import pack, unpack
-from megatron_lossy.delivery_log.summary import summary_text
-from megatron_lossy.delivery_log.verify import verify, verify_events
 from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
+from megatron_lossy.lab.delivery_log.summary import summary_text
+from megatron_lossy.lab.delivery_log.verify import verify, verify_events
 from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.mechanisms.boundaries.events import Crossed, totals
 from megatron_lossy.mechanisms.boundaries.loss import Boundary
@@ -105,16 +105,17 @@ def messages_of(config, ranks):
 
 
 def record(folder, kind, steps=STEPS, first=0, ranks=None, skipped=(), alone=False, **flags):
-    """Log the events of ``ranks``, each in files of its own, or ``alone`` in one process. Returns all events.
+    """Log the events of ``ranks``, each in files of its own, or ``alone`` in one process. Return all events.
 
     In iterations in ``skipped`` nothing happens.
     """
-    config = LossyConfig(**KINDS[kind] | flags, delivery_log=str(folder), delivery_log_chunk=3)
+    config = LossyConfig(**KINDS[kind] | flags, delivery_log=str(folder))
     ranks = (range(RANKS) if kind in ERRORS else [0]) if ranks is None else ranks
     logs = {rank: EventLog(config, rank) for rank in ranks}
     events_of = (errors_of if kind in ERRORS else messages_of)(config, ranks)
     recorded = []
     for log in logs.values():
+        log.iterations = 3
         if first:
             log.restart(first)
     for step in range(first, steps):
@@ -329,7 +330,7 @@ def trained(rank, tiny, config, steps=3, workers=None, evaluates=False):
 
 
 def with_log(config, folder, **flags):
-    return dataclasses.replace(config, delivery_log=str(folder), delivery_log_chunk=2, **flags)
+    return dataclasses.replace(config, delivery_log=str(folder), **flags)
 
 
 def assert_as_drawn(rows, tiny, config, steps=3):
@@ -380,7 +381,7 @@ def test_virtual_workers_write_what_replicas_write(tmp_path):
 
 
 def test_over_udp_the_same_is_recorded_with_bitmaps(tmp_path):
-    """Of drawn losses; an exchange's records are late by a forward pass, and messages of the next iteration are there already."""
+    """Drawn losses; an exchange's records are late by a forward pass, after messages of the next iteration."""
     over_udp = dataclasses.replace(BOTH, **UDP)
     [(metrics, _), _] = run_ranks(trained, 2, PLAIN, with_log(over_udp, tmp_path))
     rows = boundary_rows(tmp_path)
@@ -396,7 +397,7 @@ def test_over_udp_the_same_is_recorded_with_bitmaps(tmp_path):
 
 @pytest.mark.parametrize(("sequence", "names"), [(False, ["boundary-e0-s1-c0"]), (True, ["-t0", "-t1"])])
 def test_copies_of_tensor_parallelism(tmp_path, sequence, names):
-    """Where they lose the same, both record it and it counts once; where not, their streams differ."""
+    """Equal losses are recorded by both and count once; otherwise their streams differ."""
     tiny = TinyGPT(tensor=2, pipeline=2, accumulation=2, tied=False, sequence_parallel=sequence)
     run_ranks(allowed, 4, tiny, with_log(BOTH, tmp_path))
     assert problems_of(tmp_path) == []

@@ -1,4 +1,4 @@
-"""What is saved is what a run needs: every entry of every state is taken away in turn (``saved_state.py``)."""
+"""A run saves all that it needs: every entry of every state is taken away in turn (``saved_state.py``)."""
 
 import ast
 import copy
@@ -39,8 +39,8 @@ WALKED = {
     "mechanisms.replicas.synchroniser.Synchroniser": "test_full_replicas",
     "mechanisms.replicas.average.Piece": "test_full_replicas",
     "mechanisms.replicas.synchroniser.Interval": "test_full_replicas",
-    "mechanisms.replicas.full_replicas.FullReplicas": "test_saved_state_virtual.py",
-    "mechanisms.replicas.monitor.ReplicaMonitor": "test_saved_state_virtual.py",
+    "mechanisms.replicas.full_replicas.FullReplicas": "test_replicas_train.py, saved and resumed",
+    "mechanisms.replicas.monitor.ReplicaMonitor": "test_replicas_train.py, saved and resumed",
     "mechanisms.islands.rounds.Rounds": "test_islands",
     "mechanisms.islands.member_rounds.MemberRounds": "test_islands_that_come_and_go",
     "mechanisms.islands.presence.Presence": "test_islands_that_come_and_go",
@@ -50,11 +50,11 @@ WALKED = {
     "mechanisms.islands.rules.MovingAverage": "test_islands",
     "mechanisms.islands.rules.SmithPredictor": "test_islands",
     "mechanisms.islands.form.Rest": "test_islands",
-    "lab.virtual.versions.Versions": "test_saved_state_virtual.py",
-    "lab.async_pipeline.virtual.Stages": "test_saved_state_virtual.py",
-    "run.monitor.observer.Observer": "test_saved_state_virtual.py",
-    "run.monitor.window.Window": "test_saved_state_virtual.py",
-    "run.monitor.exchanges.ExchangeMonitor": "test_saved_state_virtual.py",
+    "lab.virtual.versions.Versions": "test_virtual_train.py, saved and resumed",
+    "lab.async_pipeline.virtual.Stages": "test_async_pipeline_train.py, saved and resumed",
+    "run.monitor.observer.Observer": "test_monitor.py, saved and resumed",
+    "run.monitor.window.Window": "test_monitor.py, saved and resumed",
+    "run.monitor.exchanges.ExchangeMonitor": "test_monitor.py, saved and resumed",
     "mechanisms.compression.monitor.WireMonitor": "test_compression.py, saved and resumed",
     "mechanisms.islands.monitor.IslandMonitor": "test_islands_train.py, saved and resumed",
     "mechanisms.islands.elastic.part.ElasticIslands": "test_islands_apart.py, all die",
@@ -64,7 +64,6 @@ WALKED = {
     "lab.async_pipeline.stage.Stash": "test_async_pipeline.py, saved and resumed",
     "lab.async_pipeline.workers.StageWorkers": "test_async_pipeline.py, saved and resumed",
     "pytorch.base.LossyRun": "test_pytorch_run.py, test_pytorch_ddp.py, saved and resumed",
-    "pytorch.fsdp.LossyFSDP": "test_pytorch_run.py, saved and resumed",
     "pytorch.lightning.LossyCallback": "test_pytorch_doors.py, saved and resumed",
     "pytorch.torchtitan.LossyTrainer": "test_pytorch_doors.py, saved and resumed",
 }
@@ -108,7 +107,7 @@ def _lead(rule, step):
 
 
 class Groups:
-    """Workers that descend with the public collectives; what a loop of somebody's saves itself is saved beside."""
+    """Workers that descend with the public collectives; a user's own loop saves its own state besides."""
 
     def __init__(self, config):
         self.lossy = LossyWorkers(config, [BucketSpec(shard) for shard in SHARDS], SIZE)
@@ -163,7 +162,7 @@ def config_of(flags, folder):
 
 
 def trace(folder, size, units):
-    """Of 16 steps; what was lost is often lost again, so that what is kept of a lead counts too."""
+    """Write a trace of 16 steps; return its path. Losses often repeat, so that the kept part of a lead counts."""
     random, path = np.random.default_rng(3), str(folder / "trace.npz")
     arrived = random.random((16, size, size, units)) > 0.4
     for step in range(1, len(arrived)):
@@ -173,7 +172,7 @@ def trace(folder, size, units):
 
 
 def walk_of(make, steps, more):
-    """Of what ``make()`` gives, saved after ``steps``, that then makes ``more``."""
+    """Return the results of ``more`` steps of ``make()``, saved after ``steps``."""
     first = make()
     fresh = first.state()
     first.run(steps)
@@ -285,7 +284,7 @@ ISLANDS = {
 
 
 class Islands:
-    """What they exchange; their weights, which drift, are saved by others."""
+    """Their exchanges; their weights, which drift, are saved by others."""
 
     def __init__(self, config):
         self.weights = torch.randn(3, 60, generator=torch.Generator().manual_seed(0))
@@ -333,7 +332,7 @@ COME_AND_GO = {
 
 
 class Churning(ChurningRows):
-    """The same of islands of which some are away; epochs are told too."""
+    """The same of islands of which some are away; epochs are saved too."""
 
     def __init__(self, config):
         super().__init__(config, torch.randn(4, 60, generator=torch.Generator().manual_seed(0)), 30)

@@ -1,4 +1,4 @@
-"""What the protocol does when the way is cut, or datagrams are replayed: it goes on, or says what is wrong. No sockets, no clock."""
+"""The protocol while the way is cut, or datagrams are replayed: it goes on, or reports the fault. No sockets, no clock."""
 
 import random
 
@@ -42,7 +42,7 @@ def test_a_one_way_cut_and_a_deadline_stop_nobody(cut, side):
             check(world, "grad", 0, posted, sent)
         world.run(lambda: world.now > end[0], 20 * SECOND)
         resumed = world.now
-        world.run_for(3 * SECOND)  # whoever was told to wait for a second has asked by then
+        world.run_for(3 * SECOND)  # a rank that had to wait for a second has asked by then
         posted, sent, handles = exchange(world, 10, deadline=5 * SECOND)
         world.run(lambda: all(x.over_at for x in posted) and all_sent(world, handles), SECOND)
         assert all(x.arrived.all() for x in posted) and world.now > resumed
@@ -174,7 +174,7 @@ def test_what_must_arrive_and_cannot_is_not_asked_for_for_ever():
 
 
 def test_the_list_of_what_must_arrive_is_taken_though_no_memory_is_left():
-    """Of an exchange that waits here: its memory is asked for by this rank, not by peers."""
+    """The memory of an exchange that waits here is asked for by this rank, not by peers."""
     buckets = {"grad": [(600 * UNIT, UNIT)] * 9}
     node = Node(0, 2, buckets, reported=("grad",), memory=20_000, packet=1408)
     number = iter(range(10_000))

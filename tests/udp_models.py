@@ -34,7 +34,7 @@ class Source:
         self._look()
 
     def data(self, unit: int) -> str:
-        """What becomes of a unit that comes now: ``taken``, ``early`` (kept until the posting), a ``duplicate``, ``late``."""
+        """Return the fate of a unit: ``taken``, ``early`` (kept until the posting), a ``duplicate``, ``late``."""
         if unit in self.arrived:
             return "duplicate"
         if self.over:

@@ -27,6 +27,11 @@ _MOST_ROWS = 2**16
 Row = Mapping[str, Any]
 
 
+def percent(share: float) -> str:
+    """Return ``share`` for people."""
+    return f"{100 * share:.2f} %"
+
+
 class Kinds(ABC):
     """Kinds of events that belong together."""
 
@@ -134,7 +139,7 @@ def event_files(folder: Path) -> list[LogPath]:
 
 
 def read_events(file: LogPath) -> tuple[pyarrow.Table, schema.Meta]:
-    """Return the rows of ``file``, and its note. Raises :class:`BadLog`."""
+    """Return the rows of ``file``, and its note. Raise :class:`BadLog`."""
     import pyarrow as pa
 
     try:

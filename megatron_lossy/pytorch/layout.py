@@ -22,14 +22,10 @@ from ..transport import BucketSpec
 
 
 class ParameterGroup:
-    """One parameter group. ``name``: of its module. ``modules``: those that share it, each an ``FSDPModule``.
+    """One parameter group. ``name``: of its module. ``modules``: those that share it, each an ``FSDPModule``."""
 
-    ``root``: whether that module is within no other ``FSDPModule``.
-    """
-
-    def __init__(self, name: str, modules: list[Any], group: Any, root: bool) -> None:
+    def __init__(self, name: str, modules: list[Any], group: Any) -> None:
         self.name = name
-        self.root = root
         self.modules = modules
         self._group = group
 
@@ -103,7 +99,7 @@ class ParameterGroup:
         return wanted if wanted is not None and parameter.is_floating_point() else parameter.dtype
 
     def used(self, gradients: bool = False) -> np.ndarray:
-        """int64[k, 2]: the ranges in N shards that hold parameters, or gradients; the rest is padding."""
+        """Return int64[k, 2]: the ranges in N shards that hold parameters, or gradients; the rest is padding."""
         ranges, size = [], self.ranks.size()
         parameters = [one for one in self._group.fsdp_params if one.sharded_param.requires_grad or not gradients]
         shard = sum(math.prod(one.padded_sharded_param_size) for one in parameters)
@@ -118,11 +114,11 @@ class ParameterGroup:
         return np.array([pair for pair in sorted(ranges) if pair[0] < pair[1]], dtype=np.int64).reshape(-1, 2)
 
     def weights(self) -> torch.Tensor:
-        """float32 [shard]: this rank's shard as the optimizer has it, with padding."""
+        """Return float32 [shard]: this rank's shard as the optimizer has it, with padding."""
         return torch.cat([one._sharded_param_data.detach().float().to(self.device) for one in self._group.fsdp_params])
 
     def pieces(self) -> list[torch.Tensor]:
-        """This rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
+        """Return this rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
         return [one._sharded_param_data.detach() for one in self._group.fsdp_params]
 
     @property
@@ -157,13 +153,6 @@ class ParameterGroup:
         return info.shard_mesh_size
 
     @property
-    def gathers_again(self) -> bool:
-        """Whether the backward pass gathers what the forward pass has gathered (``reshard_after_forward``)."""
-        state = self.modules[0]._get_fsdp_state()
-        kept = self.root and state._auto_reshard_after_forward  # torch finds out in the first pass
-        return self._group.post_forward_mesh_info is not None and not kept
-
-    @property
     def quantizes(self) -> bool:
         """Whether parameters are gathered in a form of their own, such as float8 with scales."""
         return any(hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in self._group.fsdp_params)
@@ -180,12 +169,9 @@ class ShardedStream:
 
 
 def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
-    """All groups, in the order of ``model.modules()``. Raises :class:`UsageError` for several groups of one module."""
+    """Return all groups, in the order of ``model.modules()``. Raise :class:`UsageError` for two of one module."""
     found: dict[int, ParameterGroup] = {}
-    root: str | None = None
     for name, module, state in _states(model):
-        if root is None or (root and not name.startswith(f"{root}.")):
-            root = name  # modules within it come next
         groups = _groups_of(state)
         if len(groups) > 1:
             why = f"has {len(groups)} parameter groups (shard_placement_fn with several meshes), and torch has one place for "
@@ -196,7 +182,7 @@ def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
             if id(group) in found:
                 found[id(group)].modules.append(module)
             else:
-                found[id(group)] = ParameterGroup(name or "root module", [module], group, name == root)
+                found[id(group)] = ParameterGroup(name or "root module", [module], group)
     return list(found.values())
 
 
@@ -216,7 +202,7 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def streams_of(groups: list[ParameterGroup]) -> list[ShardedStream]:
-    """The streams of ``groups``: one for each group of ranks, numbered in the order in which they come first."""
+    """Return the streams of ``groups``: one for each group of ranks, numbered in the order in which they come first."""
     by_ranks: dict[tuple[int, ...], list[ParameterGroup]] = {}
     for one in groups:
         by_ranks.setdefault(tuple(dist.get_process_group_ranks(one.ranks)), []).append(one)

@@ -25,6 +25,7 @@ from .command import (
 from .memory import checkpoint_bytes, parameters
 from .options import GIB
 from .plan import PROGRAM, Plan, make_plan
+from .render import render
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with usage_errors(PROGRAM), _all_problems():
         in_job = "SLURM_JOB_ID" in os.environ and "SLURM_NTASKS" in os.environ
         plan = make_plan(arguments, int(os.environ["SLURM_NTASKS"]) if in_job else None)
+        if plan.launch.render is not None:
+            check(plan, starting=False)
+            print(render(plan, arguments), end="")
+            return
         if plan.jobs.apart and plan.island is None:
             check(plan, starting=plan.launch.run and not plan.launch.dry_run)
             sys.exit(several(plan, arguments, describe(plan)))
@@ -85,13 +90,13 @@ def _check_in_container(plan: Plan, arguments: list[str]) -> None:
 
 
 def describe(plan: Plan) -> list[str]:
-    """The lines of a dry run about the run."""
+    """Return the lines of a dry run about the run."""
     train = plan.train
     tensor, pipeline = train.tensor_model_parallel_size, train.pipeline_model_parallel_size
     data = train.data_parallel_size(plan.ranks)
     lines = [
         f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.train.train_iters}",
-        (f"ranks    {_where(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
+        (f"ranks    {_place(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
         *_jobs(plan),
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
@@ -102,7 +107,7 @@ def describe(plan: Plan) -> list[str]:
     return lines
 
 
-def _where(plan: Plan) -> str:
+def _place(plan: Plan) -> str:
     nodes, each = plan.launch.nodes, f" for each {plan.jobs.name}" if plan.jobs.apart else ""
     return f"{plan.ranks} on {nodes} node{'s' if nodes > 1 else ''}{each}"
 
@@ -119,7 +124,7 @@ def _jobs(plan: Plan) -> list[str]:
 
 
 def _sites(plan: Plan) -> list[str]:
-    """The bytes that cross the border of a site in an iteration, and their time at the rate of the link, if it is known."""
+    """Return the bytes that cross a site's border in an iteration, and their time at the rate of the link, if known."""
     train, lossy = plan.train, plan.lossy
     if lossy.sites is None:
         return []
@@ -141,7 +146,7 @@ def _sites(plan: Plan) -> list[str]:
 
 
 def estimates(plan: Plan) -> list[str]:
-    """Size, tokens, memory, disk and time of a run, in lines."""
+    """Return size, tokens, memory, disk and time of a run, in lines."""
     launch, train = plan.launch, plan.train
     total = train.tokens
     memory = check_memory(plan)
@@ -159,7 +164,7 @@ def estimates(plan: Plan) -> list[str]:
 
 
 def all_checkpoints(plan: Plan) -> str:
-    """The size of all checkpoints that are there at once, and whether the disk has it, in a line."""
+    """Return the size of all checkpoints that are there at once, and whether the disk has it, in a line."""
     size = plan.checkpoints * checkpoint_bytes(plan.train, plan.lossy, plan.layout, plan.device)
     there = next(path for path in [plan.folder.absolute(), *plan.folder.absolute().parents] if path.exists())
     free = shutil.disk_usage(there).free

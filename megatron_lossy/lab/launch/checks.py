@@ -31,8 +31,8 @@ def check(plan: Plan, starting: bool) -> None:
     """
     problems = Collector()
     with problems.noting():
-        if plan.launch.run and not (plan.jobs.apart and plan.island is None):
-            raise refuse("--run", "on", "needs --rendezvous, and no --island")
+        if plan.launch.run and (plan.launch.render or plan.island is not None or not plan.jobs.apart):
+            raise refuse("--run", "on", "needs --rendezvous, and no --island or --render")
         check_shape(plan)
         plan.train.check_world(plan.ranks)
         check_training(plan)
@@ -42,6 +42,9 @@ def check(plan: Plan, starting: bool) -> None:
     if starting:
         with problems.noting():
             check_devices(plan.device.kind, ranks_of_node(plan))
+    if plan.launch.render is not None:  # files are those of the containers
+        problems.finish()
+        return
     with problems.noting():
         check_folder("--out", plan.folder)
         if plan.launch.trainer:
@@ -108,7 +111,7 @@ def check_trainer(device: Device) -> None:
 
 
 def check_memory(plan: Plan) -> StageMemory:
-    """The pipeline stage that needs most memory. Raises :class:`UsageError` if the device has less."""
+    """Return the pipeline stage that needs most memory. Raise :class:`UsageError` if the device has less."""
     found = estimate(plan.train, plan.lossy, plan.layout, plan.device)
     memory = plan.device.memory
     if memory is not None and found.total > memory:
@@ -187,14 +190,14 @@ def check_data(plan: Plan) -> None:
 
 
 def epochs_of(plan: Plan) -> float | None:
-    """The number of times that the run reads its training data; ``None`` if they are made up, or made at its start."""
+    """Return the number of times that the run reads its training data; ``None`` if they are generated."""
     if plan.train.data is not None or plan.mock_data:
         return None
     return epochs(plan.train.data_path, plan.train.tokens)
 
 
 def check_megatron(plan: Plan) -> None:
-    """Raise :class:`UsageError` unless the Megatron beside the script is supported and takes all flags.
+    """Raise :class:`UsageError` unless the Megatron next to the script is supported and takes all flags.
 
     Megatron's own parser and validation decide, in a process of their own.
     """

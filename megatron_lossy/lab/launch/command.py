@@ -16,16 +16,17 @@ from pathlib import Path
 from ...base.checkpoints import latest_iteration
 from ...base.errors import UsageError, refuse
 from ...mechanisms.islands.membership.store import check_url
-from .options import first_host
+from .options import LaunchConfig, first_host
 from .plan import PROGRAM, Plan
 
-_SHUTDOWN_SECONDS = 300
+#: Seconds that ranks have to save after SIGTERM.
+SHUTDOWN_SECONDS = 300
 
 
 #: Variables that torchrun reads from the environment.
 TORCHRUN_ENVIRONMENT = {
     # Otherwise it ends ranks 30 s after SIGTERM, too early for a large checkpoint.
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
     # Otherwise an agent that is started again waits in vain for the address of rank 0. The surviving agents (torch
     # 2.13, dynamic_rendezvous.py) publish it in their first round only. And scripts that make their process groups
     # without us may find the addresses of ranks that are gone.
@@ -34,9 +35,9 @@ TORCHRUN_ENVIRONMENT = {
 
 
 def launch_command(plan: Plan, environment: Mapping[str, str]) -> list[str]:
-    """The command that starts the ranks of ``plan``, in a process whose environment is ``environment``.
+    """Return the command that starts the ranks of ``plan``, in a process whose environment is ``environment``.
 
-    torchrun: run it on every node. srun: inside a job. mpirun: once. Raises :class:`UsageError`.
+    torchrun: run it on every node. srun: inside a job. mpirun: once. Raise :class:`UsageError`.
     """
     return {"torchrun": _torchrun, "srun": _srun, "mpirun": _mpirun}[plan.launch.launcher](plan, environment)
 
@@ -53,12 +54,12 @@ def check_shape(plan: Plan) -> None:
 
 
 def ranks_of_node(plan: Plan) -> int:
-    """Ranks on each node."""
+    """Return ranks on each node."""
     return min(plan.launch.accelerators, plan.launch.accelerators_per_node)
 
 
 def shell(command: list[str], environment: Mapping[str, str]) -> str:
-    """Command and environment as a shell would take them, a flag per line."""
+    """Return command and environment as a shell would take them, a flag per line."""
     words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     lines: list[str] = []
     for word in map(shlex.quote, command):
@@ -71,7 +72,7 @@ def shell(command: list[str], environment: Mapping[str, str]) -> str:
 
 def _torchrun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     launch = plan.launch
-    command = [sys.executable, "-m", "megatron_lossy.lab.launch.agent", "--nnodes", str(launch.nodes)]
+    command = [_python(launch), "-m", "megatron_lossy.lab.launch.agent", "--nnodes", str(launch.nodes)]
     command += ["--nproc-per-node", str(ranks_of_node(plan))]
     if launch.nodes == 1 and launch.rdzv_endpoint is None:
         command.append("--standalone")
@@ -90,11 +91,15 @@ def _torchrun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     return [*command, "-m", *plan.module]
 
 
-def _rank(plan: Plan, python: str, address: str, port: int) -> list[str]:
+def _rank(plan: Plan, address: str, port: int) -> list[str]:
     launch = plan.launch
     own = ["--kind", plan.device.kind, "--ranks", str(launch.accelerators)]
     own += ["--master-addr", address, "--master-port", str(port)]
-    return [python, "-m", "megatron_lossy.lab.launch.rank", *own, *plan.module]
+    return [_python(launch), "-m", "megatron_lossy.lab.launch.rank", *own, *plan.module]
+
+
+def _python(launch: LaunchConfig) -> str:
+    return "python" if launch.container_image else sys.executable  # a container has its own
 
 
 def _srun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
@@ -110,12 +115,11 @@ def _srun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     if "SLURM_CPUS_PER_TASK" in environment:  # srun does not take it over from the job
         command += ["--cpus-per-task", environment["SLURM_CPUS_PER_TASK"]]
     command += [f"--output={plan.own_folder / 'logs' / name}/rank-%t.log", *container(plan)]
-    # A container has a Python of its own.
-    return command + _rank(plan, "python" if launch.container_image else sys.executable, address, port)
+    return command + _rank(plan, address, port)
 
 
 def container(plan: Plan) -> list[str]:
-    """The flags of pyxis for srun."""
+    """Return the flags of srun that make pyxis start a container. Raise :class:`UsageError` for mounts without one."""
     launch = plan.launch
     flags = [f"--container-image={launch.container_image}"] if launch.container_image else []
     if launch.container_mounts:
@@ -139,7 +143,7 @@ def _mpirun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     for name, value in plan.environment.items():
         command += ["-x", f"{name}={value}"]
     command += ["--output-filename", str(plan.own_folder / "logs")]
-    return command + _rank(plan, sys.executable, address, launch.master_port)
+    return command + _rank(plan, address, launch.master_port)
 
 
 # --- jobs that are launches of their own (``--rendezvous`` without ``--island``) ---------------------------------------
@@ -148,7 +152,7 @@ def _mpirun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
 def several(plan: Plan, arguments: Sequence[str], about: Sequence[str]) -> int:
     """Print the command of the coordinator and of each job of ``plan``, or start all here with ``--run``; returns the exit status.
 
-    ``arguments``: the command line. ``about``: lines about the run. Raises :class:`UsageError`.
+    ``arguments``: the command line. ``about``: lines about the run. Raise :class:`UsageError`.
     """
     own = [one for one in arguments if one not in ("--run", "--dry-run")]
     jobs = [[sys.executable, "-m", PROGRAM, *own, "--island", str(job)] for job in range(plan.jobs.number)]
@@ -174,7 +178,7 @@ def several(plan: Plan, arguments: Sequence[str], about: Sequence[str]) -> int:
 def _run(services: Sequence[Sequence[str]], jobs: Sequence[Sequence[str]], log: Path) -> int:
     """Run ``jobs`` to their ends, and ``services`` until then, which write into ``log``. A signal goes to all jobs.
 
-    Returns the status of the first of these that failed, as a shell has it.
+    Return the status of the first of these that failed, as a shell has it.
     """
     came: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -243,14 +247,14 @@ def run_in_job(plan: Plan, command: Sequence[str], environment: Mapping[str, str
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """The job's name for ``scontrol``. A job of an array has the number of the whole array and its own index."""
+    """Return the job's name for ``scontrol``. A job of an array has the number of the whole array and its own index."""
     if "SLURM_ARRAY_TASK_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
     return environment["SLURM_JOB_ID"]
 
 
 def done_iterations(plan: Plan) -> int:
-    """Iterations that the run's latest checkpoint holds."""
+    """Return iterations that the run's latest checkpoint holds."""
     folders = [plan.own_folder] if plan.jobs.apart else plan.job_folders
     return min(latest_iteration(folder) or 0 for folder in folders)
 
@@ -260,7 +264,7 @@ def _requeue(job: str, status: int, progress: bool) -> int:
     shown = _scontrol("--oneliner", "show", "job", job)
     state = dict(re.findall(r"(\S+?)=(\S*)", shown.stdout))
     if shown.returncode or "JobState" not in state:
-        _say(f"not requeued: {shown.stderr.strip() or f'scontrol does not know job {job}'}")
+        _say(f"not requeued: {shown.stderr.strip() or f'scontrol has no job {job}'}")
         return status or 1
     if state["JobState"] != "RUNNING":
         # Slurm is ending the job: it requeues a preempted one itself, and scontrol would revive a cancelled one.
@@ -281,7 +285,7 @@ def _requeue(job: str, status: int, progress: bool) -> int:
 
 
 def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """``scontrol``, repeated for a minute: on large clusters Slurm is often too busy to answer in time."""
+    """Run ``scontrol``, again for a minute if it fails: on large clusters Slurm is often too busy to answer in time."""
     for seconds in (10, 20, 30, 0):
         done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True)
         if done.returncode == 0 or "timed out" not in done.stderr:

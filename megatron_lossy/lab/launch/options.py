@@ -44,7 +44,7 @@ _FILES = {"cuda": ("/dev", r"nvidia\d+"), "hpu": ("/dev/accel", r"accel\d+")}
 
 
 def device_count(kind: str) -> int:
-    """Accelerators of this machine, counted by their device files, which any process may list."""
+    """Return accelerators of this machine, counted by their device files, which any process may list."""
     folder, pattern = _FILES[kind]
     if not Path(folder).is_dir():
         return 0
@@ -61,7 +61,7 @@ def check_devices(kind: str, wanted: int) -> None:
 
 
 def first_host(file: str) -> str:
-    """Return the first host of an Open MPI hostfile, on which rank 0 runs. Raises :class:`UsageError`."""
+    """Return the first host of an Open MPI hostfile, on which rank 0 runs. Raise :class:`UsageError`."""
     try:
         lines = [line.split("#", 1)[0].split() for line in Path(file).read_text().splitlines()]
     except OSError as error:
@@ -88,6 +88,9 @@ def check_tokenizer(name: str) -> None:
                 name,
                 f"is neither a folder nor in {cache}; download it once, or give hf:FOLDER or sentencepiece:FILE",
             )
+
+
+_OF_CONTAINERS = ("container_image", "container_mounts")
 
 
 @dataclass(frozen=True)
@@ -145,10 +148,20 @@ class LaunchConfig:
     hostfile: str | None = flag(None, "mpirun: a line per node, address and slots=N", type=str, metavar="FILE")
     master_port: int = flag(29500, "srun and mpirun: port on the first node", metavar="PORT")
     container_image: str | None = flag(
-        None, "srun: image that pyxis (enroot) runs the ranks in", type=str, metavar="IMAGE"
+        None, "image that pyxis (enroot) of srun, or --render, runs the ranks in", type=str, metavar="IMAGE"
     )
     container_mounts: str | None = flag(
-        None, "srun: what pyxis mounts in it, SOURCE:TARGET,…", type=str, metavar="MOUNTS"
+        None,
+        "what is mounted in it, SOURCE:TARGET,…; of k8s a source is a volume claim, of skypilot a bucket",
+        type=str,
+        metavar="MOUNTS",
+    )
+    render: str | None = flag(
+        None,
+        "with --rendezvous and without --island: print the run as YAML for Kubernetes, with a JobSet for each island, "
+        "or as a task of SkyPilot, and start nothing",
+        type=str,
+        choices=("k8s", "skypilot"),
     )
     run: bool = flag(
         False,
@@ -162,9 +175,10 @@ class LaunchConfig:
             ("program", "pretrain_gpt.py of a checkout of Megatron-LM, or train"),
             ("out", "the folder of the runs"),
             ("device", f"one of {', '.join(DEVICES)}"),
+            *((name, f"for --render {self.render}") for name in _OF_CONTAINERS if self.render is not None),
         ):
             if getattr(self, name) is None:
-                missing.note(UsageError(f"--{name}: needs a value, {what}"))
+                missing.note(UsageError(f"{flag_name(LaunchConfig, name)}: needs a value, {what}"))
         missing.finish()
         assert self.device is not None
         if self.device not in DEVICES:  # argparse does not check a default from a file
@@ -186,8 +200,8 @@ class LaunchConfig:
         for name, launcher in (
             ("rdzv_endpoint", "torchrun"),
             ("hostfile", "mpirun"),
-            ("container_image", "srun"),
-            ("container_mounts", "srun"),
+            ("render", "torchrun"),
+            *((name, "srun") for name in _OF_CONTAINERS if self.render is None),
         ):
             self._check(name, getattr(self, name) is None or self.launcher == launcher, f"needs --launcher {launcher}")
         if self.max_restarts and self.launcher != "torchrun":

@@ -5,8 +5,7 @@ of training (``train``: iteration, lm loss, skipped, …) and of evaluation (``v
 killed run may leave a last line without an end, which is left out. A resumed run continues the same file from its
 checkpoint: a record of an iteration replaces all records from there on.
 
-A "train" record's other numbers are the run's scalars, by name and iteration. Readers of other files may add scalars
-that were written apart from it, in records of the kind ``scalars``.
+A "train" record's other numbers are the run's scalars, by name and iteration.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class Run:
         return float(np.mean(last)) if last else math.nan
 
     def valid_loss(self, weights: str) -> float | None:
-        """Loss of the last evaluation with ``weights``; None if there was none.
+        """Return loss of the last evaluation with ``weights``; None if there was none.
 
         It is NaN if the run diverged, before any evaluation or since.
         """
@@ -102,12 +101,12 @@ class Run:
         return losses[max(losses)] if losses else None
 
     def recorded(self, name: str) -> dict[int, float]:
-        """The scalar ``name`` by iteration, empty if it was never recorded; ``lm loss`` is the training loss."""
+        """Return the scalar ``name`` by iteration, empty if it was never recorded; ``lm loss`` is the training loss."""
         name = name.removesuffix(WHOLE)
         return self.train if name == LOSS else self.scalars.get(name, {})
 
     def scalar(self, name: str) -> float | None:
-        """The scalar ``name`` at the end of the run; None if it was never recorded.
+        """Return the scalar ``name`` at the end of the run; None if it was never recorded.
 
         It is the mean of its finite values in the last 10 % of the iterations (at least 10), or the last value before
         if it was not recorded there. For a name that ends in "max" or "min" it is the largest or smallest of these
@@ -156,11 +155,8 @@ class RunRecorder:
             raise refuse("RUNS_DIR", where, "describes another run than what precedes it")
 
     def add(self, kind: str, record: dict[str, Any]) -> None:
-        """Add a "train" or "valid" record, or one of "scalars" that belong to training records already added."""
+        """Add a "train" or "valid" record."""
         run, iteration = self.run, record["iteration"] + 0
-        if kind == "scalars":
-            self._add_scalars(iteration, record)
-            return
         if kind == "valid":
             run.valid.setdefault(record.get("weights") or "replica", {})[iteration] = _number(record[LOSS])
             return
@@ -175,15 +171,12 @@ class RunRecorder:
         run.iterations = iteration
         if (record.get("skipped") or 0) < covered:  # else the mean is over no iteration
             run.train[iteration] = _number(record[LOSS])
-        self._add_scalars(iteration, record)
-
-    def _add_scalars(self, iteration: int, record: dict[str, Any]) -> None:
         for name, value in record.items():
             if name not in _NO_SCALARS and (value is None or type(value) in (int, float)):
-                self.run.scalars.setdefault(name, {})[iteration] = _number(value)
+                run.scalars.setdefault(name, {})[iteration] = _number(value)
 
 
 def _number(value: Any) -> float:
-    """The number in ``value``. JSON has no NaN; some writers use null."""
+    """Return the number in ``value``. JSON has no NaN; some writers use null."""
     number = math.nan if value is None else value + 0.0
     return number if math.isfinite(number) else math.nan

@@ -9,9 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...base.errors import UsageError, refuse
 from ...base.registry import MECHANISMS
-from .runs import LOSS, WHOLE, Run
+from .runs import LOSS, WHOLE
 
 PREDICTED = " predicted"
 DEFINITION = (
@@ -110,44 +109,28 @@ AXES = {
 
 
 def axis_of(name: str) -> Axis:
-    """The axis of any scalar; for a scalar that only Megatron-LM knows, the label is its name."""
+    """Return the axis of any scalar; a scalar that only Megatron-LM has is labelled by its name."""
     axis = AXES.get(one := name.removesuffix(WHOLE), Axis(one))
     return axis if one == name else Axis(f"{axis.label}, median of the run", axis.logarithmic)
 
 
 def needs_drift(name: str) -> bool:
-    """Whether only runs with ``--drift-interval`` record the scalar."""
+    """Return whether only runs with ``--drift-interval`` record the scalar."""
     return name.startswith("drift ") or name.removesuffix(WHOLE) == "squared increment"
 
 
 def needs_sharpness(name: str) -> bool:
-    """Whether only runs with ``--sharpness-interval`` record the scalar."""
+    """Return whether only runs with ``--sharpness-interval`` record the scalar."""
     return name.removesuffix(WHOLE).endswith("sharpness")
 
 
 def definition(name: str) -> str:
-    """The meaning of the value of the scalar ``name`` in tables, in words."""
+    """Return the meaning of the value of the scalar ``name`` in tables, in words."""
     return DEFINITION_WHOLE if name.endswith(WHOLE) else DEFINITION
 
 
-def recorded(runs: Sequence[Run]) -> list[str]:
-    """The names of all scalars that some of ``runs`` recorded: those of :data:`AXES` first, in their order."""
-    found = {name for run in runs for name in run.scalars} | {LOSS for run in runs if run.train}
-    return [name for name in AXES if name in found] + sorted(found - set(AXES))
-
-
-def check_names(flag: str, names: Sequence[object], allowed: Sequence[str]) -> None:
-    """Raise :class:`UsageError` for a name outside ``allowed``, or a repeated name."""
-    for name in names:
-        if str(name).removesuffix(WHOLE) not in allowed:
-            hint = "" if "drift owner" in allowed or not needs_drift(str(name)) else " (drift needs --drift-interval)"
-            raise refuse(flag, f"{name!r}", f"is not recorded{hint}; must be one of {', '.join(allowed)}")
-    if len(set(names)) != len(names):
-        raise UsageError(f"{flag} {', '.join(map(repr, names))}: must differ from each other")
-
-
 def with_predictions(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """``names`` in groups for one figure each: (X, X predicted) if both are asked for, else (X,)."""
+    """Return ``names`` in groups for one figure each: (X, X predicted) if both are asked for, else (X,)."""
     asked = set(names)
     groups = []
     for name in names:
@@ -158,5 +141,5 @@ def with_predictions(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def file_name(name: str) -> str:
-    """A name as part of a file's name: letters, digits, dots and dashes; all else becomes one underscore."""
+    """Return a name as part of a file's name: letters, digits, dots and dashes; all else becomes one underscore."""
     return re.sub(r"[^\w.-]+", "_", name).strip("_")

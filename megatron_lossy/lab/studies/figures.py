@@ -17,8 +17,7 @@ from matplotlib.figure import Figure
 
 from ...base.files import replace_file
 from ..report import Run
-from ..report.curves import log_axis, running_mean
-from ..report.runs import WEIGHTS
+from ..report.curves import colours, draw_losses, log_axis, loss_axis
 from ..report.scalars import axis_of
 from .design import Study
 from .summary import Results, loss_metrics, mean_and_error, scalar_metric
@@ -30,9 +29,9 @@ def plot_figure_1(results: Results, path: str | Path) -> list[Path]:
     figure = new_figure(13, 8)
     axes = figure.add_subplot()
     shown = []
-    for colour, (label, runs) in zip(_colours(results), _levels(results), strict=True):
-        shown += _draw(axes, runs, colour, label, valid=True)
-    _loss_axis(axes, shown)
+    for colour, (label, runs) in zip(colours(len(results.study.levels) + 1), _levels(results), strict=True):
+        shown += draw_losses(axes, runs, colour, label, valid=True)
+    loss_axis(axes, shown)
     axes.set_xlabel("iteration", fontsize=14)
     axes.set_title(results.study.title, fontsize=17)
     axes.legend(fontsize=13, title=f"{results.study.level_name} (dots: validation)", title_fontsize=13)
@@ -47,17 +46,17 @@ def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
     figure = new_figure(5.2 * columns, 4 * rows)
     all_axes = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     shown = []
-    for axes, colour, (label, runs) in zip(all_axes, _colours(results), levels, strict=False):
+    for axes, colour, (label, runs) in zip(all_axes, colours(len(results.study.levels) + 1), levels, strict=False):
         if label != results.study.baseline:
-            _draw(axes, levels[0][1], "0.6", None, valid=False)
-        shown += _draw(axes, runs, colour, None, valid=True)
+            draw_losses(axes, levels[0][1], "0.6", None, valid=False)
+        shown += draw_losses(axes, runs, colour, None, valid=True)
         axes.set_title(f"{results.study.level_name} {label}", fontsize=14)
     for axes in all_axes[len(levels) :]:
         axes.remove()
     for axes in all_axes[: len(levels)][-columns:]:  # nothing is below them
         axes.xaxis.set_tick_params(labelbottom=True)
     for axes in figure.axes:
-        _loss_axis(axes, shown, label=False)
+        loss_axis(axes, shown, label=False)
     figure.supxlabel("iteration", fontsize=14)
     figure.supylabel("loss (nats per token, log scale)", fontsize=14)
     figure.suptitle(f"{results.study.title}: line training, dots validation, grey without loss", fontsize=15)
@@ -97,7 +96,7 @@ def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> lis
     """Draw a recorded scalar at every level, with standard errors, and its prediction hollow and dashed.
 
     ``names``: the scalar, and its prediction if the study has both. If levels are quantities, there is a line per
-    variant; else points. With one level, there is a point per variant. Returns no file if no run recorded it.
+    variant; else points. With one level, there is a point per variant. Return no file if no run recorded it.
     """
     study = results.study
     levels = levels_with(results, names[0]) if len(study.levels) > 1 else list(study.levels)
@@ -137,7 +136,7 @@ def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> lis
 def _lines(
     study: Study, levels: Sequence[str | None], value: Callable[[str, str | None], tuple[float, float | None]]
 ) -> dict[str, list[tuple[float, float | None]]]:
-    """Values by line and place: a line per variant over the levels, or with one level or none a line over variants."""
+    """Return values by line and place: a line per variant over levels; with at most one level, one over variants."""
     if len(study.levels) > 1:
         return {variant: [value(variant, level) for level in levels] for variant in study.variants}
     only = study.levels[0] if study.levels else None
@@ -145,7 +144,7 @@ def _lines(
 
 
 def _places(study: Study, levels: Sequence[str | None]) -> tuple[Figure, Axes]:
-    """A figure whose horizontal axis has the places of :func:`_lines`."""
+    """Return a figure whose horizontal axis has the places of :func:`_lines`."""
     several = len(study.levels) > 1
     places = [level or study.baseline for level in levels] if several else study.variants
     figure = new_figure(min(max(8, 1.5 * len(places) + 4), 22), 6.5)
@@ -161,7 +160,7 @@ def _places(study: Study, levels: Sequence[str | None]) -> tuple[Figure, Axes]:
 
 
 def _quantities(levels: Sequence[str]) -> bool:
-    """Whether ``levels`` are numbers of one kind, so that a line between them has a meaning."""
+    """Return whether ``levels`` are numbers of one kind, so that a line between them has a meaning."""
     kinds = {match and match[1] for match in (re.fullmatch(r"[\d.]+(\D*)", level) for level in levels)}
     return len(levels) > 1 and len(kinds) == 1 and None not in kinds
 
@@ -179,7 +178,7 @@ def _points(
     joined: bool,
     hollow: bool = False,
 ) -> None:
-    """Draw line ``number`` of ``lines`` as points with error bars, a little beside those of the others."""
+    """Draw line ``number`` of ``lines`` as points with error bars, shifted a little from those of the others."""
     axes.errorbar(
         np.arange(len(values)) + 0.05 * (number - (lines - 1) / 2),
         [mean for mean, _ in values],
@@ -195,57 +194,23 @@ def _points(
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Marker and colour of line ``number`` of a figure."""
+    """Return marker and colour of line ``number`` of a figure."""
     return {"marker": "os^Dvphx*+"[number % 10], "color": colormaps["tab10"](number % 10)}
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches."""
+    """Return an empty figure, in inches."""
     return Figure(figsize=(width, height), dpi=110, layout="constrained")
 
 
 def _levels(results: Results) -> list[tuple[str, list[Run]]]:
-    """The runs of the first variant, by level, without loss first."""
+    """Return the runs of the first variant, by level, without loss first."""
     variant = results.study.variants[0]
     levels: list[str | None] = [None, *results.study.levels]
     return [
         (level or results.study.baseline, [results.runs[trial.cell.name] for trial in results.trials(variant, level)])
         for level in levels
     ]
-
-
-def _colours(results: Results) -> np.ndarray:
-    # The bright end of viridis is illegible on white.
-    return colormaps["viridis"](np.linspace(0, 0.88, len(results.study.levels) + 1))
-
-
-def _draw(axes, runs: Sequence[Run], colour, label: str | None, valid: bool) -> list[float]:
-    """Draw the mean of ``runs`` with a band from least to most, and validation losses. Returns the drawn values."""
-    if not runs:
-        return []
-    iterations = sorted(set.intersection(*(set(run.train) for run in runs)))
-    losses = np.array([running_mean(np.array([run.train[i] for i in iterations])) for run in runs])
-    mean = losses.mean(axis=0)
-    axes.plot(iterations, mean, color=colour, linewidth=2, label=label)
-    if len(runs) > 1:
-        axes.fill_between(iterations, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.18, linewidth=0)
-    shown = list(mean)
-    if valid:
-        kind = next((kind for kind in WEIGHTS if all(kind in run.valid for run in runs)), None)
-        if kind:
-            points = sorted(set.intersection(*(set(run.valid[kind]) for run in runs)))
-            means = [float(np.mean([run.valid[kind][i] for run in runs])) for i in points]
-            axes.plot(points, means, "o", color=colour, markeredgecolor="white", markersize=8, zorder=3)
-            shown += means
-    return shown
-
-
-def _loss_axis(axes, shown: Sequence[float], label: bool = True) -> None:
-    log_axis(axes, np.array(shown))
-    axes.grid(True, which="major", alpha=0.35)
-    axes.tick_params(labelsize=12)
-    if label:
-        axes.set_ylabel("loss (nats per token, log scale)", fontsize=14)
 
 
 def save_figure(figure: Figure, path: str | Path) -> list[Path]:

@@ -11,7 +11,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def check_out(out: Path, study: Study) -> None:
 
 
 def _cells(study: Study) -> dict[Place, str]:
-    """The name of the cell in each place of ``study``."""
+    """Return the name of the cell in each place of ``study``."""
     return {
         (
             trial.variant,
@@ -90,7 +90,9 @@ def write_record(results: Results, out: Path) -> Path:
         "title": study.title,
         "question": study.question,
         # The command that would make this report from nothing.
-        "command": shlex.join(["python", "-m", "megatron_lossy.lab", *_from_nothing(sys.argv[1:])]),
+        "command": shlex.join(
+            ["python", "-m", "megatron_lossy.lab", *(word for word in sys.argv[1:] if word != "--report-only")]
+        ),
         "trained": trained(results),
         "runs": run_table(results).splitlines(),  # one line each, in the file as well
     }
@@ -99,19 +101,8 @@ def write_record(results: Results, out: Path) -> Path:
     return out / RECORD
 
 
-def _from_nothing(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` without what makes a report of runs that are there already."""
-    kept, passing = [], False
-    for argument in arguments:
-        if argument.startswith("--"):
-            passing = argument.split("=")[0] == "--records"
-        if not passing and argument != "--report-only":
-            kept.append(argument)
-    return kept
-
-
 def tables(results: Results) -> dict[str, LossTable]:
-    """All tables of a report by the names of their files."""
+    """Return all tables of a report by the names of their files."""
     found: dict[str, LossTable] = {}
     if results.study.paper:
         found["table1"] = table_1(results)
@@ -168,8 +159,6 @@ class RecordedRun(Run):
 
     ends: dict[str, float] = field(default_factory=dict)
     """Final values by the name of their column."""
-    columns: set[str] = field(default_factory=set)
-    """The names of all columns, those without a value too."""
 
     @property
     def train_loss(self) -> float:
@@ -177,11 +166,11 @@ class RecordedRun(Run):
         return self.ends.get("train loss", math.nan)
 
     def valid_loss(self, weights: str) -> float | None:
-        """The recorded loss of the last evaluation with ``weights``; None if there was none."""
+        """Return the recorded loss of the last evaluation with ``weights``; None if there was none."""
         return self.ends.get(f"val loss ({weights})", self.ends.get("val loss"))
 
     def scalar(self, name: str) -> float | None:
-        """The recorded scalar ``name``; None if the run has none."""
+        """Return the recorded scalar ``name``; None if the run has none."""
         return self.ends.get(name)
 
 
@@ -196,7 +185,7 @@ class Record:
 
 
 def read_record(flag: str, folder: Path) -> Record:
-    """The record in ``folder``, which ``flag`` names. Raises :class:`UsageError`."""
+    """Return the record in ``folder``, which ``flag`` names. Raise :class:`UsageError`."""
     try:
         content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         rows = list(csv.DictReader(content["runs"]))
@@ -211,7 +200,7 @@ def read_record(flag: str, folder: Path) -> Record:
 
 
 def results_of(record: Record, study: Study, folder: Path) -> Results:
-    """The results of ``study`` in ``record``. Raises :class:`UsageError` for those of another study."""
+    """Return the results of ``study`` in ``record``. Raise :class:`UsageError` for those of another study."""
     cells = _cells(study)
     if record.title != study.title or not {place for place, *_ in record.runs} <= cells.keys():
         raise refuse("FOLDER", folder, f"must hold the report of {study.title!r}, with runs of that study only")
@@ -220,8 +209,6 @@ def results_of(record: Record, study: Study, folder: Path) -> Results:
 
 def _end(row: Mapping[str, str]) -> RecordedRun:
     ends = {name: float(text) for name, text in row.items() if name not in RUN_COLUMNS and text}
-    # A report of a single kind of weights does not name it: it is that of the runs beside them.
+    # A report of a single kind of weights does not name it: it is the one of the runs in the same report.
     kinds = [kind for kind in WEIGHTS if f"val loss ({kind})" in ends]
-    return RecordedRun(
-        row["cell"], 0.0, 0.0, None, None, {}, valid={kind: {} for kind in kinds}, ends=ends, columns=set(row)
-    )
+    return RecordedRun(row["cell"], 0.0, 0.0, None, None, {}, valid={kind: {} for kind in kinds}, ends=ends)

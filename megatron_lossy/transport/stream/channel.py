@@ -82,7 +82,7 @@ class Channel:
             time.sleep(0.002)
         missing = {rank: link.problem for rank, link in self.links.items() if not link.connection}
         rows = opening.share("reached", json.dumps(missing).encode())
-        for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and knows more
+        for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and has the reason
             for other, why in json.loads(rows[rank]).items():
                 ends = (f"rank {one} of {self.name} ({hellos[one].where})" for one in (rank, int(other)))
                 raise UsageError(
@@ -137,8 +137,11 @@ class Channel:
                 self.host.ask(link.wake)
             return transfer
 
-    def send(self, phase: str, number: int, bucket: int, sources: Pointers) -> Transfer:
-        """Give the address of each destination's piece, after :meth:`post`; ``None``: that rank gets nothing."""
+    def send(self, phase: str, number: int, bucket: int, sources: Pointers, must: np.ndarray | None = None) -> Transfer:
+        """Give the address of each destination's piece, after :meth:`post`; ``None``: that rank gets nothing.
+
+        ``must``: units that must arrive; of a stream all do.
+        """
         key = self.phases.index(phase), bucket
         header = self._header(END, key, number)
         with self.lock:
@@ -161,7 +164,7 @@ class Channel:
             self.links[source].put(Outgoing(header, 0, transfer.shape, dropped=True), first=True)
 
     def take(self, link: Link, header: Header, payload: memoryview) -> bool:
-        """Put a frame where it belongs. Returns whether there was room. Raises :class:`Malformed`."""
+        """Put a frame where it belongs. Return whether there was room. Raise :class:`Malformed`."""
         with self.lock:
             if header.kind == BYE:
                 link.closed = True
@@ -232,7 +235,7 @@ class Channel:
     # --- ranks that are gone ---------------------------------------------------------------------------------------
 
     def lose(self, rank: int) -> None:
-        """Do without ``rank`` from now on: what was to come from it is lost."""
+        """Do without ``rank`` from now on: its data to come are lost."""
         with self.lock:
             self._leave(self.links[rank])
 
@@ -243,7 +246,7 @@ class Channel:
         self.lock.notify_all()
 
     def lost_ranks(self) -> dict[int, str]:
-        """The ranks that are done without, and why."""
+        """Return the ranks that are done without, and why."""
         return {rank: f"{link.called}: {self._why(link)}" for rank, link in self.links.items() if link.left}
 
     def _why(self, link: Link) -> str:
@@ -257,12 +260,12 @@ class Channel:
         """Do nothing: TCP sends again by itself."""
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Counters of each peer."""
+        """Return counters of each peer."""
         with self.lock:
             return {peer: dict(link.counters) for peer, link in self.links.items()}
 
     def rates(self) -> dict[int, dict[str, float]]:
-        """By peer, ``rate``: bytes per second that the kernel last measured towards it; ``rtt_min``: seconds."""
+        """Return, by peer, ``rate``: bytes per second that the kernel last measured; ``rtt_min``: seconds."""
         found = {}
         for peer, link in self.links.items():
             connection = link.connection

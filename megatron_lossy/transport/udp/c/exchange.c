@@ -1,7 +1,7 @@
-/* Exchange state: how an exchange begins, what it may cost before it is posted, when a source of it is over, and when nobody
- * will ask for it any more.
+/* Exchange state: how an exchange begins, what it may cost before it is posted, when a source of it is over, and when it
+ * will not be asked for any more.
  *
- * An exchange exists from the first of: a post, a send, a datagram of a peer. What peers make it keep is charged to the early
+ * An exchange exists from the first of: a post, a send, a datagram of a peer. Memory that peers make it keep is charged to the early
  * pool, which is bounded.
  */
 
@@ -175,7 +175,7 @@ static void exchange_settle(struct exchange *x)
         exchange_free(x);
 }
 
-/* After a post or send: what peers began and nobody here will ever join. */
+/* After a post or send: exchanges of peers that this rank will never join. */
 static void forget_passed(struct channel *c, int phase, struct bucket *b)
 {
     for (struct exchange *x = b->live, *same; x; x = same) {
@@ -240,7 +240,7 @@ static void exchange_over(struct exchange *x, ns now)
     pthread_mutex_unlock(&e->tell);
 }
 
-/* What source `i` lost can be asked for when the exchange is gone. */
+/* The losses of source `i` can be asked for when the exchange is gone. */
 static void report_lost(struct exchange *x, uint32_t i)
 {
     const struct bucket *b = x->bucket;
