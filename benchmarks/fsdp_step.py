@@ -1,4 +1,4 @@
-"""What loss costs an FSDP2 model: time of a step, and bytes sent, over those of plain FSDP2.
+"""Cost of loss for an FSDP2 model: time of a step, and bytes sent, over those of plain FSDP2.
 
     python -m benchmarks.fsdp_step [--ranks 4] [--rounds 24] [--bf16] [--launches 1] [--out benchmarks/results]
 
@@ -65,7 +65,7 @@ class _Counted:
         self._gathers, self._trainer = gathers, trainer
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As torch does."""
+        """Allocate as torch does."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -128,7 +128,7 @@ class Trainer(Timed):
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Everything, on every rank; the result of rank 0 counts."""
+    """Run everything on every rank; the result of rank 0 counts."""
     trainers = {name: Trainer(settings, variant) for name, variant in VARIANTS.items()}
     for trainer in trainers.values():
         trainer.step()  # the first gather is reliable
@@ -150,7 +150,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     what = (
         f"{result['ranks']} ranks, {result['parameters'] / 1e6:.0f} M parameters, "
         f"{result['tokens per rank and step']} tokens per rank and step, p = {result['settings']['p']}, {turns(result)}"

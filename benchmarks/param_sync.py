@@ -1,4 +1,4 @@
-"""What it costs to keep full replicas equal: time of steps over that of the same steps of unhooked megatron-core.
+"""Cost of keeping full replicas equal: time of steps over that of the same steps of unhooked megatron-core.
 
     python -m benchmarks.param_sync [--ranks 2] [--rounds 12] [--interval 20] [--out benchmarks/results]
 
@@ -47,7 +47,7 @@ class ReplicaSettings(Settings):
 
 
 def variants(interval: int) -> dict[str, dict[str, Any] | None]:
-    """Flags by variant; None is unhooked megatron-core."""
+    """Return flags by variant; None is unhooked megatron-core."""
     averages = {"param_sync_interval": interval, "param_sync_always": True}
     return {
         BASELINE: None,
@@ -65,13 +65,13 @@ class Replica(Trainer):
     _settings: ReplicaSettings
 
     def steps(self) -> None:
-        """As many steps as there are between two synchronisations."""
+        """Make as many steps as there are between two synchronisations."""
         for _ in range(self._settings.interval):
             self.step()
 
 
 def run(settings: ReplicaSettings) -> dict[str, Any]:
-    """Everything, on every rank; the result of rank 0 counts."""
+    """Run everything on every rank; the result of rank 0 counts."""
     trainers = {
         name: Replica(settings, None if flags is None else LossyConfig(**flags))
         for name, flags in variants(settings.interval).items()
@@ -88,7 +88,7 @@ def run(settings: ReplicaSettings) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     settings = result["settings"]
     interval = settings["interval"]
     what = (

@@ -26,7 +26,7 @@ def flags(**more):
 
 
 def rounded(values, block, unit, bits=8):
-    """Of ``values`` [n] what arrives, unit by unit."""
+    """Return the form of ``values`` [n] that arrives, unit by unit."""
     parts = [values[first : first + unit] for first in range(0, len(values), unit)]
     return np.concatenate([block_values(block_payload(part, bits, block), len(part), bits, block) for part in parts])
 
@@ -93,7 +93,7 @@ OUTER = {"sync_method": "diloco", "sync_dtype": "int4"}
     st.data(),
 )
 def test_outer_steps_against_the_reference(bits, islands, parts, interval, outer, data):
-    """Of one fragment: v - w crosses in codes, its mean with the owners' rest comes back, and what was not sent stays in w."""
+    """Distances v - w of a fragment cross in codes, means with the owners' rests come back, and w keeps the rest of v - w."""
     delay = data.draw(st.integers(0, parts * interval - 1))
     config = flags(
         **OUTER | {"sync_dtype": f"int{bits}", "islands": islands, "sync_interval": interval, "sync_delay": delay},
@@ -135,7 +135,7 @@ def test_outer_steps_against_the_reference(bits, islands, parts, interval, outer
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("more", [{}, {"sync_fraction": 0.5, "sync_interval": 2, "sync_delay": 3}], ids=str)
 def test_progress_smaller_than_the_rounding_crosses_in_the_end(dtype, more):
-    """In blocks of 32 elements of which one moves 1,000 or 50 times as much."""
+    """Blocks have 32 elements, of which one moves 1,000 or 50 times as much."""
     config = flags(**OUTER | {"sync_dtype": dtype, "outer_optimizer": (1.0, 0.0)}, **more)
     progress = torch.full((192,), 0.001 if dtype == "int8" else 0.02)
     progress[::32] = 1.0

@@ -1,4 +1,4 @@
-"""The project stays as small as it is. Whoever makes it larger takes something away first, or says why and raises a limit."""
+"""The project stays small. A change that adds lines takes some away first, or says why and raises a limit."""
 
 import pytest
 
@@ -8,13 +8,13 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 33_015,
-    "lines of the package": 47_822,
+    "lines outside lab": 33_025,
+    "lines of the package": 47_825,
     "lines of C": 4_060,
-    "lines of tests": 41_000,
+    "lines of tests": 41_110,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 41,
-    "lines of islands": 7_514,
+    "lines of islands": 7_521,
     "files under 40 lines": 10,
     "files over 450 lines": 4,
     "words of pages": 42_440,

@@ -114,7 +114,7 @@ def _membership(axes: Axes, results: Results) -> None:
 
 
 def _served(results: Results) -> list[tuple[int, int]]:
-    """The iterations in which the coordinator was there."""
+    """Return the iterations in which the coordinator was there."""
     edges = [0, *(one.at for one in results.happened if one.slot == COORDINATOR)]
     edges += [results.end] if len(edges) % 2 else []
     return list(zip(edges[::2], edges[1::2]))

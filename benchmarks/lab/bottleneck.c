@@ -9,7 +9,7 @@
 #include "../../megatron_lossy/transport/udp/c/shared.c"
 #include "../../megatron_lossy/transport/udp/c/rate.c"
 
-enum { CUBIC = SHARED + 1, RENO }; /* beside the rules of rate.c */
+enum { CUBIC = SHARED + 1, RENO }; /* in addition to the rules of rate.c */
 enum { SEND, ARRIVE, HEAR, DUE }; /* kinds of events */
 enum { BYTES = 1500, RING = 1 << 17, STEPS = 8, GROUPS = 64 };
 

@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(flag: str, file: str | Path) -> dict[Any, Any]:
-    """The mapping in the YAML file that ``flag`` names. Raises :class:`UsageError`."""
+    """Return the mapping in the YAML file that ``flag`` names. Raise :class:`UsageError`."""
     try:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
@@ -54,9 +54,9 @@ def read_yaml(flag: str, file: str | Path) -> dict[Any, Any]:
 
 
 def arguments_of(settings: Mapping[str, Any], classes: Sequence[type]) -> list[str]:
-    """Flags of ``classes`` (names with dashes or underscores) and their values as command-line arguments.
+    """Return flags of ``classes`` (names with dashes or underscores) and their values as command-line arguments.
 
-    Raises :class:`UsageError`.
+    Raise :class:`UsageError`.
     """
     flags = {
         field.name: (
@@ -77,7 +77,7 @@ def arguments_of(settings: Mapping[str, Any], classes: Sequence[type]) -> list[s
 
 
 def from_origin(words: Sequence[str], origin: str) -> list[str]:
-    """The ``words`` of a command line, with ``origin`` as that of each flag."""
+    """Return the ``words`` of a command line, with ``origin`` as that of each flag."""
     options = [Option(word) if word.startswith("--") else word for word in words]
     for option in options:
         if isinstance(option, Option):
@@ -107,7 +107,7 @@ def note_origins_of(words: Sequence[str], *classes: type) -> None:
 
 
 def off(switch: str) -> str:
-    """The flag that unsets ``switch``."""
+    """Return the flag that unsets ``switch``."""
     return switch.replace("--", "--no-", 1)
 
 

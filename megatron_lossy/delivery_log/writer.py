@@ -42,7 +42,7 @@ def claim_delivery_log(
 
     Call it before any process group exists; all ranks may. ``ranks``: size of the data-parallel group (times context
     parallel). ``resumes``: whether the run continues from a checkpoint. ``run``: other settings that identify the run,
-    for JSON. ``flags``: the dataclass that these settings are the identity of, if it is one. Raises :class:`UsageError`
+    for JSON. ``flags``: the dataclass that these settings are the identity of, if it is one. Raise :class:`UsageError`
     if the folder holds another run, or this one and it starts anew.
     """
     if config.delivery_log is None or config.inert or config.jobs().apart:
@@ -271,7 +271,7 @@ class DeliveryLog(LogWriter):
         return pa.table(columns, schema=self.columns())
 
     def _redrawn(self, phase: str) -> bool:
-        """Whether rows carry a digest in place of the bitmap, because the losses can be drawn again."""
+        """Return whether rows carry a digest in place of the bitmap, because the losses can be drawn again."""
         config = self._config
         return (
             config.loss_unit == "packet"

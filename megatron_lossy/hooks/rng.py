@@ -12,7 +12,7 @@ from ..base import device
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of Python, NumPy, torch, the device and Megatron's tracker."""
+    """Return the states of Python, NumPy, torch, the device and Megatron's tracker."""
     from megatron.core import tensor_parallel  # whose absence others report
 
     state = {
@@ -27,7 +27,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` with its tensors on the CPU, where torch wants random states; they may be on any device."""
+    """Return ``state`` with its tensors on the CPU, where torch wants random states; they may be on any device."""
     return {name: on_cpu(value) if isinstance(value, dict) else value.cpu() for name, value in state.items()}
 
 

@@ -117,7 +117,7 @@ class LossyDDP(LossyRun):
     # --- gradients -------------------------------------------------------------------------------------------------
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """DDP's communication hook: the mean of ``bucket`` over all ranks."""
+        """Return the mean of ``bucket`` over all ranks: DDP's communication hook."""
         number, gradient, last = bucket.index(), bucket.buffer(), bucket.is_last()
         self.reducing(number)
         gradient.mul_(1.0 / self.ranks.size())  # as DDP itself does
@@ -136,7 +136,7 @@ class LossyDDP(LossyRun):
         return future
 
     def _begin(self, number: int, gradient: torch.Tensor) -> Callable[[], None]:
-        """Begin the reduction of a bucket. Returns a function that ends it."""
+        """Begin the reduction of a bucket. Return a function that ends it."""
         if self._closed_hook or not self._known or self._lossy[0].lossless("grad"):
             work = dist.all_reduce(gradient, group=self.ranks, async_op=True)
             return partial(self._end_reliable, work, number, gradient)
@@ -178,7 +178,7 @@ class LossyDDP(LossyRun):
             )
 
     def _know(self, buckets: list[Bucket]) -> None:
-        """The final buckets are known."""
+        """Take the final buckets."""
         self.buckets, self._known = buckets, True
         size = self.ranks.size()
         gradients = [torch.empty(one.elements, dtype=one.dtype, device="meta") for one in buckets]
@@ -222,7 +222,7 @@ class LossyDDP(LossyRun):
         return {"world size": self.ranks.size(), "parameters": sum(one.numel() for one in self.parameters)}
 
     def exchanged_state(self) -> None:
-        """``None``: replicas are equal."""
+        """Return ``None``: replicas are equal."""
 
     def load_exchanged_state(self, state: None) -> None:
         """Do nothing."""
@@ -242,5 +242,5 @@ class LossyDDP(LossyRun):
         super()._load_state(state)
 
     def restore_exchanges(self) -> None:
-        """From now on the hook, which torch cannot take away, averages as DDP itself does."""
+        """Let the hook, which torch cannot take away, average as DDP itself does."""
         self._closed_hook = True

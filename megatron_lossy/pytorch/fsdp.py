@@ -229,16 +229,16 @@ class LossyFSDP(LossyRun):
             one.group.modules[0].reshard()
 
     def own_weights(self) -> list[torch.Tensor]:
-        """This rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
+        """Return this rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
         return [piece for one in self._sharded for piece in one.group.pieces()]
 
     def gathered(self) -> list[tuple[dist.ProcessGroup, torch.Tensor, torch.Tensor]]:
-        """The ranks of each parameter group, this rank's replica, and float32 [shard], the part of it that this rank owns."""
+        """Return each parameter group's ranks, this rank's replica, and float32 [shard], the part that it owns."""
         return [(one.group.ranks, one.replica, one.group.weights()) for one in self._sharded]
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """A context in which the replicas hold other weights than the run's: no update may be made."""
+        """Return a context in which the replicas hold other weights than the run's: no update may be made."""
         self.reshard()
         self.holds = True
         try:
@@ -269,7 +269,7 @@ class LossyFSDP(LossyRun):
     # --- saved state -----------------------------------------------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """Somebody else than the optimizer wrote weights: the next gather is reliable. Call it on all ranks."""
+        """Note a write of weights that is no optimizer's: the next gather is reliable. Call it on all ranks."""
         self.restarts += 1
 
     def follow_loading(self, model: torch.nn.Module) -> None:

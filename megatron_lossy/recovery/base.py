@@ -1,6 +1,6 @@
 """Rules for units that do not arrive: the verbs that a wire calls, and the records that it hands over.
 
-Rules are pure: they know no process group. Torch is not imported here, so that flags can be checked without it.
+Rules are pure: they use no process group. Torch is not imported here, so that flags can be checked without it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Rule(ABC):
         """Forget the data kept between steps: they belong to another run than the one that goes on."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State that must be saved for a run to continue bit for bit."""
+        """Return state that must be saved for a run to continue bit for bit."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -140,7 +140,7 @@ class GradRecovery(Rule):
     destination. If owners get the pieces of all senders, the owner removes them: ``lost`` are units by source.
     """
 
-    #: Whether the rule asks for :attr:`Gradients.coming`, which only drawn losses can tell.
+    #: Whether the rule asks for :attr:`Gradients.coming`, which only drawn losses have.
     foresight: bool = False
     #: Whether gradients of earlier steps enter the sum. The sum must then mean the same in all steps.
     carries_over: bool = False
@@ -148,7 +148,7 @@ class GradRecovery(Rule):
     feeds_back: ClassVar[bool] = False
     #: Whether :meth:`before` calls :attr:`Gradients.rounding` itself: after it has kept or chosen values as they were.
     rounds: ClassVar[bool] = False
-    #: Whether :meth:`before` leaves the units of :attr:`Lost.spared` alone; else it is told of none.
+    #: Whether :meth:`before` leaves the units of :attr:`Lost.spared` alone; else it gets none.
     minds_spared: ClassVar[bool] = False
 
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
@@ -177,7 +177,7 @@ class GradRecovery(Rule):
 
     @classmethod
     def kept_share(cls, lost: float) -> float:
-        """Elements kept between steps, per element of the gradients. ``lost``: the share that a step loses."""
+        """Return elements kept between steps, per element of the gradients. ``lost``: the share that a step loses."""
         return 0.0
 
 
@@ -200,7 +200,7 @@ class Stale(Rule):
     exact: bool = True
 
     def put_aside(self, replica: torch.Tensor, delivery: Delivery) -> Saved | None:
-        """Copies of the units of ``replica`` [N * shard] that will be stale; ``None`` if there is nothing to do."""
+        """Return copies of the units of ``replica`` [N * shard] that will be stale; ``None`` if there are none."""
         lost = delivery.lost_here(self.units)
         return None if self.rows.nothing(lost) else self.rows.take(replica, self.units, lost)
 
@@ -233,7 +233,7 @@ _IN_CACHE = 2**18
 
 
 def ordered_sum(pieces: torch.Tensor, averaged: bool = False) -> torch.Tensor:
-    """The sum [shard] of ``pieces`` [N, shard] in their order, in float32 at least; divided by N if ``averaged``.
+    """Return the sum [shard] of ``pieces`` [N, shard] in order, in float32 at least; divided by N if ``averaged``.
 
     The order of ``torch.sum`` depends on the device and the shape. A loop keeps the order, but launches N kernels. HPU
     compiles a loop into one graph, and a CPU adds fastest in a loop.
@@ -251,7 +251,7 @@ _PARTS = 8
 
 
 def _sum_in_few_kernels(pieces: torch.Tensor, averaged: bool) -> torch.Tensor:
-    """:func:`ordered_sum` in a number of kernels that does not depend on N.
+    """Return :func:`ordered_sum` in a number of kernels that does not depend on N.
 
     A thread of ``embedding_bag`` adds up one column of a bag, row by row, in float32 at least (EmbeddingBag.cu,
     ``EmbeddingBag_updateOutputKernel_sum_mean``). So the bits are those of the loop, but for the sign of a sum of

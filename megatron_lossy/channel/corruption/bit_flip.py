@@ -61,7 +61,7 @@ def check_bits(config: ErrorFlags, width: int) -> None:
 
 
 def _different(words: Callable[[int], np.ndarray], count: int, population: int) -> np.ndarray:
-    """int64[count]: the first different numbers below ``population`` that ``words`` gives."""
+    """Return int64[count]: the first different numbers below ``population`` that ``words`` gives."""
     found: dict[int, None] = {}
     while len(found) < count:
         for number in (words(count) % np.uint64(population)).tolist():

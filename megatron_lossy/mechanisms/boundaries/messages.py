@@ -16,7 +16,7 @@ from .loss import Boundary, BoundaryLoss, Fate
 def order(
     phase: str, table: Sequence[tuple[int, int]], first: bool, last: bool, sends: bool = False
 ) -> list[tuple[int, int]]:
-    """(micro-batch, model chunk) of each message that a rank receives, or ``sends``, in ``phase``, in their order.
+    """Return (micro-batch, model chunk) of each message that a rank receives, or ``sends``, in ``phase``, in order.
 
     ``table``: (micro-batch, model chunk) of each forward pass of the rank, in order; backward passes go through the
     chunks from the last on. ``first``, ``last``: whether it is the first or the last pipeline rank. The first makes the
@@ -86,7 +86,7 @@ class Messages:
     def identify(
         self, phase: str, boundary: Boundary, rank: int, tensor: int | None, step: int, evaluation: bool
     ) -> Message:
-        """The next message at ``boundary``. Call it once for each message, in the order of their arrival."""
+        """Return the next message at ``boundary``. Call it once for each message, in the order of their arrival."""
         if step != self._step:
             self.begin(step)
         key = (phase, boundary.stream(rank), tensor)
@@ -95,11 +95,11 @@ class Messages:
         return Message(phase, boundary, rank, tensor, step, number, evaluation)
 
     def next(self, phase: str, boundary: Boundary, rank: int, tensor: int, step: int, packets: int) -> Fate:
-        """The fate of the next message of ``packets`` at ``boundary``; see :meth:`BoundaryLoss.draw`."""
+        """Return the fate of the next message of ``packets`` at ``boundary``; see :meth:`BoundaryLoss.draw`."""
         return self.loss[phase].fate(boundary, packets, self.lost(phase, boundary, rank, tensor, step, packets))
 
     def lost(self, phase: str, boundary: Boundary, rank: int, tensor: int, step: int, packets: int) -> np.ndarray:
-        """bool[units]: the units that the draw loses of the next message, its packets and then its parity."""
+        """Return bool[units]: the units that the draw loses of the next message, its packets and then its parity."""
         if step != self._step:
             self.begin(step)
         loss = self.loss[phase]

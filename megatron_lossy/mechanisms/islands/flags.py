@@ -365,7 +365,6 @@ class IslandFlags(Flags):
             allowed = f"must be below {least}, after which an element is sent again, with --sync-method diloco"
             self._need("sync_delay", not self.may_overlap, allowed)
         if self.sync_method == "eager-diloco":
-            self._need("sync_fraction", self.sync_fraction == 1, "must be 1 with --sync-method eager-diloco")
             allowed = f"must be --sync-interval {self.sync_interval} with --sync-method eager-diloco"
             self._need("sync_delay", self.sync_delay == self.sync_interval, allowed)
         if self.island_speeds is not None:
@@ -394,6 +393,7 @@ class IslandFlags(Flags):
     def _check_used(self) -> None:
         """Raise :class:`UsageError` for a flag that does nothing."""
         method, corrected = self.sync_method, self.sync_method == "parameters"
+        in_parts = self.averages and (corrected or method == "diloco")
         # In the order in which they are asked for: what a flag needs comes before it.
         uses = {
             "sync_method": (self.islands > 1 or method == "gradients", "--islands of at least 2"),
@@ -409,11 +409,8 @@ class IslandFlags(Flags):
                 ),
             ),
             **dict.fromkeys(
-                ("sync_subset", "sync_block", "island_schedule"),
-                (
-                    self.averages and method in ("parameters", "diloco"),
-                    "--islands and a --sync-method of parameters or diloco",
-                ),
+                ("sync_fraction", "sync_subset", "sync_block", "island_schedule"),
+                (in_parts, "--islands and a --sync-method of parameters or diloco"),
             ),
             "rendezvous": (self.averages and corrected, "--islands and --sync-method parameters"),
             **dict.fromkeys(
@@ -428,7 +425,6 @@ class IslandFlags(Flags):
                 self.averages and corrected,
                 "--islands and --sync-method parameters: outer weights can only be copied",
             ),
-            "sync_fraction": (self.averages and method != "none", "--islands and --sync-method parameters or diloco"),
             "delay_correction": (self.averages and corrected, "--islands and --sync-method parameters"),
             "outer_optimizer": (self.has_outer_optimizer, "--sync-method diloco or eager-diloco"),
         }

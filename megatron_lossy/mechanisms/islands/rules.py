@@ -16,9 +16,7 @@ replaced by its own distance of now,
 
 In the first round there is no earlier mean, and an island takes own / M alone. So the progress of each island counts once in the end.
 With all of its own progress in the first round, an island would stay (1 - 1/M) of it away from the others, and many times as much with
-momentum. Nothing pulls outer weights together again once they differ: a mean must not be lost. The abstract and summaries say as much
-as the formula; the algorithm printed in the paper could not be compared. The special case that *AsyncMesh* names is another rule, and
-slower (docs/islands.md).
+momentum. Nothing pulls outer weights together again once they differ: a mean must not be lost.
 """
 
 from __future__ import annotations

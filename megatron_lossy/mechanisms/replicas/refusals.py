@@ -29,25 +29,25 @@ _LOST = "lost parameters"
 
 
 def _apart(config: LossyConfig) -> bool:
-    """Whether replicas can differ, and so disagree on an overflow."""
+    """Return whether replicas can differ, and so disagree on an overflow."""
     return (config.drives_apart or config.synchronises) and config.replica_check != "repair"
 
 
 def _sums_absolute_noise(config: LossyConfig, facts: Facts) -> bool:
-    """Whether gradients are sums over tokens, and the noise in them is not relative."""
+    """Return whether gradients are sums over tokens, and the noise in them is not relative."""
     relative = config.error_kind != "gaussian" or config.grad_error_relative is not None
     return bool(facts.per_token_loss and not config.inert and not relative)
 
 
 def _scale(config: LossyConfig, facts: Facts) -> Mapping[str, str] | None:
-    """The loss scale of float16, if replicas that differ would not agree on it."""
+    """Return the loss scale of float16, if replicas that differ would not agree on it."""
     if facts.distributed_optimizer is not False or not facts.fp16 or not _apart(config):
         return None
     return {"scale": "on" if facts.loss_scale is None else f"with --loss-scale {facts.loss_scale:g}"}
 
 
 def _copied(config: LossyConfig, facts: Facts) -> Mapping[str, str] | None:
-    """The flag of averages on different stages that would make the copies of an embedding differ.
+    """Return the flag of averages on different stages that would make the copies of an embedding differ.
 
     Each stage adds up its own copy, among other parameters. Sums of more than two replicas round differently there.
     """
