@@ -146,7 +146,7 @@ def markdown(kept: Kept, header: Sequence[str]) -> str:
     lines = ["# What TCP keeps next to exchanges over UDP", "", *[f"- {line}" for line in header], ""]
     link = f"{RATE / 1e6:.0f} Mbit/s with a round trip of {1000 * ROUND_TRIP:.0f} ms"
     lines += [
-        f"Percent of what a TCP flow of the kernel carries alone over {link}: the median, and the least and most of the runs.",
+        f"Percent of its rate alone that a TCP flow of the kernel keeps over {link}: median, least and most of the runs.",
         "",
         "| TCP | next to | " + " | ".join(f"queue {queue:g} ms" for queue in queues) + " |",
         "| --- " * (2 + len(queues)) + "|",
@@ -178,7 +178,7 @@ def plot(kept: Kept, path: Path) -> None:
         axes.set_xlabel("queue of the link (ms)")
         axes.set_title(f"One {CONTROLS[control]} flow next to", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("what it keeps of what it has alone (%)")
+    figure.axes[0].set_ylabel("share of its rate alone (%)")
     figure.axes[-1].legend(frameon=False, loc="lower left", fontsize=9)
     figure.savefig(path, dpi=150)
 

@@ -73,7 +73,7 @@ def write_results(folder: str | Path, name: str, **contents: str) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on."""
+    """Return a free TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.congestion [--rules shared dedicated] [--seeds 3] [--only TEXT] [--out benchmarks/results]
 
-Own loss is what does not fit the queue; a path's own loss is not counted in it. Flows of ours send exchanges of 4 to 40 MB with
-pauses of 10 to 300 ms, except next to TCP, where fairness is measured, and where the path changes: there they send
-without end. The model has neither a scheduler nor a machine that is busy.
+Own loss is packets that do not fit the queue, without those that the path loses. Flows of ours send exchanges of 4 to
+40 MB with pauses of 10 to 300 ms, except next to TCP, where fairness is measured, and where the path changes: there
+they send without end. The model has neither a scheduler nor a machine that is busy.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def plot(path: Path, seeds: int) -> None:
     axes.minorticks_off()
     axes.set_ylim(0, 105)
     axes.set_xlabel("queue of the bottleneck (ms)")
-    axes.set_ylabel("what Cubic keeps of what it has alone (%)")
+    axes.set_ylabel("share of its rate alone that Cubic keeps (%)")
     axes.set_title("One Cubic flow on 100 Mbit/s and 20 ms, next to", loc="left")
     axes.legend(frameon=False, loc="upper left", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)

@@ -4,7 +4,7 @@
 
 Every variant trains the same transformer (20 M parameters), each layer a parameter group that is resharded after the forward
 pass. The variants take turns, one step each, and the order rotates; the ratio of each is the median over rounds of its
-time over the baseline's in the same round. The baseline is there twice: its ratio to itself says what a ratio is worth.
+time over the baseline's in the same round. The baseline is there twice: its ratio to itself shows the noise of a ratio.
 Bytes are those that a rank gives to collectives for others, counted where torch's collectives are called.
 """
 
@@ -27,15 +27,14 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.pytorch import make_lossy
 
 BASELINE, AGAIN = "FSDP2", "FSDP2 again"
-#: Variant: loss flags, and arguments of ``make_lossy``; ``None`` is plain FSDP2.
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
+#: Variant: loss flags; ``None`` is plain FSDP2.
+VARIANTS: dict[str, dict[str, Any] | None] = {
     BASELINE: None,
     AGAIN: None,
-    "p = 0": ({"p_grad": 0.0, "p_param": 0.0}, {}),
-    "shard": ({"loss_unit": "shard"}, {}),
-    "packet 4 KiB": ({"loss_unit": "packet", "packet_bytes": 4096}, {}),
-    "packet 4 KiB, compensated": ({"loss_unit": "packet", "packet_bytes": 4096, "param_send": "compensated"}, {}),
-    "packet 4 KiB, each gather": ({"loss_unit": "packet", "packet_bytes": 4096}, {"regather": True}),
+    "p = 0": {"p_grad": 0.0, "p_param": 0.0},
+    "shard": {"loss_unit": "shard"},
+    "packet 4 KiB": {"loss_unit": "packet", "packet_bytes": 4096},
+    "packet 4 KiB, compensated": {"loss_unit": "packet", "packet_bytes": 4096, "param_send": "compensated"},
 }
 
 
@@ -59,7 +58,7 @@ class Settings:
 
 
 class _Counted:
-    """torch's own exchange of FSDP2, which counts what this rank sends to others."""
+    """torch's own exchange of FSDP2, which counts the bytes that this rank sends to others."""
 
     def __init__(self, gathers: bool, trainer: Trainer) -> None:
         self._gathers, self._trainer = gathers, trainer
@@ -82,7 +81,7 @@ class _Counted:
 class Trainer(Timed):
     """One variant: a model and its optimizer."""
 
-    def __init__(self, settings: Settings, variant: tuple[dict[str, Any], dict[str, Any]] | None) -> None:
+    def __init__(self, settings: Settings, variant: dict[str, Any] | None) -> None:
         self._settings, self.iteration, self.own_bytes = settings, 0, 0
         torch.manual_seed(0)
         width = settings.hidden
@@ -105,9 +104,8 @@ class Trainer(Timed):
                 module.set_custom_all_gather(_Counted(True, self))
                 module.set_custom_reduce_scatter(_Counted(False, self))
         else:
-            flags, how = variant
-            config = LossyConfig(**{"p_grad": settings.p, "p_param": settings.p, **flags})
-            self.lossy = make_lossy(self.model, self.optimizer, config, **how)
+            config = LossyConfig(**{"p_grad": settings.p, "p_param": settings.p, **variant})
+            self.lossy = make_lossy(self.model, self.optimizer, config)
 
     @property
     def sent_bytes(self) -> int:

@@ -3,7 +3,7 @@
     python -m benchmarks.island_step [--islands 2] [--steps 4] [--rounds 14] [--out benchmarks/results]
 
 Islands of one rank each (docs/islands.md), which train the GPT of benchmarks.step_overhead. Variants take turns, several steps
-each, so that what travels during a step does so during one of its own; the order rotates. The ratio of each is the median over
+each, so that data travel only during a variant's own steps; the order rotates. The ratio of each is the median over
 rounds of the time of its steps over the baseline's in the same round. Bytes are what the loopback interface carried meanwhile,
 by the kernel's counter, with the headers of IP and TCP, next to the bytes sent by the islands' metric.
 """

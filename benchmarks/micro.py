@@ -41,7 +41,7 @@ ELEMENTS = 2**20
 
 
 def milliseconds(works: list[Callable[[], object]]) -> float:
-    """Return the median of what ``works`` take, in time of this process, which others do not add to."""
+    """Return the median time of ``works``, in time of this process, which others do not add to."""
     times = []
     for work in works:
         start = time.process_time()

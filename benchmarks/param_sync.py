@@ -4,7 +4,7 @@
 
 Data parallelism without the distributed optimizer, and without errors (docs/corruption.md). Every variant trains the GPT of
 benchmarks.step_overhead in one launch. Variants take turns, as many steps each as there are between two synchronisations, so
-that what overlaps does so with steps of its own; the order rotates. The ratio of each is the median over rounds of the time of
+that overlapped work falls on the variant's own steps; the order rotates. The ratio of each is the median over rounds of the time of
 its steps over the baseline's in the same round. Where nothing is sent since replicas are equal, the table says so; to time an
 average they are averaged all the same.
 

@@ -7,8 +7,8 @@ variants take turns, one step each, and the order rotates; the ratio of each is 
 over the baseline's in the same round. The exchanges alone are timed the same way. Peak extra memory of a gather is
 compared with the bytes really lost in it.
 
-The baseline is there twice: its ratio to itself says what a ratio is worth. A part of that is where in memory a variant happens
-to lie; --launches starts all processes anew, and joins the rounds.
+The baseline is there twice: its ratio to itself shows the noise of a ratio. A part of that is where in memory a variant
+happens to lie; --launches starts all processes anew, and joins the rounds.
 """
 
 from __future__ import annotations

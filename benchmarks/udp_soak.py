@@ -3,7 +3,7 @@
     python -m benchmarks.udp_soak [--seconds 3600] [--exchanges 10000] [--loss 0.05] [--rtt 20] [--megabytes 1] [--trouble 10]
 
 As root, on Linux (benchmarks/lab); elsewhere it says what is missing. Two ranks in two network namespaces make reduce-scatters
-and all-gathers in turns. It ends after the exchanges or the seconds, whichever are over later. Meanwhile a thread does
+and all-gathers in turns. It ends after the exchanges or the seconds, whichever end later. Meanwhile a thread does
 nothing but sleep for 5 ms at a time: when it oversleeps, the machine was busy with something else, and an exchange that
 takes long at that moment is no evidence about the transport.
 
@@ -44,7 +44,7 @@ _LINES = 60
 
 
 class Sleeper:
-    """Notes when the machine does not run who wants to run: intervals in which it overslept by :data:`_OVERSLEPT`."""
+    """Notes when the machine does not run this process: intervals in which it overslept by :data:`_OVERSLEPT`."""
 
     def __init__(self) -> None:
         self.gaps: list[tuple[float, float]] = []
@@ -163,7 +163,7 @@ class Run:
 def soak(args: argparse.Namespace) -> Run:
     """Exchange for as long as is asked."""
     row = Row("soak", args.rtt, args.loss, args.megabytes, burst=args.burst)
-    link = row.link()  # refuses what no link can be
+    link = row.link()  # refuses impossible links
     run, trouble = Run(), None
     samples = run.samples
     with Lab(row.link(loss=False), seed=args.seed) as lab:
@@ -211,7 +211,7 @@ def progress(now: Sample, run: Run) -> str:
 
 
 def on_again(run: Run, event: Event) -> float:
-    """Return milliseconds from the end of ``event`` until an exchange was over that had not lost most."""
+    """Return the milliseconds from the end of ``event`` to the end of an exchange that had not lost most."""
     ended = [one.ended for one in run.seen if one.ended >= event.ended and one.lost < MOST]
     return 1000 * (ended[0] - event.ended) if ended else float("inf")
 

@@ -137,7 +137,7 @@ def enable() -> None:
     of them; a rate of 0 counts. Every other program of the fork stays as it was. A wrong flag ends the process with
     one line and status 2. A second call changes nothing. Neither does a call under the launcher.
     """
-    if _in_charge():
+    if _is_ours():
         return
     from .hooks import megatron_training
 
@@ -221,8 +221,8 @@ def _program_patches() -> list[Patch]:
     ]
 
 
-def _in_charge() -> bool:
-    """Return whether the running program is one of ours. Those install for themselves what they need."""
+def _is_ours() -> bool:
+    """Return whether the running program is one of ours. Those install the hooks that they need for themselves."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name.partition(".")[0] == __package__
 

@@ -135,7 +135,7 @@ def _is_torch(python: str, wanted: str | None) -> bool:
 
 
 def _public(version: str) -> str:
-    """Return ``version`` without what says for which device it was built."""
+    """Return ``version`` without the device that it was built for."""
     return version.partition("+")[0]
 
 

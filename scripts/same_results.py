@@ -5,7 +5,7 @@
     python scripts/same_results.py FILE NEW
 
 OLD and NEW are checkouts, or files that --record wrote of one. Compared are, to the last bit: weights and optimizer
-state, losses, gradient norms and every other metric, what is printed, the delivery log, and saved replicas. Times and
+state, losses, gradient norms and every other metric, the output, the delivery log, and saved replicas. Times and
 versions are not. A setting that only NEW has is no difference. A setting that a checkout lacks is "not there".
 
 The exit status is 0 if all cases are the same, 1 if one differs, 2 if the question makes no sense.
@@ -244,7 +244,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.error = lambda message: refuse(message.removeprefix("argument "))
     parser.add_argument("sides", nargs="*", metavar="OLD NEW", help="checkouts, or files that --record wrote")
-    parser.add_argument("--record", metavar="FILE", help="write what comes out of OLD, for later comparisons")
+    parser.add_argument("--record", metavar="FILE", help="write the results of OLD, for later comparisons")
     parser.add_argument("--quick", action="store_true", help="a subset that touches everything once")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cases whose names contain one of these; * ? []")
     parser.add_argument(

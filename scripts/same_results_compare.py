@@ -80,7 +80,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], renamed: bool = False) -> 
         if part != "settings":
             different += [key for key in after if key not in before]
         if different:
-            first = min(different, key=_when)
+            first = min(different, key=_iteration_of)
             differences.append(
                 f"{part}: {len(different)} of {len(before | after)}, first {first}: "
                 f"{before.get(first, 'not there')} / {after.get(first, 'not there')}"
@@ -101,7 +101,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], renamed: bool = False) -> 
     return differences, notes
 
 
-def _when(key: str) -> int:
+def _iteration_of(key: str) -> int:
     """Return the iteration that a key is about; ``min`` keeps the order of those with the same."""
     found = _ITERATION.search(key)
     return int(next(filter(None, (found[2], found[3])))) if found else 0

@@ -53,7 +53,7 @@ def share_away(events: list[dict[str, object]], islands: int, iterations: int) -
 
 
 def main() -> None:
-    """Write the file, and say what is in it."""
+    """Write the file, and print its content."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--islands", type=int, default=8)

@@ -11,7 +11,7 @@ Between ``<!-- KIND: NAME -->`` and ``<!-- end -->`` of a page stands:
 ``list: studies``, ``presets``, ``features``, ``machines``
     the questions of configs/studies; the files of configs/presets; what tests show, and where they ran (scripts/verified.py)
 ``made: TABLE``
-    a table that a script next to this one makes, or ``lab size`` of the studies of sizes
+    a table that a script next to this one makes, or :mod:`benchmarks.study_sizes`
 
 The tables of a study are made from its record.
 """
@@ -27,6 +27,7 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks import study_sizes
 from megatron_lossy.base.files import write_text
 from megatron_lossy.base.flags import as_text, flag_groups, flag_name
 from megatron_lossy.base.registry import MECHANISMS
@@ -36,7 +37,6 @@ from megatron_lossy.config.refusal import Section, sections
 from megatron_lossy.config.refusals.listing import HEAD
 from megatron_lossy.lab.report import LossTable
 from megatron_lossy.lab.report.scalars import AXES
-from megatron_lossy.lab.studies import size
 from megatron_lossy.lab.studies.commands import recorded
 from megatron_lossy.lab.studies.folder import tables
 from megatron_lossy.lab.train.config import TrainConfig
@@ -56,7 +56,7 @@ _STRANGE = {
     if mechanism not in MECHANISMS.ours()
     for one in dataclasses.fields(mechanism.Flags)
 }
-#: The meaning of what ``--metrics-port`` serves, by its name in records.
+#: The meaning of each value that ``--metrics-port`` serves, by its name in records.
 METRICS = {name: axis.label for name, axis in AXES.items()} | {
     "iteration": "the iteration of the last record",
     "validation loss": "language-model loss (nats per token), by `weights`: replica, owner or consensus",
@@ -109,7 +109,7 @@ def _tables(study: Path) -> Mapping[str, LossTable]:
 
 @functools.cache
 def _of_sizes() -> Mapping[str, LossTable]:
-    return size.tables(size.read(sorted((RESULTS / "studies").glob("size_*"))))
+    return study_sizes.tables(study_sizes.read(sorted((RESULTS / "studies").glob("size_*"))))
 
 
 def links(page: Path) -> set[Path]:

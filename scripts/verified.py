@@ -54,7 +54,7 @@ def feature_table() -> str:
 
 
 def machine_table() -> str:
-    """Return a row for each machine on which tests ran, and one for each device that nobody has run."""
+    """Return a row for each machine on which tests ran, and one for each device without a run."""
     rows = ["| device | machine | versions | date |", "| --- | --- | --- | --- |"]
     rows += [
         f"| {one['device'].upper()} | {one['machine']} | {one['versions']} | {one['date']} |" for one in machines()

@@ -284,6 +284,9 @@ def test_the_page_shows_what_the_plan_says(tmp_path, monkeypatch, capsys):
     [shown] = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     for line in shown.splitlines():
         assert line.strip(" …") in text, line
+    Path("run.key").write_bytes(bytes(32))
     [command] = [block for block in blocks if "megatron_lossy.launch" in block and "--dry-run" in block]
-    launch(command[3:])
-    assert "--sync-fraction" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        launch(command[command.index("megatron_lossy.launch") + 1 :])
+    printed = capsys.readouterr().out
+    assert "ranks    64 on 4 nodes for each island" in printed and "--config plan.yaml" in printed

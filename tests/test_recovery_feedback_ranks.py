@@ -88,9 +88,7 @@ def test_the_mean_of_what_is_kept(constant):
 
 
 def unfinished(rank, config, steps, rejected=()):
-    """Return, of integers: given less applied less kept; kept; the units lost; the unread
-    reports. The loop fills one buffer again in each step. The last two steps have no gradients.
-    """
+    """Return, of integers: given less applied less kept; kept; units lost; unread reports. Two steps have no gradients."""
     size, shard = dist.get_world_size(), 5000
     group = LossyGroup.create(config, [BucketSpec(shard)])
     generator = torch.Generator().manual_seed(rank)

@@ -8,17 +8,17 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 33_025,
-    "lines of the package": 47_825,
+    "lines outside lab": 32_523,
+    "lines of the package": 47_156,
     "lines of C": 4_060,
-    "lines of tests": 41_110,
+    "lines of tests": 40_537,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 41,
-    "lines of islands": 7_521,
+    "lines of islands": 7_530,
     "files under 40 lines": 10,
     "files over 450 lines": 4,
-    "words of pages": 42_440,
-    "loss flags": 75,
+    "words of pages": 35_095,
+    "loss flags": 74,
     "lines of train --help": 90,
 }
 

@@ -285,7 +285,7 @@ def test_strangers_and_replays_change_nothing():
                     while stranger.recv(1000):  # to a replay it says something, and closes then
                         pass
         assert listening.refused == before + len(refused)
-        assert ranks.channels[0].counters()[1] == {"connected": 1, "malformed": 1}
+        until(lambda: ranks.channels[0].counters()[1] == {"connected": 1, "malformed": 1})
         assert all(one.all() for one in ranks.exchange(0))
 
 

@@ -5,8 +5,8 @@
 It starts a coordinator and islands as processes, and makes happen what the schedule says: lines as those of
 --island-schedule, {"slot": 1, "at": 120, "event": "stop"}. stop is kill -9, freeze is SIGSTOP, cut takes the network away (as root, on
 Linux: benchmarks/lab; elsewhere cuts are left out), and return undoes it; what was killed goes on from its checkpoint. The
-coordinator is killed, and started again, as --coordinator-away says. Then it prints what each event cost the others, and the
-losses, and draws both. --undisturbed trains the same islands once more, as many updates, and nothing happens to them.
+coordinator is killed, and started again, as --coordinator-away says. Then it prints the cost of each event for the
+others, and the losses, and draws both. --undisturbed trains the same islands once more, without events.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FLAGS = {
 }
 #: The round trip between two islands, in ms, if nothing else is asked for.
 _RTT = 2.0
-#: The share of a run after which nobody is killed any more: all are there at its end.
+#: The share of a run after which no island is killed any more: all are there at its end.
 _KILLS_UNTIL = 0.97
 _EXPLANATION = (
     "Updates possible: iterations of the run while the process was there, had entered the run, and was not frozen. An exchange "

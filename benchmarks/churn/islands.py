@@ -71,7 +71,7 @@ class Life:
                 self.seen[record["iteration"]] = time.monotonic()
 
     def tail(self) -> str:
-        """Return the end of what it has said."""
+        """Return the end of its output."""
         return "\n".join(self.log.read_text().splitlines()[-15:])
 
 

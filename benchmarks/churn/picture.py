@@ -1,4 +1,4 @@
-"""The picture of a run with islands that come and go: losses, and below them who was there when."""
+"""The picture of a run with islands that come and go: losses, and below them the presence of islands."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Cell:
         return seconds / sent if sent else float("nan")
 
     def share(self, packets: int) -> float:
-        """Return ``packets`` as a share of what came to the links."""
+        """Return ``packets`` as a share of the packets that came to the links."""
         return packets / self.packets if self.packets else 0.0
 
     def __str__(self) -> str:

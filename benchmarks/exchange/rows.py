@@ -125,7 +125,7 @@ def choose(
     if rows and not wanted:
         raise refuse("--parts", " ".join(parts), "no row has these --rtt, --loss and --megabytes")
     for row in wanted:
-        row.link()  # refuses what no link can be
+        row.link()  # refuses impossible links
         if not row.shard > 0:
             raise refuse("--megabytes", row.megabytes, "must be above 0")
     return wanted

@@ -179,7 +179,7 @@ class Lab:
     """Nodes in ``sites``, whose numbers of nodes are given, with ``link`` from each site to each other.
 
     ``link`` of ``None`` joins two nodes by a pair of veth devices, without an emulator: as fast as this machine is. These hand
-    on 64 KB in one piece, which no cable does; without ``offload`` the sender cuts what it sends into packets of the
+    on 64 KB in one piece, which no cable does; without ``offload`` the sender cuts its data into packets of the
     MTU, and the receiver joins them again where it can.
     Raises :class:`Missing` on entry where there can be no lab.
     """

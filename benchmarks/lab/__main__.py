@@ -5,7 +5,7 @@
 
 In the command {node} stands for the number of the machine, {nodes} for how many there are, {address} for the IP address
 of this one and {first} for that of the first. They are joined by the interface lab0. Ends when all have ended, or
-when one has failed, and with its status. Then it says what the links did.
+when one has failed, and with its status. Then it prints the counters of the links.
 """
 
 from __future__ import annotations

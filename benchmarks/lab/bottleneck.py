@@ -119,7 +119,7 @@ class Flow:
 class Outcome:
     """Results of each flow, in packets after the warm-up, and of the link.
 
-    ``used``: share of what the link could carry while somebody had something to send. ``trace`` [interval, flow, 2]: bytes
+    ``used``: share of its capacity while any flow had data to send. ``trace`` [interval, flow, 2]: bytes
     that arrived, and that did not fit the queue, from the beginning.
     """
 

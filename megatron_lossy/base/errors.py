@@ -6,8 +6,8 @@
 * 4, of islands that come and go: a later start has taken the slot. It is an error with another :attr:`UsageError.status`.
 * 1, the machine's: the command was right, and the disk is full or broken, or files or memory ran out. That is an
   :class:`OSError` of :data:`MACHINE_ERRORS`, which names the path.
-* Ctrl-C, if nothing remains to be saved, ends a program as it ends others, by SIGINT. An output that nobody reads any
-  more (``| head``) ends it by SIGPIPE, without a word. A pipe or socket of a library is no such output.
+* Ctrl-C, if nothing remains to be saved, ends a program as it ends others, by SIGINT. A closed output
+  (``| head``) ends it by SIGPIPE, without a word. A pipe or socket of a library is no such output.
 
 Anything else is a defect of ours, and shows its traceback. Programs wrap their main function in :func:`usage_errors`.
 
@@ -32,6 +32,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import NoReturn, TextIO
 
 #: Errors that hit a right command: no space, broken disks and mounts, no files or memory left.
@@ -147,6 +148,16 @@ def check_package(package: str, flag: str, value: object, install: str) -> None:
         raise refuse(flag, value, f"needs the package {package}: pip install {install}")
 
 
+def lab_module(name: str, command: str) -> ModuleType:
+    """Return the module ``megatron_lossy.lab.NAME``. Raise :class:`UsageError` for ``command`` if there is no lab."""
+    try:
+        return importlib.import_module(f"megatron_lossy.lab.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "megatron_lossy.lab":
+            raise
+        raise UsageError(f"{command}: needs megatron_lossy.lab, which this installation was made without") from None
+
+
 def machine_error(error: BaseException | None) -> OSError | None:
     """Return the failure of the machine in ``error``, or in its causes; ``None`` if there is none."""
     while error is not None and not (isinstance(error, OSError) and error.errno in MACHINE_ERRORS):
@@ -162,7 +173,7 @@ def cannot(flag: str, path: str | os.PathLike[str], verb: str, error: OSError) -
 
 
 def is_unread(error: BaseException) -> bool:
-    """Return whether ``error`` means that nobody reads the output of this program any more."""
+    """Return whether ``error`` means that the output of this program has been closed."""
     return isinstance(error, BrokenPipeError) and any(map(_has_no_reader, (sys.stdout, sys.stderr)))
 
 

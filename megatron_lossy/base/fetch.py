@@ -1,4 +1,4 @@
-"""Copies from an accelerator to the host that nobody waits for before they are read.
+"""Copies from an accelerator to the host without a wait before they are read.
 
 A plain copy to the host (``.cpu()``, ``.item()``) waits until the device has done all queued work, which may be a whole
 backward pass. These copies are queued like any other work. Reading a copy waits for it.

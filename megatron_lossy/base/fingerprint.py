@@ -27,10 +27,10 @@ def fingerprint(buffers: Sequence[torch.Tensor], device: torch.device | None = N
     if not buffers:
         return torch.zeros((), dtype=torch.int64, device=device)
     device = device or buffers[0].device
-    return _mixed(torch.stack([_of_one(buffer).to(device) for buffer in buffers]), 0).sum()
+    return _mixed(torch.stack([_of_buffer(buffer).to(device) for buffer in buffers]), 0).sum()
 
 
-def _of_one(buffer: torch.Tensor) -> torch.Tensor:
+def _of_buffer(buffer: torch.Tensor) -> torch.Tensor:
     words = _words(buffer.detach().view(-1))
     rows = len(words) // COLUMNS
     matrix, rest = words[: rows * COLUMNS].view(rows, COLUMNS), words[rows * COLUMNS :]

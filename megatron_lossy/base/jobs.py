@@ -62,7 +62,7 @@ class Jobs:
     def world(self, seed: int) -> World | None:
         """Return the launched ranks divided into jobs; ``None`` with one job. Raise :class:`UsageError`.
 
-        ``seed``: for what jobs do together.
+        ``seed``: for exchanges between jobs.
         """
         return None
 
@@ -86,7 +86,7 @@ class World(Protocol):
     """The launched ranks, divided into jobs, as this rank sees them: its job is a world of its own.
 
     ``job``: the number of this rank's job, and how many there are. ``launched_rank``: the number of this rank among
-    those of all jobs. ``seed``: for what jobs do together, the same for all.
+    those of all jobs. ``seed``: for exchanges between jobs, the same for all.
     """
 
     job: tuple[int, int]

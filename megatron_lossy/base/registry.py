@@ -64,7 +64,7 @@ class Registry:
                 if getattr(loaded, "name", None) != name:  # the class is loaded again by its own name
                     raise AttributeError(f"its attribute name must be {name!r}")
                 self._check(loaded)
-            except Exception as error:  # a module of somebody else may raise anything
+            except Exception as error:  # a module of another package may raise anything
                 if name in self.built_in:
                     raise
                 kind = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
@@ -74,7 +74,7 @@ class Registry:
         return self._loaded[name]
 
     def _check(self, loaded: Any) -> None:
-        """Raise ``AttributeError`` for a class that lacks what all of the registry have."""
+        """Raise ``AttributeError`` for a class without the attributes of the registry."""
 
 
 class Mechanisms(Registry):

@@ -148,7 +148,7 @@ def make_channel(config: LossyConfig, phase: str) -> Channel:
     """Return the channel of ``phase``. Raise :class:`UsageError` for unreadable files."""
     loss, together = config.phase(phase), config.loss_correlation == "source"
     kind, copies = CHANNELS.load(loss.model), config.copies(phase)
-    if copies == 1 or not kind.redrawable:  # what was recorded is what came in the end
+    if copies == 1 or not kind.redrawable:  # the record is of the final arrivals
         return kind(loss, config.loss_seed, together)
     seeds = [(config.loss_seed + one * _BETWEEN_PASSES) % 2**64 for one in range(copies)]
     return Repeated([kind(loss, seed, together) for seed in seeds])

@@ -154,14 +154,14 @@ class Uniforms:
         blocks = -(-units // PER_BLOCK)
         one_by_one = len(links) * (_LOOP_LINK + blocks * _LOOP_BLOCK)
         if one_by_one > _VECTOR_CALL + len(links) * blocks * _VECTOR_BLOCK:
-            return self._upper_together(links, blocks)[:, :units]
+            return self._upper_at_once(links, blocks)[:, :units]
         upper = np.empty((len(links), units), dtype=np.uint16)
         for row, link in zip(upper, links.tolist()):
             raw = _philox(self._key, (0, self._step, link, self._exchange)).random_raw((units + 3) // 4)
             row[:] = raw.astype("<u8", copy=False).view("<u2")[:units]
         return upper
 
-    def _upper_together(self, links: np.ndarray, blocks: int) -> np.ndarray:
+    def _upper_at_once(self, links: np.ndarray, blocks: int) -> np.ndarray:
         counters = np.empty((4, len(links), blocks), dtype=np.uint64)
         counters[0] = np.arange(1, blocks + 1)  # NumPy's generator counts up before the first block
         counters[1] = self._step

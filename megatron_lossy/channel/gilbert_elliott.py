@@ -34,7 +34,7 @@ class GilbertElliott(DrawnChannel):
 
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
         super().__init__(loss, seed, together)
-        self._ends: dict[tuple[str, Stream, int], _Ends] = {}
+        self._ends: dict[tuple[str, Stream, int], _LastStates] = {}
 
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
@@ -116,10 +116,10 @@ class GilbertElliott(DrawnChannel):
         """Return whether the schedule allows no loss in ``step``; the chain then rests in the good state."""
         return self.loss.transitions is None and self.rate(step) == 0
 
-    def _moves(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> _Moves:
+    def _moves(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> _Transitions:
         to_bad, to_good, *_ = self.parameters(exchange.step)
         draws = self.uniforms(_CHAIN, exchange, sources, destinations, units)
-        return _Moves(draws.below(to_bad), draws.below(1 - to_good), alternates=to_bad > 1 - to_good)
+        return _Transitions(draws.below(to_bad), draws.below(1 - to_good), alternates=to_bad > 1 - to_good)
 
     def _states(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
         """Return bool[L, units]: True where the chain is in the bad state at that unit."""
@@ -166,8 +166,8 @@ class GilbertElliott(DrawnChannel):
         result[links] = draws.below(to_bad / (to_bad + to_good))[:, 0] ^ turned[links]
         return result
 
-    def _known(self, exchange: Exchange, units: int) -> _Ends:
-        return self._ends.setdefault((exchange.phase, exchange.stream, units), _Ends())
+    def _known(self, exchange: Exchange, units: int) -> _LastStates:
+        return self._ends.setdefault((exchange.phase, exchange.stream, units), _LastStates())
 
 
 def _check_transitions(values: tuple[float, ...]) -> None:
@@ -204,7 +204,7 @@ def _tail(transitions: tuple[float, ...], units: int) -> np.ndarray | None:
     return None
 
 
-class _Moves:
+class _Transitions:
     """The effect of the units of L links on the state of the chain.
 
     ``if_good``, ``if_bad`` bool[L, units]: the state after each unit if it was good before it, and if it was bad.
@@ -243,7 +243,7 @@ def _carries(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.unpackbits(packed, bitorder="little", count=first.size).view(bool).reshape(first.shape)
 
 
-class _Ends:
+class _LastStates:
     """The last state computed on each link, and its step. A cache: nothing needs it, and any thread may write to it."""
 
     def __init__(self) -> None:

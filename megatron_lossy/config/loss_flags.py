@@ -79,7 +79,7 @@ def presets() -> list[str]:
 
 
 def title(preset: str) -> str:
-    """Return the first line of ``preset``, which says what it is."""
+    """Return the first line of ``preset``, its description."""
     first, *_ = find_preset(preset).read_text(encoding="utf-8").splitlines()
     return first.removeprefix("#").strip()
 

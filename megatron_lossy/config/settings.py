@@ -19,7 +19,7 @@ class Option(str):
     origin: str
 
 
-class _Twice(ValueError):
+class _DuplicateKey(ValueError):
     """A key stands twice in a mapping."""
 
 
@@ -33,7 +33,7 @@ class _Loader(yaml.SafeLoader):
             name, line = (key.tag, str(key.value).replace("_", "-")), key.start_mark.line + 1
             if name in lines and key.value != "<<":
                 where = f"line {line}" if lines[name] == line else f"lines {lines[name]} and {line}"
-                raise _Twice(f"has {key.value} twice in a mapping, in {where}")
+                raise _DuplicateKey(f"has {key.value} twice in a mapping, in {where}")
             lines[name] = line
         return node
 
@@ -44,7 +44,7 @@ def read_yaml(flag: str, file: str | Path) -> dict[Any, Any]:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise cannot(flag, file, "read", error) from None
-    except _Twice as error:
+    except _DuplicateKey as error:
         raise refuse(flag, file, str(error)) from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise refuse(flag, file, f"cannot be read: {' '.join(str(error).split())}") from None

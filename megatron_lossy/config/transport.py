@@ -20,7 +20,7 @@ UDP_PACKETS = 448, 8896
 UDP_REPORT_BYTES = 16
 #: Windows that page-locked memory has room for: the network must not wait for a copy.
 UDP_WINDOWS = 4
-#: Copies of a packet: more cost more than what they save.
+#: Copies of a packet: more of them cost more than they save.
 UDP_MOST_COPIES = 4
 #: The transports, and those over which units are really lost.
 TRANSPORTS = ("torch", "pieces", "udp", "stream")

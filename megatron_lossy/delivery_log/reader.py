@@ -277,7 +277,7 @@ class DeliveryLogFolder:
         """The first cut in each rank's files, by rank, stream and phase. Raises :class:`BadLog` for its first file.
 
         A file has the streams that were exchanged until it was written, so that the first one may lack some. Later
-        files that cannot be read are skipped; an error comes when somebody reads their rows.
+        files that cannot be read are skipped; reading their rows raises an error.
         """
         result: dict[int, dict[str, dict[str, Any]]] = {}
         for rank, files in self.ranks.items():

@@ -119,7 +119,7 @@ class Recorded(Channel):
             stream = self._recorded(stream)
             recorded = self.folder.size(stream.name)
             if units is not None and not recorded:
-                raise self._refuse(f"has no records of {stream.name}{self._elsewhere(phase)}")
+                raise self._refuse(f"has no records of {stream.name}{self._other_replay(phase)}")
             if recorded and recorded != size:
                 raise self._refuse(f"is of {recorded} ranks, but the group has {size}")
             for streams in self.folder.streams.values():
@@ -131,7 +131,7 @@ class Recorded(Channel):
         except BadLog as error:
             raise self._refuse(error) from None
 
-    def _elsewhere(self, phase: str) -> str:
+    def _other_replay(self, phase: str) -> str:
         """Return advice on replaying a run that lost only in exchanges of a mechanism, and nothing in ``phase``."""
         exchanges = self._config.exchanges()
         others = [one.name for one in MECHANISMS.all() if set(one.phases) & set(exchanges)]

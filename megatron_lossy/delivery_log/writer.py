@@ -85,8 +85,10 @@ def _other_run(there: dict[str, Any], here: dict[str, Any], flags: type | None) 
 class LogWriter(Observer, ABC):
     """Writes files of one kind. ``writer``: the rank in their names, if several writers share a process; default its own.
 
-    A file is closed after ``--delivery-log-chunk`` iterations, before a checkpoint, or when it has grown large.
+    A file is closed after :attr:`iterations`, before a checkpoint, or when it has grown large.
     """
+
+    iterations = 1000
 
     #: The beginning of the names of the files, and the size at which one is closed.
     prefix: ClassVar[str]
@@ -98,7 +100,7 @@ class LogWriter(Observer, ABC):
         self._writer = writer
         self._folder = Path(config.delivery_log or "")
         self._first = 0  # iterations from here on are not on disk yet
-        self._end = 0  # the iteration after the last one that is over
+        self._end = 0  # the iteration after the last one that has ended
         self._checked = False
         self._size = 0
         self._rows: list[tuple[int, int, Any]] = []  # iteration, size, and what is recorded
@@ -131,7 +133,7 @@ class LogWriter(Observer, ABC):
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
         self._check_free()
         self._end = iteration + 1
-        if self._end - self._first >= self._config.delivery_log_chunk or self._size >= self.most:
+        if self._end - self._first >= self.iterations or self._size >= self.most:
             self.save()
 
     def restart(self, iteration: int) -> None:
@@ -147,7 +149,7 @@ class LogWriter(Observer, ABC):
                 file.path.unlink()
 
     def save(self) -> None:
-        """Close the file of all iterations that are over."""
+        """Close the file of all ended iterations."""
         if self._end > self._first:
             over = [row for row in self._rows if row[0] < self._end]
             self._write(self._first, self._end - 1, self.tables(over))
@@ -160,7 +162,7 @@ class LogWriter(Observer, ABC):
         self.save()
 
     def _check_free(self) -> None:
-        """Refuse, once, a folder with records of another run, if nobody claimed the folder."""
+        """Refuse, once, a folder with records of another run, if the folder has not been claimed."""
         if not self._checked and self._own_files():
             raise refuse(_FLAG, self._folder, "holds the log of a run; choose another folder")
         self._checked = True

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_instances(config: LossyConfig, instances: int) -> None:
-    """Warn that what crosses between several optimizer ``instances`` is not lost, if exchanges inside them lose data."""
+    """Warn that exchanges between several optimizer ``instances`` lose nothing, if those inside them do."""
     if instances > 1 and not all(config.untouched(phase) for phase in PHASES):
         logger.warning(
             "--num-distributed-optimizer-instances %d: the exchange between instances stays reliable; --sites M makes the one "

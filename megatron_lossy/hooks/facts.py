@@ -101,7 +101,7 @@ def of_model(ddp: Any) -> Facts:
         torch=torch.__version__,
         tensor=getattr(config, "tensor_model_parallel_size", None),
         copies_apart=(getattr(config, "tensor_model_parallel_size", None) or 1) > 1
-        and any(_apart(parameter) for parameter in ddp.module.parameters()),
+        and any(_is_replicated(parameter) for parameter in ddp.module.parameters()),
         pipeline=getattr(config, "pipeline_model_parallel_size", None),
         pipelines=pipeline_groups(),
         layers=getattr(config, "num_layers", None),
@@ -125,7 +125,7 @@ def of_model(ddp: Any) -> Facts:
     )
 
 
-def _apart(parameter: Any) -> bool:
+def _is_replicated(parameter: Any) -> bool:
     """Return whether all tensor-parallel ranks have ``parameter``, and Megatron never adds up its gradients."""
     added = ("tensor_model_parallel", "sequence_parallel", "average_gradients_across_tp_domain")
     return not any(getattr(parameter, name, False) for name in added)

@@ -261,7 +261,7 @@ def _is_last_rank() -> bool:
 
 
 class _Recorder:
-    """A data iterator that remembers what it gave."""
+    """A data iterator that remembers its batches."""
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator

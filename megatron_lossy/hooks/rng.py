@@ -37,7 +37,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(dict(state["tracker"]))  # it keeps and changes what it is given
+    tensor_parallel.get_cuda_rng_tracker().set_states(dict(state["tracker"]))  # it keeps and changes its argument
     torch.set_rng_state(state["torch"])
     if "device" in state:
         torch.cuda.set_rng_state(state["device"])

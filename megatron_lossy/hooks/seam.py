@@ -26,7 +26,7 @@ from ..transport import LossyGroup, Transfer
 _ATTRIBUTE = "_megatron_lossy_slot"
 
 
-class _Open(threading.local):
+class _Completions(threading.local):
     """Functions that complete the exchanges of this thread."""
 
     #: They complete the exchanges begun in the open coalescing context; ``None`` without one.
@@ -35,7 +35,7 @@ class _Open(threading.local):
     around: tuple[Callable[[], Any], Callable[[], Any]] | None = None
 
 
-_open = _Open()  # autograd launches collectives on a thread of its own
+_open = _Completions()  # autograd launches collectives on a thread of its own
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def grad_sync(run: Any, original: Callable) -> Callable:
 def begun(transfer: Transfer) -> Any:
     """Complete ``transfer`` when the open coalescing context ends or its handle is waited for.
 
-    Without a context, a collective that returns no handle is over already.
+    Without a context, a collective that returns no handle has ended already.
     """
     if _open.ends is not None:
         _open.ends.append(transfer.wait if transfer.apart else transfer.complete)

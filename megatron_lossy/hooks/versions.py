@@ -1,7 +1,7 @@
 """The Megatrons that the hooks support, and the differences between them. No other module asks for a version.
 
 The hooks are written for megatron-core 0.12 to 0.19, for the development of 0.20, and for the cores of HabanaAI's
-branches 1.22 (0.11 with changes of its own), 1.23 and 1.24 (both 0.13). ``docs/verified.md`` says what ran on each.
+branches 1.22 (0.11 with changes of its own), 1.23 and 1.24 (both 0.13). ``docs/verified.md`` lists the tests.
 
 Forks take changes out of order. So these functions look for an attribute of a later version, not for the number of the
 version.
@@ -20,7 +20,7 @@ from ..base.errors import refuse
 #: refused even where all signatures match: 0.17 moved a copy of gradients without changing a single signature.
 SUPPORTED = ((0, 11), (0, 21))
 
-#: The oldest with what megatron_lossy.train uses of schedules and checkpoints.
+#: The oldest with the schedules and checkpoints that megatron_lossy.train uses.
 OLDEST_FOR_TRAIN = (0, 16)
 
 _CHUNK = "_megatron_lossy_model_chunk"

@@ -1,4 +1,4 @@
-"""Checks of what :func:`.make_lossy` is given, before anything is exchanged. Each error is one line."""
+"""Checks of the arguments of :func:`.make_lossy`, before anything is exchanged. Each error is one line."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_optimizers(
 ) -> None:
     """Raise :class:`UsageError` unless ``optimizers`` update ``known`` parameters, those that ``model`` exchanges.
 
-    The optimizer may also have others of the model that nobody exchanges (``ignored_params``).
+    The optimizer may also have others of the model that are never exchanged (``ignored_params``).
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     exchanged = {id(parameter): parameter for parameter in known}

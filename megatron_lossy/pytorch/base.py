@@ -174,7 +174,7 @@ class LossyRun(Run):
         """Note that the weights are as optimizers and mechanisms left them."""
 
     def check_weights(self) -> None:
-        """Raise ``RuntimeError`` if somebody else has written weights since :meth:`note_weights`."""
+        """Raise ``RuntimeError`` if other code has written weights since :meth:`note_weights`."""
 
     def check_exchanges(self) -> None:
         """Raise ``RuntimeError`` if gradients that the optimizer is about to use went past the exchanges."""
@@ -194,7 +194,7 @@ class LossyRun(Run):
         """
         if self._stepped or self._reduced:
             self._finish_round()  # another run may follow, which does not finish it
-        if self._untold is not None:
+        if self._unreported is not None:
             self.settle()
             self.tell_observers()
         for observer in self.observers:

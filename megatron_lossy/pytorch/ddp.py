@@ -58,7 +58,7 @@ def _bucket_of(parameters: Sequence[torch.nn.Parameter]) -> Bucket:
     return Bucket(elements, parameters[0].dtype, tuple(parameters), tuple(map(id, parameters)))
 
 
-class _Made:
+class _RoundExchanges:
     """The exchanges of ``group``, for observers: those of a round before the buckets were final lost nothing."""
 
     def __init__(self, group: LossyGroup) -> None:
@@ -93,13 +93,13 @@ class LossyDDP(LossyRun):
         self._lossy: list[LossyGroup] = []
         self._learned: list[Bucket] = []  # of this round
         self._before: list[Bucket] = []  # of the last one
-        self._rounds = 0  # that are over
+        self._rounds = 0  # that have ended
         self._stay = model.find_unused_parameters and not model.static_graph  # whether the first buckets are final
         self._known = False  # whether all buckets are known, and are final
         self._pending: list[tuple[Callable[[], None], torch.futures.Future[Any], torch.Tensor]] = []
         self._saved: list[Any] = []  # states of rules, until there are rules
         #: Are called with the number and the gradient [n] of a bucket: this rank's, divided by the number of ranks, before it is
-        #: all-reduced; and what it received.
+        #: all-reduced; and the result.
         self.reduction_begins, self.reduction_ends = Event(), Event()
         #: Is called with the run once the final buckets are known.
         self.buckets_known = Event()
@@ -170,14 +170,14 @@ class LossyDDP(LossyRun):
         before, self._before = self._before, learned
         if self._known or not (self._stay or (self._rounds >= _ROUNDS and learned == before)):
             return
-        self._know(learned)
+        self._set_buckets(learned)
         if not self.config.untouched("grad") and dist.get_rank() == 0:
             logger.warning(
                 "iteration %d: DDP's buckets are final; gradients of earlier iterations lost nothing",
                 self.iteration + 2,
             )
 
-    def _know(self, buckets: list[Bucket]) -> None:
+    def _set_buckets(self, buckets: list[Bucket]) -> None:
         """Take the final buckets."""
         self.buckets, self._known = buckets, True
         size = self.ranks.size()
@@ -204,7 +204,7 @@ class LossyDDP(LossyRun):
 
     @property
     def streams(self) -> Sequence[Observed]:
-        return [_Made(one) for one in self._lossy]
+        return [_RoundExchanges(one) for one in self._lossy]
 
     def replicas(self) -> list[Any]:
         return []  # none is sharded
@@ -235,7 +235,7 @@ class LossyDDP(LossyRun):
     def _load_state(self, state: Any) -> None:
         if self._stay and not self._known and state.get("buckets"):
             every = ([self.parameters[number] for number in bucket] for bucket in state["buckets"])
-            self._know([_bucket_of(parameters) for parameters in every])
+            self._set_buckets([_bucket_of(parameters) for parameters in every])
         if not self._lossy:  # rules come with the final buckets
             self._saved = list(state["recovery"])
             state = {**state, "recovery": []}

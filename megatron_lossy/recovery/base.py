@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..config import LossyConfig
 
-#: Runs the caller's collective. Returns its handle, or ``None`` if it has completed or somebody else waits for it.
+#: Runs the caller's collective. Returns its handle, or ``None`` if it has completed or another part waits for it.
 Collective = Callable[[], Any]
 #: Returns the factor of a loss, a number or a scalar tensor, or ``None`` without one.
 LossScale = Callable[[], Any]
@@ -35,9 +35,9 @@ class Gradients:
     Args:
         exchange: names the exchange; its step is the iteration.
         bucket: the number of the bucket.
-        buffer: [N * shard], the gradients of this rank. It changes in place, and is free once the exchange is over.
+        buffer: [N * shard], the gradients of this rank. It changes in place, and is free once the exchange has ended.
         output: [shard], receives the recovered sum. It may be part of ``buffer``.
-        collective: would carry all of it, reliably; by default nobody's.
+        collective: would carry all of it, reliably; by default of no rank.
         averaged: the collective divides the sum by N (``ReduceOp.AVG``).
         loss_scale: returns a number or a scalar tensor that multiplied the gradients; with one, the step may be
             rejected. ``None`` without one.
@@ -136,15 +136,15 @@ class GradRecovery(Rule):
     ``before`` and ``after`` are for rules to override. With a ``combine`` of its own a rule cannot go with
     ``--grad-priority``, which has another.
 
-    The wire decides who removes them. Over a collective each sender removes them before it sends: ``lost`` are units by
-    destination. If owners get the pieces of all senders, the owner removes them: ``lost`` are units by source.
+    The wire decides at which end they are removed. Over a collective each sender removes them before it sends: ``lost``
+    are units by destination. If owners get the pieces of all senders, they remove them: ``lost`` are units by source.
     """
 
     #: Whether the rule asks for :attr:`Gradients.coming`, which only drawn losses have.
     foresight: bool = False
     #: Whether gradients of earlier steps enter the sum. The sum must then mean the same in all steps.
     carries_over: bool = False
-    #: Whether senders keep what they lose, and send it again, with the verbs of :class:`.ErrorFeedback`.
+    #: Whether senders keep their losses, and send them again, with the verbs of :class:`.ErrorFeedback`.
     feeds_back: ClassVar[bool] = False
     #: Whether :meth:`before` calls :attr:`Gradients.rounding` itself: after it has kept or chosen values as they were.
     rounds: ClassVar[bool] = False
@@ -213,7 +213,7 @@ class Stale(Rule):
         """Put the values to send into ``x.sent``. The result is given to :meth:`sent`."""
 
     def sent(self, x: Parameters, own: Any, delivery: Delivery) -> None:
-        """Put the owner's weights back into the own shard: the exchange is over, and ``delivery`` arrived here."""
+        """Put the owner's weights back into the own shard: the exchange has ended, and ``delivery`` arrived here."""
 
     def before_update(self, sent: torch.Tensor) -> None:
         """Keep what the next exchange needs of ``sent`` [shard], the own shard. Loops of users say no more than this."""

@@ -88,7 +88,7 @@ class Run(ABC):
         self.observers = make_observers(self, writer)
         self.after_update: list[Callable[[Run], None]] = []
         #: The ended iteration that observers have not received: its last exchanges may still be under way.
-        self._untold: tuple[int, bool, bool] | None = None
+        self._unreported: tuple[int, bool, bool] | None = None
 
     @cached_property
     def corruption(self) -> Corruption:
@@ -215,7 +215,7 @@ class Run(ABC):
         return optimizer.step()
 
     def leave(self) -> None:
-        """Wait, at the end of a run that ends well, until it is over everywhere. A collective call of all jobs."""
+        """Wait, at the end of a run that ends well, until it has ended everywhere. A collective call of all jobs."""
         self.events.leave()
 
     # --- an iteration ----------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class Run(ABC):
         happened = self.happened()
         for observer in self.observers if happened else ():
             observer.happened(self.iteration, happened)
-        self._untold = (self.iteration, successful, all_reduced)
+        self._unreported = (self.iteration, successful, all_reduced)
         if not self.known_later:
             self.tell_observers(self._settled_replicas)
         self.iteration += 1
@@ -254,9 +254,9 @@ class Run(ABC):
         Drawn losses are known at its end. Losses of a network in its gather are known after the next forward pass, or
         never without one; the next gather must come after that. ``look``: finds the replicas.
         """
-        if self._untold is None:
+        if self._unreported is None:
             return
-        (iteration, successful, all_reduced), self._untold = self._untold, None
+        (iteration, successful, all_reduced), self._unreported = self._unreported, None
         if not self.observers:
             return
         happened = {"grad": not all_reduced, "param": successful}
@@ -284,7 +284,7 @@ class Run(ABC):
 
     def set_iteration(self, iteration: int) -> None:
         """Go on after a checkpoint of ``iteration`` attempted iterations was loaded: all replicas are equal."""
-        self._untold = None
+        self._unreported = None
         self.iteration = iteration
         self.begin_equal()
         for observer in self.observers:
@@ -305,7 +305,7 @@ class Run(ABC):
 
     def close_observers(self) -> None:
         """Close the observers. Their records include the last iteration, whose result a transport may have only now."""
-        self.tell_observers(list)  # nobody may be there any more to look at replicas together
+        self.tell_observers(list)  # other ranks may have ended, so that replicas cannot be compared
         for observer in self.observers:
             observer.close()
 
@@ -364,7 +364,7 @@ class Run(ABC):
 
         Observers save to files of their own in any case.
         """
-        if self._untold is not None:
+        if self._unreported is not None:
             self.settle()
             self.tell_observers()
         for observer in self.observers:

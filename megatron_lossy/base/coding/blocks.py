@@ -5,7 +5,7 @@ A unit is cut into blocks of B elements; its last may be shorter. With a = max |
     s = a / L in bfloat16, rounded up;    c = floor(x / s + u), or x / s rounded to the nearest;    the value of c is c s.
 
 Rounded to nearest, a scale would clip the largest element. With u uniform on [0, 1), the expectation of c s is x. A block
-with a value that is not finite has the scale NaN, and all of it decodes to NaN: whoever looks for overflows must find it.
+with a value that is not finite has the scale NaN, and all of it decodes to NaN: a check for overflows must find it.
 Since s is rounded up, L s may be above the largest number of the dtype. Such a value decodes to that number: what is finite
 stays finite.
 
@@ -124,7 +124,7 @@ class BlockCode:
     def round_(
         self, values: torch.Tensor, units: BucketUnits, keys: torch.Tensor | None = None, first: int = 0
     ) -> torch.Tensor:
-        """Replace ``values`` [R, shard] by what :meth:`decode` makes of :meth:`encode`, without the bytes."""
+        """Replace ``values`` [R, shard] by the result of :meth:`encode` and :meth:`decode`, without the bytes."""
         if compiled.serves(values):
             rounded = values.float()  # itself, if it is float32
             compiled.encode(rounded, None, units.elements, self.bits, self.block, keys, first, _largest(values.dtype))
@@ -170,7 +170,7 @@ class BlockCode:
             codes.round_().add_(0.0)  # no negative zero, which no code is
         else:
             codes.view(len(x), -1).add_(uniforms(keys, first, codes[0].numel())).floor_()
-        return scales, codes.nan_to_num_(0.0)  # of zeros, and of what is not finite
+        return scales, codes.nan_to_num_(0.0)  # of zeros, and of values that are not finite
 
     def _packed(self, codes: torch.Tensor) -> torch.Tensor:
         """Return uint8[R, count, bytes] of int8 ``codes`` [R, count, elements]."""

@@ -106,7 +106,7 @@ def init_process_group(name: str | None = None, **options: Any) -> None:
     """Call ``torch.distributed.init_process_group`` for the device and the backend of this rank, or ``name``.
 
     See :func:`take_device`. As Megatron's, the group is not bound to the device: torch would connect each of Megatron's twenty
-    groups at once, most of which nobody uses. On an H200 that took about 6 GiB a rank.
+    groups at once, most of which are never used. On an H200 that took about 6 GiB a rank.
     """
     take_device()
     # That is the device of this rank.

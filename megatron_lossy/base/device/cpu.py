@@ -27,7 +27,7 @@ _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", 
 
 
 class CpuStream(torch.cpu.Stream):
-    """``torch.cuda.Stream`` on the CPU. Its work is finished before anybody can wait for it."""
+    """``torch.cuda.Stream`` on the CPU. Its work is finished before a wait for it can begin."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         super().__init__(priority)

@@ -91,7 +91,7 @@ def _on_one_node(config: LossyConfig, facts: Facts) -> bool:
     return bool(facts.virtual and config.ranks_of_node is not None)
 
 
-def _beyond(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
+def _missing_rank(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
     """Return the first of ``--grad-error-ranks`` that does not exist."""
     ranks = config.grad_error_ranks or ()
     return next(({"beyond": rank} for rank in ranks if facts.workers is not None and rank >= facts.workers), None)
@@ -195,7 +195,7 @@ WORKERS = Section(
     "virtual workers take gradients from Megatron's buffers; needs real ranks",
     lambda c, f: f.virtual and f.gradients_beside_buffers,
     "--grad-error-ranks = {beyond} | fewer data-parallel ranks | must be below the {facts.workers} data-parallel ranks",
-    _beyond,
+    _missing_rank,
     "data-parallel size = {facts.largest_group} | losses | "
     "one rank exchanges nothing, so that nothing can be lost; start at least two (torchrun "
     "--nproc-per-node 2 …, or --virtual-workers), or set no loss rate and no --transport udp or stream",

@@ -32,7 +32,7 @@ from .stage import Pass, Stage, StageMessages, Stash, Version
 
 
 @dataclass
-class _UnderWay:
+class _PendingBatch:
     """A micro-batch between forward and backward pass. ``drawn_from``: the earlier random state, if it is saved."""
 
     input: torch.Tensor | None
@@ -65,7 +65,7 @@ class StageWorkers(Workers, Part):
         self._stashes = self._stage.delay > 0
         self._saves_draws = flags.save_replicas and self._draws
         self._iteration = 0
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[_PendingBatch] = deque()
         self._restored: dict[str, Any] | None = None
         self._measure_per_stage()
 
@@ -136,7 +136,7 @@ class StageWorkers(Workers, Part):
         version: Version | None,
         batches: RankBatches,
         losses: list[torch.Tensor],
-    ) -> _UnderWay:
+    ) -> _PendingBatch:
         drawn_from = rng_state() if self._saves_draws else None
         batch = next(batches)
         with self._stash.using(version):
@@ -153,7 +153,7 @@ class StageWorkers(Workers, Part):
                 current_microbatch=micro,
                 is_last_stage=self._stage.last,
             )
-        return _UnderWay(received, output, batch["loss_mask"].sum().to(torch.int), version, drawn_from)
+        return _PendingBatch(received, output, batch["loss_mask"].sum().to(torch.int), version, drawn_from)
 
     def _backward(self, one: Pass) -> torch.Tensor:
         """Make the backward pass of the oldest micro-batch; returns its tokens."""

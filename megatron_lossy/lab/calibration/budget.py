@@ -32,7 +32,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Budget:
-    """``rows``: what each may cost; ``losses``: the mean loss of its iterations; ``reasons``: by place, why somebody may wait."""
+    """``rows``: what each may cost; ``losses``: the mean loss of its iterations; ``reasons``: of waits, by place."""
 
     rows: Mapping[str, Cost]
     losses: Mapping[str, float]

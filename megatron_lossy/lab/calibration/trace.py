@@ -1,4 +1,4 @@
-"""Counts of what a real device did between two moments, from a trace of ``torch.profiler`` (Chrome's format)."""
+"""Counts of the work of a real device between two moments, from a trace of ``torch.profiler`` (Chrome's format)."""
 
 from __future__ import annotations
 

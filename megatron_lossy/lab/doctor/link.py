@@ -1,6 +1,6 @@
 """``doctor --link HOST:PORT``: rate, round trip, losses, MTU and queue of a link, each way, into a file for ``plan``.
 
-The other end runs ``doctor --serve PORT``, or both are ranks of a launcher. A TCP connection says what to do, and datagrams
+The other end runs ``doctor --serve PORT``, or both are ranks of a launcher. A TCP connection has the orders, and datagrams
 measure. Each begins with 16 random bytes that only the TCP connection carried, and goes to and comes from the host of that
 connection alone, so that a stranger at the port can neither disturb a measurement nor have datagrams sent to a third host.
 
@@ -91,7 +91,7 @@ class Peer:
         return found
 
     def wait(self, seconds: float) -> list:
-        """Take datagrams until one has come, or a line, or the time is over. Return the sockets that were readable."""
+        """Take datagrams until one has come, or a line, or the time has passed. Return the sockets that were readable."""
         ready = select.select([self.control, self.datagrams], [], [], max(0.0, seconds))[0]
         if self.datagrams in ready:
             with contextlib.suppress(BlockingIOError, ConnectionRefusedError):
@@ -319,7 +319,7 @@ def serve(port: int, key: bytes, log: Callable[[str], None]) -> None:
 def _served(control: socket.socket, datagrams: socket.socket, key: bytes) -> bool:
     """Do what the caller asks for. Return whether it came to its end."""
     control.settimeout(_FIRST_WORDS)
-    # Nobody has the session until the caller has shown the key.
+    # The session is free until the caller has shown the key.
     peer, nonce = Peer(control, datagrams, secrets.token_bytes(16), None), secrets.token_bytes(16)
     peer.put(nonce=nonce.hex())
     words = peer.get(_FIRST_WORDS)

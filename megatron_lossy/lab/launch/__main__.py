@@ -25,6 +25,7 @@ from .command import (
 from .memory import checkpoint_bytes, parameters
 from .options import GIB
 from .plan import PROGRAM, Plan, make_plan
+from .render import render
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with usage_errors(PROGRAM), _all_problems():
         in_job = "SLURM_JOB_ID" in os.environ and "SLURM_NTASKS" in os.environ
         plan = make_plan(arguments, int(os.environ["SLURM_NTASKS"]) if in_job else None)
+        if plan.launch.render is not None:
+            check(plan, starting=False)
+            print(render(plan, arguments), end="")
+            return
         if plan.jobs.apart and plan.island is None:
             check(plan, starting=plan.launch.run and not plan.launch.dry_run)
             sys.exit(several(plan, arguments, describe(plan)))
@@ -91,7 +96,7 @@ def describe(plan: Plan) -> list[str]:
     data = train.data_parallel_size(plan.ranks)
     lines = [
         f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.train.train_iters}",
-        (f"ranks    {_where(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
+        (f"ranks    {_place(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
         *_jobs(plan),
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
@@ -102,7 +107,7 @@ def describe(plan: Plan) -> list[str]:
     return lines
 
 
-def _where(plan: Plan) -> str:
+def _place(plan: Plan) -> str:
     nodes, each = plan.launch.nodes, f" for each {plan.jobs.name}" if plan.jobs.apart else ""
     return f"{plan.ranks} on {nodes} node{'s' if nodes > 1 else ''}{each}"
 

@@ -144,7 +144,7 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     lost = {phase: 0.0 if shards == 1 else _share(lossy, phase, members) / inside for phase in PHASES}
     if inside > 1:
         components["parts of a site"] = weights * (_GRADIENT + compute) / inside
-    near = _near(lossy, layout, tensor, shards)
+    near = _ranks_without_datagrams(lossy, layout, tensor, shards)
     components |= _loss(lossy, weights, compute, shards, lost, device)
     components |= _pieces(lossy, weights // inside, shards, near, device)
     saved = sum(components.get(name, 0.0) for name in _SAVED) if lossy.save_replicas else 0.0
@@ -225,7 +225,7 @@ def _loss(
     return components
 
 
-def _near(lossy: LossyConfig, layout: Layout, tensor: int, shards: int) -> int:
+def _ranks_without_datagrams(lossy: LossyConfig, layout: Layout, tensor: int, shards: int) -> int:
     """Return ranks of a group that a rank exchanges with without datagrams, itself included."""
     node = lossy.ranks_of_node
     if node is None:

@@ -147,7 +147,7 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
     elif tasks is not None and tasks != launch.accelerators and not launch.dry_run:
         raise refuse("--accelerators", launch.accelerators, f"must be the {tasks} tasks of the Slurm job")
     _note_missing_of_training(missing, recipe, first.config, rest)
-    with _and_of_program(launch):
+    with _with_error_of_program(launch):
         missing.finish()
     folder = Path(launch.out) / (_rate_name(launch.chosen_rate) or Path(first.config).stem)
     note_origins_of(
@@ -163,7 +163,7 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
         TrainConfig,
         LossyConfig,
     )
-    with _and_of_program(launch):
+    with _with_error_of_program(launch):
         train, lossy, module, only_megatron, island = _program(launch, recipe, first.config, rest, folder)
     given = dict(pair.split("=", 1) for pair in launch.environment or ())
     environment = ENVIRONMENT.get(DEVICES[launch.device].kind, {}) | given
@@ -171,7 +171,7 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
 
 
 @contextlib.contextmanager
-def _and_of_program(launch: LaunchConfig) -> Iterator[None]:
+def _with_error_of_program(launch: LaunchConfig) -> Iterator[None]:
     """Return a context whose errors come together with that of a program that is not there."""
     problems = Collector()
     with problems.noting():

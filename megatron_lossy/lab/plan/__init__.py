@@ -157,7 +157,7 @@ def report(advice: Advice, gpus_cost: float = 0.0, egress_cost: float = 0.0) -> 
         *_table(advice, gpus_cost, egress_cost),
         "",
         f"recommended: {best.name}",
-        *_why(advice),
+        *_recommendation(advice),
         f"flags: {advice.options[0].flags}",
         *(f"not {name}: {why}" for name, why in advice.refused.items()),
     ]
@@ -189,7 +189,7 @@ def _table(advice: Advice, gpus_cost: float, egress_cost: float) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
-def _why(advice: Advice) -> list[str]:
+def _recommendation(advice: Advice) -> list[str]:
     """Return the paragraph about the recommended way, and warnings."""
     best, link, step = advice.options[0].found, advice.link, advice.job.step[1]
     fits = best.seconds[1] <= (1 + LONGER) * step

@@ -180,7 +180,7 @@ def _planned(recipe: Recipe) -> Plan:
         try:
             return make_plan(["--config", str(file), "--program", "train", "--out", folder, "--dry-run", *more])
         finally:
-            note_origins({})  # nobody has seen that file
+            note_origins({})  # no file of the user's
 
 
 def _text(recipe: Recipe) -> str:

@@ -36,7 +36,7 @@ class Way:
     """A way to train. ``method``: gradients, sites, islands, diloco or nothing. ``values``: the dtype that crosses.
 
     ``later``: iterations beyond the least delay of islands. ``every``: iterations between two exchanges of DiLoCo.
-    ``rank``: order of what it costs in validation loss, as far as that was measured.
+    ``rank``: order of its cost in validation loss, as far as that was measured.
     """
 
     method: str
@@ -113,7 +113,7 @@ def inside(link: Link) -> bool:
 
 
 def use(transport: str, link: Link) -> tuple[float, float] | None:
-    """Return the least and the most share of ``link`` that ``transport`` takes; ``None`` if nobody has measured it."""
+    """Return the least and the most share of ``link`` that ``transport`` takes; ``None`` if it has not been measured."""
     if transport != "udp" and inside(link):
         return None
     rows = measured()["use"][transport]["rows"]

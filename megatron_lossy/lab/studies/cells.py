@@ -141,7 +141,7 @@ class CellFolder:
         return self.path / CONFIG
 
     def finish(self, status: str, seconds: float, **facts: Any) -> None:
-        """Record that the run is over, and drop its checkpoints: a study needs only its losses."""
+        """Record the end of the run, and drop its checkpoints: a study needs only its losses."""
         state = {
             "status": status,
             "seconds": round(seconds, 1),
@@ -232,7 +232,7 @@ class _Runner:
                 self._work(waiting)
             except BaseException:
                 for job in self._jobs:
-                    job.process.terminate()  # nobody watches it any more
+                    job.process.terminate()  # no terminal watches it any more
                 raise
         return self._tally
 
@@ -246,7 +246,7 @@ class _Runner:
                     job.process.terminate()  # the trainer saves and leaves
                 if job.process.poll() is not None and not self._end(job):
                     waiting.insert(0, job.folder)
-            self._tell(waiting)
+            self._print_progress(waiting)
         self._tally.interrupted = self._stop.is_set()
 
     def _on_signal(self, number: int, _: object) -> None:
@@ -312,7 +312,7 @@ class _Runner:
 
     # --- progress ------------------------------------------------------------------------------------------------
 
-    def _tell(self, waiting: Sequence[CellFolder]) -> None:
+    def _print_progress(self, waiting: Sequence[CellFolder]) -> None:
         now = time.monotonic()
         if now - self._printed < _SECONDS_BETWEEN_LINES:
             return

@@ -1,6 +1,6 @@
 """The design of a study: its file, and the cells that follow from it.
 
-docs/study.md says what a file can have. Keys of ``settings``, levels and variants are flags of ``python -m
+docs/study.md lists the keys of a file. Keys of ``settings``, levels and variants are flags of ``python -m
 megatron_lossy.train``; ``p`` stands for ``p-grad`` and ``p-param``. A level can also be one of errors in gradients
 (``grad-error``), with variants of the actions on them. Every variant is also trained without loss and errors, or with the
 settings of the baseline: its changes refer to that run.
@@ -22,7 +22,8 @@ from ...config.settings import from_origin, read_yaml
 from ...config.shipped import find_config
 from ...mechanisms.async_pipeline.flags import AsyncPipelineFlags
 from ...mechanisms.islands.flags import IslandFlags
-from ..report.scalars import AXES, check_names, needs_drift, needs_sharpness
+from ..report.runs import WHOLE
+from ..report.scalars import AXES, needs_drift, needs_sharpness
 from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
 from ..train.facts import check_flags, of_trainer
 from .cells import Cell, make_cell
@@ -285,7 +286,11 @@ def check_metrics(flag: str, names: Any) -> list[str]:
     """Return ``names`` if they are different scalars that training records. Raise :class:`UsageError`."""
     if not isinstance(names, list):
         raise refuse(flag, names, "must be a list of names; see docs/monitors.md")
-    check_names(flag, names, list(AXES))
+    for name in names:
+        if str(name).removesuffix(WHOLE) not in AXES:
+            raise refuse(flag, f"{name!r}", f"is not recorded; must be one of {', '.join(AXES)}")
+    if len(set(names)) != len(names):
+        raise refuse(flag, ", ".join(map(repr, names)), "must differ from each other")
     return names
 
 

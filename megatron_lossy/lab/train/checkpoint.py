@@ -105,7 +105,7 @@ class Checkpoints:
             self._write(aside, final, iteration, fill)
         except (Exception, CheckpointException) as error:
             agreed = error if isinstance(error, NotSaved) else None
-            failed = agreed or machine_error(error) or _told(error) or _tried(aside)
+            failed = agreed or machine_error(error) or _failure_in_text(error) or _tried(aside)
             first = torch.distributed.get_rank() == 0
             everywhere = isinstance(error, NotSaved | CheckpointException) or _ranks() == 1
             if everywhere:
@@ -204,7 +204,7 @@ def _remove_older(folder: Path, iteration: int, keep: int) -> None:
     for one in older[: max(0, len(older) - (keep - 1))]:
         path = iteration_folder(folder, one)
         aside = path.with_name(path.name + _ASIDE)
-        with contextlib.suppress(OSError):  # whoever reads it, or may not delete it, has it for longer
+        with contextlib.suppress(OSError):  # a process that reads it, or may not delete it, keeps it for longer
             os.replace(path, aside)  # a kill must not leave half of it under its name
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -234,7 +234,7 @@ def _errors_only_raised() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _told(error: BaseException) -> OSError | None:
+def _failure_in_text(error: BaseException) -> OSError | None:
     """Return the failure of the machine in the text of ``error``, of another process or of another rank."""
     told = re.search(r"\[Errno (\d+)\]", str(error))
     number = int(told[1]) if told else None

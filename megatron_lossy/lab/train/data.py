@@ -163,8 +163,8 @@ class RankBatches:
 def on_device(samples: Sequence[Mapping[str, torch.Tensor]], target: torch.device) -> dict[str, torch.Tensor]:
     """Return the micro-batch of ``samples`` on ``target``; see :class:`RankBatches`.
 
-    It crosses in one piece. On CUDA it does so from page-locked memory, so that nobody waits until the device has done all
-    work that is queued.
+    It crosses in one piece. On CUDA it does so from page-locked memory, without a wait for the device's queued
+    work.
     """
     shape = (len(samples), len(samples[0]["tokens"]))
     count = shape[0] * shape[1]

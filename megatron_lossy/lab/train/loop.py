@@ -190,7 +190,7 @@ class _Run:
         return {"iteration": iteration, "finished": finished, "diverged": diverged, **self.summary}
 
     def _train(self, batches: list[RankBatches]) -> bool:
-        """Iterate to the end (true), or until somebody stops the run (false). Raise :class:`Diverged`."""
+        """Iterate to the end (true), or until the run is stopped (false). Raise :class:`Diverged`."""
         config, progress = self.config, self.progress
         outcomes: deque[Callable[[], tuple[float, float, bool, int]]] = deque()
         grad_norm = 0.0
@@ -282,7 +282,7 @@ class _Run:
         return finish
 
     def _gather_in_forward(self, on: bool, sync: bool = True) -> None:
-        """Turn the forward hooks of ``--overlap-param-gather`` on or off. Off gathers what is due, if ``sync``."""
+        """Turn the forward hooks of ``--overlap-param-gather`` on or off. Off gathers the due data, if ``sync``."""
         if not self.config.gathers_in_forward:
             return
         self.hooked = on

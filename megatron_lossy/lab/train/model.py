@@ -187,7 +187,7 @@ def model_parallel(config: TrainConfig) -> Iterator[None]:
         num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
         order="tp-cp-ep-pp-dp" if config.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         distributed_timeout_minutes=config.distributed_timeout_minutes,
-        create_gloo_process_groups=False,  # nobody here uses them
+        create_gloo_process_groups=False,  # they are not used here
     )
     groups = list(parallel_state._global_process_group_list)
     _seed(config.seed)

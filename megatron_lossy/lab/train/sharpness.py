@@ -109,7 +109,7 @@ class Sharpness:
                 generator = torch.Generator().manual_seed(_SEED)
                 start = torch.randn(scale.numel(), generator=generator).to(scale.device)
             value, self._vector = largest_eigenvalue(product, start, FIRST if self._vector is None else LATER)
-        self._found.append({"sharpness": value, **self._beside(value)})
+        self._found.append({"sharpness": value, **self._stability(value)})
 
     def metrics(self) -> dict[str, float]:
         """Return means over the measurements since the last call; nothing without any."""
@@ -167,7 +167,7 @@ class Sharpness:
 
     # --- comparison with the theory of lag ---------------------------------------------------------------------------
 
-    def _beside(self, sharpness: float) -> dict[str, float]:
+    def _stability(self, sharpness: float) -> dict[str, float]:
         """Return the learning rate times the sharpness; with losses known beforehand, also lag and stable limit."""
         step = get_canonical_lr_for_logging(self._optimizer.param_groups) / lr_scale(self._config) * sharpness
         found = {"lr x sharpness": step}

@@ -236,7 +236,7 @@ def _pieces(grad: torch.Tensor, buffers: Sequence[torch.Tensor], workers: int) -
     return result
 
 
-class _Sized:
+class _SizedGroup:
     """A process group of one rank that reports ``size`` ranks."""
 
     def __init__(self, group: Any, size: int) -> None:
@@ -260,7 +260,7 @@ def buffers_for(workers: int) -> contextlib.AbstractContextManager[None]:
     def padded(original: type) -> type:
         class PaddedBuffer(original):
             def __init__(self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, *rest, **more):
-                sized = _Sized(data_parallel_group, workers)
+                sized = _SizedGroup(data_parallel_group, workers)
                 super().__init__(ddp_config, param_dtype, grad_dtype, params, sized, *rest, **more)
                 self.data_parallel_group = data_parallel_group
                 self.data_parallel_world_size = data_parallel_group.size()

@@ -1,7 +1,7 @@
 """Virtual islands that come and go by ``--island-schedule`` (docs/islands.md#islands-that-come-and-go).
 
-A death is known at once, and a copy takes no time: there are no networks here. An island that stops keeps what it had,
-as if it had saved at its last iteration. Replicas within an island that has stood still begin equal again.
+A death is known at once, and a copy takes no time: there are no networks here. An island that stops keeps its state, as
+if it had saved at its last iteration. Replicas within an island that has stood still begin equal again.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ChurningIslands(VirtualIslands):
     def _member_rounds(self) -> list[MemberRounds[InMemory]]:
         return [rounds for rounds in self._rounds if isinstance(rounds, MemberRounds)]
 
-    # --- who is there ----------------------------------------------------------------------------------------------
+    # --- presence --- -------------------------------------------------------------------------------------------
 
     @property
     def present(self) -> Sequence[int]:
@@ -153,12 +153,12 @@ class ChurningIslands(VirtualIslands):
     def _visits(self, island: int) -> int:
         return min(rounds.visits(island) for rounds in self._member_rounds)
 
-    def _tell(self, delivery: Delivery) -> None:
+    def _report(self, delivery: Delivery) -> None:
         """Report with all slots as sources: nothing arrives from those that are away."""
         receivers, _, units = delivery.arrived.shape
         arrived = np.zeros((receivers, len(self.clusters), units), dtype=bool)
         arrived[:, list(delivery.sources)] = delivery.arrived
-        super()._tell(replace(delivery, sources=range(len(self.clusters)), arrived=arrived))
+        super()._report(replace(delivery, sources=range(len(self.clusters)), arrived=arrived))
 
     # --- saving ----------------------------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class IslandWorkers(Workers):
             if island not in islands.present:
                 for batch in self._batches_of(island, batches):
                     batch.skip(self._config.global_batch_size)
-                # Learning rates follow the run, whoever makes the iterations.
+                # Learning rates follow the run, not the islands that make the iterations.
                 self._schedulers[island].step(increment=self._config.global_batch_size)
                 continue
             due = self._due(island, islands.iteration)

@@ -106,7 +106,7 @@ class VirtualIslands(Run, JobGroup):
     def _buckets(self) -> list[Any]:
         return [bucket for stream in self.clusters[0].streams for bucket in stream.buckets]
 
-    # --- who is there ----------------------------------------------------------------------------------------------
+    # --- presence --- -------------------------------------------------------------------------------------------
 
     @property
     def present(self) -> Sequence[int]:
@@ -169,9 +169,9 @@ class VirtualIslands(Run, JobGroup):
                 self._monitor.exchanged(bytes_sent(self.config, count, among))
                 for delivery in rounds.crossing.deliveries:
                     self._monitor.observe(delivery)
-                    self._tell(delivery)
+                    self._report(delivery)
 
-    def _tell(self, delivery: Delivery) -> None:
+    def _report(self, delivery: Delivery) -> None:
         """Call the observers of each receiver."""
         for row, island in enumerate(delivery.receivers):
             own = replace(delivery, receivers=[island], arrived=delivery.arrived[row : row + 1])
@@ -332,7 +332,7 @@ class VirtualIslands(Run, JobGroup):
         super().load_replicas(folder)
 
     def _more_state(self) -> dict[str, Any]:
-        """Return the state of those who are there."""
+        """Return the state of the present islands."""
         return {}
 
     def _load_more(self, state: Mapping[str, Any]) -> None:

@@ -205,5 +205,5 @@ class VirtualSampler(Replicas):
         values = [self._versions.everyone(number, chosen) for number, chosen in enumerate(places)]
         everyone = torch.cat(values, dim=1).double().cpu().numpy()
         owners = np.concatenate([chosen // shard for chosen, shard in zip(places, self.shards, strict=True)])
-        everyone[owners, np.arange(len(owners))] = self.own(places)  # which may differ from what it sends
+        everyone[owners, np.arange(len(owners))] = self.own(places)  # which may differ from the sent values
         return everyone

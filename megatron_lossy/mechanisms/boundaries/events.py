@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import LossyConfig
 from ...delivery_log import schema
-from ...delivery_log.events import Kinds, Row
-from ...delivery_log.summary import percent
+from ...delivery_log.events import Kinds, Row, percent
 from ...run.monitor import Observer, Window
 from .flags import BOUNDARY_PHASES
 from .loss import Fate
@@ -108,7 +107,7 @@ def _lines(total: Counter[str]) -> list[str]:
 
     return [
         f"  lost      {total['lost']:,} of {total['packets']:,} packets, {share('lost', 'packets')}",
-        f"  repaired  {total['repaired']:,} by parity, {share('repaired', 'lost')} of what was lost",
+        f"  repaired  {total['repaired']:,} by parity, {share('repaired', 'lost')} of lost packets",
         (
             f"  again     {total['asked']:,} packets of {total['again']:,} of {total['messages']:,} messages, "
             f"{share('again', 'messages')} of these"

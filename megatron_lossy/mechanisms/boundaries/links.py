@@ -131,7 +131,7 @@ class StageLinks:
 
         def leave() -> None:
             departure.ready()
-            # This stays on this thread: the next message makes the channel forget this one, and nobody may ask then.
+            # This stays on this thread: the next message makes the channel forget this one, and no thread may ask then.
             self.left(link.send(phase, number, departure.memory, code), _size(tensor))
 
         return Sending(self, self._sender.submit(leave), _size(tensor))

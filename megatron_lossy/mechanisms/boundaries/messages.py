@@ -53,7 +53,7 @@ class Message:
 
 
 @dataclass
-class _Drawn:
+class _Draw:
     """The draw for a step of one stream: ``lost`` bool[units], and ``used``, the number of units that messages took."""
 
     lost: np.ndarray
@@ -70,7 +70,7 @@ class Messages:
         self.loss = {phase: BoundaryLoss(config, phase) for phase in BOUNDARY_PHASES}
         self._step = -1
         self._expected = 1
-        self._drawn: dict[tuple[str, Stream, int], _Drawn] = {}
+        self._drawn: dict[tuple[str, Stream, int], _Draw] = {}
         self._numbers: dict[tuple[str, Stream, int | None], int] = {}
 
     def begin(self, step: int, expected: int = 1) -> None:
@@ -105,7 +105,7 @@ class Messages:
         loss = self.loss[phase]
         units = loss.units(boundary, packets)
         key = (phase, boundary.stream(rank), tensor)
-        drawn = self._drawn.setdefault(key, _Drawn(np.empty(0, dtype=bool)))
+        drawn = self._drawn.setdefault(key, _Draw(np.empty(0, dtype=bool)))
         first, drawn.used = drawn.used, drawn.used + units
         if drawn.used > len(drawn.lost):
             # A longer draw begins with the same units.

@@ -20,7 +20,7 @@ _HIGHEST = 0.9
 
 
 class Lag:
-    """The lag of those who receive the parameters of one rank in one group; the rules of all its buckets share it.
+    """The lag of the receivers of one rank's parameters in one group; the rules of all its buckets share it.
 
     ``counted``: the counts of receivers, if neither the flags nor the losses of ``wire`` give their lag.
     """
@@ -113,7 +113,7 @@ class Sums:
     def begin_update(self) -> None:
         """Use the sums of the update before, and begin to add up again. A collective call.
 
-        That may take until the next update, so that nobody waits.
+        That may take until the next update, without a wait.
         """
         self.finish()
         for one in self._counted:

@@ -32,8 +32,8 @@ class Protection:
     """The rule that gives units high priority.
 
     ``kind``: ``packet-mean``, ``element-quantile``, or ``none``; with ``none`` only units with a value that is not
-    finite have high priority. ``fraction``: K, in [0, 1], a share of what a rank sends of a bucket. ``own``: whether a
-    rank's units for itself can be lost too. ``draw``: draws :data:`SAMPLE` numbers for the quantile.
+    finite have high priority. ``fraction``: K, in [0, 1], a share of the units that a rank sends of a bucket. ``own``:
+    whether a rank's units for itself can be lost too. ``draw``: draws :data:`SAMPLE` numbers for the quantile.
     """
 
     kind: str = "none"

@@ -1,4 +1,4 @@
-"""The choice of units on an accelerator, where their values are: nobody waits for the device.
+"""The choice of units on an accelerator, where their values are, without a wait.
 
 These functions choose what :mod:`.choosing` chooses with NumPy, of the same values, also of equal ones. Their shapes and
 numbers depend on the cut of a bucket alone. They run on a CPU as well, so that both can be compared.

@@ -37,13 +37,13 @@ class Protected(GradRecovery):
 
     #: bool[N, count]: the units of the latest exchange that must arrive, if a network loses them.
     must: np.ndarray | Fetched | None = None
-    #: The record of the latest step that is over.
+    #: The record of the latest ended step.
     told: Told | None = None
 
     def __init__(self, rule: GradRecovery, priority: Priority) -> None:
         super().__init__(rule.units, rule.rank)
         self.rule = rule
-        #: The rule if it keeps what it loses.
+        #: The rule if it keeps its losses.
         self.feedback: Any = rule if rule.feeds_back else None
         self.priority = priority
         self.name = rule.name  # type: ignore[misc]
@@ -160,7 +160,7 @@ class Required(Protected):
 
     @property
     def late(self) -> list[int]:
-        """Steps that are over while no report says yet which of their units arrived."""
+        """Ended steps without a report yet of the units that arrived."""
         return list(self._late)
 
     def sent_in(self, step: int) -> bool:

@@ -7,7 +7,7 @@ from ...config.refusal import Section
 from ...config.refusals.core import ONE_EMBEDDING, above
 from ...config.transport import UDP_REPORT_BYTES
 
-_TOLD_LATE = "gets the report of losses late, when "
+_LATE_REPORT = "gets the report of losses late, when "
 _WITH_UDP = "{config.grad_recovery} with --transport udp"
 
 
@@ -16,7 +16,7 @@ def _over_udp(config: LossyConfig) -> bool:
     return config.transport == "udp" and config.at_sender
 
 
-def _is_told(config: LossyConfig) -> bool:
+def _sends_again(config: LossyConfig) -> bool:
     """Return whether senders learn which of their gradients a network lost, and send them again."""
     return config.transport == "udp" and config.grad_recovery == "error-feedback"
 
@@ -49,12 +49,12 @@ PRIORITY = Section(
         f.virtual is False and not c.inert and c.grad_priority != "none" and c.grad_recovery.startswith("renormalize")
     ),
     f"--grad-recovery = {_WITH_UDP} | --transport udp and --calculate-per-token-loss | "
-    f"{_TOLD_LATE}--calculate-per-token-loss has scaled it; omit that flag",
-    lambda c, f: f.per_token_loss and _is_told(c),
+    f"{_LATE_REPORT}--calculate-per-token-loss has scaled it; omit that flag",
+    lambda c, f: f.per_token_loss and _sends_again(c),
     f"--grad-recovery = {_WITH_UDP} | --transport udp and an embedding on two stages | "
-    f"{_TOLD_LATE}two stages have added up the gradients of the embedding; {ONE_EMBEDDING}",
-    lambda c, f: f.copies_embedding and _is_told(c) and above(f.pipeline, 1),
+    f"{_LATE_REPORT}two stages have added up the gradients of the embedding; {ONE_EMBEDDING}",
+    lambda c, f: f.copies_embedding and _sends_again(c) and above(f.pipeline, 1),
     "--udp-deadline | --grad-recovery error-feedback and tensor parallelism | "
     "would keep other residuals on each tensor-parallel rank, with --grad-recovery error-feedback; must be off",
-    lambda c, f: _is_told(c) and above(f.tensor, 1) and c.udp_deadline_seconds is not None,
+    lambda c, f: _sends_again(c) and above(f.tensor, 1) and c.udp_deadline_seconds is not None,
 )

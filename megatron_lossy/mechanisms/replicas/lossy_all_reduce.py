@@ -57,7 +57,7 @@ def all_reduce(
     return begun(begin_all_reduce(slot.group, x, scatter, gather))
 
 
-class _Changed(types.ModuleType):
+class _PatchedModule(types.ModuleType):
     """A module with some attributes of its own, and all others of ``original``."""
 
     def __init__(self, original: types.ModuleType, **own: Any) -> None:
@@ -75,7 +75,7 @@ def patch(run: Run) -> Patch:
         def lossy(*args: Any, **kwargs: Any) -> Any:
             return all_reduce(run, original.distributed.all_reduce, *args, **kwargs)
 
-        return _Changed(original, distributed=_Changed(original.distributed, all_reduce=lossy))
+        return _PatchedModule(original, distributed=_PatchedModule(original.distributed, all_reduce=lossy))
 
     return Patch(
         target="megatron.core.distributed.param_and_grad_buffer:torch",

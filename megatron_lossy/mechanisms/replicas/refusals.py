@@ -28,7 +28,7 @@ _SHARDED = "the distributed optimizer"
 _LOST = "lost parameters"
 
 
-def _apart(config: LossyConfig) -> bool:
+def _replicas_differ(config: LossyConfig) -> bool:
     """Return whether replicas can differ, and so disagree on an overflow."""
     return (config.drives_apart or config.synchronises) and config.replica_check != "repair"
 
@@ -41,7 +41,7 @@ def _sums_absolute_noise(config: LossyConfig, facts: Facts) -> bool:
 
 def _scale(config: LossyConfig, facts: Facts) -> Mapping[str, str] | None:
     """Return the loss scale of float16, if replicas that differ would not agree on it."""
-    if facts.distributed_optimizer is not False or not facts.fp16 or not _apart(config):
+    if facts.distributed_optimizer is not False or not facts.fp16 or not _replicas_differ(config):
         return None
     return {"scale": "on" if facts.loss_scale is None else f"with --loss-scale {facts.loss_scale:g}"}
 
@@ -86,7 +86,7 @@ REPLICAS = Section(
     f"--fp16 = {{scale}} | replicas that differ | {_OVERFLOWS}",
     _scale,
     f"--loss-scale = {{facts.loss_scale:g}} | replicas that differ | {_OVERFLOWS}",
-    lambda c, f: f.distributed_optimizer is False and f.loss_scale and _apart(c),
+    lambda c, f: f.distributed_optimizer is False and f.loss_scale and _replicas_differ(c),
     "--optimizer-cpu-offload | full replicas | replicas are averaged where they are; turn it off",
     lambda c, f: f.distributed_optimizer is False and "--optimizer-cpu-offload" in f.switches and not c.inert,
     "--check-weight-hash-across-dp-replicas-interval = {facts.weight_hash_interval} | replicas that differ | "

@@ -189,7 +189,7 @@ class Synchroniser:
 
     def _launch_stream(self, stream: Copies) -> _Part:
         peers = stream.peers
-        fingerprints, whole = self._tell(stream)
+        fingerprints, whole = self._fingerprints_of(stream)
         target = self._target(fingerprints, whole)
         lost = int((~whole).sum())
         if target is None:
@@ -219,7 +219,7 @@ class Synchroniser:
             self._exchange(peers, Target("first", whole, ~whole, first), pieces(state), False)
         return part
 
-    def _tell(self, stream: Copies) -> tuple[np.ndarray, np.ndarray]:
+    def _fingerprints_of(self, stream: Copies) -> tuple[np.ndarray, np.ndarray]:
         """Return uint64[N] and bool[N]: the fingerprint of each replica, and whether everything in it is finite."""
         rows = []
         for replica in stream.replicas:
