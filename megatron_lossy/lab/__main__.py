@@ -9,14 +9,13 @@ python -m megatron_lossy.lab trace FILE.csv --out FILE.npz  a measurement of los
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
 from ..base.errors import UsageError, usage_errors
 
 PROGRAM = "megatron_lossy.lab"
-
-
 #: Modules that have a command of their name.
 _MODULES = {"lag": ".studies.lag", "trace": ".trace"}
 
