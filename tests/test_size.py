@@ -8,16 +8,16 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 32_523,
-    "lines of the package": 47_156,
+    "lines outside lab": 32_573,
+    "lines of the package": 47_514,
     "lines of C": 4_060,
-    "lines of tests": 40_537,
+    "lines of tests": 40_954,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 41,
     "lines of islands": 7_530,
     "files under 40 lines": 10,
     "files over 450 lines": 4,
-    "words of pages": 35_095,
+    "words of pages": 35_148,
     "loss flags": 74,
     "lines of train --help": 90,
 }
