@@ -8,8 +8,8 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 32_573,
-    "lines of the package": 47_514,
+    "lines outside lab": 32_656,
+    "lines of the package": 47_596,
     "lines of C": 4_060,
     "lines of tests": 40_954,
     "lines of scripts and benchmarks": 10_000,
@@ -17,7 +17,7 @@ LIMITS = {
     "lines of islands": 7_530,
     "files under 40 lines": 10,
     "files over 450 lines": 4,
-    "words of pages": 35_148,
+    "words of pages": 35_198,
     "loss flags": 74,
     "lines of train --help": 90,
 }
