@@ -7,16 +7,23 @@ import time
 
 import pytest
 
-from megatron_lossy.mechanisms.islands.membership.messages import Slot, slot_of
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.mechanisms.islands.elastic import first_rank
+from megatron_lossy.mechanisms.islands.elastic.first_rank import FirstRank
+from megatron_lossy.mechanisms.islands.membership.messages import Beat, Slot, read, slot_of
 from megatron_lossy.mechanisms.islands.membership.protocol import Island, Local, Plan, Times
 from megatron_lossy.mechanisms.islands.membership.store import open_store
 from megatron_lossy.mechanisms.islands.membership.watch import Watch
 from tests.coordinator import KEY, Coordinator
+from tests.islands_simulated import Memory
 
 pytest.importorskip("cryptography")
 pytestmark = pytest.mark.shows("islands agree at a coordinator that dies and comes back empty", device=False)
 
 TIMES = Times(poll=0.1, silent=2.0, connect=1.0, quiet=1.0, alone=5.0, join=60.0, read=0.3)
+
+
+ELASTIC = {"rendezvous": "etcd://nobody/run", "island": 0}
 
 
 class Launch:
@@ -85,3 +92,42 @@ def test_a_run_at_a_coordinator_that_loses_all(tmp_path):
 def again_has(server, entry):
     text = open_store(server.url(), KEY).get("now/epoch")
     return text is not None and entry.nonce in text
+
+
+class Trained:
+    """The training of an island that reaches all others, for its first rank. ``exchange``: made so far."""
+
+    def __init__(self, slot, store, exchange):
+        self.config = LossyConfig(islands=2, sync_method="parameters", island_join=0.0, **ELASTIC)
+        self._slot, self.exchange, self._connections = slot, exchange, self
+        self.pairs, self.listen, self.flags, self.among = [], lambda: f"host:{slot}", dict, lambda entry: {}
+        self.first = FirstRank(self, f"{slot}/{secrets.token_hex(4)}", store, 0)
+        self.first.begin(store)
+
+    def local(self):
+        plan = self.first._plan
+        more = {"attempt": plan.attempt, "connected": plan.connect}
+        return Local(time.time(), exchange=self.exchange, seconds=0.01, ready=bool(self.first.found), **more)
+
+
+def test_nobody_follows_an_island_that_has_leapt_to_where_the_others_are_about_to_be(monkeypatch):
+    monkeypatch.setattr(first_rank, "TIMES", TIMES)
+    store = Memory()
+    ahead, behind = Trained(0, store, 100), Trained(1, store, 10)
+
+    def beats():
+        return read(Beat, store.get("now/beat/1")).count
+
+    try:
+        wait(lambda: behind.first.jump(10))
+        behind.exchange = behind.first.jump(10)
+        assert behind.exchange > 100 + 2
+        before = beats()
+        wait(lambda: beats() > before + 5)
+        assert ahead.first._plan.run == 100 and ahead.first.jump(100) == 0
+        ahead.exchange = behind.exchange
+        behind.exchange += 50
+        wait(lambda: ahead.first.jump(ahead.exchange))  # it really is behind now
+    finally:
+        ahead.first.close()
+        behind.first.close()

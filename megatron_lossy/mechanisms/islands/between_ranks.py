@@ -351,11 +351,8 @@ def _complete(
 class Waiting:
     """An exchange under way on a thread. ``own`` [k]: the vector of this island.
 
-    ``tell``: tells what arrived; its argument is the finished exchange, or ``None`` if it is not finished. :attr:`agrees`: whether the
-    result may be used; else nothing of it has arrived.
+    ``tell``: tells what arrived; its argument is the finished exchange, or ``None`` if it is not finished.
     """
-
-    agrees: Callable[[], bool] | None = None
 
     def __init__(self, future: Future[Crossed], own: torch.Tensor, tell: Callable[[Crossed | None], None]) -> None:
         self._future, self._own = future, own
@@ -380,7 +377,4 @@ class Waiting:
                 None if arrived is None else arrived[None, :count],
                 None if owed is None else owed[:, :count],
             )
-            if self.agrees is not None and not self.agrees():
-                nothing = torch.zeros_like(self._own, dtype=torch.bool)[None]
-                self._mean = Mean(torch.zeros_like(self._own), nothing)
         return self._mean

@@ -63,19 +63,9 @@ class Epoch:
         return self.id, self.first
 
     @property
-    def number(self) -> int:
-        """A number of 63 bits that other epochs do not have, also of the same members."""
-        return int(blake2b(f"{self.id} {self.first}".encode(), digest_size=_ID_BYTES).hexdigest(), 16) >> 1
-
-    @property
     def slots(self) -> list[int]:
         """All who get means."""
         return [one.slot for one in self.members]
-
-    @property
-    def lives(self) -> list[tuple[int, Incarnation]]:
-        """Slot and start of all members."""
-        return [(one.slot, one.incarnation) for one in self.members]
 
     @property
     def senders(self) -> list[int]:

@@ -29,16 +29,17 @@ from ...base.files import write_text
 from ...base.jobs import JobGroup
 from ...config import LossyConfig
 from ...hooks.buckets import buckets_by_stream, own_shard
-from ...hooks.versions import data_parallel_rank, pipeline_stage
+from ...hooks.versions import data_parallel_rank, pipeline_stage, tensor_group
 from ...recovery.rows import to_device
 from ...run.mechanism import Part
+from ...transport.peers import RankPeers
 from .between_ranks import BetweenRanks, carriers_of
 from .flags import CONSENSUS_FOLDER
 from .form import bytes_sent
 from .monitor import IslandMonitor
 from .rounds import Mean, Rounds
 from .stopping import Stopping
-from .vector import Subset, Vector, shard_vector
+from .vector import Places, Subset, Vector, shard_vector
 from .world import IslandWorld, Meeting
 
 #: Iterations between two questions whether to stop, of islands that exchange nothing.
@@ -58,6 +59,8 @@ class RankIslands(Part, JobGroup):
         self.config = config
         self._rounds: list[Rounds[BetweenRanks]] | None = None  # by optimizer of torch's
         self._hooks: list[Any] = []
+        self._copies: list[Places | None] = []  # by optimizer, see :meth:`_places_of_copies`
+        self._used = False  # whether a mean has changed weights
         self._made: set[int] = set()  # optimizers whose exchanges of this iteration are made
         self._iterations = 0  # that were begun, as far as stopping is concerned
 
@@ -94,9 +97,13 @@ class RankIslands(Part, JobGroup):
         self._made.clear()
 
     def _exchange(self, number: int, *_: Any) -> None:
-        count = self._built()[number].after_iteration(self._run.iteration)
+        rounds = self._built()[number]
+        count = rounds.after_iteration(self._run.iteration)
         if count is not None:
             self.monitor.exchanged(bytes_sent(self.config, count))
+        if self._used:
+            self._used = False
+            self._equalise(rounds.vectors[0], self._copies[number])
         self._made.add(number)
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
@@ -182,6 +189,7 @@ class RankIslands(Part, JobGroup):
         run, vector = self._run, self._vector(one)
         subset = self._subset(vector, number)
         crossing = self._crossing(number, subset)
+        self._copies.append(self._places_of_copies(one))
         self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
         return self._make_rounds(self.config, subset, [vector], crossing, run.steps, run.device, self._note)
 
@@ -194,6 +202,33 @@ class RankIslands(Part, JobGroup):
     def _make_rounds(self, *arguments: Any) -> Rounds[BetweenRanks]:
         """Return the exchanges of the weights of one optimizer."""
         return Rounds(*arguments)
+
+    def _places_of_copies(self, one: Any) -> Places | None:
+        """The places in the vector of ``one`` of parameters that all tensor-parallel ranks have; ``None`` if there are none."""
+        group = one.buffers[0].data_parallel_group
+        found, base = [np.arange(0)], 0
+        for buffer in one.buffers:
+            for bucket in buffer.buckets:
+                shard = bucket.param_data.numel() // group.size()
+                first = bucket.offset + group.rank() * shard
+                for parameter in bucket.params_list:
+                    start, end = (place - first for place in buffer.param_index_map[parameter][:2])
+                    if not getattr(parameter, "tensor_model_parallel", False):
+                        found.append(base + np.arange(max(start, 0), min(end, shard)))
+                base += shard
+        places = np.sort(np.concatenate(found))
+        return Places(places, 1, base, self._run.device) if len(places) and tensor_group(expert=False) else None
+
+    def _equalise(self, vector: Vector, copies: Places | None) -> None:
+        """Give all tensor-parallel ranks the elements at ``copies`` of the first one: each has lost, or rounded, others.
+
+        A collective call of these ranks.
+        """
+        if copies is not None:
+            with torch.no_grad():
+                values = vector.read(copies)
+                RankPeers(tensor_group(expert=False), values.device).broadcast_([values], 0).wait()
+                vector.write(copies, values)
 
     @property
     def _vectors(self) -> list[Vector]:
@@ -210,6 +245,7 @@ class RankIslands(Part, JobGroup):
             observer.observe(delivery)
 
     def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
+        self._used = True
         stride = mean.values.numel() // _SAMPLE | 1  # odd, so that it does not follow blocks
         self.monitor.used(seconds, sent, mean, stride)
 

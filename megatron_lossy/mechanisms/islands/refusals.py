@@ -116,12 +116,14 @@ ISLANDS = Section(
     "--sync-dtype = int8 | --delay-correction none, and outer optimizers | "
     "with {replacing} steps smaller than the rounding are lost",
     lambda c, f: c.averages and c.sync_bits and _replacing(c),
-    "--sync-dtype = int8 | --islands and tensor parallelism | "
-    "tensor-parallel copies of a parameter would be rounded apart; choose bf16",
-    lambda c, f: _real(c, f) and c.sync_bits and above(f.tensor, 1),
-    "--transport | --islands and tensor parallelism | "
-    "tensor-parallel ranks would lose other averages of what all {facts.tensor} have a copy of; choose torch",
-    lambda c, f: _real(c, f) and c.observed and above(f.tensor, 1),
+    "--rendezvous, --transport, --sync-dtype | --islands, experts and tensor parallelism | "
+    "tensor-parallel ranks would lose or round other averages of what all {facts.tensor} have a copy of, which experts do not say",
+    lambda c, f: (
+        _real(c, f)
+        and (c.rendezvous is not None or c.observed or c.sync_bits)
+        and above(f.experts, 0)
+        and above(f.tensor, 1)
+    ),
     "--islands | no distributed optimizer | each shards its optimizer; needs --use-distributed-optimizer",
     lambda c, f: f.distributed_optimizer is False and c.averages,
     "--islands | a number of workers that they do not divide | must divide the {workers}",

@@ -8,11 +8,15 @@ that of this ``island`` alone. ``lost``: exchanges of which nothing arrived here
 from __future__ import annotations
 
 import threading
+from collections import deque
 from typing import Any
 
 from ....run.monitor.observer import Observer
 from ....run.monitor.window import Window
 from ..epochs import Epoch, EpochLog, line
+
+#: Exchanges whose messages make the share of lost ones.
+_RECENT = 20
 
 
 class Diary(Observer):
@@ -26,6 +30,7 @@ class Diary(Observer):
         self._events: list[dict[str, Any]] = []
         #: The latest event.
         self.latest = ""
+        self._messages: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._lost: set[int] = set()  # since the last line
         self._counted: set[int] = set()  # of the lost ones, in the window
         self._written: tuple[str | None, int] | None = None
@@ -45,13 +50,24 @@ class Diary(Observer):
             self._events.append({"event": event, **more})
             self.latest = event
 
-    def lost(self, exchange: int) -> None:
-        """Nothing of ``exchange`` arrived."""
+    def ended(self, exchange: int, expected: int, came: float) -> None:
+        """Of ``exchange`` of a shard ``came`` messages of ``expected``."""
         with self._changed:
+            if expected:
+                self._messages.append((expected, came))
+            if came or not expected:
+                return
             self._lost.add(exchange)
             if exchange not in self._counted:  # of another shard
                 self._counted.add(exchange)
                 self._window.add(lost=1)
+
+    @property
+    def lost(self) -> float:
+        """The share of the messages of others that did not come lately."""
+        with self._changed:
+            expected = sum(number for number, _ in self._messages)
+            return 1 - sum(came for _, came in self._messages) / expected if expected else 0.0
 
     # --- in the order of iterations --------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class FirstRank:
         self._answers: bool | None = None  # the holder of the slot
         self._answered = time.monotonic()
         self._run: tuple[int | None, float] = (None, 0.0)  # how far the others are, and since when
+        self._leapt = 0  # to this exchange, which the others have yet to make
         self._patience = config.island_patience
         self._address = self._connections.listen()
         times = replace(TIMES, join=config.island_join, alone=config.island_join)
@@ -71,7 +72,10 @@ class FirstRank:
             if entry is not None:
                 self._island.adopt(entry)
         self._note()
-        return replace(self._part.local(), leaves=self._leaves, answers=self._answers)
+        local, run = self._part.local(), self._plan.run
+        if run is not None and run < self._leapt:  # no island follows one that is about to be where the others are
+            local = replace(local, exchange=min(local.exchange, run))
+        return replace(local, leaves=self._leaves, answers=self._answers)
 
     def _act(self, plan: Plan) -> None:
         self._plan = plan
@@ -147,7 +151,8 @@ class FirstRank:
         plan, under_way = self._plan, self._part.config.rounds_under_way
         if plan.run is None or plan.run <= exchange + 2 + under_way:
             return 0
-        return plan.run + 1 + math.ceil(TIMES.read / max(plan.seconds, 1e-3))
+        self._leapt = plan.run + 1 + math.ceil(TIMES.read / max(plan.seconds, 1e-3))
+        return self._leapt
 
     def close(self) -> None:
         """Say that this island leaves, and poll no more."""

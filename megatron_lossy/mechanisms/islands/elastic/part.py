@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import signal as signals
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -23,15 +23,14 @@ import torch
 import torch.distributed as dist
 
 from ....base import device
-from ....base.errors import UsageError, refuse
+from ....base.errors import STOPPED, UsageError, refuse
 from ....base.fetch import Fetched
 from ....base.flags import identity, texts_by_flag
 from ....config import LossyConfig
-from ....hooks.versions import tensor_group
 from ....recovery.rows import to_device
 from ....transport.leaving import PeerLost
 from ....transport.network import read_key_file
-from ..between_members import Among, BetweenMembers, same_everywhere
+from ..between_members import Among, BetweenMembers
 from ..between_ranks import BetweenRanks
 from ..copying import held_state, put_state
 from ..epochs import epoch_of
@@ -47,7 +46,7 @@ from ..world import ElasticWorld
 from . import first_rank
 from .connections import Connections, Pair
 from .diary import Diary
-from .first_rank import FirstRank
+from .first_rank import FirstRank, Lost
 from .rejoining import Rejoining, source_of
 from .standing import Standing
 
@@ -90,6 +89,9 @@ class ElasticIslands(TrainingIslands):
         self._begun = 0  # how often this island has begun to listen
         self._rejoining = Rejoining(world.island, world.rank, config.island_patience)
         self._copied = -1  # the number of the epoch whose copy has come to all ranks
+        self._logged = self._loss = 0.0  # the training loss, as this rank has it, and as any rank
+        self._signal = 0  # that ends this island before the end of the run
+        self._lost = False  # the slot
         self._sums = (-1, 0)  # an iteration, and the sums of whole weights in it, less one
         folder = None if config.delivery_log is None else config.jobs().folder(config.delivery_log, world.island)
         self._diary = Diary(world.island, None if world.rank else folder)
@@ -100,6 +102,10 @@ class ElasticIslands(TrainingIslands):
     def attach(self, run: Any) -> None:
         super().attach(run)
         run.observers.append(self._diary)
+        run.events.on(logged=self._log)
+
+    def _log(self, loss: float) -> None:
+        self._logged = loss if math.isfinite(loss) else 0.0
 
     # --- who is there ------------------------------------------------------------------------------------------------
 
@@ -245,15 +251,21 @@ class ElasticIslands(TrainingIslands):
         """
         first, begun, came = self._first_rank, self._begun, self._rejoining.came
         known, jump = (0, 0) if first is None else (len(first.found), first.jump(made // self.config.sync_interval))
-        if first is not None and first.ends is not None:
+        lost = first is not None and first.ends is not None
+        if lost:
             signal = signal or signals.SIGTERM
-        said = np.array([signal, known, jump, -self._visits_here(), came, -came], dtype=np.int64)
+        # As bits, of which the largest are those of the largest loss. Only the last pipeline stage may have one.
+        loss = int(np.float64(self._logged).view(np.int64))
+        said = np.array([signal, lost, known, jump, -self._visits_here(), came, -came, loss], dtype=np.int64)
         all_said = to_device(said, device.current_device())
         work = dist.all_reduce(all_said, dist.ReduceOp.MAX, async_op=True)
 
         def finish() -> int:
             work.wait()
-            number, known, jump, visits, came, least = map(int, Fetched(all_said).wait().tolist())
+            self._signal, self._lost, known, jump, visits, came, least, loss = map(
+                int, Fetched(all_said).wait().tolist()
+            )
+            self._loss = float(np.int64(loss).view(np.float64))
             if begun == self._begun:
                 self._visits = -visits
             if known > len(self._known):
@@ -262,7 +274,7 @@ class ElasticIslands(TrainingIslands):
                 self._learn(texts[0])
             self._jump = jump * self.config.sync_interval
             self._copied = came if came == -least else -1
-            return number
+            return self._signal
 
         return finish
 
@@ -341,6 +353,8 @@ class ElasticIslands(TrainingIslands):
             attempt=attempt,
             connected=connected,
             lag=max(slot.lag(now), 0),
+            loss=self._loss,
+            lost=self._diary.lost,
             event=self._diary.latest,
         )
 
@@ -349,16 +363,20 @@ class ElasticIslands(TrainingIslands):
         return Stopping()
 
     def leave(self) -> None:
-        """The others need not wait until a death is noticed. Raises :class:`Lost`, on the first rank."""
+        """The others need not wait until a death is noticed.
+
+        Raises :class:`Lost` if another island has the slot, and :class:`SystemExit` if a signal came before the end of the run.
+        """
         ends = None if self._first_rank is None else self._first_rank.ends
         self._end()
-        if ends is not None:
-            raise ends
+        if self._lost:
+            raise ends or Lost(f"--island {self._slot}: a later start has taken this slot")
+        if self._signal and self._run.iteration != self._run.steps:
+            raise SystemExit(STOPPED)
 
     # --- building ----------------------------------------------------------------------------------------------------
 
     def _crossing(self, number: int, subset: Subset) -> BetweenRanks:
-        group = tensor_group(expert=False)
         return BetweenMembers(
             self.config,
             subset.stream,
@@ -367,8 +385,7 @@ class ElasticIslands(TrainingIslands):
             self._tell,
             shard=number,
             among=lambda: self._current,
-            loses=self._diary.lost,
-            agrees=None if group is None else partial(same_everywhere, group),
+            ended=self._diary.ended,
         )
 
     def _make_rounds(self, *arguments: Any) -> Rounds[BetweenRanks]:
