@@ -9,12 +9,12 @@ import pytest
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.flags import identity, of_flags
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.mechanisms.islands.elastic.diary import Diary
-from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation, Member
+from megatron_lossy.mechanisms.islands.monitor import Diary
+from megatron_lossy.mechanisms.islands.presence import Epoch, Member
 
 pytestmark = pytest.mark.shows("islands that are launches of their own: the log of epochs")
 
-BOTH = Epoch((Member(0, Incarnation(5), "send"), Member(2, Incarnation(7), "listen")), 3)
+BOTH = Epoch((Member(0, 5, "send"), Member(2, 7, "listen")), 3)
 
 
 def lines(folder):

@@ -110,15 +110,16 @@ class RankPeers(Peers):
         with aside(self._device):  # so that what is computed does not wait for the others
             work.wait()
             used_here((there,))
-            back = Fetched(_bytes(there))
+            back = Fetched(as_bytes(there))
 
         def end() -> None:
-            _bytes(tensor).copy_(torch.from_numpy(back.wait()))
+            as_bytes(tensor).copy_(torch.from_numpy(back.wait()))
 
         return end
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return uint8[n]: a contiguous tensor, in its memory."""
     return tensor.view(-1).view(torch.uint8)
 
 

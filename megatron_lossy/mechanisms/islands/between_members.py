@@ -12,9 +12,9 @@ import torch
 from ...config import LossyConfig
 from .between_ranks import BetweenRanks, Brought, Crossed, Parties, Task, Waiting
 from .carrying import Carrier
-from .elastic.connections import Connections, Crossing, Pair
-from .epochs import Epoch
+from .connections import Connections, Crossing, Pair
 from .flags import SYNC_PHASES
+from .presence import Epoch
 from .rounds import Mean
 from .vector import Places
 

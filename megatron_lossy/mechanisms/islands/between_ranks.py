@@ -24,14 +24,13 @@ from ...base.fingerprint import finite
 from ...config import LossyConfig
 from ...recovery.rows import to_device, used_here
 from ...transport.base import draw
-from .carrying import Carrier, Collectives
+from .carrying import Carrier, Collectives, IslandLink
 from .flags import SYNC_PHASES
 from .form import SIGNAL, Codes, Form, Rest, form_of
 from .mean import elements_of, finite_rows, mean_of, networks_between, owed_to
 from .rounds import Mean
-from .stopping import Stopping
 from .vector import Places
-from .world import Meeting
+from .world import Meeting, Stopping
 
 _HOST = torch.device("cpu")
 #: Integers as long as elements.
@@ -122,8 +121,6 @@ def carriers_of(
     names = [f"{prefix}{lane}" for lane in range(config.lanes)]
     if not config.observed:
         return [Collectives(meet(name)) for name in names]
-    from .datagrams import IslandLink  # which starts a thread
-
     return [IslandLink(config, name, island, config.islands, store(name), most, patience) for name in names]
 
 

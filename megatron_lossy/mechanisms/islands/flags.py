@@ -284,11 +284,6 @@ class IslandFlags(Flags):
             object.__setattr__(self, "eval_weights", self._evaluated)
 
     @property
-    def meets_whole(self) -> bool:
-        """Whether islands that come and go exchange all of their weights at times, to evaluate or save their mean."""
-        return self.save_consensus or self.eval_weights in ("consensus", "both")
-
-    @property
     def _evaluated(self) -> str:
         """The weights that are evaluated by default."""
         if not self.averages:

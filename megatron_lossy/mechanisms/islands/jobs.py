@@ -37,10 +37,6 @@ class IslandJobs(Jobs):
             from .mean import networks_between
 
             networks_between(config, Stream("islands"), train_iters)
-        if config.averages and config.island_schedule is not None:
-            from .schedule import read_schedule
-
-            read_schedule(config.island_schedule, config.islands, train_iters)
 
     def advice(self, iterations: int | None) -> list[str]:
         config, notes = self.config, []

@@ -38,9 +38,8 @@ from .flags import CONSENSUS_FOLDER
 from .form import bytes_sent
 from .monitor import IslandMonitor
 from .rounds import Mean, Rounds
-from .stopping import Stopping
 from .vector import Places, Subset, Vector, shard_vector
-from .world import IslandWorld, Meeting
+from .world import IslandWorld, Meeting, Stopping
 
 #: Iterations between two questions whether to stop, of islands that exchange nothing.
 _ASKS = 10
@@ -204,8 +203,10 @@ class RankIslands(Part, JobGroup):
         return Rounds(*arguments)
 
     def _places_of_copies(self, one: Any) -> Places | None:
-        """The places in the vector of ``one`` of parameters that all tensor-parallel ranks have; ``None`` if there are none."""
-        group = one.buffers[0].data_parallel_group
+        """The places in the vector of ``one`` of parameters that all tensor-parallel ranks have; ``None`` if these stay equal anyway."""
+        config, group = self.config, one.buffers[0].data_parallel_group
+        if tensor_group(expert=False) is None or not (config.rendezvous or config.observed or config.sync_bits):
+            return None
         found, base = [np.arange(0)], 0
         for buffer in one.buffers:
             for bucket in buffer.buckets:
@@ -217,7 +218,7 @@ class RankIslands(Part, JobGroup):
                         found.append(base + np.arange(max(start, 0), min(end, shard)))
                 base += shard
         places = np.sort(np.concatenate(found))
-        return Places(places, 1, base, self._run.device) if len(places) and tensor_group(expert=False) else None
+        return Places(places, 1, base, self._run.device) if len(places) else None
 
     def _equalise(self, vector: Vector, copies: Places | None) -> None:
         """Give all tensor-parallel ranks the elements at ``copies`` of the first one: each has lost, or rounded, others.

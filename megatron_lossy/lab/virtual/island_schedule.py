@@ -1,7 +1,7 @@
 """The file of ``--island-schedule``: which islands stop, freeze, are cut off, come back and join, and when.
 
 A line is a JSON object ``{"slot": 3, "at": 100, "event": "stop"}``; the event comes before iteration ``at`` (from 0). A
-log of such events (:class:`.epochs.EpochLog`) is a schedule too.
+log of such events (:class:`.EpochLog`) is a schedule too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ...base.errors import UsageError, cannot, refuse
+from ...config import LossyConfig
 from ...config.shipped import find_config
 
 FLAG = "--island-schedule"
@@ -52,6 +53,12 @@ class Schedule:
     def at(self, iteration: int) -> list[Event]:
         """The events at ``iteration``."""
         return [one for one in self.events if one.at == iteration]
+
+
+def check_schedule(config: LossyConfig, iterations: int | None) -> None:
+    """Raise :class:`UsageError` for a schedule, if ``config`` has one, that does not fit a run of so many iterations."""
+    if config.averages and config.island_schedule is not None:
+        read_schedule(config.island_schedule, config.islands, iterations)
 
 
 def read_schedule(path: str, slots: int, iterations: int | None) -> Schedule:

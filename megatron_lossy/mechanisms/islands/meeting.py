@@ -11,9 +11,9 @@ import secrets
 import threading
 from collections.abc import Callable, Collection
 
-from ....base.errors import first_line
-from ..membership.messages import Member, Preparation, read, slot_of
-from ..membership.store import Store
+from ...base.errors import first_line
+from .membership.messages import Member, Preparation, read, slot_of
+from .membership.store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -22,33 +22,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ....base import device
-from ....base.errors import STOPPED, UsageError, refuse
-from ....base.fetch import Fetched
-from ....base.flags import identity, texts_by_flag
-from ....config import LossyConfig
-from ....recovery.rows import to_device
-from ....transport.leaving import PeerLost
-from ....transport.network import read_key_file
-from ..between_members import Among, BetweenMembers
-from ..between_ranks import BetweenRanks
-from ..copying import held_state, put_state
-from ..epochs import epoch_of
-from ..megatron_training import TrainingIslands
-from ..member_rounds import MemberRounds
-from ..membership.messages import Entry, read, slot_of
-from ..membership.protocol import Local
-from ..membership.store import check_url, open_store
-from ..rounds import Rounds
-from ..stopping import Stopping
-from ..vector import Subset
-from ..world import ElasticWorld
+from ...base import device
+from ...base.errors import STOPPED, UsageError, refuse
+from ...base.fetch import Fetched
+from ...base.flags import identity, texts_by_flag
+from ...config import LossyConfig
+from ...recovery.rows import to_device
+from ...transport.leaving import PeerLost
+from ...transport.network import read_key_file
 from . import first_rank
+from .between_members import Among, BetweenMembers
+from .between_ranks import BetweenRanks
 from .connections import Connections, Pair
-from .diary import Diary
+from .copying import Rejoining, held_state, put_state, source_of
 from .first_rank import FirstRank, Lost
-from .rejoining import Rejoining, source_of
-from .standing import Standing
+from .membership.messages import Entry, read, slot_of
+from .membership.protocol import Local
+from .membership.store import check_url, open_store
+from .monitor import Diary
+from .presence import Standing, epoch_of
+from .ranks import RankIslands
+from .rounds import MemberRounds, Rounds
+from .vector import Subset
+from .world import ElasticWorld, Stopping
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +65,7 @@ class Known(NamedTuple):
     role: str
 
 
-class ElasticIslands(TrainingIslands):
+class ElasticIslands(RankIslands):
     """The exchanges of this rank with the same rank of whichever islands are there. ``world``: open by the first iteration."""
 
     total = None  # type: ignore[assignment]
@@ -91,7 +87,7 @@ class ElasticIslands(TrainingIslands):
         self._copied = -1  # the number of the epoch whose copy has come to all ranks
         self._logged = self._loss = 0.0  # the training loss, as this rank has it, and as any rank
         self._signal = 0  # that ends this island before the end of the run
-        self._lost = False  # the slot
+        self._replaced = 0  # whether a later start has the slot
         self._sums = (-1, 0)  # an iteration, and the sums of whole weights in it, less one
         folder = None if config.delivery_log is None else config.jobs().folder(config.delivery_log, world.island)
         self._diary = Diary(world.island, None if world.rank else folder)
@@ -150,7 +146,7 @@ class ElasticIslands(TrainingIslands):
         self._standing.enter(iteration)
         if world.rank == 0:
             self._first_rank = FirstRank(self, me, open_store(url, key), iteration)
-            self._first_rank.begin(open_store(url, key))
+            self._first_rank.begin()
         self._learn(self._wait_for(lambda first: first.begins))
         self._diary.note("enters", at=iteration, run=self._known[-1].entry.first * config.sync_interval)
 
@@ -251,20 +247,19 @@ class ElasticIslands(TrainingIslands):
         """
         first, begun, came = self._first_rank, self._begun, self._rejoining.came
         known, jump = (0, 0) if first is None else (len(first.found), first.jump(made // self.config.sync_interval))
-        lost = first is not None and first.ends is not None
-        if lost:
+        replaced = first is not None and first.ends is not None
+        if replaced:
             signal = signal or signals.SIGTERM
         # As bits, of which the largest are those of the largest loss. Only the last pipeline stage may have one.
         loss = int(np.float64(self._logged).view(np.int64))
-        said = np.array([signal, lost, known, jump, -self._visits_here(), came, -came, loss], dtype=np.int64)
+        said = np.array([signal, replaced, known, jump, -self._visits_here(), came, -came, loss], dtype=np.int64)
         all_said = to_device(said, device.current_device())
         work = dist.all_reduce(all_said, dist.ReduceOp.MAX, async_op=True)
 
         def finish() -> int:
             work.wait()
-            self._signal, self._lost, known, jump, visits, came, least, loss = map(
-                int, Fetched(all_said).wait().tolist()
-            )
+            agreed = map(int, Fetched(all_said).wait().tolist())
+            self._signal, self._replaced, known, jump, visits, came, least, loss = agreed
             self._loss = float(np.int64(loss).view(np.float64))
             if begun == self._begun:
                 self._visits = -visits
@@ -369,7 +364,7 @@ class ElasticIslands(TrainingIslands):
         """
         ends = None if self._first_rank is None else self._first_rank.ends
         self._end()
-        if self._lost:
+        if self._replaced:
             raise ends or Lost(f"--island {self._slot}: a later start has taken this slot")
         if self._signal and self._run.iteration != self._run.steps:
             raise SystemExit(STOPPED)

@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ....base.errors import first_line
-from ....config import LossyConfig
-from ....transport.address import resolve
-from ....transport.ends import end_for
-from ....transport.leaving import Leaving, PeerLost
-from ..copying import PART
-from ..datagrams import Buckets
-from ..flags import SYNC_PHASES
-from ..membership.messages import Entry, Member, Preparation, read, slot_of, write
-from ..membership.store import Store
+from ...base.errors import first_line
+from ...config import LossyConfig
+from ...transport.address import resolve
+from ...transport.ends import end_for
+from ...transport.leaving import Leaving, PeerLost
+from .carrying import Buckets
+from .copying import PART
+from .flags import SYNC_PHASES
 from .meeting import Meeting, Parted, Talk
+from .membership.messages import Entry, Member, Preparation, read, slot_of, write
+from .membership.store import Store
 
 logger = logging.getLogger(__name__)
 
