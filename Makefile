@@ -9,7 +9,7 @@ export OMP_NUM_THREADS := 1
 # Each rank imports the file of its test: without bytecode on disk it compiles it, too.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run run-wan run-churn check test test-long test-all test-nightly test-slurm lint bench mutants docs site compat compat-ci
+.PHONY: run run-wan run-churn check test test-long test-all test-nightly test-slurm lint bench mutants docs site report compat compat-ci
 
 run: .venv/installed
 	for rate in 0.00 0.10 0.20 0.40; do \
@@ -77,6 +77,9 @@ docs: .venv/installed
 # The documentation as a site, in build/site/html.
 site: .venv/installed
 	$(BIN)/python -m scripts.site
+
+report: .venv/installed
+	$(BIN)/python -m scripts.report
 
 # The hook contract over every Megatron that this machine can run, into docs/verified.md. For example
 # make compat COMPAT="--python /path/to/venv312/bin/python --checkout HabanaAI-1.24.0=/path/to/Megatron-LM"

@@ -1,11 +1,11 @@
-"""What a real TCP flow keeps of a link beside exchanges over UDP, over the depth of the queue.
+"""Share of a link that a real TCP flow keeps next to exchanges over UDP, by the depth of the queue.
 
     python -m benchmarks.beside_tcp [--seconds 12] [--seeds 3] [--rules shared,dedicated]
 
 As root, on Linux (benchmarks/lab). One TCP flow of the kernel, Cubic or BBR, sends as much as it can from one namespace to
-another over an emulated link of 100 Mbit/s with a round trip of 20 ms: alone, beside another flow of its kind, and beside two
-ranks that exchange without a pause over the same link. What the packet model says of Cubic (benchmarks.congestion) is measured
-here with the kernel's own; of BBR there is no model.
+another over an emulated link of 100 Mbit/s with a round trip of 20 ms: alone, next to another flow of its kind, and
+next to two ranks that exchange without a pause over the same link. This measures the kernel's own Cubic, which
+benchmarks.congestion models; BBR has no model.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Tcp:
 
 @contextlib.contextmanager
 def exchanging(lab: Lab, rule: str) -> Iterator[None]:
-    """Two ranks exchange by ``rule`` meanwhile."""
+    """Return a context in which two ranks exchange by ``rule``."""
     team = Team(lab, "ours", 2, [_SHARD], our_config(f"--udp-rate {rule}"))
     end = threading.Event()
 
@@ -101,7 +101,7 @@ def exchanging(lab: Lab, rule: str) -> Iterator[None]:
 
 
 def carried(control: str, queue: float, other: str | None, seconds: float, seed: int) -> float:
-    """Bit/s that a flow of ``control`` carries beside ``other`` over a link whose queue holds ``queue`` milliseconds."""
+    """Return the bit/s of a flow of ``control`` next to ``other``, over a link with a queue of ``queue`` ms."""
     link = Link(delay=ROUND_TRIP / 2, rate=RATE, queue=RATE / 8 * queue / 1000)
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(Lab(link, seed=seed))
@@ -124,7 +124,7 @@ Kept = dict[tuple[str, str, float], list[float]]
 def measure(
     controls: Sequence[str], others: Sequence[str], queues: Sequence[float], seconds: float, seeds: int
 ) -> Kept:
-    """Percent of what a flow carries alone that it carries beside, by control, other and queue; a value a seed."""
+    """Return the shares (percent) of its rate alone that a flow keeps, by control, other and queue; one a seed."""
     kept: Kept = {}
     for seed in range(1, seeds + 1):
         for control in controls:
@@ -134,21 +134,21 @@ def measure(
                     share = 100 * carried(control, queue, other, seconds, seed) / alone
                     kept.setdefault((control, other, queue), []).append(share)
                     print(
-                        f"seed {seed}, {CONTROLS[control]}, queue {queue:g} ms, beside {other}: {share:.0f} %",
+                        f"seed {seed}, {CONTROLS[control]}, queue {queue:g} ms, next to {other}: {share:.0f} %",
                         flush=True,
                     )
     return kept
 
 
 def markdown(kept: Kept, header: Sequence[str]) -> str:
-    """The result."""
+    """Return the result."""
     queues = sorted({queue for *_, queue in kept})
-    lines = ["# What TCP keeps beside exchanges over UDP", "", *[f"- {line}" for line in header], ""]
+    lines = ["# What TCP keeps next to exchanges over UDP", "", *[f"- {line}" for line in header], ""]
     link = f"{RATE / 1e6:.0f} Mbit/s with a round trip of {1000 * ROUND_TRIP:.0f} ms"
     lines += [
-        f"Percent of what a TCP flow of the kernel carries alone over {link}: the median, and the least and most of the runs.",
+        f"Percent of its rate alone that a TCP flow of the kernel keeps over {link}: median, least and most of the runs.",
         "",
-        "| TCP | beside | " + " | ".join(f"queue {queue:g} ms" for queue in queues) + " |",
+        "| TCP | next to | " + " | ".join(f"queue {queue:g} ms" for queue in queues) + " |",
         "| --- " * (2 + len(queues)) + "|",
     ]
     for control, other in dict.fromkeys((control, other) for control, other, _ in kept):
@@ -176,15 +176,15 @@ def plot(kept: Kept, path: Path) -> None:
         axes.minorticks_off()
         axes.set_ylim(0, 105)
         axes.set_xlabel("queue of the link (ms)")
-        axes.set_title(f"One {CONTROLS[control]} flow beside", loc="left")
+        axes.set_title(f"One {CONTROLS[control]} flow next to", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("what it keeps of what it has alone (%)")
+    figure.axes[0].set_ylabel("share of its rate alone (%)")
     figure.axes[-1].legend(frameon=False, loc="lower left", fontsize=9)
     figure.savefig(path, dpi=150)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.beside_tcp", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=12.0, metavar="S", help="of each run (default 12)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each (default 3)")
@@ -196,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program."""
+    """Run the program."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     with usage_errors("benchmarks.beside_tcp"):

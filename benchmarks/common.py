@@ -1,4 +1,4 @@
-"""What benchmarks share: ranks on one machine, and results written with what they were made on."""
+"""Ranks on one machine, and results written with the machine and versions: shared by all benchmarks."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ RESULTS = "benchmarks/results"
 
 
 def today() -> str:
-    """The date that results bear."""
+    """Return the date that results bear."""
     return datetime.date.today().isoformat()
 
 
 def version_list() -> str:
-    """The versions in use, for a sentence."""
+    """Return the versions in use, for a sentence."""
     return ", ".join(f"{name} {version}" for name, version in versions().items())
 
 
 def machine() -> str:
-    """What a rank of a benchmark computes on, for a sentence."""
+    """Return the name of the device that a rank computes on, for a sentence."""
     threads = f", {torch.get_num_threads()} thread(s) per rank" if device.device_type() == "cpu" else ""
     return hardware() + threads
 
 
 def made_with(program: str, argv: Sequence[str]) -> list[str]:
-    """Lines about a run of ``program``, a module, on this machine: date, command, hardware, versions."""
+    """Return lines about a run of ``program``, a module, on this machine: date, command, hardware, versions."""
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     return [
         f"Date: {today()}",
@@ -52,7 +52,7 @@ def made_with(program: str, argv: Sequence[str]) -> list[str]:
 
 
 def heading(title: str, result: dict[str, Any], what: str) -> list[str]:
-    """The first lines of what :func:`run_ranks` writes; ``what`` was run, beside the model."""
+    """Return the first lines of a result of :func:`run_ranks`; ``what`` was run, besides the model."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     model = f"{result['parameters'] / 1e6:.1f} M parameters"
     return [
@@ -73,7 +73,7 @@ def write_results(folder: str | Path, name: str, **contents: str) -> None:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """Return a free TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -89,7 +89,7 @@ def run_ranks(
     islands: int = 1,
     launches: int = 1,
 ) -> None:
-    """``run(settings)`` in that many processes; the result of rank 0 is printed as ``table`` and written to ``out``.
+    """Call ``run(settings)`` in so many processes; print rank 0's result as ``table``, and write it to ``out``.
 
     ``islands``: in which the processes are worlds of their own. ``launches``: how often to start them anew. The ``times`` of a
     result, seconds by work and variant, are joined over launches; else the last launch counts. In the result are added:
@@ -111,7 +111,7 @@ def run_ranks(
 
 
 def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The last of ``results``, with the ``times`` of all."""
+    """Return the last of ``results``, with the ``times`` of all."""
     times: dict[str, dict[str, list[float]]] = {}
     for result in results:
         for work, variants in result.get("times", {}).items():

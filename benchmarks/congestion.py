@@ -1,10 +1,10 @@
-"""What ``--udp-rate`` does to a bottleneck and to others, in a packet model with the engine's own rate control.
+"""Effect of ``--udp-rate`` on a bottleneck and other flows, in a packet model with the engine's own rate control.
 
     python -m benchmarks.congestion [--rules shared dedicated] [--seeds 3] [--only TEXT] [--out benchmarks/results]
 
-Own loss is what does not fit the queue; a path's own loss is not counted in it. Flows of ours send exchanges of 4 to 40 MB with
-pauses of 10 to 300 ms, except beside TCP, where fairness is measured, and where the path changes: there they send without end.
-The model has neither a scheduler nor a machine that is busy.
+Own loss is packets that do not fit the queue, without those that the path loses. Flows of ours send exchanges of 4 to
+40 MB with pauses of 10 to 300 ms, except next to TCP, where fairness is measured, and where the path changes: there
+they send without end. The model has neither a scheduler nor a machine that is busy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Row:
         return f"{self.least:g} to {self.most:g} {self.unit}" if self.least else f"at most {self.most:g} {self.unit}"
 
     def cell(self, runs: Sequence[Sequence[float]]) -> str:
-        """The medians of each path's ``runs`` [seeds][paths], and all values; "missed" if a median is not within the target."""
+        """Return the medians of each path's ``runs`` [seeds][paths], and all values; "missed" if one is off target."""
         medians = [statistics.median(values) for values in zip(*runs)]
         every = [value for values in runs for value in values]
         missed = not all(self.least <= value <= self.most for value in medians)
@@ -54,7 +54,7 @@ def _span(values: Sequence[float]) -> str:
 
 
 def own_loss(flows: int, *paths: Bottleneck) -> Callable[[str, int], list[float]]:
-    """Own loss of ``flows`` that begin together, percent."""
+    """Return own loss of ``flows`` that begin together, percent."""
 
     def measure(rule: str, seed: int) -> list[float]:
         seconds = {path: 12 if path.mbit * flows <= 1600 else 8 for path in paths}
@@ -64,7 +64,7 @@ def own_loss(flows: int, *paths: Bottleneck) -> Callable[[str, int], list[float]
 
 
 def use(*paths: Bottleneck, seconds: float = 20, flows: int = 1) -> Callable[[str, int], list[float]]:
-    """What ``flows`` use of a link, percent, 5 seconds after their beginning."""
+    """Return the use of a link by ``flows``, in percent, from 5 seconds after their beginning."""
 
     def measure(rule: str, seed: int) -> list[float]:
         return [100 * run(path, [Flow(rule)] * flows, seconds=seconds, warm=5, seed=seed).used for path in paths]
@@ -87,7 +87,7 @@ def beside(kind: str, *paths: Bottleneck) -> Callable[[str, int], list[float]]:
 
 
 def evenness(*paths: Bottleneck) -> Callable[[str, int], list[float]]:
-    """What the least of 16 flows to one host gets of what the largest does, percent."""
+    """Return the rate of the slowest of 16 flows to one host, in percent of that of the fastest."""
 
     def measure(rule: str, seed: int) -> list[float]:
         flows = [Flow(rule, endless=True, group=0, begin=0.1 * index) for index in range(16)]
@@ -98,7 +98,7 @@ def evenness(*paths: Bottleneck) -> Callable[[str, int], list[float]]:
 
 
 def change(mbit: float, rtt: float, *paths: Bottleneck) -> Callable[[str, int], list[float]]:
-    """Seconds until a flow has 80 % of a path that has changed, on average over half a second."""
+    """Return seconds until a flow has 80 % of a path that has changed, on average over half a second."""
 
     def measure(rule: str, seed: int) -> list[float]:
         values = []
@@ -115,7 +115,7 @@ def change(mbit: float, rtt: float, *paths: Bottleneck) -> Callable[[str, int], 
 
 
 def rows() -> list[Row]:
-    """The requirements: own loss, use, others, changes."""
+    """Return the requirements: own loss, use, others, changes."""
     near = [Bottleneck(100, 1, 1), Bottleneck(100, 20, 2), Bottleneck(1000, 1, 1), Bottleneck(1000, 20, 2)]
     far = [Bottleneck(100, 100, 2), Bottleneck(1000, 100, 2)]
     return [
@@ -133,11 +133,11 @@ def rows() -> list[Row]:
         Row("use of a clean link, 16 flows, 100 and 1,000 Mbit/s", "%", use(Bottleneck(), Bottleneck(1000), flows=16), least=85),
         Row("use at 10 % of loss, 10 and 24 Mbit/s", "%", use(Bottleneck(10, loss=0.1), Bottleneck(24, loss=0.1)), least=60),
         Row("use at 10 % of loss in bursts of 8, 100 Mbit/s", "%", use(Bottleneck(loss=0.1, burst=8)), least=60),
-        Row("Cubic beside us, RTT 20 ms, queue 2, 20, 100 ms", "%", beside("cubic", *(Bottleneck(queue=queue) for queue in (2, 20, 100))), least=35, most=65),
-        Row("Cubic beside us, with jitter of 2 ms, queue 2 and 20 ms", "%", beside("cubic", *(Bottleneck(queue=queue, jitter=2) for queue in (2, 20))), least=35, most=65),
-        Row("Reno beside us, RTT 20 ms, queue 2, 20, 100 ms", "%", beside("reno", *(Bottleneck(queue=queue) for queue in (2, 20, 100))), least=25),
-        Row("Cubic beside us, RTT 100 ms, queue 20 and 100 ms", "%", beside("cubic", Bottleneck(rtt=100, queue=20), Bottleneck(rtt=100, queue=100)), least=25),
-        Row("Cubic beside us, RTT 100 ms, queue 2 ms", "%", beside("cubic", Bottleneck(rtt=100)), least=25),
+        Row("Cubic next to us, RTT 20 ms, queue 2, 20, 100 ms", "%", beside("cubic", *(Bottleneck(queue=queue) for queue in (2, 20, 100))), least=35, most=65),
+        Row("Cubic next to us, with jitter of 2 ms, queue 2 and 20 ms", "%", beside("cubic", *(Bottleneck(queue=queue, jitter=2) for queue in (2, 20))), least=35, most=65),
+        Row("Reno next to us, RTT 20 ms, queue 2, 20, 100 ms", "%", beside("reno", *(Bottleneck(queue=queue) for queue in (2, 20, 100))), least=25),
+        Row("Cubic next to us, RTT 100 ms, queue 20 and 100 ms", "%", beside("cubic", Bottleneck(rtt=100, queue=20), Bottleneck(rtt=100, queue=100)), least=25),
+        Row("Cubic next to us, RTT 100 ms, queue 2 ms", "%", beside("cubic", Bottleneck(rtt=100)), least=25),
         Row("least over largest of 16 flows to one host, RTT 1 and 20 ms", "%", evenness(Bottleneck(100, 1, 1), Bottleneck(100, 20, 2), Bottleneck(1000, 20, 2)), least=60),
         *(Row(f"own loss, the same flows, 100 Mbit/s, RTT 20 ms, clocks up to {skew:,} ms apart", "%", joining(skew), most=2.5) for skew in (10, 50, 2000)),
         Row("1,000 to 100 Mbit/s, queue 2 ms and 100 ms", "s", change(100, 20, Bottleneck(1000, 20, 2), Bottleneck(1000, 20, 100)), most=1),
@@ -148,7 +148,7 @@ def rows() -> list[Row]:
 
 
 def joining(skew: float) -> Callable[[str, int], list[float]]:
-    """Own loss of 16 flows without end that begin one after the other, percent; their clocks differ by up to ``skew`` ms."""
+    """Return the own loss (percent) of 16 endless flows that begin in turn; clocks differ by up to ``skew`` ms."""
 
     def measure(rule: str, seed: int) -> list[float]:
         flows = [Flow(rule, endless=True, group=0, begin=0.1 * index) for index in range(16)]
@@ -158,7 +158,7 @@ def joining(skew: float) -> Callable[[str, int], list[float]]:
 
 
 def incast(rule: str, seed: int) -> list[float]:
-    """Own loss of 16 flows to one host, percent."""
+    """Return own loss of 16 flows to one host, percent."""
     flows = [Flow(rule, group=0)] * 16
     return [100 * run(Bottleneck(1000, 1, 1), flows, seconds=8, seed=seed).own_loss()]
 
@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def plot(path: Path, seeds: int) -> None:
-    """Draw what a Cubic flow keeps of what it has alone, beside others, over the depth of the queue."""
+    """Draw the share of its rate alone that a Cubic flow keeps next to others, over the depth of the queue."""
     queues = (1, 2, 5, 10, 20, 50, 100)
     others = {
         "another Cubic flow": [Flow("cubic")],
@@ -215,15 +215,15 @@ def plot(path: Path, seeds: int) -> None:
     axes.minorticks_off()
     axes.set_ylim(0, 105)
     axes.set_xlabel("queue of the bottleneck (ms)")
-    axes.set_ylabel("what Cubic keeps of what it has alone (%)")
-    axes.set_title("One Cubic flow on 100 Mbit/s and 20 ms, beside", loc="left")
+    axes.set_ylabel("share of its rate alone that Cubic keeps (%)")
+    axes.set_title("One Cubic flow on 100 Mbit/s and 20 ms, next to", loc="left")
     axes.legend(frameon=False, loc="upper left", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
 
 def _kept(path: Bottleneck, flows: Sequence[Flow], seed: int) -> float:
-    """What Cubic gets beside ``flows``, of what it has alone, percent."""
+    """Return the rate of Cubic next to ``flows``, in percent of its rate alone."""
     alone, beside = (run(path, [*some, Flow("cubic")], seconds=40, warm=8, seed=seed) for some in ([], flows))
     return 100 * beside.delivered[-1] / alone.delivered[0]
 

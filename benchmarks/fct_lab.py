@@ -1,11 +1,11 @@
-"""How long a message takes over a lossy link, by scheme of recovery, measured and in the packet model (docs/fct.md).
+"""Time of a message over a lossy link, by scheme of recovery, measured and in the packet model (docs/fct.md).
 
     python -m benchmarks.fct_lab [--messages 400] [--loss 0 0.01 0.05] [--mebibytes 1 4] [--rate 100] [--rtt 20]
 
 As root, on Linux (benchmarks/lab); elsewhere it says what is missing. Two nodes send a message to each other at the same
 time, so that an exchange gives two completion times: from when the sender begins until the receiver has all that it
 will get. The schemes take turns in rotating order, over connections that last. The model has the link's delay, rate and
-loss, and each scheme's packets and headers; it knows of no congestion control, no reorder window and no processor.
+loss, and each scheme's packets and headers; it has no congestion control, no reorder window and no processor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_lossy.base.coding import AdaptiveCode
 from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.transport.udp.session import overhead
 
-#: RTO of what has one, in round trips.
+#: RTO of the schemes that have one, in round trips.
 RTO = 2.0
 _IP_UDP, _IP_TCP = 28, 52
 _WARM_UP = 10
@@ -40,7 +40,7 @@ _MODEL_FLOWS = 2000
 
 
 class OnTimeout(Scheme):
-    """What is not acknowledged within a timeout is sent again, as often as it takes."""
+    """A sender that repeats a packet after each timeout until it is acknowledged."""
 
     def flow(self, path: Way, packets: int, losses: Losses) -> Flow:
         lost, _ = losses.first(packets, np.zeros(0, dtype=np.int64))
@@ -65,7 +65,7 @@ class Contestant:
     flags: str = ""
 
     def scheme(self, rate: float, packets: int) -> Scheme:
-        """As the model has it."""
+        """Return the scheme of the model."""
         if self.team == "tcp bbr":
             return SelectiveRepeat(RTO)
         if self.team == "timeouts":
@@ -80,7 +80,7 @@ class Contestant:
 
 
 def contestants() -> list[Contestant]:
-    """In the order of the tables."""
+    """Return the contestants in the order of the tables."""
     headers = overhead("aes-128-gcm") + _IP_UDP
     uniform = "--grad-recovery zero --grad-priority packet-mean:1 --udp-fec 100 10"
     return [
@@ -92,7 +92,7 @@ def contestants() -> list[Contestant]:
 
 
 def row_of(args: argparse.Namespace, loss: float, mebibytes: float) -> Row:
-    """The link, and a message of so many MiB over it."""
+    """Return the link, and a message of so many MiB over it."""
     return Row("fct", args.rtt, loss, mebibytes * 2**20 / 1e6, rate=args.rate)
 
 
@@ -100,7 +100,7 @@ Key = tuple[str, float, float]  # contestant, loss, MiB
 
 
 def measure(args: argparse.Namespace, chosen: Sequence[Contestant]) -> tuple[dict[Key, list[float]], list[str]]:
-    """Milliseconds of every message."""
+    """Return milliseconds of every message."""
     times: dict[Key, list[float]] = {}
     sizes = {size: row_of(args, 0.0, size).shard for size in args.mebibytes}
     paces = {"timeouts": (_PACE * 1e6 * args.rate / 8, RTO * args.rtt / 1000)}
@@ -131,7 +131,7 @@ def measure(args: argparse.Namespace, chosen: Sequence[Contestant]) -> tuple[dic
 
 
 def predict(args: argparse.Namespace, chosen: Sequence[Contestant]) -> dict[Key, list[float]]:
-    """Milliseconds of the model's messages. The losses are every scheme's."""
+    """Return milliseconds of the model's messages. The losses are every scheme's."""
     times = {}
     for one in chosen:
         # No hop but the link: the others take no time.
@@ -155,13 +155,13 @@ def markdown(
     model: Mapping[Key, list[float]],
     header: Sequence[str],
 ) -> str:
-    """The result, as text."""
+    """Return the result, as text."""
     lines = ["# Completion times over an emulated link", "", *(f"- {line}" for line in header), "", "## Times", ""]
     return "\n".join([*lines, table(args, measured, model)]) + "\n"
 
 
 def table(args: argparse.Namespace, measured: Mapping[Key, list[float]], model: Mapping[Key, list[float]]) -> str:
-    """Milliseconds by message, loss and scheme, beside the model's."""
+    """Return a table of milliseconds by message, loss and scheme, next to the model's."""
     each = len(next(iter(measured.values())))
     lines = [
         f"{args.rtt:g} ms, {args.rate:g} Mbit/s, {each} messages of each kind, {_MODEL_FLOWS:,} in the model. Milliseconds.",
@@ -179,7 +179,7 @@ def table(args: argparse.Namespace, measured: Mapping[Key, list[float]], model: 
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fct_lab", description=__doc__.splitlines()[0])
     parser.add_argument("--messages", type=int, default=400, metavar="N", help="of each kind (default 400)")
     parser.add_argument("--loss", type=float, nargs="+", default=[0.0, 0.01, 0.05], metavar="P", help="loss rates")
@@ -193,7 +193,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program."""
+    """Run the program."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     folder = Path(args.out) / f"fct_lab_{today()}"
@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.messages < 2:
             raise refuse("--messages", args.messages, "must be at least 2")
         for loss in args.loss:
-            row_of(args, loss, args.mebibytes[0]).link()  # refuses what no link can be
+            row_of(args, loss, args.mebibytes[0]).link()  # refuses impossible links
         if folder.exists() and not args.replace:
             raise refuse("--out", args.out, f"{folder.name} is there already; --replace writes over it")
         chosen = contestants()

@@ -1,10 +1,10 @@
-"""What loss costs an FSDP2 model: time of a step, and bytes sent, over those of plain FSDP2.
+"""Cost of loss for an FSDP2 model: time of a step, and bytes sent, over those of plain FSDP2.
 
     python -m benchmarks.fsdp_step [--ranks 4] [--rounds 24] [--bf16] [--launches 1] [--out benchmarks/results]
 
 Every variant trains the same transformer (20 M parameters), each layer a parameter group that is resharded after the forward
 pass. The variants take turns, one step each, and the order rotates; the ratio of each is the median over rounds of its
-time over the baseline's in the same round. The baseline is there twice: its ratio to itself says what a ratio is worth.
+time over the baseline's in the same round. The baseline is there twice: its ratio to itself shows the noise of a ratio.
 Bytes are those that a rank gives to collectives for others, counted where torch's collectives are called.
 """
 
@@ -59,13 +59,13 @@ class Settings:
 
 
 class _Counted:
-    """torch's own exchange of FSDP2, which counts what this rank sends to others."""
+    """torch's own exchange of FSDP2, which counts the bytes that this rank sends to others."""
 
     def __init__(self, gathers: bool, trainer: Trainer) -> None:
         self._gathers, self._trainer = gathers, trainer
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As torch does."""
+        """Allocate as torch does."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -128,7 +128,7 @@ class Trainer(Timed):
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Everything, on every rank; the result of rank 0 counts."""
+    """Run everything on every rank; the result of rank 0 counts."""
     trainers = {name: Trainer(settings, variant) for name, variant in VARIANTS.items()}
     for trainer in trainers.values():
         trainer.step()  # the first gather is reliable
@@ -150,7 +150,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     what = (
         f"{result['ranks']} ranks, {result['parameters'] / 1e6:.0f} M parameters, "
         f"{result['tokens per rank and step']} tokens per rank and step, p = {result['settings']['p']}, {turns(result)}"

@@ -1,11 +1,11 @@
-"""What averaging between islands costs in a step: time of steps with it over that of the same steps of unhooked megatron-core.
+"""Cost of averaging between islands: time of steps with it over that of steps of unhooked megatron-core.
 
     python -m benchmarks.island_step [--islands 2] [--steps 4] [--rounds 14] [--out benchmarks/results]
 
 Islands of one rank each (docs/islands.md), which train the GPT of benchmarks.step_overhead. Variants take turns, several steps
-each, so that what travels during a step does so during one of its own; the order rotates. The ratio of each is the median over
+each, so that data travel only during a variant's own steps; the order rotates. The ratio of each is the median over
 rounds of the time of its steps over the baseline's in the same round. Bytes are what the loopback interface carried meanwhile,
-by the kernel's counter, with the headers of IP and TCP, beside what the islands' metric says that they send.
+by the kernel's counter, with the headers of IP and TCP, next to the bytes sent by the islands' metric.
 """
 
 from __future__ import annotations
@@ -82,20 +82,20 @@ class Island(Trainer):
         self._meeting.all_gather(torch.zeros(1))
 
     def timed(self, work: Callable[[], None]) -> float:
-        """Seconds that ``work`` takes, meanwhile counting bytes."""
+        """Return the seconds that ``work`` takes, and count bytes meanwhile."""
         before = _loopback_bytes()
         seconds = super().timed(work)
         self.carried = _loopback_bytes() - before
         return seconds
 
     def steps(self) -> None:
-        """As many steps as it makes at a time."""
+        """Make as many steps as it makes at a time."""
         for _ in range(self._settings.steps):
             self.step()
 
 
 def _made_already(**_: Any) -> None:
-    """The group of this island is there; a variant only needs a store of its own."""
+    """Use the group of this island, which is there; a variant only needs a store of its own."""
 
 
 def _loopback_bytes() -> int:
@@ -104,7 +104,7 @@ def _loopback_bytes() -> int:
 
 
 def run(settings: IslandSettings) -> dict[str, Any]:
-    """Everything, on every rank; the result of the first island counts."""
+    """Run everything on every rank; the result of the first island counts."""
     trainers = {name: Island(settings, flags) for name, flags in VARIANTS.items()}
     times = compare(trainers, "steps", settings.rounds, warm_up=-(-LATEST // settings.steps))
     metrics = {name: one.lossy.metrics() for name, one in trainers.items() if one.lossy}
@@ -125,7 +125,7 @@ def run(settings: IslandSettings) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     settings, count = result["settings"], result["settings"]["steps"]
     what = (
         f"{settings['islands']} islands of one rank, {settings['sequence'] * settings['micro_batch']} tokens per rank and "

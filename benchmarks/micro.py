@@ -41,7 +41,7 @@ ELEMENTS = 2**20
 
 
 def milliseconds(works: list[Callable[[], object]]) -> float:
-    """Return the median of what ``works`` take, in time of this process, which others do not add to."""
+    """Return the median time of ``works``, in time of this process, which others do not add to."""
     times = []
     for work in works:
         start = time.process_time()
@@ -108,7 +108,7 @@ def log() -> list[list[Any]]:
 
 
 def codes() -> list[list[Any]]:
-    """Time codes in C and by torch, beside a copy of the values."""
+    """Time codes in C and by torch, and a copy of the values."""
     rows: list[list[Any]] = [["code", "by", "round at random, ns", "round to nearest, ns", "read, ns", "copy, ns"]]
     values, keys, again = torch.randn(1, ELEMENTS), torch.tensor([[3, 4]], dtype=torch.int32), torch.empty(1, ELEMENTS)
     for code in (BlockCode(8, 128), BlockCode(4, 128), BlockCode(4, 32)):

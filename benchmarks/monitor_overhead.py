@@ -1,4 +1,4 @@
-"""What the monitors cost: time of a lossy step with them over time of the same step without.
+"""Cost of the monitors: time of a lossy step with them over time of the same step without.
 
     python -m benchmarks.monitor_overhead [--ranks 4] [--rounds 40] [--out benchmarks/results]
 
@@ -52,7 +52,7 @@ class Monitored(Trainer):
         self.lossy.metrics()
 
     def seconds_of_calls(self, steps: int) -> dict[str, float]:
-        """Median seconds per step in each of the runtime's calls of monitors, with drift measured in every step."""
+        """Return the median seconds per step in each of the runtime's calls of monitors, with drift in every step."""
         counting, drift = (
             next(one for one in self.lossy.observers if isinstance(one, kind)) for kind in (ExchangeMonitor, Drift)
         )
@@ -85,7 +85,7 @@ class Monitored(Trainer):
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Everything, on every rank; the result of rank 0 counts."""
+    """Run everything on every rank; the result of rank 0 counts."""
     times, calls = {}, {}
     for unit, flags in UNITS.items():
         trainers = {name: Monitored(settings, flags, drift) for name, drift in VARIANTS.items()}
@@ -102,7 +102,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     what = f"{result['ranks']} ranks, p = {result['settings']['p']}, {turns(result)}"
     lines = [
         *heading("Overhead of monitors", result, what),

@@ -1,10 +1,10 @@
-"""What it costs to keep full replicas equal: time of steps over that of the same steps of unhooked megatron-core.
+"""Cost of keeping full replicas equal: time of steps over that of the same steps of unhooked megatron-core.
 
     python -m benchmarks.param_sync [--ranks 2] [--rounds 12] [--interval 20] [--out benchmarks/results]
 
 Data parallelism without the distributed optimizer, and without errors (docs/corruption.md). Every variant trains the GPT of
 benchmarks.step_overhead in one launch. Variants take turns, as many steps each as there are between two synchronisations, so
-that what overlaps does so with steps of its own; the order rotates. The ratio of each is the median over rounds of the time of
+that overlapped work falls on the variant's own steps; the order rotates. The ratio of each is the median over rounds of the time of
 its steps over the baseline's in the same round. Where nothing is sent since replicas are equal, the table says so; to time an
 average they are averaged all the same.
 
@@ -47,7 +47,7 @@ class ReplicaSettings(Settings):
 
 
 def variants(interval: int) -> dict[str, dict[str, Any] | None]:
-    """Flags by variant; None is unhooked megatron-core."""
+    """Return flags by variant; None is unhooked megatron-core."""
     averages = {"param_sync_interval": interval, "param_sync_always": True}
     return {
         BASELINE: None,
@@ -65,13 +65,13 @@ class Replica(Trainer):
     _settings: ReplicaSettings
 
     def steps(self) -> None:
-        """As many steps as there are between two synchronisations."""
+        """Make as many steps as there are between two synchronisations."""
         for _ in range(self._settings.interval):
             self.step()
 
 
 def run(settings: ReplicaSettings) -> dict[str, Any]:
-    """Everything, on every rank; the result of rank 0 counts."""
+    """Run everything on every rank; the result of rank 0 counts."""
     trainers = {
         name: Replica(settings, None if flags is None else LossyConfig(**flags))
         for name, flags in variants(settings.interval).items()
@@ -88,7 +88,7 @@ def run(settings: ReplicaSettings) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     settings = result["settings"]
     interval = settings["interval"]
     what = (

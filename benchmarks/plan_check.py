@@ -45,7 +45,7 @@ _OWN = ("--train-iters", str(_ITERATIONS), "--log-interval", "1", "--eval-iters"
 
 
 def train(lab: Lab, flags: Sequence[str], folder: Path) -> list[float]:
-    """The seconds of the iterations that count, of a training over the link of ``lab``."""
+    """Train over the link of ``lab``; return the seconds of the counted iterations."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable,
@@ -69,7 +69,7 @@ def train(lab: Lab, flags: Sequence[str], folder: Path) -> list[float]:
 
 
 def cell(lab: Lab, name: str, options: Sequence[Option], kind: tuple, out: Path) -> dict:
-    """Prediction and measurement of a way, from its file if that is there. The mean counts where few iterations exchange."""
+    """Return the prediction and measurement of a way, from its file if there; with few exchanges the mean counts."""
     file = out / f"{name}.json"
     if not file.exists():
         known = {_kind(option.found.way): option for option in options}
@@ -87,7 +87,7 @@ def _kind(way: Way) -> tuple:
 
 
 def link_cells(number: int, recipe: Recipe, out: Path) -> list[dict]:
-    """The cells of all ways over the link of that number."""
+    """Return the cells of all ways over the link of that number."""
     mbit, trip, loss = LINKS[number]
     link = Planned(mbit, trip / 1e3, loss)
     with Lab(Link(trip / 2000, loss, rate=mbit * 1e6, queue=mbit * 1e6 / 8 * 0.02)) as lab:
@@ -97,7 +97,7 @@ def link_cells(number: int, recipe: Recipe, out: Path) -> list[dict]:
 
 
 def row(number: int, found: dict) -> str:
-    """A cell as a line of the table."""
+    """Return a cell as a line of the table."""
     mbit, trip, loss = LINKS[number]
     low, usual, high, measured = (1e3 * seconds for seconds in (*found["predicted"], found["measured"]))
     times = f"{usual:.0f} ({low:.0f} to {high:.0f}) | {measured:.0f} | {100 * (usual / measured - 1):+.0f} %"
@@ -105,7 +105,7 @@ def row(number: int, found: dict) -> str:
 
 
 def main() -> None:
-    """The program."""
+    """Run the program."""
     parser = argparse.ArgumentParser("python -m benchmarks.plan_check", description=__doc__.splitlines()[0])
     every = range(len(LINKS))
     parser.add_argument(

@@ -3,13 +3,15 @@
     python -m benchmarks.run_wan [--loss 0.01] [--rtt 20] [--out runs/wan]      (make run-wan)
     python -m benchmarks.run_wan --rate 100 --rtt 50 --runs "gloo bbr" alone islands "islands udp"
     python -m benchmarks.run_wan --rate 100 --rtt 50 --runs udp "udp int8" "udp int4"
+    python -m benchmarks.run_wan --rate 100 --ranks 2 --runs instances "sites stream" "sites udp" "sites udp int8"
 
-As root, on Linux (benchmarks/lab); elsewhere it says what is missing. Two ranks in two network namespaces train the
-model of configs/tiny with each transport, one after the other. It prints the time of an iteration, the part of it
+As root, on Linux (benchmarks/lab); elsewhere it says what is missing. Two ranks, or as many in each site as --ranks says,
+train the model of configs/tiny with each transport, one after the other, each rank in a network namespace of its own. It prints the time of an iteration, the part of it
 that is communication, and when each run reached a validation loss that all of them reach. Gloo over TCP Reno trains a
 few iterations only: it computes what gloo over BBR does, bit for bit, and is too slow for more. Islands average 25 % of
 their parameters, an iteration late: as much and as soon as such a link lets them. Alone, they exchange nothing. With
-int8 gradients and parameters, or what islands average, cross in 8 bits; with int4 gradients in 4.
+int8 gradients and parameters, or what islands average, cross in 8 bits; with int4 gradients in 4. Instances are
+Megatron's own optimizer instances, one for each site, over gloo and BBR; sites are --sites.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -37,26 +40,32 @@ from megatron_lossy.lab.train.metrics import METRICS_FILE
 
 _UDP = ("--transport", "udp", "--loss-unit", "packet", "--udp-interface", INTERFACE)
 _STREAM = ("--transport", "stream", "--loss-unit", "packet", "--udp-interface", INTERFACE)
+_CODES = ("--grad-wire", "int8", "--param-wire", "int8")
+_SITES = ("--sites", "2")
 _ISLANDS = ("--islands", "2", "--sync-method")
 _AVERAGED = (*_ISLANDS, "parameters", "--sync-fraction", "0.25", "--sync-delay", "1")
-#: What can be trained: TCP's congestion control, and flags.
+#: Contestants: TCP's congestion control, and flags.
 RUNS = {
     "gloo bbr": ("bbr", ()),
     "gloo reno": ("reno", ()),
     "tcp bbr": ("bbr", (*_STREAM, "--udp-deadline", "off")),  # one connection for each pair, waited for whole
     "stream": ("bbr", _STREAM),
     "udp": ("bbr", _UDP),
-    "udp int8": ("bbr", (*_UDP, "--grad-wire", "int8", "--param-wire", "int8")),
+    "udp int8": ("bbr", (*_UDP, *_CODES)),
     "udp int4": ("bbr", (*_UDP, "--grad-wire", "int4", "--param-wire", "int8")),
+    "instances": ("bbr", ("--num-distributed-optimizer-instances", "2")),
+    "sites stream": ("bbr", (*_STREAM, *_SITES)),
+    "sites udp": ("bbr", (*_UDP, *_SITES)),
+    "sites udp int8": ("bbr", (*_UDP, *_SITES, *_CODES)),
     "alone": ("bbr", (*_ISLANDS, "none")),
     "islands": ("bbr", _AVERAGED),
     "islands udp": ("bbr", (*_AVERAGED, *_UDP)),
     "islands udp int8": ("bbr", (*_AVERAGED, *_UDP, "--sync-dtype", "int8")),
 }
 _DEFAULT = ("gloo bbr", "gloo reno", "udp")
-#: What a rank measures of itself (benchmarks.wan_rank).
+#: Measurements of a rank (benchmarks.wan_rank).
 KINDS = ("grad", "param", "other")
-#: What the table calls exchanges; "sync" is waiting for an average of islands, by their metrics.
+#: Kinds of exchanges and their names in the table; "sync" is waiting for an average of islands, by their metrics.
 EXCHANGES = ("grad", "param", "sync")
 #: The first iterations warm up.
 SKIPPED = 2
@@ -66,31 +75,18 @@ _EXPLANATION = (
     "communication: what else an iteration waits for, such as the norm of the gradients; it goes over TCP in every run. The time to the same loss is the number of iterations, times "
     "that of an iteration."
 )
-_PALETTE = (
-    "#1f77b4",
-    "#17becf",
-    "#d62728",
-    "#ff7f0e",
-    "#bcbd22",
-    "#7f7f7f",
-    "#2ca02c",
-    "#9467bd",
-    "#e377c2",
-    "#8c564b",
-    "#1b9e77",
-)
-_COLOURS = dict(zip(RUNS, _PALETTE, strict=True))
+_COLOURS = dict(zip(RUNS, colormaps["tab20"].colors, strict=False))
 
 
 def metrics_file(folder: Path) -> Path:
-    """The metrics of the run in ``folder``: of islands each writes its own."""
+    """Return the metrics of the run in ``folder``: of islands each writes its own."""
     island = folder / "island_0"
     return (island if island.exists() else folder) / METRICS_FILE
 
 
 @dataclass
 class Run:
-    """What came out of one training. ``seconds`` of an iteration by iteration, ``communication`` [kind][iteration].
+    """Results of one training. ``seconds`` of an iteration by iteration, ``communication`` [kind][iteration].
 
     An exchange lasts until the last rank has it, and begins when the last one comes to it: that one's time counts,
     which is the shortest.
@@ -121,11 +117,11 @@ class Run:
         return 1e3 * float(np.median([seconds for iteration, seconds in self.seconds.items() if iteration > SKIPPED]))
 
     def communication_ms(self, *kinds: str) -> float:
-        """Median milliseconds of these kinds of communication in an iteration."""
+        """Return median milliseconds of these kinds of communication in an iteration."""
         return 1e3 * float(np.median(np.sum([self.communication[kind] for kind in kinds], axis=0)[SKIPPED:]))
 
     def iterations_to(self, loss: float) -> float | None:
-        """The iteration at which the validation loss was ``loss``, between two evaluations by a straight line."""
+        """Return the iteration at which the validation loss was ``loss``, interpolated between two evaluations."""
         points = sorted(self.valid.items())
         for (before, higher), (after, lower) in itertools.pairwise(points):
             if higher >= loss >= lower:
@@ -138,13 +134,16 @@ def _folder(args: argparse.Namespace, name: str) -> Path:
 
 
 def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run:
-    """One training over the link of ``lab``."""
+    """Train once over the link of ``lab``."""
     folder = _folder(args, name)
     if folder.exists():  # of --replace
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     control, kind = RUNS[name]
     transport = [*kind, *(shlex.split(args.flags) if "udp" in kind else ())]
+    if args.dedicated and "udp" in kind:  # a rate is that of a site or, without sites, of a rank
+        share = args.rate if "--sites" in kind else args.rate / args.ranks
+        transport += ["--udp-rate", "dedicated", f"{share:g}mbit"]
     if control in _controls(lab):
         lab.sysctl("net.ipv4.tcp_congestion_control", control)
     flags = ["--config", args.config, "--train-iters", str(iterations), "--log-interval", "1"]
@@ -168,7 +167,7 @@ def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run
 
 
 def table(runs: Sequence[Run], target: float | None, header: Sequence[str]) -> tuple[list[list[str]], str]:
-    """Rows of cells, the first of them the head, and the same as Markdown under ``header``."""
+    """Return rows of cells, the first of them the head, and the same as Markdown under ``header``."""
     rows = [
         ["", "ms per iteration", "exchanges (ms)", "other communication (ms)", "validation loss", "to the same loss"]
     ]
@@ -230,12 +229,14 @@ def picture(runs: Sequence[Run], target: float | None, path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_wan", description=__doc__.splitlines()[0])
     parser.add_argument("--loss", type=float, default=0.01, metavar="P", help="share of packets lost (default 0.01)")
     parser.add_argument("--rtt", type=float, default=20.0, metavar="MS", help="round-trip time (default 20)")
     parser.add_argument("--rate", type=float, metavar="MBIT", help="of the link, Mbit/s (default: no limit)")
     parser.add_argument("--queue", type=float, metavar="MS", help="longest wait for the link (default: a round trip)")
+    parser.add_argument("--dedicated", action="store_true", help="send datagrams at the rate of the link")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="of each of the two sites (default 1)")
     parser.add_argument(
         "--runs", nargs="+", choices=RUNS, default=_DEFAULT, metavar="NAME", help=f"of {', '.join(RUNS)}"
     )
@@ -263,10 +264,12 @@ def _queue(args: argparse.Namespace) -> float:
 
 
 def link(args: argparse.Namespace) -> Link:
-    """The link of these flags."""
+    """Return the link of these flags."""
     if args.rate is None:
         if args.queue is not None:
             raise refuse("--queue", args.queue, "needs --rate")
+        if args.dedicated:
+            raise refuse("--dedicated", "without a rate", "needs --rate")
         return Link(args.rtt / 2000, args.loss)
     if not args.rate > 0:
         raise refuse("--rate", args.rate, "must be above 0")
@@ -278,7 +281,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """All trainings, their table and their picture."""
     plan = {name: args.reno_iterations if name == "gloo reno" else args.iterations for name in args.runs}
     notes, runs = [], []
-    with Lab(link(args)) as lab:
+    if args.ranks < 1:
+        raise refuse("--ranks", args.ranks, "must be at least 1")
+    with Lab(link(args), (args.ranks, args.ranks)) as lab:
         there = _controls(lab)
         for name, iterations in plan.items():
             control = RUNS[name][0]
@@ -293,7 +298,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     target = max((min(one.valid.values()) for one in runs if one.valid), default=None)
     date, command, *machine = made_with("benchmarks.run_wan", argv)
     rate = "no limit of rate" if args.rate is None else f"{args.rate:g} Mbit/s, queue {_queue(args):g} ms"
-    what = f"Link: {100 * args.loss:g} % of packets lost, {args.rtt:g} ms round trip, {rate}; 2 ranks"
+    what = f"Link: {100 * args.loss:g} % of packets lost, {args.rtt:g} ms round trip, {rate}; {2 * args.ranks} ranks"
     header = [date, command, what, *machine, *notes]
     _, text = table(runs, target, header)
     print("\n" + text)
@@ -304,7 +309,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program."""
+    """Run the program."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     with usage_errors("benchmarks.run_wan"):

@@ -3,8 +3,8 @@
     python -m benchmarks.sites_wan [--mbit 100 1000] [--rtt 20 50] [--loss 0 0.001 0.01 0.03] [--rounds 3] [--out benchmarks/results]
 
 As root, on Linux (benchmarks/lab). Four ranks in four network namespaces train a GPT of about 1 M parameters: with Megatron's own
-two optimizer instances, reliably over gloo and TCP BBR; flat, as datagrams; and in two sites, as datagrams in float32 and in
-int8. A round starts each of them once in each cell, and the order rotates. Its first iterations do not count. Added are the
+two optimizer instances, reliably over gloo and TCP BBR; flat, as datagrams; and in two sites, over plain TCP BBR, as streams with a
+deadline, and as datagrams in float32 and in int8. A round starts each of them once in each cell, and the order rotates. Its first iterations do not count. Added are the
 milliseconds over the same run without a link, the medians of all iterations of all ranks. The numbers are kept in
 sites_wan.json of --out, and the same command continues them.
 """
@@ -30,11 +30,14 @@ from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.base.files import write_text
 
 _UDP = {"transport": "udp", "udp_interface": INTERFACE}
+_STREAM = {"transport": "stream", "udp_interface": INTERFACE}
 _CODES = {"grad_wire": "int8", "param_wire": "int8"}
 #: By name: Megatron's optimizer instances, and loss flags; ``None`` is Megatron alone.
 RUNS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "two instances, gloo, BBR": (2, None),
     "flat, UDP": (1, _UDP),
+    "sites, TCP": (1, {**_STREAM, "sites": 2, "udp_deadline": "off"}),
+    "sites, stream": (1, {**_STREAM, "sites": 2}),
     "sites, UDP": (1, {**_UDP, "sites": 2}),
     "sites, UDP, int8": (1, {**_UDP, "sites": 2, **_CODES}),
 }
@@ -44,7 +47,7 @@ _NONE = "no link"
 
 
 def rank(name: str, mbit: float | None, steps: int, out: str) -> None:
-    """One rank of one run: train, and write the seconds of each iteration of all ranks."""
+    """Run one rank of a run: train, and write the seconds of each iteration of all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -64,7 +67,7 @@ def rank(name: str, mbit: float | None, steps: int, out: str) -> None:
     )
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
-    if flags is not None and mbit is not None:
+    if flags is not None and mbit is not None and flags["transport"] == "udp":
         # The link is of this training alone. A rate is that of a site, or flat that of a rank.
         share = mbit if "sites" in flags else mbit / (_NODES // 2)
         flags = flags | {"udp_rate": ("dedicated", f"{share:g}mbit")}
@@ -88,7 +91,7 @@ def rank(name: str, mbit: float | None, steps: int, out: str) -> None:
 
 
 def train(lab: Lab, name: str, mbit: float | None, steps: int) -> dict[str, Any]:
-    """A run on the four machines of ``lab``; the result of its first rank."""
+    """Run on the four machines of ``lab``; return the result of the first rank."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "told.json"), Path(folder, "log.txt")
@@ -106,7 +109,7 @@ def train(lab: Lab, name: str, mbit: float | None, steps: int) -> dict[str, Any]
 
 
 def table(args: argparse.Namespace, kept: dict[str, Any], cells: Iterable[str], argv: list[str]) -> str:
-    """The result as Markdown: of each of ``cells`` the added milliseconds, and how far the 95th percentile is above the median."""
+    """Return the result as Markdown: of each of ``cells`` the added ms, and its 95th percentile above the median."""
     parameters = kept["parameters"]
     what = (
         f"Milliseconds that the link adds to the median iteration (in brackets: its 95th percentile over its median); "

@@ -1,4 +1,4 @@
-"""What loss costs: time of a step with loss over time of the same step of unhooked megatron-core.
+"""Cost of loss: time of a step with loss over time of the same step of unhooked megatron-core.
 
     python -m benchmarks.step_overhead [--ranks 4] [--device cpu] [--out benchmarks/results]
 
@@ -7,8 +7,8 @@ variants take turns, one step each, and the order rotates; the ratio of each is 
 over the baseline's in the same round. The exchanges alone are timed the same way. Peak extra memory of a gather is
 compared with the bytes really lost in it.
 
-The baseline is there twice: its ratio to itself says what a ratio is worth. A part of that is where in memory a variant happens
-to lie; --launches starts all processes anew, and joins the rounds.
+The baseline is there twice: its ratio to itself shows the noise of a ratio. A part of that is where in memory a variant
+happens to lie; --launches starts all processes anew, and joins the rounds.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Trainer(Timed):
         self.iteration += 1
 
     def exchange(self) -> None:
-        """The reduce-scatter of all gradients and the all-gather of all parameters, and nothing else."""
+        """Do the reduce-scatter of all gradients and the all-gather of all parameters, and nothing else."""
         for group in self.model.bucket_groups:
             group.is_first_batch = True
         self.model.finish_grad_sync()
@@ -152,7 +152,7 @@ class Trainer(Timed):
 
 
 def lossy_config(settings: Settings, flags: dict) -> LossyConfig:
-    """``flags`` at the loss rate of ``settings``. A single rank has only its own gradients to lose."""
+    """Return ``flags`` at the loss rate of ``settings``. A single rank has only its own gradients to lose."""
     alone = dist.get_world_size() == 1
     return LossyConfig(p_grad=settings.p, p_param=0.0 if alone else settings.p, lossy_self=alone, **flags)
 
@@ -208,7 +208,7 @@ def _build(settings: Settings):
 
 
 def compare(trainers: Mapping[str, Trainer], work: str, rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
-    """Seconds by variant and round, the variants taking turns. ``work``: the method to time."""
+    """Return seconds by variant and round, the variants taking turns. ``work``: the method to time."""
     times: dict[str, list[float]] = {name: [] for name in trainers}
     names = list(trainers)
     for turn in range(warm_up + rounds):
@@ -223,13 +223,13 @@ def compare(trainers: Mapping[str, Trainer], work: str, rounds: int, warm_up: in
 
 
 def ratios(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
-    """:func:`ratio` of each variant to the first."""
+    """Return :func:`ratio` of each variant to the first."""
     first = next(iter(times.values()))
     return {name: ratio(seconds, first) for name, seconds in times.items()}
 
 
 def ratio(mine: list[float], others: list[float]) -> dict[str, float]:
-    """Median seconds, and median and quartiles of the ratio round by round."""
+    """Return median seconds, and median and quartiles of the ratio round by round."""
     ratios = sorted(one / base for one, base in zip(mine, others, strict=True))
     quarter = len(ratios) // 4
     return {
@@ -242,7 +242,7 @@ def ratio(mine: list[float], others: list[float]) -> dict[str, float]:
 
 
 def gather_memory(trainer: Trainer) -> dict[str, float] | None:
-    """Bytes put aside during one gather of all buckets, and bytes really lost in it."""
+    """Return bytes put aside during one gather of all buckets, and bytes really lost in it."""
     if trainer.lossy is None or dist.get_world_size() == 1:
         return None
     from megatron_lossy.hooks.seam import slot_of
@@ -262,7 +262,7 @@ def gather_memory(trainer: Trainer) -> dict[str, float] | None:
 
 
 def run(settings: Settings) -> dict:
-    """Everything, on every rank; the result of rank 0 counts."""
+    """Run everything on every rank; the result of rank 0 counts."""
     trainers = {
         name: Trainer(settings, None if flags is None else lossy_config(settings, flags))
         for name, flags in VARIANTS.items()
@@ -282,12 +282,12 @@ def run(settings: Settings) -> dict:
 
 
 def spread(part: dict[str, float]) -> str:
-    """A ratio with its quartiles."""
+    """Return a ratio with its quartiles."""
     return f"{part['ratio']:.3f} ({part['lower quartile']:.3f} to {part['upper quartile']:.3f})"
 
 
 def table(result: dict) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     what = (
         f"{result['ranks']} ranks, {result['tokens per rank and step']} tokens per rank and step, "
         f"p = {result['settings']['p']}, {turns(result)}"
@@ -313,7 +313,7 @@ def table(result: dict) -> str:
 
 
 def turns(result: dict[str, Any]) -> str:
-    """How often every variant had its turn, for a sentence."""
+    """Return the number of turns of every variant, for a sentence."""
     count, launches = result["settings"]["rounds"], result["launches"]
     return f"{count} rounds" if launches == 1 else f"{launches} launches of {count} rounds"
 

@@ -1,4 +1,4 @@
-"""What a lossy link costs an exchange: gloo, plain TCP and the transport over UDP, in one run over an emulated link.
+"""Time of an exchange over a lossy link: gloo, plain TCP and the transport over UDP, in one run over an emulated link.
 
     python -m benchmarks.udp_exchange [--quick] [--parts grid rate …] [--rtt 20] [--loss 0.01] [--megabytes 4]
 
@@ -43,7 +43,7 @@ class Field:
         self._slow: dict[str, list[Row]] = {}
 
     def connect(self, row: Row, shards: Sequence[int]) -> None:
-        """New connections for the setting of ``row``."""
+        """Make new connections for the setting of ``row``."""
         self.close()
         self._slow = {name: [] for name in self._names}
         self._shards = shards
@@ -102,7 +102,7 @@ class Field:
         return [cell for of_name in cells.values() for cell in of_name]
 
     def _once(self, cell: Cell, limit: float) -> tuple[list[Done], list[Counters]]:
-        """One exchange: what the ranks say, and what the link did in each direction."""
+        """Run one exchange; return the ranks' results, and the link's counters in each direction."""
         ends = [] if cell.row.wire else [(0, 1), (1, 0)]
         before = [self._lab.counters(*end) for end in ends]
         done = self._teams[cell.name].exchange(cell.phase, cell.row.shard, limit)
@@ -116,7 +116,7 @@ class Field:
 
 
 def available(lab: Lab, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``names`` with the congestion control that this kernel has, and a line for each that it lacks."""
+    """Return ``names`` with the congestion control that this kernel has, and a line for each that it lacks."""
     there, allowed = (
         lab.nodes[0].sysctl(f"net.ipv4.tcp_{which}_congestion_control").split() for which in ("available", "allowed")
     )
@@ -137,7 +137,7 @@ def available(lab: Lab, names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def share(lab: Lab, pair: str, seconds: float, config: Any) -> Share:
-    """Two flows that exchange without a pause over one link of 400 Mbit/s, 20 ms and 1 BDP of queue."""
+    """Return the shares of two flows without a pause over a link of 400 Mbit/s, 20 ms and 1 BDP of queue."""
     row = Row("shares", 20, 0, 40, rate=400, queue=20)
     lab.set(row.link(loss=False))
     lab.sysctl("net.ipv4.tcp_congestion_control", "bbr")
@@ -165,7 +165,7 @@ def share(lab: Lab, pair: str, seconds: float, config: Any) -> Share:
 
 
 def run(args: argparse.Namespace) -> tuple[list[Cell], list[Share], list[str]]:
-    """Everything that was asked for, and lines about what is not there."""
+    """Run everything that was asked for; return it, and lines about missing parts."""
     names, notes = args.contestants, []
     configs = {"ours": our_config(args.flags), "stream": our_config(args.stream_flags, "stream")}
     rows = choose(args.parts, args.rtt, args.loss, args.megabytes, args.quick)
@@ -196,7 +196,7 @@ def run(args: argparse.Namespace) -> tuple[list[Cell], list[Share], list[str]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.udp_exchange", description=__doc__.splitlines()[0])
     parts = [*PARTS, "shares"]
     parser.add_argument("--quick", action="store_true", help="three rows, in about a minute")
@@ -219,7 +219,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program."""
+    """Run the program."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     args.seconds = args.seconds or (8.0 if args.quick else 30.0)

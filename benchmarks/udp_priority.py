@@ -1,7 +1,7 @@
-"""What protecting the most important packets costs: exchanges over UDP with and without, taking turns over a lossy link.
+"""Cost of protecting the most important packets: exchanges over UDP with and without, taking turns over a lossy link.
 
-``--grad-recovery error-feedback`` with a share of high priority against no protection: times, datagrams beside the
-data, and how many packets of high priority did not arrive.
+``--grad-recovery error-feedback`` with a share of high priority against no protection: times, datagrams besides the
+data, and packets of high priority that did not arrive.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], list, Sequence[str]]:
-    """Milliseconds of reduce-scatters by kind, and what the ranks of the protected ones sent."""
+    """Return milliseconds of reduce-scatters by kind, and what the ranks of the protected ones sent."""
     row = Row("priority", args.rtt, args.loss, args.megabytes, args.burst)
     flags = f"--grad-recovery error-feedback --grad-priority packet-mean:{args.fraction} {args.flags}"
     times: dict[str, list[float]] = {name: [] for name in NAMES}
@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], list, Seq
 
 
 def markdown(args: argparse.Namespace, times: dict[str, list[float]], sent: list, header: Sequence[str]) -> str:
-    """The result, as text."""
+    """Return the result, as text."""
     lines = ["# Protecting what is important over UDP", "", *(f"- {line}" for line in header), ""]
     what = f"{args.megabytes:g} MB each way, {args.rtt:g} ms, {100 * args.loss:g} % lost, {100 * args.fraction:g} % of high priority"
     lines += [
@@ -97,7 +97,7 @@ def markdown(args: argparse.Namespace, times: dict[str, list[float]], sent: list
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program."""
+    """Run the program."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     share = "" if args.fraction == 0.01 else f"_top_{100 * args.fraction:g}"

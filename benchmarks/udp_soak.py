@@ -3,9 +3,9 @@
     python -m benchmarks.udp_soak [--seconds 3600] [--exchanges 10000] [--loss 0.05] [--rtt 20] [--megabytes 1] [--trouble 10]
 
 As root, on Linux (benchmarks/lab); elsewhere it says what is missing. Two ranks in two network namespaces make reduce-scatters
-and all-gathers in turns. It ends after the exchanges or the seconds, whichever are over later. Meanwhile a thread does
+and all-gathers in turns. It ends after the exchanges or the seconds, whichever end later. Meanwhile a thread does
 nothing but sleep for 5 ms at a time: when it oversleeps, the machine was busy with something else, and an exchange that
-takes long at that moment says nothing about the transport.
+takes long at that moment is no evidence about the transport.
 
 With ``--trouble S`` one way of the path is cut for 0.1 to 5 s every S seconds. An exchange goes on if it ends two round trips, 50 ms and twice its usual time after that.
 """
@@ -44,7 +44,7 @@ _LINES = 60
 
 
 class Sleeper:
-    """Notes when the machine does not run who wants to run: intervals in which it overslept by :data:`_OVERSLEPT`."""
+    """Notes when the machine does not run this process: intervals in which it overslept by :data:`_OVERSLEPT`."""
 
     def __init__(self) -> None:
         self.gaps: list[tuple[float, float]] = []
@@ -61,11 +61,11 @@ class Sleeper:
             before = now
 
     def overslept(self, started: float, ended: float) -> bool:
-        """Whether it did between ``started`` and ``ended``."""
+        """Return whether this process overslept between ``started`` and ``ended``."""
         return any(begin < ended and end > started for begin, end in self.gaps[-100:])
 
     def close(self) -> None:
-        """No more notes."""
+        """Take no more notes."""
         self._end.set()
         self._thread.join()
 
@@ -105,7 +105,7 @@ class Trouble:
         self._lab.set(self._link, source, 1 - source)
 
     def close(self) -> None:
-        """No more of it."""
+        """Stop the cuts, and wait for the last one."""
         self._end.set()
         self._thread.join()
 
@@ -131,7 +131,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Sample:
-    """What the ranks hold, ``seconds`` after the start: resident MiB and open files of the one that has more."""
+    """Resident MiB and open files of the largest rank, ``seconds`` after the start."""
 
     seconds: float
     exchanges: int
@@ -140,7 +140,7 @@ class Sample:
 
 
 def sample(team: Team, seconds: float, exchanges: int) -> Sample:
-    """What the ranks of ``team`` hold now."""
+    """Return the memory and files of the ranks of ``team`` now."""
     ranks = [psutil.Process(pid) for pid in team.pids]
     resident = max(rank.memory_info().rss for rank in ranks) / 2**20
     return Sample(seconds, exchanges, resident, max(rank.num_fds() for rank in ranks))
@@ -156,14 +156,14 @@ class Run:
     machine: list[str] = field(default_factory=list)
 
     def took(self, phase: str) -> np.ndarray:
-        """Milliseconds of its exchanges."""
+        """Return milliseconds of its exchanges."""
         return np.array([one.took for one in self.seen if one.phase == phase])
 
 
 def soak(args: argparse.Namespace) -> Run:
-    """Exchanges for as long as is asked."""
+    """Exchange for as long as is asked."""
     row = Row("soak", args.rtt, args.loss, args.megabytes, burst=args.burst)
-    link = row.link()  # refuses what no link can be
+    link = row.link()  # refuses impossible links
     run, trouble = Run(), None
     samples = run.samples
     with Lab(row.link(loss=False), seed=args.seed) as lab:
@@ -202,7 +202,7 @@ def soak(args: argparse.Namespace) -> Run:
 
 
 def progress(now: Sample, run: Run) -> str:
-    """A line for the terminal."""
+    """Return a line for the terminal."""
     slowest = max((one.took for one in run.seen), default=0.0)
     return (
         f"{now.seconds:7.0f} s: {now.exchanges} exchanges, slowest {slowest:.0f} ms; "
@@ -211,13 +211,13 @@ def progress(now: Sample, run: Run) -> str:
 
 
 def on_again(run: Run, event: Event) -> float:
-    """Milliseconds from the end of ``event`` until an exchange was over that had not lost most."""
+    """Return the milliseconds from the end of ``event`` to the end of an exchange that had not lost most."""
     ended = [one.ended for one in run.seen if one.ended >= event.ended and one.lost < MOST]
     return 1000 * (ended[0] - event.ended) if ended else float("inf")
 
 
 def trouble_table(run: Run, rtt: float) -> list[str]:
-    """What became of exchanges when something happened to the path."""
+    """Return a table of exchanges during each event of the path."""
     usual = max(float(np.median(run.took(phase))) for phase in PHASES)
     allowed = 2 * rtt + 50 + 2 * usual
     lines = [
@@ -240,7 +240,7 @@ def trouble_table(run: Run, rtt: float) -> list[str]:
 
 
 def markdown(run: Run, header: Sequence[str], rtt: float) -> str:
-    """The result."""
+    """Return the result."""
     samples = run.samples
     lost = [one.lost for one in run.seen]
     first, last = samples[0], samples[-1]
@@ -273,7 +273,7 @@ def markdown(run: Run, header: Sequence[str], rtt: float) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.udp_soak", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="at least so long (default 0)")
     parser.add_argument("--exchanges", type=int, default=10_000, metavar="N", help="at least so many (default 10000)")
@@ -293,7 +293,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program."""
+    """Run the program."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     with usage_errors("benchmarks.udp_soak"):

@@ -27,7 +27,7 @@ class Stopwatch:
         self._inside = False
 
     def around(self, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, timed; what it calls itself is part of it."""
+        """Return ``call``, timed, with the calls that it makes."""
 
         @functools.wraps(call)
         def timed(*arguments: Any, **options: Any) -> Any:

@@ -24,7 +24,7 @@ TOKENS, LENGTH, BATCH = 64, 32, 4
 
 
 def build():
-    """torchtitan's model for tests, of 7 M parameters."""
+    """Return torchtitan's model for tests, of 7 M parameters."""
     torch.manual_seed(0)
     if not torch.accelerator.is_available():
         parallel_dims.device_type = "cpu"  # torchtitan takes CUDA for granted
@@ -46,7 +46,7 @@ def build():
 
 
 def train(steps, config):
-    """Trains, and returns the loss of each step and measurements."""
+    """Train, and return the loss of each step and measurements."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     lossy = make_lossy(model, optimizer, config, steps=steps)

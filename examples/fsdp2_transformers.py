@@ -22,7 +22,7 @@ VOCABULARY, LENGTH, BATCH = 256, 64, 8
 
 
 def build():
-    """A model of 0.2 M parameters, each of its layers and the rest a parameter group."""
+    """Return a model of 0.2 M parameters, each of its layers and the rest a parameter group."""
     torch.manual_seed(0)
     size = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **size))
@@ -32,7 +32,7 @@ def build():
 
 
 def batches(steps):
-    """Sequences that count upwards in a stride of their own."""
+    """Yield sequences that count upwards, each with its own stride."""
     chance = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(steps):
         first, stride = torch.randint(VOCABULARY, (2, BATCH, 1), generator=chance)
@@ -40,7 +40,7 @@ def batches(steps):
 
 
 def train(steps, config):
-    """Trains, and returns the loss of each step."""
+    """Train, and return the loss of each step."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     lossy = make_lossy(model, optimizer, config, steps=steps)

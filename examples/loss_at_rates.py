@@ -1,6 +1,6 @@
-"""What loss costs an FSDP2 model: its training loss at 0, 10, 20 and 40 %, in two minutes on two cores.
+"""The cost of loss for an FSDP2 model: its training loss at 0, 10, 20 and 40 %, in two minutes on two cores.
 
-Run it (``python examples/loss_at_rates.py``), or cell by cell in an editor or in Jupyter that knows ``# %%``.
+Run it (``python examples/loss_at_rates.py``), or cell by cell in an editor or in a Jupyter that supports ``# %%``.
 """
 
 # %% What we need: torch, and one function of ours.

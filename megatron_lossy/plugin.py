@@ -35,7 +35,7 @@ _lossy: Lossy | None = None
 
 
 def _parser() -> ArgumentParser:
-    """A parser for some of the arguments. Megatron's own parser knows the rest, and answers ``--help``."""
+    """Return a parser for some of the arguments. Megatron's own parser reads the rest, and answers ``--help``."""
     return ArgumentParser(add_help=False, allow_abbrev=False)
 
 
@@ -53,9 +53,9 @@ def parse_loss_flags(arguments: list[str]) -> LossyConfig:
 
 
 def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
-    """Check files of rates and traces against the size and the length of the run. Returns the length if it is known.
+    """Check files of rates and traces against the size and the length of the run. Return the length if it is known.
 
-    If Megatron reads the sizes from a checkpoint or a file of settings, files are checked once it knows them.
+    If Megatron reads the sizes from a checkpoint or a file of settings, files are checked once it has read them.
     """
     from .transport import check_channels
 
@@ -84,10 +84,10 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
 
 
 def install(config: LossyConfig, steps: int | None) -> Lossy:
-    """Make ``megatron.training``, which must be importable, know our flags, and lose data as ``config`` says.
+    """Add our flags to ``megatron.training``, which must be importable, and make it lose data as ``config`` says.
 
     On a machine without an accelerator this also makes Megatron usable. ``steps`` is the length of the run, if it is
-    known. Returns the hooks. A second call with the same ``config`` returns the same hooks. Raises
+    known. Return the hooks. A second call with the same ``config`` returns the same hooks. Raise
     :class:`UsageError` for another ``config``, and for a Megatron that is not supported or not as expected.
     """
     global _lossy
@@ -125,7 +125,7 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
 
 
 def _nothing_lost(config: LossyConfig, arguments: list[str]) -> str:
-    """The line of a run in which nothing is done, which says whether it was asked for."""
+    """Return the line of a run in which nothing is done, which says whether it was asked for."""
     given = len(_split(arguments)[1]) < len(arguments)
     return f"loss: {config.describe()}{'' if given else '; no loss flag was given'}"
 
@@ -133,11 +133,11 @@ def _nothing_lost(config: LossyConfig, arguments: list[str]) -> str:
 def enable() -> None:
     """Do the launcher's work in a fork, which calls this at the end of ``megatron/training/__init__.py``.
 
-    Megatron's parser then knows the loss flags. The rest of :func:`install` happens only if the command line has one
+    Megatron's parser then takes the loss flags. The rest of :func:`install` happens only if the command line has one
     of them; a rate of 0 counts. Every other program of the fork stays as it was. A wrong flag ends the process with
     one line and status 2. A second call changes nothing. Neither does a call under the launcher.
     """
-    if _in_charge():
+    if _is_ours():
         return
     from .hooks import megatron_training
 
@@ -157,7 +157,7 @@ def running() -> Iterator[None]:
         try:
             yield
             _leave()
-        except SystemExit as ended:  # as Megatron ends a run that was told to stop
+        except SystemExit as ended:  # as Megatron ends a run after a signal
             if not ended.code:
                 _leave()
             raise
@@ -221,8 +221,8 @@ def _program_patches() -> list[Patch]:
     ]
 
 
-def _in_charge() -> bool:
-    """Whether the running program is one of ours. Those install for themselves what they need."""
+def _is_ours() -> bool:
+    """Return whether the running program is one of ours. Those install the hooks that they need for themselves."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name.partition(".")[0] == __package__
 

@@ -10,7 +10,7 @@ side in build/compat/; of a checkout of Megatron-LM the folder megatron/ is put 
 first interpreter that is new enough for it, of the running one and those given; what finds none is skipped, and the
 matrix says so. torch is that of the interpreter, and the same Megatron on another torch is another row; --torch takes
 only interpreters with that torch, for example 2.6. With --pretrain the checkouts run tests/test_plugin_megatron_lm.py instead: the plugin under the unmodified
-pretrain_gpt.py. What does not run stays in the matrix as it is.
+pretrain_gpt.py. Rows that do not run stay in the matrix as they are.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ HEADER = ["Megatron", "core", "Python", "torch", *CONTRACT, "pretrain_gpt.py", "
 #: A test, its outcome, and why it was skipped.
 Result = tuple[str, str, str]
 
-#: What HabanaAI's branches import and Intel's images bring: module and requirement.
+#: Packages that HabanaAI's branches import and Intel's images bring: module and requirement.
 _HABANA = {"pkg_resources": "setuptools<81", "tqdm": "tqdm"}
 
 TORCH = HEADER.index("torch")
@@ -88,7 +88,7 @@ class Megatron:
     checkout: Path | None = None
 
     def lay(self, python: str) -> Path:
-        """The folder to put on the path of ``python``: made or found in build/compat."""
+        """Return the folder to put on the path of ``python``: made or found in build/compat."""
         folder = BUILD / "{}-py{}.{}".format(self.name, *_versions_of(python)[0])
         if self.checkout is None:
             if not (folder / "megatron" / "core").is_dir():
@@ -119,7 +119,7 @@ def _checkout(text: str) -> Megatron:
 
 @functools.cache
 def _versions_of(python: str) -> tuple[tuple[int, ...], str]:
-    """The versions of the interpreter and of its torch."""
+    """Return the versions of the interpreter and of its torch."""
     code = "import sys, torch, pytest, hypothesis, einops; print(*sys.version_info[:2], torch.__version__)"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True)
     if done.returncode:
@@ -130,12 +130,12 @@ def _versions_of(python: str) -> tuple[tuple[int, ...], str]:
 
 
 def _is_torch(python: str, wanted: str | None) -> bool:
-    """Whether the torch of ``python`` is ``wanted``, or a later part of its version."""
+    """Return whether the torch of ``python`` is ``wanted``, or a later build of its version."""
     return wanted is None or f"{_public(_versions_of(python)[1])}.".startswith(f"{wanted}.")
 
 
 def _public(version: str) -> str:
-    """``version`` without what says for which device it was built."""
+    """Return ``version`` without the device that it was built for."""
     return version.partition("+")[0]
 
 
@@ -160,7 +160,7 @@ def _has(python: str, module: str) -> bool:
 
 
 def _identify(python: str, environment: dict[str, str]) -> dict[str, str]:
-    """Versions, from the interpreter that will run the tests."""
+    """Return versions, from the interpreter that will run the tests."""
     code = (
         "import json, platform, torch; from megatron_lossy.base import device; device.prepare_import(); "
         "import megatron.core as core; print(json.dumps({'core': core.__version__, 'file': core.__file__, "
@@ -199,7 +199,7 @@ def _cell(outcomes: list[str]) -> str:
 
 
 def _columns(results: list[Result]) -> list[str]:
-    """The cells of the contract."""
+    """Return the cells of the contract."""
     cells = []
     for pattern in CONTRACT.values():
         cells.append(_cell([outcome for name, outcome, _ in results if re.search(pattern, name)]))
@@ -208,7 +208,7 @@ def _columns(results: list[Result]) -> list[str]:
 
 
 def run(megatron: Megatron, pythons: list[str], pretrain: bool) -> tuple[list[str], bool]:
-    """The row of one Megatron, and whether nothing failed."""
+    """Run one Megatron; return its row, and whether nothing failed."""
     today = datetime.date.today().isoformat()
     python = next((python for python in pythons if _versions_of(python)[0] >= megatron.python), None)
     if python is None:
@@ -245,12 +245,12 @@ def _table(rows: list[list[str]], header: list[str] = HEADER) -> str:
 
 
 def _key(row: list[str]) -> tuple[str, str]:
-    """Rows of the same Megatron on the same torch are one row."""
+    """Return the key of a row: Megatron and torch."""
     return row[0], _public(row[TORCH])
 
 
 def _written(text: str) -> dict[tuple[str, str], list[str]]:
-    """The rows between the marks of a page, by :func:`_key`."""
+    """Return the rows between the marks of a page, by :func:`_key`."""
     return {_key(row): row for row in _rows(MARKS, text) if len(row) == len(HEADER)}
 
 
@@ -269,7 +269,7 @@ def _both(old: str, new: str) -> str:
 
 
 def merged(text: str, rows: list[list[str]]) -> str:
-    """``text`` with ``rows`` over those of the same key. What did not run replaces nothing, an error all."""
+    """Return ``text`` with ``rows`` in place of those of the same key. A row that did not run replaces nothing."""
     kept = _written(text)
     for row in rows:
         old = kept.get(_key(row))

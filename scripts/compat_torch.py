@@ -3,7 +3,7 @@
     python -m scripts.compat_torch [--torch VERSION …] [--no-docs]
 
 Each version is laid in build/compat/ (``pip install --target``, with all that it needs) and put first on the path of the
-running interpreter. Without ``--torch`` it is the interpreter's own. What does not run stays in the matrix as it is.
+running interpreter. Without ``--torch`` it is the interpreter's own. Rows that do not run stay as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADER = ["torch", "Python", *COLUMNS, "date"]
 
 
 def lay(version: str) -> Path:
-    """The folder of torch ``version``: made or found in build/compat."""
+    """Return the folder of torch ``version``: made or found in build/compat."""
     folder = BUILD / f"torch-{version}"
     if not (folder / "torch").is_dir():
         _install(sys.executable, folder, f"torch=={version}", needs=True)
@@ -40,7 +40,7 @@ def lay(version: str) -> Path:
 
 
 def run(version: str | None) -> tuple[list[str], bool]:
-    """The row of one torch, and whether nothing failed."""
+    """Run one torch; return its row, and whether nothing failed."""
     path = [str(lay(version))] if version else []
     path += [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
@@ -60,7 +60,7 @@ def run(version: str | None) -> tuple[list[str], bool]:
 
 
 def merged(text: str, row: list[str]) -> str:
-    """``text`` with ``row`` in the place of that of the same torch."""
+    """Return ``text`` with ``row`` in the place of that of the same torch."""
     rows = sorted([one for one in _rows(MARKS, text) if one[0] != row[0]] + [row], key=lambda one: _numbers(one[0]))
     return MARKS.sub(lambda match: match[1] + _table(rows, HEADER) + match[3], text)
 

@@ -21,19 +21,19 @@ from megatron_lossy.base.files import replace_file
 STUDIES = Path(__file__).parents[1] / "benchmarks" / "results" / "studies"
 OUT = STUDIES / "compression" / "frontier.png"
 LOSS, BYTES = "val loss (owner)", "wire bytes"
-#: What all runs of the studies have in both directions in the form that bytes are relative to.
+#: Formats of both directions in the run that bytes are relative to.
 WHOLE, CODED = "float32", "int8 + int8"
 #: Of the studies.
 CODE, PACKET_BYTES = BlockCode(8, 128), 1024
 
 
 def runs_of(name: str) -> list[dict[str, str]]:
-    """The runs of a study."""
+    """Return the runs of a study."""
     return list(csv.DictReader(json.loads((STUDIES / name / "study.json").read_text())["runs"]))
 
 
 def relative_bytes(runs: list[dict[str, str]]) -> dict[str, float]:
-    """By form of values: bytes over those of float32, which the metric of codes leaves out."""
+    """Return bytes over those of float32, which the metric of codes leaves out, by form of values."""
     elements = CODE.elements(PACKET_BYTES)
     sent = {run["level"]: float(run[BYTES]) for run in runs if run[BYTES]}
     whole = sent[CODED] * 4 * elements / CODE.size(elements)
@@ -41,7 +41,7 @@ def relative_bytes(runs: list[dict[str, str]]) -> dict[str, float]:
 
 
 def points_of(name: str) -> Mapping[str, list[tuple[str, float, np.ndarray]]]:
-    """By loss rate: the forms of values of the study ``name``, their relative bytes, and their losses, by seed."""
+    """Return, by loss rate, the forms of values of the study ``name``, their relative bytes and losses by seed."""
     runs = runs_of(name)
     share = relative_bytes(runs)
     losses: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -54,7 +54,7 @@ def points_of(name: str) -> Mapping[str, list[tuple[str, float, np.ndarray]]]:
 
 
 def draw() -> Figure:
-    """The figure."""
+    """Draw the figure."""
     figure = Figure(figsize=(9, 5.4), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -62,7 +62,7 @@ class Step:
 
 
 def steps(options: argparse.Namespace) -> list[Step]:
-    """The list, in the order of worth."""
+    """Return the list, in the order of worth."""
     common = ["-m", "pytest", "-q", f"--timeout={7.5 * options.minutes}", "-m", MARKERS[options.on]]
     common += ["--record", options.record] if options.record else []
     common += [f"--megatron-lm={options.megatron_lm}"] if options.megatron_lm else []
@@ -95,14 +95,14 @@ def steps(options: argparse.Namespace) -> list[Step]:
 
 
 def missing() -> list[str]:
-    """The packages that are not installed, with their versions in constraints.txt."""
+    """Return the missing packages, with their versions in constraints.txt."""
     there = {one.name.lower() for one in importlib.metadata.distributions()}
     wanted = set(PACKAGES.split()) - there
     return [line for line in (ROOT / "constraints.txt").read_text().split() if line.partition("==")[0] in wanted]
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
-    """The variables of all steps."""
+    """Return the variables of all steps."""
     found = os.environ | ENVIRONMENT
     folders = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     if options.on == "pretended":
@@ -135,7 +135,7 @@ def run(step: Step, limit: float, options: argparse.Namespace, variables: dict[s
 
 
 def memory_in_use() -> int:
-    """MiB of all GPUs; 0 without nvidia-smi."""
+    """Return MiB of all GPUs; 0 without nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, ValueError):
         return sum(map(int, subprocess.run(command, capture_output=True, text=True).stdout.split()))
@@ -151,7 +151,7 @@ def end_all_with(variable: str) -> None:
 
 
 def summary(output: str) -> str:
-    """How many tests or rows passed: pytest's last line, the statuses of the doctor's rows, or the last line of all."""
+    """Return the count of passed tests or rows: pytest's last line, the doctor's statuses, or the last line."""
     rows = re.findall(r"^(ok|warning|problem): ", output, re.MULTILINE)
     if rows:
         return ", ".join(f"{rows.count(one)} {one}" for one in dict.fromkeys(rows))

@@ -63,7 +63,7 @@ def room_of(file: str) -> str:
 
 
 def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes of ``tree`` but annotations and what only speaks to people."""
+    """Yield all nodes of ``tree`` but annotations and texts for people."""
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns"):
             continue

@@ -5,8 +5,8 @@
     python scripts/same_results.py FILE NEW
 
 OLD and NEW are checkouts, or files that --record wrote of one. Compared are, to the last bit: weights and optimizer
-state, losses, gradient norms and every other metric, what is printed, the delivery log, and saved replicas. Times and
-versions are not. A setting that only NEW knows is no difference. What a checkout does not know at all is "not there".
+state, losses, gradient norms and every other metric, the output, the delivery log, and saved replicas. Times and
+versions are not. A setting that only NEW has is no difference. A setting that a checkout lacks is "not there".
 
 The exit status is 0 if all cases are the same, 1 if one differs, 2 if the question makes no sense.
 """
@@ -52,7 +52,7 @@ class Broken(RuntimeError):
 
 
 class Recorded:
-    """What an earlier call recorded of a checkout."""
+    """Return the record that an earlier call made of a checkout."""
 
     def __init__(self, path: Path, renamed: bool) -> None:
         self._renamed = renamed
@@ -67,7 +67,7 @@ class Recorded:
             refuse(f"{path}: must be a checkout, or a file that --record wrote")
 
     def outcome(self, case: Case) -> dict[str, Any]:
-        """Its outcome, or why there is none."""
+        """Return its outcome, or the reason why there is none."""
         there = self._cases.get(case.name)
         if there is None:
             return {"absent": "not recorded"}
@@ -104,11 +104,11 @@ class Checkout:
         )
 
     def describe(self) -> dict[str, str]:
-        """The machine and the versions."""
+        """Return the machine and the versions."""
         return self._answer()
 
     def outcome(self, case: Case) -> dict[str, Any]:
-        """Run ``case``."""
+        """Return its outcome, or the reason why there is none."""
         order = {**case.order(self._megatron_lm), "folder": _folder(case)}
         print(json.dumps(order), file=self._process.stdin, flush=True)
         return self._answer()
@@ -135,7 +135,7 @@ class Checkout:
 
 
 def write_data(folder: Path) -> None:
-    """Two data sets in Megatron's format and a trace, made of nothing but arithmetic: the same for every checkout."""
+    """Write two data sets in Megatron's format and a trace, of arithmetic alone: the same for every checkout."""
     import numpy as np
 
     folder.mkdir(parents=True)
@@ -155,7 +155,7 @@ def write_data(folder: Path) -> None:
 
 
 def chosen(arguments: argparse.Namespace) -> list[Case]:
-    """The cases that are asked for."""
+    """Return the cases that are asked for."""
     cases = all_cases(arguments.megatron_lm is not None)
     patterns = [f"*{pattern}*" for pattern in arguments.only or [""]]
     cases = [case for case in cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)]
@@ -244,7 +244,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.error = lambda message: refuse(message.removeprefix("argument "))
     parser.add_argument("sides", nargs="*", metavar="OLD NEW", help="checkouts, or files that --record wrote")
-    parser.add_argument("--record", metavar="FILE", help="write what comes out of OLD, for later comparisons")
+    parser.add_argument("--record", metavar="FILE", help="write the results of OLD, for later comparisons")
     parser.add_argument("--quick", action="store_true", help="a subset that touches everything once")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cases whose names contain one of these; * ? []")
     parser.add_argument(
@@ -335,7 +335,7 @@ def _summary(verdicts: dict[str, Verdict]) -> bool:
 
 def _interrupted(*_: Any) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # nothing is to be left behind, however often it is told to stop
+        signal.signal(number, signal.SIG_IGN)  # leave nothing behind, however many signals arrive
     raise KeyboardInterrupt
 
 

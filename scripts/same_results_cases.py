@@ -54,7 +54,7 @@ class Case:
     quick: bool = False
 
     def order(self, megatron_lm: str | None) -> dict[str, Any]:
-        """What the runner is asked to do."""
+        """Return the task for the runner."""
         first = [f"{megatron_lm}/pretrain_gpt.py", *PRETRAIN.split()] if self.program == "launcher" else TINY.split()
         runs = [[*first, *run.split()] for run in self.runs]
         return {"ranks": self.ranks, "program": self.program, "files": self.files, "runs": runs}
@@ -67,7 +67,7 @@ class Case:
 
 
 def _matrix() -> Iterator[Case]:
-    """Every rule, unit and overlap: on two ranks with all that can be recorded, on four without."""
+    """Yield every rule, unit and overlap: on two ranks with all that can be recorded, on four without."""
     for _number, (rule, unit, overlap) in enumerate(itertools.product(RULES, UNITS, OVERLAPS)):
         flags = f"{LOSS} --grad-recovery {rule} {UNITS[unit]} {OVERLAPS[overlap]}"
         name = f"{rule}/{unit}/overlap {overlap}"
@@ -100,7 +100,7 @@ def _virtual() -> Iterator[Case]:
 def _resumed(
     name: str, ranks: int, flags: str, quick: bool = False, kept: str = "--save-replicas --drift-interval 2"
 ) -> Iterator[Case]:
-    """Stopped after three iterations and continued, with replicas (and the flags ``kept``) and without."""
+    """Yield runs stopped after three iterations and continued, with replicas (and the flags ``kept``) and without."""
     for how, more in (("with", kept), ("without", "")):
         first = f"{flags} {more} {BOTH} --delivery-log log"
         runs = (f"{first} --exit-interval 3 --load save", f"{first} --load save")
@@ -120,7 +120,7 @@ def _resume() -> Iterator[Case]:
 
 
 def _models() -> Iterator[Case]:
-    """Who loses what."""
+    """Yield the cases of loss models."""
     for unit, overlap in zip(UNITS, OVERLAPS):
         flags = f"{BURSTS} {UNITS[unit]} {OVERLAPS[overlap]} {ON}"
         yield Case(f"bursts/{unit}", 2, (flags,), quick=unit == "packet")
@@ -156,7 +156,7 @@ def _models() -> Iterator[Case]:
 
 
 def _replay() -> Iterator[Case]:
-    """A delivery log that is written and replayed with another seed, on ranks and on virtual workers."""
+    """Yield a delivery log that is written and replayed with another seed, on ranks and on virtual workers."""
     record = {
         "shard": (LOSS, ""),
         "bucket": (BURSTS, ""),
@@ -177,7 +177,7 @@ def _replay() -> Iterator[Case]:
 
 
 def _training() -> Iterator[Case]:
-    """The training program's own settings."""
+    """Yield cases of the training program's own settings."""
     for (overlap, flags), rates in itertools.product(OVERLAPS.items(), ("", "--p-grad 0 --p-param 0")):
         name = "rates of 0" if rates else "no flags"
         yield Case(f"lossless/{name}, overlap {overlap}", 2, (f"{flags} {rates}",), quick=overlap == "both")
@@ -215,7 +215,7 @@ def _training() -> Iterator[Case]:
 
 
 def _mechanisms() -> Iterator[Case]:
-    """Mechanisms that have a real and a virtual form."""
+    """Yield cases of mechanisms that have a real and a virtual form."""
     forms = {"ranks": (4, ""), "virtual": (0, "--virtual-workers 4")}
     same = f"{LOSS} {UNITS['packet']}"
     islands = f"--islands 2 --p-sync 0.3 {same}"
@@ -261,7 +261,7 @@ def _refusals() -> Iterator[Case]:
     for name, flags in {
         "a rate": "--p-grad 1.5",
         "a trace without its path": "--loss-model trace",
-        "a rate beside a schedule": "--p-grad 0.1 --loss-schedule 0:0.1",
+        "a rate along with a schedule": "--p-grad 0.1 --loss-schedule 0:0.1",
         "overlap": "--overlap-param-gather",
         "own shard": f"{LOSS} --lossy-self --grad-recovery renormalize-remote",
     }.items():
@@ -271,7 +271,7 @@ def _refusals() -> Iterator[Case]:
 
 
 def _pretrain() -> Iterator[Case]:
-    """The unmodified pretrain_gpt.py."""
+    """Yield cases of the unmodified pretrain_gpt.py."""
 
     def case(name: str, *runs: str, ranks: int = 2) -> Case:
         return Case(f"pretrain_gpt.py/{name}", ranks, runs, program="launcher")
@@ -289,6 +289,6 @@ OVERLAPS_OF_MEGATRON = "--overlap-grad-reduce --overlap-param-gather"
 
 
 def all_cases(pretrain: bool) -> list[Case]:
-    """The whole matrix; that of pretrain_gpt.py if there is a checkout of Megatron-LM."""
+    """Return the whole matrix; that of pretrain_gpt.py if there is a checkout of Megatron-LM."""
     groups = [_refusals, _matrix, _virtual, _models, _replay, _resume, _training, _mechanisms] + [_pretrain] * pretrain
     return [case for group in groups for case in group()]

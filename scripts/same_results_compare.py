@@ -1,4 +1,4 @@
-"""Two outcomes of a case beside each other: the part of scripts/same_results.py that judges."""
+"""Two outcomes of a case compared: the part of scripts/same_results.py that judges."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-#: What is compared, in the order in which differences are told: closest to the cause first.
+#: Compared parts, in the order in which differences are printed: closest to the cause first.
 PARTS = ("records", "weights", "replicas", "log", "log metadata", "settings")
 _UNKNOWN = re.compile(r"unrecognized arguments: (\S+)|(--\S+: invalid choice: \S+)|unknown key (\S+)")
 _ITERATION = re.compile(r"(train|valid) (\d+)|iter_(\d+)")
@@ -27,7 +27,7 @@ class Verdict:
 
 
 def unknown(outcome: dict[str, Any]) -> str | None:
-    """The flag or value that the checkout does not know, if that is why the case did not run."""
+    """Return the flag or value that the checkout does not support, if that is why the case did not run."""
     found = _UNKNOWN.search(outcome["errors"]) if _status(outcome) == 2 else None
     return next(filter(None, found.groups())) if found else None
 
@@ -48,7 +48,7 @@ def _failure(outcome: dict[str, Any], expected: int) -> str | None:
 
 
 def verdict(expected: int, old: dict[str, Any], new: dict[str, Any] | None = None, renamed: bool = False) -> Verdict:
-    """What to say of two outcomes of a case that should end with the status ``expected``; of one, if it ran."""
+    """Return the verdict on two outcomes of a case that should end with the status ``expected``; on one, if it ran."""
     for name, outcome in (("OLD", old), ("NEW", new)):
         if outcome is not None and "absent" in outcome:
             return Verdict(f"{outcome['absent']} in {name}", False)
@@ -69,7 +69,7 @@ def verdict(expected: int, old: dict[str, Any], new: dict[str, Any] | None = Non
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], renamed: bool = False) -> tuple[list[str], list[str]]:
-    """(differences, remarks), each in a line. ``renamed``: what names flags is not compared."""
+    """Return (differences, remarks), each in a line. ``renamed``: what names flags is not compared."""
     differences, notes = [], []
     for part in PARTS if not renamed else PARTS[:4]:
         before, after = old[part], new[part]
@@ -80,7 +80,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], renamed: bool = False) -> 
         if part != "settings":
             different += [key for key in after if key not in before]
         if different:
-            first = min(different, key=_when)
+            first = min(different, key=_iteration_of)
             differences.append(
                 f"{part}: {len(different)} of {len(before | after)}, first {first}: "
                 f"{before.get(first, 'not there')} / {after.get(first, 'not there')}"
@@ -101,7 +101,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], renamed: bool = False) -> 
     return differences, notes
 
 
-def _when(key: str) -> int:
-    """The iteration that a key is about; ``min`` keeps the order of those with the same."""
+def _iteration_of(key: str) -> int:
+    """Return the iteration that a key is about; ``min`` keeps the order of those with the same."""
     found = _ITERATION.search(key)
     return int(next(filter(None, (found[2], found[3])))) if found else 0

@@ -1,4 +1,4 @@
-"""What runs left behind, as plain values that can be compared and kept: the part of scripts/same_results.py that reads.
+"""Results of runs as plain values that can be compared and kept: the part of scripts/same_results.py that reads.
 
 It reads formats, not code: metrics.jsonl, checkpoints of megatron.core.dist_checkpointing, saved replicas, the
 delivery log, and what was printed. Times and versions are left out.
@@ -24,7 +24,7 @@ _TIMES = [
     (re.compile(r"\[\d{4}-\d\d-\d\d [\d:.]+\] ?"), ""),
     (re.compile(r"elapsed time per iteration \(ms\): [\d.]+ \| ?"), ""),
 ]
-#: What of Megatron-LM's output does not depend on time.
+#: Lines of Megatron-LM's output that do not depend on time.
 _MEGATRON = re.compile(
     r"iteration +\d+/.*?number of nan iterations: +\d+ \||validation loss at iteration [^|\n]*(?:\| [^|\n:]+: "
     r"[\d.E+-]+ )+\|| exchanges up to iteration [^\n]*"
@@ -37,7 +37,7 @@ def _sha(data: bytes) -> str:
 
 
 def _tensor(value: Any) -> str:
-    """A tensor in a line: type, shape, hash of its bytes, and a norm for the reader of a difference."""
+    """Return a tensor in a line: type, shape, hash of its bytes, and a norm for the reader of a difference."""
     import torch
 
     # Copied, because a tensor of one element may have any stride.
@@ -49,7 +49,7 @@ def _tensor(value: Any) -> str:
 
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """The leaves of nested containers by their paths, each as JSON's number, text, truth or nothing."""
+    """Return the leaves of nested containers by their paths, each as JSON's number, text, truth or nothing."""
     import numpy as np
     import torch
 
@@ -81,7 +81,7 @@ def flatten(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(weights and optimizer state, settings) of a checkpoint."""
+    """Return (weights and optimizer state, settings) of a checkpoint."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -116,7 +116,7 @@ def _word(value: Any) -> str:
 
 
 def _log(path: Path) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-    """(rows, metadata, settings) of a file of the delivery log."""
+    """Return (rows, metadata, settings) of a file of the delivery log."""
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(path)
@@ -131,7 +131,7 @@ def _log(path: Path) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
 
 
 def _events(path: Path) -> dict[str, Any]:
-    """The scalars in a file of TensorBoard, if it is installed."""
+    """Return the scalars in a file of TensorBoard, if it is installed."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
@@ -142,7 +142,7 @@ def _events(path: Path) -> dict[str, Any]:
     return {f"train {event.step} {tag}": repr(event.value) for tag in tags for event in events.Scalars(tag)}
 
 
-# What the trainer says of its settings before the first iteration; they are compared as settings.
+# The trainer prints its settings before the first iteration; they are compared as settings.
 _HEADER = "loss: "
 
 
@@ -167,7 +167,7 @@ def _metrics(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any], str]]
 
 
 def _left(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """What the file or folder ``path`` says: the part of the outcome, values, and what to put before their names."""
+    """Return the contents of the file or folder ``path``: part of the outcome, values, and prefix of their names."""
     if path.is_dir():
         if re.fullmatch(r"iter_\d{7}", path.name):
             weights, settings = _checkpoint(path)
@@ -199,7 +199,7 @@ def _is_replica(path: Path) -> bool:
 
 
 def digest(folder: Path, outcome: dict[str, Any], program: str) -> dict[str, Any]:
-    """Everything that is compared of a case.
+    """Return everything that is compared of a case.
 
     ``settings`` are flags on record, of which a later version may have more; all else must be equal.
     """

@@ -1,4 +1,4 @@
-"""What scripts/same_results.py starts for each checkout: runs cases there and says what came out.
+"""The program that scripts/same_results.py starts for each checkout: it runs cases there and reports results.
 
     python same_results_run.py CHECKOUT FOLDER
 
@@ -31,7 +31,7 @@ from same_results_digest import digest
 
 #: Seconds after which a run is killed.
 LIMIT = 600
-#: What the ranks would each import. Nothing of the checkout, and nothing that starts a thread.
+#: Modules that each rank would import. Nothing of the checkout, and nothing that starts a thread.
 PRELOAD = (
     "torch",
     "torch.distributed.checkpoint",
@@ -72,7 +72,7 @@ def _forked(work: Callable[[], Any]) -> int:
 
 
 def _wait(processes: list[int]) -> list[int]:
-    """The exit statuses of ``processes``. The first that fails ends the others, as a launcher does."""
+    """Wait for ``processes``; return their exit statuses. The first that fails ends the others, as a launcher does."""
     waiting, statuses, end = dict(enumerate(processes)), {}, time.monotonic() + LIMIT
     try:
         while waiting:
@@ -129,7 +129,7 @@ def _launch(arguments: list[str]) -> None:
 
 
 def _run(arguments: list[str], ranks: int, program: str, name: str) -> list[int]:
-    """One run in the current folder, with its output in files of ``name``; returns the ranks' exit statuses."""
+    """Run once in the current folder, with output in files of ``name``; return the ranks' exit statuses."""
     port = _free_port()
 
     def rank_main(rank: int) -> None:
@@ -147,7 +147,7 @@ def _output(name: str, ranks: int, suffix: str) -> list[str]:
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The outcome of ``case``, whose runs work in ``folder``."""
+    """Run ``case`` in ``folder``; return its outcome."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.chdir(folder)
@@ -174,7 +174,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _describe() -> dict[str, str]:
-    """What decides about the last bit, besides the checkout."""
+    """Return the facts that decide about the last bit, besides the checkout."""
     import megatron.core
     import numpy
     import torch

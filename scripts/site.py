@@ -73,7 +73,7 @@ class Pages:
             shutil.copy(path, there)
 
     def _led(self, path: Path, target: str) -> str:
-        """Return where the link to ``target`` in the page ``path`` leads in the site."""
+        """Return the address in the site of the link to ``target`` in the page ``path``."""
         name, mark, anchor = target.partition("#")
         if not name or re.match(r"[a-z]+:", name):
             return target

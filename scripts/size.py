@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -11,6 +12,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_lossy"
 #: Pages that a program writes.
 GENERATED = {"flags.md", "refusals.md", "verified.md"}
+#: Parts of other pages that scripts/update_docs.py writes.
+_MADE = re.compile(r"<!-- \w+: \S+ -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def python(*folders: str) -> list[Path]:
@@ -32,6 +35,11 @@ def pages() -> list[Path]:
     """Return the pages written by hand. Those of results and the generated references are not."""
     top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     return top + [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in GENERATED]
+
+
+def words(page: Path) -> int:
+    """Return the number of words of ``page`` that are written by hand."""
+    return len(_MADE.sub("", page.read_text()).split())
 
 
 def flags() -> int:
@@ -66,7 +74,7 @@ def sizes() -> dict[str, int]:
         "lines of islands": lines(islands),
         "files under 40 lines": len(short),
         "files over 450 lines": sum(lines([path]) > 450 for path in python("megatron_lossy")),
-        "words of pages": sum(len(path.read_text().split()) for path in pages()),
+        "words of pages": sum(map(words, pages())),
         "loss flags": flags(),
         "lines of train --help": help_lines(),
     }

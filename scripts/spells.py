@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def spells(islands: int, iterations: int, away: float, length: int, event: str, seed: int) -> list[dict[str, object]]:
-    """The events by time. Of ``islands`` a share ``away`` is away on average, for ``length`` iterations ± 50 % each.
+    """Return the events by time. A share ``away`` of ``islands`` is away on average, each for ``length`` ± 50 %.
 
     Every island alternates between being there and away; spells that would leave fewer than two islands are left out.
     Those that last beyond the end do not end.
@@ -39,7 +39,7 @@ def spells(islands: int, iterations: int, away: float, length: int, event: str, 
 
 
 def share_away(events: list[dict[str, object]], islands: int, iterations: int) -> float:
-    """The share of island-iterations that are not made, or made alone."""
+    """Return the share of island-iterations that are not made, or made alone."""
     left: dict[object, int] = {}
     missed = 0
     for one in events:
@@ -53,7 +53,7 @@ def share_away(events: list[dict[str, object]], islands: int, iterations: int) -
 
 
 def main() -> None:
-    """Write the file, and say what is in it."""
+    """Write the file, and print its content."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--islands", type=int, default=8)

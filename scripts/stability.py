@@ -42,7 +42,7 @@ MOMENTA = (0.9, 0.99)
 
 
 def delayed_steps() -> str:
-    """The table of docs/async_pipeline.md: how large a step gradients of old weights leave stable, in closed form."""
+    """Return the table of docs/async_pipeline.md: the stable step with gradients of old weights, in closed form."""
     headings = ["stages", "no momentum"]
     headings += [f"{kind}, {momentum:g}" for momentum in MOMENTA for kind in ("heavy ball", "looking ahead")]
     lines = ["| " + " | ".join(headings) + " |", "| --- " * len(headings) + "|"]
@@ -77,7 +77,7 @@ def rounds_of(config: LossyConfig, weights: torch.Tensor, steps: int = 100_000) 
 def simulate(
     config: LossyConfig, weights: torch.Tensor, steps: int, local: Act | None = None, after: Act | None = None
 ) -> torch.Tensor:
-    """``weights`` [islands, size] after ``steps`` iterations, in place.
+    """Return ``weights`` [islands, size] after ``steps`` iterations, in place.
 
     ``local`` makes an iteration of all islands, and ``after`` is called when they have exchanged. Both get the number
     of the iteration and the weights.
@@ -93,12 +93,12 @@ def simulate(
 
 
 def spread(weights: torch.Tensor) -> torch.Tensor:
-    """The deviations [islands, size] from the mean over islands."""
+    """Return the deviations [islands, size] from the mean over islands."""
     return weights - weights.mean(dim=0)
 
 
 def growth_per_iteration(config: LossyConfig, steps: int = 800, size: int = 400) -> float:
-    """The factor on deviations per iteration without local noise, over the second half of ``steps``."""
+    """Return the factor on deviations per iteration without local noise, over the second half of ``steps``."""
     random = torch.Generator().manual_seed(0)
     weights = torch.randn(config.islands, size, generator=random)
     rounds = rounds_of(config, weights)
@@ -115,7 +115,7 @@ def growth_per_iteration(config: LossyConfig, steps: int = 800, size: int = 400)
 
 
 def deviation(config: LossyConfig, steps: int = 1200, size: int = 400) -> float:
-    """The squared distance of islands to their mean, over the second half of ``steps``, under white local steps.
+    """Return the squared distance of islands to their mean, over the second half of ``steps``, under white local steps.
 
     It is relative to the distance that one iteration of such steps makes.
     """
@@ -134,7 +134,7 @@ def deviation(config: LossyConfig, steps: int = 1200, size: int = 400) -> float:
 
 
 def speed(config: LossyConfig, steps: int = 1200, size: int = 400) -> float:
-    """The share of a constant drift that remains, over the second half of ``steps``."""
+    """Return the share of a constant drift that remains, over the second half of ``steps``."""
     means: list[float] = []
 
     def drift(step: int, weights: torch.Tensor) -> None:
@@ -148,7 +148,7 @@ def speed(config: LossyConfig, steps: int = 1200, size: int = 400) -> float:
 
 
 def row(fraction: float, delay: int, subset: str) -> list[str]:
-    """One line of the table."""
+    """Return one line of the table."""
     config = LossyConfig(
         islands=4, sync_method="parameters", sync_fraction=fraction, sync_delay=delay, sync_subset=subset
     )
@@ -162,7 +162,7 @@ def row(fraction: float, delay: int, subset: str) -> list[str]:
         f"{100 * fraction:g} %, {delay}, {subset}",
         f"{fraction * delay:g} on average" if drawn else str(config.overlap),
         f"{stability_bound(config):.3f}",
-        # What grows fast is float32's infinity after 800 iterations.
+        # Fast growth reaches float32's infinity within 800 iterations.
         f"{growth_per_iteration(ema, 400 if config.overlap > 5 else 800):.4f}" if delay else "-",
         f"{critical_gain(config):.3f}",
         f"{growth_per_iteration(config):.4f}" if config.overlap or (drawn and delay) else "-",

@@ -11,7 +11,7 @@ Between ``<!-- KIND: NAME -->`` and ``<!-- end -->`` of a page stands:
 ``list: studies``, ``presets``, ``features``, ``machines``
     the questions of configs/studies; the files of configs/presets; what tests show, and where they ran (scripts/verified.py)
 ``made: TABLE``
-    a table that a script beside this one makes, or ``lab size`` of the studies of sizes
+    a table that a script next to this one makes, or ``lab size`` of the studies of sizes
 
 The tables of a study are made from its record.
 """
@@ -56,7 +56,7 @@ _STRANGE = {
     if mechanism not in MECHANISMS.ours()
     for one in dataclasses.fields(mechanism.Flags)
 }
-#: The meaning of what ``--metrics-port`` serves, by its name in records.
+#: The meaning of each value that ``--metrics-port`` serves, by its name in records.
 METRICS = {name: axis.label for name, axis in AXES.items()} | {
     "iteration": "the iteration of the last record",
     "validation loss": "language-model loss (nats per token), by `weights`: replica, owner or consensus",
@@ -72,7 +72,7 @@ _MARKS = re.compile(r"(<!-- (flags|table|list|made|refusals): (\S+) -->\n).*?(<!
 
 
 def current(text: str) -> str:
-    """``text`` of a page with everything between marks as it is now."""
+    """Return ``text`` of a page with everything between marks as it is now."""
     return _MARKS.sub(lambda match: match[1] + _content(match[2], match[3]) + match[4], text)
 
 
@@ -90,14 +90,14 @@ def _content(kind: str, name: str) -> str:
 
 
 def table(file: Path) -> str:
-    """The Markdown table ``file`` below benchmarks/results."""
+    """Return the Markdown table ``file`` below benchmarks/results."""
     if file.parent.parent != RESULTS / "studies":
         return file.read_text(encoding="utf-8")
     return _tables(file.parent)[file.stem].markdown()
 
 
 def section(text: str, heading: str) -> str:
-    """The part of a Markdown ``text`` under a second-level ``heading`` of one word, in lower case."""
+    """Return the part of a Markdown ``text`` under a second-level ``heading`` of one word, in lower case."""
     sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
     return sections[heading.capitalize()].strip() + "\n"
 
@@ -113,7 +113,7 @@ def _of_sizes() -> Mapping[str, LossTable]:
 
 
 def links(page: Path) -> set[Path]:
-    """The files and folders of the repository that ``page`` shows as pictures or links."""
+    """Return the files and folders of the repository that ``page`` shows as pictures or links."""
     found = {(page.parent / target).resolve() for target in _LINK.findall(page.read_text(encoding="utf-8"))}
     return {path for path in found if path.is_relative_to(ROOT)}
 

@@ -14,7 +14,7 @@ LONGEST = 160
 
 
 def _place(room: str) -> tuple[int, str]:
-    """The part of the table in which a room stands, and its name."""
+    """Return the part of the table in which a room stands, and its name."""
     if (PACKAGE / "mechanisms" / room).is_dir():
         return 1, room
     holders = [PACKAGE, *(PACKAGE / holder for holder in HOLDERS)]
@@ -23,7 +23,7 @@ def _place(room: str) -> tuple[int, str]:
 
 
 def _labels() -> dict[Path, str]:
-    """What the table calls a file: by its name alone, where no other folder has that name too."""
+    """Return the file's name in the table: without its folder, unless another folder has that name too."""
     files = sorted(TESTS.rglob("test_*.py"))
     names = [file.stem.removeprefix("test_") for file in files]
     return {file: name if names.count(name) == 1 else f"{file.parent.name}/{name}" for file, name in zip(files, names)}
@@ -37,7 +37,7 @@ def _tick(feature: Feature, device: str) -> str:
 
 
 def feature_table() -> str:
-    """A row for each feature, by room: the core, the mechanisms, all else."""
+    """Return a row for each feature, by room: the core, the mechanisms, all else."""
     labels = _labels()
     rows, place = ["| feature | CPU | pretended | CUDA | HPU | needs | tests |", f"|{' --- |' * 7}"], None
     for feature in sorted(features().values(), key=lambda one: (*_place(one.room), one.files[0])):
@@ -54,7 +54,7 @@ def feature_table() -> str:
 
 
 def machine_table() -> str:
-    """A row for each machine on which tests ran, and one for each device that nobody has run."""
+    """Return a row for each machine on which tests ran, and one for each device without a run."""
     rows = ["| device | machine | versions | date |", "| --- | --- | --- | --- |"]
     rows += [
         f"| {one['device'].upper()} | {one['machine']} | {one['versions']} | {one['date']} |" for one in machines()

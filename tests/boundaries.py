@@ -1,4 +1,4 @@
-"""What stage boundaries must lose, from the draws and the plain reference of the code; what a log says that they lost."""
+"""Expected losses of stage boundaries, from the draws and the plain reference of the code; recorded losses."""
 
 from fractions import Fraction
 

@@ -54,7 +54,7 @@ class ChurningRows:
 
 
 def speed_of_mean(config: LossyConfig, steps: int, size: int = 400) -> float:
-    """The share of a constant drift that the mean over senders keeps: the slope over the second half of ``steps``."""
+    """Return the share of a constant drift that the mean over senders keeps: the slope after half of ``steps``."""
     rows = ChurningRows(config, torch.zeros(config.islands, size))
     means: list[float] = []
 

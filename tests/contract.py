@@ -165,7 +165,7 @@ def _arrived(config, phase, step, place):
 
 
 def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6, crossing=None):
-    """Assert that every reduced shard and every replica is what the reference says. Returns numbers of losses.
+    """Assert that every reduced shard and every replica is what the reference says. Return numbers of losses.
 
     ``crossing``: what others get of owners' weights, a function of (bucket, weights before, weights); else these.
     """

@@ -12,7 +12,7 @@ from tests.quick_islands import hurry
 
 
 def compare(islands: ElasticIslands) -> None:
-    """Say how many parameters have copies that are equal. Raises :class:`RuntimeError` if some are not."""
+    """Say how many parameters have copies that are equal. Raise :class:`RuntimeError` if some are not."""
     group, compared = parallel_state.get_tensor_model_parallel_group(), 0
     for chunk in islands._run.chunks:
         for name, parameter in chunk.named_parameters():

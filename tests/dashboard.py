@@ -32,7 +32,7 @@ PANELS = (
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard, as Grafana imports it: one source of data, which is asked for, and a run by its job and instance."""
+    """Return the dashboard as Grafana imports it: one source of data, and a run by its job and instance."""
     source = {"type": "prometheus", "uid": "${source}"}
     panels = [
         {
@@ -71,7 +71,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The content of the file."""
+    """Return the content of the file."""
     return json.dumps(dashboard(), separators=(",", ":")).replace('{"id":', '\n{"id":') + "\n"
 
 

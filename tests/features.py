@@ -1,4 +1,4 @@
-"""What the tests show, read from their markers without running them, and what ran on an accelerator.
+"""Claims of the tests, read from their markers without running them, and those that passed on an accelerator.
 
 A file says what all of its tests show:
 
@@ -31,7 +31,7 @@ MACHINES = TESTS / "machines.yaml"
 DEVICES = ("cuda", "hpu")
 #: Tests on a device that only pretends.
 PRETENDED = TESTS / "impostor"
-#: What a test needs that not every machine has, by its decorator.
+#: Requirements that not every machine meets, by the decorator of a test.
 NEEDS = {"megatron_lm": "Megatron-LM", "slurm": "Slurm", "needs_lab": "root"}
 
 
@@ -46,12 +46,12 @@ class Case:
     markers: frozenset[str]
 
     def runs_on(self, device: str) -> bool:
-        """Whether it, or a twin of it, has the marker of this accelerator."""
+        """Return whether it, or a twin of it, has the marker of this accelerator."""
         return bool({device, f"on_{device}"} & self.markers)
 
     @property
     def needs(self) -> frozenset[str]:
-        """What not every machine has."""
+        """A requirement that not every machine meets."""
         return frozenset(NEEDS[one] for one in self.markers & NEEDS.keys())
 
 
@@ -89,12 +89,12 @@ class Feature:
 
     @property
     def needs(self) -> list[str]:
-        """What each of its tests needs."""
+        """Return the needs of each of its tests."""
         return sorted(frozenset.intersection(*(case.needs for case in self.cases)))
 
 
 def _marks(node: ast.expr, assigned: dict[str, ast.expr]) -> Iterator[tuple[str, ast.Call | None]]:
-    """The markers of a decorator or a ``pytestmark``: their names, and the calls that made them."""
+    """Yield the markers of a decorator or a ``pytestmark``: their names, and the calls that made them."""
     if isinstance(node, ast.List | ast.Tuple):
         for one in node.elts:
             yield from _marks(one, assigned)
@@ -109,7 +109,7 @@ def _marks(node: ast.expr, assigned: dict[str, ast.expr]) -> Iterator[tuple[str,
 
 
 def _shown(marks: list[tuple[str, ast.Call | None]]) -> tuple[tuple[str, bool], ...]:
-    """The features of markers, in their order."""
+    """Return the features of markers, in their order."""
     found: list[tuple[str, bool]] = []
     for call in (call for name, call in marks if name == "shows" and call is not None):
         taking_part = {word.arg: ast.literal_eval(word.value) for word in call.keywords}.get("device", True)
@@ -118,7 +118,7 @@ def _shown(marks: list[tuple[str, ast.Call | None]]) -> tuple[tuple[str, bool], 
 
 
 def cases_of(file: Path, text: str) -> list[Case]:
-    """The tests of a file with ``text``."""
+    """Return the tests of a file with ``text``."""
     tree = ast.parse(text)
     assigned = {
         target.id: node.value
@@ -140,7 +140,7 @@ def cases_of(file: Path, text: str) -> list[Case]:
 
 @functools.cache
 def cases() -> list[Case]:
-    """All tests."""
+    """Return all tests."""
     return [
         case for file in sorted(TESTS.rglob("test_*.py")) for case in cases_of(file, file.read_text(encoding="utf-8"))
     ]
@@ -148,13 +148,13 @@ def cases() -> list[Case]:
 
 @functools.cache
 def features() -> dict[str, Feature]:
-    """All features by name, in the order of the files."""
+    """Return all features by name, in the order of the files."""
     names = dict.fromkeys(name for case in cases() for name, _ in case.shows)
     return {name: Feature(name, tuple(case for case in cases() if name in dict(case.shows))) for name in names}
 
 
 def machines() -> list[dict[str, Any]]:
-    """Where tests ran: device, machine, versions, date, and of an accelerator the features that were shown there."""
+    """Return a place of tests: device, machine, versions, date, and of an accelerator the shown features."""
     return yaml.safe_load(MACHINES.read_text(encoding="utf-8"))
 
 
@@ -185,7 +185,7 @@ class Record:
         return report
 
     def pytest_sessionfinish(self) -> None:
-        """Write, if there is anything to tell."""
+        """Write, if there is anything to write."""
         shown = sorted(self._passed - self._failed)
         if not shown:
             return

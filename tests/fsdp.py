@@ -61,16 +61,16 @@ class Block(nn.Module):
         self.up, self.down, self.again = nn.Linear(width, hidden), nn.Linear(hidden, width), again
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, width]."""
+        """Return [batch, width]."""
         return x + (checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x))
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        """Without the residual."""
+        """Return the output without the residual."""
         return self.down(torch.tanh(self.up(x)))
 
 
 def build(tiny: Tiny, mesh: Any = None) -> nn.Module:
-    """The model, sharded: three blocks by themselves, and the rest together."""
+    """Return the model, sharded: three blocks by themselves, and the rest together."""
     torch.manual_seed(tiny.seed)
     model = nn.Sequential(
         nn.Linear(7, 11), *(Block(11, 5 + 2 * k, tiny.checkpoints) for k in range(3)), nn.Linear(11, 3)
@@ -112,7 +112,7 @@ class Training:
         self.lossy = None if config is None else make_lossy(self.model, self.optimizer, config, **how)
 
     def step(self, step: int) -> float:
-        """One update; the loss of its last micro-batch."""
+        """Make one update; return the loss of its last micro-batch."""
         for part in range(self.tiny.accumulation):
             last = part == self.tiny.accumulation - 1
             self.model.set_requires_gradient_sync(last or self.tiny.synchronises)
@@ -125,13 +125,13 @@ class Training:
         return loss.item()
 
     def loss(self, number: int) -> torch.Tensor:
-        """The loss of batch ``number`` of this rank."""
+        """Return the loss of batch ``number`` of this rank."""
         chance = torch.Generator("cpu").manual_seed(1000 * number + dist.get_rank())
         x = torch.randn(6, 7, generator=chance, device="cpu").to(self.tiny.where)
         return (self.model(x) - x[:, :3].sin()).float().square().mean()
 
     def weights(self) -> dict[str, Any]:
-        """The owners' weights, whole, and the optimizer's first moments."""
+        """Return the owners' weights, whole, and the optimizer's first moments."""
         whole = {name: one.full_tensor().detach().float().cpu().numpy() for name, one in self.model.named_parameters()}
         states = {
             f"{name} moment": self.optimizer.state[one]["exp_avg"].full_tensor().cpu().numpy()
@@ -141,12 +141,12 @@ class Training:
         return whole | states
 
     def replicas(self) -> list[Any]:
-        """This rank's replicas of all buckets."""
+        """Return this rank's replicas of all buckets."""
         return [one.replica.float().cpu().numpy().copy() for one in self.lossy._sharded]
 
 
 def plain(rank: int, tiny: Tiny, config: Any, steps: int, how: dict[str, Any] | None = None) -> tuple[Any, Any]:
-    """Final weights, and losses."""
+    """Return final weights, and losses."""
     run = Training(tiny, config, **(how or {}))
     losses = [run.step(step) for step in range(steps)]
     weights = run.weights()

@@ -24,7 +24,7 @@ SHARDS = (5000, 777)
 
 
 def run_in_lab(module: str, *arguments: str, loss: float, sites: tuple[int, ...] = (), timeout: float = 200) -> str:
-    """What ranks that run ``python -m module arguments`` print, at 4 ms; ``sites``: ranks of each, by default one."""
+    """Return the output of ranks of ``python -m module arguments``, at 4 ms; ``sites``: ranks of each, by default 1."""
     where = ["--sites", *map(str, sites)] if sites else []
     command = [
         sys.executable, "-m", "benchmarks.lab", "--rtt", "4", "--loss", str(loss), *where, "--",
@@ -37,7 +37,7 @@ def run_in_lab(module: str, *arguments: str, loss: float, sites: tuple[int, ...]
 
 
 def telescopes(rank, config, steps, successful=lambda step: True):
-    """How far the sum of what owners applied and what senders keep is from the sum of what was sent: 0; and counts.
+    """Return the sum that owners applied and senders keep, minus the sum that was sent (0); and counts.
 
     Gradients are integers, so that sums are exact. ``must``: of what had to arrive, what did not.
     """

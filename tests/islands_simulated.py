@@ -13,7 +13,7 @@ from megatron_lossy.mechanisms.islands.membership.store import Store, Unreachabl
 
 TIMES = Times(join=15.0)
 STEP = 0.25
-#: What happens, and how likely in a step of time.
+#: Events, and their probabilities in a step of time.
 CHANCES = {
     "unlink": 0.0012,
     "one way": 0.0006,
@@ -90,7 +90,7 @@ class Process:
         return any(self.world.now - at < TIMES.silent for at in self.received.values())
 
     def sends(self):
-        """Whether its weights are the run's."""
+        """Return whether its weights are the run's."""
         return self.island.role == "sends" or (self.copied is not None and self.world.now - self.copied > 5)
 
     def adopt(self, entry):
@@ -175,12 +175,12 @@ class World:
         self.broken.append(f"{self.now:.2f} s: {rule}: {what}")
 
     def linked(self, one, other):
-        """Whether two processes can connect."""
+        """Return whether two processes can connect."""
         found, slots = (self.by_name(one), self.by_name(other)), (slot_of(one), slot_of(other))
         return all(process and process.runs() for process in found) and self.gets(*slots) and self.gets(*slots[::-1])
 
     def gets(self, one, other):
-        """Whether slot ``one`` gets what ``other`` sends."""
+        """Return whether slot ``one`` gets what ``other`` sends."""
         return max(self.down.get(frozenset((one, other)), 0.0), self.one_way.get((one, other), 0.0)) <= self.now
 
     def by_name(self, me):

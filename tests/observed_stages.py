@@ -1,4 +1,4 @@
-"""What real ranks of an asynchronous pipeline, or virtual stages, compute: their weights, norms and losses."""
+"""Weights, norms and losses of real ranks of an asynchronous pipeline, or of virtual stages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def observed_run(rank: int, config: dict, loss: dict, first: dict | None = None)
 
 
 def _in_whole(name: str, config) -> str:
-    """What the parameter ``name`` of this rank's stage is called in the whole model."""
+    """Return the name in the whole model of the parameter ``name`` of this rank's stage."""
     from megatron.core import parallel_state
 
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -66,7 +66,7 @@ def _in_whole(name: str, config) -> str:
 
 
 def in_whole(name: str, before: int) -> str:
-    """What the parameter ``name`` of a stage is called in the whole model, with ``before`` layers before the stage."""
+    """Return the whole model's name of the parameter ``name`` of a stage, with ``before`` layers before the stage."""
     return re.sub(r"(?<=layers\.)\d+", lambda number: str(int(number[0]) + before), name)
 
 

@@ -15,7 +15,7 @@ _ALONE = ("README.md",)
 
 
 def commands(page: Path) -> Iterator[tuple[str, int, list[str]]]:
-    """The module, the number of ranks and the arguments of each command of ``page`` that takes loss flags."""
+    """Yield the module, the number of ranks and the arguments of each command of ``page`` that takes loss flags."""
     for block in _BLOCK.findall(page.read_text()):
         for line in block.replace("\\\n", " ").splitlines():
             words = re.sub(r"(^|\s)#.*|--config …|[…'\"]", " ", line).split()
@@ -25,13 +25,13 @@ def commands(page: Path) -> Iterator[tuple[str, int, list[str]]]:
 
 
 def _ranks(before: str) -> int:
-    """The ranks that the words before a program start, or say that there are."""
+    """Return the ranks that the words before a program start, or say that there are."""
     before = before.replace("{nodes}", "2")
     return math.prod(map(int, re.findall(r"(?:--nproc-per-node |--nnodes |WORLD_SIZE=)(\d+)", before)))
 
 
 def combinations(page: Path) -> Iterator[list[str]]:
-    """Flags with values in the text of ``page``, several at once; where one reads what to type, one as well.
+    """Yield flags with values in the text of ``page``, several at once; where one reads what to type, one as well.
 
     Names in the place of values, as in a table of flags, are left out.
     """

@@ -1,4 +1,4 @@
-"""What the fork server of :mod:`tests.ranks` imports once for all ranks."""
+"""Imports that the fork server of :mod:`tests.ranks` makes once for all ranks."""
 
 import contextlib
 import gc
@@ -35,7 +35,7 @@ with warnings.catch_warnings():
     import tests.trainer  # noqa: F401
     from megatron_lossy.config import LossyConfig
 
-    # What the training program needs of Megatron is more than what the hooks do.
+    # The training program needs more of Megatron than the hooks do.
     with contextlib.suppress(ImportError):
         import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  when it saves
 

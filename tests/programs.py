@@ -1,8 +1,8 @@
 """``python -m MODULE`` in a process that the fork server of :mod:`tests.ranks` starts.
 
 It is a process of its own: command line, folder, environment, streams, signals and exit status are those of a program
-that was started afresh. Only the imports of torch and megatron-core, five seconds of a core, are the server's. What
-they print is therefore not in its output. torchrun, too, forks its ranks: agent, store, restarts and error files are its
+that was started afresh. Only the imports of torch and megatron-core, five seconds of a core, are the server's. Their
+output is therefore not in its own. torchrun, too, forks its ranks: agent, store, restarts and error files are its
 own. Every program has a test that starts it afresh, too.
 """
 
@@ -52,7 +52,7 @@ def _become(program: str, arguments: Sequence[str], environment: Mapping[str, st
     except BaseException:
         traceback.print_exc()
     finally:
-        # What the interpreter does at its end; a fork does not get there.
+        # The interpreter's own end, which a fork does not reach.
         threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -143,7 +143,7 @@ class _Forked:
 class Program:
     """``python -m module arguments`` in ``folder``, running. Used like :class:`subprocess.Popen` with text.
 
-    ``merged``: errors go where the output goes. ``environment``: variables beside those of this process.
+    ``merged``: errors go where the output goes. ``environment``: variables besides those of this process.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Program:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> bool:
-        """Whether it was still there: the fork server may have buried it before this process hears of its end."""
+        """Return whether it was still there: the fork server may have reaped it before this process sees its end."""
         try:
             os.kill(self.pid, number)
         except ProcessLookupError:
@@ -177,7 +177,7 @@ class Program:
         return True
 
     def printed(self) -> str:
-        """What it has printed so far."""
+        """Return its output so far."""
         return self._files[0].read_text()
 
     def communicate(self, timeout: float = 120) -> tuple[str, str]:
@@ -191,7 +191,7 @@ class Program:
 
 
 def rank_environments(ranks: int) -> list[dict[str, object]]:
-    """What torchrun puts into the environment of each of ``ranks`` on one node."""
+    """Return the environment that torchrun gives to each of ``ranks`` on one node."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -200,7 +200,7 @@ def rank_environments(ranks: int) -> list[dict[str, object]]:
 
 
 def start_ranks(module: str, *arguments: object, ranks: int, **how: object) -> list[Program]:
-    """``python -m module arguments`` as torchrun starts it on one node, ``ranks`` times."""
+    """Start ``python -m module arguments`` as torchrun does on one node, ``ranks`` times."""
     return [Program(module, *arguments, **environment, **how) for environment in rank_environments(ranks)]
 
 

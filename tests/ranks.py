@@ -106,7 +106,7 @@ class _World:
             self._ranks.append((process, parent))
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        """The results of ``function(rank, *args)``. The ranks end if it fails."""
+        """Return the results of ``function(rank, *args)``. The ranks end if it fails."""
         self._signal(signal.SIGCONT)
         try:
             for _, pipe in self._ranks:
@@ -127,7 +127,7 @@ class _World:
                 os.kill(process.pid, number)
 
     def _results(self, timeout: float) -> tuple[list[Any], dict[int, str]]:
-        """What ranks return, and what is said of those that fail."""
+        """Return results of ranks, and the errors of those that fail."""
         deadline = time.monotonic() + timeout
         results: list[Any] = [None] * len(self._ranks)
         errors: dict[int, str] = {}
@@ -183,7 +183,7 @@ def run_ranks(
 
     Without ``grouped`` they have no process group, but what torchrun says of how to make one. ``on``: in place of :data:`kind`.
 
-    ``function``, ``args`` and results must pickle (use NumPy arrays rather than tensors). Raises
+    ``function``, ``args`` and results must pickle (use NumPy arrays rather than tensors). Raise
     :class:`RankFailed` if a rank raises, dies, or ``timeout`` seconds pass; then no process is left behind.
     """
     environment = dict(environment or {})
@@ -206,7 +206,7 @@ class Pool:
         self._worlds: dict[str, _World] = {}  # by what they can be used for
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
-        """As :func:`run_ranks`. Where a call failed, the next one starts other ranks."""
+        """Return the results as :func:`run_ranks` does. Where a call failed, the next one starts other ranks."""
         use = repr([kind, world_size, *(argument.groups for argument in args if hasattr(argument, "groups"))])
         world = self._worlds.pop(use, None) or _World(world_size, {}, grouped=True, on=kind)
         results = world.call(function, args, timeout)

@@ -43,7 +43,7 @@ class ReferenceReduce:
     def __call__(self, grads, arrived, counted=True):
         """``grads`` [N, N, L] float32 (worker, shard); ``arrived`` bool [N, N, units] (source, owner, unit).
 
-        Returns [N, L] float32: what each owner's optimizer gets. ``counted``: the step did not overflow.
+        Return [N, L] float32: what each owner's optimizer gets. ``counted``: the step did not overflow.
         """
         n = self.size
         if self.rule == "error-feedback":
@@ -225,7 +225,7 @@ def block_payload(unit, bits, block, u=None):
 
 
 def block_values(payload, elements, bits, block):
-    """float32[elements] of the bytes of one unit. What is above the largest float32 becomes that."""
+    """float32[elements] of the bytes of one unit. Values above the largest float32 become that."""
     count = -(-elements // block)
     scales = np.frombuffer(payload[: 2 * count], "<u2").astype(np.uint32) << 16
     rest, codes = payload[2 * count :], []

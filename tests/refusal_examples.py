@@ -248,11 +248,11 @@ PRIORITY = [
         {},
         "--transport udp with gradients lost by drawing, and --grad-priority or error-feedback: cannot be",
     ),
-    (STREAM | FIRST, {}, "--transport stream with --grad-priority or error-feedback: cannot be: senders are not told"),
+    (STREAM | FIRST, {}, "--transport stream with --grad-priority or error-feedback: cannot be: senders get no report"),
     (UDP | FIRST | {"packet_bytes": 8}, {}, "--packet-bytes 8: must be at least 16 with --grad-priority over UDP"),
     (FIRST | GRAD, {"virtual": False}, "--grad-priority packet-mean with --grad-recovery renormalize: needs virtual"),
-    (FEEDBACK, {"per_token_loss": True}, "--grad-recovery error-feedback with --transport udp: is told late what was"),
-    (FEEDBACK, {"pipeline": 2, "tied": True}, "--grad-recovery error-feedback with --transport udp: is told late"),
+    (FEEDBACK, {"per_token_loss": True}, "--grad-recovery error-feedback with --transport udp: gets the report of"),
+    (FEEDBACK, {"pipeline": 2, "tied": True}, "--grad-recovery error-feedback with --transport udp: gets the report"),
     (FEEDBACK | {"udp_deadline": "50"}, {"tensor": 2}, "--udp-deadline 50: would keep other residuals on each"),
 ]
 

@@ -41,7 +41,7 @@ ROOMS = {
 
 
 def room_of(path: Path) -> str:
-    """The room of a test file: its folder, or what its name begins with."""
+    """Return the room of a test file: its folder, or what its name begins with."""
     if path.parent != TESTS:
         return path.relative_to(TESTS).parts[0]
     folders = (PACKAGE, *(PACKAGE / name for name in HOLDERS))

@@ -100,7 +100,7 @@ class Rows:
     def run(
         self, module: str, *arguments: object, folder: Path = ROOT, timeout: float = 60, **environment: object
     ) -> CompletedProcess[str]:
-        """Run ``python -m module arguments`` in ``folder``. ``environment``: variables beside those of the process."""
+        """Run ``python -m module arguments`` in ``folder``. ``environment``: variables besides those of the process."""
         if self._process is None:
             self._connection, theirs = context.Pipe()
             self._process = context.Process(target=_serve, args=(theirs,), daemon=True)

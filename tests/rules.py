@@ -1,4 +1,4 @@
-"""What rules of recovery are handed by a wire, where there is none."""
+"""Arguments that a wire gives to rules of recovery, for tests without a wire."""
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def spared(rule, protection=NONE):
 
 
 def required(rule, protection=NONE):
-    """``rule``, whose sender tells the network which units must arrive."""
+    """``rule``, whose sender names the units that must arrive to the network."""
     return Required(rule, Priority(protection, rule.units, rule.rank))
 
 
@@ -50,7 +50,7 @@ def assert_same_weights(mine, theirs):
 
 
 def assert_same_runs(mine, theirs):
-    """What ``real_runs`` of tests/test_virtual.py returns of each rank, bit for bit."""
+    """Return for each rank the same as ``real_runs`` of tests/test_virtual.py, bit for bit."""
     for one, other in zip(mine, theirs, strict=True):
         assert one.keys() == other.keys()
         for name in one:

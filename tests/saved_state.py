@@ -1,6 +1,6 @@
 """Saved state, entry by entry: each is taken away in turn, and the run that continues must differ or refuse.
 
-Entries are found in the state itself, so that a new one is walked too. What an entry is: a key that is a text, wherever it is
+Entries are found in the state itself, so that a new one is walked too. An entry is a key that is a text, wherever it is
 nested. Elements of lists, and keys that are numbers, stand for each other: ``*`` in the name of an entry.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 
 def entries(state: Any, place: tuple = ()) -> Iterator[tuple]:
-    """The places of all entries of ``state``: keys and numbers from the outermost on."""
+    """Yield the places of all entries of ``state``: keys and numbers from the outermost on."""
     if isinstance(state, dict):
         for key, value in state.items():
             if isinstance(key, str):
@@ -27,12 +27,12 @@ def entries(state: Any, place: tuple = ()) -> Iterator[tuple]:
 
 
 def name_of(place: tuple) -> str:
-    """Alike for entries that stand for each other."""
+    """Return a name, the same for entries that stand for each other."""
     return "/".join(key if isinstance(key, str) else "*" for key in place)
 
 
 def at(state: Any, place: tuple) -> Any:
-    """What is at ``place``. Raises ``LookupError``."""
+    """Return the value at ``place``. Raise ``LookupError`` if there is none."""
     for key in place:
         if not isinstance(state, (dict, list, tuple)):
             raise LookupError(place)
@@ -41,7 +41,7 @@ def at(state: Any, place: tuple) -> Any:
 
 
 def emptied(value: Any) -> Any:
-    """Nothing in the place of ``value``."""
+    """Return an empty value in the place of ``value``."""
     if isinstance(value, torch.Tensor):
         return torch.zeros_like(value)
     if isinstance(value, (dict, list, tuple, str, int, float)):
@@ -50,7 +50,7 @@ def emptied(value: Any) -> Any:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether nested lists and dictionaries of arrays, tensors and numbers are the same to the last bit."""
+    """Return whether nested lists and dictionaries of arrays, tensors and numbers are the same to the last bit."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return (
             a.dtype == b.dtype
@@ -67,7 +67,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def walk(state: Any, fresh: Any, goes_on: Callable[[Any], Any]) -> tuple[bool, dict[str, bool | None]]:
-    """Whether a run continues from ``state`` as it did; and of each entry, by name, whether it is missed.
+    """Return whether a run continues from ``state`` as it did; and of each entry, by name, whether it is missed.
 
     ``fresh``: the state of a run that has just begun. ``goes_on(state)``: what becomes of a run that continues from
     ``state``; of none, of the run that was not interrupted. It may raise. An entry is missed if it is noticed that it is gone,
@@ -112,7 +112,7 @@ def walk(state: Any, fresh: Any, goes_on: Callable[[Any], Any]) -> tuple[bool, d
 
 
 def unmissed(results: dict[str, dict[str, bool | None]], harmless: dict[str, str]) -> str:
-    """What a test has to say about the walks of a room, by case: nothing if every entry is missed in one case at least.
+    """Return the complaints about the walks of a room, by case: none if every entry is missed in one case at least.
 
     ``harmless``: entries that need not be missed, and why; with ``*`` at the end, all whose names begin so.
     """

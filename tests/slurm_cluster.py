@@ -26,12 +26,12 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 NODES, CPUS_OF_NODE = 2, 4
-#: What Debian and Ubuntu call what has to be installed.
+#: Packages to install on Debian and Ubuntu.
 PACKAGES = "slurm-wlm munge"
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 # cred_expire: what a requeued job waits before it starts again. config_overrides: the machine may have fewer CPUs.
-# MessageTimeout: daemons on a busy machine. grace: preempted jobs are told a minute before.
+# MessageTimeout: daemons on a busy machine. grace: preempted jobs get a signal a minute before.
 _CONFIGURATION = """
 ClusterName=megatron-lossy
 SlurmctldHost={host}(127.0.0.1)
@@ -71,7 +71,7 @@ PartitionName=high Nodes=ALL PriorityTier=10 DefaultTime=60 MaxTime=60
 
 
 def missing() -> str | None:
-    """Why there can be no cluster here, or None."""
+    """Return the reason why there can be no cluster here, or None."""
     absent = [name for name in ("munged", "slurmctld", "slurmd", "sbatch", "srun") if shutil.which(name) is None]
     if absent:
         return f"{', '.join(absent)} not found: apt-get install --no-install-recommends {PACKAGES}"
@@ -91,17 +91,17 @@ class Cluster:
         }
 
     def run(self, *command: str | Path, folder: Path | None = None) -> str:
-        """The output of one of Slurm's programs."""
+        """Return the output of one of Slurm's programs."""
         done = subprocess.run(command, cwd=folder, env=self.environment, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
     def submit(self, folder: Path, *arguments: str | Path) -> str:
-        """``sbatch arguments`` in ``folder``, where Slurm then writes the log; returns the number of the job."""
+        """Run ``sbatch arguments`` in ``folder``, where Slurm writes the log; return the number of the job."""
         return self.run("sbatch", "--parsable", *arguments, folder=folder).strip()
 
     def job(self, job: str) -> dict[str, str]:
-        """What ``scontrol show job`` says, by name."""
+        """Return the fields of ``scontrol show job`` by name."""
         text = self.run("scontrol", "--oneliner", "show", "job", job)
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
@@ -110,7 +110,7 @@ class Cluster:
         self.run("scontrol", "update", f"JobId={job}", setting)
 
     def wait(self, what: str, done: Callable[[], bool], seconds: float = 240) -> None:
-        """Wait until ``done()``. Raises AssertionError after ``seconds``, with all that Slurm says."""
+        """Wait until ``done()``. Raise AssertionError after ``seconds``, with all that Slurm says."""
         deadline = time.monotonic() + seconds
         while not done():
             if time.monotonic() > deadline:
@@ -128,7 +128,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def slurm_cluster() -> Iterator[Cluster]:
-    """Start a cluster, and end it with everything that runs in it. Raises RuntimeError if it does not start."""
+    """Start a cluster, and end it with everything that runs in it. Raise RuntimeError if it does not start."""
     # Not pytest's folder: the path of a socket has at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     keeper = subprocess.Popen(
@@ -152,7 +152,7 @@ def slurm_cluster() -> Iterator[Cluster]:
 
 def keep(folder: Path) -> None:
     """The keeper's main function."""
-    # Whatever a daemon leaves behind becomes a child of this process, not of init.
+    # Processes that a daemon leaves behind become children of this process, not of init.
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
     try:
@@ -214,7 +214,7 @@ def _until(what: str, done: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Return ports that nobody listens on."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for opened in sockets:

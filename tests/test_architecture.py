@@ -1,6 +1,6 @@
 """Imports run one way: no circles between modules, and no arrow against the order of the rooms.
 
-Read from the source, those inside of functions and for type checkers as well. What may import what:
+Read from the source, those inside of functions and for type checkers as well. The allowed imports:
 """
 
 import ast
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.shows("imports run one way; pure rooms know no process group", device=False)
+pytestmark = pytest.mark.shows("imports run one way; pure rooms import no process group", device=False)
 
 PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 
@@ -140,7 +140,7 @@ def test_no_circle_between_modules():
 
 
 def test_pure_rooms_know_no_process_group():
-    """``channel``, ``recovery``, ``base.exchange`` and ``base.theory`` neither communicate nor know Megatron."""
+    """``channel``, ``recovery``, ``base.exchange`` and ``base.theory`` neither communicate nor import Megatron."""
     for module, path in modules().items():
         if room_of(module) in ("channel", "recovery", "base.exchange", "base.theory"):
             for node in ast.walk(ast.parse(path.read_text())):

@@ -30,7 +30,7 @@ ASYNC = {"async_pipeline": True}
 LOSS = dict(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64, eval_weights="both")
 
 
-#: Clipping is felt, and every update is large beside rounding.
+#: Clipping is felt, and every update is large compared with rounding.
 COMPARED = TINY | dict(lr_decay_style="constant", lr_warmup_iters=0, adam_eps=1e-3, clip_grad=0.5)
 COMPARED |= dict(weight_decay=0.0, hidden_dropout=0.0, eval_iters=0, train_iters=6, log_interval=1)
 
@@ -199,7 +199,7 @@ def test_evaluating_and_saving_change_nothing(data, tmp_path):
 
 
 def signalled_run(rank, *run):
-    """As :func:`train_runs` of one run, whose second stage is told to stop in its fifth iteration."""
+    """As :func:`train_runs` of one run, whose second stage gets a signal to stop in its fifth iteration."""
     from megatron_lossy.lab.async_pipeline.workers import StageWorkers
 
     def iterate(self, *arguments, original=StageWorkers.iterate):

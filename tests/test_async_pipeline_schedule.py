@@ -17,7 +17,7 @@ PIPES = dict(
 
 
 def program(stage, iterations, micro_batches, start, full=False):
-    """What ``stage`` does from iteration ``start`` on: its passes by iteration."""
+    """Return the passes of ``stage`` by iteration, from ``start`` on."""
     result = []
     forwarded = received = start
     if full:

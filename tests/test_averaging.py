@@ -120,7 +120,7 @@ def test_drawn_subsets_leave_1_minus_f_of_the_squared_deviation():
 
 
 def decay(config, steps=400):
-    """How many iterations deviations take to fall to 1e-4, at most ``steps``, and by what they change per visit."""
+    """Return the iterations in which deviations fall to 1e-4, at most ``steps``, and their factor per visit."""
     weights, norms = start(config.islands), []
     rounds = rounds_of(config, weights)
     if config.correction == "ema":  # else the first exchange would remove what is no progress
@@ -557,7 +557,7 @@ def test_messages_in_16_bits_are_rounded_and_weights_are_not():
     ids=str,
 )
 def test_steps_smaller_than_the_rounding_of_messages_are_made(how, fraction, dtype):
-    """Of weights of 1, whose neighbours are 1/128 apart in bf16, and 1/127 in 8 bits, by 1/1000 in an iteration."""
+    """Weights of 1, whose neighbours are 1/128 apart in bf16, and 1/127 in 8 bits, by 1/1000 in an iteration."""
     config = flags(sync_dtype=dtype, wire_block=32 if dtype == "int8" else 128, sync_fraction=fraction, **how)
 
     def drift(step, weights):

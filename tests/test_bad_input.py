@@ -45,7 +45,7 @@ class Case:
 
 
 def full(command: str, line: str, limit: int = 200, **more) -> Case:
-    """No file may become longer than ``limit`` bytes: what a full disk is where nobody may mount one."""
+    """Return a case with files of at most ``limit`` bytes: a full disk where none can be mounted."""
     return Case(command, line, status=1, cripple=f"bytes={limit}", **more)
 
 
@@ -300,7 +300,7 @@ def world(tmp_path_factory) -> Path:
 
 
 def _content(folder: Path) -> dict[str, tuple]:
-    """All files, by what would show that somebody touched them, and folders that lie aside. Others are nothing."""
+    """Return all files, by whatever shows a change of them, and folders that lie aside. Others are nothing."""
     found = {}
     for path in folder.rglob("*"):
         file = path.stat()
@@ -312,7 +312,7 @@ def _content(folder: Path) -> dict[str, tuple]:
 
 
 def _parameters(programs: bool) -> list:
-    """Cases of several ranks and of crippled machines, which need programs of their own, or the others."""
+    """Return cases of several ranks and of crippled machines, which need programs of their own, or the others."""
     return [
         pytest.param(program, case, id=f"{program.removeprefix('megatron_lossy.')} {case.command[-60:]} {case.cripple}")
         for program, (_, cases) in PROGRAMS.items()

@@ -28,7 +28,7 @@ TINY = {"layers": 1, "hidden": 16, "vocab": 64, "sequence": 8, "micro_batch": 1,
 
 
 def on_ranks(rank, benchmark, settings, islands=1):
-    """What ``benchmark`` finds, and its table of that."""
+    """Return the findings of ``benchmark``, and their table."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -104,7 +104,7 @@ def line(t, members, roles, lost=()):
 
 @pytest.fixture
 def results(tmp_path):
-    """Of two islands: one is killed at 40 and starts again at 60 from its checkpoint, the other is frozen from 70 to 80."""
+    """One of two islands is killed at 40 and starts again at 60, the other is frozen from 70 to 80."""
     both, none = ["send", "send"], []
     lines = {
         0: [line(2, [0, 1], both), line(41, [], none, [41, 42]), line(66, [0, 1], ["send", "listen"])],

@@ -135,7 +135,7 @@ def test_what_is_finite_stays_finite(code, dtype, shares, top, stochastic, seed,
 @settings(deadline=None, max_examples=60)
 @given(code=st.sampled_from(CODES), shard=st.integers(1, 2000), packets=st.integers(1, 2), seed=st.integers(0, 2**31))
 def test_any_subset_of_units_decodes(code, shard, packets, seed):
-    """Whatever the lost bytes are."""
+    """For any lost bytes."""
     random = np.random.default_rng(seed)
     units, values = units_of(code, shard, packets), random.standard_normal((1, shard)).astype(np.float32)
     payload = code.encode(torch.from_numpy(values), units)

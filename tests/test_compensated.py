@@ -223,7 +223,7 @@ def test_two_virtual_workers_are_two_ranks_bit_for_bit(dtype, config, pool):
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    """Of independent losses, which nothing but counting tells."""
+    """Independent losses, which only a count reveals."""
     path = tmp_path_factory.mktemp("trace") / "trace.npz"
     random = np.random.default_rng(3)
     np.savez(path, **{phase: random.random((8, 2, 2, 60)) > 0.4 for phase in ("grad", "param")})
@@ -243,7 +243,7 @@ def test_where_nobody_knows_the_rate_receivers_count(skipped, trace, pool):
 
 
 def test_receivers_count_from_the_start_where_a_later_rate_tells_nothing():
-    """Of bursts so long that ages of thousands of steps matter, after steps without loss."""
+    """Bursts so long that ages of thousands of steps matter, after steps without loss."""
     for burst, counts in ((20.0, False), (500.0, True)):
         config = LossyConfig(
             loss_model=(f"gilbert-elliott:{burst}",), loss_schedule=("0:0,10:0.3",),
@@ -274,7 +274,7 @@ def test_counted_lag_is_that_of_the_losses():
 
 
 def sent_from_elsewhere(rank, config, steps):
-    """What this rank's replica has of its own shard, which is sent from a tensor of its own."""
+    """Return this rank's own shard in its replica; it is sent from another tensor."""
     group = LossyGroup.create(config, [BucketSpec(500)])
     replica, mine, found = torch.zeros(1000), torch.zeros(500), []
     for step in range(steps):

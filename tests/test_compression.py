@@ -35,7 +35,7 @@ SHARDS = (70, 7)
 
 
 def decoded(x, bits, elements, u=None, block=32):
-    """What others get of ``x`` float32[shard], in units of ``elements``."""
+    """Return the values that others get of ``x`` float32[shard], in units of ``elements``."""
     parts = []
     for first in range(0, len(x), elements):
         unit = x[first : first + elements]
@@ -47,7 +47,7 @@ def decoded(x, bits, elements, u=None, block=32):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_against_the_reference(rule, bits):
-    """Every worker's rounded pieces into a reference that knows nothing of codes; what it keeps of losses is not rounded."""
+    """Every worker's rounded pieces into a reference without codes; the losses that it keeps are not rounded."""
     size, steps = 3, 4
     config = LossyConfig(
         **CODED | {"p_grad": 0.45, "grad_wire": f"int{bits}", "grad_recovery": rule, "grad_priority": "none"}

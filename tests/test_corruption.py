@@ -57,7 +57,7 @@ def test_the_seed_of_noise_is_a_word_of_philox():
 @given(std=st.floats(1e-3, 1e3), unit=st.sampled_from([1.0, 3.0, 1 / 7, 65536.0]), seed=st.integers(0, 2**32))
 @settings(deadline=None, max_examples=40)
 def test_relative_noise_is_as_long_as_it_says_and_can_be_made_again(std, unit, seed):
-    """What is recorded, applied again, gives the same bits."""
+    """The record, applied again, gives the same bits."""
     [*_, event] = model(grad_error="gaussian", grad_error_relative=std).events(exchange(), 0, SIZES, 32)
     buffer = unit * buffers(seed=seed)[2]
     before, again = buffer.clone(), buffer.clone()

@@ -45,7 +45,7 @@ LOSSY = {"p_grad": 0.4, "p_param": 0.3}
 def write(folder, config, size, steps, skipped=(), streams=(Stream(),), first=0, ranks=None):
     """Log ``steps`` iterations of ``size`` ranks, one log for all receivers or, with ``ranks``, one for each.
 
-    In iterations in ``skipped`` the optimizer made no update. Returns bool[N, N, units], receivers first, by exchange.
+    In iterations in ``skipped`` the optimizer made no update. Return bool[N, N, units], receivers first, by exchange.
     """
     config = dataclasses.replace(config, delivery_log=str(folder))
     units, total = cut(SHARDS, [4] * 3, config.loss_unit, config.packet_bytes)
@@ -76,7 +76,7 @@ def write(folder, config, size, steps, skipped=(), streams=(Stream(),), first=0,
 
 
 def replayed(folder, exchange, config, size, units):
-    """What a replay of the log in ``folder`` says about an exchange."""
+    """Return the outcome of an exchange by a replay of the log in ``folder``."""
     flags = {name: getattr(config, name) for name in ("loss_unit", "packet_bytes", "lossy_self")}
     replay = LossyConfig(loss_model=("trace",), trace=str(folder), loss_seed=99, **flags)
     network = Network(replay, exchange.phase, size)

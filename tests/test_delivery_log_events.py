@@ -1,4 +1,4 @@
-"""The log of events: errors in gradients, repairs, messages between stages. What verify finds, summary, continuation."""
+"""The log of events: errors in gradients, repairs, messages between stages. Verify, summary, continuation."""
 
 import dataclasses
 import itertools
@@ -105,7 +105,7 @@ def messages_of(config, ranks):
 
 
 def record(folder, kind, steps=STEPS, first=0, ranks=None, skipped=(), alone=False, **flags):
-    """Log the events of ``ranks``, each in files of its own, or ``alone`` in one process. Returns all events.
+    """Log the events of ``ranks``, each in files of its own, or ``alone`` in one process. Return all events.
 
     In iterations in ``skipped`` nothing happens.
     """
@@ -380,7 +380,7 @@ def test_virtual_workers_write_what_replicas_write(tmp_path):
 
 
 def test_over_udp_the_same_is_recorded_with_bitmaps(tmp_path):
-    """Of drawn losses; an exchange's records are late by a forward pass, and messages of the next iteration are there already."""
+    """Drawn losses; an exchange's records are late by a forward pass, after messages of the next iteration."""
     over_udp = dataclasses.replace(BOTH, **UDP)
     [(metrics, _), _] = run_ranks(trained, 2, PLAIN, with_log(over_udp, tmp_path))
     rows = boundary_rows(tmp_path)
@@ -396,7 +396,7 @@ def test_over_udp_the_same_is_recorded_with_bitmaps(tmp_path):
 
 @pytest.mark.parametrize(("sequence", "names"), [(False, ["boundary-e0-s1-c0"]), (True, ["-t0", "-t1"])])
 def test_copies_of_tensor_parallelism(tmp_path, sequence, names):
-    """Where they lose the same, both record it and it counts once; where not, their streams differ."""
+    """Equal losses are recorded by both and count once; otherwise their streams differ."""
     tiny = TinyGPT(tensor=2, pipeline=2, accumulation=2, tied=False, sequence_parallel=sequence)
     run_ranks(allowed, 4, tiny, with_log(BOTH, tmp_path))
     assert problems_of(tmp_path) == []

@@ -40,7 +40,7 @@ STEPS = 8
 
 
 def _attributes(targets):
-    """What each ``module:path`` holds; None where it is not there, or a class only inherits it."""
+    """Return the value of each ``module:path``; None where it is missing, or a class only inherits it."""
     found = {}
     for target in targets:
         module, _, path = target.partition(":")
@@ -320,7 +320,7 @@ def node(monkeypatch):
 @takes_its_device
 @pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("hpu", "hccl")])
 def test_a_rank_takes_the_device_of_its_local_rank_before_any_group(node, monkeypatch, kind, backend):
-    """Of the second node, say. Simulated: nobody has run several accelerators."""
+    """A rank of the second node, say. Simulated: nobody has run several accelerators."""
     from megatron_lossy.lab.train.model import world
     from tests.trainer import TINY, TrainConfig
 
@@ -383,7 +383,7 @@ def test_every_process_group_of_ours_is_made_on_the_ranks_device():
     assert found == [root / "megatron_lossy" / "base" / "device" / "__init__.py"]
 
 
-# --- ranks that torchrun starts again, beside one store that outlives them (megatron_lossy/base/device/attempt.py) --------
+# --- ranks that torchrun starts again, with one store that outlives them (megatron_lossy/base/device/attempt.py) -----
 
 
 WAIT = timedelta(seconds=60)
@@ -396,7 +396,7 @@ def served():
 
 
 def attempt(rank: int, port: int, late: list[float], islands: int, wait: timedelta = WAIT) -> list[float]:
-    """What a process group of this attempt adds up, and one between islands. A rank comes ``late`` by so many seconds."""
+    """Return the sums of a group of this attempt, and of one between islands. A rank comes ``late`` by seconds."""
     from megatron_lossy.base import device
     from megatron_lossy.mechanisms.islands.world import IslandWorld
 
@@ -417,7 +417,7 @@ def attempt(rank: int, port: int, late: list[float], islands: int, wait: timedel
 @pytest.mark.parametrize(("islands", "sums"), [(1, [4]), (2, [2, 2])])
 @pytest.mark.slow
 def test_ranks_do_not_look_for_those_before_them(served, islands, sums):
-    """Whoever comes first in an attempt finds in the store what ranks wrote that are gone."""
+    """The first rank of an attempt finds the keys of dead ranks in the store."""
     for late in ([0, 0, 0, 0], [0.6, 0, 0.3, 0], [0, 0.6, 0, 0.3]):
         got = run_ranks(attempt, 4, served.port, late, islands, grouped=False)
         assert got == [sums] * 4, late
@@ -467,6 +467,6 @@ def own_loop(rank: int) -> None:
     of_all_ranks(np.ones(3))
 
 
-@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="this torch knows the old names alone")
+@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="this torch has the old names alone")
 def test_torch_does_not_warn_of_an_own_loop():
     run_ranks(own_loop, 2)

@@ -1,6 +1,5 @@
-"""What is written in the documentation and made from the code must be current."""
+"""Parts of the documentation that are made from the code must be current."""
 
-import ast
 import dataclasses
 import re
 import subprocess
@@ -95,7 +94,7 @@ def test_of_studies_git_has_the_record_and_what_pages_show():
         pytest.skip(f"git lists no files here: {error}")
     tracked = {ROOT / name for name in listed if (ROOT / name).is_file()}
     if Path(__file__).resolve() not in tracked:
-        pytest.skip("this is no checkout: git does not know this test")
+        pytest.skip("this is no checkout: git does not track this test")
     pages = [path for path in tracked if path.suffix == ".md" and not path.is_relative_to(RESULTS)]
     shown = set().union(*map(links, pages))
     of_results = {path for path in shown if path.is_relative_to(RESULTS) and not path.is_dir()}
@@ -152,24 +151,3 @@ def test_every_key_of_a_study_file_is_explained():
     table = page.partition("## What a study file can have")[2].partition("## ")[0]
     for field in dataclasses.fields(Design):
         assert f"`{field.name.replace('_', '-')}`" in table
-
-
-def rooms_of_code():
-    """The rooms and modules of the package, by their file names."""
-    found = (ROOT / "megatron_lossy").iterdir()
-    return sorted(path.name for path in found if path.suffix == ".py" or (path / "__init__.py").is_file())
-
-
-@pytest.mark.parametrize("name", rooms_of_code())
-def test_docstrings_do_not_begin_with_a_question(name):
-    place = ROOT / "megatron_lossy" / name
-    found = []
-    for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                found.append(
-                    (file.relative_to(ROOT / "megatron_lossy").as_posix(), (ast.get_docstring(node) or "").split())
-                )
-    assert any(words for _, words in found)
-    vague = ("What", "Who", "Whose", "Where", "Which", "How", "Of")
-    assert not [(file, words[:6]) for file, words in found if words and words[0] in vague]

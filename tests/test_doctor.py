@@ -36,7 +36,7 @@ def doctor(*arguments, command=("doctor",), cwd=ROOT):
 
 
 def test_this_machine_is_ready():
-    """What the tests need is what the doctor looks for, and a lossy step on two processes works."""
+    """The doctor looks for all that the tests need, and a lossy step on two processes works."""
     done = run_program("megatron_lossy", "doctor", "--json", "--step", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
@@ -103,7 +103,7 @@ def test_nvidias_apex_is_told_from_pypis(tmp_path, monkeypatch):
 
 
 def distribution(folder, name, version):
-    """What an installed distribution leaves: its metadata."""
+    """Write the metadata of an installed distribution."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

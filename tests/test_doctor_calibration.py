@@ -14,7 +14,7 @@ from megatron_lossy.lab.calibration.rows import STEPS
 from megatron_lossy.lab.calibration.trace import Measured, counted
 from megatron_lossy.lab.doctor.step import error_of_a_rank
 
-pytestmark = pytest.mark.shows("the doctor's calibration: counts of a trace beside the budget", device=False)
+pytestmark = pytest.mark.shows("the doctor's calibration: counts of a trace against the budget", device=False)
 
 TRACE = """
 {"traceEvents": [

@@ -1,4 +1,4 @@
-"""``doctor --link`` over emulated links, against what the emulator was told and has counted; and strangers at its port."""
+"""``doctor --link`` over emulated links, against the emulator's settings and counts; and strangers at its port."""
 
 import contextlib
 import json

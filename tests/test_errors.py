@@ -1,4 +1,4 @@
-"""How programs end."""
+"""The ends of programs."""
 
 import signal
 import subprocess

@@ -90,7 +90,7 @@ def test_uniform_by_hand():
     assert scheme.flow(FAR, 20, Given([12])).time == pytest.approx(slots(23) + FAR.latency)
     flow = scheme.flow(FAR, 20, Given([2, 4]))  # of one group: known when the block's last parity is there
     assert 0 <= flow.time - (slots(12) + told + slots(2) + FAR.latency) < slots(1) + 1e-6
-    flow = scheme.flow(FAR, 20, Given([2, 4], parities=[1]))  # which is lost: the next packet tells
+    flow = scheme.flow(FAR, 20, Given([2, 4], parities=[1]))  # which is lost: the next packet shows it
     assert 0 <= flow.time - (slots(13) + told + slots(2) + FAR.latency) < slots(1) + 1e-6
     flow = scheme.flow(FAR, 20, Given([12, 14], parities=[3]))  # nothing follows
     assert 0 <= flow.time - (slots(24) + 2 * FAR.rtt + slots(2) + FAR.latency) < slots(1) + 1e-6

@@ -1,4 +1,4 @@
-"""The model of completion times against ns-3 message by message, and over the emulated link beside what was measured."""
+"""The model of completion times against ns-3 message by message, and over the emulated link against measurements."""
 
 import csv
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_every_contestant_has_its_model():
     kinds = [type(one.scheme(0.05, 745)) for one in contestants()]
     assert kinds == [OnTimeout, SelectiveRepeat, Uniform, Smart]
     ours = contestants()[-1]
-    # Of seven packets each is sent twice or three times at 5 %, and nothing beside the data where nothing is lost.
+    # Of seven packets each is sent twice or three times at 5 %, and nothing besides the data where nothing is lost.
     assert 100 < ours.scheme(0.05, 745).parity <= 250 and ours.scheme(0.0, 745).parity == 1
 
 

@@ -1,4 +1,4 @@
-"""Files are whole or absent, and nothing is left beside them."""
+"""Files are whole or absent, and nothing is left next to them."""
 
 import errno
 import os

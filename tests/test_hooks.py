@@ -145,7 +145,7 @@ SETTINGS = {
 }
 
 
-#: What other ways to carry exchanges are tried with at once; with the rest when there is time.
+#: Cases of make test for the other transports; the rest run when there is time.
 FEW = ("overlapped both", "bf16, fp32 gradients", "fp32 accumulation", "tensor parallel", "two instances, overlapped")
 OFTEN = (
     *FEW,
@@ -182,7 +182,7 @@ def test_every_setting(name, pool):
     ids=["context parallel", "context and tensor parallel", "experts, two instances"],
 )
 def test_among_whom_data_are_lost(world, tiny, expected, pool):
-    """Of rank 0: the ranks that share its optimizer, and those of all instances. Context-parallel ranks share it."""
+    """Return the ranks that share rank 0's optimizer, context-parallel ones too, and those of all instances."""
     recorded, lost = contract_holds(tiny, world=world, pool=pool)
     places = recorded[0][0]["buckets"]
     assert {place["stream"].kind: (place["group"], place["full"]) for place in places} == expected

@@ -1,4 +1,4 @@
-"""What the hooks refuse before they change anything: versions of Megatron, and settings that cannot be right."""
+"""Refusals of the hooks before they change anything: versions of Megatron, and settings that cannot be right."""
 
 import contextlib
 import sys
@@ -95,7 +95,7 @@ def test_adam_of_a_megatron_with_layer_wise_optimizers_and_of_habana_pass():
 
 
 def test_a_layer_wise_layout_is_refused_in_loops_without_arguments():
-    """What Megatron's ``tag_params_for_buffer_routing`` does to a model before it is wrapped."""
+    """Mark a model as Megatron's ``tag_params_for_buffer_routing`` does before it is wrapped."""
     module = torch.nn.Linear(2, 2)
     settings = types.SimpleNamespace(use_distributed_optimizer=True)
     ddp = types.SimpleNamespace(
@@ -246,7 +246,7 @@ def test_full_replicas_that_can_differ_have_no_loss_scale():
         ({"bf16": True, "loss_scale": 64.0}, "--loss-scale 64: without the distributed optimizer"),
         ({"fp16": True, "loss_scale": 64.0}, "--fp16 with --loss-scale 64: without"),
         ({"fp16": True, "loss_scale": None}, "--fp16 on: without"),
-        ({"fp16": True}, "--fp16 on: without"),  # as a model knows it
+        ({"fp16": True}, "--fp16 on: without"),  # as a model has it
         ({"bf16": True, "loss_scale": None}, ""),
         ({"loss_scale": 64.0}, ""),  # Megatron scales none in float32
     ):

@@ -96,7 +96,7 @@ def resume(rank, tiny, config, folder, weights):
 
 
 def refused(rank, *args):
-    """Why :func:`resume` is."""
+    """Show the reason for :func:`resume`."""
     with pytest.raises(UsageError) as error:
         resume(rank, *args)
     return str(error.value)

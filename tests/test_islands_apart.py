@@ -282,7 +282,7 @@ def test_tensor_parallel_ranks_average_as_in_one_launch_over_datagrams_and_in_8_
 
 @pytest.mark.nightly
 def test_tensor_parallel_ranks_keep_their_copies_equal_through_deaths(data, tmp_path, serve):
-    """Whatever a death breaks on one of them: tests.copies_compared says at the end whether they are."""
+    """A death may break one of them: tests.copies_compared compares them at the end."""
     settings = MODEL | data | SYNC | {"train_iters": 900, "eval_interval": 900, "log_interval": 10}
     settings |= {"tensor_model_parallel_size": 2, "save": tmp_path, "load": tmp_path, "save_interval": 20}
     settings |= {"save_replicas": True, "transport": "udp", "sync_dtype": "int8"}

@@ -64,7 +64,7 @@ def test_an_id_is_that_of_members_alone():
 
 
 def after(presence, iterations, now=0, interval=1):
-    """Let ``iterations`` pass, with an exchange after each ``interval``. Returns those that are over."""
+    """Let ``iterations`` pass, with an exchange after each ``interval``. Return those that are over."""
     for _ in range(iterations):
         now += 1
         presence.trained()
@@ -99,7 +99,7 @@ def test_who_returns_keeps_copies_or_listens(event, missed, rejoin, how, anew, i
 
 
 def test_a_slow_island_has_not_stopped():
-    """Of 100 iterations it makes 60, so that it lags by 40; with 40 made it has stopped."""
+    """It makes 60 of 100 iterations, so that it lags by 40; with 40 made it has stopped."""
     for made, stopped in ((60, False), (50, False), (49, True)):
         presence = Presence(2, keep=11, rejoin="copy", overlap=0)
         presence.slots[1].made = made
@@ -355,7 +355,7 @@ def test_a_listener_is_in_nobodys_mean_and_becomes_it(tmp_path):
 
 
 def test_a_gap_within_the_delay_breaks_no_exchange(tmp_path):
-    """Who was frozen when nothing was due uses what it sent before; who stopped does not."""
+    """An island that was frozen when nothing was due uses its earlier exchanges; one that stopped does not."""
     for event, used in (("freeze", True), ("stop", False)):
         path = write(tmp_path / "events", (2, 3, event), (4, 3, "return"))
         rows = ChurningRows(flags(path, sync_interval=2, sync_delay=4, delay_correction="mixing:0.2"), start())
@@ -477,7 +477,7 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
 
 
 def returned(rank, given, loss):
-    """What slot 1 has right after it has returned, against slot 2."""
+    """Return the state of slot 1 right after its return, against slot 2."""
     seen = {}
     bring_back = ChurningIslands._bring_back
 
@@ -521,7 +521,7 @@ def test_an_island_that_returns_shares_nothing(data, tmp_path, more, rejoin, kee
 
 @pytest.mark.slow
 def test_losses_are_recorded_and_replayed_by_the_log(data, tmp_path):
-    """Of islands of two workers, which lose gradients and parameters too; away or not, they lose the same again."""
+    """Islands of two workers, which lose gradients and parameters too; away or not, they lose the same again."""
     log = tmp_path / "log"
     lost = {"p_grad": 0.3, "p_param": 0.3, "p_sync": 0.3, "loss_unit": "bucket", "grad_recovery": "previous"}
     loss = SYNC | lost | {"islands": 2, "island_keep": 2}

@@ -22,7 +22,7 @@ def flags(**more):
 
 
 def rounded(values, block, unit):
-    """Of ``values`` [n] what arrives, unit by unit."""
+    """Return the form of ``values`` [n] that arrives, unit by unit."""
     parts = [values[first : first + unit] for first in range(0, len(values), unit)]
     return np.concatenate([block_values(block_payload(part, 8, block), len(part), 8, block) for part in parts])
 

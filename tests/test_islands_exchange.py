@@ -34,7 +34,7 @@ TWO = {"islands": 2, "sync_method": "parameters"}
 
 
 class Table:
-    """Where islands meet: each puts down what it sends, and takes what is for it."""
+    """The place where islands meet: each puts down its message, and takes those for it."""
 
     def __init__(self, islands: int) -> None:
         self.put: list = [None] * islands
@@ -73,7 +73,7 @@ class AtTable:
 
 
 def cross(config: LossyConfig, sent: torch.Tensor, step: int, units: int = 0, forgets: bool = False):
-    """Every island's mean of ``sent`` [M, k], and what it was told of deliveries."""
+    """Return every island's mean of ``sent`` [M, k], and the deliveries that it got."""
     table, told = Table(len(sent)), [[] for _ in sent]
 
     def one(island: int):
@@ -98,7 +98,7 @@ def test_a_shard_may_be_shorter_than_a_datagram():
 
 
 def test_pieces_that_leave_a_device(monkeypatch):
-    """They are the pieces of host memory, to the bit, and are told of when they are asked for, or their mean is."""
+    """They are the pieces of host memory, to the bit, and are reported with the request for them or their mean."""
     random = torch.Generator().manual_seed(0)
     for form in map(
         form_of, (LossyConfig(**TWO), LossyConfig(**TWO, sync_dtype="bf16"), LossyConfig(**TWO, sync_dtype="int8"))
@@ -149,7 +149,7 @@ def test_of_what_leaves_a_device_is_told_later(monkeypatch):
 
 
 def here(mean, island: int = 0) -> torch.Tensor:
-    """bool[k]: where ``mean`` arrived."""
+    """Return bool[k]: where ``mean`` arrived."""
     return torch.ones_like(mean.values, dtype=torch.bool) if mean.arrived is None else mean.arrived[island]
 
 

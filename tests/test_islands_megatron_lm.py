@@ -27,7 +27,7 @@ pytestmark = [
 
 AVERAGED = ["--islands", 2, "--sync-method", "parameters"]
 LATE = [*AVERAGED, "--sync-fraction", 0.25, "--sync-delay", 3]
-# With an epsilon beside which the second moment is nothing, Adam is gradient descent with momentum, to the last bit.
+# With an epsilon that dwarfs the second moment, Adam is gradient descent with momentum, to the last bit.
 DESCENT = ["--lr", 2.0**40 * 0.1, "--adam-eps", 2.0**40, "--adam-beta1", 0.5, "--weight-decay", 0, "--clip-grad", 0]
 
 

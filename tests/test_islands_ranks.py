@@ -51,13 +51,13 @@ def train_both(data: dict, folder: Path, workers: int, cases: dict[str, tuple[di
 
 
 def _in_memory(loss: dict) -> dict:
-    """The same loss between workers of one process."""
+    """Return the same loss between workers of one process."""
     kept = {name: value for name, value in loss.items() if name != "udp_deadline"}
     return kept | ({"transport": "pieces"} if "transport" in loss else {})
 
 
 def weights_of(folder: Path) -> dict[str, bytes]:
-    """By name, those of the model, layer by layer."""
+    """Return the tensors of the model by name, layer by layer."""
     found = {}
     for name, value in checkpoint_bytes(folder, latest_iteration(folder)).items():
         if not name.startswith(("optimizer", "rng")):
@@ -297,7 +297,7 @@ def test_islands_of_different_checkpoints_are_refused(data, tmp_path):
 
 
 def lose_the_last_checkpoint(rank: int, first: tuple[dict, dict], then: tuple[dict, dict]) -> str:
-    """As an island that was killed before it had saved, where the others had."""
+    """Kill an island before its save, after those of the others; return the result."""
     train_runs(rank, first)
     lost = Path(first[0]["save"]).with_name("lost")
     if rank == 2:

@@ -1,4 +1,4 @@
-"""Islands that are told to stop, or stand still: all end after the same iteration, and nobody waits for who is late."""
+"""Islands that get a signal, or stand still: all end after the same iteration, and none waits for a late one."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Seat:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_all_stop_after_the_same_iteration_whoever_hears_it_when(seed):
-    """Islands of their own pace, told to stop when they are far apart, or not at all, of whose messages most are lost."""
+    """Islands of their own pace, stopped far apart or not at all, with most of their messages lost."""
     random = np.random.default_rng(seed)
     islands, length = int(random.integers(2, 5)), 200
     table = Table(islands)
@@ -169,7 +169,7 @@ def test_all_stop_after_the_same_iteration_whoever_hears_it_when(seed):
 
 
 def test_who_waits_to_know_the_last_iteration_says_how_long():
-    """Of two islands, the thread of one is late with its answer."""
+    """The thread of one of two islands is late with its answer."""
     table = Table(2)
 
     class Late(Seat):
@@ -195,7 +195,7 @@ def test_who_waits_to_know_the_last_iteration_says_how_long():
 
 
 def hear_late(rank: int) -> tuple[int, int]:
-    """The world's time is 2 s. One island is told to stop at once, the other hears it after 5 s, and ends as much later."""
+    """Stop one island at once, and the other 5 s later, which ends so late. The world's time is 2 s."""
     world = IslandWorld(2)
     world.open(device.init_process_group, timedelta(seconds=2))
     stopping = Stopping(world.meet("stop"))
@@ -212,13 +212,13 @@ def hear_late(rank: int) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_others_are_waited_for_longer_than_for_an_answer():
-    """They hear with their next exchange, which may be hours away, and are at their end when they are."""
+    """They learn of it with their next exchange, which may be hours away, and end when they have."""
     first, second = run_ranks(hear_late, 2, grouped=False)
     assert first == second and first[0] == 15
 
 
 def leave_late(rank: int) -> float:
-    """Of two islands of two ranks, the first rank of one is through 5 s later; the world's time is 2 s."""
+    """Let the first rank of one of two islands finish 5 s later; the world's time is 2 s."""
     world = IslandWorld(2)
     world.open(device.init_process_group, timedelta(seconds=2))
     stopping = Stopping(None if world.rank else world.meet("stop"))

@@ -47,7 +47,7 @@ def server(request):
 
 @pytest.fixture
 def connect(server, request):
-    """Makes a client of a run that no other test has."""
+    """Make a client of a run that no other test has."""
     run = f"{request.node.originalname[:30]}-{random.getrandbits(32):x}"
     return lambda name=run: open_store(server.url(name), KEY)
 

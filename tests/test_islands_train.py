@@ -25,14 +25,14 @@ LOSS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 25
 
 
 def train_all(data: dict, folder: Path, cases: dict[str, tuple[dict, dict]], train=train_runs) -> dict[str, Path]:
-    """The folder of each case, trained one after the other in one process."""
+    """Return the folder of each case, trained one after the other in one process."""
     runs = [(SMALL | data | {"save": str(folder / name)} | settings, loss) for name, (settings, loss) in cases.items()]
     run_ranks(train, 1, *runs, timeout=900)
     return {name: folder / name for name in cases}
 
 
 def whole_and_parts(folder: Path, settings: dict, loss: dict, *stops: int) -> list[tuple[dict, dict]]:
-    """A run in ``folder / "whole"``, and one in ``folder / "parts"`` that stops at ``stops`` and goes on."""
+    """Return a run in ``folder / "whole"``, and one in ``folder / "parts"`` that stops at ``stops`` and goes on."""
     parts = settings | {"save": str(folder / "parts"), "load": str(folder / "parts")}
     stopped = [(parts | {"exit_interval": stop}, loss) for stop in stops]
     return [(settings | {"save": str(folder / "whole")}, loss), *stopped, (parts, loss)]
@@ -48,7 +48,7 @@ def islands_of(folder: Path) -> dict:
 
 
 def flat(state) -> list:
-    """Everything in a saved state, in order, tensors as bytes."""
+    """Return everything in a saved state, in order, tensors as bytes."""
     if isinstance(state, dict):
         return [item for key in sorted(state, key=str) for item in (key, *flat(state[key]))]
     if isinstance(state, list | tuple):
@@ -57,7 +57,7 @@ def flat(state) -> list:
 
 
 def losses_of(folder: Path) -> list[tuple]:
-    """Training and validation losses alone: other runs name their metrics and weights otherwise."""
+    """Return training and validation losses alone: other runs name their metrics and weights otherwise."""
     return [(r["iteration"], r["lm loss"]) for kind in ("train", "valid") for r in read_records(folder, kind)]
 
 

@@ -1,6 +1,6 @@
-"""How many files one has to read to follow an exchange, counted on real ranks: every call, the smallest property too.
+"""Files to read to follow an exchange, counted on real ranks: every call, the smallest property too.
 
-The numbers are ceilings. Whoever makes a way shorter lowers them; whoever makes it longer says why.
+The numbers are ceilings. A change that shortens a way lowers them; one that makes it longer says why.
 """
 
 import itertools

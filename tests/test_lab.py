@@ -92,7 +92,7 @@ def test_packets_that_are_longer_than_the_mtu_vanish(lab):
 
 
 def delivered(lab, before, count):
-    """How many of ``count`` packets from node 0 to node 1 arrive, now that the link has read all of them."""
+    """Return the number of ``count`` packets from node 0 that arrive at node 1, after the link has read all."""
     until = time.monotonic() + 20
     while (happened := lab.counters(0, 1).since(before)).packets < count and time.monotonic() < until:
         time.sleep(0.001)
@@ -101,7 +101,7 @@ def delivered(lab, before, count):
 
 
 def lost_packets(lab, count):
-    """Which of ``count`` packets from node 0 to node 1 get lost; no others may go missing."""
+    """Return the lost ones of ``count`` packets from node 0 to node 1; no others may go missing."""
     before = lab.counters(0, 1)
     arrived, came = np.zeros(count, bool), 0
     with sockets(lab) as (out, into):
@@ -168,7 +168,7 @@ def test_rate(lab):
 
 @needs_lab
 def test_queue_overflows(lab):
-    """Of a burst the queue keeps what fits, and the link takes a packet each millisecond meanwhile, and no more."""
+    """The queue keeps what fits of a burst, and the link takes a packet each millisecond meanwhile, and no more."""
     lab.set(Link(rate=8e6, queue=10_000))
     before = lab.counters(0, 1)
     with sockets(lab) as (out, into):
@@ -184,7 +184,7 @@ def test_queue_overflows(lab):
 @needs_lab
 @pytest.mark.parametrize(("p", "burst"), [(0.01, None), (0.2, None), (0.1, 8.0)])
 def test_losses(lab, p, burst):
-    """Rate and mean run of Gilbert and Elliott's chain within 4 standard deviations; without it packets tell nothing of the next."""
+    """Rate and mean run of Gilbert and Elliott's chain within 4 standard deviations; without it independent packets."""
     n = 20_000
     lab.set(Link(loss=p) if burst is None else Link(loss=p, burst=burst))
     lost = lost_packets(lab, n)
@@ -197,7 +197,7 @@ def test_losses(lab, p, burst):
 
 @needs_lab
 def test_a_seed_says_which_packets_are_lost(lab):
-    """Whatever else happens to them; the other direction loses others."""
+    """Delay and order have no effect on losses; the other direction loses others."""
     link = Link(loss=0.2)
     lab.set(link, seed=3)
     lost = lost_packets(lab, 500)
@@ -236,7 +236,7 @@ def test_order(lab):
 
 @needs_lab
 def test_super_packets_are_cut_before_they_are_counted(lab):
-    """What UDP_SEGMENT and TCP hand to the kernel as one is lost piece by piece, and the rest arrives whole."""
+    """Segments that UDP_SEGMENT and TCP hand to the kernel as one are lost one by one, and the rest arrives whole."""
     lab.set(Link(loss=0.1))
     before = lab.counters(0, 1)
     with sockets(lab) as (out, into):
@@ -310,7 +310,7 @@ def test_a_wire_without_offload_carries_packets_of_the_mtu(offload, packets):
 
 
 def state():
-    """What a lab could leave behind in this process and on this machine."""
+    """Return the traces that a lab could leave in this process and on this machine."""
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
     return sorted(os.listdir("/proc/self/fd")), threading.active_count(), len(links.splitlines())
 
@@ -337,7 +337,7 @@ def test_nothing_is_left(error, monkeypatch):
 
 @needs_lab
 def test_program(capfd):
-    """A command runs on every machine, which it is told; its status is handed on."""
+    """A command runs on every machine, whose number it gets; its status is handed on."""
     assert main(["--rtt", "2", "--", "echo", "{node} of {nodes}: {address} {first}"]) == 0
     said = capfd.readouterr()
     assert sorted(said.out.splitlines()) == ["0 of 2: 10.77.0.1 10.77.0.1", "1 of 2: 10.77.0.2 10.77.0.1"]

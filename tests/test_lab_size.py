@@ -27,13 +27,13 @@ SEEDS = [1, 2, 3]
 
 
 def parameters(width: int) -> int:
-    """Of one layer with as many key and value heads as heads, with norms, and two embeddings of 384 rows."""
+    """Return the size of a model of one layer with all heads and norms, and two embeddings of 384 rows."""
     ffn = int(width * 8 / 3 / 64) * 64
     return 4 * width**2 + 3 * width * ffn + 2 * width + width + 2 * 384 * width
 
 
 def cost(variant: str, level: str, width: int, seed: int) -> float:
-    """The planted change in percent."""
+    """Return the planted change in percent."""
     rate = float(level.split()[-2])
     shape = rate / 10 * (1 if variant == "plain" else -0.5)
     return shape * math.log10(parameters(width) / 1e4) + 0.1 * seed * (1 if width == 32 else 0.5)

@@ -603,7 +603,7 @@ print("status", _run([{serve!r}], jobs, Path({str(tmp_path / "log")!r})))
 
 
 def _errors(rows, *command) -> list[str]:
-    """What the launcher prints."""
+    """Return the output of the launcher."""
     done = rows.run("megatron_lossy.launch", *command)
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and all(line.startswith("megatron_lossy.launch: error: ") for line in lines), (

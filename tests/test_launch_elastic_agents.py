@@ -112,7 +112,7 @@ def test_a_killed_agent_that_is_started_again_continues_the_run(agents, tmp_path
 
 
 def command_of_wan() -> str:
-    """What docs/wan.md says to start on every host."""
+    """Start on every host the command of docs/wan.md."""
     text = (ROOT / "docs/wan.md").read_text()
     (command,) = re.findall(r"```sh\n([^`]*torchrun --nnodes 2 [^`]*)```", text)
     assert "`--node-rank 0 --master-addr HOST_A --master-port 29400`" in text.replace("\n", " ")

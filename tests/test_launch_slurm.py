@@ -49,7 +49,7 @@ def uninterrupted(cluster, data, tmp_path_factory):
 
 
 def flags(data: Path, out: Path, iterations: int = ITERATIONS) -> list[str]:
-    """A tiny model, whose checkpoints continue bit for bit."""
+    """Return a tiny model, whose checkpoints continue bit for bit."""
     return [
         f"--config={ROOT}/configs/tiny/llama_1m.yaml", "--program=train", "--device=cpu", f"--out={out}/runs",
         f"--data-path={data}/train", f"--valid-data-path={data}/valid", "--save-replicas", "--max-epochs=1e9",
@@ -61,12 +61,12 @@ def flags(data: Path, out: Path, iterations: int = ITERATIONS) -> list[str]:
 
 
 def log(folder: Path, job: str) -> str:
-    """What the job script wrote, over all restarts."""
+    """Return the output of the job script, over all restarts."""
     return (folder / f"megatron-lossy-{job}.log").read_text()
 
 
 def saved(run: Path) -> int:
-    """The iteration of the run's latest checkpoint."""
+    """Return the iteration of the run's latest checkpoint."""
     tracker = run / "latest_checkpointed_iteration.txt"
     return int(tracker.read_text()) if tracker.exists() else 0
 

@@ -109,7 +109,7 @@ def every_patch():
 
 
 def test_every_patch_explains_itself():
-    """Why it is needed, for which versions, and when it can go; the code has no patch that is missing here."""
+    """Each patch has a reason, its versions and its end; the code has no patch that is missing here."""
     patches = every_patch()
     for one in patches:
         module, _, attribute = one.target.partition(":")

@@ -267,7 +267,7 @@ def test_a_sample_stands_for_all_parameters():
 
 
 class FakeStream:
-    """What :class:`Sample` needs to know of replicas."""
+    """Replicas as far as :class:`Sample` needs them."""
 
     def __init__(self, shards, used):
         self.shards = shards
@@ -277,7 +277,7 @@ class FakeStream:
 @settings(max_examples=80, deadline=None)
 @given(st.data(), st.integers(1, 7), st.integers(1, 60))
 def test_samples_are_parameters_spread_evenly(data, workers, count):
-    """Whatever the buckets, their padding and the number of ranks."""
+    """For any buckets, padding and number of ranks."""
     shards, used, all_places = [], [], []
     for bucket in range(data.draw(st.integers(1, 3))):
         edges = sorted(data.draw(st.lists(st.integers(0, 200), min_size=2, max_size=6, unique=True)))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.shows(
 )
 
 ROOT = Path(__file__).parents[1]
-#: What is no part of a checkout's source: hidden folders, and what building, testing and training leave.
+#: Folders that are no source: hidden ones, and those that builds, tests and training leave.
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".git", ".venv", ".*_cache", ".hypothesis")
 BUILD = "from setuptools import build_meta; import sys; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 

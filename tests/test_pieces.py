@@ -53,7 +53,7 @@ PIECES = dataclasses.replace(BOTH, transport="pieces")
     seed=st.integers(0, 100),
 )
 def test_combine_against_the_reference(size, shard, packet, rule, averaged, seed):
-    """What did not arrive has any value, infinities included; steps follow each other, for ``previous``."""
+    """Missing pieces have any value, infinities included; steps follow each other, for ``previous``."""
     random = np.random.default_rng(seed)
     [units], count = cut([shard], [4], "packet", 4 * packet)
     reference = ReferenceReduce(rule, size, shard, packet)
@@ -136,7 +136,7 @@ def test_error_feedback_with_several_survivors(pool):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("rates", [{}, {"p_grad": 0.0, "p_param": 0.0}], ids=["loss", "no loss"])
 def test_between_two_ranks_it_is_the_same_as_torch(rates, dtype, pool):
-    """Of two values there is one sum."""
+    """There is one sum of two values."""
     tiny = TinyGPT(dtype=dtype, accumulation=2, **OVERLAPS["both"])
     config = dataclasses.replace(PIECES, **rates)
     mine = pool.run(contract.plain, 2, tiny, config, 4)

@@ -1,4 +1,4 @@
-"""Which packets between pipeline stages are lost, and the zeros in their place: against plain loops and autograd."""
+"""Losses of packets between pipeline stages, and the zeros in their place: against plain loops and autograd."""
 
 import itertools
 
@@ -81,7 +81,7 @@ def test_messages_are_numbered_on_and_lose_what_the_generator_says(phase):
 @settings(max_examples=100, deadline=None)
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 6), st.integers(1, 3))
 def test_messages_arrive_in_the_order_in_which_they_are_sent(stages, chunks, groups, per_group):
-    """Of the neighbour, which sends what comes from its own passes, but for the ends of the model."""
+    """Messages of the neighbour, which come from its own passes, but for the ends of the model."""
     table = [
         (group * per_group + k, chunk) for group in range(groups) for chunk in range(chunks) for k in range(per_group)
     ]

@@ -49,7 +49,7 @@ def record(rank, tiny, config, steps=2, model=None, evaluate=None):
     """Train, and note what enters and leaves each stage.
 
     ``model``: settings of Megatron's model, once it is built. ``evaluate``: "no_grad" or "grad", a forward pass before each
-    step. Returns by iteration, and under (iteration, "evaluation"), by (stage, micro-batch): ``out`` and ``in`` of
+    step. Return by iteration, and under (iteration, "evaluation"), by (stage, micro-batch): ``out`` and ``in`` of
     activations, ``grad_in`` of the output's gradient, ``grad_out`` of the input's. Stages are numbered through the model.
     """
     lossy = hooks.install(config)
@@ -119,7 +119,7 @@ def allow_sequence_parallel_norms():
 
 
 def by_replica(ranks):
-    """What the stages of each pipeline recorded, put together: (data rank, tensor rank of the link) and the record."""
+    """Return the joint record of the stages of each pipeline: (data rank, tensor rank of the link) and the record."""
     pipelines = {}
     for one in ranks:
         whole = pipelines.setdefault((one["rank"], one["tensor"]), {})
@@ -136,7 +136,7 @@ def place_of(stage, tiny):
 
 
 def check(ranks, tiny, config, steps=2, itemsize=4):
-    """Every message by value. Returns how many packets were zero-filled in each phase."""
+    """Every message by value. Return how many packets were zero-filled in each phase."""
     elements = config.packet_bytes // itemsize
     zeros = {"act": 0, "act-grad": 0}
     stages = tiny.pipeline * (tiny.virtual or 1)
@@ -185,7 +185,7 @@ WAYS = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_every_message_loses_what_is_drawn_for_it(name, pool):
-    """Whatever the schedule, chunk and micro-batch are those that Megatron computes with."""
+    """Under every schedule, chunk and micro-batch are those that Megatron computes with."""
     world, tiny, model = WAYS[name]
     config = BOTH
     zeros = check(pool.run(record, world, tiny, config, 2, model), tiny, config, itemsize=2 if "bf16" in name else 4)
@@ -244,7 +244,7 @@ def test_evaluation_is_reliable_unless_asked_otherwise(grad, pool):
 
 
 def test_boundaries_within_a_node_are_reliable():
-    """Of four stages on two nodes the second boundary alone leaves a node."""
+    """Only the second boundary of four stages on two nodes leaves a node."""
     tiny = TinyGPT(pipeline=4, layers=4, accumulation=2, tied=False)
     config = LossyConfig(**vars(BOTH) | {"lossy_links": "inter-node:2"})
     ranks = run_ranks(record, 4, tiny, config)
@@ -341,7 +341,7 @@ def trained(rank, tiny, config, steps, stages=None, workers=None):
 
 
 def whole(results):
-    """Of several stages: losses of the last one, and the weights of all."""
+    """Return, of several stages, the losses of the last one, and the weights of all."""
     weights = {}
     for _, part in results:
         weights |= part
@@ -400,7 +400,7 @@ def test_evaluation_of_virtual_workers(pool):
 
 
 def refused(rank, tiny, config):
-    """What Megatron's model refuses, and the same with ring exchange."""
+    """Megatron's model refuses it, and ring exchange too."""
     lossy, said = hooks.install(config), []
     try:
         model = build(tiny).model[0]
@@ -467,7 +467,7 @@ def test_the_hooks_go():
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_losses(data, tmp_path):
-    """Of activations alone, in two stages; nobody needs saved replicas for that. The log says so, too."""
+    """Losses of activations alone, in two stages, need no saved replicas. The log says so, too."""
     settings = TINY | data | {"pipeline_model_parallel_size": 2, "hidden_dropout": 0.0}
     settings |= {"save_interval": 4, "log_interval": 1}
     loss = {"p_act": 0.3, "p_act_grad": 0.3, "packet_bytes": 200, "act_fec": ("off",)}

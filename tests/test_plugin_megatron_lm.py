@@ -74,7 +74,7 @@ def pretrain(megatron_lm, *arguments, plugin=True, ranks=2, distributed=True, mo
 
 
 def test_a_killed_rank_is_started_again_and_finds_the_others(megatron_lm, tmp_path):
-    """Beside one store over both attempts, with a node that is slower to start again than the other."""
+    """With one store over both attempts, and a node that is slower to start again than the other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

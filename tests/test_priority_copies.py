@@ -20,7 +20,7 @@ ALL_REDUCED = {"distributed_optimizer": False}
 
 
 def apart(rank, cases, steps, dropped=0.0):
-    """How far copies are apart after ``steps`` of each case (settings, config); ``dropped``: share of first arrivals."""
+    """Return the distance of copies after ``steps`` of each case (settings, config); ``dropped``: share of arrivals."""
     from megatron.core import parallel_state
 
     from megatron_lossy import hooks

@@ -31,7 +31,7 @@ SETTINGS = {
 }
 
 
-#: What make test tries; the rest when there is time.
+#: Cases of make test; the rest run when there is time.
 FEW = ("resharding", "accumulation", "handles")
 SOME_SETTINGS = few_at_once(FEW, SETTINGS)
 

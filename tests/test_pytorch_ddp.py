@@ -126,7 +126,7 @@ def _spy(lossy, rounds):
 
 
 def check(recorded, config):
-    """Every bucket of every rank against the reference. Returns the number of units that were lost in each half."""
+    """Every bucket of every rank against the reference. Return the number of units that were lost in each half."""
     world, lost = len(recorded), [0, 0]
     both = config.drawn_with("param")
     networks = {phase: Network(both, phase, world) for phase in ("grad", "param")}

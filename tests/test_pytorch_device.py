@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Tiny, Any, dict[str, Any]]] = {
 
 
 def train(case: str, device: str) -> list[Any]:
-    """Losses, owners' weights and replicas after a few steps."""
+    """Return losses, owners' weights and replicas after a few steps."""
     import torch
 
     tiny, config, how = CASES[case]
@@ -53,7 +53,7 @@ def train(case: str, device: str) -> list[Any]:
 
 
 def compared(rank: int, cases: list[str]) -> tuple[list[str], list[str]]:
-    """Cases that differ from the CPU, and faults of the device."""
+    """Return cases that differ from the CPU, and faults of the device."""
     import torch
     import torch.distributed as dist
 
@@ -68,7 +68,7 @@ def compared(rank: int, cases: list[str]) -> tuple[list[str], list[str]]:
         on_cpu, on_cuda = train(case, "cpu"), train(case, "cuda")
         if not all(np.array_equal(one, other) for one, other in zip(on_cpu, on_cuda, strict=True)):
             differ.append(case)
-    torch.zeros(1, device="cuda")  # blocks that were freed last are told of with it
+    torch.zeros(1, device="cuda")  # it also reports the blocks freed last
     faults = tracker.findings().faults
     dist.destroy_process_group()
     return differ, faults

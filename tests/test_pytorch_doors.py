@@ -121,7 +121,7 @@ def test_a_trainer_logs_saves_and_resumes(tmp_path):
 
 
 def refused_then_equal(rank, folder, flags):
-    """What is said of a checkpoint without files of ours; then training from it all the same."""
+    """A checkpoint without files of ours gives a warning; then training starts from it all the same."""
     with pytest.raises(UsageError) as error:
         with_trainer(rank, folder, 8, f"{folder}/checkpoint-4", flags)
     _, (weights, _) = with_trainer(rank, folder, 8, f"{folder}/checkpoint-4", flags, resume=False)

@@ -1,4 +1,4 @@
-"""What a run of FSDP2 answers: by hand the same bits, transports, log and replay, state, owners' weights, bytes."""
+"""A run of FSDP2: the same bits as by hand, transports, log and replay, state, owners' weights, bytes."""
 
 import copy
 import dataclasses
@@ -281,7 +281,7 @@ def test_each_gather_of_an_update_draws_anew_if_asked(pool):
 
 
 def used(rank):
-    """Of each parameter group: elements in use, in all parameters, and in all shards."""
+    """Return, for each parameter group, the elements in use, in all parameters, and in all shards."""
     run = Training(Tiny(), BOTH)
     run.step(0)
     found = []

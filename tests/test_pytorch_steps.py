@@ -1,4 +1,4 @@
-"""Which steps are updates, and whose writes of weights are noticed: FSDP2 and DDP over gloo."""
+"""Steps that count as updates, and writes of weights that are noticed: FSDP2 and DDP over gloo."""
 
 import dataclasses
 import itertools

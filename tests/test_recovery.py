@@ -174,7 +174,7 @@ def close(mean, error, expected):
     ],
 )
 def test_weights_are_those_of_the_closed_forms(rule, how, size, p):
-    """Which test_theory.py enumerates. Averages of what arrived are that in every unit."""
+    """tests/test_theory.py enumerates it. Averages of arrived values have it in every unit."""
     mean, error, weights = means(size, p, rule, **how)
     lossy_self = how.get("lossy_self", False)
     expected = theory.weights(rule, p, size, lossy_self)
@@ -196,7 +196,7 @@ def test_the_weights_of_the_page():
 
 
 def test_renormalize_remote_keeps_out_only_what_lost_something():
-    """Where everything arrived, the own gradient goes with the others: the sum is then Megatron's, to the last bit."""
+    """If everything arrives, the own gradient goes with the others: the sum is then Megatron's, to the last bit."""
     size, network = 3, Network(LossyConfig(p_grad=0.4, loss_unit="packet", packet_bytes=4), "grad", 3)
     [units], _ = cut([200], [4], "packet", 4)
     end = CollectiveWire({"grad": network}, Stream(), range(size), 1, {"grad": [units]})

@@ -106,7 +106,7 @@ def test_the_sample_depends_on_the_exchange_alone():
     st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.integers(0, 99),
 )  # fmt: skip
 def test_adding_rows(size, shard, elements, rows, dtype, wide, seed):
-    """What is added may be wider than the buffer; the sum is rounded once."""
+    """The addend may be wider than the buffer; the sum is rounded once."""
     random, units = np.random.default_rng(seed), units_of(shard, elements)
     lost = random.random((size, units.count)) < 0.5
     values = torch.from_numpy(random.standard_normal((2, size * shard))).to(dtype)
@@ -126,7 +126,7 @@ def delivery_of(step, size, rank, units, sent):
 
 
 def exchange(rule, grads, step, sent, **options):
-    """What of ``grads`` [N, shard] is put on the wire."""
+    """Return the part of ``grads`` [N, shard] that is put on the wire."""
     buffer = grads.clone().view(-1)
     send(rule, buffer, delivery_of(step, len(grads), rule.rank, rule.units, sent), gradients(step, **options))
     return buffer.view(grads.shape)
@@ -203,7 +203,7 @@ def test_a_value_that_is_not_finite_stops_one_step_only(bad):
 
 
 def sends_unseen(rule, grads, step, scale=None):
-    """What of ``grads`` [N, shard] is sent where only the network knows what will arrive."""
+    """Return the part of ``grads`` [N, shard] that is sent before the network's losses are known."""
     buffer = grads.clone().view(-1)
     rule.choose(gradients(step, buffer, loss_scale=scale))
     return buffer.view(grads.shape)

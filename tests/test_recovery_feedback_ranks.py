@@ -28,14 +28,14 @@ def config_of(transport="torch", **flags):
 
 
 def kept_of(rule, size):
-    """What ``rule`` would add to the next gradient, [size]."""
+    """Return the residual that ``rule`` would add to the next gradient, [size]."""
     kept = torch.zeros(size)
     rule.correct(kept, gradients())
     return kept
 
 
 def constant_gradients(rank, transport):
-    """Of the last step: the weight of every sender at this owner [N, units]; what this rank keeps of ones [N, units]."""
+    """Return every sender's weight at this owner in the last step [N, units]; the kept part of ones [N, units]."""
     config = config_of(transport, p_grad=P, packet_bytes=4, grad_priority="none")
     group = LossyGroup.create(config, [BucketSpec(UNITS)])
     output = torch.empty(UNITS)
@@ -53,7 +53,7 @@ def constant_gradients(rank, transport):
 
 
 def close(values, expected, what):
-    """Whether the mean of independent ``values`` is ``expected`` up to five standard errors."""
+    """Return whether the mean of independent ``values`` is ``expected`` up to five standard errors."""
     error = values.std() / np.sqrt(values.size)
     assert error > 0 and abs(values.mean() - expected) < 5 * error, (what, values.mean(), error, float(expected))
 
@@ -88,9 +88,7 @@ def test_the_mean_of_what_is_kept(constant):
 
 
 def unfinished(rank, config, steps, rejected=()):
-    """How far what was applied of integers is from what was given, but for what is kept; how much that is; units lost; reports
-    that nobody asked for. The loop fills one buffer again in each step. The last two steps have no gradients.
-    """
+    """Return, of integers: given less applied less kept; kept; units lost; unread reports. Two steps have no gradients."""
     size, shard = dist.get_world_size(), 5000
     group = LossyGroup.create(config, [BucketSpec(shard)])
     generator = torch.Generator().manual_seed(rank)
@@ -163,7 +161,7 @@ def memory(rank):
 
 
 def bytes_of(rule):
-    """Bytes of values, and of their places, in all tensors that ``rule`` holds beside what it is given."""
+    """Bytes of values, and of their places, in all tensors that ``rule`` holds besides its arguments."""
     found = [saved for _, saved in rule._residuals] + ([rule._pending[2]] if rule._pending else [])
     tensors = {id(part): part for saved in found for parts in saved for part in parts}.values()
     sizes = [(part.is_floating_point(), part.untyped_storage().nbytes()) for part in tensors]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.shows("`previous` through skipped, repeated and rejecte
 SIZE, SHARD = 3, 8
 CONFIG = LossyConfig(p_grad=0.5, grad_recovery="previous", loss_unit="packet", packet_bytes=12)
 
-#: What happens to the gradients of an iteration. Only the first two happen in a run without gaps.
+#: Fates of the gradients of an iteration. Only the first two happen in a run without gaps.
 EVENTS = ("exchanged", "repeated", "all-reduced", "none", "rejected")
 
 

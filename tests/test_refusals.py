@@ -49,7 +49,7 @@ def test_every_row_has_its_example_in_the_order_of_the_table():
 
 @pytest.mark.parametrize(("flags", "facts", "line"), EXAMPLES, ids=[f"{n} {e[2][:30]}" for n, e in enumerate(EXAMPLES)])
 def test_a_refusal_names_flag_and_value_and_needs_all_its_facts(flags, facts, line):
-    """What is not known refuses nothing: not the row of the example, at least."""
+    """An unknown fact refuses nothing: not by the row of the example, at least."""
     error = refused(flags, facts)
     assert str(error).startswith(line) and "\n" not in str(error) and "{" not in str(error)
     for name in facts:
@@ -79,7 +79,7 @@ def test_of_several_wrong_flags_the_first_of_the_table_is_named():
 
 
 class Trained:
-    """One run as our trainer, Megatron-LM's arguments and a model know it."""
+    """One run by the facts of our trainer, of Megatron-LM's arguments and of a model."""
 
     def __init__(self, layers=4, stages=1, tensor=1, distributed=True, per_token=False, tied=True, bf16=False):
         world = 4 * stages * tensor
@@ -120,7 +120,7 @@ class Trained:
         self.model = Facts(workers=4) | of_model(ddp)
 
     def lines(self, **flags):
-        """How each refuses ``flags``."""
+        """Return the refusals of ``flags`` by each."""
         config, found = LossyConfig(**flags), []
         for facts in (self.trainer, self.arguments, self.model):
             try:
@@ -169,7 +169,7 @@ def test_all_sources_say_the_same_of_what_they_all_know(run):
         (
             {"stages": 2, "per_token": True},
             {"transport": "udp", "grad_recovery": "error-feedback", "udp_deadline": "50"},
-            "--grad-recovery error-feedback with --transport udp: is told late what was lost, when --calculate-per",
+            "--grad-recovery error-feedback with --transport udp: gets the report of losses late, when --calculate-per",
         ),
     ],
 )

@@ -71,7 +71,7 @@ def installed(tmp_path_factory):
 
 
 def distribution(folder, name, entry_points):
-    """What pip would leave of a package ``name``."""
+    """Write the files that pip would install of a package ``name``."""
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -164,7 +164,7 @@ class Broken(Mechanism):
 """
 PHASES = "grad 0, param 1, sync-reduce 4, sync-gather 5, act 2, act-grad 3"
 CORE = "megatron_lossy.config.core.CoreFlags"
-#: What is wrong with a mechanism: its module, and why the message says that it fails.
+#: Faults of a mechanism: its module, and the reason in the message.
 WRONG = {
     "module": (None, "No module named 'broken'"),
     "syntax": (MECHANISM + "class", "SyntaxError: invalid syntax (broken.py, line 14)"),
@@ -258,7 +258,7 @@ def test_the_readmes_package_can_be_installed(tmp_path):
     source.mkdir()
     (source / "my_rule.py").write_text(RULE)
     (source / "pyproject.toml").write_text(PYPROJECT)
-    (source / "notes.py").touch()  # another file beside it does no harm
+    (source / "notes.py").touch()  # another file next to it does no harm
     pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", target]
     done = run(source, *pip, source)
     assert done.returncode == 0, done.stderr

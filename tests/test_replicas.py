@@ -54,7 +54,7 @@ def same(mine, theirs):
 
 
 def train(lossy, run, steps):
-    """What can be told of a run on a rank: losses, norms, what happened, and weights, replica and mean."""
+    """Results of a run on a rank: losses, norms, events, and weights, replica and mean."""
     told = [run.step(step) for step in range(steps)]
     metrics = lossy.metrics() if lossy is not None else {}
     result = {"loss": [one["loss"] for one in told], "norm": [one["grad_norm"] for one in told], "metrics": metrics}
@@ -65,7 +65,7 @@ def train(lossy, run, steps):
 
 
 def on_ranks(rank, cases, steps=STEPS, workers=0):
-    """By the name of the case: what :func:`train` tells. ``cases``: name, model, flags; without flags without hooks.
+    """Return the results of :func:`train` by the name of the case. ``cases``: name, model, flags; or no hooks.
 
     Of virtual ``workers`` losses and replicas are lists of their own.
     """
@@ -164,7 +164,7 @@ def test_two_virtual_workers_are_two_ranks_bit_for_bit(part, pool):
 
 
 def test_one_replica_has_no_errors(pool):
-    """Nothing is reduced. What happens to one rank happens to one virtual worker."""
+    """Nothing is reduced. Events of one rank are those of one virtual worker."""
     flips = LossyConfig(grad_error="bit-flip:50")
     flags = {"plain": LossyConfig(), "noise": NOISE, "reduce": changed(grad_error_at="reduce"), "flips": flips}
     cases = [(name, full(), config) for name, config in flags.items()]
@@ -190,7 +190,7 @@ def test_what_an_all_reduce_lost_can_be_drawn_again(tmp_path, pool):
 
 @pytest.mark.parametrize("at", ["broadcast", "reduce"])
 def test_errors_of_ranks_are_logged_as_those_of_virtual_workers(tmp_path, at, pool):
-    """Row by row, but for digests of other gradients; and that nothing is missing the log itself can tell."""
+    """Row by row, but for digests of other gradients; and the log itself shows that nothing is missing."""
     rows = {}
     for name, size, workers in (("real", 2, 0), ("virtual", 1, 2)):
         folder = tmp_path / name
@@ -260,7 +260,7 @@ def test_repaired_replicas_skip_the_same_updates(kind, pool):
 
 
 def overflows(rank, tiny, config):
-    """Of each iteration, of which the second is made to overflow, whether it was an update and was averaged; the weights."""
+    """Return, by iteration, of which the second overflows, whether it was an update and averaged; the weights."""
     lossy = hooks.install(config)
     run = build(tiny)
     success, averaged = [], []
@@ -281,7 +281,7 @@ def test_an_update_that_all_skip_does_not_count(pool):
 
 @pytest.mark.parametrize("kind", SCALED)
 def test_replicas_that_would_skip_different_updates_are_refused(kind):
-    """The model does not know of a constant scale: the optimizer does."""
+    """The model has no constant scale: the optimizer has it."""
     line = {"constant": "--loss-scale 64: ", "dynamic": "--fp16 on: "}[kind]
     with pytest.raises(RankFailed, match=line + "without the distributed optimizer, replicas that differ would skip"):
         run_ranks(on_ranks, 2, [("", SCALED[kind], NOISE)], 1)
@@ -336,7 +336,7 @@ PARALLEL = {
 
 
 def looked_at(rank, tiny, config, looks):
-    """What there is after so many steps, by their number."""
+    """Return the state after each number of steps."""
     lossy = hooks.install(config)
     run = build(tiny)
     found = {}

@@ -1,4 +1,4 @@
-"""What is seen of full replicas while a synchronisation is under way, in one process and in Megatron on ranks."""
+"""Full replicas while a synchronisation is under way, in one process and in Megatron on ranks."""
 
 import numpy as np
 import pytest
@@ -89,7 +89,7 @@ def test_evaluation_and_checkpoints_have_the_weights_that_are_under_way():
 
 
 def test_evaluation_and_checkpoints_have_the_mean_also_of_a_majority():
-    """Of the stream that differs; equal replicas are left alone to the last bit."""
+    """A change of the stream that differs; equal replicas are left alone to the last bit."""
     outvoted, equal = weights([0, 0, 0]), weights([0, 0, 0])
     outvoted[2] += 3
     toy = Replicas({"dense": outvoted, "expert": equal})
@@ -143,7 +143,7 @@ def test_a_sample_does_not_follow_the_columns_of_a_matrix():
 
 
 def two_streams(rank):
-    """Of a model with experts: weights before and after an update that launches a mean of these and heals the others."""
+    """Return the weights of a model with experts around an update that averages these and heals the others."""
     average.ALONE = 16
     add = RankPeers.sum_
 
@@ -169,7 +169,7 @@ def two_streams(rank):
 
 
 def test_a_majority_in_a_stream_leaves_the_model_of_another_alone_on_ranks():
-    """Of six ranks with two experts, of which each has one: six replicas of all else, and three of each expert."""
+    """Six ranks with two experts, of which each has one: six replicas of all else, and three of each expert."""
     for rank, after in enumerate(run_ranks(two_streams, 6)):
         experts = [name for name in after if ".experts." in name and name.endswith("weight")]
         assert experts

@@ -195,7 +195,7 @@ def test_runs_with_errors_are_no_baseline_and_are_named_by_their_flags(tmp_path)
     error = "0 %, grad-error gaussian, grad-error-ranks [0, 2], grad-error-relative 1.0"
     assert table.headings == ("0 %", f"{error}, param-sync-interval 0", f"{error}, param-sync-interval 10")
     assert [cell.change for cell in table.rows[0][1]] == [None, pytest.approx(25), pytest.approx(10)]
-    # All these flags are named even if no other run tells of them.
+    # All these flags are named even if no other run has them.
     assert loss_table([runs["c"]]).headings == (f"{error}, param-sync-interval 10",)
     assert loss_table([runs["f"]]).headings == ("0 %, param-sync-always True, param-sync-interval 10",)
     assert loss_table([runs["a"], runs["d"]]).headings == ("0 %",)
@@ -348,7 +348,7 @@ def test_metrics_are_rows_and_figures(tmp_path, capsys):
     for name in ("drift_owner", "grad_norm", "loss_rate_grad", "training_curves"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.glob("*.png"))) == 4
-    # Beside what is written without metrics, nothing changes.
+    # Nothing changes besides the files that are written without metrics.
     plain = loss_table(read_runs(tmp_path))
     assert table.csv().startswith(plain.csv()) and table.rows[: len(plain.rows)] == plain.rows
 

@@ -1,4 +1,4 @@
-"""What real and virtual runs share: what happens after an update, observers, saved replicas."""
+"""Shared parts of real and virtual runs: actions after an update, observers, saved replicas."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ FP16 = TinyGPT(dtype="fp16")
 
 
 class Witness(Observer):
-    """Writes down what it is told."""
+    """Writes down the calls that it gets."""
 
     def __init__(self) -> None:
         self.told = []
@@ -41,7 +41,7 @@ class Witness(Observer):
 
 
 def witnessed(rank, tiny, config, workers=None):
-    """Four steps, the second of which overflows: what observers and ``after_update`` were told."""
+    """Four steps, the second of which overflows: return the calls of observers and ``after_update``."""
     lossy = VirtualCluster(config, workers) if workers else hooks.install(config)
     witness, updates = Witness(), []
     lossy.observers.append(witness)
@@ -55,7 +55,7 @@ def witnessed(rank, tiny, config, workers=None):
 
 @pytest.mark.parametrize("kind", ["real", "virtual"])
 def test_an_update_is_followed_by_what_replicas_do_beside_it(kind):
-    """Once per successful update, before the observers; a skipped one is told as such and followed by nothing."""
+    """Once per successful update, before the observers; a skipped one is reported as such and followed by nothing."""
     config = LossyConfig(p_grad=0.4, p_param=0.4)
     results = run_ranks(witnessed, 2, FP16, config) if kind == "real" else run_ranks(witnessed, 1, FP16, config, 2)
     expected = []
@@ -112,7 +112,7 @@ def test_a_run_that_loads_a_checkpoint_keeps_nothing_of_what_it_did_before(flags
 
 
 def kept(rank, config):
-    """What the rules of a virtual run keep: at first, after three steps, and when a checkpoint was loaded."""
+    """Return the state of the rules of a virtual run: at first, after three steps, and when a checkpoint was loaded."""
     cluster = VirtualCluster(config, 2)
     model = build(OVERLAPPED, cluster)
     told = [repr([group.state_dict() for group in cluster.groups])]

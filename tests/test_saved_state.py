@@ -1,4 +1,4 @@
-"""What is saved is what a run needs: every entry of every state is taken away in turn (``saved_state.py``)."""
+"""A run saves all that it needs: every entry of every state is taken away in turn (``saved_state.py``)."""
 
 import ast
 import copy
@@ -108,7 +108,7 @@ def _lead(rule, step):
 
 
 class Groups:
-    """Workers that descend with the public collectives; what a loop of somebody's saves itself is saved beside."""
+    """Workers that descend with the public collectives; a user's own loop saves its own state besides."""
 
     def __init__(self, config):
         self.lossy = LossyWorkers(config, [BucketSpec(shard) for shard in SHARDS], SIZE)
@@ -163,7 +163,7 @@ def config_of(flags, folder):
 
 
 def trace(folder, size, units):
-    """Of 16 steps; what was lost is often lost again, so that what is kept of a lead counts too."""
+    """Write a trace of 16 steps; return its path. Losses often repeat, so that the kept part of a lead counts."""
     random, path = np.random.default_rng(3), str(folder / "trace.npz")
     arrived = random.random((16, size, size, units)) > 0.4
     for step in range(1, len(arrived)):
@@ -173,7 +173,7 @@ def trace(folder, size, units):
 
 
 def walk_of(make, steps, more):
-    """Of what ``make()`` gives, saved after ``steps``, that then makes ``more``."""
+    """Return the results of ``more`` steps of ``make()``, saved after ``steps``."""
     first = make()
     fresh = first.state()
     first.run(steps)
@@ -285,7 +285,7 @@ ISLANDS = {
 
 
 class Islands:
-    """What they exchange; their weights, which drift, are saved by others."""
+    """Their exchanges; their weights, which drift, are saved by others."""
 
     def __init__(self, config):
         self.weights = torch.randn(3, 60, generator=torch.Generator().manual_seed(0))
@@ -333,7 +333,7 @@ COME_AND_GO = {
 
 
 class Churning(ChurningRows):
-    """The same of islands of which some are away; epochs are told too."""
+    """The same of islands of which some are away; epochs are saved too."""
 
     def __init__(self, config):
         super().__init__(config, torch.randn(4, 60, generator=torch.Generator().manual_seed(0)), 30)

@@ -1,4 +1,4 @@
-"""What a virtual run saves with --save-replicas is what it needs: every entry of the file is taken away in turn."""
+"""A virtual run saves all that it needs with --save-replicas: every entry of the file is taken away in turn."""
 
 import copy
 
@@ -59,7 +59,7 @@ class Virtual:
         return history
 
     def checkpoint(self):
-        """What a checkpoint has beside the file."""
+        """Return the entries of a checkpoint outside the file."""
         with self.cluster.owner_weights(self.tiny.model):
             weights = [one.detach().clone() for one in self.parameters]
         return weights, copy.deepcopy([one.state_dict() for one in self.inner]), self.cluster.iteration
@@ -118,7 +118,7 @@ def test_virtual_runs(tmp_path):
             "format": "the same for all",
             "identity*": "flags that are not there had their default; every other difference is refused",
             "iteration": "the checkpoint says so, too",
-            "observers/megatron_lossy.ExchangeMonitor/ages/*/*/*": "a stream that says nothing else is the dense one",
+            "observers/megatron_lossy.ExchangeMonitor/ages/*/*/*": "a stream without another name is the dense one",
             "replicas/synchroniser/*": "walked above",
             "recovery/*/grad/*/received": "walked above: here is known which step comes next",
             "recovery/*/param/*/before": "walked above: here the next update begins later",

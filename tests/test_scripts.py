@@ -12,7 +12,7 @@ from scripts.compat import CONTRACT, HEADER, _table, merged
 
 pytestmark = pytest.mark.shows(
     "rows of the matrix of Megatrons",
-    "`same_results.py` tells what differs",
+    "`same_results.py` prints the differences",
     "what `make mutants` changes",
     "`gpu_day.py` goes on after failures",
     device=False,
@@ -74,7 +74,7 @@ def cases(monkeypatch):
 
 
 def outcome(**changes):
-    """What a case left behind, made by hand."""
+    """Return the results of a case, made by hand."""
     return {
         "statuses": [[0, 0]],
         "errors": "",
@@ -115,7 +115,7 @@ def same_results(cases, monkeypatch, capsys):
 
 @pytest.fixture
 def compare(cases, same_results, tmp_path):
-    """What the script says of two outcomes of one case."""
+    """Return the script's verdict on two outcomes of one case."""
 
     def call(old, new):
         files = [write(tmp_path / f"{name}.json", cases, {CASES[0]: it}) for name, it in (("old", old), ("new", new))]

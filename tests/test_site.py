@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import typst
 
+from scripts import report
 from scripts.site import ROOT, WORK, Pages
 
 pytestmark = pytest.mark.shows("the documentation builds as a site, without a broken link", device=False)
@@ -37,3 +39,17 @@ def test_links_lead_to_pages_pictures_and_sources(tmp_path):
     everything = "".join(page.read_text() for page in tmp_path.rglob("*.md"))
     sources = set(re.findall(r"https://example.org/tree/([\w./-]+\.(?:yaml|py))", everything))
     assert sources and all((ROOT / source).exists() for source in sources)
+
+
+def test_a_value_of_the_report_is_in_its_record():
+    text = report.SOURCE.read_text()
+    records = dict(re.findall(r'^#let (\w+) = "(.+)"$', text, re.MULTILINE))
+    values = re.findall(r'#n\((\w+), "([^"]+)"\)', text)
+    assert len(values) == text.count("#n(") and {name for name, _ in values} == records.keys()
+    for name, value in values:
+        assert value in (ROOT / records[name]).read_text(), (name, value)
+
+
+def test_the_report_is_that_of_its_source_and_has_at_most_ten_pages():
+    assert report.REPORT.read_bytes() == report.made(), "make report"
+    assert len(typst.compile(report.SOURCE, root=ROOT, format="png", ppi=8)) <= 10

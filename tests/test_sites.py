@@ -244,7 +244,7 @@ def sums(rank, tiny, config, steps):
 
 
 def small(found):
-    """Of ``found`` in :func:`crossings` the sums of few numbers, whether a ring makes them or each rank sends to all."""
+    """Return, from ``found`` in :func:`crossings`, the sums of few numbers, by a ring or by sending to all."""
     result, kinds = collections.Counter(), {"allreduce": "ring", "alltoall_base": "all", "all_to_all_single": "all"}
     for (name, ranks, elements), count in found.items():
         if elements <= 64 and name in kinds:

@@ -1,4 +1,4 @@
-"""The project stays as small as it is. Whoever makes it larger takes something away first, or says why and raises a limit."""
+"""The project stays small. A change that adds lines takes some away first, or says why and raises a limit."""
 
 import pytest
 
@@ -8,7 +8,7 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 33_015,
+    "lines outside lab": 33_018,
     "lines of the package": 47_822,
     "lines of C": 4_060,
     "lines of tests": 41_000,
@@ -17,7 +17,7 @@ LIMITS = {
     "lines of islands": 7_063,
     "files under 40 lines": 10,
     "files over 450 lines": 4,
-    "words of pages": 42_440,
+    "words of pages": 35_000,
     "loss flags": 75,
     "lines of train --help": 90,
 }

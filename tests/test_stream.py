@@ -48,7 +48,7 @@ def until(condition):
 
 
 class Ranks:
-    """Streams of ranks in this process, a host each. ``pause``: of relays between them. ``through(port)``: the port that a rank is told."""
+    """Streams of ranks in this process, a host each. ``pause``: of relays. ``through(port)``: the port for a rank."""
 
     def __init__(self, size=2, units=UNITS, through=None, pause=None, **flags):
         self.relays = {}
@@ -105,7 +105,7 @@ class Ranks:
 
 
 class Relay:
-    """Carries the bytes of connections to ``port``, no faster than it is told to, until they are cut."""
+    """Carries the bytes of connections to ``port``, at a limited rate, until they are cut."""
 
     def __init__(self, port, pause=0.0):
         self._to, self._pause = port, pause  # seconds for 16 KiB
@@ -285,7 +285,7 @@ def test_strangers_and_replays_change_nothing():
                     while stranger.recv(1000):  # to a replay it says something, and closes then
                         pass
         assert listening.refused == before + len(refused)
-        assert ranks.channels[0].counters()[1] == {"connected": 1, "malformed": 1}
+        until(lambda: ranks.channels[0].counters()[1] == {"connected": 1, "malformed": 1})
         assert all(one.all() for one in ranks.exchange(0))
 
 

@@ -1,4 +1,4 @@
-"""What only an accelerator could show, simulated on a CPU: copies that wait, HPU's graphs."""
+"""Properties of an accelerator, simulated on a CPU: copies that wait, HPU's graphs."""
 
 import threading
 from types import SimpleNamespace
@@ -83,7 +83,7 @@ def test_places_are_narrow_and_worked_out_where_losses_are_drawn(monkeypatch):
 
 
 class Graph(TorchDispatchMode):
-    """What a device that compiles sees: operations, shapes, and numbers that are not in tensors."""
+    """Return the graph that a compiling device sees: operations, shapes, and numbers that are not in tensors."""
 
     def __init__(self):
         super().__init__()

@@ -83,12 +83,12 @@ def _design(**changes) -> Design:
 
 
 def _run(loss: float, **valid: float) -> Run:
-    """A run of 20 iterations that ends with these losses."""
+    """Return a run of 20 iterations that ends with these losses."""
     return Run("r", 0.0, 0.0, 1, 1, {}, {20: loss}, {weights: {20: value} for weights, value in valid.items()}, 20)
 
 
 def _results_of(study, loss) -> Results:
-    """Runs with the ``loss`` of each trial; no run where it is ``None``."""
+    """Return runs with the ``loss`` of each trial; no run where it is ``None``."""
     found = {trial.cell.name: loss(trial) for trial in study.trials}
     return Results(study, {name: _run(value) for name, value in found.items() if value is not None})
 
@@ -144,7 +144,7 @@ def test_trials_are_paired_over_seeds():
             assert trial.cell.loss.loss_seed == loss_seed_of(trial.seed, trial.loss_seed)
         else:
             assert trial.cell.loss.lossless
-    # What is peculiar to some losses must not repeat in every seed.
+    # Peculiarities of some losses must not repeat in every seed.
     assert len({trial.cell.loss.loss_seed for trial in study.trials if trial.level}) == 4
 
 
@@ -311,7 +311,7 @@ def test_levels_can_be_errors_in_gradients():
     study = _design(settings=REPLICAS, levels={"R = 1": NOISE}, variants=variants, loss_seeds=[1]).study()
     assert study.errs and study.baseline == "no error" and not _design().study().errs
     clean = {trial.variant: trial.cell for trial in study.trials if trial.level is None and trial.seed == 1}
-    # What is done about errors says nothing where there are none.
+    # Measures against errors have no effect without errors.
     assert clean["DDP"] == clean["mean"] == clean["repair"] != clean["fast"]
     assert all(cell.loss.inert for cell in clean.values())
     erring = {trial.variant: trial.cell for trial in study.trials if trial.level and trial.seed == 2}
@@ -336,7 +336,7 @@ def test_the_share_of_a_cost_that_is_won_back():
     # Where nothing costs anything beyond its interval, and with one seed, there is nothing to win back.
     assert str(share_won_back({1: 5.0, 2: -4.0, 3: 1.0}, {1: 0.0, 2: 0.0, 3: 0.0})) == "-"
     assert str(share_won_back({1: 5.0}, {1: 0.0})) == "-"
-    # What diverged is not free of cost.
+    # A run that diverged is not free of cost.
     nan = np.nan
     assert str(share_won_back({1: 5.0, 2: 5.1}, {1: nan, 2: 0.0})) == "diverged"
     assert str(share_won_back({1: 5.0, 2: nan, 3: nan}, {1: 0.0, 2: 0.0, 3: 1.0})) == "cost diverged"
@@ -373,7 +373,7 @@ def test_shares_are_of_the_variant_where_nothing_is_done():
 
 
 def _results(losses: dict) -> Results:
-    """Runs whose losses are ``losses[level, seed, loss_seed]``; no run where there is none."""
+    """Return runs whose losses are ``losses[level, seed, loss_seed]``; no run where there is none."""
     levels = {level: {"p": 0.1 * number} for number, level in enumerate(sorted({k[0] for k in losses} - {""}), 1)}
     design = _design(levels=levels, seeds=[1, 2, 3])
     study = design.study()
@@ -486,7 +486,7 @@ _SCALARS = ("drift owner", "drift owner predicted", "grad norm")
 
 
 def _scalar_results(metrics=_SCALARS, levels=("10 %", "20 %"), variants=("",)):
-    """Runs with random scalars, drift only with loss; and the drift and its prediction by (variant, level, seed)."""
+    """Return runs with random scalars, drift only with loss; drift and prediction by (variant, level, seed)."""
     random = np.random.default_rng(13)
     design = _design(
         levels={level: {"p": 0.1 * number} for number, level in enumerate(levels, 1)},
@@ -538,13 +538,13 @@ def test_scalars_that_are_there_without_loss_have_changes():
     assert [name for name, _ in tables["grad_norm"].rows] == ["a", "b"]
     assert all(entry.change is not None for _, (_, *entries) in tables["grad_norm"].rows for entry in entries)
     assert any("in brackets" in note for note in tables["grad_norm"].notes)
-    # What nobody recorded is said to be missing.
+    # Scalars that no run recorded are reported as missing.
     [(_, entries), _] = scalar_tables(results, ("survivors mean",))["survivors_mean"].rows
     assert set(map(str, entries)) == {"-"}
 
 
 def test_tables_are_made_again_from_the_record(tmp_path):
-    """Of runs that diverged, were never evaluated or are missing as well, and with both kinds of weights."""
+    """Runs that diverged, were never evaluated or are missing as well, and with both kinds of weights."""
     results, _ = _scalar_results(variants=("a", "b"))
     first, second, third, *others = results.runs
     results.runs[first].train[20] = math.nan
@@ -634,7 +634,7 @@ def _study_file(folder: Path, **changes) -> Path:
 
 
 def _report(folder: Path, *arguments: str, fresh: bool = False) -> Program | subprocess.Popen:
-    """A study with what it reports in ``folder``. ``fresh``: it and its trainers start as for a user."""
+    """Return a study with what it reports in ``folder``. ``fresh``: it and its trainers start as for a user."""
     arguments += ("--cells", str(folder / "cells"), "--out", str(folder / "out"))
     if not fresh:
         return Program("megatron_lossy.lab", *arguments, merged=True)
@@ -733,7 +733,7 @@ def test_what_a_report_has_recorded_is_not_run_again_on_another_machine(tmp_path
     record = json.loads((tmp_path / "out" / RECORD).read_text())
     assert record["trained"] == "2026-11-25 on one, with torch 2.13; 2026-11-25 on two, with torch 2.13"
     assert "--records" not in record["command"] and record["command"].endswith("--jobs 1")
-    # What was recorded is of the weights that were evaluated since, though a report of one kind does not name it.
+    # The records are of the weights that were evaluated since, though a report of one kind does not name it.
     assert record["runs"][0].endswith("train loss,val loss,grad norm")
     values = list(np.loadtxt([row.replace(" %", "") for row in record["runs"][1:]], delimiter=",", usecols=-1))
     assert values == [0, 1, 2, 1, 2, 3]

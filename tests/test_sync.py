@@ -1,4 +1,4 @@
-"""What replicas exchange: peers over gloo and in one process, fingerprints, classes, repairs, intervals."""
+"""Exchanges of replicas: peers over gloo and in one process, fingerprints, classes, repairs, intervals."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def _tensor(number, dtype=torch.float32):
 
 
 def _everything(peers):
-    """What the methods give, of the local replicas."""
+    """Return the results of the methods for the local replicas."""
     found = {name: peers.gather(np.stack([_rows(n)[name] for n in peers.local])) for name in _rows(0)}
     for dtype in (torch.float32, torch.bfloat16):
         tensors = [_tensor(n, dtype) for n in peers.local]
@@ -157,7 +157,7 @@ def test_the_majority_is_of_all_and_finite(fingerprints, whole, expected):
 
 
 def buckets(received):
-    """Of each replica, of each bucket its tensors: one."""
+    """Return, for each replica and bucket, its tensors: one."""
     return [[[one] for one in own] for own in received]
 
 
@@ -188,7 +188,7 @@ def test_a_majority_is_right_bit_for_bit(size, hit):
 
 
 def test_all_tensors_of_a_bucket_are_compared_and_repaired():
-    """Where gradients are beside the buffer: of other dtypes and shapes, and hit where the buffer is not."""
+    """Gradients outside the buffer: of other dtypes and shapes, and hit where the buffer is not."""
     own = [[[_tensor(0).bfloat16(), _tensor(1)[:12].view(3, 4)], [_tensor(2)]] for _ in range(3)]
     own[2][0][1][1, 2] = 7.0
     clean = own[0][0][1].clone()

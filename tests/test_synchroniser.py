@@ -319,7 +319,7 @@ def test_tensors_on_several_devices():
 
 
 def _staged(rank):
-    """What a collective is given of a CPU tensor where it needs another device, and what becomes of it."""
+    """Collectives get CPU tensors on the device that they need, and copy results back."""
     given = []
 
     class Work:

@@ -78,7 +78,7 @@ def drift_of(p, r, gamma=(1.0,)):
 
 @pytest.mark.parametrize("transitions", [(0.0625, 0.25, 0.0, 1.0), (2 / 3, 1.0, 0.0, 1.0), (0.1, 0.3, 0.05, 0.7)])
 def test_drift_after_some_steps(transitions):
-    """Of bursts, of losses that never follow each other, and of losses in both states of the chain."""
+    """Bursts, losses that never follow each other, and losses in both states of the chain."""
     for steps in (1, 2, 7):
         expected = drift_by_hand(steps, lambda lost: chain(lost, transitions))
         np.testing.assert_allclose(theory.drift_of_ages(theory.burst_tail(transitions, steps)), expected, rtol=1e-12)
@@ -186,7 +186,7 @@ def test_weights_in_general(p, workers, rule):
 def test_previous_over_time(p):
     """Covariances of a substituted gradient with itself, later, by enumeration of the losses."""
     rho = np.array([1.0, 0.6, 0.1, -0.2])
-    history, lags = 9, 6  # a sender lost 9 times in a row counts as heard before that: p^10 is 6e-6
+    history, lags = 9, 6  # a sender lost 9 times in a row counts as received before that: p^10 is 6e-6
 
     def correlation(lag):
         return rho[abs(lag)] if abs(lag) < len(rho) else 0.0

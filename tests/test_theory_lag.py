@@ -52,7 +52,7 @@ def test_the_mean_receiver_has_the_owners_weights_for_any_trajectory(lag, seed):
     replica = np.convolve(sent(weights, how), ages(lag, steps))[:steps]
     np.testing.assert_allclose(replica[300:], weights[300:], atol=1e-6)
     plain = np.convolve(weights, ages(lag, steps))[:steps]
-    assert np.abs(plain - weights)[300:].max() > 1e-3  # or the comparison says nothing
+    assert np.abs(plain - weights)[300:].max() > 1e-3  # or the comparison is empty
 
 
 def test_the_mean_lag_is_the_mean_age():
@@ -152,7 +152,7 @@ DELAYS, STEPS = (0, 1, 3, 7), 1500
 
 
 def amplitudes(curvatures: list[float], delays: list[int], momentum: float, nesterov: bool) -> torch.Tensor:
-    """[2, n]: how far from the minimum of h x^2/2 torch.optim.SGD is in the middle and at the end of a run."""
+    """Return [2, n]: how far from the minimum of h x^2/2 torch.optim.SGD is in the middle and at the end of a run."""
     weight = torch.ones(len(delays), dtype=torch.float64, requires_grad=True)
     curvature = torch.tensor(curvatures, dtype=torch.float64)
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=momentum, nesterov=nesterov)

@@ -44,7 +44,7 @@ def measured(workers, p, code):
     return found, expected
 
 
-#: What make check tries, each value once or twice; the rest when there is time.
+#: Cases of make check, each value once or twice; the rest when there is time.
 FEW = {(2, 0.4, 8), (8, 0.1, 4), (8, 0.01, 8)}
 
 

@@ -152,7 +152,7 @@ def test_one_rank_tells_that_contact_was_lost_where_none_failed(tmp_path):
 
 
 def test_a_rank_that_somebody_else_told_to_end_and_that_fails_is_started_again(tmp_path):
-    """It says nothing by itself, but it has not ended well."""
+    """It prints nothing by itself, but it has not ended well."""
     (tmp_path / "script.py").write_text(
         BEGIN
         + "from megatron_lossy.lab.train.process import told_to_end\n"

@@ -132,7 +132,7 @@ def test_model_parallel_sizes_agree(data, tmp_path):
 
 
 def _interrupt(rank: int, config: dict, number: int) -> tuple:
-    """A run of which rank 1 alone gets signal ``number`` while it computes an iteration; what megatron-core logs."""
+    """Run; rank 1 alone gets signal ``number`` in an iteration. Return the log of megatron-core."""
     import logging
 
     from megatron_lossy.lab.train import loop
@@ -358,7 +358,7 @@ def test_folders_of_other_runs_are_refused(data, tmp_path):
     )
     assert "(--p-grad was 0.0 there and is 0.1 here)" in refusal({"p_grad": 0.1}, load=str(run))
     assert "holds another run (--lr was" in refusal(metrics_dir=str(run), save=None, lr=2e-2)
-    # A flag that the run did not know yet had its default.
+    # A flag that is newer than the run had its default.
     settings = json.loads((run / "settings.json").read_text())
     default = {"train": {f.name: f.default for f in dataclasses.fields(TrainConfig)}, "loss": vars(LossyConfig())}
     for part, known in json.loads(json.dumps(default)).items():

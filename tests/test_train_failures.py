@@ -31,7 +31,7 @@ def _name(error: BaseException) -> str:
 
 
 def _failure(error: Exception) -> torch.distributed.checkpoint.CheckpointException:
-    """What torch raises on all ranks when ``error`` was raised on rank 1."""
+    """Return the exception that torch raises on all ranks when ``error`` was raised on rank 1."""
     return torch.distributed.checkpoint.CheckpointException("read", {1: (error, None)})
 
 
@@ -92,7 +92,7 @@ def test_an_older_checkpoint_is_named_if_there_is_one(tmp_path):
 
 
 def _save_on_a_full_disk(rank: int, folder: str) -> str:
-    """Both ranks fail, and torch does not say why; rank 1 looks for the reason a second later than rank 0."""
+    """Fail on both ranks, without a reason from torch; rank 1 looks for it a second later than rank 0."""
     from megatron_lossy.lab.train import checkpoint
 
     def write(self, aside, final, iteration, common):
@@ -123,7 +123,7 @@ def test_all_ranks_know_of_a_full_disk_and_leave_nothing(tmp_path):
 
 
 def _build(rank: int, folder: str, names: list[str | None]) -> list[str | None]:
-    """The names of the errors that building data sets raises, where the error itself has ``names``."""
+    """Return the names of the errors that building data sets raises, where the error itself has ``names``."""
     from megatron_lossy.lab.data import build_tokenizer
     from megatron_lossy.lab.train import data
     from megatron_lossy.lab.train.config import TrainConfig
@@ -184,7 +184,7 @@ def base(data):
 
 
 def seconds_of(run: Path) -> float:
-    """The time that all iterations of an uninterrupted run took."""
+    """Return the time that all iterations of an uninterrupted run took."""
     return sum(record["seconds"] for record in read_records(run, "train"))
 
 
@@ -216,7 +216,7 @@ class Killer:
         self._wait(lambda: False, over, self.chance.uniform(0, 1) * (1.0 + self.duration))
 
     def while_saving(self, over) -> None:
-        """While a checkpoint is written beside its place."""
+        """While a checkpoint is written next to its place."""
         self._wait(self._something_new("iter_*.tmp"), over)
         time.sleep(self.chance.uniform(0, 0.1))
 
@@ -225,7 +225,7 @@ class Killer:
         self._wait(self._something_new("iter_*[0-9]"), over)
 
     def _something_new(self, pattern: str) -> Callable[[], bool]:
-        """Whether there is a folder that was not there now: runs that were killed leave some of the same names."""
+        """Return whether there is a new folder: killed runs leave some of the same names."""
 
         def found() -> set[tuple[str, int]]:
             with contextlib.suppress(FileNotFoundError):  # renamed or removed meanwhile

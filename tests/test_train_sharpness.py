@@ -88,7 +88,7 @@ def test_what_is_not_finite_is_no_number():
 
 
 def against_dense(rank, lag):
-    """The largest eigenvalue found at a trained point, that of the dense matrix in float64, and what is beside it."""
+    """The largest eigenvalue at a trained point, that of the dense matrix in float64, and the values next to it."""
     from megatron_lossy.base import device
 
     device.prepare()

@@ -1,4 +1,4 @@
-"""How exchanges cross: deliveries, transfers, and the public lossy collectives on real gloo ranks without Megatron."""
+"""The crossing of exchanges: deliveries, transfers, and the public lossy collectives on real gloo ranks."""
 
 import itertools
 import socket
@@ -251,7 +251,7 @@ def test_a_mechanism_may_replace_the_rules_of_a_group(monkeypatch):
 
 
 def test_a_group_keeps_the_last_delivery_and_hands_it_over():
-    """What is stale is what the last exchange returned, not what a step is asked for again."""
+    """Stale units are those of the last exchange, not of a step that is repeated."""
     config = LossyConfig(p_param=0.6, loss_unit="packet", packet_bytes=8)
     networks = {phase: Network(config, phase, 3) for phase in ("grad", "param")}
     cut = cut_buckets(config, [BucketSpec(8)])
@@ -284,7 +284,7 @@ def test_a_group_keeps_the_last_delivery_and_hands_it_over():
 
 
 def test_errors_of_owners_grow_with_the_loss_scale():
-    """What the optimizer sees, divided by the scale, has the same error: in the path without losses, and in the other."""
+    """The optimizer's gradients, divided by the scale, have the same error in both paths."""
     for p in (0.0, 0.4):
         config = LossyConfig(p_grad=p, lossy_self=p > 0, param_sync_interval=10**6, grad_error="gaussian:0.5")
         seen = []

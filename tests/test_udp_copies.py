@@ -63,7 +63,7 @@ def test_a_unit_is_lost_if_all_its_copies_are(p, copies, model, together, step):
 
 @pytest.mark.parametrize("copies", [1, 2, 3])
 def test_the_rate_is_that_of_all_copies_together(copies):
-    """Of independent copies, within five standard errors; parameters have their own number."""
+    """Independent copies, within five standard errors; parameters have their own number."""
     p, units = 0.4, 200_000
     config = LossyConfig(p_grad=p, p_param=p, packet_copies=(copies, 1))
     for phase, power in (("grad", copies), ("param", 1)):

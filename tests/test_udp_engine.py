@@ -38,7 +38,7 @@ has_ipv6 = (
 
 
 class Store:
-    """Of threads of one process."""
+    """A store of threads of one process."""
 
     def __init__(self):
         self.values = {}
@@ -56,7 +56,7 @@ class Store:
 
 
 def store_in(folder):
-    """Of several processes."""
+    """Return a store of several processes."""
     return dist.FileStore(f"{folder}/store", -1)
 
 
@@ -124,7 +124,7 @@ class Ranks:
         return self.channels[name][rank].send(phase, step, bucket, pointers)
 
     def check(self, rank, phase, step, bucket, transfer, pieces, timeout=20):
-        """Wait; what arrived is what was sent. Returns ``arrived``."""
+        """Wait; what arrived is what was sent. Return ``arrived``."""
         shard, unit = self.buckets[phase][bucket]
         arrived = transfer.wait(timeout)
         assert arrived[rank].all()
@@ -146,7 +146,7 @@ class Ranks:
         return arrived
 
     def lost(self):
-        """Of what is our own."""
+        """Return the losses that are our own."""
         counters = [engine.counters() for engine in self.engines]
         members = [peer for channels in self.channels.values() for c in channels for peer in c.counters().values()]
         return sum(c["socket_overflow"] for c in counters) + sum(m["early_dropped"] + m["lost"] for m in members)
@@ -247,7 +247,7 @@ def test_foreign_and_forged_datagrams_change_nothing():
     with Ranks(2) as ranks, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         victim = ("127.0.0.1", ranks.engines[1].port)
         drawn = session.channel_id(bytes.fromhex(ranks.dense[0].hellos[0].random), "dense")
-        before = ranks.engines[1].counters()  # a peer that was ready first may have sent before this one knew it
+        before = ranks.engines[1].counters()  # a peer that was ready first may have sent before this one was
         noise = b"\0" + os.urandom(1451)  # of no version
         for datagram in (b"", b"x", noise, encode(DATA, bytes(UNIT + 16), channel=drawn, step=1)):
             stranger.sendto(datagram, victim)
@@ -503,7 +503,7 @@ channels[0].send("grad", 0, 0, [None, data.ctypes.data])
 
 
 def test_ranks_that_hear_each_other_know_it():
-    """Each answers as long as it is asked: whoever did not know would wait for the end of the probes, three seconds."""
+    """Each answers as long as it is asked; else the other would wait three seconds for the end of the probes."""
     for _ in range(8):
         with Ranks(3) as ranks:
             for channel in ranks.dense:

@@ -1,4 +1,4 @@
-"""Error feedback and priorities over UDP: senders are told what was lost, and what matters arrives."""
+"""Error feedback and priorities over UDP: senders get reports of lost units, and chosen units arrive."""
 
 import dataclasses
 import json
@@ -109,7 +109,7 @@ def test_a_model_is_trained_with_what_is_fed_back(tiny):
         if tiny.loss_scale is None:  # else a rank has infinities, which all matter
             assert metrics["priority share"] == pytest.approx(0.1, abs=0.02)
         assert 0 < metrics["residual share"] <= 1 and metrics["oldest residual"] >= 1
-        assert "recovered share" not in metrics  # nobody knows
+        assert "recovered share" not in metrics  # not known
 
 
 def test_the_code_follows_the_loss_within_the_budget():

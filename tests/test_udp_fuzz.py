@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Runs a driver of this folder with the engine inside; its last line."""
+    """Run a driver of this folder with the engine inside; return its last line."""
     compiler = native.compiler()
     if compiler is None:
         pytest.skip("no C compiler")
@@ -37,7 +37,7 @@ def run(tmp_path_factory):
 
 
 def mutated(run, count, seed, cipher):
-    """What became of ``count`` datagrams."""
+    """Return the fates of ``count`` datagrams."""
     words = run("udp_fuzz", count, seed, int(cipher)).replace("bad tag", "bad-tag").replace("early dropped", "dropped")
     words = words.split(":")[1].split()
     return dict(zip(words[::2], map(int, words[1::2])))
@@ -54,7 +54,7 @@ def test_mutated_datagrams_change_nothing(run, cipher, count):
 
 
 def at_random(run, operations, seed, cipher):
-    """What callers did, and what became of it."""
+    """Return the calls of callers, and their results."""
     words = run("udp_stateful", operations, seed, int(cipher)).split()
     return dict(zip(words[::2], map(int, words[1::2])))
 

@@ -1,4 +1,4 @@
-"""How long memory, handles, sockets and threads of the engine live: closing under load, two waits, fork, ICMP, timers."""
+"""Lives of memory, handles, sockets and threads of the engine: closing under load, waits, fork, ICMP, timers."""
 
 import contextlib
 import gc
@@ -97,7 +97,7 @@ def test_an_outcome_outlives_a_later_post():
 
 
 def test_a_channel_lasts_as_long_as_somebody_uses_it():
-    """Who finds a rank gone asks the engine why, while another thread closes the channel."""
+    """A thread that finds a rank gone asks the engine why, while another thread closes the channel."""
     with Ranks(2, buckets={"grad": [(UNIT, UNIT)]}) as ranks:
         channel = ranks.dense[0]
         with channel._using():
@@ -161,7 +161,7 @@ def test_a_channel_is_closed_while_somebody_asks_for_reports():
 
 
 def test_an_engine_is_not_freed_while_another_thread_closes_a_channel():
-    """Who lingers still needs it."""
+    """A lingering channel still needs it."""
     with Ranks(2, buckets={"grad": [(3000 * UNIT, UNIT)]}, eager_bytes=0) as ranks:
         ranks.send(0, "grad", 0, 0)  # which nobody asks for
         slow = threading.Thread(target=ranks.dense[0].close, args=(2.0,))
@@ -384,7 +384,7 @@ int main(void)
         flows += f->out.sent != NULL;
     if (flows > 25)
         return 1;
-    struct flow *first = e->flows; /* it comes again, and the other end may know its numbers */
+    struct flow *first = e->flows; /* it comes again, and the other end may have its numbers */
     while (first->next)
         first = first->next;
     first->out.number = 77;
@@ -493,7 +493,7 @@ def test_all_channels_together_promise_the_buffer_once():
         assert in_threads(5, run) == [None] * 5
         promised = engines[0].windows()
         assert promised == windows(engines[0].granted, engines[0].datagram, 4)
-        # And the others come to know, whichever channel they heard of first.
+        # And the others learn of it, whichever channel they saw first.
         until = time.monotonic() + 20
         while time.monotonic() < until:
             told = [channels[name, rank].rates() for name, rank in channels if rank]
@@ -512,7 +512,7 @@ def test_all_channels_together_promise_the_buffer_once():
 
 
 def kept_by_a_closed_group(rank, config):
-    """Whether a wire is kept after its group is closed, until garbage is collected."""
+    """Return whether a wire is kept after its group is closed, until garbage is collected."""
     gc.collect()
     gc.disable()
     try:

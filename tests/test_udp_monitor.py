@@ -1,4 +1,4 @@
-"""What a user is told of datagrams: metrics over all ranks, a line for what can be mended, a table at the end."""
+"""Information for users about datagrams: metrics over all ranks, a line for what can be mended, a table at the end."""
 
 import collections
 import dataclasses

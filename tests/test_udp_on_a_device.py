@@ -24,7 +24,7 @@ LITTLE = {"udp_memory": 2**16}
 def pretend():
     """Have a pretended device and a process group.
 
-    Returns its tracker; counts of streams and of events whose wait spins; and a function that turns counting on and off.
+    Return its tracker; counts of streams and of events whose wait spins; and a function that turns counting on and off.
     """
     warnings.simplefilter("ignore")
     os.environ["LOCAL_RANK"] = "0"
@@ -57,7 +57,7 @@ def pretend():
 def exchanges(rank, size, shard, flags):
     """Exchanges of both phases that begin on a stream of their own, on the device and on the CPU.
 
-    Returns whether all values are equal; faults; by kind and whether a thread aside asked, counts of the device's work;
+    Return whether all values are equal; faults; by kind and whether a thread aside asked, counts of the device's work;
     and how many streams were made, with the events whose wait spins.
     """
     tracker, made, watched = pretend()
@@ -165,7 +165,7 @@ MESSAGES = 5
 
 
 def messages(rank):
-    """Messages from the first rank to the second. Returns what arrives, faults, counts, and streams and events."""
+    """Messages from the first rank to the second. Return what arrives, faults, counts, and streams and events."""
     from megatron_lossy.mechanisms.boundaries.links import StageLinks
 
     tracker, made, watched = pretend()
@@ -186,7 +186,7 @@ def messages(rank):
 
 
 def test_messages_of_stages_copy_once_each():
-    """Who receives makes no stream and no event, and copies nothing but what arrives."""
+    """A receiver makes no stream and no event, and copies only what arrives."""
     sender, receiver = run_ranks(messages, 2, grouped=False)
     values, faults, counts, made = receiver
     assert values == [[float(number)] for number in range(MESSAGES)] and not faults

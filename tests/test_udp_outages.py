@@ -1,4 +1,4 @@
-"""What the protocol does when the way is cut, narrowed, or replayed: it goes on, or says what is wrong. No sockets, no clock."""
+"""The protocol while the way is cut, narrowed, or replayed: it goes on, or reports the fault. No sockets, no clock."""
 
 import random
 
@@ -42,7 +42,7 @@ def test_a_one_way_cut_and_a_deadline_stop_nobody(cut, side):
             check(world, "grad", 0, posted, sent)
         world.run(lambda: world.now > end[0], 20 * SECOND)
         resumed = world.now
-        world.run_for(3 * SECOND)  # whoever was told to wait for a second has asked by then
+        world.run_for(3 * SECOND)  # a rank that had to wait for a second has asked by then
         posted, sent, handles = exchange(world, 10, deadline=5 * SECOND)
         world.run(lambda: all(x.over_at for x in posted) and all_sent(world, handles), SECOND)
         assert all(x.arrived.all() for x in posted) and world.now > resumed
@@ -202,7 +202,7 @@ def test_an_outage_in_which_what_must_arrive_is_under_way_is_not_taken_for_one()
 
 
 def test_few_units_in_a_row_are_bad_luck():
-    """A bucket of a single unit loses all of it often; what is short anyway says nothing."""
+    """A bucket of a single unit loses all of it often; exchanges that are short anyway are no evidence."""
     link, since = narrow(31)
     since[0] = 0
     with World(2, {"grad": [(UNIT, UNIT)], "param": [(UNIT - 1, UNIT)]}, link) as world:
@@ -246,7 +246,7 @@ def test_what_must_arrive_and_cannot_is_not_asked_for_for_ever():
 
 
 def test_the_list_of_what_must_arrive_is_taken_though_no_memory_is_left():
-    """Of an exchange that waits here: its memory is asked for by this rank, not by peers."""
+    """The memory of an exchange that waits here is asked for by this rank, not by peers."""
     buckets = {"grad": [(600 * UNIT, UNIT)] * 9}
     node = Node(0, 2, buckets, reported=("grad",), memory=20_000, packet=1408)
     number = iter(range(10_000))

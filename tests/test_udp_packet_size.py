@@ -109,7 +109,7 @@ def test_interfaces_of_two_hosts(mtu, taken):
 
 @needs_lab
 def test_a_tunnel_between_jumbo_frames_that_loses():
-    """What is too long vanishes without a word, and so does a tenth of all else; one direction alone is enough."""
+    """Packets that are too long vanish without a word, and so does a tenth of the others; one direction is enough."""
     with Lab(Link(delay=0.005, loss=0.1), mtu=9000) as lab:
         lab.set(Link(delay=0.005, loss=0.1, mtu=1480), 0, 1)
         ended, said = agree(lab, [0, 1])

@@ -40,7 +40,7 @@ BUCKETS = {"grad": [(10 * UNIT - 7, UNIT), (3 * UNIT, UNIT)], "param": [(5 * UNI
 
 
 def pieces(rank, size, shard, step=0):
-    """What ``rank`` sends to each destination."""
+    """Return the data that ``rank`` sends to each destination."""
     generator = np.random.default_rng([rank, step, shard])
     return generator.integers(0, 256, (size, shard), np.uint8)
 
@@ -245,7 +245,7 @@ def test_keys_change_with_each_epoch_of_numbers(both, short_epochs, monkeypatch)
 
 
 def follow(node, step, deadline, events, now, must=None, tolerance=0):
-    """Drive the engine and the model with the same events; they agree after each. Returns the time after them."""
+    """Drive the engine and the model with the same events; they agree after each. Return the time after them."""
     model = Source(3, MS, deadline or None, tolerance=tolerance)  # in nanoseconds, which are exact
     exchange = None
     for event in events:
@@ -349,7 +349,7 @@ def test_the_rate_is_the_models(fixed, ceiling, reports):
 
 
 def test_the_rate_is_the_models_over_long_histories():
-    """Which rise, meet queues and losses, and recover."""
+    """They rise, meet queues and losses, and recover."""
     generator = random.Random(3)
     ended = set()
     for _ in range(60):
@@ -382,7 +382,7 @@ def exchange_all(world, phase, step, bucket):
 
 
 def check(world, phase, bucket, exchanges, sent):
-    """What arrived is what was sent, and nothing else was written."""
+    """Check that the received data are those sent, and nothing else was written."""
     shard, unit = world.nodes[0].buckets[phase][bucket]
     for node, exchange in zip(world.nodes, exchanges):
         assert exchange.arrived[node.rank].all()
@@ -429,7 +429,7 @@ def test_what_is_lost_is_what_the_network_lost(seed, loss):
                         }
                         assert set(np.nonzero(exchange.arrived[source])[0]) == units
         world.run_for(20 * SECOND)
-        for node in world.nodes:  # everybody has heard that everybody is done
+        for node in world.nodes:  # every rank has the end of all others
             assert node.lib.ml_linger(node.channel, 0) == 0
 
 
@@ -516,7 +516,7 @@ def test_the_deadline_ends_an_exchange_and_its_sender_stops():
 
 
 def test_early_datagrams_take_no_more_memory_than_is_allowed(pair):
-    """Of as many exchanges as a forger likes."""
+    """A forger may begin as many exchanges as it likes."""
     node = Node(0, 2, {"grad": [(10 * UNIT, UNIT)] * 1000}, memory=100_000)
     for bucket in range(1000):
         for unit in range(10):
@@ -580,7 +580,7 @@ def test_a_rank_that_closes_is_gone_for_those_who_wait():
 
 
 def test_a_rank_that_closes_after_its_end_is_not_lost():
-    """What it sent is all that comes; the reorder window of who waits goes on."""
+    """No more comes than it sent; the reorder window of the waiting rank goes on."""
     link = lambda source, destination, datagram, now: [] if source == 1 and b"lost" in datagram else [now + MS]
     with World(2, {"grad": [(4 * UNIT, UNIT)]}, link, reorder=100 * MS) as world:
         sent = [np.zeros((2, 4 * UNIT), np.uint8) for _ in range(2)]

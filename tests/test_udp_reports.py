@@ -44,7 +44,7 @@ def exchange(world, must, code=(1, 0), step=0, shard=SHARD, deadline=0):
 
 
 def run(world, handles, step=0):
-    """Until everybody knows everything."""
+    """Run until all ranks have everything."""
 
     def over():
         reports = [node.reports(handle, "grad", 0) for node, handle in zip(world.nodes, handles, strict=True)]
@@ -67,7 +67,7 @@ def losing(p, seed, kinds=range(9)):
 
 
 def check(world, handles, sent, must, step=0):
-    """What arrived is right, all that must is there, and reports say what did not."""
+    """Check that arrived units are right, required ones are there, and reports name the missing ones."""
     for receiver in world.nodes:
         got = receiver.exchanges["grad", step, 0]
         for sender in world.nodes:
@@ -139,7 +139,7 @@ def test_reports_come_although_the_exchange_is_gone():
 
 
 def test_sources_may_change_when_all_was_sent():
-    """What is sent again, and parity, come from a copy."""
+    """Repetitions and parity come from a copy."""
     must = [np.ones((2, UNITS), dtype=bool) for _ in range(2)]
     with World(2, {"grad": [(SHARD, UNIT)]}, losing(0.5, 5), **REPORTED) as world:
         handles, sent = exchange(world, must, (10, 3))
@@ -217,7 +217,7 @@ def waits(code, exchanges, units=60, must=29, p=0.05):
                 node.lib.ml_release(handle)
             world.run_for(30 * MS)
         again = sum(node.counters(1 - node.rank)["resent"] for node in world.nodes)
-    return np.array(took[20:]), again  # the first ones do not know the round trip
+    return np.array(took[20:]), again  # the first ones have no round trip yet
 
 
 def test_packets_of_high_priority_cost_no_round_trip_in_99_of_100_exchanges():
@@ -235,7 +235,7 @@ def test_packets_of_high_priority_cost_no_round_trip_in_99_of_100_exchanges():
 
 
 def fed(must=(), **how):
-    """A node that has posted, and what it was told of source 1."""
+    """A node that has posted, and the reports that it got of source 1."""
     node = Node(0, 2, {"grad": [(4 * UNIT, UNIT)]}, reorder=MS, **REPORTED, **how)
     node.post(SECOND, "grad", 0, 0)
     node.produce_all(SECOND)
@@ -324,7 +324,7 @@ def test_a_list_that_is_none_asks_for_nothing(units):
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_parity_in_any_order(arriving, must, block, parity, order):
-    """Whatever arrives in which order: what is put together is what was sent, as the code says."""
+    """In any order of arrival, the restored units are those sent, as the code says."""
     layout = Layout(len(must), block, parity)
     units = bytes_of(1, 1, 4 * UNIT).reshape(4, UNIT)
     parities = parities_of(units[must], layout) if must else np.zeros((0, UNIT), np.uint8)
@@ -371,7 +371,7 @@ def all_of(length):
 )
 @settings(max_examples=80, deadline=None)
 def test_what_parity_does_not_bring_back_is_lost_up_to_the_tolerance(tolerance, code, p, length, seed):
-    """Of what is dropped when it comes; beyond the tolerance all of it is asked for, and comes. Messages may be shorter."""
+    """Losses beyond the tolerance are all asked for, and come. Messages may be shorter."""
     units = -(-length // UNIT)
     layout = Layout(units, *code) if code[1] else None
     dropped = np.random.default_rng(seed).random(units + (layout.parities if layout else 0)) < p
@@ -393,7 +393,7 @@ def test_what_parity_does_not_bring_back_is_lost_up_to_the_tolerance(tolerance, 
 
 @pytest.mark.parametrize("tolerance", [0, 3, UNITS])
 def test_over_a_lossy_link_no_more_is_missing_than_may(tolerance):
-    """Whatever kind of datagram is lost, and the sender may change what it has sent at once."""
+    """With losses of any kind of datagram; the sender may change its data at once."""
     lost = asked = 0
     with World(2, {"grad": [(SHARD, UNIT)]}, losing(0.15, 3), **REPORTED) as world:
         for step in range(30):
@@ -414,7 +414,7 @@ def test_over_a_lossy_link_no_more_is_missing_than_may(tolerance):
 
 
 def test_a_message_that_must_arrive_whole_has_a_short_end_and_all_is_asked_for_at_once():
-    """Of 40 units, of which 14 fit a datagram; a round trip for all of them."""
+    """A list of 40 units, of which 14 fit a datagram; a round trip for all of them."""
     said = []
 
     def link(source, destination, datagram, now):

@@ -77,7 +77,7 @@ def test_everything_that_was_said_changes_every_key():
 
 
 class Replaying(Store):
-    """Of an attacker who writes to it: some keys keep what they had in an earlier session."""
+    """An attacker writes to the store: some keys keep what they had in an earlier session."""
 
     def __init__(self, earlier, keeps):
         super().__init__()
@@ -109,7 +109,7 @@ def opened(store, stores=None):
 
 @pytest.mark.parametrize("replayed", ["/hello/0", "/hello/1", "/hello/"])
 def test_a_store_that_replays_an_old_session_brings_back_no_key(keys, replayed):
-    """What a rank hears of itself is no matter; with the random number of either end alone every key is a new one."""
+    """A rank's own greeting does not matter; with the random number of either end alone every key is a new one."""
     first = Store()
     assert opened(first) == [None, None]
     assert len(set(keys)) == 2 and len(keys) == 4  # each direction, at both ends

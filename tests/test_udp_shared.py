@@ -1,4 +1,4 @@
-"""The rate beside others: the engine's rule against its model, and what it does to a bottleneck."""
+"""The rate next to other flows: the engine's rule against its model, and its effect on a bottleneck."""
 
 import ctypes
 import dataclasses
@@ -22,7 +22,7 @@ from tests.test_lab import needs_lab
 from tests.udp_shared import MS, SECOND, Shared
 from tests.udp_world import World
 
-pytestmark = pytest.mark.shows("rates beside other flows: the rule, its model, and a bottleneck", device=False)
+pytestmark = pytest.mark.shows("rates next to other flows: the rule, its model, and a bottleneck", device=False)
 
 PHASES = ("starts", "grows", "dips")
 
@@ -153,7 +153,7 @@ def test_a_process_that_sleeps_is_not_taken_for_a_queue(path, flows):
 @compiled
 @pytest.mark.parametrize(("loss", "least"), [(0.001, 0.6), (0.01, 0.6), (0.1, 0.9), (0.2, 0.85)])
 def test_a_path_that_loses_is_used_all_the_same(loss, least):
-    """What dips prove is not answered; Cubic has a tenth of it, or less."""
+    """Losses that dips prove get no answer; Cubic has a tenth of it, or less."""
     outcome = run(Bottleneck(loss=loss), [Flow()], seconds=20, warm=5)
     assert outcome.used > least
     assert outcome.own_loss() < 0.025
@@ -163,7 +163,7 @@ def test_a_path_that_loses_is_used_all_the_same(loss, least):
 @compiled
 @pytest.mark.parametrize("loss", [0.05, 0.1])
 def test_sixteen_flows_use_a_path_that_loses(loss):
-    """Each has few datagrams in a dip, and needs several dips to tell the path's loss from its own: by the median of five."""
+    """Each has few datagrams in a dip, and takes several dips to find whose loss it is: by the median of five."""
     outcomes = [run(Bottleneck(loss=loss), [Flow()] * 16, seconds=20, warm=5, seed=seed) for seed in range(1, 6)]
     assert np.median([one.used for one in outcomes]) > 0.5
     assert np.median([one.own_loss() for one in outcomes]) < 0.03
@@ -194,7 +194,7 @@ def test_nothing_is_credited_to_a_path_that_loses_nothing():
 @pytest.mark.parametrize(("kind", "least"), [("cubic", 0.35), ("reno", 0.25)])
 @pytest.mark.parametrize("queue", [2, 20])
 def test_tcp_keeps_its_share(kind, least, queue):
-    """Of what it has alone; ``dedicated`` leaves it a twentieth behind a short queue."""
+    """A share of its rate alone; ``dedicated`` leaves it a twentieth behind a short queue."""
     path = Bottleneck(queue=queue)
     alone = run(path, [Flow(kind)], seconds=40, warm=8).delivered[0]
     shared, dedicated = (
@@ -241,7 +241,7 @@ def test_the_table_says_what_is_missed(tmp_path):
 def engines_share_a_link(rule, senders, loss=0.0, seconds=8):
     """Ranks that send to rank 0 without end, over 100 Mbit/s with a queue of 2 ms and a round trip of 20 ms.
 
-    Returns the shares of what they sent in the second half that did not fit the queue, and of the link that they used.
+    Return the shares of what they sent in the second half that did not fit the queue, and of the link that they used.
     """
     rate, queue, shard = 12.5e6, 25e3, 500 * 1408
     random_, free, counts, half = random.Random(5), 0, [0, 0, 0], (1 + seconds / 2) * SECOND

@@ -43,11 +43,11 @@ UDP = {"transport": "udp", "act_transport": "udp", "udp_key_file": "none", "loss
 #: The losses of the drawn world: datagrams are dropped when they come.
 DRAWN = LossyConfig(**vars(BOTH) | UDP)
 LOSSLESS = LossyConfig(**UDP, packet_bytes=200)
-#: Who waited for a peer that is gone would wait longer than a test may take.
+#: A wait for a peer that is gone would take longer than a test may.
 PATIENT = LossyConfig(**UDP, packet_bytes=200, udp_peer_timeout=1000)
 
 
-#: What they add to the others is between torch and the schedule: tests/test_pipeline_boundaries.py has them, too.
+#: Their difference from the others is between torch and the schedule: tests/test_pipeline_boundaries.py has them, too.
 LONG = ("one by one", "interleaved, groups of three", "interleaved, three chunks")
 
 
@@ -167,7 +167,7 @@ def links_of(rank, tiny, config):
 
 
 def test_within_a_node_nothing_crosses_as_a_datagram():
-    """Of four stages on two nodes the second boundary alone leaves a node."""
+    """Only the second boundary of four stages on two nodes leaves a node."""
     tiny = TinyGPT(pipeline=4, layers=4, accumulation=2, tied=False)
     config = dataclasses.replace(LOSSLESS, lossy_links="inter-node:2")
     told = run_ranks(links_of, 4, tiny, config)
@@ -185,7 +185,7 @@ def test_two_interleaved_stages_have_two_links(pool):
 
 
 def test_lengths_share_links(pool):
-    """Of 21, 20 and 7 packets: one link for up to 32 packets, and one for up to 8."""
+    """Messages of 21, 20 and 7 packets: one link for up to 32 packets, and one for up to 8."""
     tiny = dataclasses.replace(PLAIN, accumulation=6, lengths=(16, 15, 5))
     for rank, (names, counts) in enumerate(pool.run(links_of, 2, tiny, LOSSLESS)):
         assert names == ["stages on ranks 0 and 1"] * 2
@@ -239,7 +239,7 @@ def test_what_one_stage_sends_the_next_one_receives(group):
 
 
 def observed(ranks, tiny, config, steps, itemsize=4):
-    """What a network lost: packets of zeros, no more than the bound of each message, and of the gradient sent back."""
+    """Losses of a network: packets of zeros, no more than the bound of each message, and of the gradient sent back."""
     elements = config.packet_bytes // itemsize
     zeros = {"act": 0, "act-grad": 0}
     [recorded] = by_replica(ranks).values()
@@ -314,7 +314,7 @@ def with_a_killed_stage(rank, tiny, config, killed):
 
 @pytest.mark.slow
 def test_a_killed_stage_ends_all_others():
-    """Not by waiting: its neighbour is told by its host, and those beyond by the neighbour's."""
+    """Not by waiting: its neighbour learns of it from its host, and those beyond from the neighbour's."""
     tiny = TinyGPT(pipeline=3, layers=3, accumulation=4, tied=False)
     with pytest.raises(RankFailed) as failure:
         run_ranks(with_a_killed_stage, 3, tiny, PATIENT, 2)

@@ -95,7 +95,7 @@ def test_every_setting_of_megatron(name, pool):
 
 @pytest.mark.slow
 def test_ranks_of_a_node_exchange_beside_the_windows(pool):
-    """Their pieces land beside the gradients, which others' pieces overwrite."""
+    """Their pieces land outside the gradients, which others' pieces overwrite."""
     tiny = {"dtype": "bf16", **OVERLAPS["both"]}
     whole = dataclasses.replace(WHOLE, lossy_links="inter-node:2")
     mine = run_ranks(as_on_a_device, 4, real_runs, [("", tiny, dataclasses.replace(whole, **LITTLE))])
@@ -111,7 +111,7 @@ def test_what_was_lost_in_windows_is_replayed_bit_for_bit(tmp_path, pool):
 
 @pytest.mark.parametrize("way", ["of a device", "of a CPU"])
 def test_all_that_was_sent_in_windows_is_applied_but_for_what_is_kept(way):
-    """To the last bit, over integers: a window's report tells what was lost of it."""
+    """To the last bit, over integers: a window's report names its losses."""
     config = dataclasses.replace(HURRIED_FEEDBACK, packet_bytes=24, udp_memory=2**16)
     args = (telescopes, config, 12, skips_some)
     found = run_ranks(as_on_a_device, 3, *args) if way == "of a device" else run_ranks(telescopes, 3, *args[1:])

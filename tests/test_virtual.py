@@ -102,7 +102,7 @@ def trained(rank, tiny, config, steps=STEPS, workers=None, skipped=()):
 
 
 def assert_virtual_is_real(virtual, ranks):
-    """Losses, norms, replicas and owners' weights of every step, bit for bit. Returns whether a replica was not its owners'."""
+    """Losses, norms, replicas and owners' weights of every step, bit for bit. Return whether a replica was not its owners'."""
     differed = False
     for step, (losses, norm, replicas, owners) in enumerate(virtual):
         for rank, history in enumerate(ranks):
@@ -142,7 +142,7 @@ def test_two_workers_are_two_ranks_bit_for_bit(tmp_path, others):
     [virtual] = run_ranks(virtual_runs, 1, chosen, 2)
     for name, _, config in chosen:
         differed = assert_virtual_is_real(virtual[name], [one[name] for one in ranks])
-        assert differed != config.phase("param").lossless, name  # or the comparison says nothing
+        assert differed != config.phase("param").lossless, name  # or the comparison is empty
 
 
 @settings(max_examples=60, deadline=None)

@@ -27,7 +27,7 @@ def stage_by_name(name: str, stages: int) -> int:
 
 
 def observe(rank: int, workers: int, flags: dict) -> tuple:
-    """Replicas by name before each iteration, and what the turns of workers computed with."""
+    """Return replicas by name before each iteration, and what the turns of workers computed with."""
     tiny = TinyGPT(layers=LAYERS, tied=False, optimizer="sgd", lr=0.5, clip_grad=0.4, accumulation=2)
     run = build(tiny, VirtualCluster(LossyConfig(**STAGED, **flags), workers, gapless=True))
     before, during = [], []

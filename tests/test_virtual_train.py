@@ -37,12 +37,12 @@ def run_both(workers: int, data: dict, folder: Path, cases: dict[str, tuple[dict
 
 
 def losses_of(folder: Path) -> list[tuple]:
-    """All recorded losses and gradient norms. (Loss rates are of one rank, or of all virtual workers.)"""
+    """Return all recorded losses and gradient norms. (Loss rates are of one rank, or of all virtual workers.)"""
     return [tuple(pair for pair in record if "loss rate" not in pair[0]) for record in recorded_losses(folder)]
 
 
 def weights(folder: Path) -> dict[str, bytes]:
-    """The owners' weights and the optimizer's moments in the last checkpoint."""
+    """Return the owners' weights and the optimizer's moments in the last checkpoint."""
     return {k: v for k, v in checkpoint_bytes(folder, latest_iteration(folder)).items() if "rng" not in k}
 
 
@@ -89,7 +89,7 @@ def die_in_second_save(rank: int, config: dict, loss: dict) -> None:
 
 
 def signalled(rank: int, config: dict, loss: dict) -> list:
-    """A run that gets SIGTERM while it computes iteration 6."""
+    """Return a run that gets SIGTERM while it computes iteration 6."""
     from megatron_lossy.lab.train import loop
 
     step = loop._Run._step
@@ -113,7 +113,7 @@ def signalled(rank: int, config: dict, loss: dict) -> list:
     ids=["previous in bursts", "bf16 shards", "codes"],
 )
 def test_killed_and_stopped_run_continues_bit_for_bit(data, tmp_path, settings, loss):
-    """Killed in the save of iteration 4, told to stop in iteration 6: with ``--save-replicas`` nobody can tell."""
+    """Killed in the save of iteration 4, stopped in iteration 6: with ``--save-replicas`` nothing shows it."""
     base = TINY | data | settings | {"virtual_workers": 4, "save_interval": 2}
     loss = loss | {"save_replicas": True, "eval_weights": "both"}
     once, twice = tmp_path / "once", tmp_path / "twice"

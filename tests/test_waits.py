@@ -1,6 +1,6 @@
-"""Nothing waits for the device where the host knows the answer, or nobody needs it yet, counted on a CPU.
+"""Nothing waits for the device where the host has the answer, or nobody needs it yet, counted on a CPU.
 
-What makes the host wait: values that Python reads, and shapes that depend on values.
+The host waits for values that Python reads, and for shapes that depend on values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.test_streams import Graph
 from tests.test_transport import group_in_memory
 from tests.tiny_gpt import build
 
-pytestmark = pytest.mark.shows("nothing waits for the device where the host knows (counted)")
+pytestmark = pytest.mark.shows("nothing waits for the device where the host has the answer (counted)")
 
 #: How Python reads a tensor's values.
 _READS = ("__bool__", "__float__", "__int__", "__index__", "item", "numpy", "tolist")
@@ -129,7 +129,7 @@ def test_the_loss_scale_of_a_shard_is_read_if_an_error_hits_it():
 
 
 def count_reads(rank, tiny, config, steps):
-    """How often the loss scale was read for errors, and what was hit."""
+    """Return the number of reads of the loss scale for errors, and the errors."""
     from megatron_lossy import hooks
     from megatron_lossy.channel.corruption import Reduction
 

@@ -27,14 +27,14 @@ class Measured:
 
     @classmethod
     def over(cls, values: np.ndarray, blocks: int | None = None) -> Measured:
-        """The mean of ``values`` [n], which are independent, or cut into ``blocks`` of consecutive ones."""
+        """Return the mean of ``values`` [n], which are independent, or cut into ``blocks`` of consecutive ones."""
         if blocks is not None:
             values = np.array([part.mean() for part in np.array_split(values, blocks)])
         return cls(float(values.mean()), float(values.std(ddof=1) / np.sqrt(len(values))))
 
 
 def random_walk(steps: int, shape: tuple[int, ...], phi: float, seed: int) -> np.ndarray:
-    """float64[steps, *shape]: increments of variance 1 whose autocorrelation at lag k is phi^k."""
+    """Return float64[steps, *shape]: increments of variance 1 whose autocorrelation at lag k is phi^k."""
     noise = np.random.default_rng(seed).standard_normal((steps, *shape))
     for before, now in itertools.pairwise(noise):
         now *= np.sqrt(1 - phi**2)
@@ -43,9 +43,9 @@ def random_walk(steps: int, shape: tuple[int, ...], phi: float, seed: int) -> np
 
 
 def drift(config: LossyConfig, workers: int, increments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Drift between two receivers, and to the owner, after each broadcast of replicas that start equal.
+    """Return drift between two receivers, and to the owner, after each broadcast of replicas that start equal.
 
-    ``increments`` [steps, N, coordinates]: each owner's additions to the weights of its shard. Returns float64[steps,
+    ``increments`` [steps, N, coordinates]: each owner's additions to the weights of its shard. Return float64[steps,
     coordinates] twice: means over shards, and over pairs of receivers or over receivers.
     """
     arrived = _arrivals(config, "param", workers, 1)
@@ -65,13 +65,13 @@ def _memory(config: LossyConfig, phase: str, workers: int, cuts: Sequence[Bucket
 
 
 def _arrivals(config: LossyConfig, phase: str, workers: int, units: int) -> Callable[[int], np.ndarray]:
-    """Returns a function of the step: bool[receivers, sources, units], the units that arrive."""
+    """Return a function of the step: bool[receivers, sources, units], the units that arrive."""
     memory = _memory(config, phase, workers, [BucketUnits(0, units, units, 1)])
     return lambda step: memory.foresee(Exchange(phase, Stream(), step)).arrived
 
 
 def squared_differences(gaps: np.ndarray) -> np.ndarray:
-    """[2, ...]: mean squared difference between two receivers, and to the owner.
+    """Return [2, ...]: mean squared difference between two receivers, and to the owner.
 
     ``gaps`` [N, ...]: each worker's value minus the owner's; 0 for the owner itself, whichever worker that is. The sum
     over pairs of (a-b)^2 is n sum of a^2 - (sum of a)^2; gaps are small, so that nothing cancels.
@@ -88,7 +88,7 @@ def ages(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Counts of each age over all links and units, the largest age of a worker, and the largest of all, per step.
 
-    Returns int64[steps, ages], float64[steps] (mean over workers) and int64[steps]; after ``burn_in`` more steps.
+    Return int64[steps, ages], float64[steps] (mean over workers) and int64[steps]; after ``burn_in`` more steps.
     """
     arrived = _arrivals(config, "param", workers, units)
     age = np.zeros((workers, workers, units), dtype=np.int64)

@@ -55,16 +55,16 @@ def long_files_first(items: list[pytest.Item]) -> None:
 
 
 def few_at_once(few: Collection[str], names: Iterable[str]) -> list[Any]:
-    """Parameters of a test: ``few`` of ``names`` are tried each time, the others when there is time."""
+    """Return parameters of a test: ``few`` of ``names`` are tried each time, the others when there is time."""
     return [pytest.param(name, marks=() if name in few else pytest.mark.slow) for name in names]
 
 
-#: What Python tells of before a process starts. A fork alone counts as a rank.
+#: Events that Python audits before a process starts. A fork alone counts as a rank.
 EVENTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
 
 
 def _code(function: Any) -> Iterator[types.CodeType]:
-    """The code of a function, and that of the functions in it."""
+    """Yield the code of a function, and that of the functions in it."""
     waiting = [function.__code__]
     while waiting:
         code = waiting.pop()
@@ -73,7 +73,7 @@ def _code(function: Any) -> Iterator[types.CodeType]:
 
 
 def _named(function: types.FunctionType) -> Iterator[Any]:
-    """What a function names: globals, what modules of the tests hold, what it imports and what it closes over."""
+    """Return the objects that a function names: globals, members of test modules, imports and closures."""
     for code in _code(function):
         held = [function.__globals__]
         for name in code.co_names:
@@ -93,7 +93,7 @@ def _named(function: types.FunctionType) -> Iterator[Any]:
 
 @functools.cache
 def markers(thing: Any) -> frozenset[str]:
-    """The markers that a function of ``tests`` asks for, by what it names and what that names in turn."""
+    """Return the markers that a function of ``tests`` asks for, by what it names and what that names in turn."""
     found: set[str] = set()
     seen: set[int] = set()
     waiting = [thing]
@@ -123,7 +123,7 @@ def markers(thing: Any) -> frozenset[str]:
 
 
 def markers_of(item: pytest.Function) -> set[str]:
-    """The markers that the code of a test, its fixtures and its parameters ask for."""
+    """Return the markers that the code of a test, its fixtures and its parameters ask for."""
     things = [item.function]
     things += [fixtures[-1].func for fixtures in item._fixtureinfo.name2fixturedefs.values()]
     if hasattr(item, "callspec"):

@@ -35,7 +35,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class TinyGPT:
-    """What to build; the data-parallel size is what remains of the world."""
+    """A model to build; the data-parallel size is the rest of the world."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -131,7 +131,7 @@ class TinyRun:
         return {"loss": loss, "grad_norm": grad_norm, "success": success}
 
     def evaluate(self, iteration: int) -> float | None:
-        """The loss of the batch that :meth:`step` would train on; no gradients."""
+        """Return the loss of the batch that :meth:`step` would train on; no gradients."""
         for chunk in self.model:
             chunk.eval()
         loss = self._forward_backward(iteration, None, forward_only=True)
@@ -145,7 +145,7 @@ class TinyRun:
             chunk.start_param_sync(force_sync=True)
 
     def weights(self) -> dict[str, np.ndarray]:
-        """This rank's replica, fp32: every parameter by name, prefixed with its chunk if there are several."""
+        """Return this rank's replica, fp32: every parameter by name, prefixed with its chunk if there are several."""
         result = {}
         for k, chunk in enumerate(self.model):
             prefix = f"{k}." if len(self.model) > 1 else ""
@@ -178,7 +178,7 @@ class TinyRun:
         return result
 
     def rank(self) -> int:
-        """The data-parallel rank whose data are used. Each context-parallel rank has its own."""
+        """Return the data-parallel rank whose data are used. Each context-parallel rank has its own."""
         return parallel_state.get_data_parallel_rank(with_context_parallel=True)
 
     def _buffers(self) -> Iterator[tuple[str, Any]]:
@@ -222,7 +222,7 @@ class VirtualTinyRun(TinyRun):
         return self._worker
 
     def step(self, iteration: int, overflow_on: int | None = None) -> dict[str, Any]:
-        """As :meth:`TinyRun.step`; ``loss`` is a list of the workers' own."""
+        """Make a step as :meth:`TinyRun.step`; ``loss`` is a list of the workers' own."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -234,7 +234,7 @@ class VirtualTinyRun(TinyRun):
         return {"loss": losses, "grad_norm": grad_norm, "success": success}
 
     def all_replica_buffers(self) -> list[dict[str, np.ndarray]]:
-        """:meth:`replica_buffers` of every worker."""
+        """Return :meth:`replica_buffers` of every worker."""
         result = []
         for worker in range(self.cluster.workers):
             with self.cluster.worker(worker, evaluates=True):
@@ -264,12 +264,12 @@ def build(config: TinyGPT, cluster: VirtualRun | None = None) -> TinyRun:
 
 
 def missing(config: TinyGPT) -> str | None:
-    """What of ``config`` the Megatron that is here does not have, in words; ``None`` if it has everything."""
+    """Return the features of ``config`` that the installed Megatron lacks, in words; ``None`` if it has all."""
     version = megatron.core.__version__
     if config.fp32_accumulation and not _known(DistributedDataParallelConfig, reduce_scatter_with_fp32_accumulation=1):
         return f"megatron-core {version} has no reduce-scatter with fp32 accumulation"
     if len(_known(DistributedDataParallelConfig, **config.ddp)) < len(config.ddp):
-        return f"megatron-core {version} has no gradients in float32 beside buckets in bfloat16"
+        return f"megatron-core {version} has no gradients in float32 for buckets in bfloat16"
     if tuple(map(int, version.split(".")[:2])) < (0, 13):  # an assertion fails, with or without us
         if config.tied and config.pipeline > 1 and config.bucket_size:
             return f"megatron-core {version} has no bucket of its own for this shared embedding"
@@ -286,7 +286,7 @@ def missing(config: TinyGPT) -> str | None:
 
 
 def _known(function: Callable, **arguments: Any) -> dict[str, Any]:
-    """Those of ``arguments`` that ``function`` takes in the Megatron that is here."""
+    """Return those of ``arguments`` that ``function`` takes in the Megatron that is here."""
     return {name: value for name, value in arguments.items() if name in inspect.signature(function).parameters}
 
 

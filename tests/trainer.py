@@ -68,13 +68,13 @@ def read_records(folder: Path, kind: str) -> list[dict]:
 
 
 def recorded_losses(folder: Path) -> list[tuple]:
-    """Everything that is recorded of a run but its times and datagrams, to the last bit."""
+    """Return everything that is recorded of a run but its times and datagrams, to the last bit."""
     kept = [r for kind in ("train", "valid") for r in read_records(folder, kind)]
     return [tuple((k, v) for k, v in record.items() if k != "seconds" and k[:4] != "udp ") for record in kept]
 
 
 def checkpoint_bytes(folder: Path, iteration: int) -> dict:
-    """All tensors of a checkpoint, by name, as bytes."""
+    """Return all tensors of a checkpoint, by name, as bytes."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -91,7 +91,7 @@ def checkpoint_bytes(folder: Path, iteration: int) -> dict:
 
 
 def as_flags(config: dict) -> list[str]:
-    """The command line that says ``config``."""
+    """Return the command line that says ``config``."""
     flags = []
     for name, value in config.items():
         values = value if isinstance(value, tuple) else () if value is True else (value,)
@@ -100,7 +100,7 @@ def as_flags(config: dict) -> list[str]:
 
 
 def run_module(module: str, *arguments: str, ranks: int = 0) -> subprocess.CompletedProcess:
-    """``python -m module arguments``, with ``ranks`` under torchrun."""
+    """Return ``python -m module arguments``, with ``ranks`` under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     return subprocess.run(
         [sys.executable, *launcher, "-m", module, *arguments],

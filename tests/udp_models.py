@@ -6,17 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 # --- the rate --------------------------------------------------------------------------------------------------------
-# Times are in nanoseconds. Loss alone says nothing: links lose data at any rate. What says that a link is full is that datagrams
-# wait in its queue, seen in round trips, or that much more is lost than was lost before. Then the rate becomes a little less than
-# what arrives. Two filters keep the delays of a scheduler from being taken for queues: the least round trip of an interval, and the
-# greatest of the last eight delivery rates.
+# Times are in nanoseconds. Loss alone is no sign: links lose data at any rate. The signs of a full link are that
+# datagrams 9 10 greatest of the last eight delivery rates.
 
 
 MS = 1_000_000
 SECOND = 1000 * MS
 #: Least time of arrivals that says something about a rate.
 INTERVAL = 4 * MS
-#: Arrivals that are further apart (µs) say nothing: nobody sent, or nobody received.
+#: Arrivals that are further apart (µs) are no evidence: nothing was sent, or nothing was received.
 GAP = 8000
 #: Datagrams that say something about a share of a tenth.
 ENOUGH = 128
@@ -145,7 +143,7 @@ class Source:
         self._look()
 
     def data(self, unit: int) -> str:
-        """What becomes of a unit that comes now: ``taken``, ``early`` (kept until the posting), a ``duplicate``, ``late``."""
+        """Return the fate of a unit: ``taken``, ``early`` (kept until the posting), a ``duplicate``, ``late``."""
         if unit in self.arrived:
             return "duplicate"
         if self.over:

@@ -29,7 +29,7 @@ HEADER = np.dtype(
         ("phase", "u1"),
         ("zero", "u1"),
         # DATA: unit. END: units of the message, and part. READY: 0, or 1 and part if the receiver is done. ALIVE: 1 for
-        # the last, 2 if nothing is heard of the receiver. PARITY: its number. NACK: number of units that it names. ASK: 0.
+        # the last, 2 if the receiver sends nothing. PARITY: its number. NACK: number of units that it names. ASK: 0.
         ("index", "<u4"),
     ]
 )
@@ -37,7 +37,7 @@ assert HEADER.itemsize == HEADER_BYTES
 
 #: Payload of a REPORT: datagrams and bytes that came from its addressee; the highest number + 1, the time since it came
 #: (µs), and the clock of the reporter (µs) then; DATA that the addressee may have on the way: with ease, and at most; what
-#: comes to the reporter, for each process that sends to it (bytes/s), 0 if it does not know.
+#: comes to the reporter, for each process that sends to it (bytes/s), 0 if unknown.
 REPORT_PAYLOAD = np.dtype(
     [
         ("datagrams", "<u8"),
@@ -60,14 +60,14 @@ END_PAYLOAD = np.dtype([("count", "<u4"), ("code", "<u4")])
 
 
 def end(units: Sequence[int] | None, block: int = 0, parity: int = 0) -> bytes:
-    """The payload of an END in one part; ``None``: all units must arrive."""
+    """Return the payload of an END in one part; ``None``: all units must arrive."""
     if units is None:
         return np.array((ALL, block << 16 | parity), END_PAYLOAD).tobytes()
     return np.array((len(units), block << 16 | parity), END_PAYLOAD).tobytes() + np.array(units, "<u4").tobytes()
 
 
 def encode(kind: int, payload: bytes = b"", *, version: int = VERSION, **fields: int) -> bytes:
-    """A datagram without tag; omitted fields are 0."""
+    """Return a datagram without tag; omitted fields are 0."""
     header = np.zeros((), HEADER)
     header["kind"] = version << 4 | kind
     for name, value in fields.items():
@@ -76,13 +76,13 @@ def encode(kind: int, payload: bytes = b"", *, version: int = VERSION, **fields:
 
 
 def decode(datagram: bytes) -> tuple[int, int, dict[str, int], bytes]:
-    """Version, type, all fields, and the bytes behind the header."""
+    """Return version, type, all fields, and the bytes behind the header."""
     header = np.frombuffer(datagram, HEADER, 1)[0]
     fields = {name: int(header[name]) for name in HEADER.names[1:]}
     return int(header["kind"]) >> 4, int(header["kind"]) & 15, fields, datagram[HEADER.itemsize :]
 
 
 def report(datagrams: int, size: int, top: int, **more: int) -> bytes:
-    """The payload of a REPORT."""
+    """Return the payload of a REPORT."""
     known = {"since": 0, "clock": 0, "window": 2**32 - 1, "limit": 2**32 - 1, "share": 0} | more
     return np.array((datagrams, size, top, *known.values()), REPORT_PAYLOAD).tobytes()

@@ -20,7 +20,7 @@ TICK, SETTLE, DIP, DIPPED = 2 * SECOND, 15 * MS, 50 * MS, 0.4
 #: sender that had nothing to send, or slept.
 LEAST_WINDOW, ROUND, WAITS, PAUSE = 6 * MS, 25 * MS, MS, 5 * MS
 LEAST_RATE, USUAL, BOUND = 30e3, 7.5e6, 3e6
-#: Growth relative to TCP's: alone, and beside others; what is left of the rate after a loss: on a clean path, and on one that loses.
+#: Growth relative to TCP's: alone, and next to others; rate left after a loss: on a clean path, on a lossy one.
 GROWTH, BESIDE, KEPT, KEPT_LOSSY = 0.8, 1.1, 0.78, 0.92
 #: That something must wait, to be drained.
 HOLDS = 20 * MS
@@ -34,7 +34,7 @@ def between(low: float, x: float, high: float) -> float:
 
 @dataclass
 class Look:
-    """A report, and what the sender knows of its highest number."""
+    """A report, and the sender's data of its highest number."""
 
     datagrams: int
     top: int
@@ -100,7 +100,7 @@ class Shared:
     def _set(self, rate: float) -> None:
         self.rate = between(self.floor, rate, self.ceiling)
 
-    # --- what it knows ---
+    # --- its state ---
 
     @property
     def _trip(self) -> int:
@@ -130,7 +130,7 @@ class Shared:
         return 0.3 / 0.53 * each * trip * trip / self.packet, (0.75 * each * trip / self.packet) ** (1 / 3)
 
     def _kept(self, share: float) -> float:
-        """What is left of ``flows`` after one of them keeps ``share``."""
+        """Return the rest of ``flows`` after one of them keeps ``share``."""
         return 1 - (1 - share) / self.flows
 
     def _growth(self) -> float:
@@ -157,7 +157,7 @@ class Shared:
         self._came, self._took = 0, 0
 
     def _delivered(self, unknown: float) -> float:
-        """Bytes/s that came in this window."""
+        """Return bytes/s that came in this window."""
         return self._came * self.packet * 1e9 / self._took if self._took >= LEAST_WINDOW // 2 else unknown
 
     def sample(self, now: int, rtt: int) -> None:
@@ -231,7 +231,7 @@ class Shared:
         self._later(now)
         hold = DIPPED * chain.delivered
         if chain.suspect and self.rate <= hold:
-            return  # until a dip has told whose loss that is
+            return  # until a dip has shown whose loss that is
         rate = min(self.rate * self._kept(KEPT_LOSSY if self._lossy else KEPT), self._kept(0.95) * delivered)
         if self.share > 0 and not chain.suspect:
             rate += 0.5 * (between(rate / 4, self._kept(KEPT) * self.share / (1 - self.credit), 2 * rate) - rate)

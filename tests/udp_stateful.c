@@ -2,8 +2,8 @@
  *
  * Three engines without sockets, joined by a network that loses, doubles, delays and is cut one way. Their callers post, send,
  * skip steps, set deadlines, stop for a while, do without others and close in the middle. Every buffer is exactly as long as it must be and is
- * freed as soon as the contract allows: a sanitizer sees what the engine touches after that. What is said to have arrived is
- * compared with what was sent. At the end of an epoch the network is well again: then everything must come to its end.
+ * freed as soon as the contract allows: a sanitizer sees what the engine touches after that. Data reported as arrived are compared with
+ * those sent. At the end of an epoch the network is well again: then everything must come to its end.
  * Prints what happened; status 1 and the line of what was wrong. */
 #include "../megatron_lossy/transport/udp/c/engine.c"
 
@@ -96,7 +96,7 @@ static uint8_t right(uint32_t from, uint32_t to, int kind, uint32_t step, uint32
     return (uint8_t)(from * 31 + to * 17 + (uint32_t)kind * 101 + step * 13 + offset * 7 + epoch * 3);
 }
 
-/* Both ends know it from the step. */
+/* Both ends compute it from the step. */
 static uint64_t length_of(int kind, uint32_t step) { return may_be_short(kind) && step % 3 == 1 ? 4 * UNIT + 5 : 0; }
 static uint64_t bytes_of(int kind, uint32_t step) { return length_of(kind, step) ? length_of(kind, step) : kinds[kind].shard; }
 
@@ -236,7 +236,7 @@ static void check(uint32_t rank, int kind, const struct half *h)
         }
 }
 
-/* What is over is given back at once. Returns how many halves are left. */
+/* Finished halves are freed at once. Returns the number of halves left. */
 static uint32_t give_back(uint32_t rank)
 {
     struct caller *one = &callers[rank];

@@ -123,7 +123,7 @@ class Node:
         dropped=None,
         length: int = 0,
     ) -> Exchange:
-        """``tolerance`` of what must arrive may be missing; ``dropped`` uint8[units + parities] counts as lost.
+        """Post; ``tolerance`` of the required units may be missing; ``dropped`` uint8[units + parities] counts as lost.
 
         ``length``: bytes of the messages, if not those of the bucket.
         """
@@ -177,14 +177,14 @@ class Node:
         return None if self.lib.ml_reports(handle, lost.ctypes.data) else lost
 
     def outcome(self, exchange: Exchange, source: int) -> tuple[int, int, bool]:
-        """Units missing when the end was known, those after repair, and whether they were asked for."""
+        """Return units missing when the end was known, those after repair, and whether they were asked for."""
         out = np.empty((self.size, 3), np.uint32)
         self.lib.ml_outcomes(exchange.handle, out.ctypes.data)
         raw, residual, again = out[source].tolist()
         return raw, residual, bool(again)
 
     def handle(self, now: int, source: int, datagram: bytes) -> str:
-        """``source``: the number of an address; ranks begin with their own."""
+        """Return ``source``: the number of an address; ranks begin with their own."""
         verdict = VERDICTS[self.lib.ml_handle(self.engine, address(source), datagram, len(datagram), now)]
         self.look(now)
         return verdict
@@ -194,7 +194,7 @@ class Node:
         self.look(now)
 
     def produce(self, now: int) -> tuple[int, list[bytes]] | None:
-        """Destination and datagrams of the next batch."""
+        """Return destination and datagrams of the next batch."""
         if not self.lib.ml_produce(self.engine, now, self._out, ctypes.byref(self._output)):
             return None
         port = int.from_bytes(bytes(self._output.to[2:4]), "big")
@@ -229,7 +229,7 @@ class Node:
         return dict(zip(names, values))
 
     def failed(self) -> tuple[int, int]:
-        """Reason and culprit; (0, 0) if it has not."""
+        """Return reason and culprit; (0, 0) if it has not."""
         culprit = ctypes.c_int()
         return self.lib.ml_failed(self.channel, ctypes.byref(culprit)), culprit.value
 

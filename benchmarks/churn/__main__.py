@@ -5,8 +5,8 @@
 It starts a coordinator and islands as processes, and makes happen what the schedule says: lines as those of
 --island-schedule, {"slot": 1, "at": 120, "event": "stop"}. stop is kill -9, freeze is SIGSTOP, cut takes the network away (as root, on
 Linux: benchmarks/lab; elsewhere cuts are left out), and return undoes it; what was killed goes on from its checkpoint. The
-coordinator is killed, and started again, as --coordinator-away says. Then it prints what each event cost the others, and the
-losses, and draws both. --undisturbed trains the same islands once more, as many updates, and nothing happens to them.
+coordinator is killed, and started again, as --coordinator-away says. Then it prints the cost of each event for the
+others, and the losses, and draws both. --undisturbed trains the same islands once more, without events.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_lossy.base.files import replace_file, write_text
 from megatron_lossy.lab.virtual.island_schedule import Schedule, read_schedule
 
 _PROGRAM = "benchmarks.churn"
-#: Of every island, beside its number. Flags of --flags come after them, and count.
+#: Flags of every island, besides its number. Those of --flags come later and win.
 _FLAGS = {
     "--sync-method": "parameters",
     "--sync-fraction": 0.25,
@@ -48,7 +48,7 @@ _FLAGS = {
 }
 #: The round trip between two islands, in ms, if nothing else is asked for.
 _RTT = 2.0
-#: The share of a run after which nobody is killed any more: all are there at its end.
+#: The share of a run after which no island is killed any more: all are there at its end.
 _KILLS_UNTIL = 0.97
 _EXPLANATION = (
     "Updates possible: iterations of the run while the process was there, had entered the run, and was not frozen. An exchange "
@@ -58,7 +58,7 @@ _EXPLANATION = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(prog=f"python -m {_PROGRAM}", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--schedule", metavar="FILE", help="what happens (default: a death, a freeze, a cut, a new island)"
@@ -106,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def schedule_of(args: argparse.Namespace) -> Schedule:
-    """What happens, unless islands are killed at random. Raises :class:`UsageError`."""
+    """Return the schedule of events, unless islands are killed at random. Raise :class:`UsageError` for a wrong one."""
     if args.kill_every is not None:
         if args.schedule is not None:
             raise refuse("--kill-every", args.kill_every, "is instead of --schedule")
@@ -122,13 +122,13 @@ def schedule_of(args: argparse.Namespace) -> Schedule:
 
 
 def _link(rtt: float, loss: float) -> Link:
-    """One direction of a link of ``rtt`` ms."""
+    """Return one direction of a link of ``rtt`` ms."""
     return Link(delay=rtt / 2000, loss=loss)
 
 
 @contextlib.contextmanager
 def _network(machines: int, link: Link) -> Iterator[tuple[Network, list[str]]]:
-    """A network, and what it lacks. Raises :class:`UsageError` if ``link`` takes one that is not there."""
+    """Yield a network, and the features that it lacks. Raise :class:`UsageError` if ``link`` needs one of them."""
     try:
         check_lab()
     except Missing as missing:
@@ -152,7 +152,7 @@ class Runs:
         )
 
     def disturbed(self, seed: int, folder: Path) -> Results:
-        """The run to which the events happen."""
+        """Run the islands with the events."""
         args = self._args
 
         def events(islands: Islands) -> Events:
@@ -167,7 +167,7 @@ class Runs:
         return self._run(seed, folder, args.iterations, slots, events)
 
     def undisturbed(self, seed: int, folder: Path, updates: int) -> Results:
-        """The run of all islands to which nothing happens. ``updates``: of all islands together."""
+        """Run all islands without events. ``updates``: of all islands together."""
         iterations = round(updates / self._args.islands)
         print(f"nothing happens to {iterations} iterations of {self._args.islands} islands …", flush=True)
         nothing = Schedule([])
@@ -211,7 +211,7 @@ class Runs:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """The runs, their tables and pictures."""
+    """Make the runs, their tables and pictures."""
     out, link = Path(args.out), _link(args.rtt, args.link_loss)
     several = len(args.seeds) > 1
     parts, pairs = [], []
@@ -234,7 +234,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     text = "\n".join(lines)
     print("\n" + text)
     write_text(out / "churn.md", text)
-    print(f"wrote {out / 'churn.md'}, and pictures beside it")
+    print(f"wrote {out / 'churn.md'}, and pictures next to it")
 
 
 def _check(islands: Islands, end: int) -> None:
@@ -247,7 +247,7 @@ def _check(islands: Islands, end: int) -> None:
 
 
 def _report(results: Results) -> list[str]:
-    """Lines about a run."""
+    """Return lines about a run."""
     lines = [*(f"- {note}" for note in results.notes), f"- An iteration took {results.usual():.2f} s (median)", ""]
     lines += [*markdown(results.events()), "", *markdown(results.table()), ""]
     return [*lines, f"{results.headline()}. {results.whole()}", ""]
@@ -259,7 +259,7 @@ def _draw(results: Results, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program."""
+    """Run the program."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     with usage_errors(_PROGRAM):

@@ -71,7 +71,7 @@ class Life:
                 self.seen[record["iteration"]] = time.monotonic()
 
     def tail(self) -> str:
-        """The end of what it has said."""
+        """Return the end of its output."""
         return "\n".join(self.log.read_text().splitlines()[-15:])
 
 
@@ -119,7 +119,7 @@ class Islands:
         return self.lives[-1]
 
     def latest(self, slot: int) -> Life:
-        """The latest life of the island ``slot``."""
+        """Return the latest life of the island ``slot``."""
         return [one for one in self.lives if one.slot == slot][-1]
 
     def signal(self, slot: int, number: int) -> None:
@@ -148,7 +148,7 @@ class Islands:
             one.read()
 
     def running(self) -> Iterator[Life]:
-        """The lives that are there, frozen ones too."""
+        """Yield the lives that have not ended, frozen ones too."""
         return (one for one in self.lives if one.runs)
 
     @property

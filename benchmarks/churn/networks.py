@@ -21,7 +21,7 @@ class Network(Protocol):
     coordinator: str
 
     def start(self, machine: int, command: Sequence[str], env: dict[str, str], **options: Any) -> subprocess.Popen:
-        """``subprocess.Popen`` on ``machine``, or on the last, -1."""
+        """Call ``subprocess.Popen`` on ``machine``, or on the last, -1."""
 
     def set(self, machine: int, there: bool) -> None:
         """Cut ``machine`` off, or join it again."""
@@ -63,6 +63,6 @@ class Loopback:
 
 @contextlib.contextmanager
 def lab_of(machines: int, link: Link) -> Iterator[LabNetwork]:
-    """A lab of so many machines. Raises :class:`.lab.Missing`."""
+    """Yield a lab of so many machines. Raise :class:`.lab.Missing`."""
     with Lab(link, [1] * machines) as lab:
         yield LabNetwork(lab, link)

@@ -1,4 +1,4 @@
-"""The picture of a run with islands that come and go: losses, and below them who was there when."""
+"""The picture of a run with islands that come and go: losses, and below them the presence of islands."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _membership(axes: Axes, results: Results) -> None:
 
 
 def _served(results: Results) -> list[tuple[int, int]]:
-    """The iterations in which the coordinator was there."""
+    """Return the iterations in which the coordinator was there."""
     edges = [0, *(one.at for one in results.happened if one.slot == COORDINATOR)]
     edges += [results.end] if len(edges) % 2 else []
     return list(zip(edges[::2], edges[1::2]))

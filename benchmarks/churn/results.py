@@ -1,4 +1,4 @@
-"""What came out of a run with islands that come and go: who was there when, updates, pauses, losses; as tables."""
+"""Tables of a run with islands that come and go: presence, updates, pauses, losses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.churn.islands import Life
 from benchmarks.churn.schedule import DONE, Happened, describe
 from megatron_lossy.mechanisms.islands.monitor import EPOCHS
 
-#: Of more events than these, kinds are told.
+#: With more events than these, the table lists kinds.
 _MANY = 40
 #: The first iterations of a life warm up: their pauses do not count.
 _WARM = 3
@@ -44,7 +44,7 @@ class Island:
         return cls(slot, [one for one in lives if one.slot == slot], [json.loads(line) for line in lines])
 
     def of_kind(self, kind: str) -> Iterator[dict[str, Any]]:
-        """Its records of a kind, of all lives."""
+        """Yield its records of a kind, of all lives."""
         return (record for life in self.lives for record in life.records if record["kind"] == kind)
 
     @property
@@ -73,7 +73,7 @@ class Island:
 
     @property
     def spans(self) -> list[Span]:
-        """What it was, in the order of the run: from its iterations, and from the epochs that it says it was in."""
+        """Return the phases in the order of the run, from its iterations and from the epochs that it recorded."""
         states = [self._state(line) for line in self.epochs]
         found: list[Span] = []
         for first, last in _runs(sorted(set(self.made))):
@@ -94,7 +94,7 @@ class Island:
         return SENDS if roles[self.slot] == "send" else LISTENS
 
     def possible(self, happened: Sequence[Happened], end: int) -> int:
-        """Updates that it could have made: iterations of the run while its process was there, and not frozen, or that it made.
+        """Return the possible updates: iterations of the run while its process was there and not frozen, or made ones.
 
         ``end``: iterations of the run. A life begins when it has entered the run, once it has its checkpoint. Events are known to a few
         iterations.
@@ -122,7 +122,7 @@ class Island:
         return len(self.made) - len(set(self.made))
 
     def pauses(self) -> list[tuple[float, float]]:
-        """When each of its iterations ended, and how long it took, in seconds."""
+        """Return the end and the duration of each of its iterations, in seconds."""
         return [
             (life.seen[record["iteration"]], record["seconds"])
             for life in self.lives
@@ -132,7 +132,7 @@ class Island:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first minus one, and the last, of each run of consecutive ``numbers``."""
+    """Yield the first minus one, and the last, of each run of consecutive ``numbers``."""
     first = None
     for place, number in enumerate(numbers):
         first = number if first is None else first
@@ -153,7 +153,7 @@ class Results:
 
     @property
     def updates(self) -> int:
-        """Of all islands together, each once."""
+        """Updates and exchanges of all islands together, each once."""
         return sum(len(set(one.made)) for one in self.islands)
 
     @property
@@ -178,14 +178,14 @@ class Results:
         return f"{100 * self.goodput:.1f} % of the possible updates made; of {100 * self.arrived:.1f} % of the exchanges something arrived"
 
     def whole(self) -> str:
-        """Which samples were left out, or read twice, in words."""
+        """Return a sentence about the samples that were left out, or read twice."""
         hit = {one.slot for one in self.happened if one.event in ("freeze", "cut")}
         left = sum(one.left_out for one in self.islands if one.slot not in hit)
         twice = sum(one.made_twice for one in self.islands)
         return f"Iterations that an island left out while it was there, and neither frozen nor cut off: {left}; made twice: {twice}."
 
     def survivors(self, number: int) -> list[Island]:
-        """The islands that event ``number`` did not hit, nor any before it that is not over."""
+        """Return the islands that event ``number`` did not hit, nor any before it that is not over."""
         hit: set[int] = set()
         for one in self.happened[: number + 1]:
             (hit.discard if one.event in ("return", "join") else hit.add)(one.slot)
@@ -193,19 +193,19 @@ class Results:
         return [one for one in self.islands if one.slot not in hit]
 
     def longest_pause(self, number: int) -> float | None:
-        """Seconds of the longest iteration of a survivor from event ``number`` to the next one; ``None`` without any."""
+        """Return the longest iteration (s) of a survivor from event ``number`` to the next; ``None`` without any."""
         begin = self.happened[number].when
         end = self.happened[number + 1].when if number + 1 < len(self.happened) else float("inf")
         found = [took for one in self.survivors(number) for at, took in one.pauses() if begin <= at < end]
         return max(found, default=None)
 
     def usual(self) -> float:
-        """Median seconds of an iteration."""
+        """Return median seconds of an iteration."""
         times = sorted(took for one in self.islands for _, took in one.pauses())
         return times[len(times) // 2] if times else 0.0
 
     def events(self) -> list[list[str]]:
-        """Rows of cells, the first of them the head: an event each, or a kind of event if there are many."""
+        """Return rows of cells, the first of them the head: an event each, or a kind of event if there are many."""
         if len(self.happened) > _MANY:
             return self._kinds()
         rows = [["iteration", "event", "longest iteration of a survivor until the next event (s)"]]
@@ -222,7 +222,7 @@ class Results:
         return rows
 
     def table(self) -> list[list[str]]:
-        """Rows of cells, the first of them the head."""
+        """Return rows of cells, the first of them the head."""
         head = ["", "starts", "updates made", "of those possible", "exchanges that arrived"]
         rows = [[*head, "training loss, last 20", "validation loss"]]
         for one in self.islands:
@@ -247,7 +247,7 @@ def _seconds(pause: float | None) -> str:
 
 
 def compared(seeds: Sequence[int], pairs: Sequence[tuple[Results, Results]]) -> list[str]:
-    """A table of final validation losses. ``pairs``: by seed, the run to which the events happened, and the other."""
+    """Return a table of final validation losses. ``pairs``: by seed, the run with the events, and the other."""
     rows = [["seed", "updates", "validation loss", "undisturbed, as many updates", "difference"]]
     changes = [100 * (hit.valid / fine.valid - 1) for hit, fine in pairs]
     for seed, (hit, fine), change in zip(seeds, pairs, changes, strict=True):
@@ -260,6 +260,6 @@ def compared(seeds: Sequence[int], pairs: Sequence[tuple[Results, Results]]) -> 
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """``rows`` as a table."""
+    """Return ``rows`` as a table."""
     head, *body = rows
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]

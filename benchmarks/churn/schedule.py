@@ -1,4 +1,4 @@
-"""What happens to a run, and when: events of islands as those of ``--island-schedule``, and those of the coordinator."""
+"""The schedule of a run: events of islands as those of ``--island-schedule``, and those of the coordinator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Happened(NamedTuple):
 
 
 class Events(Protocol):
-    """What makes events happen. ``happened``: those that have, in their order."""
+    """Source of events. ``happened``: past events, in their order."""
 
     happened: list[Happened]
 
@@ -138,12 +138,12 @@ class Kills:
 
 
 def describe(slot: int, event: str) -> str:
-    """An event for people."""
+    """Return an event in words."""
     return f"{'coordinator' if slot == COORDINATOR else f'island {slot}'} {DONE[event]}"
 
 
 def without_cuts(schedule: Schedule) -> Schedule:
-    """``schedule`` where nobody can be cut off."""
+    """Return ``schedule`` without cuts."""
     cut: set[int] = set()
     kept = []
     for one in schedule.events:
@@ -157,5 +157,5 @@ def without_cuts(schedule: Schedule) -> Schedule:
 
 
 def first_islands(schedule: Schedule, slots: int) -> Sequence[int]:
-    """The islands that are there at the beginning."""
+    """Return the islands that are there at the beginning."""
     return [slot for slot in range(slots) if slot not in schedule.empty]

@@ -1,1 +1,1 @@
-"""What ``python -m benchmarks.udp_exchange`` is made of: rows, contestants, and what comes out."""
+"""The parts of ``python -m benchmarks.udp_exchange``: rows, contestants and results."""

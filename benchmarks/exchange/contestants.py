@@ -37,12 +37,12 @@ PHASES = ("reduce-scatter", "all-gather")
 NAMES = ("tcp bbr", "tcp cubic", "gloo bbr", "gloo reno", "stream bbr", "ours")
 _CONNECT_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
-#: A start that all ranks can keep after they have been told of it.
+#: Seconds from an order to its start, so that all ranks can keep it.
 _HEAD_START = 0.004
 
 
 def our_config(flags: str, transport: str = "udp") -> LossyConfig:
-    """The configuration of ours, or of streams, with more ``flags``."""
+    """Return the configuration of ours, or of streams, with more ``flags``."""
     parser = add_flags(argparse.ArgumentParser("--flags"), LossyConfig, "loss")
     always = ["--transport", transport, "--udp-interface", INTERFACE]
     return from_namespace(LossyConfig, parser.parse_args([*always, *shlex.split(flags)]))
@@ -56,13 +56,13 @@ class Exchanger(Protocol):
     def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor) -> None: ...
 
     def lost(self) -> float:
-        """Share of what others sent in the last exchange that did not arrive here."""
+        """Return the share of the packets of others that did not arrive here in the last exchange."""
         ...
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank of ours has sent: ``datagrams``, of these ``again`` and ``parities``; packets that must arrive, and did not."""
+    """Counts of a rank of ours: ``datagrams`` sent, of these ``again`` and ``parities``; protected packets lost."""
 
     datagrams: int = 0
     again: int = 0
@@ -177,7 +177,7 @@ class Ours:
 
     def lost(self) -> float:
         group, phase, step = self._last
-        if phase == "grad":  # beside the time: others say what did not arrive there
+        if phase == "grad":  # outside the timed part: others report their losses
             rule = group.grads[0].protected
             group.finish_step(step, True)
             if (
@@ -190,7 +190,7 @@ class Ours:
         return 1 - float(arrived.mean())
 
     def sent(self) -> Sent:
-        """Since the beginning, to all ranks."""
+        """Return the counts since the beginning, to all ranks."""
         counters = [peer for group in self._groups.values() for peer in group.wire.counters().values()]
         datagrams, again, parities = (
             sum(one.get(name, 0) for one in counters) for name in ("sent", "resent", "parities")
@@ -200,8 +200,8 @@ class Ours:
 
 @dataclass(frozen=True)
 class Done:
-    """A rank's part of one exchange, in seconds; ``lost``: share of what was sent to it; ``busiest``: of ``cpu``, that of the
-    thread with the most."""
+    """A rank's part of one exchange, in seconds; ``lost``: share of the packets sent to it; ``busiest``: of ``cpu``,
+    that of the thread with the most."""
 
     started: float
     ended: float
@@ -211,7 +211,7 @@ class Done:
 
 
 def thread_seconds() -> dict[str, float]:
-    """CPU seconds of each thread of this process so far."""
+    """Return CPU seconds of each thread of this process so far."""
     seconds = {}
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
@@ -220,7 +220,7 @@ def thread_seconds() -> dict[str, float]:
 
 
 def span(ranks: Sequence[Done]) -> tuple[float, float]:
-    """When an exchange begins and ends: with the last rank's start, and the last rank's end."""
+    """Return the beginning and the end of an exchange: the last rank's start, and the last rank's end."""
     return max(one.started for one in ranks), max(one.ended for one in ranks)
 
 
@@ -231,7 +231,7 @@ class TooSlow(RuntimeError):
 def _work(
     orders: Connection, name: str, rank: int, addresses: Sequence[str], port: int, shards: Sequence[int], config: Any
 ) -> None:
-    """The life of a rank: connect, exchange whenever told to, and end with the process that gives the orders."""
+    """Run a rank: connect, exchange on each order, and end with the process that gives the orders."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -305,14 +305,14 @@ class Team:
         return [process.pid for process in self._processes]
 
     def exchange(self, phase: str, shard: int, limit: float) -> list[Done]:
-        """One exchange, by rank. Raises :class:`TooSlow` after ``limit`` seconds; the team is of no use afterwards."""
+        """Run one exchange; return it by rank. Raise :class:`TooSlow` after ``limit`` seconds, which ends the team."""
         order = (phase, shard, time.monotonic() + _HEAD_START)
         for orders in self._orders:
             orders.send(order)
         return self._gather(limit)
 
     def sent(self) -> list[Sent]:
-        """What each rank of ours has sent."""
+        """Return the counts since the beginning, to all ranks."""
         for orders in self._orders:
             orders.send(("sent", 0, 0.0))
         return self._gather(_CONNECT_SECONDS)

@@ -1,4 +1,4 @@
-/* What one core of this machine can do with a payload: a line "what<tab>CPU seconds per GB" for each. Argument: bytes of a packet.
+/* CPU cost of a payload on one core of this machine: a line "what<tab>CPU seconds per GB" for each task. Argument: bytes of a packet.
  *
  * The cipher is the engine's own. Of UDP over the loopback it is both ends, and what the kernel does between them.
  */

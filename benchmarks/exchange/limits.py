@@ -1,4 +1,4 @@
-"""What one core of this machine can do at best: copy, encrypt, and hand datagrams to the kernel and take them back."""
+"""Limits of one core of this machine: copy, encrypt, and send datagrams through the kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_lossy.base.native import ENGINE, compiler
 
 
 def limits(packet_bytes: int) -> dict[str, float]:
-    """CPU seconds per GB of payload, in packets of so many bytes, both ends together."""
+    """Return CPU seconds per GB of payload, in packets of so many bytes, both ends together."""
     source, cc = Path(__file__).with_name("limits.c"), compiler()
     if cc is None:
         raise Missing("limits of the machine need a C compiler, cc (Debian: apt install gcc libc6-dev)")
@@ -29,12 +29,12 @@ def limits(packet_bytes: int) -> dict[str, float]:
 
 
 def best(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    """Of two measurements what was disturbed less."""
+    """Return the less disturbed of two measurements."""
     return {what: min(seconds, second.get(what, seconds)) for what, seconds in first.items()}
 
 
 def limits_table(packet_bytes: int, seconds: Mapping[str, float]) -> list[str]:
-    """The lines of a report."""
+    """Return the lines of a report."""
     what_of = f"Packets of {packet_bytes:,} bytes of payload, both ends; UDP over the loopback, without a cipher"
     return [
         "## Limits of one core, in the same run",

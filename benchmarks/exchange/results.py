@@ -1,4 +1,4 @@
-"""What comes out of the benchmark: cells, and their tables."""
+"""Results of the benchmark: cells, and their tables."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _EXPLANATION = (
     "Between two ranks unless a row says otherwise. A row is: megabytes (10^6 bytes) that a rank sends in an exchange, "
     "round-trip time, rate and queue in each direction, share of packets lost. The time of an exchange is that "
     "from the last rank's start to the last rank's end. Contestants take turns in one run. "
-    "Ideal: the bytes, without headers, at the rate of the link. What takes longer than a limit is not waited for, "
+    "Ideal: the bytes, without headers, at the rate of the link. An exchange over a time limit is not waited for, "
     "nor tried at more loss or size. With fewer than 100 exchanges P99 is nearly the slowest."
 )
 _CPU = (
-    "CPU seconds are those of the ranks' processes. What the kernel does for a packet that arrives happens in the "
+    "CPU seconds are those of the ranks' processes. The kernel's work for an arriving packet happens in the "
     "emulator's, for every contestant alike."
 )
 
@@ -43,7 +43,7 @@ class Cell:
     overflowed: int = 0
 
     def add(self, done: Sequence[Done], links: Sequence[Counters]) -> None:
-        """One exchange: what its ranks and, meanwhile, the links did."""
+        """Add one exchange: the records of its ranks and, meanwhile, of the links."""
         started, ended = span(done)
         self.times.append(1000 * (ended - started))
         self.cpu += sum(one.cpu for one in done)
@@ -55,7 +55,7 @@ class Cell:
             self.overflowed += link.overflowed
 
     def time(self, percent: float) -> float:
-        """Milliseconds of an exchange, as a percentile; infinite where one never ended."""
+        """Return milliseconds of an exchange, as a percentile; infinite where one never ended."""
         if self.too_slow is not None or not self.times:
             return float("inf")
         return float(np.percentile(self.times, percent))
@@ -75,7 +75,7 @@ class Cell:
         return seconds / sent if sent else float("nan")
 
     def share(self, packets: int) -> float:
-        """``packets`` as a share of what came to the links."""
+        """Return ``packets`` as a share of the packets that came to the links."""
         return packets / self.packets if self.packets else 0.0
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ def markdown(
     header: Sequence[str],
     last: Sequence[str] = (),
 ) -> str:
-    """All tables, under ``header``, one sentence each in ``notes``; then the lines ``last``."""
+    """Return all tables, under ``header``, one sentence each in ``notes``; then the lines ``last``."""
     rows, names, at = _grouped(cells)
     lines = ["# Exchanges over emulated links", "", *(f"- {line}" for line in (*header, *notes)), ""]
     lines += [_EXPLANATION, ""]
@@ -181,7 +181,7 @@ def markdown(
 
 
 def table_of(cells: Sequence[Cell]) -> str:
-    """A line of CSV for each cell."""
+    """Return a line of CSV for each cell."""
     text = io.StringIO()
     out = csv.writer(text, lineterminator="\n")
     row_fields = ["part", "megabytes", "rtt", "loss", "burst", "rate", "queue", "reorder", "duplicate"]

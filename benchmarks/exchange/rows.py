@@ -41,7 +41,7 @@ class Row:
 
     @property
     def setting(self) -> tuple[object, ...]:
-        """What connections must not outlive: rows that differ in nothing of it are measured over the same ones."""
+        """Return the settings of the connections: rows with equal ones are measured over the same connections."""
         return self.wire, self.offload, self.ranks, self.rtt, self.rate, self.queue
 
     @property
@@ -50,7 +50,7 @@ class Row:
         return None if self.rate is None else self.rtt / 2 + 8e3 * self.megabytes / self.rate
 
     def link(self, loss: bool = True) -> Link:
-        """What the lab emulates; without ``loss`` it loses, delays and doubles nothing but what overflows."""
+        """Return the emulated link; without ``loss`` it only drops packets that overflow its queue."""
         rate = None if self.rate is None else 1e6 * self.rate
         queue = math.inf if rate is None else self.queue / 1000 * rate / 8
         if not loss:  # in peace, to connect
@@ -108,7 +108,7 @@ def choose(
     megabytes: Sequence[float] | None,
     quick: bool,
 ) -> list[Row]:
-    """The rows of ``parts`` with the values asked for, in the grid any; ``None``: those it has. May raise UsageError."""
+    """Return the rows of ``parts`` with the given values, in the grid any; ``None``: their own. Raise UsageError."""
     rows = list(QUICK) if quick else []
     for part in () if quick else parts:
         if part == "grid":
@@ -125,7 +125,7 @@ def choose(
     if rows and not wanted:
         raise refuse("--parts", " ".join(parts), "no row has these --rtt, --loss and --megabytes")
     for row in wanted:
-        row.link()  # refuses what no link can be
+        row.link()  # refuses impossible links
         if not row.shard > 0:
             raise refuse("--megabytes", row.megabytes, "must be above 0")
     return wanted

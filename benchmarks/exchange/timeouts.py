@@ -75,7 +75,7 @@ class Timeouts:
         return 0.0
 
     def close(self) -> None:
-        """Nothing is sent or answered any more."""
+        """Stop sending and answering."""
         self._closed = True
         self._thread.join()
         self._socket.close()
@@ -117,7 +117,7 @@ class Timeouts:
             self._readable(min(max(free_at - now, 0.0), 0.001) or 0.0005)
 
     def _next(self, now: float) -> bytes | None:
-        """The packet to be sent now: what is late first."""
+        """Return the packet to be sent now: what is late first."""
         with self._changed:
             messages = list(self._out.items())
         for number, message in messages:
@@ -137,7 +137,7 @@ class Timeouts:
         return None
 
     def _receive(self) -> list[tuple[int, int]]:
-        """What has come and is not acknowledged yet: exchange and place."""
+        """Return the packets received and not yet acknowledged: exchange and place."""
         heard = []
         for _ in range(_TOGETHER):
             try:

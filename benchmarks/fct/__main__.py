@@ -85,7 +85,7 @@ class Cell:
 
 
 def make_scheme(name: str, given: Mapping[str, Any], timeout: float) -> Scheme:
-    """The scheme that a study calls ``name``. Raises :class:`UsageError` for settings that it does not have."""
+    """Return the scheme that a study calls ``name``. Raise :class:`UsageError` for settings that it does not have."""
     settings = dict(given)
     recovery = settings.pop("recovery", None)
     kinds: dict[str, type[Scheme]] = {
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read(file: str, over: Mapping[str, Any]) -> Settings:
-    """The settings in ``file``, with ``over`` in their place. Raises :class:`UsageError`."""
+    """Return the settings in ``file``, with ``over`` in their place. Raise :class:`UsageError`."""
     said = read_yaml("FILE", file)
     unknown = set(said) - {one.name for one in fields(Settings)}
     if unknown:
@@ -224,7 +224,7 @@ def read(file: str, over: Mapping[str, Any]) -> Settings:
 
 
 def run(settings: Settings, jobs: int) -> dict[tuple[str, Condition], Cell]:
-    """Every scheme under every condition."""
+    """Run every scheme under every condition."""
     path = Path(pairs=settings.pairs)
     work = [(name, condition) for condition in settings.conditions for name in settings.schemes]
     each = [(name, settings.schemes[name], condition, path, settings.flows, settings.seed) for name, condition in work]
@@ -247,12 +247,12 @@ def run(settings: Settings, jobs: int) -> dict[tuple[str, Condition], Cell]:
 
 
 def below(ours: Cell, theirs: Cell) -> float:
-    """The percentage by which our P99 is below theirs."""
+    """Return the percentage by which our P99 is below theirs."""
     return 100 * (1 - ours.p99.value / theirs.p99.value)
 
 
 def markdown(settings: Settings, cells: Mapping[tuple[str, Condition], Cell], command: str) -> str:
-    """The tables, as text."""
+    """Return the tables as text."""
     path = Path(pairs=settings.pairs)
     made = (
         f"`{command}`: {settings.flows} messages per condition, seed {settings.seed}, {settings.pairs} pair(s) of servers; "
@@ -307,7 +307,7 @@ def _extra(cell: Cell) -> str:
 
 
 def values(cells: Mapping[tuple[str, Condition], Cell]) -> str:
-    """All numbers, as CSV."""
+    """Return all numbers, as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     intervals = [f"{name}{end}" for name in ("mean", "p99") for end in ("", "_low", "_high")]

@@ -61,7 +61,7 @@ class Path:
         return self.delay + 8 * self.hop_delay + 7 * _time(size, self.inside) + _time(size, self.between)
 
     def packets(self, size: float) -> int:
-        """Packets of a message of ``size`` bytes."""
+        """Return packets of a message of ``size`` bytes."""
         return max(1, -(-round(size) // self.payload))
 
 
@@ -85,7 +85,7 @@ class Losses:
         return np.random.Generator(np.random.Philox(key=self._key[0], counter=[0, 0, self._key[1], purpose]))
 
     def first(self, data: int, parities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """bool[data] and bool[parities]: the packets that are lost when first sent.
+        """Return bool[data] and bool[parities]: the packets that are lost when first sent.
 
         ``parities`` int[P]: the number of data packets before each parity.
         """
@@ -99,7 +99,7 @@ class Losses:
         return chain[~is_parity], chain[is_parity]
 
     def _chain(self, length: int) -> np.ndarray:
-        """bool[length]: a stationary two-state chain, in runs of geometric length."""
+        """Return bool[length]: a stationary two-state chain, in runs of geometric length."""
         assert self.burst is not None
         if not self.p:
             return np.zeros(length, dtype=bool)
@@ -113,11 +113,11 @@ class Losses:
         return np.repeat(states, runs)[:length]
 
     def again(self, data: int) -> np.ndarray:
-        """int[data]: the number of repetitions that each packet needs to arrive, if it is sent again."""
+        """Return int[data]: the number of repetitions that each packet needs to arrive, if it is sent again."""
         return self._generator(2).geometric(1 - self.p, data)
 
     def important(self, data: int, count: int) -> np.ndarray:
-        """int[count], rising: the packets of data that have high priority."""
+        """Return int[count], rising: the packets of data that have high priority."""
         return np.sort(self._generator(3).permutation(data)[:count])
 
 
@@ -363,13 +363,13 @@ class _Coded:
         self._there = self.data_places[~lost]
 
     def complete(self, left: np.ndarray) -> float:
-        """The time at which all needed packets have left, except for repeated ones."""
+        """Return the time at which all needed packets have left, except for repeated ones."""
         data = left[self._there[-1]] if len(self._there) else 0.0
         return float(max(data, left[self.parity_places[self._replaced[-1]]] if len(self._replaced) else 0.0))
 
 
 def _next_there(there: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """int: for each place ``after``, the next place that is ``there``; their number if there is none."""
+    """Return int: for each place ``after``, the next place that is ``there``; their number if there is none."""
     following = np.append(np.where(there, np.arange(len(there)), len(there)), len(there))
     following = np.minimum.accumulate(following[::-1])[::-1]
     return following[after + 1]

@@ -41,7 +41,7 @@ __all__ = ["INTERFACE", "Counters", "Lab", "Link", "Missing", "check_lab", "end_
 _MAX_NODES = 64
 
 
-#: What makes a device send packets of the MTU.
+#: Settings that make a device send packets of the MTU.
 _NO_OFFLOAD = dict.fromkeys(
     (
         "tx-tcp-segmentation",
@@ -55,7 +55,7 @@ _NO_OFFLOAD = dict.fromkeys(
 
 
 class Missing(RuntimeError):
-    """What a lab needs and is not there; the text is one line."""
+    """A program or right that a lab needs is missing; the text is one line."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Link:
 
 
 class Counters(ctypes.Structure):
-    """What one direction of a link did: packets and bytes that came in, and what became of the packets."""
+    """Counters of one direction of a link: packets and bytes that came in, and the fate of the packets."""
 
     _fields_ = [
         (name, ctypes.c_uint64)
@@ -109,7 +109,7 @@ class Counters(ctypes.Structure):
     ]
 
     def since(self, earlier: Counters) -> Counters:
-        """What happened after ``earlier``."""
+        """Return the counts since ``earlier``."""
         return Counters(*(getattr(self, name) - getattr(earlier, name) for name, _ in self._fields_))
 
 
@@ -126,7 +126,7 @@ class _Pipe(ctypes.Structure):
 
 
 def _layout(sites: int) -> type[ctypes.Structure]:
-    """``struct lab`` of emulator.c."""
+    """Return ``struct lab`` of emulator.c."""
 
     class Layout(ctypes.Structure):
         _fields_ = [
@@ -165,7 +165,7 @@ def _compiler() -> str | None:
 
 @functools.cache
 def _emulator() -> int:
-    """The compiled emulator: a file descriptor, as its file is gone already, and is not left if we are killed."""
+    """Return the file descriptor of the compiled emulator; its file is gone, so that a kill leaves nothing behind."""
     source = Path(__file__).with_name("emulator.c")
     with tempfile.TemporaryDirectory(prefix="megatron-lossy-lab-") as folder:
         program = f"{folder}/emulator"
@@ -179,7 +179,7 @@ class Lab:
     """Nodes in ``sites``, whose numbers of nodes are given, with ``link`` from each site to each other.
 
     ``link`` of ``None`` joins two nodes by a pair of veth devices, without an emulator: as fast as this machine is. These hand
-    on 64 KB in one piece, which no cable does; without ``offload`` the sender cuts what it sends into packets of the
+    on 64 KB in one piece, which no cable does; without ``offload`` the sender cuts its data into packets of the
     MTU, and the receiver joins them again where it can.
     Raises :class:`Missing` on entry where there can be no lab.
     """
@@ -254,7 +254,7 @@ class Lab:
     def set(self, link: Link, source: int | None = None, destination: int | None = None, seed: int = 0) -> None:
         """Make ``link`` what joins the site ``source`` to the site ``destination``; ``None``: every one.
 
-        The draws start anew, another way for another ``seed``. What is on its way already arrives as before.
+        The draws start anew, another way for another ``seed``. Packets already on their way arrive as before.
         """
         for a in range(self._sites) if source is None else (source,):
             for b in range(self._sites) if destination is None else (destination,):
@@ -267,21 +267,21 @@ class Lab:
                 settings.generation += 1
 
     def counters(self, source: int, destination: int) -> Counters:
-        """What the link from the site ``source`` to the site ``destination`` has done so far."""
+        """Return the counters so far of the link from the site ``source`` to the site ``destination``."""
         return Counters.from_buffer_copy(self._shared.pipes[source * self._sites + destination].counters)
 
     def dropped(self) -> int:
-        """Packets that neither arrived nor were lost by a link, since this machine is too slow: a lab wants 0."""
+        """Return the packets that neither arrived nor were lost by a link, as the machine is too slow: best is 0."""
         failed = 0 if self._link is None else self._shared.failed
         return failed + sum(node.dropped() for node in self.nodes)
 
     def emulator_seconds(self) -> float:
-        """CPU seconds that the emulator has used."""
+        """Return CPU seconds that the emulator has used."""
         times = Path(f"/proc/{self._emulator.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
 
     def address(self, node: int, version: int = 4) -> str:
-        """The IP address of ``node``."""
+        """Return the IP address of ``node``."""
         return self.nodes[node].address if version == 4 else self.nodes[node].address6
 
     def environment(self, rank: int, port: int) -> dict[str, str]:
@@ -291,12 +291,12 @@ class Lab:
         return without_ranks() | {name: str(value) for name, value in found.items()}
 
     def sysctl(self, name: str, value: object) -> None:
-        """Set a sysctl on every node. Raises :class:`OSError` if the kernel refuses."""
+        """Set a sysctl on every node. Raise :class:`OSError` if the kernel refuses."""
         for node in self.nodes:
             node.sysctl(name, value)
 
     def start(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen:
-        """``subprocess.Popen(command, **options)`` on ``node``."""
+        """Call ``subprocess.Popen(command, **options)`` on ``node``."""
         return self.nodes[node].start(command, **options)
 
     def run(self, node: int, command: Sequence[str], timeout: float | None = None) -> subprocess.CompletedProcess:
@@ -319,7 +319,7 @@ def end_in_order() -> None:
 def wait(processes: Sequence[subprocess.Popen], grace: float = 5.0) -> int:
     """Wait until all have ended, or one has failed and others have had ``grace`` seconds to say why: then end them.
 
-    Returns 0 or the status of the first that failed by itself, as a shell would.
+    Return 0 or the status of the first that failed by itself, as a shell would.
     """
     until = math.inf
     while any(process.poll() is None for process in processes) and time.monotonic() < until:

@@ -5,7 +5,7 @@
 
 In the command {node} stands for the number of the machine, {nodes} for how many there are, {address} for the IP address
 of this one and {first} for that of the first. They are joined by the interface lab0. Ends when all have ended, or
-when one has failed, and with its status. Then it says what the links did.
+when one has failed, and with its status. Then it prints the counters of the links.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import Lab, Link, Missing, end_in_order, wait
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.lab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def link_of(args: argparse.Namespace) -> Link:
-    """The link that the flags describe. Raises :class:`UsageError`."""
+    """Return the link that the flags describe. Raise :class:`UsageError`."""
     rate = None if args.rate is None else 1e6 * args.rate
     if args.queue is not None and rate is None:
         raise refuse("--queue", args.queue, "needs --rate")
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The program."""
+    """Run the program."""
     with usage_errors("benchmarks.lab"):
         try:
             return run(parser().parse_args(argv))

@@ -9,7 +9,7 @@
 #include "../../megatron_lossy/transport/udp/c/shared.c"
 #include "../../megatron_lossy/transport/udp/c/rate.c"
 
-enum { CUBIC = SHARED + 1, RENO }; /* beside the rules of rate.c */
+enum { CUBIC = SHARED + 1, RENO }; /* in addition to the rules of rate.c */
 enum { SEND, ARRIVE, HEAR, DUE }; /* kinds of events */
 enum { BYTES = 1500, RING = 1 << 17, STEPS = 8, GROUPS = 64 };
 
@@ -140,7 +140,7 @@ static void tcp_acked(struct sender *f, ns now)
         f->window = f->reno;
 }
 
-/* `used`: bytes that left the link, and those that it could have carried while somebody had something to send. `trace`
+/* `used`: bytes that left the link, and those that it could have carried while any flow had data to send. `trace`
  * [rows][flows][2]: bytes delivered and lost by overflow in each interval. */
 API void bottleneck_run(const struct setting *set, const struct flow_in *in, struct flow_out *out, double *used, double *trace, int rows)
 {

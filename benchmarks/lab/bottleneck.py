@@ -18,7 +18,7 @@ import numpy as np
 from megatron_lossy.base import native
 from megatron_lossy.transport.udp.engine import RULES
 
-#: Rules of rates, and what flows do beside ours.
+#: Rules of rates: ours, and those of other flows.
 KINDS = {**RULES, "cubic": 3, "reno": 4}
 #: Bytes of a packet.
 PACKET = 1500
@@ -117,9 +117,9 @@ class Flow:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of each flow, in packets after the warm-up; and of the link.
+    """Results of each flow, in packets after the warm-up, and of the link.
 
-    ``used``: share of what the link could carry while somebody had something to send. ``trace`` [interval, flow, 2]: bytes
+    ``used``: share of its capacity while any flow had data to send. ``trace`` [interval, flow, 2]: bytes
     that arrived, and that did not fit the queue, from the beginning.
     """
 
@@ -131,7 +131,7 @@ class Outcome:
     trace: np.ndarray
 
     def own_loss(self, flows: slice = slice(None)) -> float:
-        """The share of ``flows``' packets that did not fit the queue."""
+        """Return the share of ``flows``' packets that did not fit the queue."""
         return float(self.overflowed[flows].sum() / max(self.sent[flows].sum(), 1))
 
 

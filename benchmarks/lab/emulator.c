@@ -66,7 +66,7 @@ struct lab {
     struct pipe pipes[];              /* [source site * sites + destination site] */
 };
 
-/* What the emulator knows of a pipe beyond what is shared. A stream of draws for each thing that is drawn, so that
+/* State of a pipe in the emulator, beyond the shared one. A stream of draws for each thing that is drawn, so that
  * reordering changes no loss. */
 struct state {
     struct settings now;

@@ -47,7 +47,7 @@ class Node:
         self._network = self.do(self._enter)
 
     def do(self, work: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-        """What ``work`` returns, called in the thread that lives in this namespace."""
+        """Return the result of ``work``, called in the thread of this namespace."""
         return self._thread.submit(work, *arguments, **options).result()
 
     def _enter(self) -> os.stat_result:
@@ -62,7 +62,7 @@ class Node:
             raise OSError(f"ip {'; '.join(commands)}: {done.stderr.strip()}")
 
     def open_tun(self) -> int:
-        """A new TUN device, :data:`INTERFACE`; its file descriptor. It goes when that is closed."""
+        """Open a new TUN device, :data:`INTERFACE`; return its file descriptor. It goes when that is closed."""
 
         def open_tun() -> int:
             tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -72,7 +72,7 @@ class Node:
         return self.do(open_tun)
 
     def join_by_wire(self, other: Node) -> None:
-        """A pair of veth devices, called :data:`INTERFACE` at both ends."""
+        """Make a pair of veth devices, called :data:`INTERFACE` at both ends."""
         self.ip(f"link add {INTERFACE} type veth peer name {INTERFACE} netns {other.do(threading.get_native_id)}")
 
     def set_features(self, features: Mapping[str, bool]) -> None:
@@ -101,7 +101,7 @@ class Node:
         self.do(set_features)
 
     def configure(self, mtu: int) -> None:
-        """Addresses for :data:`INTERFACE`, which is there, and for the loopback."""
+        """Give addresses to :data:`INTERFACE`, which is there, and to the loopback."""
         commands = [
             "link set lo up",
             # A short queue would drop bursts before the link that is to be emulated sees them.
@@ -113,7 +113,7 @@ class Node:
         self.ip(*commands)
 
     def sysctl(self, name: str, value: object | None = None) -> str:
-        """The sysctl ``name`` of this namespace, set to ``value`` if that is given."""
+        """Set the sysctl ``name`` of this namespace to ``value``, if that is given; return it."""
         path = Path("/proc/sys") / name.replace(".", "/")
 
         def access() -> str:
@@ -124,21 +124,21 @@ class Node:
         return self.do(access)
 
     def dropped(self) -> int:
-        """Packets that were dropped on their way to the emulator, which could not keep up."""
+        """Return packets that were dropped on their way to the emulator, which could not keep up."""
         return self.counter(11)
 
     def counter(self, column: int) -> int:
-        """What the kernel counts of :data:`INTERFACE` in ``column`` of ``net/dev``: in 9 packets sent, in 11 those dropped."""
+        """Return the kernel's counter ``column`` of :data:`INTERFACE` in ``net/dev``: 9 is packets sent, 11 dropped."""
         lines = self.do(Path("/proc/thread-self/net/dev").read_text).splitlines()
         values = next(line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
         return int(values[column])
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen:
-        """``subprocess.Popen(command, **options)``, in this namespace and in a session of its own."""
+        """Call ``subprocess.Popen(command, **options)`` in this namespace and in a session of its own."""
         return self.do(subprocess.Popen, command, start_new_session=True, **options)
 
     def processes(self) -> list[int]:
-        """Everything that runs here."""
+        """Return the processes that run here."""
         found = []
         for entry in os.scandir("/proc"):
             with contextlib.suppress(OSError, ValueError):
@@ -152,7 +152,7 @@ class Node:
 
 
 def unshare() -> None:
-    """Put the calling thread into a new network namespace. Raises :class:`OSError`."""
+    """Put the calling thread into a new network namespace. Raise :class:`OSError`."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -174,7 +174,7 @@ def end_processes(nodes: Sequence[Node]) -> None:
 
 
 def _is_ended(pid: int) -> bool:
-    """Whether the process has ended, and only its parent has not taken notice yet."""
+    """Return whether the process has ended, and its parent has not collected it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

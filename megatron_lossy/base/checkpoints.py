@@ -12,23 +12,23 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def iteration_folder(folder: str | os.PathLike[str], iteration: int) -> Path:
-    """The folder in which Megatron puts the checkpoint of ``iteration``."""
+    """Return the folder in which Megatron puts the checkpoint of ``iteration``."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
 def iterations_in(folder: str | os.PathLike[str]) -> list[int]:
-    """The iterations of all finished checkpoints in ``folder``, the earliest first."""
+    """Return the iterations of all finished checkpoints in ``folder``, the earliest first."""
     names = (path.name.removeprefix("iter_") for path in Path(folder).glob("iter_*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def names_checkpoint(folder: str | os.PathLike[str]) -> bool:
-    """Whether ``folder`` names a latest checkpoint."""
+    """Return whether ``folder`` names a latest checkpoint."""
     return os.path.isfile(os.path.join(folder, TRACKER))
 
 
 def latest_iteration(folder: str | os.PathLike[str]) -> int | None:
-    """The iteration of the latest whole checkpoint in ``folder``, if any. Raises :class:`UsageError`."""
+    """Return the iteration of the latest whole checkpoint in ``folder``, if any. Raise :class:`UsageError`."""
     if not names_checkpoint(folder):
         return None
     tracker = Path(folder) / TRACKER

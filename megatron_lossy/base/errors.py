@@ -8,16 +8,16 @@
 * 4, of islands that come and go: a later start has taken the slot. It is an error with another :attr:`UsageError.status`.
 * 1, the machine's: the command was right, and the disk is full or broken, or files or memory ran out. That is an
   :class:`OSError` of :data:`MACHINE_ERRORS`, which names the path.
-* Ctrl-C, if nothing remains to be saved, ends a program as it ends others, by SIGINT. An output that nobody reads any
-  more (``| head``) ends it by SIGPIPE, without a word. A pipe or socket of a library is no such output.
+* Ctrl-C, if nothing remains to be saved, ends a program as it ends others, by SIGINT. A closed output
+  (``| head``) ends it by SIGPIPE, without a word. A pipe or socket of a library is no such output.
 
 Anything else is a defect of ours, and shows its traceback. Programs wrap their main function in :func:`usage_errors`.
 
 A value may come from a file, a preset or a default, and not from the user. The program that reads it notes that
 (:func:`note_origins`). Then the line says where the value came from, and errors about typed values come first.
 
-torchrun ends the ranks of a node when one has failed, and prints a report. The rank that failed first tells it why
-(:func:`tell_torchrun`). The others end without a word, and torchrun does not report them.
+torchrun ends the ranks of a node when one has failed, and prints a report. The rank that failed first reports its error
+to it (:func:`tell_torchrun`). The others print nothing, and torchrun does not report them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def raise_postponed() -> None:
 
 
 def refuse(flag: str, value: object, allowed: str) -> UsageError:
-    """The :class:`UsageError` for a ``flag`` that may not be ``value``. ``allowed``: the allowed values."""
+    """Return the :class:`UsageError` for a ``flag`` that may not be ``value``. ``allowed``: the allowed values."""
     return UsageError(f"{flag} {value}: {allowed}")
 
 
@@ -133,13 +133,13 @@ def note_origins(origins: Mapping[str, str]) -> None:
 
 
 def origin_of(error: UsageError) -> str | None:
-    """The origin of the value that ``error`` is about; ``None`` if it was typed, or is not known."""
+    """Return the origin of the value that ``error`` is about; ``None`` if it was typed, or is not known."""
     found = _FLAG_AND_VALUE.match(str(error))
     return (_origins or {}).get(found[1]) if found else None
 
 
 def with_origin(error: UsageError) -> str:
-    """The text of ``error``, with the origin of the value in brackets unless it was typed."""
+    """Return the text of ``error``, with the origin of the value in brackets unless it was typed."""
     text, origin = str(error), origin_of(error)
     found = _FLAG_AND_VALUE.match(text)
     return text if origin is None or found is None else f"{found[0]} ({origin}){text[found.end() :]}"
@@ -152,21 +152,21 @@ def check_package(package: str, flag: str, value: object, install: str) -> None:
 
 
 def machine_error(error: BaseException | None) -> OSError | None:
-    """The failure of the machine in ``error``, or in its causes; ``None`` if there is none."""
+    """Return the failure of the machine in ``error``, or in its causes; ``None`` if there is none."""
     while error is not None and not (isinstance(error, OSError) and error.errno in MACHINE_ERRORS):
         error = error.__cause__ or error.__context__
     return error
 
 
 def cannot(flag: str, path: str | os.PathLike[str], verb: str, error: OSError) -> UsageError | OSError:
-    """The error if ``path``, which ``flag`` names, cannot be ``verb`` ("read", "written"), because of ``error``."""
+    """Return the error that ``path``, which ``flag`` names, cannot be ``verb`` ("read", "written"): ``error``."""
     if error.errno in MACHINE_ERRORS:
         return OSError(error.errno, error.strerror, os.fspath(path))
     return refuse(flag, path, f"cannot be {verb}: {error.strerror or error}")
 
 
 def is_unread(error: BaseException) -> bool:
-    """Whether ``error`` means that nobody reads the output of this program any more."""
+    """Return whether ``error`` means that the output of this program has been closed."""
     return isinstance(error, BrokenPipeError) and any(map(_has_no_reader, (sys.stdout, sys.stderr)))
 
 
@@ -185,12 +185,12 @@ class ArgumentParser(argparse.ArgumentParser):
     """A parser that raises :class:`UsageError` instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse, with its own description of the error."""
+        """Raise argparse's own description of the error as ours."""
         raise UsageError(message.removeprefix("argument "))
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the message of ``error``, of a library that writes many; the name of its class if it has none."""
+    """Return the first line of the message of ``error``, of a library that writes many; or the name of its class."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -227,7 +227,7 @@ def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -258,7 +258,7 @@ def let_launcher_end(seconds: float) -> None:
 
 
 def a_rank_of_this_node_ended() -> bool:
-    """Whether torchrun, which started this rank, has lost another rank of this node."""
+    """Return whether torchrun, which started this rank, has lost another rank of this node."""
     import psutil  # type: ignore[import-untyped]
 
     with contextlib.suppress(psutil.Error):

@@ -61,7 +61,7 @@ class Stream:
 
     @classmethod
     def parse(cls, name: str) -> Stream:
-        """The inverse of :attr:`name`. Raises ``ValueError``."""
+        """Return the inverse of :attr:`name`. Raise ``ValueError``."""
         found = _NAME.fullmatch(name)
         if found is None or found[1] not in KINDS:
             raise ValueError(f"{name!r} is no stream")
@@ -107,7 +107,7 @@ class BucketUnits:
 
     @cached_property
     def parts(self) -> list[tuple[slice, int]]:
-        """The bucket's units in runs of equal length: (numbers counted from ``first``, elements of a unit)."""
+        """Runs of equally long units: the numbers of the units, from 0 in this bucket, and the elements of each."""
         result = [(slice(0, self.whole), self.elements)] if self.whole else []
         return result + ([(slice(self.whole, self.whole + 1), self.tail)] if self.tail else [])
 
@@ -128,7 +128,7 @@ def cut(
 
     ``elements``: those of a packet of each bucket, where a code decides; ``None``: as many as fit.
 
-    Returns the cut of every bucket and the number of units of the stream. Raises :class:`UsageError` if a packet is
+    Return the cut of every bucket and the number of units of the stream. Raise :class:`UsageError` if a packet is
     smaller than one element.
     """
     if unit == "packet":
@@ -148,15 +148,15 @@ def cut(
 
 
 def units_of(cut: Sequence[BucketUnits]) -> int:
-    """Units per link and step of a stream whose buckets are cut as ``cut``."""
+    """Return units per link and step of a stream whose buckets are cut as ``cut``."""
     return max((bucket.first + bucket.count for bucket in cut), default=0)
 
 
 class Lost:
     """The lost units: ``mask`` bool[shards, count]. Their places are worked out once, at the first request.
 
-    ``spared``: a tensor bool[shards, count] beside the data, of units that arrive after all, which the host need not know
-    yet; ``None``: no unit of ``mask``.
+    ``spared``: a tensor bool[shards, count] on the device of the data, of units that arrive after all, which the host
+    need not have yet; ``None``: no unit of ``mask``.
     """
 
     def __init__(self, mask: np.ndarray, spared: Any = None) -> None:
@@ -164,7 +164,7 @@ class Lost:
         self._places: dict[tuple[int, int], np.ndarray] = {}
 
     def places(self, numbers: slice) -> np.ndarray:
-        """int32[2, k]: each lost unit's shard, and its number from ``numbers.start``, for units in ``numbers``."""
+        """Return int32[2, k]: each lost unit's shard, and its number from ``numbers.start``, for ``numbers``."""
         key = (numbers.start, numbers.stop)
         if key not in self._places:
             self._places[key] = np.array(np.nonzero(self.mask[:, numbers]), dtype=np.int32)
@@ -200,31 +200,31 @@ class Delivery:
         return self.outbound() if callable(self.outbound) else self.outbound
 
     def incoming(self, units: BucketUnits) -> np.ndarray:
-        """bool[S, count]: the units of one bucket, cut into ``units``, that arrived at the one receiver, by source."""
+        """Return bool[S, count]: the units of a bucket, cut into ``units``, that arrived at the receiver, by source."""
         assert len(self.arrived) == 1
         return self.arrived[0][:, units.numbers]
 
     def outgoing(self, units: BucketUnits) -> np.ndarray:
-        """bool[S, count]: the units of the one receiver's bucket that arrived, by destination.
+        """Return bool[S, count]: the units of the one receiver's bucket that arrived, by destination.
 
-        Raises ``ValueError`` if they are not known.
+        Raise ``ValueError`` if they are not known.
         """
         if self.sent is None:
-            raise ValueError(f"{self.exchange}: nobody knows what of this rank's data arrived")
+            raise ValueError(f"{self.exchange}: no report of this rank's data that arrived")
         return self.sent[:, units.numbers]
 
     def lost_here(self, units: BucketUnits) -> Lost:
-        """The units of the bucket that did not arrive at the one receiver, by source."""
+        """Return the units of the bucket that did not arrive at the one receiver, by source."""
         key = "here", units.first, units.count
         return self._known.get(key) or self._known.setdefault(key, Lost(~self.incoming(units)))
 
     def lost_there(self, units: BucketUnits) -> Lost:
-        """The units of the one receiver's bucket that did not arrive, by destination."""
+        """Return the units of the one receiver's bucket that did not arrive, by destination."""
         key = "there", units.first, units.count
         return self._known.get(key) or self._known.setdefault(key, Lost(~self.outgoing(units)))
 
     def survivors(self, units: BucketUnits) -> np.ndarray:
-        """int[count]: the number of sources whose unit arrived at the one receiver, for each unit of the bucket."""
+        """Return int[count]: the number of sources whose unit arrived at the one receiver, for each unit."""
         key = "survivors", units.first, units.count
         if key not in self._known:
             self._known[key] = self.incoming(units).sum(axis=0)

@@ -1,7 +1,7 @@
-"""Copies from an accelerator to the host that nobody waits for before they are read.
+"""Copies from an accelerator to the host without a wait before they are read.
 
 A plain copy to the host (``.cpu()``, ``.item()``) waits until the device has done all queued work, which may be a whole
-backward pass. These copies are queued like any other work. Whoever reads one waits for it then.
+backward pass. These copies are queued like any other work. Reading a copy waits for it.
 
 Torch is imported when it is needed: flags are checked where it is not installed.
 """
@@ -48,7 +48,7 @@ class Fetched:
         _latest[self._stream] = self._event  # recorded: another thread may wait for it at once
 
     def wait(self) -> np.ndarray:
-        """The values, once they are here; from a CPU those of the tensor itself.
+        """Return the values, once they are here; from a CPU those of the tensor itself.
 
         A wait ends all copies that were begun on the same stream before it, so that reading many of them costs one. A
         copy that is here costs none.
@@ -64,7 +64,7 @@ class Fetched:
 
 @functools.cache
 def stream_aside(device: torch.device) -> Any:
-    """The stream of this process, on the CUDA ``device``, for copies beside what is computed."""
+    """Return the stream of this process, on the CUDA ``device``, for copies during computation."""
     import torch
 
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -72,7 +72,7 @@ def stream_aside(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def aside(device: torch.device) -> Iterator[None]:
-    """A context whose work on ``device`` goes to :func:`stream_aside`. Devices but CUDA have no such stream."""
+    """Return a context whose work on ``device`` goes to :func:`stream_aside`. Devices but CUDA have no such stream."""
     if device.type != "cuda":
         yield
         return
@@ -83,10 +83,10 @@ def aside(device: torch.device) -> Iterator[None]:
 
 
 def is_here(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is in host memory."""
+    """Return whether ``tensor`` is in host memory."""
     return tensor.device.type == "cpu"
 
 
 def at_hand(value: np.ndarray | Fetched) -> np.ndarray:
-    """``value``, waited for if it is on its way."""
+    """Return ``value``, waited for if it is on its way."""
     return value.wait() if isinstance(value, Fetched) else value

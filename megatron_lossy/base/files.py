@@ -43,7 +43,7 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) 
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """A context in which an :class:`OSError` names ``path``, also if it happened aside or to an open file.
+    """Return a context in which an :class:`OSError` names ``path``, also if it happened aside or to an open file.
 
     Other errors with a failure of the machine as their cause become such an :class:`OSError` too: libraries that write
     files raise them.
@@ -59,7 +59,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(flag: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """A context in which ``path``, which ``flag`` names, is written.
+    """Return a context in which ``path``, which ``flag`` names, is written.
 
     If it cannot be written, that is a :class:`UsageError`, or an :class:`OSError` if the machine is at fault.
     """
@@ -83,7 +83,7 @@ def check_folder(flag: str, folder: str | os.PathLike[str] | None) -> None:
 
 
 def aside_of(path: str | os.PathLike[str]) -> Path:
-    """A hidden path in the folder of ``path``, unique to this call. Nothing is made there."""
+    """Return a hidden path in the folder of ``path``, unique to this call. Nothing is made there."""
     path = Path(path)
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 

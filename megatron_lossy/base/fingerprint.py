@@ -1,4 +1,4 @@
-"""64 bits that tell a buffer from another, at the cost of reading it.
+"""Fingerprints of buffers: 64 bits, at the cost of one pass over the values.
 
 A plain sum of words is not enough: two buffers that have the same bit flipped at different places have equal sums. So
 the words form a matrix [R, 4096], and the sums of its rows and columns are mixed with their positions: a word that
@@ -19,7 +19,7 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def fingerprint(buffers: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
-    """int64, without dimensions, on ``device`` (default: the first buffer's): equal if all bits of all buffers are.
+    """Return int64, without dimensions, on ``device`` (default: the first buffer's), equal for equal bits.
 
     Buffers are contiguous, of any dtypes, lengths and devices. Different contents have the same fingerprint with a
     probability of about 2^-64.
@@ -27,10 +27,10 @@ def fingerprint(buffers: Sequence[torch.Tensor], device: torch.device | None = N
     if not buffers:
         return torch.zeros((), dtype=torch.int64, device=device)
     device = device or buffers[0].device
-    return _mixed(torch.stack([_of_one(buffer).to(device) for buffer in buffers]), 0).sum()
+    return _mixed(torch.stack([_of_buffer(buffer).to(device) for buffer in buffers]), 0).sum()
 
 
-def _of_one(buffer: torch.Tensor) -> torch.Tensor:
+def _of_buffer(buffer: torch.Tensor) -> torch.Tensor:
     words = _words(buffer.detach().view(-1))
     rows = len(words) // COLUMNS
     matrix, rest = words[: rows * COLUMNS].view(rows, COLUMNS), words[rows * COLUMNS :]
@@ -43,7 +43,7 @@ def _of_one(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums of columns and of rows."""
+    """Return the sums of columns and of rows."""
     if matrix.device.type != "cpu":
         return matrix.sum(0), matrix.sum(1)
     columns, sums = torch.zeros_like(matrix[0]), []
@@ -54,7 +54,7 @@ def _sums(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:
-    """int64: the bits of ``flat``, with zeros after its end."""
+    """Return int64: the bits of ``flat``, with zeros after its end."""
     if flat.dtype == torch.bool or flat.is_complex():
         flat = flat.view(torch.uint8)
     size = flat.element_size()
@@ -71,7 +71,7 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor, first: int) -> torch.Tensor:
-    """splitmix64 of each of ``words`` xor its number, from ``first`` on, times the golden ratio. Wraps around."""
+    """Return splitmix64 of each of ``words`` xor its number from ``first`` on, times the golden ratio, modulo 2^64."""
     numbers = torch.arange(first, first + len(words), dtype=torch.int64, device=words.device)
     x = words ^ (numbers * _signed(_GOLDEN))
     x = x + _signed(_GOLDEN)
@@ -81,7 +81,7 @@ def _mixed(words: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """``x`` >> ``bits`` of unsigned words."""
+    """Return ``x`` >> ``bits`` of unsigned words."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -90,7 +90,7 @@ def _signed(word: int) -> int:
 
 
 def finite(buffers: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
-    """bool, without dimensions, on ``device`` as in :func:`fingerprint`: whether all floating values are finite."""
+    """Return bool, without dimensions, on ``device`` as in :func:`fingerprint`: all floating values are finite."""
     # Both are NaN if a value is. A norm, or isfinite() of every value, takes ten times as long on a CPU.
     device = device or (buffers[0].device if buffers else None)
     extremes = [

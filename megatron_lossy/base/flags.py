@@ -54,7 +54,7 @@ def flag(
     group: str | None = None,
     **argparse_options: Any,
 ) -> Any:
-    """A dataclass field that is also a command-line flag ``--name-with-dashes``.
+    """Return a dataclass field that is also a command-line flag ``--name-with-dashes``.
 
     ``argparse_options`` go to ``ArgumentParser.add_argument``; ``flag="--x"`` overrides the name. A default of
     ``False`` or ``True`` makes a switch. ``basic``: a short help shows the flag. ``incidental``: the flag changes no
@@ -72,23 +72,23 @@ def flag(
 
 
 def incidental_fields(cls: type) -> set[str]:
-    """The flags of ``cls`` that a resumed run may change and still be the same run."""
+    """Return the flags of ``cls`` that a resumed run may change and still be the same run."""
     return {f.name for f in dataclasses.fields(cls) if f.metadata.get("incidental")}
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """The settings that identify a run. A folder with other values of them holds another run."""
+    """Return the settings that identify a run. A folder with other values of them holds another run."""
     incidental = incidental_fields(type(config))
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in incidental}
 
 
 def difference(cls: type, saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """The first of :func:`differences`; or ``None``."""
+    """Return the first of :func:`differences`; or ``None``."""
     return next(differences(cls, saved, here), None)
 
 
 def differences(cls: type, saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    """The flags of ``cls`` that differ between the identities ``saved`` and ``here``, in words.
+    """Yield the flags of ``cls`` that differ between the identities ``saved`` and ``here``, in words.
 
     ``saved`` may come from an earlier version, and from JSON: a flag that came later had its default.
     """
@@ -108,19 +108,19 @@ def _plain(value: Any) -> Any:
 
 
 def of_flags(cls: type[Config], settings: Mapping[str, Any]) -> Config:
-    """The dataclass ``cls`` with the values of ``settings`` for its fields; tuples may be lists there, as in JSON."""
+    """Return the dataclass ``cls`` with the values of ``settings``; tuples may be lists there, as in JSON."""
     values = {f.name: settings[f.name] for f in _flag_fields(cls) if f.name in settings}
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def flag_name(cls: Any, name: str) -> str:
-    """The command-line name of a field of the dataclass ``cls``: ``p_grad`` gives ``--p-grad``."""
+    """Return the command-line name of a field of the dataclass ``cls``: ``p_grad`` gives ``--p-grad``."""
     options = cls.__dataclass_fields__[name].metadata["flag"]
     return options.get("flag", "--" + name.replace("_", "-"))
 
 
 def texts_by_flag(config: Any, settings: Mapping[str, Any]) -> dict[str, str]:
-    """``settings``, values of fields of ``config``, as text by their flags."""
+    """Return ``settings``, values of fields of ``config``, as text by their flags."""
     return {flag_name(type(config), name): as_text(value) for name, value in settings.items()}
 
 
@@ -141,13 +141,13 @@ def refuse_unused(config: Any, name: str, why: str) -> None:
 
 
 def number(text: str) -> int | float:
-    """A number of a flag that takes several of different kinds; whole numbers are integers."""
+    """Return a number of a flag that takes several of different kinds; whole numbers are integers."""
     value = float(text)
     return int(value) if value.is_integer() else value
 
 
 def number_or_auto(text: str) -> int | str:
-    """A whole number, or ``auto``."""
+    """Return a whole number, or ``auto``."""
     if text == "auto":
         return text
     try:
@@ -173,14 +173,14 @@ def check_code(flag: str, block: int, parity: int, least: int = 1, copies: bool 
 
 
 def _flag_fields(cls: Any) -> list[dataclasses.Field[Any]]:
-    """The fields of ``cls`` itself, then the inherited ones."""
+    """Return the fields of ``cls`` itself, then the inherited ones."""
     fields = [f for f in dataclasses.fields(cls) if "flag" in f.metadata]
     inherited = {name for base in cls.__bases__ for name in getattr(base, "__dataclass_fields__", ())}
     return sorted(fields, key=lambda f: f.name in inherited)
 
 
 def flag_groups(cls: Any) -> dict[str, list[dataclasses.Field[Any]]]:
-    """The flags of ``cls`` by their headings; flags before the first heading are under an empty one."""
+    """Return the flags of ``cls`` by their headings; flags before the first heading are under an empty one."""
     groups: dict[str, list[dataclasses.Field[Any]]] = {}
     heading = ""
     for f in _flag_fields(cls):
@@ -190,7 +190,7 @@ def flag_groups(cls: Any) -> dict[str, list[dataclasses.Field[Any]]]:
 
 
 def did_you_mean(words: Iterable[str], known: Iterable[str]) -> str:
-    """A hint about unknown ``words``: what became of one, or the nearest known names; empty if none is near."""
+    """Return a hint about unknown ``words``: what became of one, or the nearest known names; empty if none is near."""
     words = list(words)
     for word in words:
         if (became := GONE.get(word.partition("=")[0].lstrip("-").replace("_", "-"))) is not None:
@@ -212,7 +212,7 @@ def _with_hint(parser: argparse.ArgumentParser, refuse_as: Callable[[str], Any],
 
 
 def hint_at_flags(parser: argparse.ArgumentParser) -> None:
-    """Have ``parser`` say which flags unknown ones may be meant for, or what became of them."""
+    """Make ``parser`` propose known flags for unknown ones, or explain what became of them."""
     if "error" not in vars(parser):
         parser.error = functools.partial(_with_hint, parser, parser.error)  # type: ignore[method-assign]
 
@@ -225,7 +225,7 @@ def add_flags(
     only: Callable[[str], bool] = lambda name: True,
     short: bool = False,
 ) -> Parser:
-    """Add the flags of the dataclass ``cls`` to ``parser``, in groups titled ``title``. Returns ``parser``.
+    """Add the flags of the dataclass ``cls`` to ``parser``, in groups titled ``title``. Return ``parser``.
 
     The defaults of the parser are those of ``cls``. ``only``: whether to add a field, by its name. ``short``: the help
     shows the first clause of basic flags, in one group, and none of the others.
@@ -253,17 +253,17 @@ def add_flags(
 
 
 def _owner(cls: type, name: str) -> str:
-    """The class that brings the field ``name`` of ``cls``, with its module."""
+    """Return the class that brings the field ``name`` of ``cls``, with its module."""
     return full_name(next(one for one in reversed(cls.__mro__) if name in getattr(one, "__dataclass_fields__", ())))
 
 
 def full_name(cls: type) -> str:
-    """The name of a class with its module, which no class of another package has."""
+    """Return the name of a class with its module, which no class of another package has."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def first_clause(help: str) -> str:
-    """``help`` up to its first semicolon, colon or bracket with words.
+    """Return ``help`` up to its first semicolon, colon or bracket with words.
 
     A colon after one word, or after words between commas, ends no clause: these name what the flag goes with.
     """
@@ -272,7 +272,7 @@ def first_clause(help: str) -> str:
 
 
 def flag_help(cls: type, title: str, headings: Iterable[str]) -> str:
-    """The help of the flags of ``cls`` under ``headings``, in full."""
+    """Return the help of the flags of ``cls`` under ``headings``, in full."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
     groups = flag_groups(cls)
     for heading in headings:
@@ -282,7 +282,7 @@ def flag_help(cls: type, title: str, headings: Iterable[str]) -> str:
 
 
 def from_namespace(cls: type[Config], namespace: argparse.Namespace) -> Config:
-    """The dataclass ``cls`` filled from an argparse namespace. Raises :class:`UsageError`."""
+    """Return the dataclass ``cls`` filled from an argparse namespace. Raise :class:`UsageError`."""
     values = {}
     for f in _flag_fields(cls):
         value = getattr(namespace, f.name, f.default)
@@ -291,15 +291,15 @@ def from_namespace(cls: type[Config], namespace: argparse.Namespace) -> Config:
 
 
 def as_text(value: Any) -> str:
-    """The value of a flag as it is written on the command line."""
+    """Return the value of a flag as it is written on the command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def shown(value: Any) -> str:
-    """The value of a flag as a message shows it: a switch is on."""
+    """Return the value of a flag as a message shows it: a switch is on."""
     return "on" if value is True else as_text(value)
 
 
 def as_flag(cls: Any, name: str, value: Any) -> str:
-    """The command-line text that gives the field ``name`` of ``cls`` the value ``value``."""
+    """Return the command-line text that gives the field ``name`` of ``cls`` the value ``value``."""
     return flag_name(cls, name) + ("" if value is True else f" {as_text(value)}")

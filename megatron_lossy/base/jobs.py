@@ -14,7 +14,7 @@ from .errors import refuse
 
 
 def launched_ranks() -> int:
-    """Ranks that a launcher started; 1 without one. Raises :class:`UsageError` for tasks of srun without a rank."""
+    """Return the number of launched ranks, at least 1. Raise :class:`UsageError` for tasks of srun without a rank."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1" and "WORLD_SIZE" not in os.environ:
         why = "srun started them, but RANK and WORLD_SIZE are not set, so that each would train alone; start them by "
@@ -48,11 +48,11 @@ class Jobs:
         return self.number if self.apart else 1
 
     def folder(self, path: str | os.PathLike[str], job: int) -> str:
-        """The folder of ``job``, of real ranks, in the folder ``path`` of the run."""
+        """Return the folder of ``job``, of real ranks, in the folder ``path`` of the run."""
         return folder_of(path, self.name, job) if self.several else os.fspath(path)
 
     def folder_to_load(self, path: str | os.PathLike[str], job: int) -> str:
-        """The folder of the checkpoint of ``job`` if ``--load`` is ``path``.
+        """Return the folder of the checkpoint of ``job`` if ``--load`` is ``path``.
 
         All jobs start from a checkpoint in ``path`` itself, until they have their own there.
         """
@@ -60,9 +60,9 @@ class Jobs:
         return os.fspath(path) if names_checkpoint(path) and not names_checkpoint(own) else own
 
     def world(self, seed: int) -> World | None:
-        """Return the launched ranks divided into jobs; ``None`` with one job. Raises :class:`UsageError`.
+        """Return the launched ranks divided into jobs; ``None`` with one job. Raise :class:`UsageError`.
 
-        ``seed``: for what jobs do together.
+        ``seed``: for exchanges between jobs.
         """
         return None
 
@@ -78,7 +78,7 @@ class Jobs:
 
 
 def folder_of(path: str | os.PathLike[str], name: str, job: int | str) -> str:
-    """The folder in ``path`` of the job with that ``name`` and number."""
+    """Return the folder in ``path`` of the job with that ``name`` and number."""
     return os.path.join(path, f"{name}_{job}")
 
 
@@ -86,7 +86,7 @@ class World(Protocol):
     """The launched ranks, divided into jobs, as this rank sees them: its job is a world of its own.
 
     ``job``: the number of this rank's job, and how many there are. ``launched_rank``: the number of this rank among
-    those of all jobs. ``seed``: for what jobs do together, the same for all.
+    those of all jobs. ``seed``: for exchanges between jobs, the same for all.
     """
 
     job: tuple[int, int]
@@ -97,13 +97,13 @@ class World(Protocol):
         """Set RANK and WORLD_SIZE to those of the job, for a program that reads them later."""
 
     def compare(self, settings: Mapping[str, str]) -> None:
-        """``settings``, by flag, must be those of all jobs: these compare them if each is a launch of its own."""
+        """Compare ``settings``, by flag, between all jobs, if each is a launch of its own; they must be equal."""
 
     def open(self, init_process_group: Callable[..., Any], timeout: timedelta) -> None:
         """Make the job the default world. A collective call of all ranks of all jobs.
 
         ``init_process_group``: makes the default group from ``store``, ``rank``, ``world_size`` and ``timeout``.
-        ``timeout``: the time after which a rank gives up on another one, in its job or not.
+        ``timeout``: the time that a rank waits for another one, in its job or not.
         """
 
 
@@ -119,7 +119,7 @@ class JobGroup:
     def begin_stopping(self, signal: int) -> Callable[[], int] | None:
         """Begin to agree, at the start of an iteration, whether to stop after it.
 
-        ``signal``: that this rank received, or 0. Returns a function that waits for the signal to stop, or 0, the same
+        ``signal``: that this rank received, or 0. Return a function that waits for the signal to stop, or 0, the same
         at all ranks; ``None`` if the ranks of a job can agree by themselves. A collective call.
         """
         return None
@@ -151,6 +151,6 @@ class JobGroup:
     def rewind(self, folder: str) -> str | None:
         """Let all jobs go on from the same checkpoint: from that in ``folder``, or from an older one.
 
-        Returns a line to report if it is an older one. A collective call of all jobs.
+        Return a line to report if it is an older one. A collective call of all jobs.
         """
         return None

@@ -39,7 +39,7 @@ class Takes:
         return f"({', '.join(parts)})"
 
     def fits(self, function: Callable) -> bool:
-        """Whether ``function`` takes these parameters. Wrappers that take anything, as of other plug-ins, fit."""
+        """Return whether ``function`` takes these parameters. Wrappers with any parameters fit."""
         parameters = _parameters(function)
         if parameters is None:
             return False
@@ -64,7 +64,7 @@ def _parameters(function: Callable) -> list[inspect.Parameter] | None:
 
 
 def signature_of(function: Any) -> str:
-    """The parameters of ``function`` by name, or "unknown"."""
+    """Return the parameters of ``function`` by name, or "unknown"."""
     parameters = _parameters(function) if callable(function) else None
     if parameters is None:
         return "unknown"
@@ -108,7 +108,7 @@ class Patch:
         assert sum(kind is not None for kind in (self.around, self.value, self.make)) == 1, self.target
 
     def replacement(self, original: Any) -> Any:
-        """The new value of the attribute."""
+        """Return the new value of the attribute."""
         if self.value is not None:
             return self.value()
         if self.make is not None:
@@ -163,7 +163,7 @@ class Ledger:
     def install(self, patches: list[Patch]) -> None:
         """Apply all of ``patches`` or none.
 
-        Raises :class:`UsageError` naming a target that does not exist or has an unexpected signature.
+        Raise :class:`UsageError` naming a target that does not exist or has an unexpected signature.
         """
         if self._installed:
             raise RuntimeError(f"{self.name} patches are already installed")
@@ -184,7 +184,7 @@ class Ledger:
             raise
 
     def uninstall(self) -> None:
-        """Put every original back. Raises ``RuntimeError``, changing nothing, if a target was patched again since.
+        """Put every original back. Raise ``RuntimeError``, changing nothing, if a target was patched again since.
 
         Megatron may have bound a target anew to another of our replacements. Then the original of that one is put back.
         """
@@ -208,7 +208,7 @@ class Ledger:
         self._installed.clear()
 
     def report(self) -> str:
-        """The installed patches with their reasons, one line each."""
+        """Return the installed patches with their reasons, one line each."""
         lines = [f"{self.name}: {len(self._installed)} attributes replaced"]
         for patch, *_ in self._installed:
             lines.append(f"  {patch.target}  ({patch.versions}; until {patch.until}): {patch.why}")
@@ -217,7 +217,7 @@ class Ledger:
 
 @contextlib.contextmanager
 def patched(name: str, *patches: Patch) -> Iterator[None]:
-    """A context in which ``patches`` of the subsystem ``name`` are applied."""
+    """Return a context in which ``patches`` of the subsystem ``name`` are applied."""
     ledger = Ledger(name)
     ledger.install(list(patches))
     try:
@@ -227,14 +227,14 @@ def patched(name: str, *patches: Patch) -> Iterator[None]:
 
 
 def _get(owner: Any, attribute: str) -> Any:
-    """The attribute as stored, so that a class keeps its static and class methods as they are."""
+    """Return the attribute as stored, so that a class keeps its static and class methods as they are."""
     if isinstance(owner, type):
         return vars(owner).get(attribute, _MISSING)
     return getattr(owner, attribute, _MISSING)
 
 
 def check(patch: Patch) -> Check:
-    """The fit of ``patch``, without applying it. Imports the module of its target."""
+    """Return the fit of ``patch``, without applying it. Imports the module of its target."""
     problem, found, signature = "", True, ""
     try:
         owner, attribute, original = _resolve(patch)
@@ -262,7 +262,7 @@ def _megatron() -> str:
 
 
 def _resolve(patch: Patch) -> tuple[Any, str, Any]:
-    """Owner, attribute and the original, ``_MISSING`` if absent. Raises the errors of importing and looking up."""
+    """Return owner, attribute and original, ``_MISSING`` if absent. Raise the errors of importing and looking up."""
     module_name, _, path = patch.target.partition(":")
     *parents, attribute = path.split(".")
     owner: Any = importlib.import_module(module_name)

@@ -52,7 +52,7 @@ class Library:
         return path
 
     def shipped(self) -> Path:
-        """Return where a wheel has the library: next to its sources, named by them, the options and the processor."""
+        """Return the place of the library in a wheel: next to its sources, named by them, options and processor."""
         parts = [part.read_bytes() for part in sorted(self.source.parent.glob("*.[ch]"))]
         options = " ".join([*FLAGS, *self.options]).encode()
         digest = hashlib.blake2b(b"".join([*parts, options]), digest_size=8).hexdigest()

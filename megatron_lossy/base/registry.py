@@ -47,15 +47,15 @@ class Registry:
         return name in self._targets
 
     def all(self) -> list[Any]:
-        """All classes, in the order of the names."""
+        """Return all classes, in the order of the names."""
         return [self.load(name) for name in self]
 
     def ours(self) -> list[Any]:
-        """Our own classes, without those of other packages."""
+        """Return Our own classes, without those of other packages."""
         return [self.load(name) for name in self.built_in]
 
     def load(self, name: str) -> Any:
-        """The class called ``name``. Raises :class:`UsageError` if another package's class cannot be imported."""
+        """Return the class called ``name``. Raise :class:`UsageError` if another package's class cannot be imported."""
         if name not in self._loaded:
             target = self._targets[name]
             module, _, attribute = target.partition(":")
@@ -64,7 +64,7 @@ class Registry:
                 if getattr(loaded, "name", None) != name:  # the class is loaded again by its own name
                     raise AttributeError(f"its attribute name must be {name!r}")
                 self._check(loaded)
-            except Exception as error:  # a module of somebody else may raise anything
+            except Exception as error:  # a module of another package may raise anything
                 if name in self.built_in:
                     raise
                 kind = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
@@ -74,7 +74,7 @@ class Registry:
         return self._loaded[name]
 
     def _check(self, loaded: Any) -> None:
-        """Raise ``AttributeError`` for a class that lacks what all of the registry have."""
+        """Raise ``AttributeError`` for a class without the attributes of the registry."""
 
 
 class Mechanisms(Registry):
@@ -91,7 +91,7 @@ class Mechanisms(Registry):
         return found
 
     def all(self) -> list[Any]:
-        """The classes that can be loaded. For the others a :class:`UsageError` is postponed."""
+        """Return the classes that can be loaded. For the others a :class:`UsageError` is postponed."""
         return list(self._all)
 
     def attach(self, run: Any) -> None:

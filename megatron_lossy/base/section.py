@@ -1,4 +1,4 @@
-"""A section of the loss flags: those of the core, or of one mechanism. It answers for itself what all need to know."""
+"""A section of the loss flags, of the core or of one mechanism, which answers questions about them."""
 
 from __future__ import annotations
 
@@ -32,41 +32,41 @@ class Flags:
         """Raise :class:`UsageError` for values that are not allowed, and for flags that do nothing."""
 
     def exchanges(self) -> tuple[str, ...]:
-        """The phases whose losses the channels decide."""
+        """Return the phases whose losses the channels decide."""
         return ()
 
     def changes(self) -> bool:
-        """Whether an exchange, or the order of work, is not Megatron's own."""
+        """Return whether an exchange, or the order of work, is not Megatron's own."""
         return False
 
     def acts(self) -> bool:
-        """Whether anything is done at all. A section that does something without :meth:`changes` says so here."""
+        """Return whether the flags have any effect. Override it for effects without :meth:`changes`."""
         return self.changes()
 
     def draws(self) -> bool:
-        """Whether losses beside those of :meth:`exchanges` are drawn, or happen in a network."""
+        """Return whether losses besides those of :meth:`exchanges` are drawn, or happen in a network."""
         return False
 
     def streams(self) -> bool:
-        """Whether some exchanges cross as streams although ``--transport`` has neither these nor datagrams."""
+        """Return whether some exchanges cross as streams although ``--transport`` has neither these nor datagrams."""
         return False
 
     def notes(self) -> list[str]:
-        """Words for the exchanges that the flags set in the place of Megatron's own."""
+        """Return words for the exchanges that the flags set in the place of Megatron's own."""
         return []
 
     def notes_beside(self) -> list[str]:
-        """Words for all that the flags set beside exchanges."""
+        """Return a description of all that the flags set besides exchanges."""
         return []
 
     def idle(self) -> dict[str, tuple[bool, set[str]]]:
-        """Reasons for flags to do nothing, by sentence: whether they are of use nevertheless, and the flags."""
+        """Return reasons for flags to do nothing, by sentence: whether they are of use nevertheless, and the flags."""
         return {}
 
     def needs_whole_optimizers(self) -> bool:
-        """Whether the flags need full replicas: each rank with all of the optimizer."""
+        """Return whether the flags need full replicas: each rank with all of the optimizer."""
         return False
 
     def taints(self) -> bool:
-        """Whether a run with these flags is no baseline, even if nothing is lost and nothing is late."""
+        """Return whether a run with these flags is no baseline, even if nothing is lost and nothing is late."""
         return False

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 
 def burst_tail(transitions: Sequence[float], steps: int, units: int = 1) -> np.ndarray:
-    """float64[steps]: P(A > i) for the four parameters of ``gilbert-elliott:PGB,PBG,LG,LB``, i < ``steps``.
+    """Return float64[steps]: P(A > i) for the four parameters of ``gilbert-elliott:PGB,PBG,LG,LB``, i < ``steps``.
 
     ``transitions``: P(good to bad), P(bad to good), loss when good, loss when bad. The chain advances ``units``
     times per step. With its matrix T over a step, its stationary distribution s and the losses L = diag(good, bad),
@@ -35,7 +35,7 @@ def burst_tail(transitions: Sequence[float], steps: int, units: int = 1) -> np.n
 
 
 def drift_of_ages(tail: ArrayLike) -> tuple[float, float]:
-    """Drift to the owner and between two independent receivers, for any ages with P(A > i) = ``tail[i]``.
+    """Return drift to the owner and between two independent receivers, for any ages with P(A > i) = ``tail[i]``.
 
     In units of the mean square of an increment, of which none is like another. Ages beyond the end of ``tail`` count as its
     length t. So this is also the drift after t broadcasts.
@@ -64,7 +64,7 @@ class Lead(NamedTuple):
 
 
 def lead(share: float, mean_age: float) -> Lead:
-    """The lead for receivers with the share ``share`` of missed updates and the mean age ``mean_age``, in updates.
+    """Return the lead for receivers that miss a share ``share`` of updates, by ``mean_age`` updates on average.
 
     Only these two are needed, and receivers can count them. r is cut off to [0, 0.95]: bursts of more than about 20
     updates are then undone in part, and losses that avoid each other a little more than undone.
@@ -85,7 +85,7 @@ def lead(share: float, mean_age: float) -> Lead:
 
 
 def stability_bound(overlap: int) -> float:
-    """The gain below which deviations die out: 2 sin(pi / (2 (2q + 1))), with ``overlap`` q: 2, 1, 0.618, 0.445, ...
+    """Return the gain below which deviations die out: 2 sin(pi / (2 (2q + 1))), ``overlap`` q: 2, 1, 0.618, ...
 
     x(k+1) = x(k) - g x(k-q) leaves the unit circle at z = exp(i a) with z^q (z - 1) = -g: |z - 1| = 2 sin(a/2) = g and
     q a + (pi + a)/2 = pi, so a = pi / (2q + 1) (Levin and May, 1976). The proof of the paper's theorem 4 takes the
@@ -97,7 +97,7 @@ def stability_bound(overlap: int) -> float:
 
 
 def critical_gain(overlap: int) -> float:
-    """The largest gain without oscillation, q^q / (q + 1)^(q + 1): 1, 1/4, 4/27, ...; near it deviations die out
+    """Return the largest gain without oscillation, q^q / (q + 1)^(q + 1): 1, 1/4, 4/27, ...; near it deviations die out
     fastest.
 
     z^(q+1) - z^q + g = 0 has its double real root at z = q / (q + 1), and this is g at that root.
@@ -108,7 +108,7 @@ def critical_gain(overlap: int) -> float:
 
 
 def stability_bound_drawn(fraction: float, delay: int) -> float:
-    """The same bound for ``bernoulli``, for the mean square of deviations.
+    """Return the same bound for ``bernoulli``, for the mean square of deviations.
 
     ``delay``: floor(tau/K), exchanges of any elements. x(t+1) = x(t) - g b x(t-tau) per exchange, with b = 1 with
     probability f. b is independent of x(t-tau), so that this is the mean's recursion x(t+1) = x(t) - g f x(t-tau) with
@@ -127,7 +127,7 @@ def stability_bound_drawn(fraction: float, delay: int) -> float:
 
 
 def critical_gain_drawn(fraction: float, delay: int) -> float:
-    """:func:`critical_gain` for the mean with ``bernoulli``, at most 1. ``delay``: as for its stability bound."""
+    """Return :func:`critical_gain` of the mean with ``bernoulli``, at most 1. ``delay``: as for its stability bound."""
     _check_drawn(fraction, delay)
     return min(1.0, critical_gain(delay) / fraction)
 
@@ -138,7 +138,7 @@ def _check_drawn(fraction: float, delay: int) -> None:
 
 
 def bytes_sent(elements: int, islands: int, itemsize: float = 4, receivers: int | None = None) -> float:
-    """The bytes that an island sends in one exchange of ``elements``, to owners and back, without its own part.
+    """Return the bytes that an island sends in one exchange of ``elements``, to owners and back, without its own part.
 
     ``receivers``: of means, if some of these send nothing; default ``islands``.
     """
@@ -150,6 +150,6 @@ def bytes_sent(elements: int, islands: int, itemsize: float = 4, receivers: int 
 
 
 def as_loss(omega: ArrayLike) -> np.ndarray:
-    """The loss rate that costs what a relative error of ``omega`` costs: (p + omega) / (1 - p) of S^2 / N is lost."""
+    """Return the loss rate with the cost of a relative error ``omega``: (p + omega) / (1 - p) of S^2 / N is lost."""
     omega = np.asarray(omega, dtype=np.float64)
     return omega / (1 + omega)

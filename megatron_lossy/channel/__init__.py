@@ -1,3 +1,3 @@
-"""Channels and keyed draws: they decide who loses which units. Pure: no process group, no megatron."""
+"""Channels and keyed draws: they decide which links lose which units. Pure: no process group, no megatron."""
 
 from .base import Channel, make_channel

@@ -39,7 +39,7 @@ class Channel(ABC):
 
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
-        """The losses of ``phase`` with this channel. Raises :class:`UsageError` for flags that do not fit."""
+        """Return the losses of ``phase`` with this channel. Raise :class:`UsageError` for flags that do not fit."""
         if config.trace is not None and "trace" not in {split_model(model)[0] for model in config.loss_model}:
             raise refuse("--trace", config.trace, f"needs --loss-model trace, not {cls.name}")
         rate, schedule = config.rate(phase), config.of_phase("loss_schedule", phase)
@@ -55,14 +55,14 @@ class Channel(ABC):
 
     @classmethod
     def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:
-        """The flag that sets the rate in place of ``--p-grad`` and ``--p-param``. Raises :class:`UsageError`."""
+        """Return the flag that sets the rate in place of ``--p-grad`` and ``--p-param``. Raise :class:`UsageError`."""
         if config.model_argument(phase) is not None:
             raise refuse("--loss-model", as_text(config.loss_model), f"{cls.name} takes nothing after a colon")
         return None
 
     @classmethod
     def label(cls, flags: Mapping[str, Any], phase: str) -> str:
-        """The name of the losses of ``phase`` in a table.
+        """Return the name of the losses of ``phase`` in a table.
 
         ``flags``: the flags of the run, by their field names; ``loss_model`` and ``loss_schedule`` have the one value
         of ``phase``.
@@ -74,12 +74,12 @@ class Channel(ABC):
 
     @classmethod
     def highest_rate(cls, loss: PhaseLoss) -> float | None:
-        """The highest mean loss rate of a step, or ``None`` if the flags do not tell."""
+        """Return the highest mean loss rate of a step; ``None`` if the flags do not determine it."""
         return max(loss.schedule.rates) if cls.redrawable else None
 
     @classmethod
     def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float] | None:
-        """Drift in the steady state at the rate of ``step``: to the owner, and between two receivers.
+        """Return drift in the steady state at the rate of ``step``: to the owner, and between two receivers.
 
         The unit is squared increments, if these are uncorrelated (:mod:`megatron_lossy.base.theory`). ``units``: units of
         loss of a step. ``None`` if there is no closed form, or links differ.
@@ -87,10 +87,10 @@ class Channel(ABC):
         return None
 
     def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float] | None:
-        """The share of units that miss an update, and their mean age, over ``destinations`` at the rate of ``step``.
+        """Return the share of units that miss an update, and their mean age, over ``destinations`` at ``step``'s rate.
 
         Both are of the steady state (:mod:`megatron_lossy.lab.theory.lag`). ``units``: units of loss per link and step.
-        ``None`` if the flags do not tell.
+        ``None`` if the flags do not determine it.
         """
         return None
 
@@ -100,13 +100,13 @@ class Channel(ABC):
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> np.ndarray:
-        """bool[L, units]: True where the unit arrives, on L links from ``sources`` to ``destinations``.
+        """Return bool[L, units]: True where the unit arrives, on L links from ``sources`` to ``destinations``.
 
         Both are integers [L], ranks in the full group.
         """
 
     def steps(self, phase: str, stream: Stream) -> int | None:
-        """The number of steps that this channel knows, from step 0 on; ``None``: any."""
+        """Return the number of steps that this channel has, from step 0 on; ``None``: any."""
         return None
 
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
@@ -145,10 +145,10 @@ class Repeated(Channel):
 
 
 def make_channel(config: LossyConfig, phase: str) -> Channel:
-    """The channel of ``phase``. Raises :class:`UsageError` for unreadable files."""
+    """Return the channel of ``phase``. Raise :class:`UsageError` for unreadable files."""
     loss, together = config.phase(phase), config.loss_correlation == "source"
     kind, copies = CHANNELS.load(loss.model), config.copies(phase)
-    if copies == 1 or not kind.redrawable:  # what was recorded is what came in the end
+    if copies == 1 or not kind.redrawable:  # the record is of the final arrivals
         return kind(loss, config.loss_seed, together)
     seeds = [(config.loss_seed + one * _BETWEEN_PASSES) % 2**64 for one in range(copies)]
     return Repeated([kind(loss, seed, together) for seed in seeds])

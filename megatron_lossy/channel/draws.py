@@ -27,7 +27,7 @@ _LOW, _HALF = np.uint64(2**32 - 1), np.uint64(32)
 
 
 def philox4x64(key: tuple[int, int], counters: np.ndarray) -> np.ndarray:
-    """uint64[n, 4]: the block of each counter, for ``counters`` uint64[4, n], which are overwritten.
+    """Return uint64[n, 4]: the block of each counter, for ``counters`` uint64[4, n], which are overwritten.
 
     ``numpy.random.Philox`` draws a long stream of one counter fast, but setting it to another counter costs as much as
     drawing hundreds of numbers; an exchange of N workers has N x N links with a counter each and often one number.
@@ -52,7 +52,7 @@ def philox4x64(key: tuple[int, int], counters: np.ndarray) -> np.ndarray:
 
 
 def _multiply(a: np.ndarray, factor: int, high: np.ndarray, low: np.ndarray, scratch: np.ndarray) -> None:
-    """``high`` and ``low``: the upper and lower 64 bits of ``a * factor``, from four products of 32-bit halves."""
+    """Store the upper and lower 64 bits of ``a * factor`` in ``high`` and ``low``, by four 32-bit products."""
     factor_low, factor_high = np.uint64(factor & 2**32 - 1), np.uint64(factor >> 32)
     middle, other = scratch
     np.bitwise_and(a, _LOW, out=other)
@@ -92,7 +92,7 @@ _local = threading.local()
 
 
 def _philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.random.Philox:
-    """A generator set to ``key`` and ``counter``; one object per thread, since constructing one costs 10 to 30 µs."""
+    """Return a generator set to ``key`` and ``counter``; one object per thread, as a new one costs 10 to 30 µs."""
     if not hasattr(_local, "philox"):
         _local.philox = np.random.Philox(key=0)
         _local.state = _local.philox.state
@@ -154,14 +154,14 @@ class Uniforms:
         blocks = -(-units // PER_BLOCK)
         one_by_one = len(links) * (_LOOP_LINK + blocks * _LOOP_BLOCK)
         if one_by_one > _VECTOR_CALL + len(links) * blocks * _VECTOR_BLOCK:
-            return self._upper_together(links, blocks)[:, :units]
+            return self._upper_at_once(links, blocks)[:, :units]
         upper = np.empty((len(links), units), dtype=np.uint16)
         for row, link in zip(upper, links.tolist()):
             raw = _philox(self._key, (0, self._step, link, self._exchange)).random_raw((units + 3) // 4)
             row[:] = raw.astype("<u8", copy=False).view("<u2")[:units]
         return upper
 
-    def _upper_together(self, links: np.ndarray, blocks: int) -> np.ndarray:
+    def _upper_at_once(self, links: np.ndarray, blocks: int) -> np.ndarray:
         counters = np.empty((4, len(links), blocks), dtype=np.uint64)
         counters[0] = np.arange(1, blocks + 1)  # NumPy's generator counts up before the first block
         counters[1] = self._step
@@ -171,7 +171,7 @@ class Uniforms:
         return raw.view("<u2").reshape(len(links), blocks * PER_BLOCK)
 
     def below(self, threshold: float | np.ndarray) -> np.ndarray:
-        """bool[L, units]: True with probability ``threshold``, in [0, 1]; monotone in the threshold.
+        """Return bool[L, units]: True with probability ``threshold``, in [0, 1]; monotone in the threshold.
 
         An array [L] gives each link a threshold of its own, in [0, 1).
         """
@@ -200,7 +200,7 @@ class DrawnChannel(Channel):
 
     @abstractmethod
     def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
-        """Returns the same as :meth:`delivered_links`, for at most a few thousand links or one link with many units."""
+        """Return the same as :meth:`delivered_links`, for at most a few thousand links or one link with many units."""
 
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
@@ -213,26 +213,26 @@ class DrawnChannel(Channel):
         return result
 
     def rate(self, step: int) -> float:
-        """The scheduled loss rate of ``step``, counted from 0."""
+        """Return the scheduled loss rate of ``step``, counted from 0."""
         starts, rates = self.loss.schedule.starts, self.loss.schedule.rates
         return rates[bisect.bisect(starts, step) - 1]
 
     def uniforms(
         self, purpose: int, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> Uniforms:
-        """Uniform numbers for the units of links. Receivers that lose together share the sender's numbers."""
+        """Return uniform numbers for the units of links. Receivers that lose together share the sender's numbers."""
         return Uniforms(self.seed, purpose, exchange, sources, None if self.together else destinations, units)
 
 
 def words(seed: int, purpose: int, exchange: Exchange, rank: int) -> Callable[[int], np.ndarray]:
-    """Returns a function that gives the next ``count`` independent 64-bit words of one rank, uint64[count]."""
+    """Return a function that gives the next ``count`` independent 64-bit words of one rank, uint64[count]."""
     link = rank << 32 | rank
     state = np.random.Philox(key=[seed, 2 * purpose], counter=[0, exchange.step, link, _exchange_word(exchange)])
     return state.random_raw
 
 
 def generator(seed: int, exchange: Exchange, source: int, number: int) -> np.random.Generator:
-    """Random numbers for other purposes than losses, from the arguments alone. ``number``: the purpose, below 2^32."""
+    """Return random numbers for purposes other than losses, from the arguments. ``number``: purpose, below 2^32."""
     word = _exchange_word(exchange)
     return np.random.Generator(
         np.random.Philox(key=[seed, _OTHER], counter=[0, exchange.step, source << 32 | number, word])
@@ -240,13 +240,13 @@ def generator(seed: int, exchange: Exchange, source: int, number: int) -> np.ran
 
 
 def choosing_numbers(seed: int, exchange: Exchange, count: int) -> np.ndarray:
-    """uint64[count]: numbers that choose the elements of an exchange. No other draw shares them."""
+    """Return uint64[count]: numbers that choose the elements of an exchange. No other draw shares them."""
     counter = [0, exchange.step, 0, _exchange_word(exchange)]
     return np.random.Philox(key=[seed, _OTHER + 1], counter=counter).random_raw(count)
 
 
 def coding_keys(seed: int, exchange: Exchange, source: int, destinations: Sequence[int]) -> np.ndarray:
-    """int32[D, 2]: a key for what rounds the gradients from ``source`` to each of ``destinations``; of no other draw.
+    """Return int32[D, 2]: the key that rounds gradients from ``source`` to each of ``destinations``; of no other draw.
 
     Step and link are in it: the same errors in every step would be a bias, and those of all senders would not cancel.
     """

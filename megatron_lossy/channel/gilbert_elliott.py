@@ -34,7 +34,7 @@ class GilbertElliott(DrawnChannel):
 
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
         super().__init__(loss, seed, together)
-        self._ends: dict[tuple[str, Stream, int], _Ends] = {}
+        self._ends: dict[tuple[str, Stream, int], _LastStates] = {}
 
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
@@ -61,7 +61,7 @@ class GilbertElliott(DrawnChannel):
 
     @classmethod
     def _numbers(cls, text: str | None) -> tuple[float, ...]:
-        """The mean length of a burst, or the four parameters, in ``text``. Raises :class:`UsageError`."""
+        """Return the mean length of a burst, or the four parameters, in ``text``. Raise :class:`UsageError`."""
         if text is None:
             return (_BURST,)
         try:
@@ -95,7 +95,7 @@ class GilbertElliott(DrawnChannel):
         return (0.0, 0.0) if self._quiet(step) else _lag(self.parameters(step), units)
 
     def parameters(self, step: int) -> tuple[float, float, float, float]:
-        """(PGB, PBG, loss when good, loss when bad) of ``step``."""
+        """Return (PGB, PBG, loss when good, loss when bad) of ``step``."""
         if self.loss.transitions is not None:
             return self.loss.transitions
         assert self.loss.burst is not None, "plan sets one of the two"
@@ -113,16 +113,16 @@ class GilbertElliott(DrawnChannel):
         return ~np.where(bad, draws.below(loss_bad), draws.below(loss_good))
 
     def _quiet(self, step: int) -> bool:
-        """True if the schedule allows no loss in ``step``; the chain then rests in the good state."""
+        """Return whether the schedule allows no loss in ``step``; the chain then rests in the good state."""
         return self.loss.transitions is None and self.rate(step) == 0
 
-    def _moves(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> _Moves:
+    def _moves(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> _Transitions:
         to_bad, to_good, *_ = self.parameters(exchange.step)
         draws = self.uniforms(_CHAIN, exchange, sources, destinations, units)
-        return _Moves(draws.below(to_bad), draws.below(1 - to_good), alternates=to_bad > 1 - to_good)
+        return _Transitions(draws.below(to_bad), draws.below(1 - to_good), alternates=to_bad > 1 - to_good)
 
     def _states(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
-        """bool[L, units]: True where the chain is in the bad state at that unit."""
+        """Return bool[L, units]: True where the chain is in the bad state at that unit."""
         moves = self._moves(exchange, sources, destinations, units)
         before = np.zeros(len(sources), dtype=bool)
         links = np.flatnonzero(~moves.first)
@@ -134,7 +134,7 @@ class GilbertElliott(DrawnChannel):
     def _states_before(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> np.ndarray:
-        """bool[L]: the states before the first unit of ``exchange.step``.
+        """Return bool[L]: the states before the first unit of ``exchange.step``.
 
         The search goes back step by step, for the links whose state is not known yet. It computes the state after the
         step from a good state, and from a bad one. If both are the same the state is known; if not, the step keeps the
@@ -166,8 +166,8 @@ class GilbertElliott(DrawnChannel):
         result[links] = draws.below(to_bad / (to_bad + to_good))[:, 0] ^ turned[links]
         return result
 
-    def _known(self, exchange: Exchange, units: int) -> _Ends:
-        return self._ends.setdefault((exchange.phase, exchange.stream, units), _Ends())
+    def _known(self, exchange: Exchange, units: int) -> _LastStates:
+        return self._ends.setdefault((exchange.phase, exchange.stream, units), _LastStates())
 
 
 def _check_transitions(values: tuple[float, ...]) -> None:
@@ -184,14 +184,14 @@ def _check_transitions(values: tuple[float, ...]) -> None:
 
 @functools.lru_cache
 def _drift(transitions: tuple[float, ...], units: int) -> tuple[float, float] | None:
-    """Drift to the owner and between two receivers; ``None`` if ages of thousands of steps matter."""
+    """Return drift to the owner and between two receivers; ``None`` if ages of thousands of steps matter."""
     tail = _tail(transitions, units)
     return None if tail is None else theory.drift_of_ages(tail)
 
 
 @functools.lru_cache
 def _lag(transitions: tuple[float, ...], units: int) -> tuple[float, float] | None:
-    """Share of losses and mean age; ``None`` if ages of thousands of steps matter."""
+    """Return share of losses and mean age; ``None`` if ages of thousands of steps matter."""
     tail = _tail(transitions, units)
     return None if tail is None else (float(tail[0]), float(tail.sum()))
 
@@ -204,7 +204,7 @@ def _tail(transitions: tuple[float, ...], units: int) -> np.ndarray | None:
     return None
 
 
-class _Moves:
+class _Transitions:
     """The effect of the units of L links on the state of the chain.
 
     ``if_good``, ``if_bad`` bool[L, units]: the state after each unit if it was good before it, and if it was bad.
@@ -223,7 +223,7 @@ class _Moves:
         self._if_good, self._if_bad = if_good, if_bad
 
     def states(self, before: np.ndarray) -> np.ndarray:
-        """bool[L, units]: the state after each unit, given the states ``before`` the first, bool[L]."""
+        """Return bool[L, units]: the state after each unit, given the states ``before`` the first, bool[L]."""
         links, units = self._if_good.shape
         # A unit is a pair of binary digits that makes a carry (forced to bad), stops it (forced to good) or passes it
         # on: one addition of long integers runs all chains. In front of each link's units is its state before.
@@ -236,21 +236,21 @@ class _Moves:
 
 
 def _carries(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """bool, of the same shape: the carry out of each digit when the two are added as binary numbers, lowest first."""
+    """Return bool, of the same shape: the carry out of each digit in the sum of two binary numbers, lowest first."""
     a, b = (int.from_bytes(np.packbits(digits, bitorder="little").tobytes(), "little") for digits in (first, second))
     carries = (a + b ^ a ^ b) >> 1
     packed = np.frombuffer(carries.to_bytes(-(-first.size // 8), "little"), dtype=np.uint8)
     return np.unpackbits(packed, bitorder="little", count=first.size).view(bool).reshape(first.shape)
 
 
-class _Ends:
+class _LastStates:
     """The last state computed on each link, and its step. A cache: nothing needs it, and any thread may write to it."""
 
     def __init__(self) -> None:
         self._packed = np.full((0, 0), -1, dtype=np.int64)  # 2 * step + state
 
     def get(self, sources: np.ndarray, destinations: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """bool[L] twice: whether the last state computed on each link is the state of ``step``, and that state."""
+        """Return bool[L] twice: whether the last state computed on each link is that of ``step``, and that state."""
         packed = self._fitting(sources, destinations)[sources, destinations]
         return packed >> 1 == step, packed & 1 == 1
 

@@ -14,7 +14,7 @@ from .draws import DrawnChannel
 
 
 def read_matrix(path: Path) -> np.ndarray:
-    """float64[N, N] from a .npy or text file (blanks or commas); row = source. Raises :class:`UsageError`."""
+    """Return float64[N, N] from a .npy or text file (blanks or commas); row = source. Raise :class:`UsageError`."""
 
     def wrong(why: str) -> UsageError:
         return refuse("--loss-model", f"per-link:{path}", why)

@@ -60,7 +60,7 @@ class Trace(Channel):
         if config.trace is None:
             raise refuse("--loss-model", cls.name, "needs --trace PATH")
         if config.loss_correlation != "independent":
-            raise refuse("--loss-correlation", config.loss_correlation, "a trace already says who loses together")
+            raise refuse("--loss-correlation", config.loss_correlation, "a trace has common losses already")
         return f"--loss-model {cls.name}"
 
     def _array(self, phase: str, stream: Stream) -> np.ndarray:

@@ -20,7 +20,7 @@ PHASES = ("grad", "param")
 
 
 def _numbers() -> dict[str, int]:
-    """The number of every phase. A mechanism of another package whose phases others have is left out."""
+    """Return the number of every phase. A mechanism of another package whose phases others have is left out."""
     numbers = {"grad": 0, "param": 1}
     for mechanism in MECHANISMS.all():
         taken = [
@@ -41,15 +41,15 @@ NUMBERS = _numbers()
 
 
 def value_of(values: Sequence[Value], phase: str, exchanges: Sequence[str] = PHASES) -> Value:
-    """The value for ``phase`` of a flag that takes one for all ``exchanges``, or two, or one for each.
+    """Return the value for ``phase`` of a flag that takes one for all ``exchanges``, or two, or one for each.
 
-    Of two, the first is that of every other exchange from the first on. Raises ``ValueError`` for another phase.
+    Of two, the first is that of every other exchange from the first on. Raise ``ValueError`` for another phase.
     """
     return values[list(exchanges).index(phase) % len(values)]
 
 
 def split_model(model: str) -> tuple[str, str | None]:
-    """The channel that a value of ``--loss-model`` names, and what follows a colon."""
+    """Return the channel that a value of ``--loss-model`` names, and what follows a colon."""
     name, colon, argument = model.partition(":")
     return name, argument if colon else None
 
@@ -63,7 +63,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read ``ITERATION:RATE,ITERATION:RATE,…``. Raises :class:`UsageError`."""
+        """Read ``ITERATION:RATE,ITERATION:RATE,…``. Raise :class:`UsageError`."""
         allowed = "must read ITERATION:RATE,… with iterations rising from 0 and rates in [0, 1)"
         try:
             pairs = [item.split(":") for item in text.split(",")]
@@ -102,7 +102,7 @@ class PhaseLoss:
 
 @dataclass(frozen=True)
 class CoreFlags(Flags):
-    """Flags of losses that are drawn, and of what a run records. Raises :class:`UsageError` for a value not allowed."""
+    """Flags of losses that are drawn, and of the records of a run. Raises :class:`UsageError` for a value not allowed."""
 
     triggers = None
     rates: ClassVar[Mapping[str, str]] = {"grad": "p_grad", "param": "p_param"}
@@ -261,7 +261,7 @@ class CoreFlags(Flags):
         return int(number) if colon else 0
 
     def members(self, ranks: int) -> int:
-        """The members of an exchange of ``ranks`` data-parallel ranks that can lose data to each other: sites, if any."""
+        """Return the members of an exchange of ``ranks`` data-parallel ranks that can lose data: sites, if any."""
         return ranks if self.sites is None else self.sites
 
     def notes(self: Any) -> list[str]:
@@ -292,7 +292,7 @@ class RecoveryFlags(Flags):
 
     @property
     def feeds_back(self) -> bool:
-        """Whether senders keep what they lose, and send it again."""
+        """Whether senders keep their losses, and send them again."""
         known = self.grad_recovery in GRAD_RECOVERIES  # it may not be checked yet
         return known and GRAD_RECOVERIES.load(self.grad_recovery).feeds_back
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts of a run beside its loss flags.
+    """Facts of a run besides its loss flags.
 
-    ``None`` is a fact that is not known here: Megatron's arguments do not know whether a model is quantized, and a
-    model does not know how long it is trained. A refusal that needs an unknown fact does not apply.
+    ``None`` is an unknown fact: Megatron's arguments do not show whether a model is quantized, and a model does not
+    have the length of its training. A refusal that needs an unknown fact does not apply.
     """
 
     # Ranks, workers and length.
@@ -39,7 +39,7 @@ class Facts:
     worlds_apart: bool | None = None
     #: Whether checkpoints are written.
     saves: bool | None = None
-    #: Kind of Megatron's checkpoints beside those of ``--save``.
+    #: Kind of Megatron's checkpoints besides those of ``--save``.
     non_persistent_checkpoints: str | None = None
     dataloader: str | None = None
     torch: str | None = None
@@ -86,7 +86,7 @@ class Facts:
     layer_wise_parameters: bool | None = None
     optimizer_instances: int | None = None
     overlap_param_gather: bool | None = None
-    #: Whether gradients are added up beside Megatron's buffers.
+    #: Whether gradients are added up outside Megatron's buffers.
     gradients_beside_buffers: bool | None = None
     #: Level of Megatron's timers, some of which begin with a barrier.
     timing_level: int | None = None

@@ -21,7 +21,7 @@ PRESET = "--loss-preset"
 
 
 def add_loss_flags(parser: Parser, title: str) -> Parser:
-    """Add all loss flags to ``parser``, with those alone in its help that a newcomer needs. Returns ``parser``."""
+    """Add all loss flags to ``parser``, with those alone in its help that a newcomer needs. Return ``parser``."""
     add_flags(parser, LossyConfig, title, short=True)
     add_preset_and_help(parser.add_argument_group(f"{title}: more"))
     return parser
@@ -56,12 +56,12 @@ class _HelpLoss(argparse.Action):
 
 
 def sections() -> dict[str, str]:
-    """The headings of the loss flags by their names on the command line: ``what-is-lost`` is "what is lost"."""
+    """Return the headings of the loss flags by their names on the command line: ``what-is-lost`` is "what is lost"."""
     return {heading.replace(",", "").replace(" ", "-"): heading for heading in flag_groups(LossyConfig)}
 
 
 def help_loss(section: str) -> str:
-    """The help of a section, of ``all``, or the list of ``presets``. Raises :class:`UsageError`."""
+    """Return the help of a section, of ``all``, or the list of ``presets``. Raise :class:`UsageError`."""
     named = sections()
     if section == "presets":
         return "\n".join([f"{PRESET} NAME:", *(f"  {name:<12}{title(name)}" for name in presets())])
@@ -74,18 +74,18 @@ def help_loss(section: str) -> str:
 
 
 def presets() -> list[str]:
-    """The names of the presets that come with the package."""
+    """Return the names of the presets that come with the package."""
     return sorted(file.stem for file in (shipped_folder("configs") / "presets").glob("*.yaml"))
 
 
 def title(preset: str) -> str:
-    """The first line of ``preset``, which says what it is."""
+    """Return the first line of ``preset``, its description."""
     first, *_ = find_preset(preset).read_text(encoding="utf-8").splitlines()
     return first.removeprefix("#").strip()
 
 
 def find_preset(name: str) -> Path:
-    """The file of the preset ``name``, or the YAML file of that name. Raises :class:`UsageError`."""
+    """Return the file of the preset ``name``, or the YAML file of that name. Raise :class:`UsageError`."""
     known = presets()
     if name in known:
         return shipped_folder("configs") / "presets" / f"{name}.yaml"
@@ -96,14 +96,14 @@ def find_preset(name: str) -> Path:
 
 
 def preset_arguments(arguments: Sequence[str]) -> list[str]:
-    """The flags of the preset that ``arguments`` name, as command-line arguments. Raises :class:`UsageError`."""
+    """Return the flags of the preset that ``arguments`` name, as command-line arguments. Raise :class:`UsageError`."""
     return _split(arguments)[0]
 
 
 def with_preset(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` with the flags of the preset that they name in the place of its name; their own flags win.
+    """Return ``arguments`` with the flags of the preset that they name in the place of its name; their own flags win.
 
-    Raises :class:`UsageError`.
+    Raise :class:`UsageError`.
     """
     preset, others = _split(arguments)
     return [*preset, *others]

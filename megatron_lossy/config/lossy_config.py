@@ -23,7 +23,7 @@ from .transport import TransportFlags
 
 
 def _sections() -> tuple[type[Flags], ...]:
-    """The sections of the core and of mechanisms. A mechanism whose flags others have is left out."""
+    """Return the sections of the core and of mechanisms. A mechanism whose flags others have is left out."""
     sections: list[type[Flags]] = [CoreFlags, RecoveryFlags, TransportFlags, ErrorFlags]
     owners = {name: section for section in sections for name in _own_names(section)}
     for mechanism in MECHANISMS.all():
@@ -40,7 +40,7 @@ def _sections() -> tuple[type[Flags], ...]:
 
 
 def _own_names(section: type[Flags]) -> set[str]:
-    """The names that ``section`` adds to those of all sections."""
+    """Return the names that ``section`` adds to those of all sections."""
     return {name for name in {*vars(section), *section.__dataclass_fields__} - set(dir(Flags)) if name[0] != "_"}
 
 
@@ -55,7 +55,7 @@ RATES: Mapping[str, str] = {phase: name for section in SECTIONS for phase, name 
 
 
 def given(config: Any) -> dict[str, Any]:
-    """The settings of ``config`` that differ from the defaults. Defaults that depend on other flags are worked out.
+    """Return the settings of ``config`` other than the defaults, once those that depend on other flags are set.
 
     These settings alone make the same configuration again.
     """
@@ -71,7 +71,7 @@ def given(config: Any) -> dict[str, Any]:
 
 
 def _depends(config: LossyConfig, name: str) -> bool:
-    """Whether ``name`` would have another value in ``config`` if it had not been given."""
+    """Return whether ``name`` would have another value in ``config`` if it had not been given."""
     if getattr(config, name) is None:
         return False
     others: dict[str, Any] = {name: None}
@@ -147,7 +147,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         return self.changes() or any(self._answers(Flags.acts))
 
     def draws(self) -> bool:
-        """Whether losses are drawn, or happen in a network, so that ``loss_seed`` or a repetition can matter."""
+        """Return whether losses are drawn, or happen in a network, so that ``loss_seed`` or a repetition can matter."""
         return self._draws_exchanges or any(self._answers(Flags.draws))
 
     def streams(self) -> bool:
@@ -193,32 +193,32 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     # --- losses of a phase -----------------------------------------------------------------------------------------
 
     def rate(self, phase: str) -> float:
-        """The mean loss rate that the flags give to ``phase``, unless something replaces it."""
+        """Return the mean loss rate that the flags give to ``phase``, unless something replaces it."""
         rate: float = getattr(self, RATES[phase])
         return rate
 
     @staticmethod
     def rate_flag(phase: str) -> str:
-        """The flag of :meth:`rate`."""
+        """Return the flag of :meth:`rate`."""
         return flag_name(LossyConfig, RATES[phase])
 
     def phase(self, phase: str) -> PhaseLoss:
-        """The losses of ``phase``, one with a loss rate. Raises :class:`UsageError`."""
+        """Return the losses of ``phase``, one with a loss rate. Raise :class:`UsageError`."""
         if phase not in PHASES and phase not in self.exchanges():
             return PhaseLoss("bernoulli", Schedule((0,), (0.0,)), lossless=True)
         loss: PhaseLoss = CHANNELS.load(self.model(phase)).plan(self, phase)
         return loss
 
     def model(self, phase: str) -> str:
-        """The name of the channel of ``phase``."""
+        """Return the name of the channel of ``phase``."""
         return split_model(self.of_phase("loss_model", phase))[0]
 
     def model_argument(self, phase: str) -> str | None:
-        """The text behind the name of the channel of ``phase`` and a colon in ``--loss-model``."""
+        """Return the text behind the name of the channel of ``phase`` and a colon in ``--loss-model``."""
         return split_model(self.of_phase("loss_model", phase))[1]
 
     def of_phase(self, name: str, phase: str) -> Any:
-        """The value for ``phase``, one of :meth:`exchanges`, of a flag that takes several; ``None`` if it is not set.
+        """Return the value for ``phase``, one of :meth:`exchanges`, of a flag for several; ``None`` if it is not set.
 
         See :func:`.core.value_of`.
         """
@@ -232,15 +232,15 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         return any(not self.phase(phase).lossless for phase in self.exchanges())
 
     def untouched(self, phase: str) -> bool:
-        """Whether the exchanges of ``phase`` are Megatron's own: nothing is lost, and nothing else carries them."""
+        """Return whether the exchanges of ``phase`` are Megatron's own: without losses and by its own transport."""
         return self.transport == "torch" and self.phase(phase).lossless and phase not in self.wire_bits
 
     def loses(self, phase: str) -> bool:
-        """Whether anything of ``phase`` can be lost, by drawing or by a network."""
+        """Return whether anything of ``phase`` can be lost, by drawing or by a network."""
         return self.observed or not self.phase(phase).lossless
 
     def label(self, phase: str) -> str:
-        """A name for the losses of ``phase``: a rate in percent, or the setting that replaces a rate."""
+        """Return a name for the losses of ``phase``: a rate in percent, or the setting that replaces a rate."""
         own = {name: self.of_phase(name, phase) for name in ("loss_model", "loss_schedule")}
         label: str = CHANNELS.load(self.model(phase)).label({**dataclasses.asdict(self), **own}, phase)
         return label
@@ -248,7 +248,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     # --- in words --------------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Losses and their recovery, in words."""
+        """Return losses and their recovery, in words."""
         beside = self.notes_beside() + self._idle_notes()
         if self.lossless:
             return "; ".join(["none, the exchanges are Megatron's own", *beside])
@@ -270,7 +270,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         return "; ".join([*drawn, unit, *notes, crossing[self.transport], *beside])
 
     def _idle_notes(self) -> list[str]:
-        """Sentences about given flags without effect: their subject is not lost, or is lost in other units."""
+        """Return sentences about given flags without effect: their subject is not lost, or is lost in other units."""
         settings = given(self)
         result = []
         for why, (used, names) in self.idle().items():

@@ -49,7 +49,7 @@ class Refusal:
         return Refused(self, f"{flag} {value}".rstrip() + f": {self.why.format(**values)}")
 
     def cells(self) -> tuple[str, str, str]:
-        """The row of a table: flags, the setting that they do not go with, and why, with an ellipsis for each value."""
+        """Return the row of a table: flags, the setting that excludes them, and why; an ellipsis for each value."""
         return ", ".join(self.flags), self.beside, re.sub(r"\{[^}]*\}", "…", self.why)
 
     def _given(self, config: Any) -> str | None:
@@ -86,7 +86,7 @@ def _row(text: Any, when: Any) -> Refusal:
 
 
 def sections(ours: bool = False) -> list[Section]:
-    """All sections of the table, in its one order. ``ours``: without those of other packages."""
+    """Return all sections of the table, in its one order. ``ours``: without those of other packages."""
     core, mechanisms = (REFUSALS.ours(), MECHANISMS.ours()) if ours else (REFUSALS.all(), MECHANISMS.all())
     return [*core, *(mechanism.refusals() for mechanism in mechanisms)]
 

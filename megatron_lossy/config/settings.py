@@ -19,7 +19,7 @@ class Option(str):
     origin: str
 
 
-class _Twice(ValueError):
+class _DuplicateKey(ValueError):
     """A key stands twice in a mapping."""
 
 
@@ -33,18 +33,18 @@ class _Loader(yaml.SafeLoader):
             name, line = (key.tag, str(key.value).replace("_", "-")), key.start_mark.line + 1
             if name in lines and key.value != "<<":
                 where = f"line {line}" if lines[name] == line else f"lines {lines[name]} and {line}"
-                raise _Twice(f"has {key.value} twice in a mapping, in {where}")
+                raise _DuplicateKey(f"has {key.value} twice in a mapping, in {where}")
             lines[name] = line
         return node
 
 
 def read_yaml(flag: str, file: str | Path) -> dict[Any, Any]:
-    """The mapping in the YAML file that ``flag`` names. Raises :class:`UsageError`."""
+    """Return the mapping in the YAML file that ``flag`` names. Raise :class:`UsageError`."""
     try:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise cannot(flag, file, "read", error) from None
-    except _Twice as error:
+    except _DuplicateKey as error:
         raise refuse(flag, file, str(error)) from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise refuse(flag, file, f"cannot be read: {' '.join(str(error).split())}") from None
@@ -54,9 +54,9 @@ def read_yaml(flag: str, file: str | Path) -> dict[Any, Any]:
 
 
 def arguments_of(settings: Mapping[str, Any], classes: Sequence[type]) -> list[str]:
-    """Flags of ``classes`` (names with dashes or underscores) and their values as command-line arguments.
+    """Return flags of ``classes`` (names with dashes or underscores) and their values as command-line arguments.
 
-    Raises :class:`UsageError`.
+    Raise :class:`UsageError`.
     """
     flags = {
         field.name: (
@@ -77,7 +77,7 @@ def arguments_of(settings: Mapping[str, Any], classes: Sequence[type]) -> list[s
 
 
 def from_origin(words: Sequence[str], origin: str) -> list[str]:
-    """The ``words`` of a command line, with ``origin`` as that of each flag."""
+    """Return the ``words`` of a command line, with ``origin`` as that of each flag."""
     options = [Option(word) if word.startswith("--") else word for word in words]
     for option in options:
         if isinstance(option, Option):
@@ -107,7 +107,7 @@ def note_origins_of(words: Sequence[str], *classes: type) -> None:
 
 
 def off(switch: str) -> str:
-    """The flag that unsets ``switch``."""
+    """Return the flag that unsets ``switch``."""
     return switch.replace("--", "--no-", 1)
 
 

@@ -1,4 +1,4 @@
-"""The files that come with the package beside its code: configurations, the launchers' scripts, patches.
+"""The files that come with the package besides its code: configurations, the launchers' scripts, patches.
 
 In a checkout they are folders at its top, in an installed wheel they are below ``megatron_lossy/config/shipped_files``.
 """
@@ -16,13 +16,13 @@ FOLDERS = ("configs", "launch", "patches")
 
 
 def shipped_folder(name: str) -> Path:
-    """The place of the folder ``name`` of :data:`FOLDERS`."""
+    """Return the place of the folder ``name`` of :data:`FOLDERS`."""
     installed = Path(__file__).with_name("shipped_files") / name
     return installed if installed.is_dir() else Path(__file__).parents[2] / name
 
 
 def find_config(file: str | Path) -> Path:
-    """The configuration ``file``: itself if it is there, else the shipped one of that name.
+    """Return the configuration ``file``: itself if it is there, else the shipped one of that name.
 
     ``configs/tiny/llama_1m.yaml`` and ``tiny/llama_1m`` both name the same shipped file.
     """
@@ -41,7 +41,7 @@ def find_config(file: str | Path) -> Path:
 def copy_shipped(folder: str | Path) -> list[Path]:
     """Copy :data:`FOLDERS` into ``folder``. If that fails, nothing is left there.
 
-    Raises :class:`UsageError` for folders that are there already, and the errors of
+    Raise :class:`UsageError` for folders that are there already, and the errors of
     :func:`megatron_lossy.base.files.writing`.
     """
     folder = Path(folder)
@@ -70,7 +70,7 @@ def copy_shipped(folder: str | Path) -> list[Path]:
 
 
 def _copy(folder: Path, target: Path) -> None:
-    """Copies as :func:`shutil.copytree` does, but lets errors through: that function turns them into a text."""
+    """Copy as :func:`shutil.copytree` does, but raise each error: that function turns them into a text."""
     target.mkdir()
     for path in folder.iterdir():
         if path.is_dir():

@@ -20,7 +20,7 @@ UDP_PACKETS = 448, 8896
 UDP_REPORT_BYTES = 16
 #: Windows that page-locked memory has room for: the network must not wait for a copy.
 UDP_WINDOWS = 4
-#: Copies of a packet: more cost more than what they save.
+#: Copies of a packet: more of them cost more than they save.
 UDP_MOST_COPIES = 4
 #: The transports, and those over which units are really lost.
 TRANSPORTS = ("torch", "pieces", "udp", "stream")
@@ -58,7 +58,7 @@ class TransportFlags(Flags):
     )
     udp_rate: tuple[str, ...] = flag(
         ("shared",),
-        "udp: how a rate is found: shared, beside other traffic, which keeps its share; shared:K, what goes "
+        "udp: how a rate is found: shared, next to other traffic, which keeps its share; shared:K, what goes "
         "from a process to another one leaves to others what K TCP flows would; dedicated, on a link of one's own; or "
         "fixed, not at all (closed networks only); and the most a process sends, with --sites all of a site together, "
         "for example 10gbit or 300mbit; default the speed of the interface, shared by the ranks of this host, else 1gbit; "
@@ -177,7 +177,7 @@ class TransportFlags(Flags):
             raise refuse("--packet-copies", copies, "cannot go with --transport stream: TCP sends again")
 
     def copies(self, phase: str) -> int:
-        """The number of times that each unit of ``phase`` is sent."""
+        """Return the number of times that each unit of ``phase`` is sent."""
         if phase not in PHASES:
             return 1
         return self.packet_copies[0] if phase == PHASES[0] else self.packet_copies[-1]
@@ -196,7 +196,7 @@ class TransportFlags(Flags):
         return "none" if self.udp_key_file == "none" else "aes-128-gcm"
 
     def _udp_rate_words(self) -> tuple[str, str | None]:
-        """The rule and the rate of ``--udp-rate``. Raises :class:`UsageError`."""
+        """Return the rule and the rate of ``--udp-rate``. Raise :class:`UsageError`."""
         words = list(self.udp_rate)
         rule = words.pop(0) if words and not words[0][:1].isdigit() else "shared"
         rate = words.pop(0) if words else None
@@ -251,7 +251,7 @@ class TransportFlags(Flags):
         return percent
 
     def udp_least_memory(self: Any, size: int) -> int:
-        """The least ``--udp-memory`` for a group of ``size`` ranks: windows of a packet to and from each of them."""
+        """Return the least ``--udp-memory`` for a group of ``size`` ranks: windows of a packet both ways for each."""
         return UDP_WINDOWS * 2 * size * self.packet_range[1]
 
     @property
@@ -295,7 +295,7 @@ class TransportFlags(Flags):
 
 
 def _transports_of(name: str) -> tuple[str, ...]:
-    """The transports for which the flag ``name`` of :class:`TransportFlags` means something."""
+    """Return the transports for which the flag ``name`` of :class:`TransportFlags` means something."""
     if name in ("transport", "packet_copies"):
         return TRANSPORTS
     return OBSERVED if name.removeprefix("udp_") in _BOTH else ("udp",)

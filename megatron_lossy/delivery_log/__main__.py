@@ -38,7 +38,7 @@ def _open(folder: str) -> DeliveryLogFolder:
 
 
 def _verify(folder: str) -> bool:
-    """Print the problems of deliveries and events. Returns whether there are none."""
+    """Print the problems of deliveries and events. Return whether there are none."""
     from .verify import verify, verify_events
 
     events, deliveries, verdicts = event_files(Path(folder)), None, []

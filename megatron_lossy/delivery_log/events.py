@@ -134,7 +134,7 @@ def event_files(folder: Path) -> list[LogPath]:
 
 
 def read_events(file: LogPath) -> tuple[pyarrow.Table, schema.Meta]:
-    """Return the rows of ``file``, and its note. Raises :class:`BadLog`."""
+    """Return the rows of ``file``, and its note. Raise :class:`BadLog`."""
     import pyarrow as pa
 
     try:

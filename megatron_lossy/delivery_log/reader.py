@@ -41,7 +41,7 @@ def log_files(folder: Path, prefix: str = schema.PREFIX) -> list[LogPath]:
 
 
 def read_file(path: Path, columns: pyarrow.Schema) -> tuple[pyarrow.Table, schema.Meta]:
-    """Return the rows of a file, and its note. Raises ``OSError``, ``ValueError``, ``KeyError``, ``TypeError``."""
+    """Return the rows of a file, and its note. Raise ``OSError``, ``ValueError``, ``KeyError``, ``TypeError``."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -116,7 +116,7 @@ class Links:
 
     @classmethod
     def of(cls, rows: LogRows, cut: PhaseCut) -> Links:
-        """The links of one exchange's rows, with units as in ``cut``. Raises ``ValueError`` if they do not fit."""
+        """Return the links of one exchange's rows, with units as in ``cut``. Raise ``ValueError`` if these differ."""
         import pyarrow as pa
 
         count = np.flatnonzero((rows.source != rows.source[0]) | (rows.destination != rows.destination[0]))
@@ -146,7 +146,7 @@ class Links:
 
 
 def _bytes(values: Any, width: int) -> np.ndarray:
-    """uint8[n, width] of an Arrow array of n byte strings of that length. Raises ``ValueError`` for other lengths."""
+    """Return uint8[n, width] of an Arrow array of n byte strings. Raise ``ValueError`` for other lengths."""
     _, offsets, data = values.buffers()
     ends = np.frombuffer(offsets, dtype=np.int32)[values.offset : values.offset + len(values) + 1]
     if (np.diff(ends) != width).any():
@@ -197,7 +197,7 @@ class LogFile:
         return result
 
     def read(self, group: int) -> LogRows:
-        """The rows of a row group; the last one read is kept. Raises :class:`BadLog`."""
+        """Return the rows of a row group; the last one read is kept. Raise :class:`BadLog`."""
         import pyarrow as pa
 
         if self._kept is None or self._kept[0] != group:
@@ -209,7 +209,7 @@ class LogFile:
         return self._kept[1]
 
     def links(self, rows: LogRows) -> Links:
-        """The links of the rows of one exchange. Raises :class:`BadLog`."""
+        """Return the links of the rows of one exchange. Raise :class:`BadLog`."""
         iteration, phase, stream = next(iter(rows.exchanges))
         try:
             return Links.of(rows, self.meta.streams[stream][phase])
@@ -217,7 +217,7 @@ class LogFile:
             raise BadLog(self.path, iteration, error, rows.first) from None
 
     def exchange(self, iteration: int, phase: str, stream: str) -> LogRows | None:
-        """The rows of one exchange; ``None`` if it has none. Raises :class:`BadLog`."""
+        """Return the rows of one exchange; ``None`` if it has none. Raise :class:`BadLog`."""
         for number, (first, last, _) in enumerate(self.groups):
             if first <= iteration <= last:
                 rows = self.read(number)
@@ -257,7 +257,7 @@ class DeliveryLogFolder:
         return [file for files in self.ranks.values() for file in files]
 
     def covered(self, rank: int) -> list[tuple[int, int]]:
-        """The inclusive ranges of iterations that ``rank`` has records of."""
+        """Return the inclusive ranges of iterations that ``rank`` has records of."""
         result: list[tuple[int, int]] = []
         for file in self.ranks[rank]:
             if result and file.first <= result[-1][1] + 1:
@@ -267,7 +267,7 @@ class DeliveryLogFolder:
         return result
 
     def file(self, rank: int, iteration: int) -> LogFile | None:
-        """The file with the records of ``rank`` for ``iteration``, if there is one."""
+        """Return the file with the records of ``rank`` for ``iteration``, if there is one."""
         files = self.ranks[rank]
         number = bisect.bisect_right(files, iteration, key=lambda file: file.first) - 1
         return files[number] if number >= 0 and iteration <= files[number].last else None
@@ -277,7 +277,7 @@ class DeliveryLogFolder:
         """The first cut in each rank's files, by rank, stream and phase. Raises :class:`BadLog` for its first file.
 
         A file has the streams that were exchanged until it was written, so that the first one may lack some. Later
-        files that cannot be read are skipped; an error comes when somebody reads their rows.
+        files that cannot be read are skipped; reading their rows raises an error.
         """
         result: dict[int, dict[str, dict[str, Any]]] = {}
         for rank, files in self.ranks.items():
@@ -304,7 +304,7 @@ class DeliveryLogFolder:
         return result
 
     def size(self, stream: str) -> int:
-        """Ranks of the full group of ``stream``; 0 if there is no such stream. Raises :class:`BadLog`."""
+        """Return ranks of the full group of ``stream``; 0 if there is no such stream. Raise :class:`BadLog`."""
         return max(
             (
                 1 + max(*cut.sources, *cut.receivers)

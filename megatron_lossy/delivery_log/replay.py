@@ -28,9 +28,9 @@ class Redrawn:
         self._channels: dict[tuple[str, str], Channel] = {}
 
     def fill(self, links: Links, chosen: np.ndarray, exchange: Exchange, file: LogFile) -> np.ndarray:
-        """bool[len(chosen), units]: the units that arrived on the links with the numbers ``chosen``.
+        """Return bool[len(chosen), units]: the units that arrived on the links with the numbers ``chosen``.
 
-        Raises ``ValueError`` if the draw differs from the record. A digest is over all links to a destination, so that
+        Raise ``ValueError`` if the draw differs from the record. A digest is over all links to a destination, so that
         it is checked if all of these are chosen.
         """
         arrived = links.arrived[chosen]
@@ -109,7 +109,7 @@ class Recorded(Channel):
             raise refuse("--lossy-self", "off", f"it was on in the run recorded in --trace {self.path}")
 
     def _recorded(self, stream: Stream) -> Stream:
-        """The stream's name in the recorded run. Copies that a network tells apart share one drawn stream there."""
+        """Return the stream's name in the recorded run. Copies that a network distinguishes share one drawn stream."""
         if stream not in self._names:
             self._names[stream] = stream if self.folder.size(stream.name) else stream.drawn
         return self._names[stream]
@@ -119,7 +119,7 @@ class Recorded(Channel):
             stream = self._recorded(stream)
             recorded = self.folder.size(stream.name)
             if units is not None and not recorded:
-                raise self._refuse(f"has no records of {stream.name}{self._elsewhere(phase)}")
+                raise self._refuse(f"has no records of {stream.name}{self._other_replay(phase)}")
             if recorded and recorded != size:
                 raise self._refuse(f"is of {recorded} ranks, but the group has {size}")
             for streams in self.folder.streams.values():
@@ -131,8 +131,8 @@ class Recorded(Channel):
         except BadLog as error:
             raise self._refuse(error) from None
 
-    def _elsewhere(self, phase: str) -> str:
-        """Advice on replaying a run that lost something in exchanges of a mechanism, and nothing in ``phase``."""
+    def _other_replay(self, phase: str) -> str:
+        """Return advice on replaying a run that lost only in exchanges of a mechanism, and nothing in ``phase``."""
         exchanges = self._config.exchanges()
         others = [one.name for one in MECHANISMS.all() if set(one.phases) & set(exchanges)]
         if not others or not self._config.phase(phase).lossless:
@@ -149,7 +149,7 @@ class Recorded(Channel):
                 raise self._refuse(f"has no records of iteration {missing} of rank {writer}{needs}")
 
     def _writer(self, stream: Stream, destination: int) -> int:
-        """The rank whose records of ``destination`` are used: the first one. Other ranks have the same records."""
+        """Return the first rank with records of ``destination``, whose records are used. Other ranks have the same."""
         writers = self.folder.writers.get((stream.name, destination))
         if writers is None:
             raise self._refuse(f"has no records of rank {destination} of {stream.name}")
@@ -190,7 +190,7 @@ class Recorded(Channel):
         return file
 
     def _links(self, file: LogFile, exchange: Exchange) -> tuple[Links, np.ndarray] | None:
-        """The links of an exchange, and their numbers by source and destination, -1 if there is none."""
+        """Return the links of an exchange, and their numbers by source and destination, -1 if there is none."""
         key = (file, exchange)
         if key not in self._kept:
             rows = file.exchange(exchange.step, exchange.phase, exchange.stream.name)

@@ -43,7 +43,7 @@ def check_pyarrow(flag: str, value: object) -> None:
 
 
 def arrow_schema() -> pyarrow.Schema:
-    """The columns, in order."""
+    """Return the columns, in order."""
     import pyarrow as pa
 
     return pa.schema(
@@ -63,7 +63,7 @@ def arrow_schema() -> pyarrow.Schema:
 
 
 def file_name(rank: int, first: int, last: int, prefix: str = PREFIX) -> str:
-    """The name of the file with iterations ``first`` to ``last`` (inclusive) that ``rank`` wrote."""
+    """Return the name of the file with iterations ``first`` to ``last`` (inclusive) that ``rank`` wrote."""
     return f"{prefix}_{rank:05d}_{first:09d}_{last:09d}.parquet"
 
 
@@ -95,13 +95,13 @@ class Meta:
     content: str | None = None
 
     def encode(self) -> dict[bytes, bytes]:
-        """The note as key-value metadata of a Parquet file."""
+        """Return the note as key-value metadata of a Parquet file."""
         values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         return {KEY: json.dumps({"format": FORMAT, **values}).encode()}
 
     @classmethod
     def decode(cls, metadata: dict[bytes, bytes] | None) -> Meta:
-        """The inverse of :meth:`encode`. Raises ``ValueError`` for metadata that is no delivery log's."""
+        """Return the inverse of :meth:`encode`. Raise ``ValueError`` for metadata that is no delivery log's."""
         if KEY not in (metadata or {}):
             raise ValueError("is no file of a delivery log")
         values = json.loads(metadata[KEY])
@@ -120,12 +120,12 @@ class Meta:
 
 
 def loss_identity(config: LossyConfig) -> dict[str, Any]:
-    """The loss flags that identify a run, as JSON gives them back."""
+    """Return the loss flags that identify a run, as JSON gives them back."""
     return json.loads(json.dumps(identity(config)))
 
 
 def digests(destinations: np.ndarray, bitmaps: np.ndarray) -> list[bytes]:
-    """The digest, for every row, of all rows with its destination: BLAKE2b of their bitmaps, one after another.
+    """Return the digest, for every row, of all rows with its destination: BLAKE2b of their bitmaps, one after another.
 
     ``destinations`` integers [L]; ``bitmaps`` uint8[L, bytes], the rows of a destination in the order of sources.
     """
@@ -139,10 +139,10 @@ def digests(destinations: np.ndarray, bitmaps: np.ndarray) -> list[bytes]:
 
 
 def pack(arrived: np.ndarray) -> np.ndarray:
-    """uint8[L, ceil(units / 8)] of ``arrived`` bool[L, units]: unit u is bit u % 8 of byte u // 8."""
+    """Return uint8[L, ceil(units / 8)] of ``arrived`` bool[L, units]: unit u is bit u % 8 of byte u // 8."""
     return np.packbits(arrived, axis=1, bitorder="little")
 
 
 def unpack(bitmaps: np.ndarray, units: int) -> np.ndarray:
-    """The inverse of :func:`pack`."""
+    """Return the inverse of :func:`pack`."""
     return np.unpackbits(bitmaps, axis=1, count=units, bitorder="little").view(bool)

@@ -14,10 +14,10 @@ from .reader import DeliveryLogFolder, Links, LogFile, LogRows
 
 
 def scan(folder: DeliveryLogFolder) -> Iterator[tuple[LogFile, LogRows]]:
-    """The rows of every exchange with the file they are in, rank by rank, in the order of iterations.
+    """Yield the rows of every exchange with the file they are in, rank by rank, in the order of iterations.
 
     Records of several ranks (peers of tensor parallelism, a tied embedding) come once, from the first of these ranks.
-    Raises :class:`~megatron_lossy.delivery_log.reader.BadLog`.
+    Raise :class:`~megatron_lossy.delivery_log.reader.BadLog`.
     """
     for rank, files in folder.ranks.items():
         done = -1
@@ -31,7 +31,7 @@ def scan(folder: DeliveryLogFolder) -> Iterator[tuple[LogFile, LogRows]]:
 
 
 def percent(share: float) -> str:
-    """``share`` for people."""
+    """Return ``share`` for people."""
     return f"{100 * share:.2f} %"
 
 
@@ -86,7 +86,7 @@ class Counts:
         return int(np.flatnonzero(self.counts)[-1]) if self.total else 0
 
     def text(self, first: int, most: int = 6) -> str:
-        """Shares of the values from ``first`` on; the last one of ``most`` includes all larger values."""
+        """Return shares of the values from ``first`` on; the last one of ``most`` includes all larger values."""
         shares = self.counts[first:] / max(1, self.counts[first:].sum())
         words = [f"{first + k}: {100 * share:.1f} %" for k, share in enumerate(shares[: most - 1])]
         if len(shares) >= most:
@@ -140,7 +140,7 @@ class Part:
 
 
 def summarize(folder: DeliveryLogFolder) -> dict[str, dict[str, Part]]:
-    """The counts of the log by phase and stream. Raises :class:`~megatron_lossy.delivery_log.reader.BadLog`."""
+    """Return the counts of the log by phase and stream. Raise :class:`~megatron_lossy.delivery_log.reader.BadLog`."""
     parts: dict[str, dict[str, Part]] = defaultdict(dict)
     for file, rows in scan(folder):
         phase, stream = str(rows.phase[0]), str(rows.stream[0])
@@ -153,7 +153,7 @@ def summarize(folder: DeliveryLogFolder) -> dict[str, dict[str, Part]]:
 
 
 def summary_text(folder: DeliveryLogFolder) -> str:
-    """The summary for people."""
+    """Return the summary for people."""
     config = folder.files[0].meta.config
     covered = [folder.covered(rank) for rank in folder.ranks]
     iterations = sum(last - first + 1 for ranges in covered for first, last in ranges)
@@ -176,7 +176,7 @@ def summary_text(folder: DeliveryLogFolder) -> str:
 
 
 def event_lines(folder: DeliveryLogFolder) -> list[str]:
-    """Return the lines of all kinds of events about those in ``folder``. Raises :class:`BadLog`."""
+    """Return the lines of all kinds of events about those in ``folder``. Raise :class:`BadLog`."""
     files = event_files(folder.path)
 
     def rows(kinds: type[Kinds]) -> Iterator[tuple[int, Row]]:

@@ -35,7 +35,7 @@ class Verdict:
     usable: dict[int, tuple[int, int] | None] = field(default_factory=dict)
 
     def text(self, folder: Path) -> str:
-        """The result in lines for people."""
+        """Return the result in lines for people."""
         ranges = [part for part in self.usable.values() if part is not None]
         first, last = max((part[0] for part in ranges), default=0), min((part[1] for part in ranges), default=-1)
         rest = "no iteration is usable for all ranks"
@@ -47,7 +47,7 @@ class Verdict:
 def _check_files(
     rank: int, files: Sequence[Any], check: Callable[[Any], int], verdict: Verdict
 ) -> tuple[int, int] | None:
-    """Check the files of a rank one after another and note the first problem. Returns the usable range before it."""
+    """Check the files of a rank one after another and note the first problem. Return the usable range before it."""
     good = None
     for number, file in enumerate(files):
         previous = files[number - 1] if number else None

@@ -42,7 +42,7 @@ def claim_delivery_log(
 
     Call it before any process group exists; all ranks may. ``ranks``: size of the data-parallel group (times context
     parallel). ``resumes``: whether the run continues from a checkpoint. ``run``: other settings that identify the run,
-    for JSON. ``flags``: the dataclass that these settings are the identity of, if it is one. Raises :class:`UsageError`
+    for JSON. ``flags``: the dataclass that these settings are the identity of, if it is one. Raise :class:`UsageError`
     if the folder holds another run, or this one and it starts anew.
     """
     if config.delivery_log is None or config.inert or config.jobs().apart:
@@ -98,7 +98,7 @@ class LogWriter(Observer, ABC):
         self._writer = writer
         self._folder = Path(config.delivery_log or "")
         self._first = 0  # iterations from here on are not on disk yet
-        self._end = 0  # the iteration after the last one that is over
+        self._end = 0  # the iteration after the last one that has ended
         self._checked = False
         self._size = 0
         self._rows: list[tuple[int, int, Any]] = []  # iteration, size, and what is recorded
@@ -147,7 +147,7 @@ class LogWriter(Observer, ABC):
                 file.path.unlink()
 
     def save(self) -> None:
-        """Close the file of all iterations that are over."""
+        """Close the file of all ended iterations."""
         if self._end > self._first:
             over = [row for row in self._rows if row[0] < self._end]
             self._write(self._first, self._end - 1, self.tables(over))
@@ -160,7 +160,7 @@ class LogWriter(Observer, ABC):
         self.save()
 
     def _check_free(self) -> None:
-        """Refuse, once, a folder with records of another run, if nobody claimed the folder."""
+        """Refuse, once, a folder with records of another run, if the folder has not been claimed."""
         if not self._checked and self._own_files():
             raise refuse(_FLAG, self._folder, "holds the log of a run; choose another folder")
         self._checked = True
@@ -271,7 +271,7 @@ class DeliveryLog(LogWriter):
         return pa.table(columns, schema=self.columns())
 
     def _redrawn(self, phase: str) -> bool:
-        """Whether rows carry a digest in place of the bitmap, because the losses can be drawn again."""
+        """Return whether rows carry a digest in place of the bitmap, because the losses can be drawn again."""
         config = self._config
         return (
             config.loss_unit == "packet"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def buckets_by_stream(ddp: DistributedDataParallel) -> list[tuple[Stream, Any, list[tuple[Any, Any]]]]:
-    """The streams of a model chunk: each with its full group and its (buffer, bucket) pairs in canonical order."""
+    """Return the streams of a model chunk, each with its full group and (buffer, bucket) pairs in canonical order."""
     result = []
     stage, chunk = pipeline_stage(ddp), model_chunk(ddp)
     for buffers, full, kind, expert in (
@@ -39,7 +39,7 @@ def buckets_by_stream(ddp: DistributedDataParallel) -> list[tuple[Stream, Any, l
 
 
 def bucket_sizes(streams: Sequence[tuple[Stream, Sequence[tuple[Any, Any]]]]) -> dict[str, str]:
-    """Size and dtypes of every bucket, in words, by its name. ``streams``: each with its (buffer, bucket) pairs."""
+    """Return size and dtypes of every bucket in words, by its name. ``streams``: each with (buffer, bucket) pairs."""
     return {
         f"bucket {number} of {stream.name}": (
             f"{bucket.grad_data.numel()} elements ({bucket.grad_data.dtype}, {_param_dtype(bucket)})"
@@ -56,12 +56,12 @@ def _param_dtype(bucket: Any) -> torch.dtype:
 
 
 def apart(stream: Stream, stage: int, tensor: ProcessGroup | None) -> Stream:
-    """``stream`` with its stage and tensor-parallel rank, because a network loses other units of each copy."""
+    """Return ``stream`` with its stage and tensor-parallel rank, because a network loses other units of each copy."""
     return replace(stream, stage=stage, tensor=None if tensor is None else tensor.rank())
 
 
 def replicated_units(buffer: Any, bucket: Any, units: BucketUnits, shards: int) -> np.ndarray:
-    """bool[N, count], by shard: units of ``bucket`` with parameters that every tensor-parallel rank has a copy of."""
+    """Return bool[N, count], by shard: units of ``bucket`` with parameters that all tensor-parallel ranks have."""
     result = np.zeros((shards, units.count), dtype=bool)
     for parameter in bucket.params_list:
         if getattr(parameter, "tensor_model_parallel", False):
@@ -79,19 +79,19 @@ def _is_shared_embedding(bucket: Any) -> bool:
 
 
 def used_ranges(buffer: Any, bucket: Any) -> np.ndarray:
-    """int64[k, 2]: the ranges of ``bucket`` of Megatron's ``buffer`` that hold parameters; the rest is padding."""
+    """Return int64[k, 2]: the ranges of ``bucket`` of Megatron's ``buffer`` with parameters; the rest is padding."""
     ranges = [buffer.param_index_map[parameter][:2] for parameter in bucket.params_list]
     return np.array(sorted(ranges), dtype=np.int64).reshape(-1, 2) - bucket.offset
 
 
 def used_in(pairs: Sequence[tuple[Any, Any]], group: LossyGroup) -> list[np.ndarray]:
-    """The places of parameters in ``pairs`` of Megatron's (buffer, bucket), as ``group`` exchanges them."""
+    """Return the places of parameters in ``pairs`` of Megatron's (buffer, bucket), as ``group`` exchanges them."""
     shards = [bucket.param_data.numel() // group.shards for _, bucket in pairs]
     return [group.seen(used_ranges(*pair), shard) for pair, shard in zip(pairs, shards, strict=True)]
 
 
 def own_shard(bucket: Any, rank: int, size: int) -> torch.Tensor:
-    """[shard]: the part of the parameters of ``bucket`` that ``rank`` of its group of ``size`` owns."""
+    """Return [shard]: the part of the parameters of ``bucket`` that ``rank`` of its group of ``size`` owns."""
     return bucket.param_data.chunk(size)[rank]
 
 
@@ -101,9 +101,9 @@ def own_shard(bucket: Any, rank: int, size: int) -> torch.Tensor:
 def errors_in(
     corruption: Corruption, stream: Stream, buckets: Sequence[Any], ranges: Sequence[np.ndarray], rank: int
 ) -> Errors:
-    """The errors in the gradients that ``rank`` has of ``buckets``, those of ``stream``.
+    """Return the errors in the gradients that ``rank`` has of ``buckets``, those of ``stream``.
 
-    ``ranges``: for each bucket int64[k, 2], the ranges that hold them. Raises :class:`UsageError` for bits that gradients
+    ``ranges``: for each bucket int64[k, 2], the ranges that hold them. Raise :class:`UsageError` for bits that gradients
     do not have.
     """
     width = min(8 * bucket.grad_data.element_size() for bucket in buckets)
@@ -115,10 +115,10 @@ def errors_in(
 def errors_of_owner(
     corruption: Corruption, stream: Stream, pairs: Sequence[tuple[Any, Any]], shards: int, shard: int, owner: int
 ) -> Errors:
-    """The errors in the gradients that a rank owns with the distributed optimizer.
+    """Return the errors in the gradients that a rank owns with the distributed optimizer.
 
     It owns shard ``shard`` of ``shards`` of each bucket. ``pairs``: Megatron's (buffer, bucket). ``owner``: the rank in
-    the full group, over all optimizer instances. Raises :class:`UsageError` for bits that gradients do not have.
+    the full group, over all optimizer instances. Raise :class:`UsageError` for bits that gradients do not have.
     """
     ranges = []
     for buffer, bucket in pairs:
@@ -129,7 +129,7 @@ def errors_of_owner(
 
 
 def _add_up_of(stream: Stream, bucket: Any) -> Callable[[np.ndarray], np.ndarray] | None:
-    """A function that adds up over the tensor-parallel ranks of ``stream``; ``None`` if there is one."""
+    """Return a function that adds up over the tensor-parallel ranks of ``stream``; ``None`` if there is one."""
     group = tensor_group(stream.kind == "expert")
     if group is None:
         return None

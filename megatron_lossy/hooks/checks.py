@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_instances(config: LossyConfig, instances: int) -> None:
-    """Warn that what crosses between several optimizer ``instances`` is not lost, if exchanges inside them lose data."""
+    """Warn that exchanges between several optimizer ``instances`` lose nothing, if those inside them do."""
     if instances > 1 and not all(config.untouched(phase) for phase in PHASES):
         logger.warning(
             "--num-distributed-optimizer-instances %d: the exchange between instances stays reliable; --sites M makes the one "
@@ -27,7 +27,7 @@ def warn_of_instances(config: LossyConfig, instances: int) -> None:
 def check_run(config: LossyConfig, facts: Facts) -> None:
     """Raise :class:`UsageError` for loss flags that a run with ``facts`` cannot have. Needs no process group.
 
-    ``facts`` must know the number of workers. Files come after the table, since they may be large or on other machines.
+    ``facts`` must have the number of workers. Files come after the table, since they may be large or on other machines.
     """
     assert facts.workers is not None, "how many ranks there are is known where a run starts"
     check_refusals(config, facts)

@@ -17,7 +17,7 @@ def build_helper(checkout: Path | None = None) -> None:
     """Build megatron-core's dataset helper if it is missing: a wheel has it, a fresh checkout does not.
 
     Megatron-LM does the same later, on a rank whose error is lost among those of the others. Here it is built for this
-    Python, and nothing is imported. ``checkout``: of Megatron-LM, whose own Megatron comes first. Raises
+    Python, and nothing is imported. ``checkout``: of Megatron-LM, whose own Megatron comes first. Raise
     :class:`UsageError` if that fails.
     """
     folder, suffix = Path(checkout or "", "megatron/core/datasets"), sysconfig.get_config_var("EXT_SUFFIX")

@@ -48,11 +48,11 @@ class Exchanges:
         return True
 
     def on_one_node(self, peer: int) -> bool:
-        """Whether ``peer`` is on the node of this rank; false if nodes do not matter."""
+        """Return whether ``peer`` is on the node of this rank; false if nodes do not matter."""
         return self.nodes is not None and self.nodes[dist.get_rank()] == self.nodes[peer]
 
     def of_shards(self, ddp: DistributedDataParallel, steps: int | None) -> list[LossyGroup]:
-        """The groups of a model chunk whose optimizer is distributed, one for each of its streams. A collective call.
+        """Return the groups of a model chunk with a distributed optimizer, one for each stream. A collective call.
 
         ``steps``: length of the run, if known, to refuse a trace that is too short.
         """
@@ -92,12 +92,12 @@ class Exchanges:
         return self._networks[key]
 
     def nodes_of(self, ranks: Sequence[int]) -> list[int] | None:
-        """The node of each of ``ranks``; ``None`` if nodes do not matter."""
+        """Return the node of each of ``ranks``; ``None`` if nodes do not matter."""
         return None if self.nodes is None else [self.nodes[rank] for rank in ranks]
 
 
 def specs_of(pairs: Sequence[tuple[Any, Any]], shards: int) -> list[BucketSpec]:
-    """Megatron's buckets, (buffer, bucket), each in ``shards`` equal shards."""
+    """Return Megatron's buckets, (buffer, bucket), each in ``shards`` equal shards."""
     return [
         BucketSpec(bucket.grad_data.numel() // shards, bucket.grad_data.dtype, bucket.param_data.dtype)
         for _, bucket in pairs
@@ -122,7 +122,7 @@ def share_copies(group: LossyGroup, pairs: Sequence[tuple[Any, Any]]) -> None:
 
 
 def check_registered(optimizer: Any, chunks: Sequence[Any]) -> None:
-    """Raise :class:`UsageError` if ``optimizer`` updates unknown buckets. ``chunks``: the models the hooks know."""
+    """Raise :class:`UsageError` if ``optimizer`` updates unknown buckets. ``chunks``: the models with hooks."""
     if not chunks and any(group["params"] for group in getattr(optimizer, "param_groups", ())):
         raise UsageError(
             "no model was wrapped in Megatron's DistributedDataParallel since the hooks were installed, so that nothing "

@@ -45,7 +45,7 @@ _OF_DDP = ("use_megatron_fsdp", "reuse_grad_buf_for_mxfp8_param_ag")
 
 
 def of_arguments(args: Any, jobs: int = 1) -> Facts:
-    """Facts of Megatron-LM's arguments. ``jobs``: number of worlds of ranks with these arguments."""
+    """Return facts of Megatron-LM's arguments. ``jobs``: number of worlds of ranks with these arguments."""
     half = _half(args)
     in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", None)
     length = getattr(args, "train_iters", None)
@@ -91,7 +91,7 @@ def of_arguments(args: Any, jobs: int = 1) -> Facts:
 
 
 def of_model(ddp: Any) -> Facts:
-    """Facts of a model chunk in Megatron's DDP."""
+    """Return facts of a model chunk in Megatron's DDP."""
     config, settings = ddp.config, ddp.ddp_config
     message = getattr(config, "pipeline_dtype", None) or getattr(config, "params_dtype", None)
     buffers = dense_buffers(ddp) + ddp.expert_parallel_buffers
@@ -101,7 +101,7 @@ def of_model(ddp: Any) -> Facts:
         torch=torch.__version__,
         tensor=getattr(config, "tensor_model_parallel_size", None),
         copies_apart=(getattr(config, "tensor_model_parallel_size", None) or 1) > 1
-        and any(_apart(parameter) for parameter in ddp.module.parameters()),
+        and any(_is_replicated(parameter) for parameter in ddp.module.parameters()),
         pipeline=getattr(config, "pipeline_model_parallel_size", None),
         pipelines=pipeline_groups(),
         layers=getattr(config, "num_layers", None),
@@ -125,19 +125,19 @@ def of_model(ddp: Any) -> Facts:
     )
 
 
-def _apart(parameter: Any) -> bool:
-    """Whether all tensor-parallel ranks have ``parameter``, and Megatron adds up its gradients after no exchange."""
+def _is_replicated(parameter: Any) -> bool:
+    """Return whether all tensor-parallel ranks have ``parameter``, and Megatron never adds up its gradients."""
     added = ("tensor_model_parallel", "sequence_parallel", "average_gradients_across_tp_domain")
     return not any(getattr(parameter, name, False) for name in added)
 
 
 def of_communicator(communicator: Any) -> Facts:
-    """Facts of the communicator of messages between stages."""
+    """Return facts of the communicator of messages between stages."""
     return Facts(several_modules=type(communicator).__name__.startswith("MultiModule"))
 
 
 def ranks_of_host() -> int:
-    """Ranks that torchrun started on this host."""
+    """Return ranks that torchrun started on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -146,18 +146,18 @@ def _switches(settings: Any, names: tuple[str, ...]) -> frozenset[str]:
 
 
 def _size(args: Any, name: str) -> int:
-    """The size ``name`` of a kind of parallelism; --yaml-cfg has them in a section of their own."""
+    """Return the size ``name`` of a kind of parallelism; --yaml-cfg has them in a section of their own."""
     return getattr(args, name, None) or getattr(getattr(args, "model_parallel", None), name, None) or 1
 
 
 def _data_parallel_ranks(args: Any) -> int | None:
-    """Ranks that shard the optimizer; ``None`` before Megatron has found their number."""
+    """Return ranks that shard the optimizer; ``None`` before Megatron has found their number."""
     size = getattr(args, "data_parallel_size", None)
     return None if size is None else size * _size(args, "context_parallel_size")
 
 
 def _expert_data_parallel_ranks(args: Any) -> int:
-    """Ranks that share a gradient of experts; 1 without any."""
+    """Return ranks that share a gradient of experts; 1 without any."""
     if not getattr(args, "num_experts", None):
         return 1
     tensor = getattr(args, "expert_tensor_parallel_size", None) or _size(args, "tensor_model_parallel_size")
@@ -166,12 +166,12 @@ def _expert_data_parallel_ranks(args: Any) -> int:
 
 
 def _half(args: Any) -> bool:
-    """Whether weights have 16 bits."""
+    """Return whether weights have 16 bits."""
     return bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
 
 
 def _layer_wise(args: Any) -> bool:
-    """Whether Megatron shards the optimizer of ``args`` by layers, for which it turns its distributed optimizer off."""
+    """Return whether Megatron shards the optimizer of ``args`` by layers, without its distributed optimizer."""
     name = str(getattr(args, "optimizer", ""))
     every_other = hasattr(args, "use_layer_wise_distributed_optimizer")  # from 0.18 on
     return "muon" in name or name.startswith("dist_") or (every_other and name not in ("adam", "sgd"))

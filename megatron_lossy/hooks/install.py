@@ -28,7 +28,7 @@ def install(
     ``steps``: the length of the run, if known, so that a trace that is too short is refused at once. ``gapless``:
     promises that every iteration exchanges gradients (:class:`megatron_lossy.run.Run`), so that ``--grad-recovery
     previous`` needs less memory. ``world``: the launched ranks, if they are divided among several jobs.
-    ``asynchronous``: promises a schedule without a flush. With a configuration that does nothing, nothing is patched at all. Raises
+    ``asynchronous``: promises a schedule without a flush. With a configuration that does nothing, nothing is patched at all. Raise
     :class:`UsageError` for a megatron-core that is not supported or not as expected, ``RuntimeError`` if hooks are
     already installed.
     """

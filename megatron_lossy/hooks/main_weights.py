@@ -11,9 +11,9 @@ from ..base.errors import UsageError
 
 
 def main_pieces(optimizers: Iterable[Any], bucket: Any, own: torch.Tensor, flag: str) -> list[tuple[int, torch.Tensor]]:
-    """Returns (offset, float32 weight) for each weight of ``optimizers`` that ``own`` copies, without padding.
+    """Return (offset, float32 weight) for each weight of ``optimizers`` that ``own`` copies, without padding.
 
-    ``flag``: needs them. Raises :class:`UsageError` where an optimizer keeps such weights to itself.
+    ``flag``: needs them. Raise :class:`UsageError` where an optimizer keeps such weights to itself.
     """
     first = (own.data_ptr() - bucket.param_data.data_ptr()) // own.element_size()
     pieces = []

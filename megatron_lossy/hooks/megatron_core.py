@@ -19,19 +19,19 @@ _ALL_GATHER = Takes(("output_tensor|output", "input_tensor|input", "group", "asy
 
 
 def after_init(note: Callable[[Any], None], original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wraps a constructor: calls ``note`` with the finished object."""
+    """Wrap a constructor: call ``note`` with the finished object."""
     original(self, *args, **kwargs)
     note(self)
 
 
 def step(run: Lossy, applies: bool, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps ``step`` or, if ``applies``, ``step_with_ready_grads`` of an optimizer."""
+    """Wrap ``step`` or, if ``applies``, ``step_with_ready_grads`` of an optimizer."""
     with run.optimizer_step(self, applies):
         return original(self, *args, **kwargs)
 
 
 def patches(run: Lossy) -> list[Patch]:
-    """Every patch that a lossy run needs in megatron-core."""
+    """Return every patch that a lossy run needs in megatron-core."""
     return [
         *run.patches,
         *([] if run.config.sites is None else [run.exchanges.scalars.patch("torch.distributed:all_reduce")]),
@@ -79,8 +79,8 @@ def patches(run: Lossy) -> list[Patch]:
         Patch(
             target=f"{_BUFFER}:_ParamAndGradBucketGroup.start_grad_sync",
             make=partial(seam.grad_sync, run),
-            why="knows which buckets are all-reduced: with force_all_reduce they lose nothing; without the distributed optimizer "
-            "errors follow",
+            why="sees which buckets are all-reduced: with force_all_reduce they lose nothing; without the distributed "
+            "optimizer errors follow",
             versions="all",
             until=_UNTIL,
             takes=Takes(("self",), others=("force_all_reduce",)),

@@ -31,13 +31,13 @@ from .runtime import Lossy
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
-# Arguments that tell runs with the same loss flags apart.
+# Arguments that distinguish runs with the same loss flags.
 _RUN = ("seed", "num_layers", "hidden_size", "seq_length", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 FLAG_GROUP = "loss (megatron-lossy)"
 
 
 def flag_patches() -> list[Patch]:
-    """Make Megatron's parser know our flags."""
+    """Add our flags to Megatron's parser."""
     return [
         Patch(
             target=f"{_ARGUMENTS}:_add_distributed_args",
@@ -51,7 +51,7 @@ def flag_patches() -> list[Patch]:
 
 
 def patches(lossy: Lossy) -> list[Patch]:
-    """Every patch that a lossy run needs in megatron.training."""
+    """Return every patch that a lossy run needs in megatron.training."""
     evaluation = Patch(
         target=f"{_TRAINING}:evaluate",
         around=partial(evaluate, lossy),
@@ -94,7 +94,7 @@ def patches(lossy: Lossy) -> list[Patch]:
             around=partial(load_checkpoint, lossy),
             why="draws continue at the loaded iteration",
             versions="all",
-            until="Megatron tells its core the iteration",
+            until="Megatron passes the iteration to its core",
             takes=Takes(("ddp_model|model", "optimizer")),
         ),
         *([] if lossy.config.eval_weights == "replica" and lossy.jobs == 1 else [evaluation]),
@@ -104,12 +104,12 @@ def patches(lossy: Lossy) -> list[Patch]:
             around=init_process_group,
             why="after a restart by torchrun, groups may not find the addresses of ranks that are gone",
             versions="all",
-            until="torch tells attempts apart in the store that torchrun shares",
+            until="torch distinguishes attempts in the store that torchrun shares",
         ),
         Patch(
             target=f"{_TRAINING}:training_log",
             around=partial(training_log, lossy),
-            why="writes what the monitors measured beside Megatron's own values",
+            why="writes the monitors' values along with Megatron's own",
             versions="all",
             until="Megatron logs plugins' values",
             takes=Takes(named=("iteration",)),
@@ -119,7 +119,7 @@ def patches(lossy: Lossy) -> list[Patch]:
             around=partial(dummy_train_step, lossy),
             why="iterations without an optimizer step (--iterations-to-skip) count as well",
             versions="0.12 and later",
-            until="Megatron tells its core the iteration",
+            until="Megatron passes the iteration to its core",
             optional=True,
         ),
     ]
@@ -130,7 +130,7 @@ def _add_distributed_args(original: Callable, parser: Any) -> Any:
 
 
 def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Wraps Megatron's checks of its arguments: makes our checks, and tells the run its length."""
+    """Wrap Megatron's checks of its arguments: make our checks, and set the length of the run."""
     lossy.events.arguments_come(args)
     result = original(args, *rest, **kwargs)
     facts = of_arguments(args, lossy.jobs)
@@ -149,12 +149,12 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
 
 
 def init_process_group(original: Callable, backend: str | None = None, *args: Any, **options: Any) -> None:
-    """Wraps the making of the default group: it uses a store of this attempt alone."""
+    """Wrap the making of the default group: use a store of this attempt alone."""
     original(backend, *args, **(options if args else with_attempt_store(options)))
 
 
 def dummy_train_step(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Wraps an iteration that trains nothing, and counts it."""
+    """Wrap an iteration that trains nothing, and count it."""
     result = original(*args, **kwargs)
     lossy.skip_iteration()
     return result
@@ -174,7 +174,7 @@ def _checkpoint_folder(save_or_load: str, iteration: int) -> str:
 
 
 def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps a save: the checkpoint holds the owners' weights."""
+    """Wrap a save: the checkpoint holds the owners' weights."""
     from megatron.training import get_args
 
     if not kwargs.get("non_persistent_ckpt"):
@@ -196,7 +196,7 @@ def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any
 
 @contextlib.contextmanager
 def _weights_alone(args: Any, folder: str) -> Iterator[None]:
-    """A context in which Megatron saves weights alone, in ``folder``, at once."""
+    """Return a context in which Megatron saves weights alone, in ``folder``, at once."""
     only_weights = {"save": folder, "no_save_optim": True, "no_save_rng": True, "async_save": False}
     before = {name: getattr(args, name, None) for name in only_weights}
     vars(args).update(only_weights)
@@ -207,7 +207,7 @@ def _weights_alone(args: Any, folder: str) -> Iterator[None]:
 
 
 def load_checkpoint(lossy: Lossy, original: Callable, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps a load: the run goes on at the checkpoint's iteration, with its replicas if they were saved."""
+    """Wrap a load: continue the run at the checkpoint's iteration, with its replicas if they were saved."""
     result = original(model, optimizer, *args, **kwargs)
     if optimizer is not None:  # not a reference model
         from megatron.training import get_args
@@ -224,7 +224,7 @@ _exporter = functools.cache(exporter_at)  # one for the whole run
 
 
 def training_log(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Wraps Megatron's log line, and writes the monitors' values after it."""
+    """Wrap Megatron's log line, and write the monitors' values after it."""
     from megatron.training import get_args
 
     result = original(*args, **kwargs)
@@ -259,12 +259,12 @@ def _write(metrics: dict[str, float], iteration: int) -> None:
 
 
 def _is_last_rank() -> bool:
-    """Whether this is the rank that Megatron lets write to TensorBoard."""
+    """Return whether this is the rank that Megatron lets write to TensorBoard."""
     return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
 
 class _Recorder:
-    """A data iterator that remembers what it gave."""
+    """A data iterator that remembers its batches."""
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
@@ -282,7 +282,7 @@ class _Recorder:
 
 
 def _record(data_iterator: Any) -> tuple[Any, Callable[[], Any]]:
-    """A recording data iterator (or list of them, or None), and a function that makes one that repeats it."""
+    """Return a recording data iterator (or list of them, or None), and a function that makes one that repeats it."""
     if data_iterator is None:
         return None, lambda: None
     if isinstance(data_iterator, list):
@@ -299,7 +299,7 @@ def _record(data_iterator: Any) -> tuple[Any, Callable[[], Any]]:
 def evaluate(
     lossy: Lossy, original: Callable, forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wraps ``evaluate(forward_step_func, data_iterator, model, …)``: evaluates with the weights of ``--eval-weights``.
+    """Wrap ``evaluate(forward_step_func, data_iterator, model, …)``: evaluate with the weights of ``--eval-weights``.
 
     With several jobs their mean weights replace the owners', and each loss is the mean over jobs.
     """
@@ -330,7 +330,7 @@ def evaluate(
 
 
 def _of_all_jobs(lossy: Lossy, losses: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The mean over jobs of ``losses``, which ranks of the last pipeline stage have."""
+    """Return the mean over jobs of ``losses``, which ranks of the last pipeline stage have."""
     total = lossy.job_group.total
     if total is None or not losses:
         return losses

@@ -12,7 +12,7 @@ from ..base import device
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of Python, NumPy, torch, the device and Megatron's tracker."""
+    """Return the states of Python, NumPy, torch, the device and Megatron's tracker."""
     from megatron.core import tensor_parallel  # whose absence others report
 
     state = {
@@ -27,7 +27,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` with its tensors on the CPU, where torch wants random states; they may be on any device."""
+    """Return ``state`` with its tensors on the CPU, where torch wants random states; they may be on any device."""
     return {name: on_cpu(value) if isinstance(value, dict) else value.cpu() for name, value in state.items()}
 
 
@@ -37,7 +37,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(dict(state["tracker"]))  # it keeps and changes what it is given
+    tensor_parallel.get_cuda_rng_tracker().set_states(dict(state["tracker"]))  # it keeps and changes its argument
     torch.set_rng_state(state["torch"])
     if "device" in state:
         torch.cuda.set_rng_state(state["device"])

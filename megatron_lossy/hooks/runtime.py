@@ -105,7 +105,7 @@ class Lossy(Run):
         return [group for ddp in self.chunks for group in self._chunks[ddp]]
 
     def exchanged(self) -> Iterator[tuple[LossyGroup, dist.ProcessGroup, list[tuple[Any, Any]]]]:
-        """The groups, the process group of each, and Megatron's (buffer, bucket) in canonical order."""
+        """Yield the groups, the process group of each, and Megatron's (buffer, bucket) in canonical order."""
         for ddp in self.chunks:
             for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
                 yield group, group.members or pairs[0][0].data_parallel_group, pairs
@@ -150,7 +150,7 @@ class Lossy(Run):
             check_exchanged(self.groups, "param", self.update)
 
     def add_optimizer(self, optimizer: Any) -> None:
-        """Note an optimizer that has been made. Raises :class:`UsageError` if it cannot go with a mechanism."""
+        """Note an optimizer that has been made. Raise :class:`UsageError` if it cannot go with a mechanism."""
         self.events.optimizer_added(optimizer)
         self._optimizers = [*(known for known in self._optimizers if known() is not None), weakref.ref(optimizer)]
 
@@ -178,7 +178,7 @@ class Lossy(Run):
                 )
 
     def _scaled(self, slot: Slot, bucket: Any, averaged: bool) -> Gradients:
-        """The gradients of ``bucket``, scaled as Megatron will scale them."""
+        """Return the gradients of ``bucket``, scaled as Megatron will scale them."""
         whole = torch.mul(bucket.grad_data, bucket.gradient_scaling_factor)
         exchange = Exchange("grad", slot.group.stream, self.iteration)
         return Gradients(
@@ -273,7 +273,7 @@ class Lossy(Run):
         return f"rank_{dist.get_rank():05d}.pt"
 
     def buckets(self) -> list[Any]:
-        """The buckets of all model chunks."""
+        """Return the buckets of all model chunks."""
         return [bucket for ddp in self.chunks for group in _bucket_groups(ddp) for bucket in group.buckets]
 
     def _held(self) -> list[Held]:

@@ -26,7 +26,7 @@ from ..transport import LossyGroup, Transfer
 _ATTRIBUTE = "_megatron_lossy_slot"
 
 
-class _Open(threading.local):
+class _Completions(threading.local):
     """Functions that complete the exchanges of this thread."""
 
     #: They complete the exchanges begun in the open coalescing context; ``None`` without one.
@@ -35,7 +35,7 @@ class _Open(threading.local):
     around: tuple[Callable[[], Any], Callable[[], Any]] | None = None
 
 
-_open = _Open()  # autograd launches collectives on a thread of its own
+_open = _Completions()  # autograd launches collectives on a thread of its own
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ def attach(buffer: torch.Tensor, slot: Slot) -> None:
 
 
 def slot_of(buffer: torch.Tensor) -> Slot | None:
-    """The slot that :func:`attach` gave to ``buffer``."""
+    """Return the slot that :func:`attach` gave to ``buffer``."""
     return getattr(buffer, _ATTRIBUTE, None)
 
 
 @contextlib.contextmanager
 def coalescing_manager(original: Callable, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Wraps ``_coalescing_manager``: completes the lossy exchanges begun in it at its end or its handle's ``wait``."""
+    """Wrap ``_coalescing_manager``: complete the lossy exchanges begun in it at its end or its handle's ``wait``."""
     asynchronous = kwargs.get("async_ops", args[2] if len(args) > 2 else False)
     around, _open.around = _open.around, None
     ends: list[Callable[[], Any]] = []
@@ -85,7 +85,7 @@ def coalescing_manager(original: Callable, *args: Any, **kwargs: Any) -> Iterato
 def reduce_scatter(
     run: Run, original: Callable, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wraps a reduce-scatter (``output, input, op=, group=, async_op=``): the group of its slot loses units."""
+    """Wrap a reduce-scatter (``output, input, op=, group=, async_op=``): the group of its slot loses units."""
     slot = slot_of(input)
     collective = partial(original, output, input, *args, **kwargs)
     if slot is None:
@@ -99,7 +99,7 @@ def reduce_scatter(
 def all_gather(
     run: Run, original: Callable, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wraps an all-gather (``output, input, group=, async_op=``): units that the group of its slot loses stay stale."""
+    """Wrap an all-gather (``output, input, group=, async_op=``): units that the group of its slot loses stay stale."""
     slot, update = slot_of(output), run.update
     collective = partial(original, output, input, *args, **kwargs)
     if slot is None or update is None:
@@ -129,7 +129,7 @@ def grad_sync(run: Any, original: Callable) -> Callable:
 def begun(transfer: Transfer) -> Any:
     """Complete ``transfer`` when the open coalescing context ends or its handle is waited for.
 
-    Without a context, a collective that returns no handle is over already.
+    Without a context, a collective that returns no handle has ended already.
     """
     if _open.ends is not None:
         _open.ends.append(transfer.wait if transfer.apart else transfer.complete)

@@ -1,7 +1,7 @@
 """The Megatrons that the hooks support, and the differences between them. No other module asks for a version.
 
 The hooks are written for megatron-core 0.12 to 0.19, for the development of 0.20, and for the cores of HabanaAI's
-branches 1.22 (0.11 with changes of its own), 1.23 and 1.24 (both 0.13). ``docs/verified.md`` says what ran on each.
+branches 1.22 (0.11 with changes of its own), 1.23 and 1.24 (both 0.13). ``docs/verified.md`` lists the tests.
 
 Forks take changes out of order. So these functions look for an attribute of a later version, not for the number of the
 version.
@@ -20,7 +20,7 @@ from ..base.errors import refuse
 #: refused even where all signatures match: 0.17 moved a copy of gradients without changing a single signature.
 SUPPORTED = ((0, 11), (0, 21))
 
-#: The oldest with what megatron_lossy.train uses of schedules and checkpoints.
+#: The oldest with the schedules and checkpoints that megatron_lossy.train uses.
 OLDEST_FOR_TRAIN = (0, 16)
 
 _CHUNK = "_megatron_lossy_model_chunk"
@@ -42,7 +42,7 @@ def check_version(version: str, oldest: tuple[int, int] = SUPPORTED[0]) -> None:
 
 
 def how_to_import(error: ImportError) -> str:
-    """Advice for a user whose megatron.training cannot be imported."""
+    """Return advice for a user whose megatron.training cannot be imported."""
     if error.name == "pkg_resources":
         return "HabanaAI's Megatron-LM needs pip install 'setuptools<81'"
     return (
@@ -52,12 +52,12 @@ def how_to_import(error: ImportError) -> str:
 
 
 def dense_buffers(ddp: Any) -> list[Any]:
-    """The buffers of a model chunk, without those of its experts. HabanaAI's 0.11 has its own name for them."""
+    """Return the buffers of a model chunk, without those of its experts. HabanaAI's 0.11 has its own name for them."""
     return getattr(ddp, "dense_buffers", None) or ddp.buffers
 
 
 def main_gradients(bucket: Any) -> list[torch.Tensor]:
-    """Gradients beside the buffer of ``bucket``, which the optimizer reads instead of those in it.
+    """Return the gradients that the optimizer reads from outside the buffer of ``bucket``.
 
     Only megatron-core 0.17 and later have them, if asked for.
     """
@@ -65,7 +65,7 @@ def main_gradients(bucket: Any) -> list[torch.Tensor]:
 
 
 def full_group(ddp: Any, expert: bool) -> torch.distributed.ProcessGroup:
-    """The group that shards the optimizer, over all of its instances.
+    """Return the group that shards the optimizer, over all of its instances.
 
     For experts it is the expert-data group, for the rest the data-parallel (times context-parallel) group.
     """
@@ -81,7 +81,7 @@ def full_group(ddp: Any, expert: bool) -> torch.distributed.ProcessGroup:
 
 
 def pipeline_stage(ddp: Any) -> int:
-    """The pipeline-parallel rank."""
+    """Return the pipeline-parallel rank."""
     from megatron.core import parallel_state
 
     group = getattr(ddp, "pp_group", None) or parallel_state.get_pipeline_model_parallel_group()
@@ -89,14 +89,14 @@ def pipeline_stage(ddp: Any) -> int:
 
 
 def expert_rank(ddp: Any) -> int:
-    """The expert-parallel rank."""
+    """Return the expert-parallel rank."""
     from megatron.core import parallel_state
 
     return _rank(getattr(ddp, "ep_group", None) or parallel_state.get_expert_model_parallel_group())
 
 
 def tensor_group(expert: bool) -> torch.distributed.ProcessGroup | None:
-    """The tensor-parallel group of experts or of the other layers; ``None`` without tensor parallelism."""
+    """Return the tensor-parallel group of experts or of the other layers; ``None`` without tensor parallelism."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -107,7 +107,7 @@ def tensor_group(expert: bool) -> torch.distributed.ProcessGroup | None:
 
 
 def number_model_chunk(ddp: torch.nn.Module, position: int) -> None:
-    """Note that ``ddp`` is the ``position``-th chunk to be wrapped. Before 0.13 a chunk does not know its number."""
+    """Note that ``ddp`` is the ``position``-th chunk to be wrapped. Before 0.13 a chunk does not have its number."""
     if not hasattr(innermost(ddp), "vp_stage"):
         from megatron.core import parallel_state
 
@@ -115,45 +115,45 @@ def number_model_chunk(ddp: torch.nn.Module, position: int) -> None:
 
 
 def model_chunk(ddp: torch.nn.Module) -> int:
-    """The number of the model chunk on its rank. It is 0 without a virtual pipeline."""
+    """Return the number of the model chunk on its rank. It is 0 without a virtual pipeline."""
     return getattr(innermost(ddp), "vp_stage", None) or getattr(ddp, _CHUNK, 0)
 
 
 def optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers that ``optimizer`` chains; itself if it is no chain."""
+    """Return the optimizers that ``optimizer`` chains; itself if it is no chain."""
     chained = getattr(optimizer, "chained_optimizers", None)
     return [optimizer] if chained is None else [one for part in chained for one in optimizers(part)]
 
 
 def innermost(module: torch.nn.Module) -> torch.nn.Module:
-    """The model inside its wrappers, DDP and the conversion of precision."""
+    """Return the model inside its wrappers, DDP and the conversion of precision."""
     while isinstance(getattr(module, "module", None), torch.nn.Module):
         module = module.module
     return module
 
 
 def data_parallel_rank(module: Any) -> int:
-    """The data-parallel (times context-parallel) rank of a model chunk."""
+    """Return the data-parallel (times context-parallel) rank of a model chunk."""
     return full_group(module, expert=False).rank()
 
 
 def data_parallel_place() -> tuple[int, int]:
-    """This rank's data-parallel rank, and the data-parallel size, without context parallelism."""
+    """Return this rank's data-parallel rank, and the data-parallel size, without context parallelism."""
     from megatron.core import parallel_state
 
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
 
 def sequence_parallel_rank(module: Any) -> int | None:
-    """The tensor-parallel rank if ranks have parts of the sequence of their own, else ``None``."""
+    """Return the tensor-parallel rank if ranks have parts of the sequence of their own, else ``None``."""
     group = tensor_group(expert=False) if module.config.sequence_parallel else None
     return None if group is None else group.rank()
 
 
 def decoder_layers(module: torch.nn.Module) -> Any:
-    """The transformer layers of a model chunk, in order, with their ``layer_number`` in the whole model from 1 on.
+    """Return the transformer layers of a model chunk, in order; their ``layer_number`` counts from 1 in the model.
 
-    Raises :class:`UsageError` for a model that keeps them elsewhere.
+    Raise :class:`UsageError` for a model that keeps them elsewhere.
     """
     inner = innermost(module)
     for name in ("decoder", "encoder"):
@@ -164,7 +164,7 @@ def decoder_layers(module: torch.nn.Module) -> Any:
 
 
 def pipeline_groups() -> int:
-    """Number of pipelines that this rank is in.
+    """Return number of pipelines that this rank is in.
 
     Before 0.13 there are several if encoder and decoder have their own parallelism.
     """
@@ -177,7 +177,7 @@ def pipeline_groups() -> int:
 
 
 def pipeline_ranks() -> list[int]:
-    """The global ranks of this rank's pipeline; empty if Megatron's global state has no parallelism."""
+    """Return the global ranks of this rank's pipeline; empty if Megatron's global state has no parallelism."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -186,7 +186,7 @@ def pipeline_ranks() -> list[int]:
 
 
 def schedule_table(chunks: Any, micro_batches: int, stages: int) -> list[tuple[int, int]]:
-    """(micro-batch, model chunk) of each forward pass of a rank of the interleaved schedule, in order."""
+    """Return (micro-batch, model chunk) of each forward pass of a rank of the interleaved schedule, in order."""
     from megatron.core.pipeline_parallel import schedules
 
     group = chunks[0].config.microbatch_group_size_per_vp_stage or stages
@@ -195,7 +195,7 @@ def schedule_table(chunks: Any, micro_batches: int, stages: int) -> list[tuple[i
 
 
 def _schedule_table(micro_batches: int, chunks: int, group: int) -> list[tuple[int, int]]:
-    """The order in the schedule of HabanaAI's 0.11: ``group`` micro-batches go through all chunks, then the next."""
+    """Return the schedule of HabanaAI's 0.11: ``group`` micro-batches go through all chunks, then the next."""
     return [
         (number, chunk)
         for first in range(0, micro_batches, group)
@@ -218,7 +218,7 @@ def backward_step(received: Any, output: Any, gradient: Any, config: Any) -> Any
 
 
 def parallel_sizes() -> dict[str, int]:
-    """The size of every kind of model parallelism, by its flag; empty if Megatron's global state has no parallelism."""
+    """Return the size of every kind of model parallelism, by its flag; empty without Megatron's parallel state."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():

@@ -11,13 +11,13 @@ from .. import __version__
 
 
 def without_ranks() -> dict[str, str]:
-    """The environment for a child process that is no rank: this process's own, without its place among the ranks."""
+    """Return the environment for a child process that is no rank: this process's, without its place among ranks."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {k: v for k, v in os.environ.items() if k not in names and not k.startswith("TORCHELASTIC_")}
 
 
 def processor() -> str:
-    """Number and model of the processor cores that this process may use."""
+    """Return number and model of the processor cores that this process may use."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -27,7 +27,7 @@ def processor() -> str:
 
 
 def hardware() -> str:
-    """The accelerators of this machine, or the processor if there are none."""
+    """Return the accelerators of this machine, or the processor if there are none."""
     import torch
 
     from ..base.device import device_type
@@ -39,7 +39,7 @@ def hardware() -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of this package, of Python, and of the libraries below that are imported."""
+    """Return the versions of this package, of Python, and of the libraries below that are imported."""
     used = {"megatron-lossy": __version__}
     for name, module in (("megatron-core", "megatron.core"), ("torch", "torch"), ("numpy", "numpy")):
         if module in sys.modules:

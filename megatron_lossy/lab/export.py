@@ -29,7 +29,7 @@ _LAYERS = "decoder.layers."
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the command line. Raises :class:`UsageError`."""
+    """Run the command line. Raise :class:`UsageError`."""
     parser = ArgumentParser(
         "python -m megatron_lossy export", description="Write the weights of a checkpoint for other programs."
     )
@@ -57,9 +57,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _settings(folder: Path) -> TrainConfig:
-    """The settings of the run whose checkpoints, or whose mean weights, are in ``folder``."""
+    """Return the settings of the run whose checkpoints, or whose mean weights, are in ``folder``."""
     places = [folder]
-    if folder.name in LossyConfig.folders_of_weights:  # in the folder of the run, or beside those of its jobs
+    if folder.name in LossyConfig.folders_of_weights:  # in the folder of the run, or next to those of its jobs
         places += [folder.parent, *sorted(folder.parent.glob("*_0"))]
     for place in places:
         if (settings := read_settings("FOLDER", place)) is not None:

@@ -1,4 +1,4 @@
-"""Checks of what :func:`.make_lossy` is given, before anything is exchanged. Each error is one line."""
+"""Checks of the arguments of :func:`.make_lossy`, before anything is exchanged. Each error is one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIRST_TORCH = "2.9"
 
 
 def config_of(config: Any) -> LossyConfig:
-    """``config`` as flags: flags, a mapping of them, the name of a preset, or a YAML file. Raises :class:`UsageError`."""
+    """Return ``config`` as flags: flags, a mapping, the name of a preset, or a YAML file. Raise :class:`UsageError`."""
     if isinstance(config, LossyConfig):
         return config
     if isinstance(config, Mapping):
@@ -35,7 +35,7 @@ def config_of(config: Any) -> LossyConfig:
 
 
 def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers that were given: one, several, or one that wraps another. Raises :class:`UsageError`."""
+    """Return the optimizers that were given: one, several, or one that wraps another. Raise :class:`UsageError`."""
     given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     found = [_innermost(one) for one in given]
     for one in found:
@@ -51,14 +51,14 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def _innermost(optimizer: Any) -> Any:
-    """The optimizer that a wrapper such as accelerate's has inside, unless the wrapper has hooks of its own."""
+    """Return the optimizer that a wrapper such as accelerate's has inside, unless the wrapper has hooks of its own."""
     inner = getattr(optimizer, "optimizer", None)
     wraps = isinstance(inner, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" not in vars(optimizer)
     return _innermost(inner) if wraps else optimizer
 
 
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, torch.nn.Parameter]:
-    """All parameters of ``optimizers``, by their id."""
+    """Return all parameters of ``optimizers``, by their id."""
     return {id(one): one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
 
 
@@ -67,7 +67,7 @@ def check_optimizers(
 ) -> None:
     """Raise :class:`UsageError` unless ``optimizers`` update ``known`` parameters, those that ``model`` exchanges.
 
-    The optimizer may also have others of the model that nobody exchanges (``ignored_params``).
+    The optimizer may also have others of the model that are never exchanged (``ignored_params``).
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     exchanged = {id(parameter): parameter for parameter in known}

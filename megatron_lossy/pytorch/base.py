@@ -79,7 +79,7 @@ class LossyRun(Run):
     # --- which step it is ------------------------------------------------------------------------------------------
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An outermost step begins."""
+        """Note that an outermost step begins."""
         if optimizer in self._stepped:
             self._finish_round()
         if self.holds:
@@ -90,7 +90,7 @@ class LossyRun(Run):
         self.check_weights()
 
     def check_scaler(self) -> None:
-        """A ``GradScaler`` is in use. Raise :class:`UsageError` if the run needs it, and does not have it."""
+        """Note that a ``GradScaler`` is in use. Raise :class:`UsageError` if the run needs it, and does not have it."""
         if self._scaler is None and any(
             rule.carries_over or rule.feeds_back for group in self.groups for rule in group.grads
         ):
@@ -99,7 +99,7 @@ class LossyRun(Run):
             raise refuse("scaler", None, why)
 
     def use_gradients(self, kind: Kind) -> None:
-        """A step has its gradients, and is about to use them. Called again if it evaluates its closure again."""
+        """Note that a step is about to use its gradients; again if it evaluates its closure again."""
         if kind is Kind.REJECTED or (kind is Kind.IDLE and not self._reduced):
             return
         if kind is Kind.UPDATE:
@@ -112,7 +112,7 @@ class LossyRun(Run):
             self.begin_update()
 
     def end_step(self, optimizer: torch.optim.Optimizer, kind: Kind) -> None:
-        """An outermost step is over."""
+        """Note that an outermost step has ended."""
         self._stepped[optimizer] = kind
         if kind is Kind.UPDATE:
             self.note_update()
@@ -141,12 +141,12 @@ class LossyRun(Run):
         self._begun = self._updates = False
 
     def gathering(self) -> None:
-        """Parameters are about to be gathered: no further optimizer takes part in the update."""
+        """Note that parameters are about to be gathered: no further optimizer takes part in the update."""
         if self._stepped:
             self._finish_round()
 
     def reducing(self, bucket: object) -> None:
-        """The gradients of ``bucket`` are about to be reduced."""
+        """Note that the gradients of ``bucket`` are about to be reduced."""
         self.gathering()
         if bucket in self._reduced:
             self._finish_round()
@@ -159,22 +159,22 @@ class LossyRun(Run):
         return self._scale
 
     def errors_of(self, dtypes: Sequence[torch.dtype], ranges: Sequence[np.ndarray], rank: int) -> Errors:
-        """The errors in the gradients that ``rank`` has, in ``ranges`` int64[k, 2] of buckets of ``dtypes``.
+        """Return the errors in the gradients that ``rank`` has, in ``ranges`` int64[k, 2] of buckets of ``dtypes``.
 
-        Raises :class:`UsageError` for bits that gradients do not have.
+        Raise :class:`UsageError` for bits that gradients do not have.
         """
         width = min(8 * dtype.itemsize for dtype in dtypes)
         check_bits(self.config, width)
         return Errors(self.corruption, rank, ranges, width, self.config.delivery_log is not None, None)
 
     def note_update(self) -> None:
-        """An optimizer has changed the weights."""
+        """Note that an optimizer has changed the weights."""
 
     def note_weights(self) -> None:
-        """The weights are as optimizers and mechanisms left them."""
+        """Note that the weights are as optimizers and mechanisms left them."""
 
     def check_weights(self) -> None:
-        """Raise ``RuntimeError`` if somebody else has written weights since :meth:`note_weights`."""
+        """Raise ``RuntimeError`` if other code has written weights since :meth:`note_weights`."""
 
     def check_exchanges(self) -> None:
         """Raise ``RuntimeError`` if gradients that the optimizer is about to use went past the exchanges."""
@@ -188,13 +188,13 @@ class LossyRun(Run):
     # --- weights and state -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The stale units of this rank, and the state of rules and monitors. A collective call.
+        """Return the stale units of this rank, and the state of rules and monitors. A collective call.
 
-        Saved beside a checkpoint of model and optimizer, it lets a run continue bit for bit.
+        Saved along with a checkpoint of model and optimizer, it lets a run continue bit for bit.
         """
         if self._stepped or self._reduced:
-            self._finish_round()  # another run may follow, which knows nothing of it
-        if self._untold is not None:
+            self._finish_round()  # another run may follow, which does not finish it
+        if self._unreported is not None:
             self.settle()
             self.tell_observers()
         for observer in self.observers:
@@ -204,7 +204,7 @@ class LossyRun(Run):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`, after model and optimizer were loaded. A collective call.
 
-        Raises :class:`UsageError` for the state of another number of ranks, another model, or other loss flags.
+        Raise :class:`UsageError` for the state of another number of ranks, another model, or other loss flags.
         """
         check_identity(
             state["identity"], self._whole_identity(), "load_state_dict", "of make_lossy's state", "that state"
@@ -219,7 +219,7 @@ class LossyRun(Run):
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Restore :meth:`save`, after model and optimizer were loaded. A collective call.
 
-        Raises :class:`UsageError` as :meth:`load_state_dict` does, and if ``folder`` has no such file.
+        Raise :class:`UsageError` as :meth:`load_state_dict` does, and if ``folder`` has no such file.
         """
         path = Path(folder, REPLICAS, self.replica_file())
         if not path.is_file():

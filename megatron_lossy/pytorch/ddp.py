@@ -58,7 +58,7 @@ def _bucket_of(parameters: Sequence[torch.nn.Parameter]) -> Bucket:
     return Bucket(elements, parameters[0].dtype, tuple(parameters), tuple(map(id, parameters)))
 
 
-class _Made:
+class _RoundExchanges:
     """The exchanges of ``group``, for observers: those of a round before the buckets were final lost nothing."""
 
     def __init__(self, group: LossyGroup) -> None:
@@ -93,13 +93,13 @@ class LossyDDP(LossyRun):
         self._lossy: list[LossyGroup] = []
         self._learned: list[Bucket] = []  # of this round
         self._before: list[Bucket] = []  # of the last one
-        self._rounds = 0  # that are over
+        self._rounds = 0  # that have ended
         self._stay = model.find_unused_parameters and not model.static_graph  # whether the first buckets are final
         self._known = False  # whether all buckets are known, and are final
         self._pending: list[tuple[Callable[[], None], torch.futures.Future[Any], torch.Tensor]] = []
         self._saved: list[Any] = []  # states of rules, until there are rules
         #: Are called with the number and the gradient [n] of a bucket: this rank's, divided by the number of ranks, before it is
-        #: all-reduced; and what it received.
+        #: all-reduced; and the result.
         self.reduction_begins, self.reduction_ends = Event(), Event()
         #: Is called with the run once the final buckets are known.
         self.buckets_known = Event()
@@ -117,7 +117,7 @@ class LossyDDP(LossyRun):
     # --- gradients -------------------------------------------------------------------------------------------------
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """DDP's communication hook: the mean of ``bucket`` over all ranks."""
+        """Return the mean of ``bucket`` over all ranks: DDP's communication hook."""
         number, gradient, last = bucket.index(), bucket.buffer(), bucket.is_last()
         self.reducing(number)
         gradient.mul_(1.0 / self.ranks.size())  # as DDP itself does
@@ -136,7 +136,7 @@ class LossyDDP(LossyRun):
         return future
 
     def _begin(self, number: int, gradient: torch.Tensor) -> Callable[[], None]:
-        """Begin the reduction of a bucket. Returns a function that ends it."""
+        """Begin the reduction of a bucket. Return a function that ends it."""
         if self._closed_hook or not self._known or self._lossy[0].lossless("grad"):
             work = dist.all_reduce(gradient, group=self.ranks, async_op=True)
             return partial(self._end_reliable, work, number, gradient)
@@ -170,15 +170,15 @@ class LossyDDP(LossyRun):
         before, self._before = self._before, learned
         if self._known or not (self._stay or (self._rounds >= _ROUNDS and learned == before)):
             return
-        self._know(learned)
+        self._set_buckets(learned)
         if not self.config.untouched("grad") and dist.get_rank() == 0:
             logger.warning(
                 "iteration %d: DDP's buckets are final; gradients of earlier iterations lost nothing",
                 self.iteration + 2,
             )
 
-    def _know(self, buckets: list[Bucket]) -> None:
-        """The final buckets are known."""
+    def _set_buckets(self, buckets: list[Bucket]) -> None:
+        """Take the final buckets."""
         self.buckets, self._known = buckets, True
         size = self.ranks.size()
         gradients = [torch.empty(one.elements, dtype=one.dtype, device="meta") for one in buckets]
@@ -204,7 +204,7 @@ class LossyDDP(LossyRun):
 
     @property
     def streams(self) -> Sequence[Observed]:
-        return [_Made(one) for one in self._lossy]
+        return [_RoundExchanges(one) for one in self._lossy]
 
     def replicas(self) -> list[Any]:
         return []  # none is sharded
@@ -222,7 +222,7 @@ class LossyDDP(LossyRun):
         return {"world size": self.ranks.size(), "parameters": sum(one.numel() for one in self.parameters)}
 
     def exchanged_state(self) -> None:
-        """``None``: replicas are equal."""
+        """Return ``None``: replicas are equal."""
 
     def load_exchanged_state(self, state: None) -> None:
         """Do nothing."""
@@ -235,12 +235,12 @@ class LossyDDP(LossyRun):
     def _load_state(self, state: Any) -> None:
         if self._stay and not self._known and state.get("buckets"):
             every = ([self.parameters[number] for number in bucket] for bucket in state["buckets"])
-            self._know([_bucket_of(parameters) for parameters in every])
+            self._set_buckets([_bucket_of(parameters) for parameters in every])
         if not self._lossy:  # rules come with the final buckets
             self._saved = list(state["recovery"])
             state = {**state, "recovery": []}
         super()._load_state(state)
 
     def restore_exchanges(self) -> None:
-        """From now on the hook, which torch cannot take away, averages as DDP itself does."""
+        """Let the hook, which torch cannot take away, average as DDP itself does."""
         self._closed_hook = True

@@ -37,7 +37,7 @@ class Handle(dist.Work):
 
 
 def handle_of(transfer: Transfer, async_op: bool) -> Handle | None:
-    """The handle of ``transfer`` for FSDP2, or ``None`` once the exchange is complete."""
+    """Return the handle of ``transfer`` for FSDP2, or ``None`` once the exchange is complete."""
     if async_op:
         return Handle(transfer)
     transfer.wait()
@@ -88,7 +88,7 @@ class Gather:
         return self.replica.chunk(self._lossy.shards)[self._lossy.own]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The replica, into which FSDP2 copies this rank's shard before it calls for the gather."""
+        """Return the replica, into which FSDP2 copies this rank's shard before it calls for the gather."""
         self._clock.gathering()
         self._check(size, dtype)
         if self.replica is None or (self._again is not None and self.replica.is_cuda and not self._clock.holds):
@@ -133,11 +133,11 @@ class Gather:
         return self._exchange(self._lossy, self._number, output_tensor, input_tensor, collective, async_op, first)
 
     def note_weights(self) -> None:
-        """This rank's shard is as optimizers and mechanisms left it."""
+        """Note that this rank's shard is as optimizers and mechanisms left it."""
         self._version = self._group.version
 
     def check_weights(self) -> None:
-        """Raise an error if somebody else has written this rank's shard, unless the next gather is reliable anyway."""
+        """Raise an error if other code has written this rank's shard, unless the next gather is reliable anyway."""
         if self._group.version != self._version and self._restarts == self._clock.restarts:
             raise RuntimeError(
                 f"the weights of {self._group.name} were written, and not by the optimizer: call weights_changed() of what "
@@ -188,7 +188,7 @@ class Reduce:
         self.sent_bytes = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer as torch's own reduce-scatter takes it."""
+        """Return a buffer as torch's own reduce-scatter takes it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

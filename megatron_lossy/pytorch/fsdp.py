@@ -30,7 +30,7 @@ from .layout import ParameterGroup, ShardedStream, streams_of
 _scalars = Scalars()
 
 
-class _Sharded:
+class _ShardedGroup:
     """One parameter group and its exchanges: bucket ``number`` of ``lossy``."""
 
     def __init__(self, group: ParameterGroup, lossy: LossyGroup, number: int, gather: Gather, reduce: Reduce) -> None:
@@ -48,7 +48,7 @@ class _Sharded:
         return self.gather.replica
 
 
-class _Again:
+class _LaterGathers:
     """The later gathers of an update, for observers: such a ``group`` exchanges no gradients.
 
     They are in the passes of the next iteration. ``foresees``: these passes will come, after a checkpoint.
@@ -89,9 +89,9 @@ class LossyFSDP(LossyRun):
         self.islands = islands
         self._sites = Sites(config.sites)
         self._event: torch.Event | None = None
-        self._sharded: list[_Sharded] = []
+        self._sharded: list[_ShardedGroup] = []
         self._lossy: list[LossyGroup] = []
-        self._again: list[_Again] = []
+        self._again: list[_LaterGathers] = []
         MECHANISMS.attach(self)
         self._streams = streams_of([one for one in groups if one.trained])
         ranks = [stream.ranks for stream in self._streams]
@@ -112,13 +112,13 @@ class LossyFSDP(LossyRun):
         later = [group for group in one.groups if regather and group.gathers_again]
         again = self._group_of(replace(one, groups=later), one.stream.chunk + len(self._streams)) if later else None
         if again is not None:
-            self._again.append(_Again(again))
+            self._again.append(_LaterGathers(again))
         if self.config.errs and len(one.all_ranks) > 1:
             lossy.errors = self._errors_of(one, lossy)
         for number, group in enumerate(one.groups):
             second = (again, later.index(group)) if again is not None and group in later else None
             gather = Gather(self, group, lossy, number, second)
-            made = _Sharded(group, lossy, number, gather, Reduce(self, group, lossy, number))
+            made = _ShardedGroup(group, lossy, number, gather, Reduce(self, group, lossy, number))
             self._sharded.append(made)
             for each, place in [(lossy, number)] + ([] if second is None else [second]):
                 rule = each.params[place]
@@ -172,7 +172,7 @@ class LossyFSDP(LossyRun):
             one.gather.check_weights()
 
     def updated(self) -> None:
-        """Let the current stream wait for the last update: before it, what was gathered was copied out of the replica."""
+        """Let the current stream wait for the last update; gathered weights left the replica before it."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
@@ -218,7 +218,7 @@ class LossyFSDP(LossyRun):
         for one in self._sharded:
             if not one.gather.fresh:
                 [module, *_] = one.group.modules
-                module.reshard()  # else torch takes what it has for gathered
+                module.reshard()  # else torch takes its memory for gathered
                 module.unshard()
                 module.reshard()
                 one.gather.ahead = True
@@ -229,16 +229,16 @@ class LossyFSDP(LossyRun):
             one.group.modules[0].reshard()
 
     def own_weights(self) -> list[torch.Tensor]:
-        """This rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
+        """Return this rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
         return [piece for one in self._sharded for piece in one.group.pieces()]
 
     def gathered(self) -> list[tuple[dist.ProcessGroup, torch.Tensor, torch.Tensor]]:
-        """The ranks of each parameter group, this rank's replica, and float32 [shard], the part of it that this rank owns."""
+        """Return each parameter group's ranks, this rank's replica, and float32 [shard], the part that it owns."""
         return [(one.group.ranks, one.replica, one.group.weights()) for one in self._sharded]
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """A context in which the replicas hold other weights than the run's: no update may be made."""
+        """Return a context in which the replicas hold other weights than the run's: no update may be made."""
         self.reshard()
         self.holds = True
         try:
@@ -269,7 +269,7 @@ class LossyFSDP(LossyRun):
     # --- saved state -----------------------------------------------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """Somebody else than the optimizer wrote weights: the next gather is reliable. Call it on all ranks."""
+        """Note a write of weights that is no optimizer's: the next gather is reliable. Call it on all ranks."""
         self.restarts += 1
 
     def follow_loading(self, model: torch.nn.Module) -> None:

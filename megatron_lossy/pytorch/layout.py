@@ -103,7 +103,7 @@ class ParameterGroup:
         return wanted if wanted is not None and parameter.is_floating_point() else parameter.dtype
 
     def used(self, gradients: bool = False) -> np.ndarray:
-        """int64[k, 2]: the ranges in N shards that hold parameters, or gradients; the rest is padding."""
+        """Return int64[k, 2]: the ranges in N shards that hold parameters, or gradients; the rest is padding."""
         ranges, size = [], self.ranks.size()
         parameters = [one for one in self._group.fsdp_params if one.sharded_param.requires_grad or not gradients]
         shard = sum(math.prod(one.padded_sharded_param_size) for one in parameters)
@@ -118,11 +118,11 @@ class ParameterGroup:
         return np.array([pair for pair in sorted(ranges) if pair[0] < pair[1]], dtype=np.int64).reshape(-1, 2)
 
     def weights(self) -> torch.Tensor:
-        """float32 [shard]: this rank's shard as the optimizer has it, with padding."""
+        """Return float32 [shard]: this rank's shard as the optimizer has it, with padding."""
         return torch.cat([one._sharded_param_data.detach().float().to(self.device) for one in self._group.fsdp_params])
 
     def pieces(self) -> list[torch.Tensor]:
-        """This rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
+        """Return this rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
         return [one._sharded_param_data.detach() for one in self._group.fsdp_params]
 
     @property
@@ -158,7 +158,7 @@ class ParameterGroup:
 
     @property
     def gathers_again(self) -> bool:
-        """Whether the backward pass gathers what the forward pass has gathered (``reshard_after_forward``)."""
+        """Whether the backward pass gathers the parameters of the forward pass again (``reshard_after_forward``)."""
         state = self.modules[0]._get_fsdp_state()
         kept = self.root and state._auto_reshard_after_forward  # torch finds out in the first pass
         return self._group.post_forward_mesh_info is not None and not kept
@@ -180,7 +180,7 @@ class ShardedStream:
 
 
 def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
-    """All groups, in the order of ``model.modules()``. Raises :class:`UsageError` for several groups of one module."""
+    """Return all groups, in the order of ``model.modules()``. Raise :class:`UsageError` for two of one module."""
     found: dict[int, ParameterGroup] = {}
     root: str | None = None
     for name, module, state in _states(model):
@@ -216,7 +216,7 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def streams_of(groups: list[ParameterGroup]) -> list[ShardedStream]:
-    """The streams of ``groups``: one for each group of ranks, numbered in the order in which they come first."""
+    """Return the streams of ``groups``: one for each group of ranks, numbered in the order in which they come first."""
     by_ranks: dict[tuple[int, ...], list[ParameterGroup]] = {}
     for one in groups:
         by_ranks.setdefault(tuple(dist.get_process_group_ranks(one.ranks)), []).append(one)

@@ -37,7 +37,7 @@ class LossyCallback(Callback):
         self.config = config
         self.resume = resume
         self.how = how
-        #: What :func:`.make_lossy` returned, while the trainer trains.
+        #: Result of :func:`.make_lossy`, while the trainer trains.
         self.lossy: LossyRun | None = None
         self._trainer: Trainer | None = None
         self._logged = 0  # the step of the last record
@@ -62,7 +62,7 @@ class LossyCallback(Callback):
             logger.log_metrics(measured, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The folder of the states of all ranks, which are written there. A collective call."""
+        """Return the folder of the states of all ranks, which are written there. A collective call."""
         if self.lossy is None or self._trainer is None:
             return {}
         place = getattr(self._trainer.checkpoint_callback, "dirpath", None) or self._trainer.default_root_dir

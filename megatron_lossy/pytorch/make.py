@@ -62,7 +62,7 @@ def make_lossy(
         gapless: promises that each round of gradients exchanges all buckets, and that only ``scaler`` rejects a step, so
             that ``--grad-recovery previous`` needs less memory.
 
-    Returns the run: ``owner_weights()``, ``metrics()``, ``state_dict()``, ``close()``. Raises :class:`UsageError` for
+    Return the run: ``owner_weights()``, ``metrics()``, ``state_dict()``, ``close()``. Raise :class:`UsageError` for
     arguments that are not allowed, before any exchange.
     """
     flags, optimizers = config_of(config), optimizers_of(optimizer)
@@ -137,7 +137,7 @@ def _sharded(
 
 
 def _islands(groups: list[ParameterGroup]) -> list[list[int]]:
-    """The ranks of each group that shards a copy of the model. A collective call of all ranks."""
+    """Return the ranks of each group that shards a copy of the model. A collective call of all ranks."""
     if any(group.replicated for group in groups):
         why = 'needs a mesh of one dimension, fully_shard(…, mesh=mesh["shard"]): FSDP2 would reduce gradients between islands'
         raise refuse("replicate", "islands", why)

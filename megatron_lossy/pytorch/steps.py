@@ -52,7 +52,7 @@ class Steps:
             hook.remove()
 
     def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a step. Returns other arguments for it, or ``None``."""
+        """Begin a step. Return other arguments for it, or ``None``."""
         self._begun.pop(optimizer, None)  # of a step that raised an error
         name = type(optimizer).__name__
         if torch._C._current_graph_task_id() != -1:
@@ -87,7 +87,7 @@ class Steps:
 
 
 def within_step(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    """The optimizer whose step calls the function that asks, if there is one."""
+    """Return the optimizer whose step calls the function that asks, if there is one."""
     frame = sys._getframe(1)
     while frame := frame.f_back:  # type: ignore[assignment]
         if frame.f_code.co_name == "wrapper":  # torch's, which calls hooks
@@ -109,7 +109,7 @@ def _after(me: weakref.ref[Steps], optimizer: torch.optim.Optimizer, args: Any, 
 
 
 def _nested(optimizer: torch.optim.Optimizer, caller: FrameType) -> bool:
-    """Whether ``caller``, the function of torch that calls hooks, runs within another step of ``optimizer``.
+    """Return whether ``caller``, the function of torch that calls hooks, runs within another step of ``optimizer``.
 
     The stack says so. A count of open steps would be wrong after one that raised an error.
     """
@@ -121,7 +121,7 @@ def _nested(optimizer: torch.optim.Optimizer, caller: FrameType) -> bool:
 
 
 def _with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], None]) -> Arguments | None:
-    """The arguments of a step with a closure that calls ``ready`` at its end; ``None`` without a closure."""
+    """Return the arguments of a step with a closure that calls ``ready`` at its end; ``None`` without a closure."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         return None
@@ -137,7 +137,7 @@ def _with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> Kind:
-    """The kind of a step of ``optimizer`` that is about to use its gradients."""
+    """Return the kind of a step of ``optimizer`` that is about to use its gradients."""
     overflowed = getattr(optimizer, "found_inf", None)  # of a GradScaler, for a kernel that skips by itself
     if overflowed is not None and float(overflowed) > 0:
         return Kind.REJECTED
@@ -149,7 +149,7 @@ def _kind(optimizer: torch.optim.Optimizer) -> Kind:
 
 
 def _values(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The values of all parameters in this process; not copies."""
+    """Return the values of all parameters in this process; not copies."""
     parameters = (one.detach() for group in optimizer.param_groups for one in group["params"])
     return [one.to_local() if hasattr(one, "to_local") else one for one in parameters]
 

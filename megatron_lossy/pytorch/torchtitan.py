@@ -36,7 +36,7 @@ class LossyTrainer(Trainer):
         """Loss flags: the name of a preset, or a YAML file. Without them nothing is lost."""
 
     def __init__(self, config: Config) -> None:
-        #: What :func:`.make_lossy` returned, if anything is lost.
+        #: Result of :func:`.make_lossy`, if anything is lost.
         self.lossy: LossyRun | None = None
         self._loaded: bytes | None = None
         spec = config.model_spec
@@ -67,7 +67,7 @@ class LossyTrainer(Trainer):
             self.metrics_processor.logger.log(self.lossy.metrics(), self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The trainer's state, and that of this rank's replica. A collective call."""
+        """Return the trainer's state, and that of this rank's replica. A collective call."""
         state = super().state_dict()
         if self.lossy is not None:
             written = io.BytesIO()
@@ -93,6 +93,6 @@ class LossyTrainer(Trainer):
 
 
 def with_loss(config: Trainer.Config, lossy: LossyConfig | Mapping[str, Any] | str) -> LossyTrainer.Config:
-    """``config`` for :class:`LossyTrainer`. ``lossy``: as for :func:`.make_lossy`."""
+    """Return ``config`` for :class:`LossyTrainer`. ``lossy``: as for :func:`.make_lossy`."""
     known = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
     return LossyTrainer.Config(**known, lossy=lossy)  # type: ignore[arg-type]

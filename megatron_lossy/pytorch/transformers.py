@@ -37,7 +37,7 @@ class LossyCallback(TrainerCallback):
         self.config = config
         self.resume = resume
         self.how = how
-        #: What :func:`.make_lossy` returned, while the trainer trains.
+        #: Result of :func:`.make_lossy`, while the trainer trains.
         self.lossy: LossyRun | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

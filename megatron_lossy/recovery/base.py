@@ -1,6 +1,6 @@
 """Rules for units that do not arrive: the verbs that a wire calls, and the records that it hands over.
 
-Rules are pure: they know no process group. Torch is not imported here, so that flags can be checked without it.
+Rules are pure: they use no process group. Torch is not imported here, so that flags can be checked without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..config import LossyConfig
 
-#: Runs the caller's collective. Returns its handle, or ``None`` if it has completed or somebody else waits for it.
+#: Runs the caller's collective. Returns its handle, or ``None`` if it has completed or another part waits for it.
 Collective = Callable[[], Any]
 #: Returns the factor of a loss, a number or a scalar tensor, or ``None`` without one.
 LossScale = Callable[[], Any]
@@ -35,9 +35,9 @@ class Gradients:
     Args:
         exchange: names the exchange; its step is the iteration.
         bucket: the number of the bucket.
-        buffer: [N * shard], the gradients of this rank. It changes in place, and is free once the exchange is over.
+        buffer: [N * shard], the gradients of this rank. It changes in place, and is free once the exchange has ended.
         output: [shard], receives the recovered sum. It may be part of ``buffer``.
-        collective: would carry all of it, reliably; by default nobody's.
+        collective: would carry all of it, reliably; by default of no rank.
         averaged: the collective divides the sum by N (``ReduceOp.AVG``).
         loss_scale: returns a number or a scalar tensor that multiplied the gradients; with one, the step may be
             rejected. ``None`` without one.
@@ -123,7 +123,7 @@ class Rule(ABC):
         """Forget the data kept between steps: they belong to another run than the one that goes on."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State that must be saved for a run to continue bit for bit."""
+        """Return state that must be saved for a run to continue bit for bit."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -136,19 +136,19 @@ class GradRecovery(Rule):
     ``before`` and ``after`` are for rules to override. With a ``combine`` of its own a rule cannot go with
     ``--grad-priority``, which has another.
 
-    The wire decides who removes them. Over a collective each sender removes them before it sends: ``lost`` are units by
-    destination. If owners get the pieces of all senders, the owner removes them: ``lost`` are units by source.
+    The wire decides at which end they are removed. Over a collective each sender removes them before it sends: ``lost``
+    are units by destination. If owners get the pieces of all senders, they remove them: ``lost`` are units by source.
     """
 
-    #: Whether the rule asks for :attr:`Gradients.coming`, which only drawn losses can tell.
+    #: Whether the rule asks for :attr:`Gradients.coming`, which only drawn losses have.
     foresight: bool = False
     #: Whether gradients of earlier steps enter the sum. The sum must then mean the same in all steps.
     carries_over: bool = False
-    #: Whether senders keep what they lose, and send it again, with the verbs of :class:`.ErrorFeedback`.
+    #: Whether senders keep their losses, and send them again, with the verbs of :class:`.ErrorFeedback`.
     feeds_back: ClassVar[bool] = False
     #: Whether :meth:`before` calls :attr:`Gradients.rounding` itself: after it has kept or chosen values as they were.
     rounds: ClassVar[bool] = False
-    #: Whether :meth:`before` leaves the units of :attr:`Lost.spared` alone; else it is told of none.
+    #: Whether :meth:`before` leaves the units of :attr:`Lost.spared` alone; else it gets none.
     minds_spared: ClassVar[bool] = False
 
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
@@ -177,7 +177,7 @@ class GradRecovery(Rule):
 
     @classmethod
     def kept_share(cls, lost: float) -> float:
-        """Elements kept between steps, per element of the gradients. ``lost``: the share that a step loses."""
+        """Return elements kept between steps, per element of the gradients. ``lost``: the share that a step loses."""
         return 0.0
 
 
@@ -200,7 +200,7 @@ class Stale(Rule):
     exact: bool = True
 
     def put_aside(self, replica: torch.Tensor, delivery: Delivery) -> Saved | None:
-        """Copies of the units of ``replica`` [N * shard] that will be stale; ``None`` if there is nothing to do."""
+        """Return copies of the units of ``replica`` [N * shard] that will be stale; ``None`` if there are none."""
         lost = delivery.lost_here(self.units)
         return None if self.rows.nothing(lost) else self.rows.take(replica, self.units, lost)
 
@@ -213,7 +213,7 @@ class Stale(Rule):
         """Put the values to send into ``x.sent``. The result is given to :meth:`sent`."""
 
     def sent(self, x: Parameters, own: Any, delivery: Delivery) -> None:
-        """Put the owner's weights back into the own shard: the exchange is over, and ``delivery`` arrived here."""
+        """Put the owner's weights back into the own shard: the exchange has ended, and ``delivery`` arrived here."""
 
     def before_update(self, sent: torch.Tensor) -> None:
         """Keep what the next exchange needs of ``sent`` [shard], the own shard. Loops of users say no more than this."""
@@ -233,7 +233,7 @@ _IN_CACHE = 2**18
 
 
 def ordered_sum(pieces: torch.Tensor, averaged: bool = False) -> torch.Tensor:
-    """The sum [shard] of ``pieces`` [N, shard] in their order, in float32 at least; divided by N if ``averaged``.
+    """Return the sum [shard] of ``pieces`` [N, shard] in order, in float32 at least; divided by N if ``averaged``.
 
     The order of ``torch.sum`` depends on the device and the shape. A loop keeps the order, but launches N kernels. HPU
     compiles a loop into one graph, and a CPU adds fastest in a loop.
@@ -251,7 +251,7 @@ _PARTS = 8
 
 
 def _sum_in_few_kernels(pieces: torch.Tensor, averaged: bool) -> torch.Tensor:
-    """:func:`ordered_sum` in a number of kernels that does not depend on N.
+    """Return :func:`ordered_sum` in a number of kernels that does not depend on N.
 
     A thread of ``embedding_bag`` adds up one column of a bag, row by row, in float32 at least (EmbeddingBag.cu,
     ``EmbeddingBag_updateOutputKernel_sum_mean``). So the bits are those of the loop, but for the sign of a sum of

@@ -75,7 +75,7 @@ class ErrorFeedback(GradRecovery):
         self._pending = (step, lost, kept if loss_scale is None else times(kept, 1 / loss_scale))
 
     def settle(self, left: Lost) -> None:
-        """Keep only the units ``left`` of the latest exchange, lost for good; :meth:`remove` knew of spared ones."""
+        """Keep only the units ``left`` of the latest exchange, lost for good; :meth:`remove` had spared ones."""
         if self._pending is not None and self._pending[1].spared is not None:
             step, lost, kept = self._pending
             self._pending = (step, left, self.rows.narrow(self.units, lost, left, kept))

@@ -1,8 +1,8 @@
 """``previous``: the last gradient received from a sender replaces a lost one; zero before the first.
 
-This is Algorithm 1, line 9 of the paper, per sender. The sender substitutes it: with drawn deliveries it knows which
-gradient the owner received last. If the owner gets pieces, the owner substitutes it. That rank may also know which step
-comes next, and that no step can be rejected. Then it keeps only the units that the next step will lose, about p times
+This is Algorithm 1, line 9 of the paper, per sender. The sender substitutes it: with drawn deliveries it computes which
+gradient the owner received last. If the owner gets pieces, the owner substitutes it. If the next step is also certain,
+and no step can be rejected, that rank keeps only the units that the next step will lose, about p times
 the buffer. Otherwise it keeps all gradients received last, and twice as many while a step may still be rejected.
 """
 

@@ -57,7 +57,7 @@ def used_here(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def unit_views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Tensor, slice]]:
-    """``buffer`` [shards * shard] as [shards, units, elements], with unit numbers. A shorter last unit is apart.
+    """Return ``buffer`` [shards * shard] as [shards, units, elements], with unit numbers. A shorter last unit is apart.
 
     The shards of a ``buffer`` [shards, shard] need not be next to each other.
     """
@@ -77,7 +77,7 @@ def unit_views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Ten
 
 
 def times(saved: Saved, factor: Any) -> Saved:
-    """The result of ``take`` in float32, its values multiplied by ``factor``, a number or a scalar tensor."""
+    """Return the result of ``take`` in float32, its values multiplied by ``factor``, a number or a scalar tensor."""
     return [tuple(part.float() * factor if part.is_floating_point() else part for part in parts) for parts in saved]
 
 
@@ -86,7 +86,7 @@ def _float32(factors: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _flat(view: torch.Tensor) -> torch.Tensor:
-    """Contiguous ``view`` [shards, units, elements] as [shards * units, elements], for faster work on whole rows."""
+    """Return contiguous ``view`` [shards, units, elements] as [shards * units, elements], for work on whole rows."""
     return view.view(-1, view.shape[2])
 
 
@@ -104,7 +104,7 @@ class IndexedRows:
 
     @staticmethod
     def nothing(lost: Lost) -> bool:
-        """Whether the work for ``lost`` may be skipped, because nothing was lost."""
+        """Return whether the work for ``lost`` may be skipped, because nothing was lost."""
         return not lost.mask.any()
 
     @classmethod
@@ -123,7 +123,7 @@ class IndexedRows:
 
     @classmethod
     def take(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> Saved:
-        """Copies of the units that are ``lost``, spared or not; give them to :meth:`put_` with the same ``lost``."""
+        """Return copies of the ``lost`` units, spared or not; give them to :meth:`put_` with the same ``lost``."""
         saved: Saved = []
         for view, numbers in unit_views(buffer, units):
             places = lost.places(numbers)
@@ -156,7 +156,7 @@ class IndexedRows:
 
     @staticmethod
     def _zeroed(values: torch.Tensor, lost: Lost, numbers: slice, index: torch.Tensor) -> torch.Tensor:
-        """``values`` [k, elements] of the units at ``index``, or zeros for those that are not spared."""
+        """Return ``values`` [k, elements] of the units at ``index``, or zeros for those that are not spared."""
         spared = _select(lost.spared[:, numbers, None], index)
         return values.masked_fill(~spared, 0)
 
@@ -173,7 +173,7 @@ class IndexedRows:
 
     @staticmethod
     def narrow(units: BucketUnits, lost: Lost, left: Lost, saved: Saved) -> Saved:
-        """The part of ``saved``, taken for ``lost``, that belongs to the units ``left`` of these."""
+        """Return the part of ``saved``, taken for ``lost``, that belongs to the units ``left`` of these."""
         result: Saved = []
         for (numbers, _), values in zip(units.parts, saved, strict=True):
             shards, places = lost.places(numbers)

@@ -36,7 +36,7 @@ class Observed(Protocol):
     """Exchanges that are observed together."""
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
-        """The delivery of ``step`` at all ranks of this process; ``None`` in a phase without loss."""
+        """Return the delivery of ``step`` at all ranks of this process; ``None`` in a phase without loss."""
 
 
 class Run(ABC):
@@ -44,7 +44,7 @@ class Run(ABC):
 
     ``iteration`` counts attempted iterations; gradient exchanges of the next one are keyed by it. ``update`` is the
     iteration of the last successful update, which keys parameter exchanges; ``None`` while all replicas are equal.
-    ``after_update``: functions of the run, for work of replicas beside the gradient exchange. They are called in order
+    ``after_update``: functions of the run, for work of replicas besides the gradient exchange. They are called in order
     after every successful update, before the iteration counts as over. The gather of the update may still be under
     way; :meth:`settle` ends it. ``steps``: length of the run, if known, to refuse a trace that is too short. ``gapless``: promises that every iteration exchanges its
     gradients or all-reduces them, and that only a loss scale can make the optimizer reject one (and no
@@ -87,8 +87,8 @@ class Run(ABC):
         self.gapless = gapless
         self.observers = make_observers(self, writer)
         self.after_update: list[Callable[[Run], None]] = []
-        #: The iteration that is over, but not yet told to the observers: its last exchanges may still be under way.
-        self._untold: tuple[int, bool, bool] | None = None
+        #: The ended iteration that observers have not received: its last exchanges may still be under way.
+        self._unreported: tuple[int, bool, bool] | None = None
 
     @cached_property
     def corruption(self) -> Corruption:
@@ -106,7 +106,7 @@ class Run(ABC):
         part.attach(self)
 
     def part(self, name: str) -> Any:
-        """The part of the mechanism of that name; ``None`` if it has none."""
+        """Return the part of the mechanism of that name; ``None`` if it has none."""
         return next((one for one in self.parts if one.name == name), None)
 
     @property
@@ -123,15 +123,15 @@ class Run(ABC):
 
     @abstractmethod
     def exchanged_weights(self, model_chunks: Any) -> contextlib.AbstractContextManager[None]:
-        """:meth:`owner_weights` of a run whose exchanges keep them."""
+        """Return :meth:`owner_weights` of a run whose exchanges keep them."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """The settings that must be equal for saved replicas to mean the same, by their names in errors."""
+        """Return the settings that must be equal for saved replicas to mean the same, by their names in errors."""
 
     @abstractmethod
     def exchanged_state(self) -> Any:
-        """The ``replicas`` of :meth:`replica_state` in a run whose replicas differ only by what exchanges lost."""
+        """Return the ``replicas`` of :meth:`replica_state` in a run whose replicas differ only by lost exchanges."""
 
     @abstractmethod
     def load_exchanged_state(self, state: Any) -> None:
@@ -139,10 +139,10 @@ class Run(ABC):
 
     @abstractmethod
     def replica_file(self) -> str:
-        """The name of this process's file of saved replicas."""
+        """Return the name of this process's file of saved replicas."""
 
     def error_of_missing(self, folder: str | os.PathLike, path: Path) -> UsageError:
-        """The error that the checkpoint in ``folder`` lacks the saved replicas at ``path``."""
+        """Return the error that the checkpoint in ``folder`` lacks the saved replicas at ``path``."""
         if path.parent.is_dir():
             return refuse("--save-replicas", path, f"is missing; the run must have the world size of {folder}")
         return refuse("--save-replicas", f"with {folder}", "that checkpoint was saved without replicas; omit the flag")
@@ -169,23 +169,23 @@ class Run(ABC):
 
     @abstractmethod
     def replicas(self) -> Sequence[Replicas]:
-        """Each stream's replicas, as they are."""
+        """Return each stream's replicas, as they are."""
 
     @abstractmethod
     def settle(self) -> None:
         """Let every replica receive its part of the last update. A collective call."""
 
     def living_optimizers(self) -> list[Any]:
-        """Megatron's optimizers that this process has, if they exist by now."""
+        """Return Megatron's optimizers that this process has, if they exist by now."""
         return []
 
     def loss_scale(self) -> torch.Tensor | None:
-        """The factor of the loss, or ``None`` without a gradient scaler."""
+        """Return the factor of the loss, or ``None`` without a gradient scaler."""
         scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self.living_optimizers())
         return next((scaler.scale for scaler in scalers if scaler is not None), None)
 
     def happened(self) -> list[Any]:
-        """Events of this iteration beside its exchanges; see :meth:`Observer.happened`."""
+        """Return the events of this iteration besides its exchanges; see :meth:`Observer.happened`."""
         errors = [group.errors for group in self.groups if group.errors is not None]
         beside = [event for source in self.sources for event in source(self.iteration)]
         return [*(reduction for one in errors for reduction in one.take(self.iteration)), *beside]
@@ -193,35 +193,35 @@ class Run(ABC):
     # --- a training program ----------------------------------------------------------------------------------------
 
     def building(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which a model is built so that this run can :meth:`attach` it."""
+        """Return a context in which a model is built so that this run can :meth:`attach` it."""
         return contextlib.nullcontext()
 
     def attach(self, ddp: Any) -> None:
         """Take over the exchanges of ``ddp``, a model chunk. Hooks have done so already."""
 
     def worker(self, worker: int, evaluates: bool = False) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model has the replica of ``worker`` (from 0, in this process), and gradients are its own.
+        """Return a context in which the model has the replica of ``worker`` (of this process), and its gradients.
 
         ``evaluates``: there are no gradients. Without it: a batch of an iteration, once.
         """
         return contextlib.nullcontext()
 
     def data_of(self, worker: int) -> contextlib.AbstractContextManager[None]:
-        """A context in which the data is that of ``worker``, with any weights."""
+        """Return a context in which the data is that of ``worker``, with any weights."""
         return contextlib.nullcontext()
 
     def step(self, optimizer: Any) -> Any:
-        """Make the update with the gradients of all workers. Returns the result of ``optimizer.step()``."""
+        """Make the update with the gradients of all workers. Return the result of ``optimizer.step()``."""
         return optimizer.step()
 
     def leave(self) -> None:
-        """Wait, at the end of a run that ends well, until it is over everywhere. A collective call of all jobs."""
+        """Wait, at the end of a run that ends well, until it has ended everywhere. A collective call of all jobs."""
         self.events.leave()
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
-        """The owners' shards are about to be updated."""
+        """Note that the owners' shards are about to be updated."""
         self.tell_observers()
         for observer in self.observers:
             observer.before_update(self.iteration, self.replicas)
@@ -241,7 +241,7 @@ class Run(ABC):
         happened = self.happened()
         for observer in self.observers if happened else ():
             observer.happened(self.iteration, happened)
-        self._untold = (self.iteration, successful, all_reduced)
+        self._unreported = (self.iteration, successful, all_reduced)
         if not self.known_later:
             self.tell_observers(self._settled_replicas)
         self.iteration += 1
@@ -249,14 +249,14 @@ class Run(ABC):
             group.prepare(self.iteration, self.gapless)
 
     def tell_observers(self, look: Callable[[], Sequence[Replicas]] | None = None) -> None:
-        """Tell the observers of the last iteration, if they have not been.
+        """Call the observers for the last iteration, unless they have been called.
 
         Drawn losses are known at its end. Losses of a network in its gather are known after the next forward pass, or
         never without one; the next gather must come after that. ``look``: finds the replicas.
         """
-        if self._untold is None:
+        if self._unreported is None:
             return
-        (iteration, successful, all_reduced), self._untold = self._untold, None
+        (iteration, successful, all_reduced), self._unreported = self._unreported, None
         if not self.observers:
             return
         happened = {"grad": not all_reduced, "param": successful}
@@ -283,15 +283,15 @@ class Run(ABC):
         self.iteration += 1
 
     def set_iteration(self, iteration: int) -> None:
-        """A checkpoint of ``iteration`` attempted iterations was loaded: all replicas are equal."""
-        self._untold = None
+        """Go on after a checkpoint of ``iteration`` attempted iterations was loaded: all replicas are equal."""
+        self._unreported = None
         self.iteration = iteration
         self.begin_equal()
         for observer in self.observers:
             observer.restart(iteration)
 
     def begin_equal(self) -> None:
-        """All replicas equal the owners' weights, which are in the model, and nothing of before counts."""
+        """Begin with all replicas equal to the owners' weights, which are in the model; nothing of before counts."""
         self.update = None
         for group in self.groups:
             group.restart()
@@ -300,12 +300,12 @@ class Run(ABC):
         self.events.restart(self.iteration)
 
     def metrics(self) -> dict[str, float]:
-        """Measurements of the observers since the last call (docs/monitors.md). A collective call."""
+        """Return measurements of the observers since the last call (docs/monitors.md). A collective call."""
         return metrics_of(self.observers)
 
     def close_observers(self) -> None:
-        """Close the observers. Their records include the last iteration, which a transport may know only now."""
-        self.tell_observers(list)  # nobody may be there any more to look at replicas together
+        """Close the observers. Their records include the last iteration, whose result a transport may have only now."""
+        self.tell_observers(list)  # other ranks may have ended, so that replicas cannot be compared
         for observer in self.observers:
             observer.close()
 
@@ -319,7 +319,7 @@ class Run(ABC):
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def owner_weights(self, model_chunks: ModelChunks | None = None) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model holds the owners' weights; afterwards its replica again. A collective call.
+        """Return a context in which the model holds the owners' weights, then its replica again. A collective call.
 
         Full replicas have the mean of those that are finite. ``model_chunks``: Megatron's ``model``, wrapped in DDP or not.
         """
@@ -329,13 +329,13 @@ class Run(ABC):
     def consensus_weights(
         self, model_chunks: ModelChunks | None = None
     ) -> contextlib.AbstractContextManager[bool | None]:
-        """A context as of :meth:`owner_weights`, with the mean over jobs, if there are several; false if these do not meet."""
+        """Return a context as of :meth:`owner_weights`, with the mean over jobs, if any; false if jobs do not meet."""
         return self.job_group.consensus_weights() or self.owner_weights(model_chunks)
 
     # --- their state -----------------------------------------------------------------------------------------------
 
     def replica_state(self) -> dict[str, Any]:
-        """The state that makes the replicas of this process differ from the owners' weights.
+        """Return the state that makes the replicas of this process differ from the owners' weights.
 
         ``parts``: the states of mechanisms, by name. ``replicas``: the state of the exchanges, or the whole state of the
         replicas if a mechanism keeps it, whose name is ``keeper``.
@@ -364,7 +364,7 @@ class Run(ABC):
 
         Observers save to files of their own in any case.
         """
-        if self._untold is not None:
+        if self._unreported is not None:
             self.settle()
             self.tell_observers()
         for observer in self.observers:
@@ -386,7 +386,7 @@ class Run(ABC):
     def load_replicas(self, folder: str | os.PathLike) -> None:
         """Restore :meth:`save_replicas` after the checkpoint was loaded, with ``--save-replicas``.
 
-        Raises :class:`UsageError` if it was written by another number of workers or with other loss flags.
+        Raise :class:`UsageError` if it was written by another number of workers or with other loss flags.
         """
         if not self.config.save_replicas or self.config.inert:
             return
@@ -408,7 +408,7 @@ class Run(ABC):
 
 
 def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
-    """The observers that the flags of ``run`` ask for; none if they are inert. ``writer``: see :class:`Run`."""
+    """Return the observers that the flags of ``run`` ask for; none if they are inert. ``writer``: see :class:`Run`."""
     config = run.config
     if config.inert:
         return []

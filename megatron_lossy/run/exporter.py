@@ -15,7 +15,7 @@ _VALIDATION = {"lm loss": "validation loss"}
 
 
 def prometheus_name(name: str) -> str:
-    """The name in Prometheus of a value that records call ``name``: ``megatron_lossy_loss_rate_grad``."""
+    """Return the name in Prometheus of a value that records call ``name``: ``megatron_lossy_loss_rate_grad``."""
     return PREFIX + re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
@@ -56,7 +56,7 @@ class Exporter:
 
 
 def exporter_at(port: int) -> Exporter | None:
-    """An exporter at ``port``. If that is taken, a line of the log says so, and there is none."""
+    """Return an exporter at ``port``. If that is taken, a line of the log says so, and there is none."""
     try:
         return Exporter(port)
     except OSError as error:

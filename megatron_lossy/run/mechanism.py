@@ -113,7 +113,7 @@ class Events:
         self.logged = Event()
         #: The run has come to a good end. All jobs call it.
         self.leave = Event()
-        #: The run is over.
+        #: End with the run.
         self.close = Event()
 
     def on(self, **functions: Callable[..., Any]) -> None:

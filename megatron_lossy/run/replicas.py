@@ -1,4 +1,4 @@
-"""A rank's replica of buckets: its values for monitors, and its differences from the owners, saved beside a checkpoint and restored."""
+"""A rank's replica of buckets: its values for monitors, and its differences from the owners, saved and restored."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Held:
 
 
 def stale_state(held: Sequence[Held], update: int | None) -> list[Any]:
-    """The stale units of each bucket after ``update``, bool[N, count], and their values; ``None`` without any.
+    """Return the stale units of each bucket after ``update``, bool[N, count], and their values; ``None`` without any.
 
     If units that arrived do not hold the owners' weights either, also all values of the bucket.
     """

@@ -1,4 +1,4 @@
-"""The file of the replicas that a process saves beside a checkpoint, with ``--save-replicas``."""
+"""The file of the replicas that a process saves along with a checkpoint, with ``--save-replicas``."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read(path: Path, device: torch.device, here: Mapping[str, Any], folder: str | os.PathLike) -> dict[str, Any]:
-    """The state in the file ``path`` of the checkpoint ``folder``.
+    """Return the state in the file ``path`` of the checkpoint ``folder``.
 
-    Raises :class:`UsageError` if its format is another one, or its identity another one than ``here``.
+    Raise :class:`UsageError` if its format is another one, or its identity another one than ``here``.
     """
     state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     if state["format"] != FORMAT:
@@ -55,7 +55,7 @@ def check_identity(saved: Mapping[str, Any], here: Mapping[str, Any], flag: str,
 
 
 def flags_of(config: LossyConfig) -> dict[str, str]:
-    """The flags that must be equal for saved replicas to mean the same, as text. Reads the files that they name."""
+    """Return the flags that must be equal for saved replicas to mean the same, as text. Read the files they name."""
     flags = {
         flag_name(LossyConfig, name): as_text(value)
         for name, value in identity(config).items()
@@ -70,14 +70,14 @@ def flags_of(config: LossyConfig) -> dict[str, str]:
 
 
 def _model(loss: PhaseLoss) -> str:
-    """The channel of ``loss``, with the content of its file."""
+    """Return the channel of ``loss``, with the content of its file."""
     if loss.trace is not None:
         return f"{loss.model} of {_content('--trace', loss.trace)}"
     return loss.model if loss.matrix is None else f"{loss.model} of {_content('--loss-model', loss.matrix)}"
 
 
 def _content(flag: str, path: Path) -> str:
-    """A digest of the file, or of the folder of a delivery log, that does not depend on its place."""
+    """Return a digest of the file, or of the folder of a delivery log, that does not depend on its place."""
     try:
         if path.is_dir():
             described = repr(sorted((file.name, file.stat().st_size) for file in path.iterdir())).encode()

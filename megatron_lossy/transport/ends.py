@@ -11,8 +11,8 @@ from ..config import LossyConfig
 from .address import find_address
 from .settings import settings_of
 
-#: By settings and address.
-_ends: dict[tuple[Any, str], Any] = {}
+#: By transport, settings and address.
+_ends: dict[tuple[str, Any, str], Any] = {}
 
 
 def end_for(config: LossyConfig, towards: str | None = None) -> Any:
@@ -25,9 +25,10 @@ def end_for(config: LossyConfig, towards: str | None = None) -> Any:
     else:
         from .stream.host import Host as made
     settings = settings_of(config)
-    key = settings, find_address(settings.interface, towards or os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    address = find_address(settings.interface, towards or os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    key = "udp" if config.transport == "udp" else "stream", settings, address
     if key not in _ends or _ends[key].closed:  # in a child process
-        _ends[key] = made(*key, int(os.environ.get("LOCAL_RANK", 0)))
+        _ends[key] = made(settings, address, int(os.environ.get("LOCAL_RANK", 0)))
         # An engine has registered an end without patience. This is registered later, and so runs earlier.
         atexit.unregister(close_ends)
         atexit.register(close_ends)

@@ -25,7 +25,7 @@ from .tracker import Findings
 
 
 def _loss(found: list) -> float:
-    """Of the last stage."""
+    """Return the loss of the last stage."""
     return next(values.loss for values, _ in reversed(found) if values.loss is not None)
 
 

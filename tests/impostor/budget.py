@@ -15,8 +15,8 @@ _PLACES = ("synchronisations", "blocking", "pageable")
 #: How a number may differ without anybody being asked: what is late over UDP, and when a thread aside looks, is not fixed.
 _SHARE, _SLACK, _ASIDE = 0.05, 2.0, 1.0
 _HEAD = """\
-# What rows cost on the pretended device, per step and beyond the unhooked step (docs/impostor.md). What is not there is 0.
-# Written by `python -m tests.impostor --write-budget`, but for the reasons: nobody waits at a place without one.
+# Costs of rows on the pretended device, per step, beyond the unhooked step (docs/impostor.md). Missing entries are 0.
+# Written by `python -m tests.impostor --write-budget`, but for the reasons: a wait at a place without one is refused.
 """
 
 

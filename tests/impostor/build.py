@@ -36,27 +36,27 @@ class CannotBuild(RuntimeError):
 
 
 def compilers() -> list[str]:
-    """``CXX`` and the usual names, of those that are installed."""
+    """Return ``CXX`` and the usual names, of those that are installed."""
     names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
     return [found for name in names if name and (found := shutil.which(name))]
 
 
 def compiler() -> str:
-    """The first of :func:`compilers`. Raises :class:`CannotBuild`."""
+    """Return the first of :func:`compilers`. Raise :class:`CannotBuild`."""
     if found := compilers():
         return found[0]
     raise CannotBuild("needs a C++ compiler: install g++, or set CXX")
 
 
 def standard() -> str:
-    """The C++ that torch's headers need: C++20 from 2.12 on."""
+    """Return the C++ that torch's headers need: C++20 from 2.12 on."""
     major, minor = map(int, torch.__version__.split(".")[:2])
     return "-std=c++20" if (major, minor) >= (2, 12) else "-std=c++17"
 
 
 @functools.cache
 def library() -> Path:
-    """The compiled device. Raises :class:`CannotBuild`."""
+    """Return the compiled device. Raise :class:`CannotBuild`."""
     text = b"".join(path.read_bytes() for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]))
     key = text + repr((FLAGS, torch.__version__, platform.python_version())).encode()
     stem = f"impostor-{platform.machine()}-{hashlib.blake2b(key, digest_size=8).hexdigest()}"
@@ -83,7 +83,7 @@ def _build(path: Path) -> None:
 
 
 def load() -> ModuleType:
-    """The extension module, in this process. It cannot be unloaded."""
+    """Return the extension module, in this process. It cannot be unloaded."""
     spec = importlib.util.spec_from_file_location(NAME, library())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -14,5 +14,5 @@ def _compiled(pretended):
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Runs of rows: ``runs(row, pretended=True)``."""
+    """Return the function ``runs(row, pretended=True)``, which runs rows."""
     return Runs(write_data(tmp_path_factory.mktemp("data")))

@@ -1,4 +1,4 @@
-"""What the findings of a row cost beyond those of the unhooked step."""
+"""Costs of a row beyond those of the unhooked step, from its findings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COPIES = ("copy", "blocking copy", "pageable copy")
 
 
 def _places(findings: Findings, kind: str) -> Counter[str]:
-    """How often per step, by place."""
+    """Return the counts per step, by place."""
     counted: Counter[str] = Counter()
     for count, times in findings.counts.items():
         if count.phase == "steady" and count.kind == kind:
@@ -35,7 +35,7 @@ def _bytes(findings: Findings, direction: str) -> float:
 
 
 def cost(ranks: list[Findings], unhooked: list[Findings]) -> Cost:
-    """Of the rank with most. ``unhooked``: of fewer ranks, where each island is a job of its own."""
+    """Return the costs of the rank with most. ``unhooked``: of fewer ranks, where each island is a job of its own."""
     pairs = [(findings, unhooked[k % len(unhooked)]) for k, findings in enumerate(ranks)]
     places = {}
     for name, kind in _KINDS.items():

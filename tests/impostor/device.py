@@ -24,12 +24,12 @@ _tracker: Tracker | None = None
 
 
 def native() -> Any:
-    """The C++ module of this process; :func:`install` loads it."""
+    """Return the C++ module of this process; :func:`install` loads it."""
     return _native
 
 
 def _index(device: Any = None) -> int:
-    """The number of a device that is given in any of torch's ways."""
+    """Return the number of a device that is given in any of torch's ways."""
     if device is None:
         return _native.current_device()
     if isinstance(device, int):
@@ -52,7 +52,7 @@ class Stream(torch.Stream):
         return self.stream_id
 
     def record_event(self, event: Any = None) -> Event:
-        """``event``, or a new one, after the work so far."""
+        """Return ``event``, or a new one, after the work so far."""
         event = event or Event()
         event.record(self)
         return event
@@ -134,7 +134,7 @@ class _NcclOptions:
 
 
 def _storage_to(storage: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """``torch.storage._to``; torch that was built without CUDA makes no storages of it."""
+    """Return ``torch.storage._to``; torch that was built without CUDA makes no storages of it."""
     if storage.device == device:
         return storage
     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
@@ -151,7 +151,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _of_torch_cuda() -> dict[str, Any]:
-    """What ``torch.cuda`` has."""
+    """Return functions of ``torch.cuda``."""
     properties = types.SimpleNamespace(
         name="a pretended CUDA device", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132
     )
@@ -194,7 +194,7 @@ def _of_torch_cuda() -> dict[str, Any]:
 
 
 def _of_random() -> dict[str, Any]:
-    """What ``torch.cuda.random`` has."""
+    """Return functions of ``torch.cuda.random``."""
     return {
         "get_rng_state": lambda device="cuda": _native.generator(_index(device)).get_state(),
         "set_rng_state": lambda state, device="cuda": _native.generator(_index(device)).set_state(state) and None,
@@ -202,9 +202,9 @@ def _of_random() -> dict[str, Any]:
 
 
 def install(tracker: Tracker | None = None, devices: int = 1) -> None:
-    """Give this process ``devices`` CUDA devices that tell ``tracker`` what they do. It cannot be undone.
+    """Give this process ``devices`` CUDA devices that report their work to ``tracker``. It cannot be undone.
 
-    Call it before anything asks for a device. Raises :class:`~tests.impostor.build.CannotBuild`.
+    Call it before anything asks for a device. Raise :class:`~tests.impostor.build.CannotBuild`.
     """
     global _native, _tracker
     first = _native is None
@@ -249,7 +249,7 @@ def everywhere(folder: Path) -> None:
 def add_hpu() -> None:
     """Give tensors of this process the device "hpu" too, and process groups the backend "hccl"; after :func:`install`.
 
-    For code that asks a tensor for its device. There is no Megatron on it, and the sequence of operators is told
+    For code that asks a tensor for its device. There is no Megatron on it, and the sequence of operators is recorded
     (:attr:`Tracker.sequence`): a device that compiles graphs compiles another one for each other sequence.
     """
     module = types.ModuleType("torch.hpu")

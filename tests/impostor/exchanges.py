@@ -1,4 +1,4 @@
-"""Exchanges that begin on one stream and are waited for on another: on the pretended device, and on the CPU beside it."""
+"""Exchanges that begin on one stream and are waited for on another, on the pretended device and on the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Each rule, unit and wire, with a loss scale and bfloat16 or without."""
+    """Yield each rule, unit and wire, with a loss scale and bfloat16 or without."""
     rules = ("renormalize", "renormalize-remote", "previous", "zero", "error-feedback")
     for rule, unit, wire, scale in product(rules, ("shard", "packet", "bucket"), ("torch", "pieces"), (None, 8.0)):
         if rule == "error-feedback" and unit != "packet":
@@ -50,7 +50,7 @@ def exchange(
     begin: Callable[[int], None] = lambda step: None,
     shard: int = _SHARD,
 ) -> list[torch.Tensor]:
-    """The sums and the replicas after each of a few steps, on the host. On "cuda" no stream both begins and waits.
+    """Return sums and replicas after each of a few steps, on the host. On "cuda" no stream both begins and waits.
 
     ``seed``: of the losses. ``begin(step)`` is called before each step, and with -1 before its results are looked at.
     """
@@ -99,7 +99,7 @@ def exchange(
 
 
 def _aside(device: str) -> Any:
-    """A context on a new stream that waits for the current one; nothing where there are no streams."""
+    """Return a context on a new stream that waits for the current one; nothing where there are no streams."""
     if device != "cuda":
         return torch.no_grad()
     stream = torch.cuda.Stream()
@@ -133,7 +133,7 @@ def compare(rank: int, size: int, some: list[Case], mutation: str | None = None)
         on_cpu, on_cuda = (exchange(rank, size, case, kind) for kind in ("cpu", "cuda"))
         if not all(torch.equal(one, other) for one, other in zip(on_cpu, on_cuda, strict=True)):
             differ.append(case)
-    torch.zeros(1, device="cuda")  # blocks that were freed last are told of with it
+    torch.zeros(1, device="cuda")  # it also reports the blocks freed last
     places = {f"{one.kind} at {one.place.name}" for one in tracker.counts if one.kind in _STALLS and _ours(one)}
     dist.destroy_process_group()
     return Comparison(differ, tracker.findings().faults, sorted(places))
@@ -147,7 +147,7 @@ def _ours(count: Count) -> bool:
 
 
 def kernels(rank: int, size: int, some: list[Case], packet_bytes: int) -> list[int]:
-    """The most kernels that this rank launches in a step of each case, from the third on."""
+    """Return the most kernels that this rank launches in a step of each case, from the third on."""
     import torch.distributed as dist
 
     from . import device
@@ -182,7 +182,7 @@ def kernels(rank: int, size: int, some: list[Case], packet_bytes: int) -> list[i
 def sequences(
     rank: int, size: int, some: list[Case], seeds: list[int], mutation: Callable[[], None] | None = None
 ) -> list[set[str]]:
-    """The different sequences of operators, shapes and numbers of each case on Gaudi, of steps from the third on."""
+    """Return the different sequences of operators, shapes and numbers of each case on Gaudi, from step 3 on."""
     import torch.distributed as dist
 
     from . import device

@@ -14,7 +14,7 @@ from .tracker import Findings
 
 
 def run_row(rank: int, row: Row, data: dict[str, tuple[str, ...]], pretended: bool) -> tuple[job.Values, Findings]:
-    """What the row computed, and what it did to the device. The iterations that count are the phase "steady"."""
+    """Return values of the row, and its work on the device. The iterations that count are the phase "steady"."""
     warnings.simplefilter("ignore")
     os.environ["LOCAL_RANK"] = "0"
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -41,7 +41,7 @@ class Runs:
         self._known: dict[tuple[str, bool], list[Any]] = {}
 
     def __call__(self, row: Row, pretended: bool = True) -> list[tuple[job.Values, Findings]]:
-        """By rank, what :func:`run_row` returns. Raises :class:`~tests.ranks.RankFailed`."""
+        """Return the results of :func:`run_row` by rank. Raise :class:`~tests.ranks.RankFailed`."""
         key = row.name, pretended
         if key not in self._known:
             self._known[key] = run_ranks(run_row, row.ranks, row, self._data, pretended, grouped=False)

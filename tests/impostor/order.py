@@ -48,7 +48,7 @@ def _join(into: Clock, other: Clock) -> None:
 
 
 class Order:
-    """What is known of the order of device work."""
+    """The established order of device work."""
 
     def __init__(self) -> None:
         self.races: Counter[str] = Counter()
@@ -103,22 +103,22 @@ class Order:
         self._host_version += 1
 
     def of_event(self, event: int) -> Clock:
-        """The clock of a recorded event."""
+        """Return the clock of a recorded event."""
         return self._events.get(event, {})
 
     def of_stream(self, stream: int) -> Clock:
-        """The clock of a stream."""
+        """Return the clock of a stream."""
         return self._clocks[stream]
 
     def of_everything(self) -> Clock:
-        """The clock of a device that has nothing left to do."""
+        """Return the clock of a device that has nothing left to do."""
         clock: Clock = {}
         for one in self._clocks.values():
             _join(clock, one)
         return clock
 
     def host_has(self, clock: Clock) -> bool:
-        """Whether the host knows that all of ``clock`` is over."""
+        """Return whether the host has waited for all of ``clock``."""
         return all(self._host.get(stream, 0) >= time for stream, time in clock.items())
 
     # Work.
@@ -126,7 +126,7 @@ class Order:
     def worked(
         self, stream: int, reads: list[Range], writes: list[Range], place: Place, operator: str
     ) -> tuple[int, int]:
-        """Note an operator on ``stream``, and judge what it touches. Returns (stream, its number there)."""
+        """Note an operator on ``stream``, and judge what it touches. Return (stream, its number there)."""
         clock = self._clocks[stream]
         if self._taken.get(stream) != self._host_version:
             _join(clock, self._host)

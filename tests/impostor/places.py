@@ -1,4 +1,4 @@
-"""Where a call comes from: the innermost line of code that somebody could change."""
+"""The place of a call: the innermost line of code that somebody could change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def _home(path: str) -> tuple[str, str] | None:
-    """The home of a file, and its path below."""
+    """Return the home of a file, and its path below."""
     if any(one in path for one in _FOR_OTHERS):
         return None
     for home, folder in HOMES.items():
@@ -52,12 +52,12 @@ def _home(path: str) -> tuple[str, str] | None:
 
 
 def _aside() -> bool:
-    """Whether a thread that the program started runs this. Those of autograd, which Python does not know, work for the step."""
+    """Return whether a thread of the program runs this. Those of autograd, unknown to Python, work for the step."""
     return not isinstance(threading.current_thread(), threading._MainThread | threading._DummyThread)
 
 
 def place() -> Place:
-    """The innermost line of a home."""
+    """Return the innermost line of a home."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         found = _home(frame.f_code.co_filename)

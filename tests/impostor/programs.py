@@ -14,13 +14,13 @@ from .tracker import Tracker
 
 
 def _on_device(program: Callable[[], Any], devices: int = 1) -> tuple[Any, Tracker]:
-    """What ``program`` returns on a new device, and who watched."""
+    """Run ``program`` on a new device; return its result and the tracker."""
     from . import device
 
     tracker = Tracker()
     device.install(tracker, devices)
     result = program()
-    torch.zeros(1, device="cuda")  # blocks that were freed last are told of with it
+    torch.zeros(1, device="cuda")  # it also reports the blocks freed last
     return result, tracker
 
 
@@ -35,7 +35,7 @@ def follow_pointer(rank: int) -> int:
 
 
 def error_of(rank: int, name: str) -> str:
-    """What a program that mixes devices is told."""
+    """Return the error of a program that mixes devices."""
     mixing = {
         "cpu": lambda: torch.ones(2, device="cuda") + torch.ones(2),
         "index_select": lambda: torch.ones(2, device="cuda").index_select(0, torch.tensor([0])),
@@ -53,7 +53,7 @@ def error_of(rank: int, name: str) -> str:
 
 
 def stalls_of(rank: int, name: str) -> list[str]:
-    """The kinds of stalls of a program, in order."""
+    """Return the kinds of stalls of a program, in order."""
     programs: dict[str, Callable[[torch.Tensor], Any]] = {
         "item": lambda x: x[0].item(),
         "nonzero": lambda x: x.nonzero(),
@@ -76,7 +76,7 @@ def stalls_of(rank: int, name: str) -> list[str]:
 
 
 def faults_of(rank: int, name: str) -> list[str]:
-    """The faults of a program that uses two streams or page-locked memory, by their first words."""
+    """Return the faults of a program that uses two streams or page-locked memory, by their first words."""
 
     def streams(order: bool, announced: bool = True) -> None:
         side = torch.cuda.Stream()
@@ -124,7 +124,7 @@ def faults_of(rank: int, name: str) -> list[str]:
 
 
 def ask_twice(rank: int) -> list[bool]:
-    """What an event of a busy device answers."""
+    """Return the answers of an event of a busy device."""
 
     def program() -> list[bool]:
         torch.ones(4, device="cuda").add_(1)
@@ -135,7 +135,7 @@ def ask_twice(rank: int) -> list[bool]:
 
 
 def take_devices(rank: int) -> tuple[str, str, float]:
-    """The device that this rank takes, that of a sum over ranks, and the sum."""
+    """Return the device that this rank takes, that of a sum over ranks, and the sum."""
     import torch.distributed as dist
 
     from megatron_lossy.base import device as product
@@ -151,7 +151,7 @@ def take_devices(rank: int) -> tuple[str, str, float]:
 
 
 def save(rank: int) -> list[float]:
-    """What is saved of a part of a tensor."""
+    """Return the saved form of a part of a tensor."""
 
     def program() -> list[float]:
         file = io.BytesIO()
@@ -163,7 +163,7 @@ def save(rank: int) -> list[float]:
 
 
 def draw(rank: int) -> tuple[bool, bool]:
-    """Whether the device draws what the CPU does with the same seed, and leaves the CPU's generator alone."""
+    """Return whether the device draws what the CPU does with the same seed, and leaves the CPU's generator alone."""
 
     def program() -> tuple[bool, bool]:
         torch.manual_seed(3)

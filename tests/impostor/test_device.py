@@ -14,7 +14,7 @@ pytestmark = pytest.mark.shows(
     "a pretended CUDA device: memory, streams, copies, generators, two devices", device=False
 )
 
-#: What a program stalls by.
+#: Ways in which a program stalls.
 STALLS = {
     "item": ["synchronisation"],
     "nonzero": ["synchronisation"],

@@ -56,7 +56,7 @@ def test_a_slip_is_noticed(mutation):
     assert any(one.differ or one.faults or one.stalls for one in found)
 
 
-#: Kernels that come with the number of units: error feedback halves an interval until it knows which units matter.
+#: Kernels that come with the number of units: error feedback halves an interval until it has the largest units.
 BY_HALVES = {"error-feedback": 2}
 
 

@@ -18,7 +18,7 @@ BUDGET = budget.read()
 
 
 def distance(found, expected):
-    """Of weights, relative, on the rank with most."""
+    """Return the relative difference of weights, on the rank with most."""
     pairs = [(a.weights, b.weights) for (a, _), (b, _) in zip(found, expected)]
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""What mechanisms cost on a device: nobody waits where nothing is decided, no copy blocks, and the values are those of a CPU."""
+"""Mechanisms on a device wait only where they decide, block on no copy, and give the values of a CPU."""
 
 from collections import Counter
 
@@ -33,7 +33,7 @@ def found(runs):
 
 
 def waits(findings):
-    """Waits of ours per steady iteration: by kind of place, here or in a thread aside."""
+    """Return the waits of ours per steady iteration: by kind of place, here or in a thread aside."""
     counted = Counter()
     for count, times in findings.counts.items():
         if count.phase == "steady" and count.place.home == "megatron_lossy" and count.kind == "synchronisation":
@@ -181,7 +181,7 @@ def means(rank):
 
 
 def _bits(means_, told):
-    """The values of what arrived, where it did, what is owed, and what was told of it."""
+    """Return the values that arrived, their places, those owed, and the reports."""
     result = []
     for mean in means_:
         arrived = torch.ones_like(mean.values, dtype=torch.bool) if mean.arrived is None else mean.arrived[0]

@@ -1,4 +1,4 @@
-"""Judges and counts all that the pretended device is told to do. The device calls its methods (csrc/observer.cpp)."""
+"""Judges and counts all requests to the pretended device. The device calls its methods (csrc/observer.cpp)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UNSETTLED = 4096
 
 
 class Count(NamedTuple):
-    """What is counted. ``kind``: "synchronisation", "blocking copy", "pageable copy", "copy", "kernel", "collective", ..."""
+    """A counted event. ``kind``: "synchronisation", "blocking copy", "pageable copy", "kernel", "collective", ..."""
 
     phase: str
     kind: str
@@ -57,7 +57,7 @@ class _Copy:
 
 @dataclass
 class Findings:
-    """What a run did on the device. ``counts``: times, ``bytes``: bytes copied, both by :class:`Count`."""
+    """The work of a run on the device. ``counts``: times, ``bytes``: bytes copied, both by :class:`Count`."""
 
     counts: Counter[Count]
     bytes: Counter[Count]
@@ -87,7 +87,7 @@ class Tracker:
         self._asked: set[int] = set()
 
     def findings(self) -> Findings:
-        """What was found so far."""
+        """Return the findings so far."""
         order = self.order
         return Findings(self.counts, self.bytes, order.races, order.freed_in_use, self.pinned)
 
@@ -129,7 +129,7 @@ class Tracker:
             self._host_waits(dict(self.order.of_stream(stream)))
 
     def viewed(self, operator: str, arguments: str) -> None:
-        """A tensor was viewed in another way; only told where sequences are wanted."""
+        """Note that a tensor was viewed in another way; only called where sequences are wanted."""
         self._follow(operator, arguments)
 
     def copied(
@@ -196,7 +196,7 @@ class Tracker:
         )
 
     def queried(self, event: int) -> bool:
-        """The host asked whether ``event`` is over. The first answer is no, as a busy device's would be."""
+        """Return whether ``event`` is over. The first answer is no, as a busy device's would be."""
         clock = self.order.of_event(event)
         if self.order.host_has(clock) or event in self._asked:
             self._host_waits(clock)

@@ -5,7 +5,7 @@ A unit is cut into blocks of B elements; its last may be shorter. With a = max |
     s = a / L in bfloat16, rounded up;    c = floor(x / s + u), or x / s rounded to the nearest;    the value of c is c s.
 
 Rounded to nearest, a scale would clip the largest element. With u uniform on [0, 1), the expectation of c s is x. A block
-with a value that is not finite has the scale NaN, and all of it decodes to NaN: whoever looks for overflows must find it.
+with a value that is not finite has the scale NaN, and all of it decodes to NaN: a check for overflows must find it.
 Since s is rounded up, L s may be above the largest number of the dtype. Such a value decodes to that number: what is finite
 stays finite.
 
@@ -61,15 +61,15 @@ class BlockCode:
         return self.block * self.bits // 8 + _SCALE
 
     def elements(self, packet_bytes: int) -> int:
-        """Elements of a packet of at most ``packet_bytes``: whole blocks; 0 if none fits."""
+        """Return elements of a packet of at most ``packet_bytes``: whole blocks; 0 if none fits."""
         return self.block * (packet_bytes // self.block_bytes)
 
     def size(self, elements: int) -> int:
-        """Bytes of the payload of a unit of so many ``elements``."""
+        """Return bytes of the payload of a unit of so many ``elements``."""
         return _SCALE * -(-elements // self.block) + -(-elements * self.bits // 8)
 
     def payloads(self, units: BucketUnits) -> BucketUnits:
-        """The cut of a coded bucket, in bytes: of a shard, and of a unit."""
+        """Return the cut of a coded bucket, in bytes: of a shard, and of a unit."""
         shard = sum(self.size(elements) * (numbers.stop - numbers.start) for numbers, elements in units.parts)
         return BucketUnits(units.first, units.count, shard, self.size(units.elements))
 
@@ -78,7 +78,7 @@ class BlockCode:
     def encode(
         self, values: torch.Tensor, units: BucketUnits, keys: torch.Tensor | None = None, first: int = 0
     ) -> torch.Tensor:
-        """uint8[R, bytes of a shard]: the payloads of the units of ``values`` [R, shard], of any floating dtype.
+        """Return uint8[R, bytes of a shard]: the payloads of the units of ``values`` [R, shard], of any floating dtype.
 
         ``keys``: int32[R, 2] on the device of ``values``, a key for each row; without keys values are rounded to
         nearest, half to even. ``first``: the number of the shard's first element, an even number.
@@ -124,7 +124,7 @@ class BlockCode:
     def round_(
         self, values: torch.Tensor, units: BucketUnits, keys: torch.Tensor | None = None, first: int = 0
     ) -> torch.Tensor:
-        """Replace ``values`` [R, shard] by what :meth:`decode` makes of :meth:`encode`, without the bytes."""
+        """Replace ``values`` [R, shard] by the result of :meth:`encode` and :meth:`decode`, without the bytes."""
         if compiled.serves(values):
             rounded = values.float()  # itself, if it is float32
             compiled.encode(rounded, None, units.elements, self.bits, self.block, keys, first, _largest(values.dtype))
@@ -139,7 +139,7 @@ class BlockCode:
     def _parts(
         self, values: torch.Tensor, units: BucketUnits, payloads: torch.Tensor | None
     ) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
-        """Units of equal length: views [R, count, elements] of ``values``, where they begin, and their payloads."""
+        """Yield units of equal length: views [R, count, elements] of ``values``, their places, and their payloads."""
         start = 0
         for numbers, elements in units.parts:
             count, place = numbers.stop - numbers.start, numbers.start * units.elements
@@ -150,14 +150,14 @@ class BlockCode:
             start += count * size
 
     def _in_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [R, count, elements] as [R, blocks of all units, B], filled up with zeros."""
+        """Return ``x`` [R, count, elements] as [R, blocks of all units, B], filled up with zeros."""
         import torch
 
         missing = -x.shape[2] % self.block
         return (torch.nn.functional.pad(x, (0, missing)) if missing else x).reshape(len(x), -1, self.block)
 
     def _coded(self, x: torch.Tensor, keys: torch.Tensor | None, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales float32[R, blocks, 1] and codes float32[R, blocks, B] of ``x`` [R, count, elements]."""
+        """Return scales float32[R, blocks, 1] and codes float32[R, blocks, B] of ``x`` [R, count, elements]."""
         import torch
 
         blocks = self._in_blocks(x.float())
@@ -170,10 +170,10 @@ class BlockCode:
             codes.round_().add_(0.0)  # no negative zero, which no code is
         else:
             codes.view(len(x), -1).add_(uniforms(keys, first, codes[0].numel())).floor_()
-        return scales, codes.nan_to_num_(0.0)  # of zeros, and of what is not finite
+        return scales, codes.nan_to_num_(0.0)  # of zeros, and of values that are not finite
 
     def _packed(self, codes: torch.Tensor) -> torch.Tensor:
-        """uint8[R, count, bytes] of int8 ``codes`` [R, count, elements]."""
+        """Return uint8[R, count, bytes] of int8 ``codes`` [R, count, elements]."""
         import torch
 
         if self.bits == 8:
@@ -184,7 +184,7 @@ class BlockCode:
         return (nibbles[:, :, ::2] & 15) | (nibbles[:, :, 1::2] << 4)
 
     def _unpacked(self, payload: torch.Tensor, elements: int) -> torch.Tensor:
-        """int8[R, count, ``elements``] of the codes in ``payload`` uint8[R, count, bytes]."""
+        """Return int8[R, count, ``elements``] of the codes in ``payload`` uint8[R, count, bytes]."""
         import torch
 
         if self.bits == 8:
@@ -194,20 +194,20 @@ class BlockCode:
 
 
 def _largest(dtype: torch.dtype) -> float:
-    """The largest number of ``dtype`` that float32 has too."""
+    """Return the largest number of ``dtype`` that float32 has too."""
     import torch
 
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
 def _split(rows: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
-    """A view [R, count, length] of ``rows`` from ``start`` on."""
+    """Return a view [R, count, length] of ``rows`` from ``start`` on."""
     part = rows[:, start : start + count * length]
     return part.as_strided((len(rows), count, length), (part.stride(0), length, 1))
 
 
 def uniforms(keys: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """float32[R, count]: u of the elements from number ``first`` on, an even number, for each of ``keys`` int32[R, 2].
+    """Return float32[R, count]: u of the elements from number ``first`` (even) on, for each of ``keys`` int32[R, 2].
 
     ``count``: an even number. Multiples of 2^-16 in [0, 1).
     """

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def library() -> Any:
-    """The library; ``None`` where it can neither be found nor compiled, which a line says: torch then does the same."""
+    """Return the library; ``None`` (and log a line) if it is missing and cannot be compiled: torch does the same."""
     try:
         found = ctypes.CDLL(str(BLOCKS.path()))
     except (UsageError, OSError) as error:
@@ -32,7 +32,7 @@ def library() -> Any:
 
 
 def serves(*tensors: torch.Tensor) -> bool:
-    """Whether the library can work on ``tensors`` [R, n]: of a CPU, their rows without gaps."""
+    """Return whether the library can work on ``tensors`` [R, n]: of a CPU, their rows without gaps."""
     fits = all(one.device.type == "cpu" and (one.stride(1) == 1 or one.shape[1] == 1) for one in tensors)
     return fits and library() is not None
 

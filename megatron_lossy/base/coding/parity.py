@@ -74,7 +74,7 @@ class Layout:
         return order, np.searchsorted(self.group[order], np.arange(self.parities))
 
     def residual(self, lost: np.ndarray, lost_parity: np.ndarray) -> np.ndarray:
-        """bool[..., packets]: the packets that stay lost.
+        """Return bool[..., packets]: the packets that stay lost.
 
         ``lost`` bool[..., packets] and ``lost_parity`` bool[..., parities] are the packets and parities that did not
         arrive.
@@ -90,7 +90,7 @@ class Layout:
         return lost & (count + gone > 1)[..., np.searchsorted(firsts, self.group)]
 
     def used(self, packets: np.ndarray, lost_parity: np.ndarray) -> np.ndarray:
-        """int[k]: the first parity that replaces each of ``packets`` int[k], out of those not in ``lost_parity``."""
+        """Return int[k]: the first parity that replaces each of ``packets`` int[k], of those not in ``lost_parity``."""
         return np.array(
             [np.flatnonzero((self.first == group) & ~lost_parity)[0] for group in self.group[packets]], dtype=np.int64
         )
@@ -129,7 +129,7 @@ class AdaptiveCode:
         self._reports: deque[tuple[int, int]] = deque(maxlen=messages)
 
     def report(self, lost: int, packets: int) -> None:
-        """Records that ``lost`` of ``packets`` sent packets, parities included, did not arrive."""
+        """Record that ``lost`` of ``packets`` sent packets, parities included, did not arrive."""
         self._reports.append((lost, packets))
 
     @property
@@ -144,7 +144,7 @@ class AdaptiveCode:
         return min((middle + spread) / (1 + z * z / packets), 1.0)
 
     def parity(self, packets: int) -> int:
-        """c, in [0, budget x block], for a message of ``packets`` packets; 0: none."""
+        """Return c, in [0, budget x block], for a message of ``packets`` packets; 0: none."""
         p = self.loss
         # More parity never fails more often.
         low, high = 0, self.most
@@ -158,7 +158,7 @@ class AdaptiveCode:
 
 
 def failure(p: float, packets: int, block: int, parity: int, bound: float) -> float:
-    """Probability that more than ``bound`` of a message's packets stay lost, for independent losses of rate ``p``.
+    """Return the probability that more than ``bound`` packets of a message stay lost, with losses of rate ``p``.
 
     A group of g packets and its parity loses X of its packets. R = X of them stay lost, but none if X = 1 and the
     parity arrived. E R = g p (1 - q^g), E R^2 = g p q + (g p)^2 - g p q^g, P(R > 0) = 1 - q^g - g p q^g. The sum over

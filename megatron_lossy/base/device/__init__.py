@@ -39,7 +39,7 @@ _device_type: str | None = None
 
 
 def device_type() -> str:
-    """The accelerator of this machine, "hpu", "cuda" or "cpu"; or the device that :func:`prepare` was asked for.
+    """Return the accelerator of this machine, "hpu", "cuda" or "cpu"; or the device that :func:`prepare` was asked for.
 
     It is found once per process, because the CPU patches change torch's answers about CUDA.
     """
@@ -54,12 +54,12 @@ def _found_device() -> str:
 
 
 def backend() -> str:
-    """The ``torch.distributed`` backend of :func:`device_type`: "hccl", "nccl" or "gloo"."""
+    """Return the ``torch.distributed`` backend of :func:`device_type`: "hccl", "nccl" or "gloo"."""
     return _BACKENDS[device_type()]
 
 
 def current_device() -> torch.device:
-    """The device that this process computes on."""
+    """Return the device that this process computes on."""
     kind = device_type()
     if kind == "cpu":
         return torch.device("cpu")
@@ -67,16 +67,16 @@ def current_device() -> torch.device:
 
 
 def ranks_share_devices() -> bool:
-    """Whether NCCL is asked to let several ranks compute on one device, which it can from 2.31 on."""
+    """Return whether NCCL is asked to let several ranks compute on one device, which it can from 2.31 on."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def take_device() -> torch.device:
     """Make this rank compute on the device that its node numbers as ``LOCAL_RANK``; call it before any process group.
 
-    Without a launcher it stays with the current device. Ranks that may share a device take the devices in turns. Raises
+    Without a launcher it stays with the current device. Ranks that may share a device take the devices in turns. Raise
     :class:`UsageError` if there is no such device. It also raises if every rank sees one device of its own: such ranks
-    cannot be told from ranks that would share a device.
+    cannot be distinguished from ranks that would share a device.
     """
     kind = device_type()
     if kind == "cpu":
@@ -103,10 +103,10 @@ def take_device() -> torch.device:
 
 
 def init_process_group(name: str | None = None, **options: Any) -> None:
-    """``torch.distributed.init_process_group`` for the device and the backend of this rank, or backend ``name``.
+    """Call ``torch.distributed.init_process_group`` for the device and the backend of this rank, or ``name``.
 
     See :func:`take_device`. As Megatron's, the group is not bound to the device: torch would connect each of Megatron's twenty
-    groups at once, most of which nobody uses. On an H200 that took about 6 GiB a rank.
+    groups at once, most of which are never used. On an H200 that took about 6 GiB a rank.
     """
     take_device()
     # That is the device of this rank.
@@ -147,7 +147,7 @@ def prepare(megatron_training: bool = False, cpu: bool = False) -> str:
     Call it once the Megatron to train with is first on ``sys.path``. On CPU it imports ``megatron.core``, and with
     ``megatron_training`` also ``megatron.training``, which only a checkout of Megatron-LM has. ``cpu`` asks for the CPU
     even if there is an accelerator. With an accelerator nothing is patched, but for checkpoints of torch's Adam on CUDA.
-    Raises :class:`UsageError` if this version of Megatron lacks a target of a patch, ``RuntimeError`` if another device
+    Raise :class:`UsageError` if this version of Megatron lacks a target of a patch, ``RuntimeError`` if another device
     is in use already.
     """
     global _device_type

@@ -1,10 +1,10 @@
 """A store for the ranks of one attempt alone, if torchrun keeps one store for all attempts.
 
-torchrun serves a store in its own process, unless told not to (its static rendezvous, that of ``--master-addr``, cannot
-be told). It starts dead ranks again, but the keys of the dead stay. Among them are the addresses at which process
-groups of the same names would look for each other. Torch does not tell attempts apart (2.13, ``rendezvous.py``), and
-torchrun's count of restarts does not either: each node has one of its own, and a node that joins restarts the others
-without counting.
+torchrun serves a store in its own process, unless an option forbids it (its static rendezvous, that of
+``--master-addr``, has none). It starts dead ranks again, but the keys of the dead stay. Among them are the addresses at
+which process groups of the same names would look for each other. Torch does not distinguish attempts (2.13,
+``rendezvous.py``), and torchrun's count of restarts does not either: each node has one of its own, and a node that
+joins restarts the others without counting.
 
 So the ranks draw a name for their attempt, and write below it.
 """
@@ -24,7 +24,7 @@ _names: list[str] = []  # of this process's stores; all below the first, which i
 
 
 def attempt_store(rank: int, ranks: int, timeout: timedelta) -> torch.distributed.Store:
-    """A new store of the launched ranks of this attempt. A collective call of all; they give up after ``timeout``."""
+    """Return a new store of the ranks of this attempt. A collective call of all; it fails after ``timeout``."""
     store, *_ = next(rendezvous("env://", rank, ranks, timeout=timeout))
     store.set_timeout(timeout)
     if not _outlives_ranks():
@@ -37,7 +37,7 @@ def attempt_store(rank: int, ranks: int, timeout: timedelta) -> torch.distribute
 
 
 def with_attempt_store(options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` of ``init_process_group`` with this attempt's store, if torch would take that of all attempts."""
+    """Return ``options`` of ``init_process_group`` with this attempt's store, if torch would share one."""
     if not _outlives_ranks() or options.get("store") is not None or options.get("init_method") not in (None, "env://"):
         return options
     timeout = options.get("timeout") or torch.distributed.constants.default_pg_timeout
@@ -59,7 +59,7 @@ def _outlives_ranks() -> bool:
 
 
 def _name_attempt(store: torch.distributed.Store, ranks: int, timeout: timedelta) -> str:
-    """Wait on rank 0 for an answer of each other rank, and tell them the name of the attempt."""
+    """Wait on rank 0 for an answer of each other rank, and send them the name of the attempt."""
     name = os.urandom(8).hex()
     store.set(f"{_KEY}/asked", name)
     missing = set(range(1, ranks))

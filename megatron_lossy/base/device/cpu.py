@@ -27,7 +27,7 @@ _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", 
 
 
 class CpuStream(torch.cpu.Stream):
-    """``torch.cuda.Stream`` on the CPU. Its work is finished before anybody can wait for it."""
+    """``torch.cuda.Stream`` on the CPU. Its work is finished before a wait for it can begin."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         super().__init__(priority)
@@ -55,7 +55,7 @@ class Event(torch.cpu.Event):
         self._recorded = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this event to ``end``."""
+        """Return milliseconds from this event to ``end``."""
         return 1e3 * (end._recorded - self._recorded)
 
 
@@ -91,7 +91,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _factory(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Wraps a constructor of tensors: a CUDA device becomes the CPU, which has no pinned memory either."""
+    """Wrap a constructor of tensors: a CUDA device becomes the CPU, which has no pinned memory either."""
     if "device" in kwargs and _is_cuda(kwargs["device"]):
         kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
@@ -99,7 +99,7 @@ def _factory(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -
 
 
 def _tensor_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``Tensor.type``, which without arguments names the CUDA type as it would on a GPU."""
+    """Stand for ``Tensor.type``: without arguments, name the CUDA type as on a GPU."""
     result = torch._C.TensorBase.type(tensor, *args, **kwargs)
     return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
@@ -114,7 +114,7 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool =
 
 @contextlib.contextmanager
 def _fork_rng(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """``CudaRNGStatesTracker.fork``, which warns when the CPU's generator moves: here it must."""
+    """Stand for ``CudaRNGStatesTracker.fork``, which warns when the CPU's generator moves: here it must."""
     if name not in tracker.states_:
         raise KeyError(f"the random state {name} was never added to the tracker")
     outer, outer_name = torch.get_rng_state(), getattr(tracker, "_current_state_name", None)  # 0.16 and later
@@ -132,30 +132,30 @@ def _fork_rng(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """``maybe_move_tensor_to_cpu`` for tensors on the CPU too: the original makes NumPy arrays only of moved ones."""
+    """Stand for ``maybe_move_tensor_to_cpu``: Megatron makes NumPy arrays only of tensors that it moved."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _quantize(original: Callable, model_params: Any, *args: Any, **kwargs: Any) -> None:
-    """Wraps ``_quantize_param_shard_impl`` of 0.12, which fails without Transformer Engine even without fp8."""
+    """Wrap ``_quantize_param_shard_impl`` of 0.12, which fails without Transformer Engine even without fp8."""
     if model_params:
         original(model_params, *args, **kwargs)
 
 
 def _compile(original: Callable, model: Any = None, **options: Any) -> Any:
-    """Wraps ``torch.compile``, as a call and as a decorator with options: functions of Megatron stay as they are."""
+    """Wrap ``torch.compile``, as a call and as a decorator with options: functions of Megatron stay as they are."""
     if model is None:
         return lambda model: _compile(original, model, **options)
     return model if str(getattr(model, "__module__", "")).startswith("megatron.") else original(model, **options)
 
 
 def _around(target: str, around: Callable, why: str, until: str = _UNTIL, **options: Any) -> Patch:
-    """A patch that calls ``around`` with the original."""
+    """Return a patch that calls ``around`` with the original."""
     return Patch(target=target, around=around, why=why, versions=_VERSIONS, until=until, **options)
 
 
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
-    """A patch whose new value is ``replacement``."""
+    """Return a patch whose new value is ``replacement``."""
     if isinstance(replacement, types.FunctionType):
         # torch.compile keeps one rule per function object: no two names may share one.
         replacement = types.FunctionType(
@@ -169,13 +169,13 @@ def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
 
 
 def import_patches() -> list[Patch]:
-    """The attributes that are replaced before megatron.core is imported on a machine without an accelerator."""
+    """Return the attributes that are replaced before megatron.core is imported on a machine without an accelerator."""
     why = "Megatron's functions run eagerly on CPU, and their decorators would import the compiler, for 1.5 s"
     return [_around("torch:compile", _compile, why)]
 
 
 def patches() -> list[Patch]:
-    """Every attribute that megatron.core needs replaced on a machine without an accelerator."""
+    """Return every attribute that megatron.core needs replaced on a machine without an accelerator."""
     streams = "overlapped communication names CUDA streams"
     events = "timers and overlapped communication record CUDA events"
     memory = "frees or asks about memory of the GPU"

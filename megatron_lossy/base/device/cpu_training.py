@@ -37,7 +37,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _async_loop(*args: Any, **kwargs: Any) -> None:
-    """The process that writes asynchronous checkpoints. It is a new process, without any patch yet.
+    """Run the new process that writes asynchronous checkpoints, and has no patch yet.
 
     Megatron goes on when it has copied the weights from the device. On CPU that copies nothing.
     """
@@ -62,7 +62,7 @@ def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
 
 
 def patches() -> list[Patch]:
-    """Every attribute that megatron.training needs replaced on a machine without an accelerator."""
+    """Return every attribute that megatron.training needs replaced on a machine without an accelerator."""
     return [
         Patch(
             target="megatron.training.training:initialize_megatron",

@@ -19,7 +19,7 @@ _MODULE = "megatron.core.optimizer.distrib_optimizer"
 
 
 def _state_dict(original: Callable, self: Any) -> Any:
-    """Wraps ``DistributedOptimizer.state_dict`` before the first step, when torch's optimizers have no state yet."""
+    """Wrap ``DistributedOptimizer.state_dict`` before the first step, when torch's optimizers have no state yet."""
     if not self.optimizer.state and self.init_state_fn is not None:
         self.init_state_fn(self.optimizer, self.config)
         for state in self.optimizer.state.values():
@@ -28,7 +28,7 @@ def _state_dict(original: Callable, self: Any) -> Any:
 
 
 def _load_state_dict(original: Callable, self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps ``DistributedOptimizer.load_state_dict``: gives every parameter the step count of its group.
+    """Wrap ``DistributedOptimizer.load_state_dict``: give every parameter the step count of its group.
 
     Megatron hands all of them one tensor. torch's optimizers would count it up once per parameter, and a distributed
     checkpoint resets it to zero. Autograd is off: the main parameters of fp32 models are the model's own.
@@ -43,7 +43,7 @@ def _load_state_dict(original: Callable, self: Any, state_dict: Any, *args: Any,
 
 
 def _set_states(original: Callable, self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Wraps ``DistributedOptimizer._set_main_param_and_optimizer_states``, for files that hold no step count."""
+    """Wrap ``DistributedOptimizer._set_main_param_and_optimizer_states``, for files that hold no step count."""
     group, order = self.model_param_group_index_map[model_param]
     known = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
     if "step" in known and "step" not in tensors:
@@ -53,7 +53,7 @@ def _set_states(original: Callable, self: Any, model_param: Any, tensors: dict[s
 
 
 def patches() -> list[Patch]:
-    """The methods of Megatron's distributed optimizer that are replaced where Megatron takes torch's Adam."""
+    """Return the methods of Megatron's distributed optimizer that are replaced where Megatron takes torch's Adam."""
     with contextlib.suppress(ImportError):  # the ledger says so
         if getattr(importlib.import_module(_MODULE), "HAVE_APEX_OR_TE", False):
             return []

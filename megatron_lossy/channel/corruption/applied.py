@@ -35,7 +35,7 @@ def apply(
     ranges: Sequence[tuple[int, int]] | None = None,
     add_up: AddUp | None = None,
 ) -> Event | None:
-    """Apply ``event`` to ``buffer`` [n] in place. Returns the event as it happened, or ``None`` if nothing happened.
+    """Apply ``event`` to ``buffer`` [n] in place. Return the event as it happened, or ``None`` if nothing happened.
 
     ``unit``: the factor between the gradients in the buffer and those that the optimizer sees (loss scale, number of
     tokens, …), a number or a scalar tensor on the device of the buffer. ``ranges``: first and last + 1 of each run of elements without padding; default all. ``add_up``: adds up
@@ -64,7 +64,7 @@ def apply(
 
 
 def digest(buffer: torch.Tensor) -> bytes:
-    """8 bytes that tell ``buffer`` from another (BLAKE2b)."""
+    """Return a digest of ``buffer`` (BLAKE2b, 8 bytes)."""
     import torch
 
     data = Fetched(buffer.detach().contiguous().view(torch.uint8)).wait()
@@ -72,14 +72,14 @@ def digest(buffer: torch.Tensor) -> bytes:
 
 
 def scaled_unit(unit: float, scale: float | torch.Tensor) -> float | torch.Tensor:
-    """``unit`` times ``scale``, in float64. If ``scale`` is on a CUDA device the product stays there: nobody waits."""
+    """Return ``unit`` times ``scale``, in float64, on the device of ``scale`` without a wait if that is CUDA."""
     return scale.double() * unit if not isinstance(scale, float) and scale.is_cuda else unit * float(scale)
 
 
 def _root_mean_square(
     runs: Sequence[torch.Tensor], unit: float | torch.Tensor, add_up: AddUp | None
 ) -> tuple[float, float]:
-    """Returns the root mean square of ``runs``, and ``unit``: both of one copy to the host."""
+    """Return the root mean square of ``runs``, and ``unit``: both of one copy to the host."""
     import torch
 
     numbers = [torch.linalg.vector_norm(run, dtype=torch.float32) for run in runs if len(run)]
@@ -116,12 +116,12 @@ def _flip(buffer: torch.Tensor, event: Event, lengths: Sequence[int], firsts: Se
     # The words are signed: the highest bit alone is the least number.
     masks = [(1 << bit) - (1 << width if bit == width - 1 else 0) for bit in event.bits]
     whole = buffer.view({16: torch.int16, 32: torch.int32, 64: torch.int64}[width])
-    where = _there(torch.from_numpy(places), buffer.device)
-    whole[where] = whole[where] ^ _there(torch.tensor(masks, dtype=whole.dtype), buffer.device)
+    where = _on_device(torch.from_numpy(places), buffer.device)
+    whole[where] = whole[where] ^ _on_device(torch.tensor(masks, dtype=whole.dtype), buffer.device)
 
 
-def _there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``. CUDA copies page-locked memory without a wait."""
+def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return ``tensor`` on ``device``. CUDA copies page-locked memory without a wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -220,7 +220,7 @@ class Errors:
         self._hits[bucket] = Hit(happened, digest(buffer) if self._records else b"")
 
     def take(self, step: int) -> list[Reduction]:
-        """Returns the errors of ``step``, once; nothing if gradients were not reduced."""
+        """Return the errors of ``step``, once; nothing if gradients were not reduced."""
         if self._reduced is None or self._reduced.step != step or self._told:
             return []
         self._told = True

@@ -65,11 +65,11 @@ class Corruption(ABC):
 
     @classmethod
     def describe(cls, config: ErrorFlags) -> str:
-        """The errors of this model in words."""
+        """Return the errors of this model in words."""
         return cls.name
 
     def events(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
-        """The errors of ``rank`` in the gradients of ``exchange``, at most one per bucket, in canonical order.
+        """Return the errors of ``rank`` in the gradients of ``exchange``, at most one per bucket, in canonical order.
 
         ``exchange``: of phase "grad"; its step is the attempted iteration. ``rank``: the rank that has the gradients,
         in the full group; for ``--grad-error-at reduce`` the owner of the shard, or 0 for all replicas. ``sizes``: for
@@ -85,7 +85,7 @@ class Corruption(ABC):
 
     @abstractmethod
     def draw(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
-        """Returns the errors as :meth:`events` does, for an exchange in which errors happen."""
+        """Return the errors as :meth:`events` does, for an exchange in which errors happen."""
 
 
 class Nothing(Corruption):
@@ -104,5 +104,5 @@ def warn_of_one_rank(config: ErrorFlags, ranks: int) -> None:
 
 
 def make_corruption(config: LossyConfig) -> Corruption:
-    """The model of errors that the flags ask for."""
+    """Return the model of errors that the flags ask for."""
     return GRAD_ERRORS.load(config.error_kind)(config)

@@ -36,7 +36,7 @@ class BitFlip(Corruption):
         ends = np.cumsum(sizes)
         count, bounds = self.config.flips
         flips = min(count, int(ends[-1]))
-        places = _different(words(seed, ELEMENTS, exchange, rank), flips, int(ends[-1]))
+        places = _distinct(words(seed, ELEMENTS, exchange, rank), flips, int(ends[-1]))
         low, high = bounds or (0, width - 1)
         bits = words(seed, BITS, exchange, rank)(flips) % np.uint64(high - low + 1) + np.uint64(low)
         buckets = np.searchsorted(ends, places, side="right")
@@ -60,8 +60,8 @@ def check_bits(config: ErrorFlags, width: int) -> None:
         raise refuse("--grad-error", config.grad_error, ALLOWED_BITS.format(last=width - 1))
 
 
-def _different(words: Callable[[int], np.ndarray], count: int, population: int) -> np.ndarray:
-    """int64[count]: the first different numbers below ``population`` that ``words`` gives."""
+def _distinct(words: Callable[[int], np.ndarray], count: int, population: int) -> np.ndarray:
+    """Return int64[count]: the first different numbers below ``population`` that ``words`` gives."""
     found: dict[int, None] = {}
     while len(found) < count:
         for number in (words(count) % np.uint64(population)).tolist():

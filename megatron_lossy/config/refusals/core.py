@@ -23,12 +23,12 @@ _LAST_PORT = 65535
 
 
 def above(number: int | None, limit: int) -> bool:
-    """Whether ``number`` is known and above ``limit``."""
+    """Return whether ``number`` is known and above ``limit``."""
     return number is not None and number > limit
 
 
 def draws_losses(config: LossyConfig) -> bool:
-    """Whether losses of gradients or parameters are drawn."""
+    """Return whether losses of gradients or parameters are drawn."""
     return not (config.phase("grad").lossless and config.phase("param").lossless)
 
 
@@ -44,7 +44,7 @@ def _adds_up_steps(config: LossyConfig) -> bool:
 
 
 def _too_small(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
-    """The bytes of the largest element that crosses, if they are known and no packet holds it."""
+    """Return the bytes of the largest element that crosses, if they are known and no packet holds it."""
     if config.loss_unit != "packet" or config.lossless or facts.gradient_bytes is None or facts.weight_bytes is None:
         return None
     needed = max(facts.gradient_bytes, facts.weight_bytes, config.element_bytes())
@@ -52,22 +52,22 @@ def _too_small(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
 
 
 def _tensor_copies(facts: Facts) -> bool:
-    """Whether tensor-parallel ranks have copies of parameters, without Megatron to tell which ones."""
+    """Return whether tensor-parallel ranks have copies of parameters, without Megatron, which marks them."""
     return bool(facts.data_parallel and above(facts.tensor, 1))
 
 
 def _older_torch(facts: Facts) -> bool:
-    """Whether torch fails in a coalescing context without a collective of its own."""
+    """Return whether torch fails in a coalescing context without a collective of its own."""
     return facts.torch is not None and tuple(map(int, facts.torch.split(".")[:2])) < _OLDEST_TORCH
 
 
 def _observed(config: LossyConfig) -> bool:
-    """Whether a network loses units. The property of that name would pass another file for each refusal."""
+    """Return whether a network loses units. The property of that name would pass another file for each refusal."""
     return config.transport in OBSERVED
 
 
 def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None:
-    """The last port that ``--udp-port`` may be, if the ranks of a host take more."""
+    """Return the last port that ``--udp-port`` may be, if the ranks of a host take more."""
     ranks = facts.ranks_of_host
     if ranks is None or config.udp_port <= (last := _LAST_PORT + 1 - ranks):
         return None
@@ -75,13 +75,13 @@ def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None
 
 
 def _less_memory(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
-    """The least ``--udp-memory``, if it is more."""
+    """Return the least ``--udp-memory``, if it is more."""
     least = config.udp_least_memory(facts.largest_group or 0) if _observed(config) else 0
     return {"least": least} if config.udp_memory < least else None
 
 
 def _loses_nothing(config: LossyConfig, facts: Facts) -> bool:
-    """Whether losses are asked for although a lone rank exchanges nothing."""
+    """Return whether losses are asked for although a lone rank exchanges nothing."""
     if facts.largest_group != 1 or config.jobs().several or (config.lossy_self and not config.phase("grad").lossless):
         return False
     return draws_losses(config) or (_observed(config) and not config.uses_transport())
@@ -91,14 +91,14 @@ def _on_one_node(config: LossyConfig, facts: Facts) -> bool:
     return bool(facts.virtual and config.ranks_of_node is not None)
 
 
-def _beyond(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
-    """The first of ``--grad-error-ranks`` that does not exist."""
+def _missing_rank(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
+    """Return the first of ``--grad-error-ranks`` that does not exist."""
     ranks = config.grad_error_ranks or ()
     return next(({"beyond": rank} for rank in ranks if facts.workers is not None and rank >= facts.workers), None)
 
 
 def _uneven_sites(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
-    """The number of data-parallel ranks, if sites do not divide it."""
+    """Return the number of data-parallel ranks, if sites do not divide it."""
     data = facts.workers and facts.workers // (facts.context or 1)
     return {"data": data} if config.sites and data and data % config.sites else None
 
@@ -195,7 +195,7 @@ WORKERS = Section(
     "virtual workers take gradients from Megatron's buffers; needs real ranks",
     lambda c, f: f.virtual and f.gradients_beside_buffers,
     "--grad-error-ranks = {beyond} | fewer data-parallel ranks | must be below the {facts.workers} data-parallel ranks",
-    _beyond,
+    _missing_rank,
     "data-parallel size = {facts.largest_group} | losses | "
     "one rank exchanges nothing, so that nothing can be lost; start at least two (torchrun "
     "--nproc-per-node 2 …, or --virtual-workers), or set no loss rate and no --transport udp or stream",

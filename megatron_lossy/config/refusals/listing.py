@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
 
 
 def as_text(section: Section, width: int) -> str:
-    """``section`` for a terminal: a paragraph for each row."""
+    """Return ``section`` for a terminal: a paragraph for each row."""
     rows = (
         textwrap.fill(" | ".join(row.cells()), width, subsequent_indent="    ", break_on_hyphens=False)
         for row in section.rows

@@ -55,17 +55,17 @@ class Stage:
         return self.stages - 1 - self.number
 
     def version(self, batch: int) -> int:
-        """The number of updates in the weights that compute ``batch``."""
+        """Return the number of updates in the weights that compute ``batch``."""
         return max(0, batch - self.delay)
 
     def filled(self, iteration: int, iterations: int) -> int:
-        """The next batch to go forward when ``iteration``, of ``iterations``, begins in the middle of a run."""
+        """Return the next batch to go forward when ``iteration``, of ``iterations``, begins in the middle of a run."""
         return min(iteration + self.delay, iterations)
 
     def passes(
         self, iteration: int, iterations: int, micro_batches: int, forwarded: int, received: int
     ) -> Iterator[Pass]:
-        """The steps of the stage in ``iteration`` of ``iterations`` before its update, in order.
+        """Yield the steps of the stage in ``iteration`` of ``iterations`` before its update, in order.
 
         ``forwarded``, ``received``: the next batch to go forward, and the next to be received. If the pipe is full
         these are :meth:`filled`, and one more. If it is empty, both are ``iteration``: then the pipe is filled first.
@@ -195,7 +195,7 @@ class Stash:
         self._free: list[Version] = []
 
     def newest(self) -> Version:
-        """A copy of the present weights."""
+        """Return a copy of the present weights."""
         version = self._free.pop() if self._free else Version(self._parameters)
         torch._foreach_copy_(version.views, [parameter.data for parameter in self._parameters])
         return version
@@ -206,7 +206,7 @@ class Stash:
 
     @contextlib.contextmanager
     def using(self, version: Version | None) -> Iterator[None]:
-        """A context in which the parameters are ``version``; ``None`` stands for the newest."""
+        """Return a context in which the parameters are ``version``; ``None`` stands for the newest."""
         if version is None:
             yield
             return
@@ -221,7 +221,7 @@ class Stash:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """A context in which the newest weights may change although backward passes are ahead.
+        """Return a context in which the newest weights may change although backward passes are ahead.
 
         Autograd would refuse such passes if the change is made through a view of a parameter, as in float32. If the
         change is made to the buffer of all parameters, autograd notices nothing.
@@ -232,11 +232,11 @@ class Stash:
             yield
 
     def state_dict(self, version: Version) -> list[torch.Tensor]:
-        """The tensors of ``version``, for :meth:`restored`."""
+        """Return the tensors of ``version``, for :meth:`restored`."""
         return list(version.flats.values())
 
     def restored(self, state: Sequence[torch.Tensor]) -> Version:
-        """The version whose tensors :meth:`state_dict` returned."""
+        """Return the version whose tensors :meth:`state_dict` returned."""
         version = Version(self._parameters)
         for flat, saved in zip(version.flats.values(), state):
             flat.copy_(saved)

@@ -29,7 +29,7 @@ _PIECE = 2**17
 
 
 def stage_of(name: str, layers: int, stages: int) -> int:
-    """The stage of the parameter ``name`` of a GPT, if Megatron cuts ``layers`` into ``stages`` of equal length."""
+    """Return the stage of the parameter ``name`` of a GPT of ``layers`` in ``stages`` of equal length."""
     layer = re.search(r"\bdecoder\.layers\.(\d+)\.", name)
     if layer:
         return int(layer[1]) * stages // layers
@@ -77,7 +77,7 @@ class Stages(Part):
 
     @contextlib.contextmanager
     def computing(self, worker: int, last: bool) -> Iterator[None]:
-        """A context in which the weights in the model are as old as those of the stages of ``worker``, for a batch."""
+        """Return a context in which the model's weights are as old as in the stages of ``worker``, for a batch."""
         shared = len(self._histories) == 1
         history = self._histories[0 if shared else worker]
         with torch.no_grad():
@@ -97,7 +97,7 @@ class Stages(Part):
             history.restart()
 
     def state_dict(self) -> list[list[list[torch.Tensor]]]:
-        """The old weights: for each history and range, from the oldest on."""
+        """Return the old weights: for each history and range, from the oldest on."""
         return [history.state() for history in self._histories]
 
     def load_state_dict(self, state: list[list[list[torch.Tensor]]]) -> None:
@@ -107,13 +107,13 @@ class Stages(Part):
     # --- gradients -------------------------------------------------------------------------------------------------
 
     def updating(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which an optimizer clips each stage by its own norm, and reports the norm of all."""
+        """Return a context in which an optimizer clips each stage by its own norm, and reports the norm of all."""
         replacements = {"get_grad_norm_fp32": self._grad_norm, "clip_grad_by_total_norm_fp32": self._clip}
         patches = [
             Patch(
                 target=f"megatron.core.optimizer.optimizer:{name}",
                 around=around,
-                why="a stage of an asynchronous pipeline knows its own gradients alone",
+                why="a stage of an asynchronous pipeline has its own gradients alone",
                 versions="all",
                 until="never: Megatron has one stage here",
             )
@@ -140,7 +140,7 @@ class Stages(Part):
             original(own, max_norm, norm)
 
     def _by_stage(self, items: Any, gradient: Callable[[Any], torch.Tensor]) -> list[list[Any]]:
-        """``items`` of each stage. ``gradient`` returns the gradient of an item, a view into the gradient buffers."""
+        """Return ``items`` of each stage. ``gradient`` returns the gradient of an item, a view into the buffers."""
         result: list[list[Any]] = [[] for _ in range(self._stages)]
         for item in items:
             result[self._stage_of(gradient(item))].append(item)
@@ -189,7 +189,7 @@ class _History:
 
 
 def _ranges(buffer: Any, bucket: Any, numbers: dict[Any, int]) -> list[tuple[int, int, int]]:
-    """(start, stop, stage) of the elements of ``bucket``. Neighbours of one stage are one range, with padding."""
+    """Return (start, stop, stage) of the elements of ``bucket``. Neighbours of a stage are one range, with padding."""
     places = sorted(
         (*(place - bucket.offset for place in buffer.param_index_map[parameter][:2]), numbers[parameter])
         for parameter in bucket.params_list

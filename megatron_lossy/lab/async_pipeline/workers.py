@@ -1,8 +1,8 @@
 """Real ranks of an asynchronous pipeline: an endless 1F1B in the place of Megatron's schedule (docs/async_pipeline.md).
 
-A stage knows others only by their messages. Megatron does some work over all stages: the gradient's norm, clipping, and
-the number of tokens. Here each stage does it for itself. Between iterations no message is under way, and the model has
-the newest weights, so that evaluating and saving need no drain.
+A stage depends on others only by their messages. Megatron does some work over all stages: the gradient's norm,
+clipping, and the number of tokens. Here each stage does it for itself. Between iterations no message is under way, and
+the model has the newest weights, so that evaluating and saving need no drain.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .stage import Pass, Stage, StageMessages, Stash, Version
 
 
 @dataclass
-class _UnderWay:
+class _PendingBatch:
     """A micro-batch between forward and backward pass. ``drawn_from``: the earlier random state, if it is saved."""
 
     input: torch.Tensor | None
@@ -65,7 +65,7 @@ class StageWorkers(Workers, Part):
         self._stashes = self._stage.delay > 0
         self._saves_draws = flags.save_replicas and self._draws
         self._iteration = 0
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[_PendingBatch] = deque()
         self._restored: dict[str, Any] | None = None
         self._measure_per_stage()
 
@@ -103,7 +103,7 @@ class StageWorkers(Workers, Part):
         return begun, successful, grad_norm or 0.0
 
     def _passes(self, batches: RankBatches) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Make all passes of an iteration. Returns (sum of losses, tokens) on the last stage, and the tokens on any."""
+        """Make all passes of an iteration. Return (sum of losses, tokens) on the last stage, and the tokens on any."""
         newest: Version | None = None
         losses: list[torch.Tensor] = []
         tokens = torch.zeros([], dtype=torch.int, device=device.current_device())
@@ -136,7 +136,7 @@ class StageWorkers(Workers, Part):
         version: Version | None,
         batches: RankBatches,
         losses: list[torch.Tensor],
-    ) -> _UnderWay:
+    ) -> _PendingBatch:
         drawn_from = rng_state() if self._saves_draws else None
         batch = next(batches)
         with self._stash.using(version):
@@ -153,7 +153,7 @@ class StageWorkers(Workers, Part):
                 current_microbatch=micro,
                 is_last_stage=self._stage.last,
             )
-        return _UnderWay(received, output, batch["loss_mask"].sum().to(torch.int), version, drawn_from)
+        return _PendingBatch(received, output, batch["loss_mask"].sum().to(torch.int), version, drawn_from)
 
     def _backward(self, one: Pass) -> torch.Tensor:
         """Make the backward pass of the oldest micro-batch; returns its tokens."""
@@ -180,7 +180,7 @@ class StageWorkers(Workers, Part):
             self._chunk.scale_gradients(1.0 / tokens)
 
     def begin_norm(self, grad_norm: float) -> Callable[[], float]:
-        """Begin to add up the norms of the stages, a collective call. Returns a function that waits for the sum."""
+        """Begin to add up the norms of the stages, a collective call. Return a function that waits for the sum."""
         if self._stage.stages == 1:
             return lambda: grad_norm
         first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
@@ -233,5 +233,5 @@ class StageWorkers(Workers, Part):
 
 
 def _torch_only(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The parts of :func:`rng_state` that layers draw from."""
+    """Return the parts of :func:`rng_state` that layers draw from."""
     return None if state is None else {name: state[name] for name in ("torch", "tracker", "device") if name in state}

@@ -1,6 +1,6 @@
 """One rank of a row on a real device: ``torchrun … -m megatron_lossy.lab.calibration ROW FOLDER``; ``doctor --calibrate`` starts it.
 
-``ROW`` may end in ``/unhooked``. Rank 0 writes ``result.json`` into ``FOLDER``, which has the data: the loss and what was counted.
+``ROW`` may end in ``/unhooked``. Rank 0 writes ``result.json`` into ``FOLDER``, which has the data: loss and counts.
 """
 
 from __future__ import annotations

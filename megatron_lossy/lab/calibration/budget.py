@@ -32,7 +32,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Budget:
-    """``rows``: what each may cost; ``losses``: the mean loss of its iterations; ``reasons``: by place, why somebody may wait."""
+    """``rows``: what each may cost; ``losses``: the mean loss of its iterations; ``reasons``: of waits, by place."""
 
     rows: Mapping[str, Cost]
     losses: Mapping[str, float]
@@ -40,7 +40,7 @@ class Budget:
 
 
 def read(file: Path = FILE) -> Budget:
-    """The committed budget."""
+    """Return the committed budget."""
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
     lines = content["rows"]
     costs = {name: Cost(**{k: v for k, v in line.items() if k != "loss"}) for name, line in lines.items()}

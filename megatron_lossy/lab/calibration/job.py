@@ -43,7 +43,7 @@ def write_data(folder: str | os.PathLike) -> dict[str, tuple[str, ...]]:
 
 @contextlib.contextmanager
 def _weights_of_the_cpu() -> Iterator[None]:
-    """Let Megatron draw initial weights with the CPU's generator, so that a row begins with the same ones on every device."""
+    """Make Megatron draw initial weights from the CPU's generator, which gives the same weights on every device."""
     from megatron.core.transformer import TransformerConfig
 
     inner = TransformerConfig.__post_init__
@@ -62,7 +62,7 @@ def _weights_of_the_cpu() -> Iterator[None]:
 def run(row: Row, data: dict[str, tuple[str, ...]], begin: Callable[[], None], end: Callable[[], None]) -> Values:
     """Train. ``begin`` and ``end`` are called around the iterations that count, each from the end of an optimizer's step.
 
-    The environment says which rank this is, as torchrun does. Raises what the trainer raises.
+    The environment says which rank this is, as torchrun does. Raise what the trainer raises.
     """
     from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -95,7 +95,7 @@ def run(row: Row, data: dict[str, tuple[str, ...]], begin: Callable[[], None], e
 
 
 def _weights(optimizers: Sequence) -> np.ndarray:
-    """The main weights of the first optimizer, one after the other: float32[...]."""
+    """Return the main weights of the first optimizer, one after the other: float32[...]."""
     parts = [
         weight.detach().float().cpu().numpy().reshape(-1)
         for optimizer in optimizers

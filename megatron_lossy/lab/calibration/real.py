@@ -1,4 +1,4 @@
-"""``doctor --calibrate``: rows of the matrix on real CUDA devices, beside what the pretended one says of them."""
+"""``doctor --calibrate``: rows of the matrix on real CUDA devices, compared with the pretended one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LOSS = 0.02
 
 
 def calibrate() -> list[Finding]:
-    """A finding for each of the few rows, which is printed to stderr as soon as it is there.
+    """Return a finding for each of the few rows, which is printed to stderr as soon as it is there.
 
     Where there is one device, and NCCL does not let ranks share it, these are the rows of one rank. Several rows run at once.
-    Raises :class:`UsageError` where there is no CUDA device.
+    Raise :class:`UsageError` where there is no CUDA device.
     """
     kind, count, _ = devices()
     if kind != "cuda":
@@ -53,7 +53,7 @@ def calibrate() -> list[Finding]:
 
 
 def compared(name: str, loss: float, here: Measured, expected: float, allowed: Cost) -> Finding:
-    """A row on this device (``loss``, ``here``) beside its line of the budget (``expected``, ``allowed``)."""
+    """Compare a row on this device (``loss``, ``here``) with its line of the budget (``expected``, ``allowed``)."""
     waits = sum(allowed.synchronisations.values()) + sum(allowed.blocking.values()) + sum(allowed.pageable.values())
     apart = sum(n for place, n in allowed.synchronisations.items() if place.endswith(ASIDE))
     pairs = (
@@ -67,13 +67,13 @@ def compared(name: str, loss: float, here: Measured, expected: float, allowed: C
     text = f"loss {loss:.4f} (CPU: {expected:.4f}); a step beyond the unhooked: {text}"
     if abs(loss - expected) > _LOSS * expected:
         return Finding("calibration", name, "problem", text)
-    # Kernels are told, not judged: an operator may be several kernels here. A thread aside waits as often as it looks.
+    # Kernels are printed, not judged: an operator may be several kernels here. A thread aside waits at each look.
     more = here.synchronisations > waits + apart + 0.5 or here.pageable > pairs[1][2] + 0.5
     return Finding("calibration", name, "warning" if more else "ok", text)
 
 
 def _measure(name: str, row: Row) -> tuple[float, Measured]:
-    """The loss and the counts of a run. Raises ``RuntimeError`` with its first error if it fails."""
+    """Return the loss and the counts of a run. Raise ``RuntimeError`` with its first error if it fails."""
     from .job import write_data
 
     with tempfile.TemporaryDirectory() as folder:

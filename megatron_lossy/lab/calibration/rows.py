@@ -56,7 +56,7 @@ _LATE_LOST = dict(_LATE, p_sync=0.3, **_PACKETS)
 
 @dataclass(frozen=True)
 class Row:
-    """A run. ``trainer``: settings beside those of all rows; ``lossy``: what is lost, nothing in the unhooked step."""
+    """A run. ``trainer``: settings besides those of all rows; ``lossy``: what is lost, nothing in the unhooked step."""
 
     name: str
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Row:
 
 
 def _cases() -> Iterator[tuple[str, str, str, str]]:
-    """Each rule, unit, wire and way to send parameters that go together."""
+    """Yield each rule, unit, wire and way to send parameters that go together."""
     for rule, unit, wire, send in product(RULES, UNITS, WIRES, ("plain", "compensated")):
         if send == "compensated" and rule not in ("renormalize", "error-feedback"):
             continue  # gradients and parameters have nothing to do with each other but in error feedback
@@ -102,7 +102,7 @@ def _lossy(rule: str, unit: str, wire: str, send: str) -> dict[str, Any]:
 
 
 def _exchanges() -> Iterator[Row]:
-    """A row for each case, with or without overlap, in fp32 or bf16.
+    """Yield a row for each case, with or without overlap, in fp32 or bf16.
 
     It is the one with most pairs of settings that no row before has; of several the one of which there are fewest so far.
     """
@@ -170,7 +170,7 @@ def _islands() -> Iterator[Row]:
 
 
 def _virtual() -> Iterator[Row]:
-    """Workers of a model that take turns in one process."""
+    """Yield workers of a model that take turns in one process."""
     four = dict(virtual_workers=4)
 
     def row(name: str, lossy: dict[str, Any], **trainer: Any) -> Row:
@@ -205,7 +205,7 @@ def _sites() -> Iterator[Row]:
 
 @functools.cache
 def rows() -> dict[str, Row]:
-    """All rows by name."""
+    """Return all rows by name."""
     kinds = (_exchanges, _priority, _replicas, _stages, _islands, _virtual, _instances, _sites)
     return {row.name: row for kind in kinds for row in kind()}
 

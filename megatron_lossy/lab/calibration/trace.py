@@ -1,4 +1,4 @@
-"""Counts of what a real device did between two moments, from a trace of ``torch.profiler`` (Chrome's format)."""
+"""Counts of the work of a real device between two moments, from a trace of ``torch.profiler`` (Chrome's format)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Measured:
     from_device: float = 0.0
 
     def beyond(self, unhooked: Measured) -> Measured:
-        """The difference to the unhooked step."""
+        """Return the difference to the unhooked step."""
         base = asdict(unhooked)
         return Measured(**{name: value - base[name] for name, value in asdict(self).items()})
 
 
 def counted(events: Iterable[Mapping[str, Any]]) -> Measured:
-    """The events of a trace of :data:`~.rows.STEPS` steps. Kernels of collectives are not counted: NCCL picks their number."""
+    """Return the events of a trace of :data:`~.rows.STEPS` steps, without kernels of collectives: NCCL's choice."""
     found = dict.fromkeys(asdict(Measured()), 0.0)
     for event in events:
         kind, name, more = event.get("cat"), str(event.get("name", "")), event.get("args", {})

@@ -24,7 +24,7 @@ from .tokenizers import NAMES, build_tokenizer, padded_vocab_size
 
 
 def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the flags. Raises :class:`UsageError`."""
+    """Return the flags. Raise :class:`UsageError`."""
     parser = ArgumentParser("python -m megatron_lossy.data", description="Text files to Megatron's indexed format.")
     add = parser.add_argument
     add("--input", nargs="+", metavar="PATH", help="text files, folders (every file in them but hidden ones) or globs")
@@ -60,7 +60,7 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Raises :class:`UsageError`."""
+    """Run the command line. Raise :class:`UsageError`."""
     given, started = _read(arguments), time.monotonic()
     prefix, prefixes = given.output_prefix, output_prefixes(given.output_prefix, given.split is not None)
     for output in prefixes:

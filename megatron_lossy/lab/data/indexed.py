@@ -84,7 +84,7 @@ class _Writer:
         shutil.rmtree(self._aside, ignore_errors=True)
 
     def add(self, name: str, data: bytes) -> None:
-        """Append one document. Raises :class:`UsageError` if the tokenizer cannot encode it."""
+        """Append one document. Raise :class:`UsageError` if the tokenizer cannot encode it."""
         try:
             ids = self._tokenizer.encode(data)
         except UnicodeDecodeError as error:
@@ -98,7 +98,7 @@ class _Writer:
         self._sha256.update(len(data).to_bytes(8, "little") + data)
 
     def complete(self) -> None:
-        """Write the rest; once this returns, all is on disk. Raises :class:`UsageError` without a document."""
+        """Write the rest; once this returns, all is on disk. Raise :class:`UsageError` without a document."""
         if not self.description.documents:
             raise UsageError(f"--input: no document holds text, so that {self.prefix} would be empty")
         self.description.documents_sha256 = self._sha256.hexdigest()
@@ -130,7 +130,7 @@ def write_indexed(
     """Write ``documents`` as the data set ``prefix``; return descriptions by prefix.
 
     With ``validation``, the positions of documents, those go to ``prefix_valid`` and all others to ``prefix_train``.
-    Raises :class:`UsageError` if one exists already and ``overwrite`` is false, if it cannot be written, if it has a
+    Raise :class:`UsageError` if one exists already and ``overwrite`` is false, if it cannot be written, if it has a
     ``.json`` file that is not ours, or if a document cannot be encoded.
     """
     names = output_prefixes(os.fspath(prefix), validation is not None)
@@ -203,7 +203,7 @@ def check_blend(flag: str, texts: Sequence[str]) -> None:
 def epochs(data_path: Sequence[str], tokens: int) -> float:
     """Return the number of times that ``tokens`` tokens of training read the data of ``--data-path``; the largest number.
 
-    Raises :class:`UsageError` if there is no data set, or one without a token.
+    Raise :class:`UsageError` if there is no data set, or one without a token.
     """
     sizes = [_tokens(text) for text in data_path if not is_weight(text)]
     weights = [float(text) for text in data_path if is_weight(text)] or sizes
@@ -215,7 +215,7 @@ _ITEMSIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 
 
 def _tokens(prefix: str, flag: str = "--data-path") -> int:
-    """Tokens of the data set ``prefix``, from the size of its file and the type in its index."""
+    """Return tokens of the data set ``prefix``, from the size of its file and the type in its index."""
     try:
         with open(prefix + ".idx", "rb") as index:
             head = index.read(18)  # magic, version, type
@@ -230,7 +230,7 @@ def _tokens(prefix: str, flag: str = "--data-path") -> int:
 
 
 def check_files(prefix: str | os.PathLike, flag: str = "--data-path") -> DatasetDescription | None:
-    """Raise :class:`UsageError` unless ``prefix`` is a complete data set. Returns the content of ``prefix.json``.
+    """Raise :class:`UsageError` unless ``prefix`` is a complete data set. Return the content of ``prefix.json``.
 
     Without a ``prefix.json`` of ours only the presence of the files is checked.
     """
@@ -248,7 +248,7 @@ def check_files(prefix: str | os.PathLike, flag: str = "--data-path") -> Dataset
 
 
 def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "--data-path") -> None:
-    """Check as :func:`check_files`. Raises :class:`UsageError` also without tokens, or for another tokenizer."""
+    """Check as :func:`check_files`. Raise :class:`UsageError` also without tokens, or for another tokenizer."""
     description = check_files(prefix, flag)
     _tokens(os.fspath(prefix), flag)
     if description is not None and description.fingerprint != tokenizer.fingerprint:
@@ -261,7 +261,7 @@ def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "
 def find_files(inputs: Iterable[str], flag: str = "--input") -> list[tuple[str, Path]]:
     """Return the files that ``inputs`` (files, folders, globs), given as ``flag``, name: pairs of name and path, each once.
 
-    Inputs keep their order. The files of a folder or glob are sorted by name, without hidden ones. Raises
+    Inputs keep their order. The files of a folder or glob are sorted by name, without hidden ones. Raise
     :class:`UsageError` for an input that does not exist, holds no file, or is an empty or unreadable file.
     """
     found: dict[Path, str] = {}
@@ -297,7 +297,7 @@ def read_documents(
 
     ``format``: ``text`` or ``jsonl`` (one document per line, under ``json_key``). ``split_documents``, for text:
     ``file`` (a file is a document) or ``blank-line`` (blank lines separate documents). A part of a file is called
-    ``NAME:LINE``. Raises :class:`UsageError` that names ``flag``, file and line.
+    ``NAME:LINE``. Raise :class:`UsageError` that names ``flag``, file and line.
     """
     for name, path in files:
         with _reading(path, flag) as stream:
@@ -314,7 +314,7 @@ def read_documents(
 def stdlib_documents() -> list[Document]:
     """Return the source files of the running Python's standard library, sorted by name: text every machine has.
 
-    Tests, tables of data, installed packages and generated files are left out. Raises :class:`UsageError` if this
+    Tests, tables of data, installed packages and generated files are left out. Raise :class:`UsageError` if this
     Python comes without its source.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -332,7 +332,7 @@ def validation_documents(names: Sequence[str], fraction: float) -> set[int]:
     """Return the positions of the documents that go to validation: a share of ``fraction`` of them, at least one.
 
     These are the documents whose names have the lowest SHA-256. The choice is the same in every run, and nearly the
-    same when documents are added. Raises :class:`UsageError` for fewer than two documents.
+    same when documents are added. Raise :class:`UsageError` for fewer than two documents.
     """
     if len(names) < 2:
         allowed = "needs at least 2; see --split-documents and --format"

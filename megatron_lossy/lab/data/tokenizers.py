@@ -47,14 +47,14 @@ class Tokenizer:
 
     @property
     def unique_identifiers(self) -> OrderedDict:
-        """Values that tell this tokenizer from others, for the names of megatron-core's cached sample indices."""
+        """Return values that identify this tokenizer, for the names of megatron-core's cached sample indices."""
         return OrderedDict({"class": self.kind, "vocab_size": self.vocab_size, "fingerprint": self.fingerprint})
 
 
 def build_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer ``byte``, ``hf:NAME_OR_PATH`` or ``sentencepiece:MODEL_FILE``.
 
-    Raises :class:`UsageError` if there is none, its package is not installed, or it has no end-of-sequence token.
+    Raise :class:`UsageError` if there is none, its package is not installed, or it has no end-of-sequence token.
     """
     kind, _, source = name.partition(":")
     if name == "byte":

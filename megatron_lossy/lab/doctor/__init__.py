@@ -27,7 +27,7 @@ _MARKS = {"ok": "ok", "absent": "-", "warning": "warning", "problem": "PROBLEM"}
 
 
 def examine(config: argparse.Namespace) -> list[Finding]:
-    """All findings that ``config`` asks for. It imports Megatron, so that a process can examine only one Megatron."""
+    """Return all findings that ``config`` asks for. It imports Megatron, so a process can examine only one."""
     from .found import devices, hook_targets, versions
     from .step import try_step
 
@@ -45,7 +45,7 @@ def examine(config: argparse.Namespace) -> list[Finding]:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """The findings as text."""
+    """Return the findings as text."""
     lines, section = [f"megatron-lossy {__version__}"], None
     for finding in findings:
         if finding.section != section:
@@ -56,7 +56,7 @@ def report(findings: Sequence[Finding]) -> str:
 
 
 def ready(findings: Sequence[Finding]) -> bool:
-    """Whether nothing prevents training."""
+    """Return whether nothing prevents training."""
     return all(finding.status != "problem" for finding in findings)
 
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     step = "two-process step: on the accelerators if there are two, else on the CPU (auto, the default); on the CPU; or none"
     parser.add_argument("--step", default="auto", choices=("auto", "cpu", "none"), help=step)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    calibrate = "instead, run rows of the matrix on CUDA devices, beside a pretended one (docs/impostor.md)"
+    calibrate = "instead, run rows of the matrix on CUDA devices, and compare with a pretended one (docs/impostor.md)"
     parser.add_argument("--calibrate", action="store_true", help=calibrate)
     add = parser.add_argument_group("a link between sites, measured for plan, and nothing else").add_argument
     link = "measure the link to a host that runs --serve; of two ranks of a launcher rank 0 serves at this address"

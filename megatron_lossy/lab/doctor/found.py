@@ -29,7 +29,7 @@ class Finding:
 
 
 def versions(checkout: str | None) -> list[Finding]:
-    """Findings on Python, torch and its backends, Megatron, and packages for speed. ``checkout``: a Megatron-LM."""
+    """Return findings on Python, torch, its backends, Megatron and fast packages. ``checkout``: a Megatron-LM."""
     findings = [_finding("python", "ok", platform.python_version())]
     try:
         import torch
@@ -47,7 +47,7 @@ def versions(checkout: str | None) -> list[Finding]:
 
 
 def _fsdp2() -> Finding:
-    """Whether this torch lets others make FSDP2's exchanges, for models without Megatron."""
+    """Return whether this torch lets others make FSDP2's exchanges, for models without Megatron."""
     from ...pytorch.arguments import check_torch
 
     try:
@@ -93,7 +93,7 @@ def _describe(checkout: str) -> str:
 
 
 def apex() -> Finding:
-    """NVIDIA's Apex. PyPI does not have it: the package of that name there is another one."""
+    """Return NVIDIA's Apex. PyPI does not have it: the package of that name there is another one."""
     spec = importlib.util.find_spec("apex")
     if spec is None or not spec.submodule_search_locations:
         return _finding(
@@ -142,7 +142,7 @@ def _backends(torch: Any) -> list[Finding]:
 
 
 def devices() -> tuple[str, int, list[Finding]]:
-    """Kind and number of accelerators (cpu, 0 without any), and a finding per device."""
+    """Return kind and number of accelerators (cpu, 0 without any), and a finding per device."""
     try:
         import torch
 
@@ -165,7 +165,7 @@ def devices() -> tuple[str, int, list[Finding]]:
 
 
 def hook_targets(training: bool) -> list[Finding]:
-    """Findings on the fit of the hooks to this Megatron: targets exist and take the parameters that hooks use.
+    """Return findings on the fit of the hooks to this Megatron: targets exist and take the parameters that hooks use.
 
     ``training``: also those of megatron.training.
     """
@@ -200,7 +200,7 @@ def hook_targets(training: bool) -> list[Finding]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """A context without Megatron's warnings at import about every missing package."""
+    """Return a context without Megatron's warnings at import about every missing package."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
@@ -213,7 +213,7 @@ def _finding(name: str, status: str, text: str) -> Finding:
 def check_patches() -> list[Any]:
     """Check whether the patches of a lossy run fit the installed Megatron; applies none of them.
 
-    Includes those of ``megatron.training`` if it can be imported. Raises ``ImportError`` without megatron-core.
+    Includes those of ``megatron.training`` if it can be imported. Raise ``ImportError`` without megatron-core.
     """
     import megatron.core
 

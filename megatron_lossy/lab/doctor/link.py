@@ -1,6 +1,6 @@
 """``doctor --link HOST:PORT``: rate, round trip, losses, MTU and queue of a link, each way, into a file for ``plan``.
 
-The other end runs ``doctor --serve PORT``, or both are ranks of a launcher. A TCP connection says what to do, and datagrams
+The other end runs ``doctor --serve PORT``, or both are ranks of a launcher. A TCP connection has the orders, and datagrams
 measure. Each begins with 16 random bytes that only the TCP connection carried, and goes to and comes from the host of that
 connection alone, so that a stranger at the port can neither disturb a measurement nor have datagrams sent to a third host.
 
@@ -73,7 +73,7 @@ class Peer:
         self.control.sendall(json.dumps(words).encode() + b"\n")
 
     def get(self, seconds: float = _SILENCE) -> dict[str, Any]:
-        """Return the next line, and take datagrams meanwhile. Raises :class:`OSError` for silence and ``ValueError`` for noise."""
+        """Return the next line, and take datagrams meanwhile. Raise :class:`OSError` for silence and ``ValueError`` for noise."""
         until = time.monotonic() + seconds
         while b"\n" not in self._text:
             left = until - time.monotonic()
@@ -91,7 +91,7 @@ class Peer:
         return found
 
     def wait(self, seconds: float) -> list:
-        """Take datagrams until one has come, or a line, or the time is over. Returns the sockets that were readable."""
+        """Take datagrams until one has come, or a line, or the time has passed. Return the sockets that were readable."""
         ready = select.select([self.control, self.datagrams], [], [], max(0.0, seconds))[0]
         if self.datagrams in ready:
             with contextlib.suppress(BlockingIOError, ConnectionRefusedError):
@@ -142,7 +142,7 @@ class Peer:
         return {"train": self._train, "sizes": self._sizes, "report": self._report}[do](**words)
 
     def _train(self, seconds: float, mbit: float) -> dict[str, int]:
-        """Send for that long at ``mbit``, of which 0 is as fast as this host can. Returns the number of datagrams."""
+        """Send for that long at ``mbit``, of which 0 is as fast as this host can. Return the number of datagrams."""
         number, begins = 0, time.monotonic()
         each = _TRAIN_BYTES * 8e-6 / mbit if mbit > 0 else 0.0
         while (now := time.monotonic() - begins) < min(seconds, _FULL_SECONDS):
@@ -175,16 +175,16 @@ class Peer:
 
 
 def _lost(numbers: Sequence[int], sent: int) -> dict[str, float]:
-    """The share of ``sent`` numbers from 0 that did not come, and how many in a row on average."""
+    """Return the share of ``sent`` numbers from 0 that did not come, and how many in a row on average."""
     come = sorted({number for number in numbers if 0 <= number < sent})
     gaps = [after - before - 1 for before, after in zip([-1, *come], [*come, sent]) if after - before > 1]
     return {"loss": sum(gaps) / max(1, sent), "burst": sum(gaps) / len(gaps) if gaps else 1.0}
 
 
 def measure(host: str, port: int, key: bytes, full: bool, patience: float) -> dict[str, Any]:
-    """Measure the link to ``host``, where another doctor serves ``port``. Returns the content of a file for ``plan``.
+    """Measure the link to ``host``, where another doctor serves ``port``. Return the content of a file for ``plan``.
 
-    ``patience``: seconds in which that doctor may begin. Raises :class:`UsageError`.
+    ``patience``: seconds in which that doctor may begin. Raise :class:`UsageError`.
     """
     where = f"{host}:{port}"
     try:
@@ -281,7 +281,7 @@ def _measured(peer: Peer, where: str, full: bool) -> dict[str, Any]:
 
 
 def _way(train: Mapping[str, float], longest: int, lost: Mapping[str, float]) -> dict[str, Any]:
-    """One direction of a link. One that loses nothing of a train has room for more than this host can send."""
+    """Return one direction of a link. One that loses nothing of a train has room for more than this host can send."""
     full = train["share"] < 0.9 * (1 - lost["loss"])
     return {
         "mbit": round(train["mbit"] / (1 - lost["loss"]), 3),
@@ -294,7 +294,7 @@ def _way(train: Mapping[str, float], longest: int, lost: Mapping[str, float]) ->
 
 
 def serve(port: int, key: bytes, log: Callable[[str], None]) -> None:
-    """Serve one measurement on ``port``; ``log`` takes lines for a user. Raises :class:`UsageError`.
+    """Serve one measurement on ``port``; ``log`` takes lines for a user. Raise :class:`UsageError`.
 
     Callers without the key, and those that send nothing or something else, are sent away, and the next one is served.
     """
@@ -317,9 +317,9 @@ def serve(port: int, key: bytes, log: Callable[[str], None]) -> None:
 
 
 def _served(control: socket.socket, datagrams: socket.socket, key: bytes) -> bool:
-    """Do what the caller asks for. Returns whether it came to its end."""
+    """Do what the caller asks for. Return whether it came to its end."""
     control.settimeout(_FIRST_WORDS)
-    # Nobody has the session until the caller has shown the key.
+    # The session is free until the caller has shown the key.
     peer, nonce = Peer(control, datagrams, secrets.token_bytes(16), None), secrets.token_bytes(16)
     peer.put(nonce=nonce.hex())
     words = peer.get(_FIRST_WORDS)

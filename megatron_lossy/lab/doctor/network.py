@@ -45,7 +45,7 @@ class Heard:
 
 
 def examine_network(config: LossyConfig) -> list[Finding]:
-    """Findings of rank 0, or of this host alone; empty on other ranks. A collective call under a launcher."""
+    """Return findings of rank 0, or of this host alone; empty on other ranks. A collective call under a launcher."""
     try:
         config = settled(config)
         here = _streams(config) if config.transport == "stream" else _datagrams(config)
@@ -64,14 +64,14 @@ def examine_network(config: LossyConfig) -> list[Finding]:
 
 
 def _datagrams(config: LossyConfig) -> list[Finding]:
-    """Findings about datagrams of this host."""
+    """Return findings about datagrams of this host."""
     engine = end_for(config)
     address = f"{engine.address}:{engine.port}, {config.udp_cipher}"
     return [Finding("network", "engine", "ok", address), _buffer(engine), *_packets(engine)]
 
 
 def _streams(config: LossyConfig) -> list[Finding]:
-    """The same about streams. Raises :class:`UsageError` for a taken port, a key file, or congestion control that is not allowed."""
+    """Return the same about streams. Raise :class:`UsageError` for a taken port, a key file or congestion control."""
     host = end_for(config)
     address = f"{host.address}:{host.port}, {config.udp_cipher}"
     control = config.stream_congestion or Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()

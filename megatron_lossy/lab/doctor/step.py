@@ -53,7 +53,7 @@ def _write_data(folder: str) -> None:
 
 
 def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:
-    """The last training loss, and the share of lost gradient packets."""
+    """Return the last training loss, and the share of lost gradient packets."""
     arguments = ["megatron_lossy.train", *_FLAGS, "--data-path", os.path.join(folder, "data")]
     arguments += ["--metrics-dir", os.path.join(folder, "run")]
     more = {"CUDA_VISIBLE_DEVICES": "", "HABANA_VISIBLE_MODULES": ""} if kind == "cpu" else {}
@@ -71,7 +71,7 @@ def torchrun(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m`` ``arguments`` on ``ranks`` ranks, a world of their own wherever this process was started.
 
-    ``path``: folders to import from first. ``more``: environment variables. Raises ``RuntimeError`` if there is no end.
+    ``path``: folders to import from first. ``more``: environment variables. Raise ``RuntimeError`` if there is no end.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**without_ranks(), "OMP_NUM_THREADS": "1", **more}
@@ -85,14 +85,14 @@ def torchrun(
 
 
 def _reason(output: str) -> str:
-    """The most telling line of a failed launch: ours, else an exception's, else the first."""
+    """Return the most useful line of a failed launch: ours, else an exception's, else the first."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line for line in lines if "megatron_lossy.train: error: " in line]
     return ours[0][:300] if ours else error_of_a_rank(output) or (lines or ["no output"])[0][:300]
 
 
 def error_of_a_rank(output: str) -> str | None:
-    """The first exception in what ranks and torchrun printed, but torchrun's own, which says only that one failed."""
+    """Return the first exception in the output of ranks and torchrun, but torchrun's own, which only names a rank."""
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in output.splitlines()]
     errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "Refused"))]
     first = next((line for line in errors if "ChildFailedError" not in line), None)

@@ -85,13 +85,13 @@ def _check_in_container(plan: Plan, arguments: list[str]) -> None:
 
 
 def describe(plan: Plan) -> list[str]:
-    """The lines of a dry run about the run."""
+    """Return the lines of a dry run about the run."""
     train = plan.train
     tensor, pipeline = train.tensor_model_parallel_size, train.pipeline_model_parallel_size
     data = train.data_parallel_size(plan.ranks)
     lines = [
         f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.train.train_iters}",
-        (f"ranks    {_where(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
+        (f"ranks    {_place(plan)}: data {data} x tensor {tensor} x pipeline {pipeline}"),
         *_jobs(plan),
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
@@ -102,7 +102,7 @@ def describe(plan: Plan) -> list[str]:
     return lines
 
 
-def _where(plan: Plan) -> str:
+def _place(plan: Plan) -> str:
     nodes, each = plan.launch.nodes, f" for each {plan.jobs.name}" if plan.jobs.apart else ""
     return f"{plan.ranks} on {nodes} node{'s' if nodes > 1 else ''}{each}"
 
@@ -119,7 +119,7 @@ def _jobs(plan: Plan) -> list[str]:
 
 
 def _sites(plan: Plan) -> list[str]:
-    """The bytes that cross the border of a site in an iteration, and their time at the rate of the link, if it is known."""
+    """Return the bytes that cross a site's border in an iteration, and their time at the rate of the link, if known."""
     train, lossy = plan.train, plan.lossy
     if lossy.sites is None:
         return []
@@ -141,7 +141,7 @@ def _sites(plan: Plan) -> list[str]:
 
 
 def estimates(plan: Plan) -> list[str]:
-    """Size, tokens, memory, disk and time of a run, in lines."""
+    """Return size, tokens, memory, disk and time of a run, in lines."""
     launch, train = plan.launch, plan.train
     total = train.tokens
     memory = check_memory(plan)
@@ -159,7 +159,7 @@ def estimates(plan: Plan) -> list[str]:
 
 
 def all_checkpoints(plan: Plan) -> str:
-    """The size of all checkpoints that are there at once, and whether the disk has it, in a line."""
+    """Return the size of all checkpoints that are there at once, and whether the disk has it, in a line."""
     size = plan.checkpoints * checkpoint_bytes(plan.train, plan.lossy, plan.layout, plan.device)
     there = next(path for path in [plan.folder.absolute(), *plan.folder.absolute().parents] if path.exists())
     free = shutil.disk_usage(there).free

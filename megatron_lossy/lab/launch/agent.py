@@ -60,7 +60,7 @@ def _noting_ends(statuses: list[int | None]) -> Patch:
 
 
 def _reason(failure: ProcessFailure) -> str:
-    """The error that the rank reported, or its end."""
+    """Return the error that the rank reported, or its end."""
     told = failure.message
     if isinstance(told, dict):
         lines = str(told.get("message", "")).strip().splitlines()

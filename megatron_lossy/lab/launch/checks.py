@@ -108,7 +108,7 @@ def check_trainer(device: Device) -> None:
 
 
 def check_memory(plan: Plan) -> StageMemory:
-    """The pipeline stage that needs most memory. Raises :class:`UsageError` if the device has less."""
+    """Return the pipeline stage that needs most memory. Raise :class:`UsageError` if the device has less."""
     found = estimate(plan.train, plan.lossy, plan.layout, plan.device)
     memory = plan.device.memory
     if memory is not None and found.total > memory:
@@ -187,14 +187,14 @@ def check_data(plan: Plan) -> None:
 
 
 def epochs_of(plan: Plan) -> float | None:
-    """The number of times that the run reads its training data; ``None`` if they are made up, or made at its start."""
+    """Return the number of times that the run reads its training data; ``None`` if they are generated."""
     if plan.train.data is not None or plan.mock_data:
         return None
     return epochs(plan.train.data_path, plan.train.tokens)
 
 
 def check_megatron(plan: Plan) -> None:
-    """Raise :class:`UsageError` unless the Megatron beside the script is supported and takes all flags.
+    """Raise :class:`UsageError` unless the Megatron next to the script is supported and takes all flags.
 
     Megatron's own parser and validation decide, in a process of their own.
     """

@@ -34,9 +34,9 @@ TORCHRUN_ENVIRONMENT = {
 
 
 def launch_command(plan: Plan, environment: Mapping[str, str]) -> list[str]:
-    """The command that starts the ranks of ``plan``, in a process whose environment is ``environment``.
+    """Return the command that starts the ranks of ``plan``, in a process whose environment is ``environment``.
 
-    torchrun: run it on every node. srun: inside a job. mpirun: once. Raises :class:`UsageError`.
+    torchrun: run it on every node. srun: inside a job. mpirun: once. Raise :class:`UsageError`.
     """
     return {"torchrun": _torchrun, "srun": _srun, "mpirun": _mpirun}[plan.launch.launcher](plan, environment)
 
@@ -53,12 +53,12 @@ def check_shape(plan: Plan) -> None:
 
 
 def ranks_of_node(plan: Plan) -> int:
-    """Ranks on each node."""
+    """Return ranks on each node."""
     return min(plan.launch.accelerators, plan.launch.accelerators_per_node)
 
 
 def shell(command: list[str], environment: Mapping[str, str]) -> str:
-    """Command and environment as a shell would take them, a flag per line."""
+    """Return command and environment as a shell would take them, a flag per line."""
     words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     lines: list[str] = []
     for word in map(shlex.quote, command):
@@ -115,7 +115,7 @@ def _srun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
 
 
 def container(plan: Plan) -> list[str]:
-    """The flags of pyxis for srun."""
+    """Return the flags of srun that make pyxis start a container. Raise :class:`UsageError` for mounts without one."""
     launch = plan.launch
     flags = [f"--container-image={launch.container_image}"] if launch.container_image else []
     if launch.container_mounts:
@@ -148,7 +148,7 @@ def _mpirun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
 def several(plan: Plan, arguments: Sequence[str], about: Sequence[str]) -> int:
     """Print the command of the coordinator and of each job of ``plan``, or start all here with ``--run``; returns the exit status.
 
-    ``arguments``: the command line. ``about``: lines about the run. Raises :class:`UsageError`.
+    ``arguments``: the command line. ``about``: lines about the run. Raise :class:`UsageError`.
     """
     own = [one for one in arguments if one not in ("--run", "--dry-run")]
     jobs = [[sys.executable, "-m", PROGRAM, *own, "--island", str(job)] for job in range(plan.jobs.number)]
@@ -174,7 +174,7 @@ def several(plan: Plan, arguments: Sequence[str], about: Sequence[str]) -> int:
 def _run(services: Sequence[Sequence[str]], jobs: Sequence[Sequence[str]], log: Path) -> int:
     """Run ``jobs`` to their ends, and ``services`` until then, which write into ``log``. A signal goes to all jobs.
 
-    Returns the status of the first of these that failed, as a shell has it.
+    Return the status of the first of these that failed, as a shell has it.
     """
     came: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -243,14 +243,14 @@ def run_in_job(plan: Plan, command: Sequence[str], environment: Mapping[str, str
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """The job's name for ``scontrol``. A job of an array has the number of the whole array and its own index."""
+    """Return the job's name for ``scontrol``. A job of an array has the number of the whole array and its own index."""
     if "SLURM_ARRAY_TASK_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
     return environment["SLURM_JOB_ID"]
 
 
 def done_iterations(plan: Plan) -> int:
-    """Iterations that the run's latest checkpoint holds."""
+    """Return iterations that the run's latest checkpoint holds."""
     folders = [plan.own_folder] if plan.jobs.apart else plan.job_folders
     return min(latest_iteration(folder) or 0 for folder in folders)
 
@@ -260,7 +260,7 @@ def _requeue(job: str, status: int, progress: bool) -> int:
     shown = _scontrol("--oneliner", "show", "job", job)
     state = dict(re.findall(r"(\S+?)=(\S*)", shown.stdout))
     if shown.returncode or "JobState" not in state:
-        _say(f"not requeued: {shown.stderr.strip() or f'scontrol does not know job {job}'}")
+        _say(f"not requeued: {shown.stderr.strip() or f'scontrol has no job {job}'}")
         return status or 1
     if state["JobState"] != "RUNNING":
         # Slurm is ending the job: it requeues a preempted one itself, and scontrol would revive a cancelled one.
@@ -281,7 +281,7 @@ def _requeue(job: str, status: int, progress: bool) -> int:
 
 
 def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """``scontrol``, repeated for a minute: on large clusters Slurm is often too busy to answer in time."""
+    """Run ``scontrol``, again for a minute if it fails: on large clusters Slurm is often too busy to answer in time."""
     for seconds in (10, 20, 30, 0):
         done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True)
         if done.returncode == 0 or "timed out" not in done.stderr:

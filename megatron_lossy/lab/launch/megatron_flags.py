@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.lab.launch.megatron_flags SCRIPT flags…``: does the Megatron beside SCRIPT take these flags?
+"""``python -m megatron_lossy.lab.launch.megatron_flags SCRIPT flags…``: does the Megatron next to SCRIPT take them?
 
 Its own parser and its own validation decide. Our flags are added as the launcher of ``python -m megatron_lossy`` adds
 them. Exit status 0, or 2 with one line. It is a process of its own, because Megatron reads ``sys.argv`` and keeps
@@ -19,7 +19,7 @@ from ...base.errors import UsageError, refuse, usage_errors
 
 
 def check_flags(script: str, flags: list[str]) -> None:
-    """Raise :class:`UsageError` if the Megatron beside ``script`` is unsupported, or refuses ``flags``."""
+    """Raise :class:`UsageError` if the Megatron next to ``script`` is unsupported, or refuses ``flags``."""
     sys.argv = [script, *flags]
     sys.path[0] = str(Path(script).resolve().parent)
     warnings.simplefilter("ignore")

@@ -24,8 +24,8 @@ step and of the next: 2 x 4 p per parameter. On HPU shapes must not depend on th
 of a share p, and makes one full-size selection at a time: of gradients, or of weights.
 
 ``--transport pieces`` keeps the pieces of all sources, as much as the gradients. Over ``udp`` they take the place of
-the gradients, which were copied to the host; but where senders choose, or on a CPU, these stay beside them. Pieces of
-ranks of the same node land beside the gradients. ``previous`` cannot foresee what a network loses, and keeps
+the gradients, which were copied to the host; but where senders choose, or on a CPU, these stay in addition. Pieces of
+ranks of the same node land in memory of their own. ``previous`` cannot foresee what a network loses, and keeps
 everything twice.
 
 If ranks are divided among jobs, N is that of a job. Mechanisms keep more, in copies of the weights:
@@ -93,7 +93,7 @@ class StageMemory:
 
 
 def parameters(config: TrainConfig, vocab_size: int) -> int:
-    """Weights of the whole model, with the vocabulary as it is padded."""
+    """Return weights of the whole model, with the vocabulary as it is padded."""
     vocab = _padded(config, vocab_size)
     matrices = 1 if config.share_embeddings_and_output_weights else 2
     return config.num_layers * (_matrices(config) + 2 * config.hidden_size) + (
@@ -102,7 +102,7 @@ def parameters(config: TrainConfig, vocab_size: int) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> float:
-    """Size of a checkpoint: per parameter weight, copy in fp32 and two moments.
+    """Return size of a checkpoint: per parameter weight, copy in fp32 and two moments.
 
     With --save-replicas every rank adds the values that it has put aside. Mechanisms add states of their own.
     """
@@ -113,7 +113,7 @@ def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, de
 
 
 def estimate(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> StageMemory:
-    """The pipeline stage that needs most memory. ``config`` must fit ``layout.world_size``: ``check_world``."""
+    """Return the pipeline stage that needs most memory. ``config`` must fit ``layout.world_size``: ``check_world``."""
     stages = range(config.pipeline_model_parallel_size)
     return max((_stage(config, lossy, layout, device, stage) for stage in stages), key=lambda found: found.total)
 
@@ -144,7 +144,7 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     lost = {phase: 0.0 if shards == 1 else _share(lossy, phase, members) / inside for phase in PHASES}
     if inside > 1:
         components["parts of a site"] = weights * (_GRADIENT + compute) / inside
-    near = _near(lossy, layout, tensor, shards)
+    near = _ranks_without_datagrams(lossy, layout, tensor, shards)
     components |= _loss(lossy, weights, compute, shards, lost, device)
     components |= _pieces(lossy, weights // inside, shards, near, device)
     saved = sum(components.get(name, 0.0) for name in _SAVED) if lossy.save_replicas else 0.0
@@ -163,7 +163,7 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
 
 
 def _weights(config: TrainConfig, vocab_size: int, first: bool, last: bool, stages: int) -> int:
-    """Parameters on one device of one of ``stages`` stages."""
+    """Return parameters on one device of one of ``stages`` stages."""
     tensor = config.tensor_model_parallel_size
     layers = config.num_layers // stages
     embedding = _padded(config, vocab_size) // tensor * config.hidden_size
@@ -174,13 +174,13 @@ def _weights(config: TrainConfig, vocab_size: int, first: bool, last: bool, stag
 
 
 def _matrices(config: TrainConfig) -> int:
-    """Parameters in the matrices of a layer."""
+    """Return parameters in the matrices of a layer."""
     hidden, keys = config.hidden_size, _keys(config)
     return 2 * hidden * (hidden + keys) + 3 * hidden * config.ffn
 
 
 def _keys(config: TrainConfig) -> int:
-    """Width of a token's keys, and of its values."""
+    """Return width of a token's keys, and of its values."""
     return config.hidden_size * config.query_groups // config.num_attention_heads
 
 
@@ -189,7 +189,7 @@ def _padded(config: TrainConfig, vocab_size: int) -> int:
 
 
 def _activations(config: TrainConfig, layout: Layout, compute: int) -> float:
-    """Bytes that the layers of a stage keep for one micro-batch."""
+    """Return bytes that the layers of a stage keep for one micro-batch."""
     tensor, hidden = config.tensor_model_parallel_size, config.hidden_size
     layers = config.num_layers // config.pipeline_model_parallel_size
     tokens = config.seq_length * config.micro_batch_size
@@ -208,7 +208,7 @@ def _activations(config: TrainConfig, layout: Layout, compute: int) -> float:
 def _loss(
     lossy: LossyConfig, weights: int, compute: int, shards: int, lost: Mapping[str, float], device: Device
 ) -> dict[str, float]:
-    """Bytes that losses make a rank keep, by component. ``lost``: shares of a buffer that an exchange may lose, by phase."""
+    """Return bytes that a rank keeps because of losses, by component. ``lost``: shares of a buffer lost, by phase."""
     components: dict[str, float] = {}
     grad, param = (lost[phase] for phase in PHASES)
     masked = device.kind == "hpu"
@@ -225,8 +225,8 @@ def _loss(
     return components
 
 
-def _near(lossy: LossyConfig, layout: Layout, tensor: int, shards: int) -> int:
-    """Ranks of a group that a rank exchanges with without datagrams, itself included."""
+def _ranks_without_datagrams(lossy: LossyConfig, layout: Layout, tensor: int, shards: int) -> int:
+    """Return ranks of a group that a rank exchanges with without datagrams, itself included."""
     node = lossy.ranks_of_node
     if node is None:
         return 1
@@ -234,7 +234,7 @@ def _near(lossy: LossyConfig, layout: Layout, tensor: int, shards: int) -> int:
 
 
 def _pieces(lossy: LossyConfig, weights: int, shards: int, near: int, device: Device) -> dict[str, float]:
-    """Bytes of the pieces of all sources, where they do not take the place of the gradients."""
+    """Return bytes of the pieces of all sources, where they do not take the place of the gradients."""
     if lossy.transport == "torch" or shards == 1 or shards == near:
         return {}
     apart = lossy.transport == "pieces" or device.kind == "cpu" or "grad" in lossy.chosen()
@@ -243,7 +243,7 @@ def _pieces(lossy: LossyConfig, weights: int, shards: int, near: int, device: De
 
 
 def _share(lossy: LossyConfig, phase: str, shards: int) -> float:
-    """The share of a buffer that one step may lose: the mean, and four standard deviations for whole shards."""
+    """Return the share of a buffer that one step may lose: the mean, and four standard deviations for whole shards."""
     loss = lossy.phase(phase)
     if loss.lossless:
         return 0.0
@@ -256,7 +256,7 @@ def _share(lossy: LossyConfig, phase: str, shards: int) -> float:
 
 
 def _between(lossy: LossyConfig, elements: float) -> dict[str, float]:
-    """Bytes that a rank of an island keeps of averages of ``elements``, by component."""
+    """Return bytes that a rank of an island keeps of averages of ``elements``, by component."""
     if not lossy.averages or lossy.sync_method == "none":
         return {}
     sent = lossy.share * (lossy.rounds_under_way + 1) * elements
@@ -274,5 +274,5 @@ def _between(lossy: LossyConfig, elements: float) -> dict[str, float]:
 
 
 def _old_weights(lossy: LossyConfig, stage: int, stages: int) -> int:
-    """Copies of the weights that ``stage`` keeps for backward passes to come, the newest included: they see an older one."""
+    """Return the copies of the weights that ``stage`` keeps for later backward passes, the newest included."""
     return stages - stage if lossy.async_pipeline and stage < stages - 1 else 0

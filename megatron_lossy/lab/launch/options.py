@@ -44,7 +44,7 @@ _FILES = {"cuda": ("/dev", r"nvidia\d+"), "hpu": ("/dev/accel", r"accel\d+")}
 
 
 def device_count(kind: str) -> int:
-    """Accelerators of this machine, counted by their device files, which any process may list."""
+    """Return accelerators of this machine, counted by their device files, which any process may list."""
     folder, pattern = _FILES[kind]
     if not Path(folder).is_dir():
         return 0
@@ -61,7 +61,7 @@ def check_devices(kind: str, wanted: int) -> None:
 
 
 def first_host(file: str) -> str:
-    """Return the first host of an Open MPI hostfile, on which rank 0 runs. Raises :class:`UsageError`."""
+    """Return the first host of an Open MPI hostfile, on which rank 0 runs. Raise :class:`UsageError`."""
     try:
         lines = [line.split("#", 1)[0].split() for line in Path(file).read_text().splitlines()]
     except OSError as error:

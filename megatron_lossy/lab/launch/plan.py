@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        """The values beside the configurations that decide the memory."""
+        """Return the values besides the configurations that decide the memory."""
         flags = self.only_megatron
         recompute = _value(flags, "--recompute-granularity")
         if "--recompute-activations" in flags:
@@ -110,7 +110,7 @@ class Plan:
 
 
 def make_parser_of_launch() -> argparse.ArgumentParser:
-    """A parser of the launcher's own flags, and ``--config``."""
+    """Return a parser of the launcher's own flags, and ``--config``."""
     parser = ArgumentParser(
         prog=f"python -m {PROGRAM}",
         description="Check a run completely, then start it on every rank.",
@@ -122,7 +122,7 @@ def make_parser_of_launch() -> argparse.ArgumentParser:
 
 
 def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
-    """The run that the command line asks for. Raises :class:`UsageError`.
+    """Return the run that the command line asks for. Raise :class:`UsageError`.
 
     ``tasks``: the number of tasks of the Slurm job, if there is one.
     """
@@ -147,7 +147,7 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
     elif tasks is not None and tasks != launch.accelerators and not launch.dry_run:
         raise refuse("--accelerators", launch.accelerators, f"must be the {tasks} tasks of the Slurm job")
     _note_missing_of_training(missing, recipe, first.config, rest)
-    with _and_of_program(launch):
+    with _with_error_of_program(launch):
         missing.finish()
     folder = Path(launch.out) / (_rate_name(launch.chosen_rate) or Path(first.config).stem)
     note_origins_of(
@@ -163,7 +163,7 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
         TrainConfig,
         LossyConfig,
     )
-    with _and_of_program(launch):
+    with _with_error_of_program(launch):
         train, lossy, module, only_megatron, island = _program(launch, recipe, first.config, rest, folder)
     given = dict(pair.split("=", 1) for pair in launch.environment or ())
     environment = ENVIRONMENT.get(DEVICES[launch.device].kind, {}) | given
@@ -171,8 +171,8 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
 
 
 @contextlib.contextmanager
-def _and_of_program(launch: LaunchConfig) -> Iterator[None]:
-    """A context whose errors come together with that of a program that is not there."""
+def _with_error_of_program(launch: LaunchConfig) -> Iterator[None]:
+    """Return a context whose errors come together with that of a program that is not there."""
     problems = Collector()
     with problems.noting():
         yield
@@ -185,7 +185,7 @@ def _and_of_program(launch: LaunchConfig) -> Iterator[None]:
 def _launch_config(
     parser: argparse.ArgumentParser, recipe: Recipe, file: str, arguments: Sequence[str]
 ) -> tuple[LaunchConfig, list[str]]:
-    """The launcher's flags, and all others."""
+    """Return the launcher's flags, and all others."""
     words = _launch_words(recipe, file)
     try:
         namespace, unknown = parser.parse_known_args(words)
@@ -198,7 +198,7 @@ def _launch_config(
 
 
 def _launch_words(recipe: Recipe, file: str) -> list[str]:
-    """The launcher's flags in the file."""
+    """Return the launcher's flags in the file."""
     try:
         return recipe.with_origins(flag_arguments(recipe.launch, "launch"))
     except UsageError as error:
@@ -220,7 +220,7 @@ def _note_missing_of_training(missing: Collector, recipe: Recipe, file: str, res
 
 
 def _settings(recipe: Recipe, file: str, rest: Sequence[str]) -> list[str]:
-    """The flags below ``rest``: those of the preset that it names, then those of the file."""
+    """Return the flags below ``rest``: those of the preset that it names, then those of the file."""
     try:
         settings = setting_arguments(recipe.settings)
     except UsageError as error:
@@ -283,7 +283,7 @@ def _rate_name(rate: float | None) -> str | None:
 
 
 def _value(arguments: Sequence[str], flag: str) -> str | None:
-    """The last value of ``flag`` in a command line."""
+    """Return the last value of ``flag`` in a command line."""
     value = None
     for item, following in zip(arguments, [*arguments[1:], None]):
         if item == flag:

@@ -25,7 +25,7 @@ _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "S
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, from mpirun or srun. Raises :class:`UsageError`."""
+    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, from mpirun or srun. Raise :class:`UsageError`."""
     # Ranks of an mpirun inside a Slurm job see both sets of names.
     for names in (_MPI, _SLURM):
         if all(name in environment for name in names.values()):
@@ -37,7 +37,7 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tasks_of_node(environment: Mapping[str, str]) -> int:
-    """The number of tasks on this node. Slurm writes tasks per node as ``8(x7),4``."""
+    """Return the number of tasks on this node. Slurm writes tasks per node as ``8(x7),4``."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1"))
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):

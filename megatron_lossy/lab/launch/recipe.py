@@ -2,7 +2,7 @@
 
 A YAML file holds flags of ``python -m megatron_lossy.train`` under their names. Three keys are the launcher's own:
 
-* ``base``: another such file, beside this one, whose settings this one changes;
+* ``base``: another such file, next to this one, whose settings this one changes;
 * ``launch``: flags of ``python -m megatron_lossy.launch``, for example ``device`` and ``accelerators``;
 * ``megatron``: flags that only Megatron-LM has; they win over what is translated from the others.
 
@@ -41,12 +41,12 @@ class Recipe:
     files: dict[str, Path] = field(default_factory=dict)
 
     def over(self, base: Recipe) -> Recipe:
-        """These settings if they are given, else those of ``base``."""
+        """Return these settings if they are given, else those of ``base``."""
         ours, below = vars(self), vars(base)
         return Recipe(**{part: below[part] | ours[part] for part in ours})
 
     def with_origins(self, words: Sequence[str]) -> list[str]:
-        """``words`` of a command line, made of the content, with the file that each flag comes from."""
+        """Return ``words`` of a command line, made of the content, with the file that each flag comes from."""
         result: list[str] = []
         for word in words:
             name = word.partition("=")[0].removeprefix("--")
@@ -56,7 +56,7 @@ class Recipe:
 
 
 def read_recipe(file: str | Path, above: tuple[Path, ...] = ()) -> Recipe:
-    """The configuration ``file`` over its bases. Raises :class:`UsageError` that names the file."""
+    """Return the configuration ``file`` over its bases. Raise :class:`UsageError` that names the file."""
     path = find_config(file)
     content = {str(key).replace("_", "-"): value for key, value in read_yaml("--config", path).items()}
     base = content.pop("base", None)
@@ -71,9 +71,9 @@ def read_recipe(file: str | Path, above: tuple[Path, ...] = ()) -> Recipe:
 
 
 def flag_arguments(section: Mapping[str, Any], where: str) -> list[str]:
-    """Flags and values as command-line arguments; ``true`` is a switch, ``false`` leaves the flag out.
+    """Return flags and values as command-line arguments; ``true`` is a switch, ``false`` leaves the flag out.
 
-    Raises :class:`UsageError` that names ``where``.
+    Raise :class:`UsageError` that names ``where``.
     """
     arguments: list[str] = []
     for name, value in section.items():
@@ -121,9 +121,9 @@ _ALWAYS = {
 def megatron_arguments(
     config: TrainConfig, lossy: LossyConfig, only_megatron: Mapping[str, Any], mock_data: bool = False
 ) -> list[str]:
-    """The command line of ``pretrain_gpt.py`` after the script's name.
+    """Return the command line of ``pretrain_gpt.py`` after the script's name.
 
-    ``only_megatron``: flags by name with dashes, which win. Raises :class:`UsageError` for settings that Megatron-LM
+    ``only_megatron``: flags by name with dashes, which win. Raise :class:`UsageError` for settings that Megatron-LM
     does not support.
     """
     for name in ("save_retain", "save_failures"):
@@ -132,7 +132,7 @@ def megatron_arguments(
             raise refuse(f"--{_dashed(name)}", value, f"needs --program train{has}")
     flags: dict[str, Any] = {_dashed(name): value for name, value in vars(config).items() if name not in _NOT_SAME}
     flags |= _ALWAYS
-    flags["global-batch-size"] = config.global_batch_size // lossy.jobs().number  # Megatron-LM knows of its own job
+    flags["global-batch-size"] = config.global_batch_size // lossy.jobs().number  # Megatron-LM has its own job's
     flags |= {
         "ffn-hidden-size": config.ffn,
         "max-position-embeddings": config.seq_length,
@@ -151,13 +151,13 @@ def megatron_arguments(
 
 
 def changed_arguments(config: TrainConfig | LossyConfig) -> list[str]:
-    """The flags of ``config`` that differ from their defaults."""
+    """Return the flags of ``config`` that differ from their defaults."""
     changed = {_dashed(name): list(v) if isinstance(v, tuple) else v for name, v in given(config).items()}
     return flag_arguments(changed, "flags") + [off(f"--{name}") for name, value in changed.items() if value is False]
 
 
 def _tokenizer(name: str) -> dict[str, Any]:
-    """Megatron-LM's tokenizer with the same ids (megatron_lossy/lab/data/tokenizers.py)."""
+    """Return Megatron-LM's tokenizer with the same ids (megatron_lossy/lab/data/tokenizers.py)."""
     if name == "byte":
         return {"tokenizer-type": "NullTokenizer", "vocab-size": 256}
     kind, _, source = name.partition(":")

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def planned(arguments: Sequence[str]) -> Advice:
-    """The advice for a command line. Raises :class:`UsageError`."""
+    """Return the advice for a command line. Raise :class:`UsageError`."""
     return _advice(_parser().parse_args(arguments))
 
 
@@ -91,7 +91,7 @@ def _link(given: Namespace) -> Link:
 
 
 def _step(given: Namespace) -> tuple[float, float, float]:
-    """Seconds of an iteration without the link: low, median and high."""
+    """Return seconds of an iteration without the link: low, median and high."""
     if (given.step is None) == (given.metrics is None):
         raise refuse("--step", given.step or "(none)", "needs a value, or else --metrics FILE of a run on one site")
     if given.step is not None:
@@ -108,7 +108,7 @@ def _step(given: Namespace) -> tuple[float, float, float]:
 
 
 def _recipe(given: Namespace) -> Recipe:
-    """The run of the command line. Raises :class:`UsageError`."""
+    """Return the run of the command line. Raise :class:`UsageError`."""
     recipe, ranks = read_recipe(given.config), given.ranks_per_site
     if "virtual-workers" in recipe.settings:
         raise refuse("--config", given.config, "has virtual-workers; a plan is for real ranks")
@@ -144,7 +144,7 @@ def _recipe(given: Namespace) -> Recipe:
 
 
 def report(advice: Advice, gpus_cost: float = 0.0, egress_cost: float = 0.0) -> list[str]:
-    """The text: link and model, a table of ways, reasons, warnings, the flags."""
+    """Return the text: link and model, a table of ways, reasons, warnings, the flags."""
     link, job, best = advice.link, advice.job, advice.options[0].found
     layers, hidden = (advice.recipe.settings.get(name) for name in ("num-layers", "hidden-size"))
     batch = f"a batch of {advice.recipe.settings.get('global-batch-size')}"
@@ -157,7 +157,7 @@ def report(advice: Advice, gpus_cost: float = 0.0, egress_cost: float = 0.0) -> 
         *_table(advice, gpus_cost, egress_cost),
         "",
         f"recommended: {best.name}",
-        *_why(advice),
+        *_recommendation(advice),
         f"flags: {advice.options[0].flags}",
         *(f"not {name}: {why}" for name, why in advice.refused.items()),
     ]
@@ -189,7 +189,7 @@ def _table(advice: Advice, gpus_cost: float, egress_cost: float) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
-def _why(advice: Advice) -> list[str]:
+def _recommendation(advice: Advice) -> list[str]:
     """Return the paragraph about the recommended way, and warnings."""
     best, link, step = advice.options[0].found, advice.link, advice.job.step[1]
     fits = best.seconds[1] <= (1 + LONGER) * step
@@ -218,7 +218,7 @@ def _number(value: float) -> str:
 
 
 def seconds(time: float) -> str:
-    """A time in words."""
+    """Return a time in words."""
     if time < 1:
         return f"{1e3 * time:.3g} ms"
     return f"{time:.3g} s" if time < 120 else f"{time / 60:.3g} min" if time < 7200 else f"{time / 3600:.3g} h"

@@ -64,7 +64,7 @@ class Advice:
 
 
 def advise(link: Link, recipe: Recipe, step: tuple[float, float, float], sites: int, tokens: float | None) -> Advice:
-    """Predict and check all ways over ``link`` of the run that ``recipe`` describes. Raises :class:`UsageError`.
+    """Predict and check all ways over ``link`` of the run that ``recipe`` describes. Raise :class:`UsageError`.
 
     ``step``: seconds of an iteration without the link: low, median, high. ``tokens``: of the whole run, if not the recipe's.
     """
@@ -97,7 +97,7 @@ def advise(link: Link, recipe: Recipe, step: tuple[float, float, float], sites: 
 
 
 def recommended(options: Sequence[Option], job: Job) -> Option:
-    """The first of ``options``, in order of what they cost, whose iteration is at most :data:`LONGER` longer; else the fastest.
+    """Return the cheapest of ``options`` with an iteration at most :data:`LONGER` longer; else the fastest.
 
     Of ways that cost the same the shortest iteration counts; that of islands is always the same.
     """
@@ -110,7 +110,7 @@ def recommended(options: Sequence[Option], job: Job) -> Option:
 
 
 def settings_of(found: Prediction, link: Link, job: Job, recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    """The settings of a way, by name."""
+    """Yield the settings of a way, by name."""
     way: Way = found.way
     if way.method == "sites":
         yield "sites", job.sites
@@ -141,14 +141,14 @@ def settings_of(found: Prediction, link: Link, job: Job, recipe: Recipe) -> Iter
 
 
 def fraction(n: int) -> float:
-    """The ``--sync-fraction`` of one part in ``n``, rounded up where that leaves as many parts."""
+    """Return the ``--sync-fraction`` of one part in ``n``, rounded up where that leaves as many parts."""
     return math.ceil(1e9 / n) / 1e9 if n < 30_000 else 1 / n
 
 
 def shaped(recipe: Recipe, number: float, tensor: int, pipeline: int) -> Recipe:
-    """``recipe`` with the layers of a LLaMA of about ``number`` parameters, unless it has as many within 1 %.
+    """Return ``recipe`` with the layers of a LLaMA of about ``number`` parameters, unless it has as many within 1 %.
 
-    Raises :class:`UsageError`.
+    Raise :class:`UsageError`.
     """
     alone = _planned(recipe)
     vocabulary = alone.layout.vocab_size
@@ -172,7 +172,7 @@ def shaped(recipe: Recipe, number: float, tensor: int, pipeline: int) -> Recipe:
 
 
 def _planned(recipe: Recipe) -> Plan:
-    """The launcher's plan of ``recipe``. Raises :class:`UsageError`."""
+    """Return the launcher's plan of ``recipe``. Raise :class:`UsageError`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.yaml")
         file.write_text(_text(recipe), encoding="utf-8")
@@ -180,10 +180,10 @@ def _planned(recipe: Recipe) -> Plan:
         try:
             return make_plan(["--config", str(file), "--program", "train", "--out", folder, "--dry-run", *more])
         finally:
-            note_origins({})  # nobody has seen that file
+            note_origins({})  # no file of the user's
 
 
 def _text(recipe: Recipe) -> str:
-    """``recipe`` as a file for the launcher."""
+    """Return ``recipe`` as a file for the launcher."""
     content = {**recipe.settings, "launch": recipe.launch, "megatron": recipe.megatron}
     return yaml.safe_dump(content, sort_keys=False, default_flow_style=None)

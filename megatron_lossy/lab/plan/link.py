@@ -46,7 +46,7 @@ class Link:
 
 
 def quantity(flag: str, text: str, units: Mapping[str, float], least: float = 0.0) -> float:
-    """The number in ``text`` times its unit, one of ``units``. Raises :class:`UsageError` for one below ``least``."""
+    """Return the number in ``text`` times its unit, one of ``units``. Raise :class:`UsageError` below ``least``."""
     found = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z%]*)\s*", text)
     value = float(found[1]) * units.get(found[2], math.nan) if found else math.nan
     if not least <= value < math.inf:
@@ -56,7 +56,7 @@ def quantity(flag: str, text: str, units: Mapping[str, float], least: float = 0.
 
 
 def read_link(file: str) -> Link:
-    """The link in a file of ``doctor --link``. Raises :class:`UsageError`."""
+    """Return the link in a file of ``doctor --link``. Raise :class:`UsageError`."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
         ways = [content["there"], content["back"]]

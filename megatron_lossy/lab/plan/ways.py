@@ -36,7 +36,7 @@ class Way:
     """A way to train. ``method``: gradients, sites, islands, diloco or nothing. ``values``: the dtype that crosses.
 
     ``later``: iterations beyond the least delay of islands. ``every``: iterations between two exchanges of DiLoCo.
-    ``rank``: order of what it costs in validation loss, as far as that was measured.
+    ``rank``: order of its cost in validation loss, as far as that was measured.
     """
 
     method: str
@@ -74,7 +74,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A way on a link. ``seconds``: of an iteration: low, median, high. ``hidden``: seconds of an exchange beside computing.
+    """A way on a link. ``seconds``: of an iteration: low, median, high. ``hidden``: of an exchange, overlapped.
 
     ``sent``: bytes out of a site in an iteration, with headers. ``parts``: n of one parameter in n that islands exchange.
     ``delay``: iterations. ``interval``: iterations between two exchanges.
@@ -103,17 +103,17 @@ class Prediction:
 
 @functools.cache
 def measured() -> Mapping[str, Any]:
-    """The content of ``measured.yaml``."""
+    """Return the content of ``measured.yaml``."""
     return yaml.safe_load(Path(__file__).with_name("measured.yaml").read_text(encoding="utf-8"))
 
 
 def inside(link: Link) -> bool:
-    """Whether ``link`` looks like the network of a site: no loss, and a round trip of at most 1 ms."""
+    """Return whether ``link`` looks like the network of a site: no loss, and a round trip of at most 1 ms."""
     return not link.loss and link.rtt <= 1e-3
 
 
 def use(transport: str, link: Link) -> tuple[float, float] | None:
-    """The least and the most share of ``link`` that ``transport`` takes; ``None`` if nobody has measured it."""
+    """Return the least and the most share of ``link`` that ``transport`` takes; ``None`` if it has not been measured."""
     if transport != "udp" and inside(link):
         return None
     rows = measured()["use"][transport]["rows"]
@@ -124,7 +124,7 @@ def use(transport: str, link: Link) -> tuple[float, float] | None:
 
 
 def predict(way: Way, link: Link, job: Job) -> Prediction:
-    """The time of an iteration of ``job`` over ``link``, and its bytes."""
+    """Return the time of an iteration of ``job`` over ``link``, and its bytes."""
     low, median, high = job.step
     if way.transport is None:
         return Prediction(way, job.step, 0.0, 0.0)
@@ -163,8 +163,7 @@ def predict(way: Way, link: Link, job: Job) -> Prediction:
 
 
 def cost(found: Prediction, link: Link) -> tuple[str, bool]:
-    """The cost in validation loss with its interval and where it was measured, in words; and whether that is what
-    ``found`` does."""
+    """Return the cost in validation loss with its interval and its origin, in words; and whether ``found`` has it."""
     way = found.way
     kind = "gradients" if way.method == "sites" else way.method
     if way.transport == "stream":
@@ -187,7 +186,7 @@ def cost(found: Prediction, link: Link) -> tuple[str, bool]:
 
 
 def _distance(row: Mapping[str, Any], found: Prediction, link: Link) -> float:
-    """The distance of a measured row from ``found``: in logarithms of shares and intervals."""
+    """Return the distance of a measured row from ``found``: in logarithms of shares and intervals."""
     if "share" in row:
         late = abs(math.log((1 + row["late"]) / (1 + found.delay)))
         return abs(math.log(row["share"] * found.parts)) + late + math.log(found.interval)
@@ -197,7 +196,6 @@ def _distance(row: Mapping[str, Any], found: Prediction, link: Link) -> float:
 
 
 def order(found: Prediction) -> tuple[float, ...]:
-    """The place of a way, from what is nearest to training on one site: of islands the least delay, which costs most, then
-    the largest share, then the widest values."""
+    """Return the place of a way, the nearest to training on one site first: islands by delay, then by share."""
     share = found.parts * found.interval
     return found.way.rank, found.delay, share, found.seconds[1], -BYTES.get(found.way.values, 4.0)

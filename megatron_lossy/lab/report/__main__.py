@@ -16,10 +16,10 @@ from .table import CURVES, TABLE_CSV, TABLE_MARKDOWN, loss_table, report_files, 
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Raises :class:`UsageError`."""
+    """Run the command line. Raise :class:`UsageError`."""
     parser = ArgumentParser(
         "python -m megatron_lossy.report",
-        description="Table of losses and training curves of a folder of runs, and of what else they recorded.",
+        description="Table of losses and training curves of a folder of runs, and of their other records.",
         epilog="Of many runs that answer one question python -m megatron_lossy.lab makes the report.",
     )
     parser.add_argument(
@@ -52,7 +52,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     out = Path(config.out if config.out is not None else config.runs)
     check_package("matplotlib", "--out", out, "matplotlib")
     check_folder("--out", out)
-    # A report beside its runs belongs to them and is renewed with them; elsewhere it may belong to other runs.
+    # A report in the folder of its runs is renewed with them; elsewhere it may belong to other runs.
     if out.resolve() != Path(config.runs).resolve() and not config.overwrite:
         for name in report_files(config.metrics):
             if (out / name).exists():
@@ -64,7 +64,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """:func:`run`, which reports wrong input as one line and exit status 2."""
+    """Call :func:`run`, and report wrong input as one line and exit status 2."""
     sys.stdout.reconfigure(errors="replace")  # "±" on an ASCII terminal
     with usage_errors("megatron_lossy.report"):
         run(arguments)

@@ -49,7 +49,7 @@ class Column:
 
 
 def columns(runs: Sequence[Run]) -> list[Column]:
-    """``runs`` by column, in the order of the columns' first runs."""
+    """Return ``runs`` by column, in the order of the columns' first runs."""
     groups: dict[Any, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.condition, []).append(run)
@@ -63,7 +63,7 @@ def columns(runs: Sequence[Run]) -> list[Column]:
 
 
 def baseline(of: Column, among: Sequence[Column]) -> Column | None:
-    """The clean column to compare ``of`` with: the only one, or the one whose settings ``of`` has too."""
+    """Return the clean column to compare ``of`` with: the only one, or the one whose settings ``of`` has too."""
     clean = [column for column in among if column.clean]
     if len(clean) > 1:
         clean = [column for column in clean if set(column.settings) <= set(of.settings)]
@@ -71,7 +71,7 @@ def baseline(of: Column, among: Sequence[Column]) -> Column | None:
 
 
 def other_differences(runs: Sequence[Run]) -> list[str]:
-    """Settings beside the loss flags in which runs differ. Then the loss does not explain everything."""
+    """Return the settings besides the loss flags in which runs differ. Then the loss does not explain everything."""
     return sorted(_differing(runs) - SEEDS - _LOSS_FLAGS)
 
 
@@ -81,19 +81,19 @@ def _differing(runs: Sequence[Run]) -> set[str]:
 
 
 def _settings(run: Run, differing: Set[str]) -> tuple[str, ...]:
-    """``differing`` keys as labels. For a run without loss, loss flags are left out: they had no effect."""
+    """Return ``differing`` keys as labels. For a run without loss, loss flags are left out: they had no effect."""
     keys = differing - _LOSS_FLAGS if run.clean else differing | _given_of_sections(run)
     return tuple(f"{key.replace('_', '-')} {_text(run.config.get(key))}" for key in sorted(keys))
 
 
 def _text(value: Any) -> str:
-    """``value`` as in a heading: the words of a flag as they are written."""
+    """Return ``value`` as in a heading: the words of a flag as they are written."""
     words = isinstance(value, list) and all(isinstance(one, str) for one in value)
     return " ".join(value) if words else str(value)
 
 
 def _given_of_sections(run: Run) -> set[str]:
-    """The given flags of the sections that name all of them."""
+    """Return the given flags of the sections that name all of them."""
     found, worked_out = set(), LossyConfig()
     for cls in SECTIONS:
         if not cls.in_headings:

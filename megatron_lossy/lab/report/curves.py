@@ -81,7 +81,7 @@ def plot_curves(runs: Sequence[Run], names: Sequence[str], path: str | Path) -> 
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """Mean over 1/40 of the values on either side. NaN counts nowhere and stays NaN.
+    """Return mean over 1/40 of the values on either side. NaN counts nowhere and stays NaN.
 
     Near the start losses fall steeply: there both sides are cut alike, which shifts nothing. At the flat end only the
     missing side is cut, which keeps the last values smooth.
@@ -97,7 +97,7 @@ def running_mean(values: np.ndarray) -> np.ndarray:
 
 
 def _series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Iterations in order, and their values."""
+    """Return iterations in order, and their values."""
     iterations = np.array(sorted(values), dtype=np.int64)
     return iterations, np.array([values[i] for i in iterations.tolist()], dtype=np.float64)
 

@@ -40,7 +40,7 @@ _SETTINGS = {field.name for cls in (TrainConfig, LossyConfig) for field in datac
 
 
 def read_runs(folder: str | Path) -> list[Run]:
-    """The runs in the folders of ``folder``, least loss first, or that in it. Raises :class:`UsageError`.
+    """Return the runs in the folders of ``folder``, least loss first, or that in it. Raise :class:`UsageError`.
 
     Each folder gives its ``metrics.jsonl``, or those of the jobs of one run, or else Megatron-LM's logs.
     """
@@ -64,25 +64,25 @@ def _read_folder(path: Path) -> Run | None:
     if metrics.is_file():
         return read_run(metrics)
     jobs = [found for job in _jobs(path) if (found := read_run(job / METRICS_FILE)) is not None]
-    return _together(jobs, path.name) if jobs else read_megatron_run(path)
+    return _joint_run(jobs, path.name) if jobs else read_megatron_run(path)
 
 
 def _jobs(path: Path) -> list[Path]:
-    """The folders of the jobs of one run of real ranks, the first one first."""
+    """Return the folders of the jobs of one run of real ranks, the first one first."""
     inside = path.glob(folder_of("", LossyConfig.job_name, "*"))
     found = [folder for folder in inside if (folder / METRICS_FILE).is_file()]
     return sorted(found, key=lambda folder: (len(folder.name), folder.name))
 
 
-def _together(jobs: list[Run], name: str) -> Run:
-    """The run of ``jobs``: the mean of their training losses; all else comes from the first one."""
+def _joint_run(jobs: list[Run], name: str) -> Run:
+    """Return the run of ``jobs``: the mean of their training losses; all else comes from the first one."""
     common = set(jobs[0].train).intersection(*(job.train for job in jobs))
     train = {iteration: fmean(job.train[iteration] for job in jobs) for iteration in sorted(common)}
     return replace(jobs[0], name=name, train=train)
 
 
 def read_run(path: Path) -> Run | None:
-    """The run in ``path``; None if it was killed before its first line was written."""
+    """Return the run in ``path``; None if it was killed before its first line was written."""
     recorder = None
     for number, record in _records(path):
         where = f"{path} line {number}"
@@ -151,7 +151,7 @@ class _Log:
 def read_megatron_run(folder: Path) -> Run | None:
     """Return the run that Megatron-LM logged in ``folder`` or below it, or None if it logged none.
 
-    Raises :class:`UsageError` if the log does not show its arguments, or if there are several runs.
+    Raise :class:`UsageError` if the log does not show its arguments, or if there are several runs.
     """
     files = sorted(path for path in folder.rglob("*") if path.suffix in LOG_SUFFIXES and path.is_file())
     logs = [log for log in map(_read_log, files) if log.arguments or log.records]
@@ -192,7 +192,7 @@ def _read_log(path: Path) -> _Log:
 
 
 def _scalars(text: str) -> dict[str, float]:
-    """``name: value | name: value |`` as numbers by our names."""
+    """Return ``name: value | name: value |`` as numbers by our names."""
     result = {}
     for part in text.split("|"):
         name, _, value = part.rpartition(":")
@@ -220,7 +220,7 @@ def _float(text: str) -> float | None:
 
 
 def _described_log(folder: Path, arguments: Mapping[str, str]) -> Run:
-    """A run without losses yet. A run without our flags lost nothing."""
+    """Return a run without losses yet. A run without our flags lost nothing."""
     settings = {name: _literal(text) for name, text in arguments.items() if name in _SETTINGS}
     try:
         return Run(

@@ -92,7 +92,7 @@ class Run:
         return float(np.mean(last)) if last else math.nan
 
     def valid_loss(self, weights: str) -> float | None:
-        """Loss of the last evaluation with ``weights``; None if there was none.
+        """Return loss of the last evaluation with ``weights``; None if there was none.
 
         It is NaN if the run diverged, before any evaluation or since.
         """
@@ -102,12 +102,12 @@ class Run:
         return losses[max(losses)] if losses else None
 
     def recorded(self, name: str) -> dict[int, float]:
-        """The scalar ``name`` by iteration, empty if it was never recorded; ``lm loss`` is the training loss."""
+        """Return the scalar ``name`` by iteration, empty if it was never recorded; ``lm loss`` is the training loss."""
         name = name.removesuffix(WHOLE)
         return self.train if name == LOSS else self.scalars.get(name, {})
 
     def scalar(self, name: str) -> float | None:
-        """The scalar ``name`` at the end of the run; None if it was never recorded.
+        """Return the scalar ``name`` at the end of the run; None if it was never recorded.
 
         It is the mean of its finite values in the last 10 % of the iterations (at least 10), or the last value before
         if it was not recorded there. For a name that ends in "max" or "min" it is the largest or smallest of these
@@ -184,6 +184,6 @@ class RunRecorder:
 
 
 def _number(value: Any) -> float:
-    """The number in ``value``. JSON has no NaN; some writers use null."""
+    """Return the number in ``value``. JSON has no NaN; some writers use null."""
     number = math.nan if value is None else value + 0.0
     return number if math.isfinite(number) else math.nan

@@ -111,28 +111,28 @@ AXES = {
 
 
 def axis_of(name: str) -> Axis:
-    """The axis of any scalar; for a scalar that only Megatron-LM knows, the label is its name."""
+    """Return the axis of any scalar; a scalar that only Megatron-LM has is labelled by its name."""
     axis = AXES.get(one := name.removesuffix(WHOLE), Axis(one))
     return axis if one == name else Axis(f"{axis.label}, median of the run", axis.logarithmic)
 
 
 def needs_drift(name: str) -> bool:
-    """Whether only runs with ``--drift-interval`` record the scalar."""
+    """Return whether only runs with ``--drift-interval`` record the scalar."""
     return name.startswith("drift ") or name.removesuffix(WHOLE) == "squared increment"
 
 
 def needs_sharpness(name: str) -> bool:
-    """Whether only runs with ``--sharpness-interval`` record the scalar."""
+    """Return whether only runs with ``--sharpness-interval`` record the scalar."""
     return name.removesuffix(WHOLE).endswith("sharpness")
 
 
 def definition(name: str) -> str:
-    """The meaning of the value of the scalar ``name`` in tables, in words."""
+    """Return the meaning of the value of the scalar ``name`` in tables, in words."""
     return DEFINITION_WHOLE if name.endswith(WHOLE) else DEFINITION
 
 
 def recorded(runs: Sequence[Run]) -> list[str]:
-    """The names of all scalars that some of ``runs`` recorded: those of :data:`AXES` first, in their order."""
+    """Return the names of all scalars that some of ``runs`` recorded: those of :data:`AXES` first, in their order."""
     found = {name for run in runs for name in run.scalars} | {LOSS for run in runs if run.train}
     return [name for name in AXES if name in found] + sorted(found - set(AXES))
 
@@ -148,7 +148,7 @@ def check_names(flag: str, names: Sequence[object], allowed: Sequence[str]) -> N
 
 
 def with_predictions(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """``names`` in groups for one figure each: (X, X predicted) if both are asked for, else (X,)."""
+    """Return ``names`` in groups for one figure each: (X, X predicted) if both are asked for, else (X,)."""
     asked = set(names)
     groups = []
     for name in names:
@@ -159,5 +159,5 @@ def with_predictions(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def file_name(name: str) -> str:
-    """A name as part of a file's name: letters, digits, dots and dashes; all else becomes one underscore."""
+    """Return a name as part of a file's name: letters, digits, dots and dashes; all else becomes one underscore."""
     return re.sub(r"[^\w.-]+", "_", name).strip("_")

@@ -82,7 +82,7 @@ class LossTable:
     notes: tuple[str, ...]
 
     def text(self) -> str:
-        """The table for a terminal: aligned with blanks, ending in a newline."""
+        """Return the table for a terminal: aligned with blanks, ending in a newline."""
         lines = [["metric", *self.headings], *([name, *map(str, entries)] for name, entries in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])
@@ -90,14 +90,14 @@ class LossTable:
         return "\n".join([*(line.rstrip() for line in padded), "", *self.notes]) + "\n"
 
     def markdown(self) -> str:
-        """A Markdown table, then the notes as a list."""
+        """Return a Markdown table, then the notes as a list."""
         lines = [["metric", *self.headings], ["---"] * (len(self.headings) + 1)]
         lines += [[name, *map(str, entries)] for name, entries in self.rows]
         table = ["| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines]
         return "\n".join([*table, "", *(f"- {note}" for note in self.notes)]) + "\n"
 
     def csv(self) -> str:
-        """One line per value, in full precision: metric, loss rate, runs, mean, standard error, change."""
+        """Return one line per value, in full precision: metric, loss rate, runs, mean, standard error, change."""
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
         of_change = ["change in percent", "standard error of the change"]
@@ -112,13 +112,13 @@ class LossTable:
 
 
 def evaluated(runs: Iterable[Run]) -> list[str]:
-    """The kinds of weights that some of ``runs`` were evaluated with."""
+    """Return the kinds of weights that some of ``runs`` were evaluated with."""
     found = {kind for run in runs for kind in run.valid}
     return [kind for kind in WEIGHTS if kind in found]
 
 
 def loss_metrics(weights: Sequence[str]) -> dict[str, Metric]:
-    """The rows of Table 1: train loss, train PPL, val loss, val PPL (of each kind of ``weights``)."""
+    """Return the rows of Table 1: train loss, train PPL, val loss, val PPL (of each kind of ``weights``)."""
     losses: dict[str, Metric] = {"train loss": lambda run: run.train_loss}
     for kind in weights or WEIGHTS[:1]:
         suffix = f" ({kind})" if len(weights) > 1 else ""
@@ -131,7 +131,7 @@ def loss_metrics(weights: Sequence[str]) -> dict[str, Metric]:
 
 
 def mean_and_error(values: Collection[float]) -> tuple[float, float | None]:
-    """The mean of ``values`` (NaN without any) and its standard error (None below two)."""
+    """Return the mean of ``values`` (NaN without any) and its standard error (None below two)."""
     if not values:
         return math.nan, None
     numbers = np.array(list(values))
@@ -140,7 +140,7 @@ def mean_and_error(values: Collection[float]) -> tuple[float, float | None]:
 
 
 def loss_table(runs: Sequence[Run], scalars: Sequence[str] = ()) -> LossTable:
-    """The table of ``runs`` (at least one), with a further row for each name in ``scalars``."""
+    """Return the table of ``runs`` (at least one), with a further row for each name in ``scalars``."""
     groups = columns(runs)
     weights = evaluated(runs)
     rows = [(name, _entries(groups, metric)) for name, metric in loss_metrics(weights).items()]
@@ -208,7 +208,7 @@ def _notes(groups: Sequence[Column], runs: Sequence[Run], weights: Sequence[str]
 
 
 def _lengths(runs: Sequence[Run]) -> list[str]:
-    """Notes on runs that are shorter than the longest, or were last evaluated earlier than the latest."""
+    """Return notes on runs that are shorter than the longest, or were last evaluated earlier than the latest."""
     notes = []
     evaluated = {run.name: max((i for losses in run.valid.values() for i in losses), default=0) for run in runs}
     trained = {run.name: run.iterations for run in runs}
@@ -226,13 +226,13 @@ TABLE_MARKDOWN, TABLE_CSV, CURVES = "loss_table.md", "loss_table.csv", "training
 
 
 def report_files(scalars: Sequence[str] = ()) -> list[str]:
-    """The names of a report's files, with a figure for each group of ``scalars``."""
+    """Return the names of a report's files, with a figure for each group of ``scalars``."""
     figures = [f"{file_name(group[0])}.png" for group in with_predictions(scalars)]
     return [TABLE_MARKDOWN, TABLE_CSV, CURVES, *figures]
 
 
 def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path, scalars: Sequence[str] = ()) -> list[Path]:
-    """Write table and curves of ``runs`` to ``folder``, replacing an older report. Returns the files.
+    """Write table and curves of ``runs`` to ``folder``, replacing an older report. Return the files.
 
     ``scalars``: recorded scalars to draw too. A prediction is in the figure of its scalar if both are named.
     """

@@ -71,7 +71,7 @@ class Cell:
         return {name: value for name, value in self.all_settings().items() if name.replace("-", "_") not in incidental}
 
     def all_settings(self) -> dict[str, Any]:
-        """All settings that differ from the defaults, as the ``--config`` file of the run."""
+        """Return all settings that differ from the defaults, as the ``--config`` file of the run."""
         return {
             name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
             for config in (self.train, self.loss)
@@ -86,7 +86,7 @@ class Cell:
 
 
 def make_cell(train: TrainConfig, loss: LossyConfig) -> Cell:
-    """The cell of these configurations. If they lose nothing, of the loss flags only the evaluated weights remain."""
+    """Return the cell of these configurations. Of loss flags without losses only the evaluated weights remain."""
     if loss.inert:
         loss = LossyConfig(eval_weights=loss.eval_weights)
     elif not (loss.draws() or loss.errs):
@@ -116,7 +116,7 @@ class CellFolder:
 
     @property
     def iterations(self) -> int:
-        """Iterations trained so far, as far as the metrics tell."""
+        """Return the iterations trained so far, by the metrics."""
         try:
             lines = (self.path / METRICS_FILE).read_text().splitlines()
         except OSError:
@@ -128,20 +128,20 @@ class CellFolder:
         return 0
 
     def result(self) -> Run:
-        """The run's losses. Raises :class:`UsageError` if they cannot be read."""
+        """Return the run's losses. Raise :class:`UsageError` if they cannot be read."""
         run = read_run(self.path / METRICS_FILE)
         assert run is not None
         return run
 
     def write_config(self) -> Path:
-        """The cell's settings as a file for ``--config``."""
+        """Return the cell's settings as a file for ``--config``."""
         self.path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.cell.all_settings(), sort_keys=False)
         write_text(self.path / CONFIG, text)
         return self.path / CONFIG
 
     def finish(self, status: str, seconds: float, **facts: Any) -> None:
-        """Record that the run is over, and drop its checkpoints: a study needs only its losses."""
+        """Record the end of the run, and drop its checkpoints: a study needs only its losses."""
         state = {
             "status": status,
             "seconds": round(seconds, 1),
@@ -232,7 +232,7 @@ class _Runner:
                 self._work(waiting)
             except BaseException:
                 for job in self._jobs:
-                    job.process.terminate()  # nobody watches it any more
+                    job.process.terminate()  # no terminal watches it any more
                 raise
         return self._tally
 
@@ -246,14 +246,14 @@ class _Runner:
                     job.process.terminate()  # the trainer saves and leaves
                 if job.process.poll() is not None and not self._end(job):
                     waiting.insert(0, job.folder)
-            self._tell(waiting)
+            self._print_progress(waiting)
         self._tally.interrupted = self._stop.is_set()
 
     def _on_signal(self, number: int, _: object) -> None:
         if not self._stop.is_set():
             print("stopping: each running cell saves a checkpoint after its iteration", flush=True)
         elif number == signal.SIGINT:
-            raise KeyboardInterrupt  # a second signal; the cells know already
+            raise KeyboardInterrupt  # a second signal; the cells have the first
         self._stop.set()
 
     # --- one cell ------------------------------------------------------------------------------------------------
@@ -274,15 +274,15 @@ class _Runner:
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            # A batch system's ranks are ours, not the cells'. Cells beside each other would crawl with a thread per core each;
-            # and the sum's order shall not depend on it.
+            # A batch system's ranks are ours, not the cells'. Cells at the same time would crawl with a thread per core
+            # each; and the sum's order shall not depend on it.
             env={"OMP_NUM_THREADS": "1", **without_ranks()},
-            start_new_session=True,  # a Ctrl-C is for us; we tell the trainer to save
+            start_new_session=True,  # a Ctrl-C is for us; we ask the trainer to save
         )
         self._jobs.append(_Job(folder, process, log, time.monotonic(), folder.iterations))
 
     def _end(self, job: _Job) -> bool:
-        """Note the end of ``job``. Returns False if its cell must be started again."""
+        """Note the end of ``job``. Return False if its cell must be started again."""
         self._jobs.remove(job)
         folder, status = job.folder, job.process.returncode
         seconds = time.monotonic() - job.started
@@ -312,7 +312,7 @@ class _Runner:
 
     # --- progress ------------------------------------------------------------------------------------------------
 
-    def _tell(self, waiting: Sequence[CellFolder]) -> None:
+    def _print_progress(self, waiting: Sequence[CellFolder]) -> None:
         now = time.monotonic()
         if now - self._printed < _SECONDS_BETWEEN_LINES:
             return

@@ -31,13 +31,13 @@ from .summary import Results
 
 
 def study(arguments: Sequence[str]) -> int:
-    """Run a study file and report it; returns the exit status. Raises :class:`UsageError`."""
+    """Run a study file and report it; returns the exit status. Raise :class:`UsageError`."""
     study, how, name = _read_study(arguments)
     return _run(study, how, Path(how.out or Path("runs") / name))
 
 
 def report(arguments: Sequence[str]) -> None:
-    """Make tables and figures again from the records of reports. Raises :class:`UsageError`."""
+    """Make tables and figures again from the records of reports. Raise :class:`UsageError`."""
     parser = ArgumentParser(
         "python -m megatron_lossy.lab report",
         description="Make the tables and figures of reports again from their study.json, without the cells, "
@@ -53,7 +53,7 @@ def report(arguments: Sequence[str]) -> None:
 
 
 def recorded(folder: Path) -> Results:
-    """The results in the folder of a report. Raises :class:`UsageError`."""
+    """Return the results in the folder of a report. Raise :class:`UsageError`."""
     record = read_record("FOLDER", folder)
     try:
         study, *_ = _read_study(record.command)
@@ -63,7 +63,7 @@ def recorded(folder: Path) -> Results:
 
 
 def _read_study(arguments: Sequence[str]) -> tuple[Study, argparse.Namespace, str]:
-    """The study that ``arguments`` name, how to run it, and its own name or that of its file."""
+    """Return the study that ``arguments`` name, how to run it, and its own name or that of its file."""
     parser = _parser()
     parser.add_argument("study", metavar="STUDY", help="study file (YAML), see docs/study.md")
     parser.add_argument("name", metavar="NAME", nargs="?", help="which study, if the file holds several")
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", metavar="SEED", help=seeds)
     loss_seeds = "seeds of the losses, with each of --seeds; default the study's, or 1 2"
     add("--loss-seeds", type=int, nargs="+", metavar="SEED", help=loss_seeds)
-    metrics = "recorded scalars to report beside the losses (docs/monitors.md); default the study's, or none"
+    metrics = "recorded scalars to report besides the losses (docs/monitors.md); default the study's, or none"
     add("--metrics", nargs="+", metavar="NAME", help=metrics)
     add("--list", action="store_true", help="print the cells and what became of them, and run nothing")
     add("--report-only", action="store_true", help="report what is there, and run nothing")
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own flags, and those of the training program. Raises :class:`UsageError` for unknown ones."""
+    """Return Our own flags, and those of the training program. Raise :class:`UsageError` for unknown ones."""
     training = make_parser("study", "")
     # Both parsers see all flags: a flag of one parser takes its values, whatever flags the other has.
     flags = {option for action in parser._actions for option in action.option_strings}

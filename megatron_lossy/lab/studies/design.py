@@ -1,6 +1,6 @@
 """The design of a study: its file, and the cells that follow from it.
 
-docs/study.md says what a file can have. Keys of ``settings``, levels and variants are flags of ``python -m
+docs/study.md lists the keys of a file. Keys of ``settings``, levels and variants are flags of ``python -m
 megatron_lossy.train``; ``p`` stands for ``p-grad`` and ``p-param``. A level can also be one of errors in gradients
 (``grad-error``), with variants of the actions on them. Every variant is also trained without loss and errors, or with the
 settings of the baseline: its changes refer to that run.
@@ -66,7 +66,7 @@ class Study:
     baseline: str = NO_LOSS
     """The name of the level None."""
     paper: bool = False
-    """Whether the report is the paper's Table 1, with its rows beside, and its figures."""
+    """Whether the report is the paper's Table 1, with its own rows for comparison, and its figures."""
 
     @property
     def errs(self) -> bool:
@@ -98,7 +98,7 @@ class Design:
     paper: bool = False
 
     def study(self, arguments: Sequence[str] = ()) -> Study:
-        """All cells, with ``arguments`` of the command line over ``settings``. Raises :class:`UsageError`."""
+        """Return all cells, with ``arguments`` of the command line over ``settings``. Raise :class:`UsageError`."""
         config = ["--config", self.config] if self.config else []
         base = [*_arguments("settings", self.settings), *arguments]
         reference = _arguments("baseline", {k: v for k, v in (self.baseline or {}).items() if k != "name"})
@@ -125,7 +125,7 @@ class Design:
         )
 
     def _baseline(self, errs: bool = False) -> str:
-        """The name of the level None. ``errs``: levels are errors."""
+        """Return the name of the level None. ``errs``: levels are errors."""
         return str(self.baseline["name"]) if self.baseline else NO_ERROR if errs else NO_LOSS
 
     def _trials(self, variant: str, level: str | None, arguments: list[str]) -> list[Trial]:
@@ -169,7 +169,7 @@ class Design:
         return trials
 
     def _reference(self, loss: LossyConfig) -> LossyConfig:
-        """The configuration that changes of ``loss`` refer to. Raises :class:`UsageError` if it loses or errs."""
+        """Return the configuration that changes of ``loss`` refer to. Raise :class:`UsageError` if it loses or errs."""
         if self.baseline:
             return loss
         names = ["eval_weights"]
@@ -199,7 +199,7 @@ def _check_nothing_dropped(loss: LossyConfig, reference: LossyConfig) -> None:
 
 
 def loss_seed_of(seed: int, loss_seed: int) -> int:
-    """The ``--loss-seed`` of a trial: another one for every seed of weights and data.
+    """Return the ``--loss-seed`` of a trial: another one for every seed of weights and data.
 
     If all trials had the same losses or errors, no error bar would cover the peculiarities of these.
     """
@@ -207,7 +207,7 @@ def loss_seed_of(seed: int, loss_seed: int) -> int:
 
 
 def read_design(file: str | Path, name: str | None = None) -> Design:
-    """The design in a study file, under ``name`` if it holds several. Raises :class:`UsageError`."""
+    """Return the design in a study file, under ``name`` if it holds several. Raise :class:`UsageError`."""
     file = find_config(file)
     content = read_yaml("STUDY", file)
     try:
@@ -217,7 +217,7 @@ def read_design(file: str | Path, name: str | None = None) -> Design:
 
 
 def _one_of(content: Mapping[Any, Any], name: str | None) -> Mapping[Any, Any]:
-    """The keys of the study ``name``: its own, and those that the file has for all."""
+    """Return the keys of the study ``name``: its own, and those that the file has for all."""
     if "studies" not in content:
         if name is not None:
             raise UsageError(f"holds one study, and none that is called {name!r}")
@@ -275,7 +275,7 @@ def _design(content: Mapping[Any, Any], folder: Path) -> Design:
 
 
 def check_seeds(flag: str, seeds: Any) -> list[int]:
-    """``seeds`` if they are different numbers. Raises :class:`UsageError`."""
+    """Return ``seeds`` if they are different numbers. Raise :class:`UsageError`."""
     if not isinstance(seeds, list) or not seeds or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
         raise refuse(flag, seeds, "must be a list of whole numbers of at least 0")
     if len(set(seeds)) != len(seeds):
@@ -284,7 +284,7 @@ def check_seeds(flag: str, seeds: Any) -> list[int]:
 
 
 def check_metrics(flag: str, names: Any) -> list[str]:
-    """``names`` if they are different scalars that training records. Raises :class:`UsageError`."""
+    """Return ``names`` if they are different scalars that training records. Raise :class:`UsageError`."""
     if not isinstance(names, list):
         raise refuse(flag, names, "must be a list of names; see docs/monitors.md")
     check_names(flag, names, list(AXES))
@@ -292,7 +292,7 @@ def check_metrics(flag: str, names: Any) -> list[str]:
 
 
 def _arguments(where: str, settings: Mapping[str, Any]) -> list[str]:
-    """``settings`` as command-line arguments. Raises :class:`UsageError`."""
+    """Return ``settings`` as command-line arguments. Raise :class:`UsageError`."""
     settings = dict(settings)
     if "p" in settings:
         rate = settings.pop("p")

@@ -97,7 +97,7 @@ def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> lis
     """Draw a recorded scalar at every level, with standard errors, and its prediction hollow and dashed.
 
     ``names``: the scalar, and its prediction if the study has both. If levels are quantities, there is a line per
-    variant; else points. With one level, there is a point per variant. Returns no file if no run recorded it.
+    variant; else points. With one level, there is a point per variant. Return no file if no run recorded it.
     """
     study = results.study
     levels = levels_with(results, names[0]) if len(study.levels) > 1 else list(study.levels)
@@ -137,7 +137,7 @@ def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> lis
 def _lines(
     study: Study, levels: Sequence[str | None], value: Callable[[str, str | None], tuple[float, float | None]]
 ) -> dict[str, list[tuple[float, float | None]]]:
-    """Values by line and place: a line per variant over the levels, or with one level or none a line over variants."""
+    """Return values by line and place: a line per variant over levels; with at most one level, one over variants."""
     if len(study.levels) > 1:
         return {variant: [value(variant, level) for level in levels] for variant in study.variants}
     only = study.levels[0] if study.levels else None
@@ -145,7 +145,7 @@ def _lines(
 
 
 def _places(study: Study, levels: Sequence[str | None]) -> tuple[Figure, Axes]:
-    """A figure whose horizontal axis has the places of :func:`_lines`."""
+    """Return a figure whose horizontal axis has the places of :func:`_lines`."""
     several = len(study.levels) > 1
     places = [level or study.baseline for level in levels] if several else study.variants
     figure = new_figure(min(max(8, 1.5 * len(places) + 4), 22), 6.5)
@@ -161,7 +161,7 @@ def _places(study: Study, levels: Sequence[str | None]) -> tuple[Figure, Axes]:
 
 
 def _quantities(levels: Sequence[str]) -> bool:
-    """Whether ``levels`` are numbers of one kind, so that a line between them has a meaning."""
+    """Return whether ``levels`` are numbers of one kind, so that a line between them has a meaning."""
     kinds = {match and match[1] for match in (re.fullmatch(r"[\d.]+(\D*)", level) for level in levels)}
     return len(levels) > 1 and len(kinds) == 1 and None not in kinds
 
@@ -179,7 +179,7 @@ def _points(
     joined: bool,
     hollow: bool = False,
 ) -> None:
-    """Draw line ``number`` of ``lines`` as points with error bars, a little beside those of the others."""
+    """Draw line ``number`` of ``lines`` as points with error bars, shifted a little from those of the others."""
     axes.errorbar(
         np.arange(len(values)) + 0.05 * (number - (lines - 1) / 2),
         [mean for mean, _ in values],
@@ -195,17 +195,17 @@ def _points(
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Marker and colour of line ``number`` of a figure."""
+    """Return marker and colour of line ``number`` of a figure."""
     return {"marker": "os^Dvphx*+"[number % 10], "color": colormaps["tab10"](number % 10)}
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches."""
+    """Return an empty figure, in inches."""
     return Figure(figsize=(width, height), dpi=110, layout="constrained")
 
 
 def _levels(results: Results) -> list[tuple[str, list[Run]]]:
-    """The runs of the first variant, by level, without loss first."""
+    """Return the runs of the first variant, by level, without loss first."""
     variant = results.study.variants[0]
     levels: list[str | None] = [None, *results.study.levels]
     return [
@@ -220,7 +220,7 @@ def _colours(results: Results) -> np.ndarray:
 
 
 def _draw(axes, runs: Sequence[Run], colour, label: str | None, valid: bool) -> list[float]:
-    """Draw the mean of ``runs`` with a band from least to most, and validation losses. Returns the drawn values."""
+    """Draw the mean of ``runs`` with a band from least to most, and validation losses. Return the drawn values."""
     if not runs:
         return []
     iterations = sorted(set.intersection(*(set(run.train) for run in runs)))

@@ -68,7 +68,7 @@ def check_out(out: Path, study: Study) -> None:
 
 
 def _cells(study: Study) -> dict[Place, str]:
-    """The name of the cell in each place of ``study``."""
+    """Return the name of the cell in each place of ``study``."""
     return {
         (
             trial.variant,
@@ -90,7 +90,7 @@ def write_record(results: Results, out: Path) -> Path:
         "title": study.title,
         "question": study.question,
         # The command that would make this report from nothing.
-        "command": shlex.join(["python", "-m", "megatron_lossy.lab", *_from_nothing(sys.argv[1:])]),
+        "command": shlex.join(["python", "-m", "megatron_lossy.lab", *_without_reports(sys.argv[1:])]),
         "trained": trained(results),
         "runs": run_table(results).splitlines(),  # one line each, in the file as well
     }
@@ -99,8 +99,8 @@ def write_record(results: Results, out: Path) -> Path:
     return out / RECORD
 
 
-def _from_nothing(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` without what makes a report of runs that are there already."""
+def _without_reports(arguments: Sequence[str]) -> list[str]:
+    """Return ``arguments`` without the flags for a report of existing runs."""
     kept, passing = [], False
     for argument in arguments:
         if argument.startswith("--"):
@@ -111,7 +111,7 @@ def _from_nothing(arguments: Sequence[str]) -> list[str]:
 
 
 def tables(results: Results) -> dict[str, LossTable]:
-    """All tables of a report by the names of their files."""
+    """Return all tables of a report by the names of their files."""
     found: dict[str, LossTable] = {}
     if results.study.paper:
         found["table1"] = table_1(results)
@@ -177,11 +177,11 @@ class RecordedRun(Run):
         return self.ends.get("train loss", math.nan)
 
     def valid_loss(self, weights: str) -> float | None:
-        """The recorded loss of the last evaluation with ``weights``; None if there was none."""
+        """Return the recorded loss of the last evaluation with ``weights``; None if there was none."""
         return self.ends.get(f"val loss ({weights})", self.ends.get("val loss"))
 
     def scalar(self, name: str) -> float | None:
-        """The recorded scalar ``name``; None if the run has none."""
+        """Return the recorded scalar ``name``; None if the run has none."""
         return self.ends.get(name)
 
 
@@ -196,7 +196,7 @@ class Record:
 
 
 def read_record(flag: str, folder: Path) -> Record:
-    """The record in ``folder``, which ``flag`` names. Raises :class:`UsageError`."""
+    """Return the record in ``folder``, which ``flag`` names. Raise :class:`UsageError`."""
     try:
         content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         rows = list(csv.DictReader(content["runs"]))
@@ -211,7 +211,7 @@ def read_record(flag: str, folder: Path) -> Record:
 
 
 def results_of(record: Record, study: Study, folder: Path) -> Results:
-    """The results of ``study`` in ``record``. Raises :class:`UsageError` for those of another study."""
+    """Return the results of ``study`` in ``record``. Raise :class:`UsageError` for those of another study."""
     cells = _cells(study)
     if record.title != study.title or not {place for place, *_ in record.runs} <= cells.keys():
         raise refuse("FOLDER", folder, f"must hold the report of {study.title!r}, with runs of that study only")
@@ -220,7 +220,7 @@ def results_of(record: Record, study: Study, folder: Path) -> Results:
 
 def _end(row: Mapping[str, str]) -> RecordedRun:
     ends = {name: float(text) for name, text in row.items() if name not in RUN_COLUMNS and text}
-    # A report of a single kind of weights does not name it: it is that of the runs beside them.
+    # A report of a single kind of weights does not name it: it is the one of the runs in the same report.
     kinds = [kind for kind in WEIGHTS if f"val loss ({kind})" in ends]
     return RecordedRun(
         row["cell"], 0.0, 0.0, None, None, {}, valid={kind: {} for kind in kinds}, ends=ends, columns=set(row)

@@ -45,12 +45,12 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def limits(beta1: float, lag: Lag) -> tuple[float, float, float]:
-    """The largest stable learning rate x curvature: without loss, with it, and if parameters are sent with a lead."""
+    """Return the largest stable learning rate x curvature: without loss, with it, and with a lead."""
     return stability_limit(beta1), stability_limit(beta1, lag), stability_limit(beta1, lag, lag.lead)
 
 
 def report(lag: Lag, beta1: float, p: float, burst: float | None) -> list[str]:
-    """Lines of text: the lag, a table over the first moment's decay, and advice."""
+    """Return lines of text: the lag, a table over the first moment's decay, and advice."""
     how = "independently" if burst is None else f"in bursts of {burst:g} updates"
     lines = [
         f"{100 * p:g} % of parameters lost, {how}: replicas are {lag.mean:.3g} updates late on average.",
@@ -69,10 +69,7 @@ def report(lag: Lag, beta1: float, p: float, burst: float | None) -> list[str]:
     best = max(np.arange(0, beta1, 0.05), key=lambda beta: stability_limit(beta, lag))
     lead = f"{lag.lead.c:.3g}" + (f", r = {lag.lead.r:.3g}" if lag.lead.r else "")
     lines += [
-        (
-            f"At beta1 {beta1:g} this loss leaves 1/{none / plain:.1f} of the stable learning rates. What to set, alone or "
-            "together:"
-        ),
+        f"At beta1 {beta1:g} this loss leaves 1/{none / plain:.1f} of the stable learning rates. Set one or more:",
         f"  --param-send compensated   a lead of {lead}, found by itself; the limit is {sent:.2f} again",
         f"  --adam-beta1 {best:.2f}          less momentum; the limit without a lead is {stability_limit(best, lag):.2f}",
         "  --loss-unit packet         where the network loses packets: small units average the age",

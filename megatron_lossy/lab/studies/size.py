@@ -1,8 +1,8 @@
 """``python -m megatron_lossy.lab size``: what loss costs as models grow, from the reports of one study for each size.
 
-The reports have the same levels and variants, as far as each has them, and models of other sizes. Beside the costs stand
-the quantities that theory says decide them, as far as the studies recorded them: learning rate times sharpness over its
-stable limit, drift, tokens per parameter.
+The reports have the same levels and variants, as far as each has them, and models of other sizes. Next to the costs
+stand the quantities that decide them by theory, as far as the studies recorded them: learning rate times sharpness over
+its stable limit, drift, tokens per parameter.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Size:
 
     @classmethod
     def of(cls, folder: Path) -> Size:
-        """The report in ``folder``. Raises :class:`UsageError` if its models differ in size, or no level loses."""
+        """Return the report in ``folder``. Raise :class:`UsageError` if its models differ in size, or none loses."""
         results = recorded(folder)
         configs = [trial.cell.train for trial in results.study.trials]
         found = {(parameters(one, build_tokenizer(one.tokenizer).vocab_size), one.tokens) for one in configs}
@@ -70,22 +70,22 @@ class Size:
         return next((name for name in names if name.endswith("(owner)")), names[0])
 
     def cost(self, line: Line) -> dict[int, float]:
-        """By seed, the change in percent relative to the same seed without loss."""
+        """Return the change in percent relative to the same seed without loss, by seed."""
         return self.results.changes(*line, loss_metrics(self.results.weights)[self.metric])
 
     def measured(self, name: str, variant: str, level: str | None) -> dict[int, float]:
-        """By seed, the finite values of the scalar ``name``."""
+        """Return the finite values of the scalar ``name``, by seed."""
         found = self.results.by_seed(variant, level, lambda run: run.scalar(name))
         return {seed: value for seed, value in found.items() if math.isfinite(value)}
 
     def crossing(self, line: Line) -> dict[int, float]:
-        """By seed, ``lr x sharpness`` without loss, over the largest that is stable with the losses of ``line``."""
+        """Return ``lr x sharpness`` without loss, over the largest stable one with the losses of ``line``, by seed."""
         without, limit = self.measured(STEP, line[0], None), self.measured(LIMIT, *line)
         return {seed: without[seed] / limit[seed] for seed in without if limit.get(seed)}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Read the reports, print the tables, and write them and the figures. Raises :class:`UsageError`."""
+    """Read the reports, print the tables, and write them and the figures. Raise :class:`UsageError`."""
     parser = ArgumentParser(
         "python -m megatron_lossy.lab size",
         description="The cost of loss against the size of models, from the reports (study.json) of one study for each size.",
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def read(folders: Sequence[str | Path]) -> list[Size]:
-    """The reports in ``folders``, small models first. Raises :class:`UsageError` if two are of one size."""
+    """Return the reports in ``folders``, small models first. Raise :class:`UsageError` if two are of one size."""
     sizes = sorted((Size.of(Path(folder)) for folder in folders), key=lambda size: size.parameters)
     for one, other in itertools.pairwise(sizes):
         if one.parameters == other.parameters:
@@ -117,7 +117,7 @@ def read(folders: Sequence[str | Path]) -> list[Size]:
 
 
 def lines_of(sizes: Sequence[Size]) -> list[Line]:
-    """All variants at all levels, level by level."""
+    """Return all variants at all levels, level by level."""
     return list(
         dict.fromkeys(
             (variant, level)
@@ -132,7 +132,7 @@ def lines_of(sizes: Sequence[Size]) -> list[Line]:
 
 
 def slope(sizes: Sequence[Size], line: Line) -> Difference:
-    """The points that the cost grows by with 10 times the parameters: a straight line for each seed that all sizes have."""
+    """Return the growth of the cost (points) with 10 times the parameters: a line for each seed of all sizes."""
     costs = [cost for size in sizes if (cost := size.cost(line))]
     places = [math.log10(size.parameters) for size in sizes if size.cost(line)]
     seeds = set.intersection(*map(set, costs)) if len(costs) > 1 else set()
@@ -142,7 +142,7 @@ def slope(sizes: Sequence[Size], line: Line) -> Difference:
 
 
 def tables(sizes: Sequence[Size]) -> dict[str, LossTable]:
-    """The costs, and the measured quantities, by the names of their files."""
+    """Return the costs, and the measured quantities, by the names of their files."""
     lines, names = lines_of(sizes), tuple(size.name for size in sizes)
     first = sizes[0].results.study.variants[0]
     costs = [
@@ -201,7 +201,7 @@ def _label(line: Line) -> str:
 
 
 def _paper(level: str) -> Difference:
-    """The paper's change of the validation loss at the rate that ``level`` is called by."""
+    """Return the paper's change of the validation loss at the rate that ``level`` is called by."""
     change = (
         paper_entry("val loss", float(match[1]) / 100).change if (match := re.fullmatch(r"([\d.]+) %", level)) else None
     )
@@ -212,7 +212,7 @@ def _paper(level: str) -> Difference:
 
 
 def plot_cost(sizes: Sequence[Size], path: Path) -> list[Path]:
-    """Draw the costs over the number of parameters with 95 % intervals, a panel for each rate, the paper's points beside."""
+    """Draw costs over the number of parameters with 95 % intervals, a panel for each rate, with the paper's points."""
     panels = _panels(sizes)
     figure = new_figure(6 * len(panels) + 1, 6)
     all_axes = figure.subplots(1, 2 * len(panels), sharey=True, squeeze=False, width_ratios=[6, 1] * len(panels))[0]
@@ -229,7 +229,7 @@ def plot_cost(sizes: Sequence[Size], path: Path) -> list[Path]:
                 linewidth=1.5,
                 markersize=8,
                 capsize=4,
-                label=_within(panel, line),
+                label=_panel_name(panel, line),
             )
         axes.set_xscale("log")
         axes.set_xticks([size.parameters for size in sizes], [size.name for size in sizes])
@@ -271,7 +271,7 @@ def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
             axes.errorbar(places, means, widths, fmt="none", ecolor=colour, alpha=0.4, capsize=3)
             for place, mean, marker in zip(places, means, markers, strict=True):
                 axes.plot(place, mean, color=colour, marker=marker, markersize=9)
-            shown.append(Patch(color=colour, label=_within(panel, line)))
+            shown.append(Patch(color=colour, label=_panel_name(panel, line)))
         shown.append(axes.axvline(1, color="0.5", linewidth=1, linestyle="--", label="the limit"))
         axes.axhline(0, color="0.5", linewidth=1)
         axes.set_title(_title(panel), fontsize=15)
@@ -292,14 +292,14 @@ def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
 
 
 def _panels(sizes: Sequence[Size]) -> dict[str, list[Line]]:
-    """The lines by the rate in the names of their levels. A line has the colour of its place in its panel, in all figures."""
+    """Return the lines by the rate in the names of their levels. A line's colour is its place in its panel."""
     lines = lines_of(sizes)
     rates = dict.fromkeys(_rate(level) for _, level in lines)
     return {rate: [line for line in lines if _rate(line[1]) == rate] for rate in rates}
 
 
-def _within(panel: str, line: Line) -> str:
-    """The name of ``line`` in its panel, which names the rate."""
+def _panel_name(panel: str, line: Line) -> str:
+    """Return the name of ``line`` in its panel, which names the rate."""
     variant, level = line
     return variant if level == panel else f"{variant}, {level}"
 
@@ -309,6 +309,6 @@ def _title(panel: str) -> str:
 
 
 def _rate(level: str) -> str:
-    """The rate in the name of a level, which is its panel; all of the name if there is none."""
+    """Return the rate in the name of a level, which is its panel; all of the name if there is none."""
     match = re.search(r"[\d.]+ %", level)
     return match[0] if match else level

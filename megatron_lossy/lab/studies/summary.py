@@ -38,7 +38,7 @@ class Difference(Entry):
 
     @classmethod
     def of(cls, by_seed: Mapping[int, float]) -> Difference:
-        """The mean over seeds."""
+        """Return the mean over seeds."""
         mean, error = mean_and_error(by_seed.values())
         return cls(mean, error, None, len(by_seed), sum(map(math.isnan, by_seed.values())))
 
@@ -68,7 +68,7 @@ class Results:
     runs: Mapping[str, Run]
 
     def trials(self, variant: str, level: str | None) -> list[Trial]:
-        """The finished trials of one place in the table; ``level`` None is without loss."""
+        """Return the finished trials of one place in the table; ``level`` None is without loss."""
         return [
             trial
             for trial in self.study.trials
@@ -76,7 +76,7 @@ class Results:
         ]
 
     def by_seed(self, variant: str, level: str | None, metric: Metric) -> dict[int, float]:
-        """The mean of ``metric`` over loss seeds, for every seed; NaN if one of them diverged."""
+        """Return the mean of ``metric`` over loss seeds, for every seed; NaN if one of them diverged."""
         values: dict[int, list[float]] = {}
         for trial in self.trials(variant, level):
             value = metric(self.runs[trial.cell.name])
@@ -85,13 +85,13 @@ class Results:
         return {seed: float(np.mean(v)) for seed, v in values.items()}
 
     def changes(self, variant: str, level: str, metric: Metric) -> dict[int, float]:
-        """Change in percent relative to no loss, for every seed that has both."""
+        """Return the change in percent relative to no loss, for every seed that has both."""
         reference = self.by_seed(variant, None, metric)
         own = self.by_seed(variant, level, metric)
         return {seed: 100 * (own[seed] / reference[seed] - 1) for seed in own if reference.get(seed)}
 
     def entry(self, variant: str, level: str | None, metric: Metric, kind: type[Entry] = Entry) -> Entry:
-        """Mean, standard error and change of ``metric``."""
+        """Return mean, standard error and change of ``metric``."""
         found = [metric(self.runs[trial.cell.name]) for trial in self.trials(variant, level)]
         found = [value for value in found if value is not None]
         diverged = sum(map(math.isnan, found))
@@ -106,12 +106,12 @@ class Results:
         return kind(mean, error, change, len(found), 0, change_error)
 
     def difference(self, here: Place, there: Place, metric: Metric) -> Difference:
-        """The change at ``here`` minus the change at ``there``, both (variant, level), seed by seed."""
+        """Return the change at ``here`` minus the change at ``there``, both (variant, level), seed by seed."""
         ours, theirs = (self.changes(variant, level, metric) for variant, level in (here, there))
         return Difference.of({seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs})
 
     def ratio(self, here: Place, there: Place, metric: Metric) -> Difference:
-        """The percentage by which ``metric`` is larger ``here`` than ``there``, both (variant, level), by seed."""
+        """Return the percentage by which ``metric`` is larger ``here`` than ``there``, (variant, level), by seed."""
         ours, theirs = (self.by_seed(variant, level, metric) for variant, level in (here, there))
         return Difference.of({seed: 100 * (ours[seed] / theirs[seed] - 1) for seed in ours if theirs.get(seed)})
 
@@ -122,12 +122,12 @@ class Results:
 
 
 def scalar_metric(name: str) -> Metric:
-    """The recorded scalar ``name`` at the end of a run."""
+    """Return the recorded scalar ``name`` at the end of a run."""
     return lambda run: run.scalar(name)
 
 
 def comparison(results: Results, metric_name: str) -> LossTable:
-    """One metric of every variant (rows) at every level (columns)."""
+    """Return one metric of every variant (rows) at every level (columns)."""
     metric = loss_metrics(results.weights)[metric_name]
     levels: list[str | None] = [None, *results.study.levels]
     rows = tuple(
@@ -138,7 +138,7 @@ def comparison(results: Results, metric_name: str) -> LossTable:
 
 
 def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
-    """Tables by name: changes of every variant minus those of the first or of its partner, and of every level of the first."""
+    """Return tables by name: changes of variants minus the first's or a partner's, of levels minus the first's."""
     study, metric, tables = results.study, loss_metrics(results.weights)[metric_name], {}
     if not study.levels:
         return tables
@@ -165,7 +165,7 @@ def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
 
 
 def against_best(results: Results, metric_name: str) -> LossTable | None:
-    """The percentage by which a metric is above that of the best variant without loss, seed by seed.
+    """Return the percentage by which a metric is above that of the best variant without loss, seed by seed.
 
     None if all variants share their runs without loss: the changes relative to those are the same.
     """
@@ -191,7 +191,7 @@ def against_best(results: Results, metric_name: str) -> LossTable | None:
 
 
 def replica_against_owner(results: Results) -> LossTable | None:
-    """The percentage by which the replicas' validation loss is above the owners', at the last evaluation of both."""
+    """Return the percentage by which the replicas' last validation loss is above the owners'."""
     kinds = ["replica", "owner"]
     if results.weights != kinds or not results.study.levels:
         return None
@@ -201,7 +201,7 @@ def replica_against_owner(results: Results) -> LossTable | None:
 
 
 def excesses(results: Results, label: str, pair: Callable[[Run], tuple[float | None, ...]], note: str) -> LossTable:
-    """The percentage by which the first of a ``pair`` of values is above the second, in the same runs."""
+    """Return the percentage by which the first of a ``pair`` of values is above the second, in the same runs."""
 
     def excess(run: Run) -> float | None:
         value, reference = pair(run)
@@ -216,7 +216,7 @@ def excesses(results: Results, label: str, pair: Callable[[Run], tuple[float | N
 
 
 def run_table(results: Results) -> str:
-    """All finished runs as CSV: their place in the study, their losses and the study's metrics."""
+    """Return all finished runs as CSV: their place in the study, their losses and the study's metrics."""
     metrics = {name: metric for name, metric in loss_metrics(results.weights).items() if "PPL" not in name}
     metrics |= {name: scalar_metric(name) for name in results.study.metrics}
     stream = io.StringIO()
@@ -231,7 +231,7 @@ def run_table(results: Results) -> str:
 
 
 def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True) -> list[str]:
-    """Notes for the end of a table: definitions of its rows, the seeds, the training. ``changes``: it has brackets."""
+    """Return notes for the end of a table: definitions of rows, seeds, training. ``changes``: it has brackets."""
     study = results.study
     seeds = {trial.seed for trial in study.trials}
     loss_seeds = {trial.loss_seed for trial in study.trials} - {None}
@@ -254,7 +254,7 @@ def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True
 
 
 def trained(results: Results) -> str:
-    """Date, hardware and versions of the training; empty if no run recorded them."""
+    """Return date, hardware and versions of the training; empty if no run recorded them."""
     origins = [run.origin for run in results.runs.values()]
     recorded = sorted({part for origin in origins for part in origin.get("trained", "").split("; ") if part})
     dates = sorted({origin["date"] for origin in origins if "date" in origin})

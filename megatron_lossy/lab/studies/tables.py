@@ -14,8 +14,8 @@ from ..report.table import Entry, ScalarEntry
 from .summary import INTERVAL, Difference, Results, excesses, loss_metrics, notes, scalar_metric
 
 # --- Table 1 of the paper ---------------------------------------------------------------------------------------------
-# *Distributed Training under Packet Loss* (Weintraub, Banner, Orda, 2025), beside ours: LLaMA-2 7B, 64 accelerators, 5,000
-# iterations, gradients and parameters lost at equal rates.
+# *Distributed Training under Packet Loss* (Weintraub, Banner, Orda, 2025), next to ours: LLaMA-2 7B, 64 accelerators,
+# 5,000 iterations, gradients and parameters lost at equal rates.
 
 
 PAPER_RATES = (0.0, 0.1, 0.2, 0.3, 0.4)
@@ -36,7 +36,7 @@ PAPER_CHANGES = {
 
 
 def paper_entry(metric: str, rate: float) -> Entry:
-    """The paper's value in a row of Table 1, and its change in percent; an entry without runs if the paper has none."""
+    """Return the paper's value in a row of Table 1, and its change in percent; an entry without runs if none."""
     if metric not in PAPER_TABLE_1 or rate not in PAPER_RATES:
         return Entry(float("nan"), None, None, 0)
     place = PAPER_RATES.index(rate)
@@ -44,7 +44,7 @@ def paper_entry(metric: str, rate: float) -> Entry:
 
 
 def table_1(results: Results) -> LossTable:
-    """The paper's Table 1 with the paper's own rows beside ours."""
+    """Return the paper's Table 1 with the paper's own rows next to ours."""
     rates = {trial.level: trial.cell.loss.p_grad for trial in results.study.trials if trial.level}
     levels: list[str | None] = [None, *results.study.levels]
     rows = []
@@ -57,12 +57,12 @@ def table_1(results: Results) -> LossTable:
     return LossTable((results.study.baseline, *results.study.levels), tuple(rows), (*notes(results), SOURCE))
 
 
-# --- scalars that runs recorded beside their losses, and their distance from predictions -----------------------------
+# --- scalars that runs recorded besides their losses, and their distance from predictions ----------------------------
 # A scalar is the value at the end of a run (:meth:`Run.scalar`). Many, such as drift, do not exist without loss.
 
 
 def scalar_tables(results: Results, names: Sequence[str]) -> dict[str, LossTable]:
-    """All tables of one scalar, by file name. ``names``: the scalar, and its prediction if the study has both."""
+    """Return all tables of one scalar, by file name. ``names``: the scalar, and its prediction if there is one."""
     name, *predicted = names
     file = file_name(name)
     tables = {file: _values(results, names)}
@@ -74,14 +74,14 @@ def scalar_tables(results: Results, names: Sequence[str]) -> dict[str, LossTable
 
 
 def levels_with(results: Results, name: str) -> list[str | None]:
-    """The study's levels, after None if runs without loss recorded the scalar too."""
+    """Return the study's levels, after None if runs without loss recorded the scalar too."""
     study = results.study
     without = any(results.by_seed(variant, None, scalar_metric(name)) for variant in study.variants)
     return [None, *study.levels] if without else list(study.levels)
 
 
 def _values(results: Results, names: Sequence[str]) -> LossTable:
-    """The scalars (rows, by variant) at every level (columns)."""
+    """Return the scalars (rows, by variant) at every level (columns)."""
     levels = levels_with(results, names[0])
     rows = [
         (
@@ -117,7 +117,7 @@ class Share(Difference):
 
 
 def share_won_back(plain: dict[int, float], own: dict[int, float]) -> Share:
-    """The share in percent of the costs ``plain`` that is missing from the costs ``own``, both by seed.
+    """Return the share in percent of the costs ``plain`` that is missing from the costs ``own``, both by seed.
 
     It has no value unless the mean of ``plain`` is above 0 by its 95 % interval: else there is no cost to win back.
     With fewer than two seeds there is no interval. ``runs`` are seeds.
@@ -137,7 +137,7 @@ def share_won_back(plain: dict[int, float], own: dict[int, float]) -> Share:
 
 
 def won_back(results: Results, metric_name: str) -> LossTable | None:
-    """The shares of every variant that acts on errors; None for a study of loss.
+    """Return the shares of every variant that acts on errors; None for a study of loss.
 
     The first variant does nothing. So does the first of each group of variants with other clean runs: of another
     optimizer, for example.
@@ -172,7 +172,7 @@ def won_back(results: Results, metric_name: str) -> LossTable | None:
 
 
 def _plain(results: Results, variant: str) -> str:
-    """The first variant that has the same clean runs."""
+    """Return the first variant that has the same clean runs."""
     clean = {
         name: [trial.cell.name for trial in results.study.trials if (trial.variant, trial.level) == (name, None)]
         for name in results.study.variants

@@ -13,7 +13,7 @@ from ...base.theory import bytes_sent
 
 
 def growth(gain: float, overlap: int) -> float:
-    """The long-run factor on a deviation per visit: the largest root of z^(q+1) - z^q + g."""
+    """Return the long-run factor on a deviation per visit: the largest root of z^(q+1) - z^q + g."""
     polynomial = np.zeros(overlap + 2)
     polynomial[0] = 1.0
     polynomial[1] -= 1.0
@@ -22,7 +22,7 @@ def growth(gain: float, overlap: int) -> float:
 
 
 def speed_uncorrected(fraction: float, interval: int, delay: int, drawn: bool) -> float:
-    """The share of a constant drift that remains without correction, ``--delay-correction none``.
+    """Return the share of a constant drift that remains without correction, ``--delay-correction none``.
 
     A visit throws away the last tau steps. With fixed gaps of n K iterations the share is 1 - tau / (n K), for q = 0.
     With geometric gaps (``drawn``) visits may overlap, and the share is 1 / (1 + f tau / K): the steps within tau after
@@ -37,12 +37,12 @@ def speed_uncorrected(fraction: float, interval: int, delay: int, drawn: bool) -
 
 
 def deviation_predicted(fraction: float, interval: int, delay: int, drawn: bool) -> float:
-    """The remaining squared distance of an island to the mean, after each iteration, with ``smith`` and no loss.
+    """Return the remaining squared distance of an island to the mean, after each iteration, with ``smith`` and no loss.
 
     The unit is the squared deviation that white local steps make in one iteration. A mean removes all of the deviation
     at the time when it was sent, and leaves the rest: tau iterations, and those since the exchange began that was used
     last. The second part is (n K - 1)/2 on average with fixed gaps, and (1/f - 1) K + (K - 1)/2 if elements are drawn.
-    No rule can know the last tau.
+    No rule has the last tau.
     """
     if drawn:
         return delay + (1 / fraction - 1) * interval + (interval - 1) / 2
@@ -50,7 +50,7 @@ def deviation_predicted(fraction: float, interval: int, delay: int, drawn: bool)
 
 
 def removed(loss: float, islands: int) -> float:
-    """The share of the squared deviation that one exchange with ``loss`` in both halves removes; 1 - loss for large M.
+    """Return the share of the squared deviation that one exchange with ``loss`` removes; 1 - loss for large M.
 
     For M deviations with variance 1, an owner averages s (its own always there) and g islands get the mean, s - 1 and g
     - 1 binomial(M - 1, 1 - loss). Squares then add up to g/s + M - g, and the square of the sum is g^2/s + M - g + 2 g
@@ -76,7 +76,7 @@ def removed(loss: float, islands: int) -> float:
 def gradient_bytes(
     parameters: float, ranks_per_site: int = 1, weight_bytes: float = 2, grad_bytes: float = 4, sites: int = 2
 ) -> float:
-    """Bytes out of a site per iteration of data parallelism over ``sites`` of ``ranks_per_site`` data-parallel ranks each.
+    """Return the bytes out of a site per iteration of data parallelism over ``sites`` of ``ranks_per_site`` ranks.
 
     Each of D ranks sends one piece in M D of its gradients to each of (M - 1) D owners at other sites, and of its weights
     likewise: D (M - 1) / M times gradients and weights. As much comes in.
@@ -85,7 +85,7 @@ def gradient_bytes(
 
 
 def site_bytes(elements: float, sites: int, item_bytes: float = 4, copies: int = 1) -> float:
-    """Bytes each way per iteration and site that ``elements`` of gradients, or of weights, take with ``--sites``.
+    """Return the bytes each way per iteration and site of ``elements`` of gradients, or of weights, with ``--sites``.
 
     The shards of other sites go out, as sums of a site, and its own come in, whatever the ranks of a site. ``item_bytes``:
     of an element as it crosses.
@@ -94,7 +94,7 @@ def site_bytes(elements: float, sites: int, item_bytes: float = 4, copies: int =
 
 
 def gradient_seconds(crossing: float, rate: float, round_trip: float) -> float:
-    """Seconds that gradients add to an iteration: ``crossing`` bytes, in two exchanges, at ``rate`` bytes per second.
+    """Return the seconds that gradients add to an iteration: ``crossing`` bytes, in two exchanges, at ``rate`` bytes/s.
 
     Two round trips come to that: one for the two exchanges, and one for the norm of the gradients.
     """
@@ -102,7 +102,7 @@ def gradient_seconds(crossing: float, rate: float, round_trip: float) -> float:
 
 
 def least_delay(round_trip: float, step: float) -> int:
-    """Iterations until the mean of an exchange can be there, with at least half of a step left for its bytes."""
+    """Return iterations until the mean of an exchange can be there, with at least half of a step left for its bytes."""
     return math.ceil(round_trip / step + 0.5 - 1e-9)
 
 
@@ -115,8 +115,8 @@ def parts(
     item_bytes: float = 2,
     later: int = 0,
 ) -> tuple[int, int]:
-    """(n, delay) of islands that exchange one parameter in n in each iteration: the least delay, and ``later`` iterations
-    more, then the largest share.
+    """Return (n, delay) of islands that exchange one parameter in n in each iteration: the least delay, and ``later``
+    iterations more, then the largest share.
 
     An exchange begins in each step, so that its bytes must fit one step however large the delay is. With the round trip
     they must also fit the delay.

@@ -16,14 +16,14 @@ from numpy.typing import ArrayLike
 
 
 def share(replicas: int) -> float:
-    """1 - 1/N, the common factor of this module. Raises ``ValueError`` below one replica."""
+    """Return 1 - 1/N, the common factor of this module. Raise ``ValueError`` below one replica."""
     if replicas < 1:
         raise ValueError(f"replicas = {replicas}: must be at least 1")
     return 1 - 1 / replicas
 
 
 def divergence(replicas: int, sigma: float, rates: ArrayLike, dimension: int = 1, momentum: float = 0.0) -> float:
-    """The divergence after steps with ``rates``: d (1 - 1/N) sigma^2 sum eta^2 for SGD.
+    """Return the divergence after steps with ``rates``: d (1 - 1/N) sigma^2 sum eta^2 for SGD.
 
     With heavy-ball momentum b, v <- b v + g, theta <- theta - eta v: the error of step s has been added to the weight
     with R = sum over t >= s of eta(t) b^(t-s). Errors are independent, so that sum R^2 takes the place of sum eta^2.
@@ -35,15 +35,15 @@ def divergence(replicas: int, sigma: float, rates: ArrayLike, dimension: int = 1
 
 
 def lost_all_reduce(replicas: int, p: float) -> float:
-    """E|theta_m - theta_n|^2 of two replicas after a step of SGD whose all-reduce lost ``p``, twice: in units of s^2
-    eta^2.
+    """Return E|theta_m - theta_n|^2 of two replicas after a step of SGD, in units of s^2 eta^2.
 
-    Local gradients are independent, with variance s^2. The owner of an element has the mean of the K that arrived, its
-    own among them: e = E 1/K = (1 - p^N) / (N (1-p)). Another rank is among them with E 1[m in K] / K = (1 - e)/(N -
-    1), since all others are alike. So its gradient is a = 1 + e - 2 (1 - e)/(N - 1) away from the result. Of two
-    replicas that own nothing, one keeps its own gradient with 2p(1-p). Both keep theirs with p^2, and are then 2 apart.
-    For the share 2/N of the elements one of the two is the owner, who has the result. Without loss in the first half
-    and for many replicas the sum is 2p(1-p) + 2p^2.
+    Both halves of its all-reduce lose the share ``p``. Local gradients are independent, with variance s^2. The owner of
+    an element has the mean of the K gradients that arrived, its own included: e = E 1/K = (1 - p^N) / (N (1-p)).
+    Another rank m has the expected weight E 1[m in K] / K = (1 - e)/(N - 1) in it, since all others are alike. So the
+    squared distance of its gradient to the mean is a = 1 + e - 2 (1 - e)/(N - 1). If neither replica owns the element,
+    one of them keeps its own gradient with probability 2p(1-p); both do with p^2, and then their squared distance is 2.
+    For the share 2/N of the elements one of the two is the owner, which has the mean. Without loss in the first half,
+    and for many replicas, the result is 2p(1-p) + 2p^2.
     """
     if replicas < 2 or not 0 <= p < 1:
         raise ValueError(f"replicas = {replicas}, p = {p}: must be at least 2, and in [0, 1)")
@@ -54,7 +54,7 @@ def lost_all_reduce(replicas: int, p: float) -> float:
 
 
 def _responses(rates: ArrayLike, momentum: float) -> np.ndarray:
-    """float64[steps]: the change of the last weight per unit of each step's gradient, without its sign."""
+    """Return float64[steps]: the change of the last weight per unit of each step's gradient, without its sign."""
     eta = np.asarray(rates, dtype=np.float64)
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum = {momentum}: must be in [0, 1)")
@@ -67,5 +67,5 @@ def _responses(rates: ArrayLike, momentum: float) -> np.ndarray:
 
 
 def overhead(interval: float, parameter_bytes: float, gradient_bytes: float, moments: int = 0) -> float:
-    """Traffic of synchronisation relative to that of gradients, per element: (1 + moments) main/grad bytes / H."""
+    """Return the traffic of synchronisation over that of gradients, per element: (1 + moments) main/grad bytes / H."""
     return (1 + moments) * parameter_bytes / gradient_bytes / interval

@@ -34,7 +34,7 @@ _GRID = 20_000
 
 
 def rate_array(p: ArrayLike) -> np.ndarray:
-    """``p`` as float64; raises :class:`ValueError` outside [0, 1)."""
+    """Return ``p`` as float64; raises :class:`ValueError` outside [0, 1)."""
     p = np.asarray(p, dtype=np.float64)
     if not ((p >= 0) & (p < 1)).all():
         raise ValueError(f"p = {p}: must be in [0, 1)")
@@ -50,9 +50,9 @@ class Lag:
 
     @classmethod
     def of(cls, p: float, burst: float | None = None, lossy: float = 1.0) -> Lag:
-        """The lag of receivers: the share ``lossy`` of them loses ``p``, in bursts of mean length ``burst``.
+        """Return the lag of receivers: the share ``lossy`` of them loses ``p``, in bursts of mean length ``burst``.
 
-        Raises ``ValueError`` for p outside [0, 1), a burst below 1 or p/(1-p), or ``lossy`` outside [0, 1].
+        Raise ``ValueError`` for p outside [0, 1), a burst below 1 or p/(1-p), or ``lossy`` outside [0, 1].
         """
         if not 0 <= lossy <= 1:
             raise ValueError(f"lossy = {lossy}: must be in [0, 1]")
@@ -75,7 +75,7 @@ class Lag:
 
 
 def mean_lag(lag: Lag, sent: Lead = Lead()) -> float:
-    """The number of updates that the mean of receivers is behind an owner that sends with a lead: E A - c / (1 - r).
+    """Return the updates by which the mean of receivers lags an owner that sends with a lead: E A - c / (1 - r).
 
     E A is minus the slope of S(x) at x = 1, and c / (1 - r) the slope of C(x) there. The lag is 0 for :attr:`Lag.lead`.
     """
@@ -83,7 +83,7 @@ def mean_lag(lag: Lag, sent: Lead = Lead()) -> float:
 
 
 def stability_limit(beta1: float, lag: Lag = Lag(), sent: Lead = Lead(), nesterov: bool = False) -> float:
-    """The largest stable (learning rate x eigenvalue of the preconditioned Hessian) of Adam with first moment
+    """Return the largest stable (learning rate x eigenvalue of the preconditioned Hessian) of Adam with first moment
     ``beta1``.
 
     Along an eigenvector the weights follow W(t+1) = W(t) - k F(x) S(x) C(x) W(t). F(x) = (1 - b) / (1 - b x) is the
@@ -125,7 +125,7 @@ def _open_loop(angle: np.ndarray, beta1: float, lag: Lag, sent: Lead, nesterov: 
 #     b(k) = mu b(k-1) + h x(k-d),    x(k+1) = x(k) - lr b(k),                  heavy ball
 #                                     x(k+1) = x(k) - lr (h x(k-d) + mu b(k)),  Nesterov
 #
-# with a = lr h as the only number beside mu and d. A mode leaves the unit circle at a z = exp(iw) for which
+# with a = lr h as the only number besides mu and d. A mode leaves the unit circle at a z = exp(iw) for which
 #
 #     a = -z^d (z - 1) (z - mu) / N(z),    N = z for heavy ball,    N = (1 + mu) z - mu for Nesterov,
 #
@@ -138,9 +138,9 @@ _GRID = 4096
 
 
 def delayed_step_bound(delay: int, momentum: float = 0.0, nesterov: bool = False) -> float:
-    """The least product of learning rate and curvature that diverges with gradients ``delay`` updates old.
+    """Return the least product of learning rate and curvature that diverges with gradients ``delay`` updates old.
 
-    Raises ``ValueError`` for a negative delay or a momentum outside [0, 1).
+    Raise ``ValueError`` for a negative delay or a momentum outside [0, 1).
     """
     if delay < 0:
         raise ValueError(f"delay = {delay}: must be at least 0")
@@ -161,7 +161,7 @@ def delayed_step_bound(delay: int, momentum: float = 0.0, nesterov: bool = False
 
 
 def _root(value: Callable[[float], complex], low: float, high: float) -> float:
-    """The place between ``low`` and ``high`` at which the imaginary part changes its sign."""
+    """Return the place between ``low`` and ``high`` at which the imaginary part changes its sign."""
     below = value(low).imag < 0
     for _ in range(60):
         middle = (low + high) / 2

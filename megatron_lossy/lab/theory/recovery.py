@@ -21,7 +21,7 @@ from .lag import rate_array
 
 
 def survivors(p: ArrayLike, workers: int, lossy_self: bool = False) -> np.ndarray:
-    """float64[..., workers + 1]: P(K = k) for K of ``workers`` gradients at the owner, its own among them.
+    """Return float64[..., workers + 1]: P(K = k) for K of ``workers`` gradients at the owner, its own among them.
 
     K = 1 + Binomial(N-1, 1-p); Binomial(N, 1-p) with ``--lossy-self``. Mean 1 + (N-1)(1-p) and N(1-p).
     """
@@ -71,7 +71,7 @@ class Weights:
 
 
 def weights(rule: str, p: ArrayLike, workers: int, lossy_self: bool = False, step: int | None = None) -> Weights:
-    """Weights that ``--grad-recovery rule`` gives, for losses of rate ``p`` that are independent over senders.
+    """Return weights that ``--grad-recovery rule`` gives, for losses of rate ``p`` that are independent over senders.
 
     One step's weights are the same under bursts and under ``--loss-correlation source``: the rate alone matters.
     ``step``: for ``previous``, the number of exchanges so far; the default is the steady state. There all weights are
@@ -117,7 +117,7 @@ def weights(rule: str, p: ArrayLike, workers: int, lossy_self: bool = False, ste
 
 
 def previous_staleness(p: ArrayLike, rho: Sequence[float]) -> np.ndarray:
-    """``previous``: mean squared error of one sender's substituted gradient against its current one, over variance.
+    """Return, for ``previous``, the mean squared error of a sender's substituted gradient, over variance.
 
     E (g(t-A) - g(t))^2 = 2 (1 - E rho(A)), with autocorrelation ``rho`` (lags from 0, rho[0] = 1; 0 beyond) and A as
     for parameters. The estimate's error against the plain mean of the current gradients is (N-1)/N^2 of this, while its
@@ -128,7 +128,7 @@ def previous_staleness(p: ArrayLike, rho: Sequence[float]) -> np.ndarray:
 
 
 def previous_long_run(p: ArrayLike, rho: Sequence[float] = (1.0,)) -> np.ndarray:
-    """``previous``: variance of the sum of one sender's gradients over T steps, over T and their variance; large T.
+    """Return, for ``previous``, the variance of a sum of a sender's gradients over T steps, over T and theirs; large T.
 
     A gradient is used again until the next arrives. m steps later it is the same one with probability p^m. Else it is
     one of age B < m, rho(m - B + A) apart: 1 + 2p/(1-p) + 2 sum of (1-p^n) rho(n), n >= 1; uncorrelated (1+p)/(1-p).
@@ -139,7 +139,7 @@ def previous_long_run(p: ArrayLike, rho: Sequence[float] = (1.0,)) -> np.ndarray
 
 
 def error_feedback_variance(p: ArrayLike) -> np.ndarray:
-    """``error-feedback``: variance of one sender's contribution in a step, over its squared constant gradient.
+    """Return, for ``error-feedback``, the variance of a sender's contribution in a step, over its squared gradient.
 
     With probability 1 - p its payload arrives, 1 + A gradients after A losses in a row: E = 1 and E w^2 = (1-p) E
     (1+A)^2 = (1+p)/(1-p). With N senders, the owner's always there, the mean has (N-1)/N^2 of 2p/(1-p). Gradients
@@ -150,18 +150,18 @@ def error_feedback_variance(p: ArrayLike) -> np.ndarray:
 
 
 def error_feedback_residual(p: ArrayLike) -> np.ndarray:
-    """``error-feedback``: mean residual of a sender for one destination, over its constant gradient: p/(1-p)."""
+    """Return, for ``error-feedback``, the mean residual of a sender for one destination, over its gradient: p/(1-p)."""
     p = rate_array(p)
     return p / (1 - p)
 
 
 def _pair_share(count: np.ndarray, total: int) -> np.ndarray:
-    """Probability that two given senders of ``total`` are both among ``count`` survivors."""
+    """Return probability that two given senders of ``total`` are both among ``count`` survivors."""
     return count * (count - 1) / max(total * (total - 1), 1)
 
 
 def _binomial(trials: int, p: np.ndarray) -> np.ndarray:
-    """float64[..., trials + 1]: P(k of ``trials`` arrive), through logarithms, since coefficients overflow."""
+    """Return float64[..., trials + 1]: P(k of ``trials`` arrive), through logarithms, since coefficients overflow."""
     arrived = np.arange(trials + 1)
     factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, trials + 1)))])
     choices = factorials[-1] - factorials - factorials[::-1]
@@ -173,7 +173,7 @@ def _binomial(trials: int, p: np.ndarray) -> np.ndarray:
 
 
 def mean_error(p: ArrayLike, workers: int, omega: ArrayLike, spread: ArrayLike, square: ArrayLike) -> np.ndarray:
-    """``renormalize``: E |estimate - mean of all gradients|^2 with losses of rate ``p`` and codes of error ``omega``.
+    """Return, for ``renormalize``, E |estimate - mean of gradients|^2 with losses ``p`` and codes of error ``omega``.
 
     ``spread``: S^2. ``square``: E |g|^2 of a gradient. K gradients without replacement have the variance
     S^2 (1/K - 1/N); K - 1 of them bear an error of omega |g|^2 each, over K^2. Errors of different senders are independent,

@@ -22,7 +22,7 @@ from .config import REQUIRED, TrainConfig
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser of every training and loss flag, and ``--config``. Its help shows the basic flags."""
+    """Return a parser of every training and loss flag, and ``--config``. Its help shows the basic flags."""
     parser = ArgumentParser(
         prog=prog,
         usage=f"{prog} [--config FILE.yaml] [flags]",  # not the names of all
@@ -60,7 +60,7 @@ class _HelpAll(argparse.Action):
 
 
 def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """``arguments`` over the ``--config`` file they name, over their preset, over the defaults. Raises :class:`UsageError`."""
+    """Return ``arguments`` over their ``--config`` file, preset and defaults. Raise :class:`UsageError`."""
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     file = first.parse_known_args(arguments)[0].config
@@ -82,7 +82,7 @@ def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
 
 
 def configurations(namespace: argparse.Namespace) -> tuple[TrainConfig, LossyConfig]:
-    """The two configurations in a namespace. Raises :class:`UsageError`."""
+    """Return the two configurations in a namespace. Raise :class:`UsageError`."""
     missing = [flag_name(TrainConfig, name) for name in REQUIRED if getattr(namespace, name) is None]
     if missing and namespace.config is None:
         why = "needs a file, for example configs/tiny/llama_1m.yaml, or all of what is missing:"
@@ -96,8 +96,8 @@ def configurations(namespace: argparse.Namespace) -> tuple[TrainConfig, LossyCon
 
 
 def setting_arguments(settings: Mapping[str, Any]) -> list[str]:
-    """Training and loss flags (with dashes or underscores) and their values as command-line arguments.
+    """Return training and loss flags (with dashes or underscores) and their values as command-line arguments.
 
-    Raises :class:`UsageError`.
+    Raise :class:`UsageError`.
     """
     return arguments_of(settings, (TrainConfig, LossyConfig))

@@ -68,7 +68,7 @@ class Checkpoints:
     def save(self, folder: str, iteration: int, common: dict[str, Any]) -> None:
         """Write the checkpoint of ``iteration`` into ``folder``, with ``common`` values, equal on all ranks.
 
-        Raises :class:`NotSaved`. Then the checkpoint is not there.
+        Raise :class:`NotSaved`. Then the checkpoint is not there.
         """
 
         def fill(aside: Path) -> None:
@@ -105,14 +105,14 @@ class Checkpoints:
             self._write(aside, final, iteration, fill)
         except (Exception, CheckpointException) as error:
             agreed = error if isinstance(error, NotSaved) else None
-            failed = agreed or machine_error(error) or _told(error) or _tried(aside)
+            failed = agreed or machine_error(error) or _failure_in_text(error) or _tried(aside)
             first = torch.distributed.get_rank() == 0
             everywhere = isinstance(error, NotSaved | CheckpointException) or _ranks() == 1
             if everywhere:
                 failed = _on_any_rank(failed)  # from here no rank writes any more, and the first one may clear up
             if first or not everywhere:
                 shutil.rmtree(aside, ignore_errors=True)
-            if failed is None and everywhere and not first:  # the first rank knows of all failures
+            if failed is None and everywhere and not first:  # the first rank has all failures
                 raise OtherRankFailed("another rank could not write the checkpoint") from None
             if failed is None:
                 raise
@@ -157,7 +157,7 @@ class Checkpoints:
     def load(self, folder: str) -> dict[str, Any]:
         """Load the latest checkpoint in ``folder``; returns its ``common`` values, ``iteration`` and ``ranks``.
 
-        Another number of data-parallel ranks is fine, except that random states then start anew. Raises
+        Another number of data-parallel ranks is fine, except that random states then start anew. Raise
         :class:`UsageError` for a checkpoint that cannot be read.
         """
         path = str(iteration_folder(folder, latest_iteration(folder)))
@@ -204,7 +204,7 @@ def _remove_older(folder: Path, iteration: int, keep: int) -> None:
     for one in older[: max(0, len(older) - (keep - 1))]:
         path = iteration_folder(folder, one)
         aside = path.with_name(path.name + _ASIDE)
-        with contextlib.suppress(OSError):  # whoever reads it, or may not delete it, has it for longer
+        with contextlib.suppress(OSError):  # a process that reads it, or may not delete it, keeps it for longer
             os.replace(path, aside)  # a kill must not leave half of it under its name
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -224,7 +224,7 @@ def _in_this_process() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _errors_only_raised() -> Iterator[None]:
-    """A context without megatron-core's log of errors in the processes that write. The errors are still raised."""
+    """Return a context without megatron-core's log of errors in writing processes. The errors are still raised."""
     logger = logging.getLogger("megatron.core.dist_checkpointing.strategies.filesystem_async")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -234,15 +234,15 @@ def _errors_only_raised() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _told(error: BaseException) -> OSError | None:
-    """The failure of the machine that the text of ``error`` names: that of another process, or of another rank."""
+def _failure_in_text(error: BaseException) -> OSError | None:
+    """Return the failure of the machine in the text of ``error``, of another process or of another rank."""
     told = re.search(r"\[Errno (\d+)\]", str(error))
     number = int(told[1]) if told else None
     return OSError(number, os.strerror(number)) if number in MACHINE_ERRORS else None
 
 
 def _tried(folder: Path) -> OSError | None:
-    """The failure of the machine to write into ``folder`` now. torch's writer reports only a wrong position."""
+    """Return the failure of the machine to write into ``folder`` now. torch's writer reports only a wrong position."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(2**20))
@@ -269,7 +269,7 @@ def _on_all_ranks(act: Callable[[], None], here: bool = True) -> None:
 
 
 def _on_any_rank(failed: OSError | None) -> OSError | None:
-    """``failed``, or the first failure of another rank. A collective call, except for ranks that died meanwhile."""
+    """Return ``failed``, or the first failure of another rank. A collective call of all ranks that are alive."""
     found: list[OSError | None] = [None] * _ranks()
     with contextlib.suppress(RuntimeError):
         torch.distributed.all_gather_object(found, failed)
@@ -278,7 +278,7 @@ def _on_any_rank(failed: OSError | None) -> OSError | None:
 
 @contextlib.contextmanager
 def _reading(path: str, damage: tuple[type[Exception], ...] = _DAMAGE) -> Iterator[None]:
-    """A context in which an error of the types ``damage`` means that the checkpoint at ``path`` is damaged."""
+    """Return a context in which an error of the types ``damage`` means that the checkpoint at ``path`` is damaged."""
     try:
         yield
     except UsageError:

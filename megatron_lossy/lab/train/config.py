@@ -137,9 +137,7 @@ class TrainConfig:
         metavar="N",
         basic=True,
     )
-    distributed_timeout_minutes: int = flag(
-        10, "give up on a collective after this long", metavar="MINUTES", incidental=True
-    )
+    distributed_timeout_minutes: int = flag(10, "fail a collective after this long", metavar="MINUTES", incidental=True)
 
     data: str | None = flag(
         None,
@@ -164,7 +162,7 @@ class TrainConfig:
     )
     data_cache_path: str | None = flag(
         None,
-        "folder for the sample indices; default a folder cache beside the data",
+        "folder for the sample indices; default a folder cache next to the data",
         metavar="FOLDER",
         incidental=True,
     )
@@ -228,13 +226,13 @@ class TrainConfig:
             problems.finish()
 
     def _wrong_numbers(self) -> Iterator[UsageError]:
-        """The errors of numbers that others are divided by."""
+        """Yield the errors of numbers that others are divided by."""
         for name in _POSITIVE:
             value = getattr(self, name)
             yield from self._need(name, value is None or value >= 1, "must be at least 1")
 
     def _wrong(self) -> Iterator[UsageError]:
-        """The errors of all else. The last checks raise theirs."""
+        """Yield the errors of all else. The last checks raise theirs."""
         yield from self._need("lr", self.lr is not None and 0 < self.lr < math.inf, "must be a positive number")
         yield from self._need("min_lr", 0 <= self.min_lr <= self.lr, f"must be from 0 to --lr {self.lr:g}")
         for name in ("weight_decay", "clip_grad", "init_method_std", "nadam_momentum_decay"):
@@ -299,7 +297,7 @@ class TrainConfig:
 
     @classmethod
     def missing(cls, values: Mapping[str, Any]) -> list[UsageError]:
-        """An error for each flag that needs a value and has none in ``values``."""
+        """Return an error for each flag that needs a value and has none in ``values``."""
         names = [name for name in (*REQUIRED, "lr") if values[name] is None]
         if not values["data"] and not values["data_path"]:
             names.append("data_path")
@@ -309,7 +307,7 @@ class TrainConfig:
         return found
 
     def _need(self, name: str, fine: bool, allowed: str) -> Iterator[UsageError]:
-        """The error of the flag ``name`` unless it is ``fine``."""
+        """Yield the error of the flag ``name`` unless it is ``fine``."""
         if not fine:
             yield refuse(flag_name(TrainConfig, name), shown(getattr(self, name)), allowed)
 
@@ -354,7 +352,7 @@ class TrainConfig:
         )
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Ranks that share the batch, out of ``world_size``, or virtual workers."""
+        """Return ranks that share the batch, out of ``world_size``, or virtual workers."""
         if self.virtual_workers:
             return self.virtual_workers
         return world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
@@ -385,12 +383,12 @@ class TrainConfig:
         return self.metrics_dir or self.save
 
     def data_sets(self) -> list[tuple[str, str]]:
-        """The data sets in ``--data-path`` and ``--valid-data-path``: flag and prefix, without the weights between."""
+        """Return the data sets in ``--data-path`` and ``--valid-data-path``: flag and prefix, without weights."""
         named = (("--data-path", self.data_path), ("--valid-data-path", self.valid_data_path))
         return [(name, text) for name, texts in named for text in texts or () if not is_weight(text)]
 
     def shape(self) -> dict[str, Any]:
-        """The settings that fix the shapes of the saved weights."""
+        """Return the settings that fix the shapes of the saved weights."""
         return {name: getattr(self, name) for name in SHAPE} | {
             "ffn_hidden_size": self.ffn,
             "num_query_groups": self.query_groups,

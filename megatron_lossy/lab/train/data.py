@@ -47,7 +47,7 @@ _DEFAULT_FOLDER = "build/data"
 def build_datasets(
     config: TrainConfig, tokenizer, iterations: int | None = None
 ) -> tuple[GPTDataset, GPTDataset | None]:
-    """Training and validation data, with the samples that ``config`` needs. Collective over all ranks.
+    """Return training and validation data, with the samples that ``config`` needs. Collective over all ranks.
 
     ``iterations``: those of the worker that makes most; default ``--train-iters``.
     """
@@ -97,7 +97,7 @@ def build_datasets(
 
 @contextlib.contextmanager
 def _naming_cache(cache: Path) -> Iterator[None]:
-    """A context that writes ``cache``. Its :class:`OSError` names ``cache``, or a file elsewhere."""
+    """Return a context that writes ``cache``. Its :class:`OSError` names ``cache``, or a file elsewhere."""
     try:
         yield
     except Exception as error:
@@ -110,7 +110,7 @@ def _naming_cache(cache: Path) -> Iterator[None]:
 
 
 def _building_folder(cache: Path) -> Path:
-    """A new folder beside ``cache``. Folders that killed runs left there at least an hour ago are removed."""
+    """Make a new folder next to ``cache``. Remove the folders that killed runs left there at least an hour ago."""
     with writing("--data-cache-path", cache.parent):
         cache.parent.mkdir(parents=True, exist_ok=True)
     for left in cache.parent.glob(f"{cache.name}.building.*"):
@@ -123,7 +123,7 @@ def _building_folder(cache: Path) -> Path:
 
 
 def _cache_folder(config: TrainConfig, *samples: int) -> Path:
-    """A folder for exactly these sample indices: other data has another folder, even under the same name."""
+    """Return a folder for exactly these sample indices: other data has another folder, even under the same name."""
     files = [os.path.abspath(prefix) + ".idx" for prefix in prefixes(config)]
     content = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     text = json.dumps([content, config.data_path, config.valid_data_path, config.seed, config.seq_length, samples])
@@ -161,10 +161,10 @@ class RankBatches:
 
 
 def on_device(samples: Sequence[Mapping[str, torch.Tensor]], target: torch.device) -> dict[str, torch.Tensor]:
-    """The micro-batch of ``samples`` on ``target``; see :class:`RankBatches`.
+    """Return the micro-batch of ``samples`` on ``target``; see :class:`RankBatches`.
 
-    It crosses in one piece. On CUDA it does so from page-locked memory, so that nobody waits until the device has done all
-    work that is queued.
+    It crosses in one piece. On CUDA it does so from page-locked memory, without a wait for the device's queued
+    work.
     """
     shape = (len(samples), len(samples[0]["tokens"]))
     count = shape[0] * shape[1]
@@ -181,7 +181,7 @@ _WORDS = ("tokens", "labels", "position_ids")
 
 
 def _parts(words: torch.Tensor, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Views of ``words``: the parts of a micro-batch of ``shape``."""
+    """Return views of ``words``: the parts of a micro-batch of ``shape``."""
     count = shape[0] * shape[1]
     parts = dict(zip(_WORDS, words[: len(_WORDS) * count].view(len(_WORDS), *shape), strict=True))
     return {**parts, "loss_mask": words[len(_WORDS) * count :].view(torch.float32)[:count].view(shape)}
@@ -191,7 +191,7 @@ def _parts(words: torch.Tensor, shape: tuple[int, int]) -> dict[str, torch.Tenso
 
 
 def with_data_paths(config: TrainConfig) -> TrainConfig:
-    """``config`` with the paths that ``--data`` stands for."""
+    """Return ``config`` with the paths that ``--data`` stands for."""
     if config.data is None:
         return config
     # The text is that of this Python's library.
@@ -239,7 +239,7 @@ def _complete(paths: TrainConfig, tokenizer: Tokenizer) -> bool:
 
 
 def prefixes(config: TrainConfig) -> list[str]:
-    """The prefixes in ``--data-path`` and ``--valid-data-path``, without the weights between them."""
+    """Return the prefixes in ``--data-path`` and ``--valid-data-path``, without the weights between them."""
     return [prefix for _, prefix in config.data_sets()]
 
 
@@ -251,7 +251,7 @@ def check_data(config: TrainConfig) -> None:
 
 
 def fingerprint(config: TrainConfig) -> list[Any]:
-    """Values that tell these data sets from others under the same names: a hash of the text, or at least the size."""
+    """Return values that identify these data sets besides their names: a hash of the text, or at least the size."""
     result = []
     for prefix in prefixes(config):
         description = read_description(prefix)
@@ -260,7 +260,7 @@ def fingerprint(config: TrainConfig) -> list[Any]:
 
 
 def same_everywhere(data: list[Any]) -> list[Any]:
-    """``data``, the :func:`fingerprint` of this rank. A collective call. Raises :class:`UsageError` if ranks differ."""
+    """Return ``data``, this rank's :func:`fingerprint`. A collective call. Raise :class:`UsageError` if they differ."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, data)
     for rank, other in enumerate(everyone):

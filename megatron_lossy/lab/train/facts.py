@@ -13,7 +13,7 @@ from .config import TrainConfig
 
 
 def of_trainer(config: TrainConfig, ranks: int) -> Facts:
-    """Facts of a run of :mod:`megatron_lossy.train` on ``ranks`` ranks, into which ``config`` must divide."""
+    """Return facts of a run of :mod:`megatron_lossy.train` on ``ranks`` ranks, into which ``config`` must divide."""
     size = config.data_parallel_size(ranks)
     return Facts(
         workers=size,

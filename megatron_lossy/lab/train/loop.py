@@ -66,7 +66,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
 
     A collective call for all ranks of the world, which may follow another one in the same processes. The summary:
     ``iteration``, ``finished``, ``diverged`` (why, if the loss became infinite or no number), ``lm loss`` (of the
-    last log interval) and ``valid`` (the losses of the last evaluation, by kind of weights). Raises
+    last log interval) and ``valid`` (the losses of the last evaluation, by kind of weights). Raise
     :class:`UsageError` if the configuration or the folders are wrong, before any process group exists.
     """
     device.prepare()
@@ -190,7 +190,7 @@ class _Run:
         return {"iteration": iteration, "finished": finished, "diverged": diverged, **self.summary}
 
     def _train(self, batches: list[RankBatches]) -> bool:
-        """Iterate to the end (true), or until somebody stops the run (false). Raises :class:`Diverged`."""
+        """Iterate to the end (true), or until the run is stopped (false). Raise :class:`Diverged`."""
         config, progress = self.config, self.progress
         outcomes: deque[Callable[[], tuple[float, float, bool, int]]] = deque()
         grad_norm = 0.0
@@ -233,7 +233,7 @@ class _Run:
         return True
 
     def _go_on_at(self, iteration: int) -> list[RankBatches]:
-        """Go on with a later ``iteration``: the run has made those before without this job. Returns its batches from there on."""
+        """Go on with a later ``iteration``: the run has made those before without this job. Return its batches from there on."""
         progress, config = self.progress, self.config
         missed = iteration - progress.iteration
         self.console.note(
@@ -246,7 +246,7 @@ class _Run:
         return self.workers.training_batches(self.train_data, iteration, progress.consumed_samples)
 
     def _due(self, last: bool) -> tuple[bool, bool, bool, bool]:
-        """Whether this iteration is one to log, to evaluate, to save, and to leave after."""
+        """Return whether this iteration is one to log, to evaluate, to save, and to leave after."""
         config = self.config
 
         def every(interval: int | None) -> bool:
@@ -261,7 +261,7 @@ class _Run:
         )
 
     def _step(self, batches: list[RankBatches]) -> Callable[[], tuple[float, float, bool, int]]:
-        """Make one iteration. Returns a function that waits for its results.
+        """Make one iteration. Return a function that waits for its results.
 
         They are the loss per token, the gradient norm, whether the weights were updated, and a signal or 0.
 
@@ -282,7 +282,7 @@ class _Run:
         return finish
 
     def _gather_in_forward(self, on: bool, sync: bool = True) -> None:
-        """Turn the forward hooks of ``--overlap-param-gather`` on or off. Off gathers what is due, if ``sync``."""
+        """Turn the forward hooks of ``--overlap-param-gather`` on or off. Off gathers the due data, if ``sync``."""
         if not self.config.gathers_in_forward:
             return
         self.hooked = on

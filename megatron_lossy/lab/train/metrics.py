@@ -50,7 +50,7 @@ class JsonLinesWriter:
 
 
 def _line(record: dict[str, Any]) -> str:
-    """``record`` as a line of JSON. JSON has only null for infinite or undefined numbers."""
+    """Return ``record`` as a line of JSON. JSON has only null for infinite or undefined numbers."""
     known = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
@@ -90,12 +90,12 @@ Writer = JsonLinesWriter | TensorBoardWriter
 
 
 def perplexity(loss: float | None) -> float | None:
-    """exp of a loss in nats, which is cut at 20 as in Megatron's printed perplexities; None for None."""
+    """Return exp of a loss in nats, which is cut at 20 as in Megatron's printed perplexities; None for None."""
     return None if loss is None else math.exp(min(20.0, loss)) if not math.isnan(loss) else math.nan
 
 
 def _scalars(record: dict[str, Any]) -> Iterable[tuple[str, float]]:
-    """The values of a record with the names under which Megatron-LM plots them."""
+    """Return the values of a record with the names under which Megatron-LM plots them."""
     if record["kind"] == "train":
         for name, value in record.items():
             if name not in ("kind", "iteration"):

@@ -43,7 +43,7 @@ _BUCKET_PARAMETERS_PER_RANK = 1_000_000
 
 
 def transformer_impl(config: TrainConfig) -> str:
-    """``local`` or ``transformer_engine``. Raises :class:`UsageError` if the requested layers cannot run here."""
+    """Return ``local`` or ``transformer_engine``. Raise :class:`UsageError` if the requested layers cannot run here."""
     possible = HAVE_TE and device.device_type() == "cuda"
     if config.transformer_impl == "transformer_engine" and not possible:
         raise refuse("--transformer-impl", "transformer_engine", "needs transformer-engine and CUDA; use local")
@@ -51,7 +51,7 @@ def transformer_impl(config: TrainConfig) -> str:
 
 
 def transformer_config(config: TrainConfig) -> TransformerConfig:
-    """megatron-core's model configuration."""
+    """Return megatron-core's model configuration."""
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     # The fused kernels are CUDA's; on another device torch would compile them, or they would be missing.
     fused = device.device_type() == "cuda"
@@ -83,7 +83,7 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataParallel]:
-    """This rank's pipeline stage, ready to train, as the list of one model chunk that megatron-core expects.
+    """Return this rank's pipeline stage, ready to train, as the list of one model chunk that megatron-core expects.
 
     ``vocab_size`` is the tokenizer's, before padding. Weights are random, equal on all data-parallel ranks.
     """
@@ -137,7 +137,7 @@ def _ddp_config(config: TrainConfig) -> DistributedDataParallelConfig:
 def forward_step(data_iterator, model):
     """Make one micro-batch's forward pass through this stage, in the form that Megatron's schedules expect.
 
-    Returns the stage's output and a function of the last stage's output, per-token losses [micro-batch, sequence]. The
+    Return the stage's output and a function of the last stage's output, per-token losses [micro-batch, sequence]. The
     function returns their sum, the number of tokens, and both as a vector to report.
     """
     batch = next(data_iterator)
@@ -146,7 +146,7 @@ def forward_step(data_iterator, model):
 
 
 def sum_of_losses(mask: torch.Tensor, output: torch.Tensor):
-    """The sum of ``output``, losses per token, where ``mask`` counts; the number of tokens; and both to report."""
+    """Return the sum of ``output`` (losses per token) where ``mask`` is 1, the number of tokens, and both in a tensor."""
     mask = mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     tokens = mask.sum()
@@ -158,7 +158,7 @@ def sum_of_losses(mask: torch.Tensor, output: torch.Tensor):
 
 @contextlib.contextmanager
 def world(config: TrainConfig, launched: World | None = None) -> Iterator[None]:
-    """A context with the default process group, destroyed at the end. An existing group is used and left as it is.
+    """Return a context with the default process group, destroyed at the end unless it existed before.
 
     ``launched``: if given, the group is this rank's job in it.
     """
@@ -180,14 +180,14 @@ def world(config: TrainConfig, launched: World | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def model_parallel(config: TrainConfig) -> Iterator[None]:
-    """A context with Megatron's process groups and random states of one run. The next run finds none of them."""
+    """Return a context with Megatron's process groups and random states of one run, which its end destroys."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
         order="tp-cp-ep-pp-dp" if config.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         distributed_timeout_minutes=config.distributed_timeout_minutes,
-        create_gloo_process_groups=False,  # nobody here uses them
+        create_gloo_process_groups=False,  # they are not used here
     )
     groups = list(parallel_state._global_process_group_list)
     _seed(config.seed)

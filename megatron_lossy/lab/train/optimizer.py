@@ -12,19 +12,19 @@ from ...hooks.versions import optimizers
 from .config import TrainConfig
 
 # Megatron's distributed optimizer shards Adam's state only. With an epsilon so large that the second moment vanishes
-# beside it, Adam's step is lr/epsilon times the mean gradient: exact SGD, since multiplying by a power of two is exact.
+# against it, Adam's step is lr/epsilon times the mean gradient: exact SGD, since a power of two multiplies exactly.
 _SGD_SCALE = 2.0**40
 # The momentum decay of NAdam times the length of the run: torch's default for 30,000 iterations.
 _MOMENTUM_DECAY = 0.004 * 30_000
 
 
 def lr_scale(config: TrainConfig) -> float:
-    """The factor between the optimizer's learning rates and ``--lr``."""
+    """Return the factor between the optimizer's learning rates and ``--lr``."""
     return _SGD_SCALE if config.optimizer == "sgd" else 1.0
 
 
 def build_optimizer(config: TrainConfig, model_chunks: list) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """The optimizer of ``model_chunks``, each rank with its shard of the state or all of it, and its scheduler.
+    """Return the optimizer of ``model_chunks``, each rank with its shard of the state or all of it, and its scheduler.
 
     The scheduler counts samples, as Megatron-LM's does. Norms and biases are not decayed.
     """
@@ -97,7 +97,7 @@ class NAdamW(torch.optim.Optimizer):
 
     @classmethod
     def instead_of(cls, adam: torch.optim.Optimizer, momentum_decay: float) -> NAdamW:
-        """An optimizer with the parameter groups of ``adam`` before its first step. Megatron's shards are no leaves."""
+        """Return an optimizer with the groups of ``adam`` before its first step: Megatron's shards are no leaves."""
         in_group = not isinstance(adam, torch.optim.AdamW)
         optimizer = cls([torch.zeros(1, requires_grad=True)], momentum_decay, step_in_group=in_group)
         optimizer.param_groups = adam.param_groups

@@ -38,7 +38,7 @@ def quiet_imports() -> None:
 
 
 def require_megatron() -> None:
-    """Import megatron-core. Raises :class:`UsageError` if it is missing, or this program cannot train with its version."""
+    """Import megatron-core. Raise :class:`UsageError` if it is missing, or this program cannot train with its version."""
     from ...base import device
 
     device.prepare_import()
@@ -54,7 +54,7 @@ def require_megatron() -> None:
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """A context in which ``handler`` takes SIGINT and SIGTERM, which would end the process."""
+    """Return a context in which ``handler`` takes SIGINT and SIGTERM, which would end the process."""
     previous = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
@@ -112,7 +112,7 @@ def rank_errors(program: str) -> Iterator[None]:
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Whether ``error`` means that another rank cannot be reached."""
+    """Return whether ``error`` means that another rank cannot be reached."""
     import torch
 
     from ...transport.udp import PeerLost

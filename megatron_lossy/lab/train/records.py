@@ -81,7 +81,7 @@ def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int
 
 
 def header(config: TrainConfig, run: Run, data_path: Sequence[str]) -> str:
-    """The losses, the workers, and the epochs of training data of ``run``, in words."""
+    """Return the losses, the workers, and the epochs of training data of ``run``, in words."""
     ranks, jobs = torch.distributed.get_world_size(), run.config.jobs()
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     on = f", on {jobs.number} {jobs.name}s" if jobs.several else ""
@@ -123,7 +123,7 @@ class Stop:
         self._number = 0
 
     def listening(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which signals are noted instead of ending the process."""
+        """Return a context in which signals are noted instead of ending the process."""
         return handling(self._on_signal)
 
     def _on_signal(self, number: int, _: Any) -> None:
@@ -142,7 +142,7 @@ class Stop:
     def begin(self) -> Callable[[], int]:
         """Begin to agree whether to stop, so that all leave after the same iteration.
 
-        Returns a function that waits for the signal that told any rank to stop, or 0.
+        Return a function that waits for the signal by which any rank was stopped, or 0.
         """
         agreement = self._run.job_group.begin_stopping(self._number)
         if agreement is not None:

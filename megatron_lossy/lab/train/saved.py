@@ -28,7 +28,7 @@ SETTINGS = "settings.json"
 _SAMPLES = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "seed")
 # The flags that name data, whose contents count.
 _PATHS = ("data_path", "valid_data_path")
-# Beside paths and what is incidental, the flags that each of several jobs may have as it likes.
+# Besides paths and incidental flags, those that each of several jobs may have as it likes.
 _OWN = (
     "data",
     "data_path",
@@ -41,20 +41,20 @@ _OWN = (
 
 
 def settings_of(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None) -> dict[str, Any]:
-    """The settings that identify a run, as JSON gives them back. ``data``: the fingerprint of its data, if known."""
+    """Return the settings that identify a run, as in JSON. ``data``: the fingerprint of its data, if known."""
     settings = {"train": identity(config), "loss": identity(lossy), "data": data}
     return json.loads(json.dumps(settings))
 
 
 def shared_settings(config: TrainConfig, data: list[Any]) -> dict[str, str]:
-    """The settings that jobs must have alike to average their weights, by flag. ``data``: the fingerprint of its data."""
+    """Return the settings that must be alike in jobs that average weights, by flag. ``data``: their fingerprint."""
     own = {name: value for name, value in identity(config).items() if name not in _OWN}
     text = blake2b(json.dumps(data).encode(), digest_size=8).hexdigest()
     return texts_by_flag(config, own) | {"--data-path": f"(digest of its text {text})"}
 
 
 def in_folders_of_job(config: TrainConfig, jobs: Jobs, job: int) -> TrainConfig:
-    """``config`` with the folders of ``job``, of real ranks, within those that it names."""
+    """Return ``config`` with the folders of ``job``, of real ranks, within those that it names."""
     named = {name: getattr(config, name) for name in ("save", "metrics_dir", "tensorboard_dir")}
     folders = {name: jobs.folder(path, job) for name, path in named.items() if path}
     if config.load:
@@ -63,7 +63,7 @@ def in_folders_of_job(config: TrainConfig, jobs: Jobs, job: int) -> TrainConfig:
 
 
 def same_folder(a: str | None, b: str | None) -> bool:
-    """Whether both name one folder."""
+    """Return whether both name one folder."""
     return a is not None and b is not None and os.path.realpath(a) == os.path.realpath(b)
 
 
@@ -102,7 +102,7 @@ def check_folders(
 def _extends(
     there: dict[str, Any], here: dict[str, Any], config: TrainConfig, lossy: LossyConfig, data: Sequence[str] | None
 ) -> bool:
-    """Whether the finished run ``there`` goes on as if it had been begun with the larger ``--train-iters`` of ``config``."""
+    """Return whether the finished run ``there`` can continue with the larger ``--train-iters`` of ``config``."""
     before = there["train"]["train_iters"]
     scheduled = config.lr_decay_style == "constant" or config.lr_decay_iters is not None
     if config.optimizer == "nadam":
@@ -118,7 +118,7 @@ def _extends(
 
 
 def changed_settings(config: TrainConfig, lossy: LossyConfig, data: list[Any]) -> str | None:
-    """The settings that differ from those of the run that ``--load`` names, in words; ``None`` if none does."""
+    """Return the settings that differ from those of the run that ``--load`` names, in words; ``None`` if none does."""
     settings = read_settings("--load", config.load)
     if settings is None:
         return None
@@ -142,7 +142,7 @@ def write_settings(config: TrainConfig, lossy: LossyConfig, data: list[Any]) -> 
 
 
 def read_settings(flag: str, folder: str | os.PathLike[str] | None) -> dict[str, Any] | None:
-    """The settings of the run in ``folder``; ``None`` if there is none. Raises :class:`UsageError`."""
+    """Return the settings of the run in ``folder``; ``None`` if there is none. Raise :class:`UsageError`."""
     if folder is None or not (path := Path(folder) / SETTINGS).is_file():
         return None
     try:

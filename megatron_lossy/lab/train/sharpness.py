@@ -41,7 +41,7 @@ Tensors = Sequence[torch.Tensor]
 def largest_eigenvalue(
     product: Callable[[torch.Tensor], torch.Tensor], start: torch.Tensor, products: int
 ) -> tuple[float, torch.Tensor]:
-    """The largest eigenvalue of a symmetric matrix as far as ``products`` of it tell, and a vector of length 1 for it.
+    """Return the largest eigenvalue of a symmetric matrix by ``products`` of it, and a vector of length 1 for it.
 
     ``product``: multiplies [n] by the matrix. The eigenvalue is the largest on the space of ``start``, ``product(start)``, … (that
     of Lanczos): never above the true one, and never below what as many power iterations find. NaN if a product is not finite.
@@ -85,7 +85,7 @@ class Sharpness:
         self._found: list[dict[str, float]] = []
 
     def due(self, iteration: int) -> bool:
-        """Whether to measure after ``iteration`` iterations."""
+        """Return whether to measure after ``iteration`` iterations."""
         interval = self._config.sharpness_interval
         return bool(interval) and iteration % interval == 0
 
@@ -109,17 +109,17 @@ class Sharpness:
                 generator = torch.Generator().manual_seed(_SEED)
                 start = torch.randn(scale.numel(), generator=generator).to(scale.device)
             value, self._vector = largest_eigenvalue(product, start, FIRST if self._vector is None else LATER)
-        self._found.append({"sharpness": value, **self._beside(value)})
+        self._found.append({"sharpness": value, **self._stability(value)})
 
     def metrics(self) -> dict[str, float]:
-        """Means over the measurements since the last call; nothing without any."""
+        """Return means over the measurements since the last call; nothing without any."""
         found, self._found = self._found, []
         return {name: float(np.mean([one[name] for one in found])) for name in (found[0] if found else ())}
 
     # --- the matrix --------------------------------------------------------------------------------------------------
 
     def _preconditioner(self) -> torch.Tensor | None:
-        """P^1/2 of all parameters in a row, float32[n]; ``None`` before the first update."""
+        """Return P^1/2 of all parameters in a row, float32[n]; ``None`` before the first update."""
         parts = []
         inner = {parameter: one for one in optimizers(self._optimizer) for parameter in one.model_param_group_index_map}
         for parameter in self._parameters:
@@ -135,7 +135,7 @@ class Sharpness:
         return torch.cat(parts).sqrt()
 
     def _curvature(self, batches: Sequence[Any], kept: Tensors, direction: torch.Tensor) -> torch.Tensor:
-        """H times ``direction``, by the difference of gradients on both sides of the weights ``kept``.
+        """Return H times ``direction``, by the difference of gradients on both sides of the weights ``kept``.
 
         Backward passes of Megatron's own functions cannot be differentiated once more.
         """
@@ -152,7 +152,7 @@ class Sharpness:
         return (sides[0] - sides[1]) / (2 * step)
 
     def _gradient(self, batches: Sequence[Any]) -> torch.Tensor:
-        """The gradient of the loss per token of ``batches``, float32[n]. No buffer of Megatron's is touched."""
+        """Return the gradient of the loss per token of ``batches``, float32[n]. No buffer of Megatron's is touched."""
         total, tokens = None, 0
         for batch in batches:
             with torch.enable_grad():
@@ -165,10 +165,10 @@ class Sharpness:
         assert total is not None
         return total / max(1, tokens)
 
-    # --- what the theory of lag puts beside it -----------------------------------------------------------------------
+    # --- comparison with the theory of lag ---------------------------------------------------------------------------
 
-    def _beside(self, sharpness: float) -> dict[str, float]:
-        """The learning rate times the sharpness; and, where losses are known beforehand, the lag and the stable limit."""
+    def _stability(self, sharpness: float) -> dict[str, float]:
+        """Return the learning rate times the sharpness; with losses known beforehand, also lag and stable limit."""
         step = get_canonical_lr_for_logging(self._optimizer.param_groups) / lr_scale(self._config) * sharpness
         found = {"lr x sharpness": step}
         lag = self._lag()
@@ -181,7 +181,7 @@ class Sharpness:
         return found
 
     def _lag(self) -> Lag | None:
-        """The lag of replicas at the loss rate of the next iteration; ``None`` if the flags do not tell."""
+        """Return the lag of replicas at the next iteration's loss rate; ``None`` if the flags do not determine it."""
         step = self._run.iteration
         known = [group.wire.lag(Exchange("param", group.wire.stream, step)) for group in self._run.groups]
         if None in known:
@@ -190,7 +190,7 @@ class Sharpness:
         return Lag(float(share), float(1 - share / mean)) if share else Lag()
 
     def _lead(self, lag: Lag) -> Lead:
-        """The lead with which owners send."""
+        """Return the lead with which owners send."""
         config = self._run.config
         if config.sends_weights() or not lag.share:
             return Lead()

@@ -42,27 +42,27 @@ class Workers:
         return build_optimizer(self._config, self._chunks)
 
     def training_batches(self, dataset: GPTDataset, iteration: int, consumed: int) -> list[RankBatches]:
-        """The argument of :meth:`iterate`, after ``iteration`` iterations with ``consumed`` samples."""
+        """Return the argument of :meth:`iterate`, after ``iteration`` iterations with ``consumed`` samples."""
         return self.batches(dataset, consumed)
 
     def samples(self, iteration: int) -> int:
-        """Samples of iteration number ``iteration`` (from 0)."""
+        """Return samples of iteration number ``iteration`` (from 0)."""
         return self._config.global_batch_size
 
     def batches(self, dataset: GPTDataset, consumed: int) -> list[RankBatches]:
-        """The micro-batches of each rank from global sample ``consumed`` on."""
+        """Return the micro-batches of each rank from global sample ``consumed`` on."""
         return [RankBatches(dataset, self._config, consumed, rank, self._lossy.workers) for rank in self._lossy.local]
 
     def run(self, batches: list[RankBatches], samples: int, forward_only: bool) -> list[torch.Tensor]:
         """Run forward (and backward) passes over the next ``samples`` samples of all ranks of the world.
 
-        Returns for each rank of this process its (sum of losses, tokens); nothing before the last pipeline stage.
+        Return for each rank of this process its (sum of losses, tokens); nothing before the last pipeline stage.
         Gradients are reduced at the end on real ranks, and of virtual workers by :meth:`step`.
         """
         return self._take_turns(self._lossy, batches, samples, forward_only)
 
     def _take_turns(self, run: Run, batches: list[RankBatches], samples: int, forward_only: bool) -> list[torch.Tensor]:
-        """:meth:`run` for the workers of ``run``, each with its own of ``batches``."""
+        """Call :meth:`run` for the workers of ``run``, each with its own of ``batches``."""
         # All ranks start an iteration with the same random state and draw equally many numbers.
         draws = len(batches) > 1 and self._draws and not forward_only
         state = rng_state() if draws else None
@@ -82,7 +82,7 @@ class Workers:
     def iterate(
         self, batches: list[RankBatches], begin: Callable[[list[torch.Tensor]], Begun]
     ) -> tuple[Begun, bool, float]:
-        """Make one iteration with ``batches``. Returns ``begin``'s result, whether weights changed, and the gradient
+        """Make one iteration with ``batches``. Return ``begin``'s result, whether weights changed, and the gradient
         norm.
 
         ``begin`` gets the sums of :meth:`run`, as soon as they are known.
@@ -98,15 +98,15 @@ class Workers:
         return begun, successful, grad_norm or 0.0
 
     def begin_norm(self, grad_norm: float) -> Callable[[], float]:
-        """Returns a function that waits for the global gradient norm. ``grad_norm``: this rank's norm."""
+        """Return a function that waits for the global gradient norm. ``grad_norm``: this rank's norm."""
         return lambda: grad_norm
 
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Make the update. Returns the result of ``optimizer.step()``: success, gradient norm, number of zeros."""
+        """Make the update. Return the result of ``optimizer.step()``: success, gradient norm, number of zeros."""
         return self._lossy.step(self.optimizer)
 
     def evaluate_owner(self, batches: list[RankBatches], samples: int) -> list[torch.Tensor]:
-        """Runs as :meth:`run` does, without gradients, and with the weights that are in the model: the owners'."""
+        """Run as :meth:`run` does, without gradients, with the weights in the model: the owners'."""
         sums = []
         for worker, own in enumerate(batches):
             with self._lossy.data_of(worker):
@@ -114,7 +114,7 @@ class Workers:
         return sums
 
     def _micro_batches_of(self, samples: int) -> int:
-        """Micro-batches of each rank, of ``samples`` of all ranks."""
+        """Return micro-batches of each rank, of ``samples`` of all ranks."""
         return samples // (self._config.micro_batch_size * self._lossy.workers)
 
     def _run(self, batches: RankBatches, samples: int, forward_only: bool) -> list[torch.Tensor]:
@@ -139,7 +139,7 @@ def begin_mean_loss(
     of_jobs: Callable[[torch.Tensor], torch.Tensor] | None = None,
     late: bool = False,
 ) -> Callable[[], float]:
-    """Begin to add up losses. Returns a function that waits for the loss per token over all ranks.
+    """Begin to add up losses. Return a function that waits for the loss per token over all ranks.
 
     Both are collective calls. ``sums``: on ranks of the last pipeline stage, (sum of losses, tokens) of each rank of
     this process. ``of_jobs``: adds them up over jobs; without it they cover this rank's
@@ -167,7 +167,7 @@ def begin_mean_loss(
 def evaluate(
     config: TrainConfig, workers: Workers, model_chunks: list, dataset: Any, number: int, lossy: Run
 ) -> dict[str, float]:
-    """The loss of evaluation ``number`` (from 0) by its weights: "replica", "owner", "consensus" (of jobs).
+    """Return the loss of evaluation ``number`` (from 0) by its weights: "replica", "owner", "consensus" (of jobs).
 
     For --eval-weights "both" it is the loss of replicas, and of the jobs' consensus, or with one job of the owners. If jobs do
     not meet, it is that of the owners in the place of their consensus.
@@ -197,7 +197,7 @@ def evaluate(
 
 @contextlib.contextmanager
 def evaluating(model_chunks: Sequence[Any]) -> Iterator[None]:
-    """A context without gradients and without dropout, and so without random numbers."""
+    """Return a context without gradients and without dropout, and so without random numbers."""
     for chunk in model_chunks:
         chunk.eval()
     try:

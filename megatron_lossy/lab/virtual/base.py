@@ -69,7 +69,7 @@ class VirtualRun(Run):
 
     @abstractmethod
     def building(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which DistributedDataParallel lays its buffers out as N ranks would."""
+        """Return a context in which DistributedDataParallel lays its buffers out as N ranks would."""
 
     def attach(self, ddp: Any) -> None:
         """Take over the gradients of ``ddp``, one model chunk of a world of one rank, built in :meth:`building`.
@@ -110,7 +110,7 @@ class VirtualRun(Run):
 
     @abstractmethod
     def _replica(self, worker: int) -> contextlib.AbstractContextManager[Any]:
-        """A context in which the model has the weights of ``worker``."""
+        """Return a context in which the model has the weights of ``worker``."""
 
     @contextlib.contextmanager
     def data_of(self, worker: int) -> Iterator[None]:
@@ -121,7 +121,7 @@ class VirtualRun(Run):
             self.rank = before
 
     def _collect(self, model: Any, num_tokens: torch.Tensor | None = None, **_: Any) -> None:
-        """Replaces Megatron's ``finalize_model_grads``, at the end of a worker's last backward pass."""
+        """Take the place of Megatron's ``finalize_model_grads``, at the end of a worker's last backward pass."""
         assert self._worker is not None, "gradients were computed outside a worker's turn"
         with torch.no_grad():
             self._collect_of(self._worker)
@@ -133,7 +133,7 @@ class VirtualRun(Run):
         """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards."""
 
     def _per_token(self) -> float | None:
-        """The factor that turns the sum of the gradients into that of a token; ``None`` if losses are no sums."""
+        """Return the factor from the sum of the gradients to that of a token; ``None`` if losses are no sums."""
         if self._tokens is None:
             return None
         tokens, self._tokens = self._tokens.item(), None

@@ -220,7 +220,7 @@ def get_grad_norm_fp32(
 
 
 def _pieces(grad: torch.Tensor, buffers: Sequence[torch.Tensor], workers: int) -> list[tuple[int, torch.Tensor]]:
-    """Parts of ``grad``, each with the rank that owns its shard."""
+    """Return parts of ``grad``, each with the rank that owns its shard."""
     for buffer in buffers:
         first = (grad.data_ptr() - buffer.data_ptr()) // buffer.element_size()
         if 0 <= first < buffer.numel() and grad.device == buffer.device:
@@ -236,7 +236,7 @@ def _pieces(grad: torch.Tensor, buffers: Sequence[torch.Tensor], workers: int) -
     return result
 
 
-class _Sized:
+class _SizedGroup:
     """A process group of one rank that reports ``size`` ranks."""
 
     def __init__(self, group: Any, size: int) -> None:
@@ -251,7 +251,7 @@ class _Sized:
 
 
 def buffers_for(workers: int) -> contextlib.AbstractContextManager[None]:
-    """A context in which DistributedDataParallel pads its buckets as on ``workers`` ranks.
+    """Return a context in which DistributedDataParallel pads its buckets as on ``workers`` ranks.
 
     Megatron pads each bucket so that it can be cut into as many shards as the group has ranks. So the ends of shards, and
     the units that are lost together, depend on N.
@@ -260,7 +260,7 @@ def buffers_for(workers: int) -> contextlib.AbstractContextManager[None]:
     def padded(original: type) -> type:
         class PaddedBuffer(original):
             def __init__(self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, *rest, **more):
-                sized = _Sized(data_parallel_group, workers)
+                sized = _SizedGroup(data_parallel_group, workers)
                 super().__init__(ddp_config, param_dtype, grad_dtype, params, sized, *rest, **more)
                 self.data_parallel_group = data_parallel_group
                 self.data_parallel_world_size = data_parallel_group.size()

@@ -52,7 +52,7 @@ class Memory:
         self._final.put(exchange, (arrived, None))
 
     def final(self, exchange: Exchange) -> Delivery:
-        """The delivery at all workers, including units that senders delivered in spite of the draw."""
+        """Return the delivery at all workers, including units that senders delivered in spite of the draw."""
         known = self._final.get(exchange)
         if known is None:
             return self.foresee(exchange)
@@ -64,7 +64,7 @@ class Memory:
         return delivery
 
     def foresee(self, exchange: Exchange) -> Delivery:
-        """The drawn delivery at all workers."""
+        """Return the drawn delivery at all workers."""
         delivery = self._latest.get(exchange)
         if delivery is None:
             network, cut = self.networks[exchange.phase], self.cut[exchange.phase]
@@ -108,9 +108,9 @@ class WorkerWire(DrawnWire):
 def groups_in_memory(
     config: LossyConfig, specs: Sequence[BucketSpec], stream: Stream, members: range, ranks: int, steps: int | None
 ) -> tuple[Memory, list[LossyGroup]]:
-    """The memory that the workers ``members`` of ``ranks`` exchange through, and the group of each of them.
+    """Return the memory that the workers ``members`` of ``ranks`` exchange through, and the group of each of them.
 
-    ``steps``: length of the run, if known. Raises :class:`UsageError` if the loss flags do not fit.
+    ``steps``: length of the run, if known. Raise :class:`UsageError` if the loss flags do not fit.
     """
     cut = cut_buckets(config, specs)
     nodes = None if config.ranks_of_node is None else consecutive_nodes(range(ranks), config.ranks_of_node)
@@ -145,7 +145,7 @@ class LossyWorkers:
         step: int,
         averaged: bool = False,
     ) -> None:
-        """Does for all workers what :func:`lossy_reduce_scatter` does on one rank.
+        """Do the work of :func:`lossy_reduce_scatter` for all workers.
 
         ``outputs``: for each worker [shard]; they receive the recovered sum, or mean if ``averaged``. ``inputs``: for
         each worker [N * shard], changed in place.
@@ -168,7 +168,7 @@ class LossyWorkers:
     def all_gather(
         self, bucket: int, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], step: int
     ) -> None:
-        """Does for all workers what :func:`lossy_all_gather` does on one rank.
+        """Do the work of :func:`lossy_all_gather` for all workers.
 
         ``outputs``: for each worker its replica [N * shard]; a unit that does not arrive keeps its old value.
         ``inputs``: for each worker the fresh values of its shard [shard], in its replica or not.
@@ -189,6 +189,6 @@ class LossyWorkers:
             group.params[bucket].before_update(own)
 
     def finish_step(self, step: int, successful: bool) -> None:
-        """Calls :meth:`LossyGroup.finish_step` for all workers."""
+        """Call :meth:`LossyGroup.finish_step` for all workers."""
         for group in self.groups:
             group.finish_step(step, successful)

@@ -1,7 +1,7 @@
 """Virtual islands that come and go by ``--island-schedule`` (docs/islands.md#islands-that-come-and-go).
 
-A death is known at once, and a copy takes no time: there are no networks here. An island that stops keeps what it had,
-as if it had saved at its last iteration. Replicas within an island that has stood still begin equal again.
+A death is known at once, and a copy takes no time: there are no networks here. An island that stops keeps its state, as
+if it had saved at its last iteration. Replicas within an island that has stood still begin equal again.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Presence:
 
 
 class Churn:
-    """Presence of islands by a schedule, and the epoch that holds; it knows no weights.
+    """Presence of islands by a schedule, and the epoch that holds; it has no weights.
 
     ``iterations``: of the run, if known. ``note``: gets a record of each epoch. Raises :class:`UsageError`.
     """
@@ -171,7 +171,7 @@ class Churn:
         self._path, self._interval, self._note = config.island_schedule, config.sync_interval, note
 
     def begin(self, iteration: int) -> list[Return]:
-        """Let the events before ``iteration`` happen. Returns the islands that are there again."""
+        """Let the events before ``iteration`` happen. Return the islands that are there again."""
         events, returns = self.schedule.at(iteration), []
         for one in events:
             if one.leaves:
@@ -183,7 +183,7 @@ class Churn:
         return returns
 
     def end(self, iteration: int, visits: Callable[[int], int]) -> Epoch | None:
-        """``iteration`` is made. Returns the epoch of the exchange that begins after it; ``None`` if none does.
+        """Note the end of ``iteration``. Return the epoch of the exchange that begins after it; ``None`` if none does.
 
         ``visits``: see :meth:`Presence.about_to_send`.
         """
@@ -209,12 +209,12 @@ class Churn:
         self._note(line(epoch.first, iteration, epoch, self.presence.lags(now), events, returned=returned))
 
     def state_dict(self, iteration: int) -> dict[str, Any]:
-        """The state before ``iteration``: the members, and the events that made them so."""
+        """Return the state before ``iteration``: the members, and the events that made them so."""
         past = [list(one) for one in self.schedule.before(iteration)]
         return {"slots": self.presence.state_dict(), "past": past}
 
     def load_state_dict(self, state: dict[str, Any], iteration: int) -> None:
-        """Restore :meth:`state_dict`. Raises :class:`UsageError` if the schedule had other events before."""
+        """Restore :meth:`state_dict`. Raise :class:`UsageError` if the schedule had other events before."""
         here = [list(one) for one in self.schedule.before(iteration)]
         if state["past"] != here:
             raise refuse(FLAG, self._path, f"has other events before iteration {iteration} than the checkpoint's run")
@@ -238,7 +238,7 @@ class ChurningIslands(VirtualIslands):
     def _member_rounds(self) -> list[MemberRounds[InMemory]]:
         return [rounds for rounds in self._rounds if isinstance(rounds, MemberRounds)]
 
-    # --- who is there ----------------------------------------------------------------------------------------------
+    # --- presence --- -------------------------------------------------------------------------------------------
 
     @property
     def present(self) -> Sequence[int]:
@@ -277,12 +277,12 @@ class ChurningIslands(VirtualIslands):
     def _visits(self, island: int) -> int:
         return min(rounds.visits(island) for rounds in self._member_rounds)
 
-    def _tell(self, delivery: Delivery) -> None:
-        """Tell with all slots as sources: nothing arrives from those that are away."""
+    def _report(self, delivery: Delivery) -> None:
+        """Report with all slots as sources: nothing arrives from those that are away."""
         receivers, _, units = delivery.arrived.shape
         arrived = np.zeros((receivers, len(self.clusters), units), dtype=bool)
         arrived[:, list(delivery.sources)] = delivery.arrived
-        super()._tell(replace(delivery, sources=range(len(self.clusters)), arrived=arrived))
+        super()._report(replace(delivery, sources=range(len(self.clusters)), arrived=arrived))
 
     # --- saving ----------------------------------------------------------------------------------------------------
 

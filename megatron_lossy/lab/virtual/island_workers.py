@@ -44,7 +44,7 @@ class IslandWorkers(Workers):
         ]
 
     def _made(self, rank: int, iteration: int) -> int:
-        """The global sample that ``rank`` counts from after ``iteration`` iterations of the slowest island."""
+        """Return the global sample that ``rank`` counts from after ``iteration`` iterations of the slowest island."""
         flags = self._islands.config
         island = rank * flags.islands // self._islands.workers
         return flags.local_iterations(island, iteration) * self._config.global_batch_size
@@ -54,7 +54,7 @@ class IslandWorkers(Workers):
         return made * self._config.global_batch_size // self._islands.config.islands
 
     def _due(self, island: int, iteration: int) -> int:
-        """Local iterations of ``island`` in iteration number ``iteration`` of the slowest."""
+        """Return local iterations of ``island`` in iteration number ``iteration`` of the slowest."""
         flags = self._islands.config
         return flags.local_iterations(island, iteration + 1) - flags.local_iterations(island, iteration)
 
@@ -68,7 +68,7 @@ class IslandWorkers(Workers):
             if island not in islands.present:
                 for batch in self._batches_of(island, batches):
                     batch.skip(self._config.global_batch_size)
-                # Learning rates follow the run, whoever makes the iterations.
+                # Learning rates follow the run, not the islands that make the iterations.
                 self._schedulers[island].step(increment=self._config.global_batch_size)
                 continue
             due = self._due(island, islands.iteration)
@@ -95,7 +95,7 @@ class IslandWorkers(Workers):
         return sums, updated, norm or 0.0
 
     def run(self, batches: list[RankBatches], samples: int, forward_only: bool) -> list[torch.Tensor]:
-        """Runs as :meth:`Workers.run` does, without gradients. Every worker has its replica of its island's weights."""
+        """Run as :meth:`Workers.run` does, without gradients. Every worker has its replica of its island's weights."""
         assert forward_only, "gradients are computed by iterate()"
         sums = []
         for island in self._islands.present:
@@ -113,7 +113,7 @@ class IslandWorkers(Workers):
 
 
 def _with_clock(config: TrainConfig, iterations: int) -> TrainConfig:
-    """``config`` for an island that makes ``iterations``: its schedule of learning rates is shorter in proportion."""
+    """Return ``config`` for an island that makes ``iterations``, with a shorter schedule of learning rates."""
     if iterations == config.train_iters:
         return config
     share = iterations / config.train_iters

@@ -75,7 +75,7 @@ class VirtualIslands(Run, JobGroup):
     # --- building --------------------------------------------------------------------------------------------------
 
     def building(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which DistributedDataParallel lays its buffers out as the ranks of an island would."""
+        """Return a context in which DistributedDataParallel lays its buffers out as the ranks of an island would."""
         return buffers_for(self.clusters[0].workers)
 
     def attach(self, ddp: Any) -> None:
@@ -106,7 +106,7 @@ class VirtualIslands(Run, JobGroup):
     def _buckets(self) -> list[Any]:
         return [bucket for stream in self.clusters[0].streams for bucket in stream.buckets]
 
-    # --- who is there ----------------------------------------------------------------------------------------------
+    # --- presence --- -------------------------------------------------------------------------------------------
 
     @property
     def present(self) -> Sequence[int]:
@@ -126,7 +126,7 @@ class VirtualIslands(Run, JobGroup):
 
     @contextlib.contextmanager
     def turn(self, island: int, keep: bool = True) -> Iterator[VirtualCluster]:
-        """A context in which the model has the owners' weights of ``island``. ``keep``: whether to keep changes."""
+        """Return a context in which the model has the owners' weights of ``island``. ``keep``: keep changes."""
         cluster, kept = self.clusters[island], self._kept[island]
         with torch.no_grad():
             for bucket, weights in zip(self._buckets, kept, strict=True):
@@ -141,7 +141,7 @@ class VirtualIslands(Run, JobGroup):
 
     @contextlib.contextmanager
     def random_state(self, island: int, draws: bool) -> Iterator[None]:
-        """A context in which random numbers are those of ``island``, if it ``draws`` any. All islands begin alike."""
+        """Return a context in which random numbers are those of ``island``, if it ``draws`` any; all begin alike."""
         if draws:
             before = rng_state()
             set_rng_state(before | self._random.get(island, {}))
@@ -162,17 +162,17 @@ class VirtualIslands(Run, JobGroup):
         self.iteration += 1
 
     def _exchange(self, among: tuple[int, int] | None = None) -> None:
-        """``among``: see :func:`.bytes_sent`."""
+        """Exchange ``among`` islands: see :func:`.bytes_sent`."""
         for rounds in self._rounds:
             count = rounds.after_iteration(self.iteration)
             if count is not None:
                 self._monitor.exchanged(bytes_sent(self.config, count, among))
                 for delivery in rounds.crossing.deliveries:
                     self._monitor.observe(delivery)
-                    self._tell(delivery)
+                    self._report(delivery)
 
-    def _tell(self, delivery: Delivery) -> None:
-        """Tell the observers of each receiver."""
+    def _report(self, delivery: Delivery) -> None:
+        """Call the observers of each receiver."""
         for row, island in enumerate(delivery.receivers):
             own = replace(delivery, receivers=[island], arrived=delivery.arrived[row : row + 1])
             for observer in self.clusters[island].observers:
@@ -182,13 +182,13 @@ class VirtualIslands(Run, JobGroup):
 
     @contextlib.contextmanager
     def exchanged_weights(self, model_chunks: ModelChunks) -> Iterator[None]:
-        """A context in which the model has the weights of the first island, which a checkpoint holds."""
+        """Return a context in which the model has the weights of the first island, which a checkpoint holds."""
         with self.turn(0, keep=False):
             yield
 
     @contextlib.contextmanager
     def consensus_weights(self, model_chunks: ModelChunks | None = None) -> Iterator[None]:
-        """A context in which the model has the mean of the islands' owners' weights, reliably."""
+        """Return a context in which the model has the mean of the islands' owners' weights, reliably."""
         with torch.no_grad():
             for number, bucket in enumerate(self._buckets):
                 first, *others = [self._kept[island][number] for island in self.senders]
@@ -200,7 +200,7 @@ class VirtualIslands(Run, JobGroup):
 
     @torch.no_grad()
     def _spread(self) -> dict[str, float]:
-        """Mean squared distance of islands to their mean, per element: of weights, and of the memory of ``ema``."""
+        """Return the mean squared distance of islands to their mean, per element: weights, and ``ema``'s memory."""
         kept = [self._kept[island] for island in self.senders]
         size = sum(weights.numel() for weights in kept[0])
         squares = sum(_squares([one[number] for one in kept]) for number in range(len(kept[0])))
@@ -222,7 +222,7 @@ class VirtualIslands(Run, JobGroup):
 
     @property
     def streams(self) -> list[Any]:
-        return []  # each island tells its own observers
+        return []  # each island has observers of its own
 
     @property
     def device(self) -> torch.device:
@@ -242,7 +242,7 @@ class VirtualIslands(Run, JobGroup):
             kept.copy_(bucket.param_data)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of the islands, on average (or the largest or smallest), and those between them."""
+        """Return the metrics of the islands, on average (or the largest or smallest), and those between them."""
         found = [cluster.metrics() for cluster in self.clusters]
         islands = [found[island] for island in self.present]
         result = {}
@@ -309,12 +309,12 @@ class VirtualIslands(Run, JobGroup):
         load_island_state(inner_optimizers(self._optimizers[island]), scheduler, self._kept[island], own)
 
     def _begin_equal(self, island: int) -> None:
-        """All replicas of ``island`` have its owners' weights."""
+        """Note that all replicas of ``island`` have its owners' weights."""
         with self.turn(island, keep=False) as cluster:
             cluster.begin_equal()
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
-        """Restore the state of :meth:`save_replicas`. Raises :class:`UsageError` for the checkpoint of another run."""
+        """Restore the state of :meth:`save_replicas`. Raise :class:`UsageError` for the checkpoint of another run."""
         saved = load_islands(folder, len(self.clusters), self.device)
         for name, here in self.identity().items():
             there = saved["identity"].get(name)
@@ -332,7 +332,7 @@ class VirtualIslands(Run, JobGroup):
         super().load_replicas(folder)
 
     def _more_state(self) -> dict[str, Any]:
-        """The state of those who are there."""
+        """Return the state of the present islands."""
         return {}
 
     def _load_more(self, state: Mapping[str, Any]) -> None:
@@ -340,7 +340,7 @@ class VirtualIslands(Run, JobGroup):
 
 
 def _squares(vectors: Sequence[torch.Tensor]) -> float:
-    """The sum of squared distances of ``vectors`` to their mean; exactly 0 for equal ones, despite rounding."""
+    """Return the sum of squared distances of ``vectors`` to their mean; exactly 0 for equal ones, despite rounding."""
     first = vectors[0].float()
     apart = torch.stack([vector.float() - first for vector in vectors])
     return float((apart - apart.mean(dim=0)).square().sum())
@@ -350,7 +350,7 @@ def _squares(vectors: Sequence[torch.Tensor]) -> float:
 
 
 def island_state(optimizers: Sequence[Any], scheduler: Any, kept: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """The state of one island. ``kept``: the parameters of each bucket."""
+    """Return the state of one island. ``kept``: the parameters of each bucket."""
     return {
         "weights": list(kept),
         "main": [weights.detach() for weights in _main(optimizers)],
@@ -375,14 +375,14 @@ def load_island_state(
 
 
 def _main(optimizers: Sequence[Any]) -> list[torch.Tensor]:
-    """The float32 weights that are not the model's own."""
+    """Return the float32 weights that are not the model's own."""
     return [
         main for one in optimizers for group in one.shard_fp32_from_float16_groups for main in group if main is not None
     ]
 
 
 def load_islands(folder: str | os.PathLike, islands: int, device: torch.device) -> dict[str, Any]:
-    """The state that :meth:`VirtualIslands.save_replicas` wrote. Raises :class:`UsageError` without one, or for a later version."""
+    """Return the state written by :meth:`VirtualIslands.save_replicas`. Raise :class:`UsageError` if none fits."""
     path = Path(folder, ISLANDS)
     if not path.is_file():
         raise refuse("--islands", islands, f"the checkpoint {Path(folder)} is of no islands")

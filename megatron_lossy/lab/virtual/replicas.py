@@ -75,7 +75,7 @@ class TrainingStates:
 
     @contextlib.contextmanager
     def turn(self, worker: int) -> Iterator[None]:
-        """A context in which the model and its optimizer have the state of ``worker``."""
+        """Return a context in which the model and its optimizer have the state of ``worker``."""
         self._put(worker)
         try:
             yield
@@ -98,15 +98,15 @@ class TrainingStates:
         self._states[1:] = [copy.deepcopy(self._states[0]) for _ in self._states[1:]]
 
     def weights(self, worker: int, own: Sequence[Main]) -> list[torch.Tensor]:
-        """The main weights ``own`` of ``worker``."""
+        """Return the main weights ``own`` of ``worker``."""
         return [self._states[worker].weights[self._numbers[id(main)]] for main, _ in own]
 
     def moments(self, worker: int, own: Sequence[Main]) -> list[dict[str, Any]]:
-        """The state, in torch's optimizers, of each of the main weights ``own`` of ``worker``."""
+        """Return the state, in torch's optimizers, of each of the main weights ``own`` of ``worker``."""
         return [self._states[worker].moments[self._numbers[id(main)]] for main, _ in own]
 
     def copies(self, worker: int) -> list[torch.Tensor]:
-        """The weights of the model of ``worker`` that are copies of main weights."""
+        """Return the weights of the model of ``worker`` that are copies of main weights."""
         return self._states[worker].weights[len(self._mains) :]
 
 
@@ -221,7 +221,7 @@ class LossyReduction:
         self._begun = []
 
     def gather(self, worker: int, step: int) -> list[torch.Tensor]:
-        """The reduced gradients of all buckets as ``worker`` gets them, without padding at the end."""
+        """Return the reduced gradients of all buckets as ``worker`` gets them, without padding at the end."""
         for number, (mine, total) in enumerate(zip(self._own[worker], self._sums, strict=True)):
             shard = len(total) // self._workers
             sent = total[worker * shard : (worker + 1) * shard]
@@ -233,7 +233,7 @@ class LossyReduction:
         return self._own[worker]
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
-        """The delivery at all workers in ``step``; ``None`` in a phase without loss."""
+        """Return the delivery at all workers in ``step``; ``None`` in a phase without loss."""
         if self.groups[0].lossless(phase):
             return None
         return self._memory.foresee(Exchange(phase, self._stream, step))
@@ -369,7 +369,7 @@ class VirtualReplicas(VirtualRun):
         return {"workers": self.workers, "--use-distributed-optimizer": "off", **sizes}
 
     def exchanged_state(self) -> None:
-        """``None``: while one stands for all, there is nothing to save."""
+        """Return ``None``: while one stands for all, there is nothing to save."""
 
     def load_exchanged_state(self, state: None) -> None:
         """Do nothing."""

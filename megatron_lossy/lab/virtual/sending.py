@@ -24,7 +24,7 @@ from .versions import Versions
 
 
 def seen(group: LossyGroup, buffer: torch.Tensor) -> torch.Tensor:
-    """The shards of ``buffer`` that the N members of ``group`` exchange, in it: all of it, or [N, shard] that are apart."""
+    """Return the shards of ``buffer`` that the N members of ``group`` exchange: all of it, or [N, shard] apart."""
     return buffer if group.ranks == 1 else columns(buffer, group.size, group.ranks, group.place)
 
 
@@ -32,7 +32,7 @@ class Sending:
     """The values that the owners of a stream of virtual workers send: their weights, unless a mechanism sends others.
 
     Between updates the parameter ``buffers``, [N * shard] or [N, shard] for every bucket, hold the values that were sent. If these are
-    not the owners' weights (:attr:`changes`), the weights are kept beside them.
+    not the owners' weights (:attr:`changes`), the weights are kept as well.
     """
 
     #: Whether :meth:`change` does anything.
@@ -50,7 +50,7 @@ class Sending:
 
     @contextlib.contextmanager
     def owner(self, worker: int) -> Iterator[None]:
-        """A context in which the shards of ``worker`` hold its weights."""
+        """Return a context in which the shards of ``worker`` hold its weights."""
         if self._kept is None:
             yield
             return
@@ -72,10 +72,10 @@ class Sending:
             self._kept = None
 
     def before_update(self) -> None:
-        """The owners' weights, which are in the buffers, are about to be updated."""
+        """Note that the owners' weights, which are in the buffers, are about to be updated."""
 
     def after_update(self) -> None:
-        """The owners' weights have been updated."""
+        """Note that the owners' weights have been updated."""
 
     def send(self, step: int) -> None:
         """Put what owners send after the update of ``step`` into the buffers. It may be called again for ``step``."""
@@ -190,7 +190,7 @@ def sending_of(groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers:
 
 
 class VirtualSampler(Replicas):
-    """The replicas that ``versions`` keeps. ``group``: that of a worker. ``sending``: knows the owners' weights."""
+    """The replicas that ``versions`` keeps. ``group``: that of a worker. ``sending``: has the owners' weights."""
 
     def __init__(
         self, group: LossyGroup, pairs: Sequence[tuple[Any, Any]], versions: Versions, sending: Sending
@@ -205,5 +205,5 @@ class VirtualSampler(Replicas):
         values = [self._versions.everyone(number, chosen) for number, chosen in enumerate(places)]
         everyone = torch.cat(values, dim=1).double().cpu().numpy()
         owners = np.concatenate([chosen // shard for chosen, shard in zip(places, self.shards, strict=True)])
-        everyone[owners, np.arange(len(owners))] = self.own(places)  # which may differ from what it sends
+        everyone[owners, np.arange(len(owners))] = self.own(places)  # which may differ from the sent values
         return everyone

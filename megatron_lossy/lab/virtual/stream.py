@@ -81,7 +81,7 @@ class StreamBuckets:
 
     @contextlib.contextmanager
     def turn(self, worker: int) -> Iterator[None]:
-        """A context in which the parameter buffers hold the replica of ``worker``."""
+        """Return a context in which the parameter buffers hold the replica of ``worker``."""
         with torch.no_grad():
             self.versions.swap_in(worker)
         try:
@@ -144,14 +144,14 @@ class StreamBuckets:
             torch.mul(total.view_as(into), scale, out=into)
 
     def lost(self, step: int) -> np.ndarray:
-        """bool[N receivers, N sources, units]: the units that the update of ``step`` loses."""
+        """Return bool[N receivers, N sources, units]: the units that the update of ``step`` loses."""
         delivery = self.delivery("param", step)
         if delivery is None:
             return np.zeros_like(self.versions.held, dtype=bool)
         return ~delivery.arrived
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
-        """The delivery at all workers in ``step``; ``None`` in a phase without loss."""
+        """Return the delivery at all workers in ``step``; ``None`` in a phase without loss."""
         if self.groups[0].lossless(phase):
             return None
         return self._memory.foresee(Exchange(phase, self.stream, step))

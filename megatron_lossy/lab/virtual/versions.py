@@ -48,7 +48,7 @@ class Block:
 
 
 def _gather(view: torch.Tensor, places: Places, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """The units of ``view`` [N, units, elements] at ``places``, as [k, elements]; in ``rows`` if these are enough."""
+    """Return the units of ``view`` [N, units, elements] at ``places``, as [k, elements]; in ``rows`` if long enough."""
     if view.shape[1] == 1:
         count = len(places[0])
         rows = rows[:count] if rows is not None and len(rows) >= count else view.new_empty(count, view.shape[2])
@@ -151,7 +151,7 @@ class Versions:
             _scatter(view, places, rows)
 
     def everyone(self, bucket: int, places: np.ndarray) -> torch.Tensor:
-        """[N, S]: the value of each replica at ``places``, offsets int64[S] into ``bucket``."""
+        """Return [N, S]: the value of each replica at ``places``, offsets int64[S] into ``bucket``."""
         assert self._fresh is None, "a replica is swapped in"
         buffer, cut = self._buckets[bucket]
         result = buffer.reshape(-1)[torch.from_numpy(places).to(buffer.device)].repeat(len(self.held), 1)
@@ -170,7 +170,7 @@ class Versions:
 
     @property
     def kept(self) -> int:
-        """Elements held beside the parameter buffers."""
+        """Return the number of elements held besides the parameter buffers."""
         blocks = sum(block.rows.numel() for version in self._blocks.values() for block in version)
         pending = sum(block.rows.numel() for block in (self._pending[2] or [])) if self._pending else 0
         turn = {number: rows for number, (_, rows) in enumerate(self._fresh or [])} | self._spare
@@ -183,7 +183,7 @@ class Versions:
         self._blocks.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The differences of the replicas."""
+        """Return the differences of the replicas."""
         blocks = {
             version: [(block.rows, torch.from_numpy(block.index)) for block in blocks]
             for version, blocks in self._blocks.items()

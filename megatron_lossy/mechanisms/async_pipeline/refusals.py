@@ -11,7 +11,7 @@ _LOSING = ", ".join(STAGE_LOSSES)
 
 
 def _stages(config: LossyConfig, facts: Facts) -> int:
-    """Stages that update by themselves; 1 if they are not known."""
+    """Return stages that update by themselves; 1 if they are not known."""
     return (facts.pipeline if config.virtual_stages is None else config.virtual_stages) or 1
 
 

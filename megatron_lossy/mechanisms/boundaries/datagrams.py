@@ -30,7 +30,7 @@ _OPPOSITE = {"act": "act-grad", "act-grad": "act"}
 
 
 def p2p_ops(boundaries: Boundaries, original: Callable, **kwargs: Any) -> Any:
-    """Wraps ``_p2p_ops`` and ``_batched_p2p_ops``: messages that leave the node use the links of this process."""
+    """Wrap ``_p2p_ops`` and ``_batched_p2p_ops``: messages that leave the node use the links of this process."""
     far: dict[str, Callable[[], Any]] = {}
     for name, phase, whose, sends in _WAYS:
         tensor, peer, group = kwargs[f"tensor_{name}"], kwargs[whose], kwargs["group"]
@@ -52,13 +52,13 @@ def _links(boundaries: Boundaries) -> StageLinks:
 
 
 def _packet(boundaries: Boundaries, tensor: torch.Tensor) -> tuple[int, int]:
-    """Elements and bytes of a packet."""
+    """Return elements and bytes of a packet."""
     elements = elements_of(boundaries.config.packet_bytes, tensor.dtype)
     return elements, elements * tensor.element_size()
 
 
 def _varies(module: Any) -> bool:
-    """Whether messages differ in length. Both ranks know the length, because Megatron sends the shape before."""
+    """Return whether messages differ in length. Megatron sends the shape before, so both ranks have the length."""
     return bool(getattr(module.config, "variable_seq_lengths", False))
 
 

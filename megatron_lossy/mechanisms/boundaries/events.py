@@ -108,7 +108,7 @@ def _lines(total: Counter[str]) -> list[str]:
 
     return [
         f"  lost      {total['lost']:,} of {total['packets']:,} packets, {share('lost', 'packets')}",
-        f"  repaired  {total['repaired']:,} by parity, {share('repaired', 'lost')} of what was lost",
+        f"  repaired  {total['repaired']:,} by parity, {share('repaired', 'lost')} of lost packets",
         (
             f"  again     {total['asked']:,} packets of {total['again']:,} of {total['messages']:,} messages, "
             f"{share('again', 'messages')} of these"

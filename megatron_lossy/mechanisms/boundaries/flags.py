@@ -93,7 +93,7 @@ class BoundaryFlags(Flags):
         return kinds, float(depth)
 
     def boundary_rate(self, phase: str) -> float:
-        """The loss rate of ``phase`` ("act" or "act-grad")."""
+        """Return the loss rate of ``phase`` ("act" or "act-grad")."""
         return {"act": self.p_act, "act-grad": self.p_act_grad}[phase]
 
     def loses_between_stages(self) -> bool:

@@ -59,7 +59,7 @@ class _Schedule:
         self._order: dict[tuple[str, bool], Iterator[tuple[int, int]]] = {}
 
     def next(self, phase: str, stage: int, stages: int, sends: bool = False) -> int:
-        """The number of the model chunk whose message arrives next at pipeline rank ``stage`` of ``stages``.
+        """Return the number of the model chunk whose message arrives next at pipeline rank ``stage`` of ``stages``.
 
         With ``sends``: whose message leaves next.
         """
@@ -106,7 +106,7 @@ class Boundaries:
             self._schedule = outer
 
     def loses(self) -> bool:
-        """Whether a message that crosses now can lose packets: in evaluation only with ``--act-loss-in-eval``."""
+        """Return whether a message can lose packets now: in evaluation only with ``--act-loss-in-eval``."""
         return self.config.act_loss_in_eval or self._trains()
 
     def _trains(self) -> bool:
@@ -118,7 +118,7 @@ class Boundaries:
         return fate
 
     def identify(self, phase: str, boundary: Boundary, rank: int, tensor: int | None) -> Message:
-        """The next message to be received at ``boundary``; see :class:`Message`."""
+        """Return the next message to be received at ``boundary``; see :class:`Message`."""
         evaluation = self._schedule is not None and not self._trains()
         return self.messages.identify(phase, boundary, rank, tensor, self.run.iteration, evaluation)
 
@@ -131,9 +131,9 @@ class Boundaries:
     # --- several stages ----------------------------------------------------------------------------------------------
 
     def chunk(self, phase: str, group: Any, sends: bool = False) -> int | None:
-        """The number of the model chunk whose message crosses next; ``None`` outside of a schedule, without loss.
+        """Return the model chunk whose message crosses next; ``None`` outside of a schedule, or without loss.
 
-        ``group``: that of the pipeline. Raises :class:`UsageError` if a message of training that should lose packets
+        ``group``: that of the pipeline. Raise :class:`UsageError` if a message of training that should lose packets
         crosses outside of a schedule.
         """
         if self._schedule is not None:
@@ -141,12 +141,12 @@ class Boundaries:
         if torch.is_grad_enabled() and not self.messages.loss[phase].lossless:
             raise UsageError(
                 "--p-act and --p-act-grad: a message between stages was received outside of Megatron's schedules, "
-                "and nobody knows which one it is; use megatron.core.pipeline_parallel.schedules"
+                "so it has no number; use megatron.core.pipeline_parallel.schedules"
             )
         return None
 
     def module(self, chunk: int) -> Any:
-        """The model chunk with number ``chunk`` of the schedule that runs."""
+        """Return the model chunk with number ``chunk`` of the schedule that runs."""
         assert self._schedule is not None
         return self._schedule.chunks[chunk]
 
@@ -213,9 +213,9 @@ def fill(tensor: torch.Tensor, phase: str, lost: np.ndarray, elements: int, conf
 
 
 def boundary_of(phase: str, module: torch.nn.Module, chunk: int, stage: int, stages: int) -> Boundary:
-    """The boundary at which ``chunk`` of pipeline rank ``stage`` receives in ``phase``.
+    """Return the boundary at which ``chunk`` of pipeline rank ``stage`` receives in ``phase``.
 
-    Activations come from before its first layer, gradients from behind its last one. Raises :class:`UsageError` for a
+    Activations come from before its first layer, gradients from behind its last one. Raise :class:`UsageError` for a
     chunk in the middle of the pipeline that has no layers.
     """
     layers = module.config.num_layers
@@ -228,7 +228,7 @@ def boundary_of(phase: str, module: torch.nn.Module, chunk: int, stage: int, sta
 
 
 def _edge(module: Any) -> int:
-    """Number of layers before a chunk that has none: 0 at the start of the model, all at its end."""
+    """Return number of layers before a chunk that has none: 0 at the start of the model, all at its end."""
     inner = innermost(module)
     if getattr(inner, "post_process", False):
         return module.config.num_layers
@@ -238,7 +238,7 @@ def _edge(module: Any) -> int:
 
 
 def p2p_ops(boundaries: Boundaries, original: Callable, **kwargs: Any) -> Any:
-    """Wraps ``_p2p_ops`` and ``_batched_p2p_ops``: zeros lost packets of a received message once it is waited for."""
+    """Wrap ``_p2p_ops`` and ``_batched_p2p_ops``: zeros lost packets of a received message once it is waited for."""
     fills: dict[str, Callable[[], None]] = {}
     for name, phase, peer in (
         ("recv_prev", "act", "prev_pipeline_rank"),
@@ -259,14 +259,14 @@ def p2p_ops(boundaries: Boundaries, original: Callable, **kwargs: Any) -> Any:
 
 
 def schedule(boundaries: Boundaries, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Wraps the functions of ``schedules``, which take keywords only."""
+    """Wrap the functions of ``schedules``, which take keywords only."""
     boundaries.check(kwargs.get("p2p_communicator"))
     with boundaries.schedule(kwargs["model"], kwargs["num_microbatches"], kwargs.get("forward_only", False)):
         return original(*args, **kwargs)
 
 
 def patches(boundaries: Boundaries, ops: Callable = p2p_ops) -> list[Patch]:
-    """Patches that lossy boundaries need in megatron-core. ``ops``: wraps the functions that begin messages."""
+    """Return patches that lossy boundaries need in megatron-core. ``ops``: wraps the functions that begin messages."""
     virtual = boundaries.config.virtual_boundaries is not None
     kinds = (
         ["forward_backward_no_pipelining"]

@@ -1,11 +1,12 @@
 """``--act-transport udp``: messages between two pipeline stages as datagrams (docs/boundaries.md#over-udp).
 
-All packets of a message must arrive, and have parity. The receiver decides when it knows the end of the message: if
+All packets of a message must arrive, and have parity. The receiver decides at the end of the message: if
 parity leaves at most the tolerated number missing, it takes the message as it is; else it asks for all missing packets.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,7 +49,7 @@ class Link:
         self._begun = dict.fromkeys(BOUNDARY_PHASES, 0)
 
     def next(self, phase: str) -> int:
-        """The number of the message that begins. Both ranks count alike, because messages keep their order."""
+        """Return the number of the message that begins. Both ranks count alike, because messages keep their order."""
         self._begun[phase] += 1
         return self._begun[phase] - 1
 
@@ -62,12 +63,12 @@ class Link:
     def post(
         self, phase: str, number: int, memory: torch.Tensor, tolerance: int, dropped: np.ndarray | None
     ) -> Callable[[float], Received]:
-        """Returns a function that waits so many seconds until the message is in ``memory``.
+        """Return a function that waits so many seconds until the message is in ``memory``.
 
         The function raises :class:`~megatron_lossy.transport.udp.PeerLost` or TimeoutError.
         """
         size = _size(memory)
-        posted = self._channel.post(phase, number, 0, self._only_other(memory), tolerance, dropped, False, size)
+        posted = self._channel.post(phase, number, 0, self._only_other(memory), tolerance, dropped, size, math.inf)
         posted.keep = memory
         packets = -(-size // self._packet)
 
@@ -81,11 +82,11 @@ class Link:
         return [None if rank == self._place else memory.data_ptr() for rank in range(2)]
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Counters of the other rank, by its number in the world."""
+        """Return counters of the other rank, by its number in the world."""
         return {self._peer: self._channel.counters()[1 - self._place]}
 
     def rates(self) -> dict[int, dict[str, float]]:
-        """Rates towards the other rank."""
+        """Return rates towards the other rank."""
         return {self._peer: self._channel.rates()[1 - self._place]}
 
     def close(self) -> None:
@@ -130,7 +131,7 @@ class StageLinks:
 
         def leave() -> None:
             departure.ready()
-            # This stays on this thread: the next message makes the channel forget this one, and nobody may ask then.
+            # This stays on this thread: the next message makes the channel forget this one, and no thread may ask then.
             self.left(link.send(phase, number, departure.memory, code), _size(tensor))
 
         return Sending(self, self._sender.submit(leave), _size(tensor))
@@ -147,7 +148,7 @@ class StageLinks:
     ) -> Callable[[], Received]:
         """Begin to receive the contiguous ``tensor`` from the global rank ``peer``, in packets of ``packet`` bytes.
 
-        Returns a function that waits until the message is there; call it once. ``tolerance``: packets that may be missing for good. ``dropped`` bool[packets + parities]: packets that count as
+        Return a function that waits until the message is there; call it once. ``tolerance``: packets that may be missing for good. ``dropped`` bool[packets + parities]: packets that count as
         lost. ``varies``: see :meth:`send`.
         """
         link = self._link(phase, tensor, peer, packet, sends=False, varies=varies)
@@ -164,7 +165,7 @@ class StageLinks:
         return arrived
 
     def _link(self, phase: str, tensor: torch.Tensor, peer: int, packet: int, sends: bool, varies: bool) -> Link:
-        """The link with ``peer`` for ``tensor``. A missing link is opened, together with ``peer``."""
+        """Return the link with ``peer`` for ``tensor``. A missing link is opened, together with ``peer``."""
         assert tensor.is_contiguous()
         earlier = sends == (phase == "act")  # this rank has the earlier one of the two stages
         ranks, size = (self._rank, peer) if earlier else (peer, self._rank), _size(tensor)
@@ -222,7 +223,7 @@ class Sending:
 
 
 def lost_by_any(lost: np.ndarray, group: dist.ProcessGroup) -> np.ndarray:
-    """bool[packets]: the packets of a common message that any rank of ``group`` lost. A collective call."""
+    """Return bool[packets]: the packets of a common message that any rank of ``group`` lost. A collective call."""
     common = torch.from_numpy(lost.astype(np.uint8)).to(device_of(group))
     dist.all_reduce(common, dist.ReduceOp.MAX, group=group)
     return common.cpu().numpy().astype(bool)

@@ -36,7 +36,7 @@ class Boundary:
     chunk: int = 0
 
     def stream(self, rank: int) -> Stream:
-        """The stream of the messages of data-parallel rank ``rank`` at this boundary."""
+        """Return the stream of the messages of data-parallel rank ``rank`` at this boundary."""
         return Stream("boundary", expert_rank=rank, stage=self.stage, chunk=self.chunk)
 
 
@@ -67,29 +67,29 @@ class BoundaryLoss:
         self._channel = Bernoulli(PhaseLoss("bernoulli", Schedule((0,), (rate,))), config.loss_seed)
 
     def _recovery_of(self, boundary: Boundary) -> tuple[tuple[int, int], float] | None:
-        """The code and the share that may be lost, by the importance of the boundary (equation 2); ``None``: no recovery."""
+        """Return the code and the share that may be lost, by the boundary's importance (equation 2), or ``None``."""
         if self._recovery is None:
             return None
         (high, low), depth = self._recovery
         return high if boundary.layer / boundary.layers <= depth else low
 
     def code(self, boundary: Boundary) -> tuple[int, int] | None:
-        """B and C: each B packets of a message get C packets of parity; ``None`` if there is no parity."""
+        """Return B and C: each B packets of a message get C packets of parity; ``None`` if there is no parity."""
         recovery = self._recovery_of(boundary)
         return None if recovery is None else recovery[0]
 
     def layout(self, boundary: Boundary, packets: int) -> Layout | None:
-        """The parity of a message of ``packets``; ``None`` if it has none."""
+        """Return the parity of a message of ``packets``; ``None`` if it has none."""
         code = self.code(boundary)
         return None if code is None else _layout(packets, *code)
 
     def units(self, boundary: Boundary, packets: int) -> int:
-        """Number of units in the draw for a message of ``packets``: its own, then those of its parity."""
+        """Return number of units in the draw for a message of ``packets``: its own, then those of its parity."""
         layout = self.layout(boundary, packets)
         return packets if layout is None else packets + layout.parities
 
     def bound(self, boundary: Boundary, packets: int) -> int:
-        """Packets of a message that may be lost for good."""
+        """Return packets of a message that may be lost for good."""
         recovery = self._recovery_of(boundary)
         if recovery is None:
             return packets
@@ -97,7 +97,7 @@ class BoundaryLoss:
         return math.floor(share * packets + _ROUNDING)
 
     def draw(self, boundary: Boundary, rank: int, tensor: int, step: int, units: int) -> np.ndarray:
-        """bool[units]: the lost units of ``step``, numbered from its first message on.
+        """Return bool[units]: the lost units of ``step``, numbered from its first message on.
 
         ``rank``: data-parallel. ``tensor``: tensor-parallel, or 0 if its peers get the same messages.
         """
@@ -106,7 +106,7 @@ class BoundaryLoss:
         return ~self._channel.delivered_links(exchange, link, link, units)[0]
 
     def fate(self, boundary: Boundary, packets: int, lost: np.ndarray) -> Fate:
-        """The fate of a message of ``packets`` that loses the units ``lost`` bool[units]."""
+        """Return the fate of a message of ``packets`` that loses the units ``lost`` bool[units]."""
         raw = lost[:packets]
         layout = self.layout(boundary, packets)
         residual = raw if layout is None else layout.residual(raw, lost[packets:])

@@ -16,7 +16,7 @@ from .loss import Boundary, BoundaryLoss, Fate
 def order(
     phase: str, table: Sequence[tuple[int, int]], first: bool, last: bool, sends: bool = False
 ) -> list[tuple[int, int]]:
-    """(micro-batch, model chunk) of each message that a rank receives, or ``sends``, in ``phase``, in their order.
+    """Return (micro-batch, model chunk) of each message that a rank receives, or ``sends``, in ``phase``, in order.
 
     ``table``: (micro-batch, model chunk) of each forward pass of the rank, in order; backward passes go through the
     chunks from the last on. ``first``, ``last``: whether it is the first or the last pipeline rank. The first makes the
@@ -53,7 +53,7 @@ class Message:
 
 
 @dataclass
-class _Drawn:
+class _Draw:
     """The draw for a step of one stream: ``lost`` bool[units], and ``used``, the number of units that messages took."""
 
     lost: np.ndarray
@@ -70,7 +70,7 @@ class Messages:
         self.loss = {phase: BoundaryLoss(config, phase) for phase in BOUNDARY_PHASES}
         self._step = -1
         self._expected = 1
-        self._drawn: dict[tuple[str, Stream, int], _Drawn] = {}
+        self._drawn: dict[tuple[str, Stream, int], _Draw] = {}
         self._numbers: dict[tuple[str, Stream, int | None], int] = {}
 
     def begin(self, step: int, expected: int = 1) -> None:
@@ -86,7 +86,7 @@ class Messages:
     def identify(
         self, phase: str, boundary: Boundary, rank: int, tensor: int | None, step: int, evaluation: bool
     ) -> Message:
-        """The next message at ``boundary``. Call it once for each message, in the order of their arrival."""
+        """Return the next message at ``boundary``. Call it once for each message, in the order of their arrival."""
         if step != self._step:
             self.begin(step)
         key = (phase, boundary.stream(rank), tensor)
@@ -95,17 +95,17 @@ class Messages:
         return Message(phase, boundary, rank, tensor, step, number, evaluation)
 
     def next(self, phase: str, boundary: Boundary, rank: int, tensor: int, step: int, packets: int) -> Fate:
-        """The fate of the next message of ``packets`` at ``boundary``; see :meth:`BoundaryLoss.draw`."""
+        """Return the fate of the next message of ``packets`` at ``boundary``; see :meth:`BoundaryLoss.draw`."""
         return self.loss[phase].fate(boundary, packets, self.lost(phase, boundary, rank, tensor, step, packets))
 
     def lost(self, phase: str, boundary: Boundary, rank: int, tensor: int, step: int, packets: int) -> np.ndarray:
-        """bool[units]: the units that the draw loses of the next message, its packets and then its parity."""
+        """Return bool[units]: the units that the draw loses of the next message, its packets and then its parity."""
         if step != self._step:
             self.begin(step)
         loss = self.loss[phase]
         units = loss.units(boundary, packets)
         key = (phase, boundary.stream(rank), tensor)
-        drawn = self._drawn.setdefault(key, _Drawn(np.empty(0, dtype=bool)))
+        drawn = self._drawn.setdefault(key, _Draw(np.empty(0, dtype=bool)))
         first, drawn.used = drawn.used, drawn.used + units
         if drawn.used > len(drawn.lost):
             # A longer draw begins with the same units.

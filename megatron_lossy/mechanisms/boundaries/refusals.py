@@ -16,7 +16,7 @@ _BESIDE = "--p-act, --p-act-grad"
 
 
 def _at_virtual(config: LossyConfig) -> bool:
-    """Whether virtual boundaries lose anything."""
+    """Return whether virtual boundaries lose anything."""
     return config.loses_at_boundaries and config.virtual_boundaries is not None
 
 
@@ -25,7 +25,7 @@ def _of_one_stage(config: LossyConfig, facts: Facts) -> bool:
 
 
 def _beyond_layers(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
-    """The last boundary of the model, if ``--virtual-boundaries`` has later ones."""
+    """Return the last boundary of the model, if ``--virtual-boundaries`` has later ones."""
     if not _at_virtual(config) or facts.layers is None or max(config.virtual_boundaries) < facts.layers:
         return None
     return {"last": facts.layers - 1}
@@ -72,7 +72,7 @@ BOUNDARIES = Section(
     lambda c, f: c.loses_at_boundaries and above(f.message_bytes, c.packet_range[0]),
     f"pipelines of encoder and decoder with their own sizes | {_BESIDE} | cannot go with --p-act and --p-act-grad",
     lambda c, f: c.loses_at_boundaries and above(f.pipelines, 1),
-    f"MultiModulePipelineCommunicator | {_BESIDE} | cannot go with --p-act and --p-act-grad, which know one pipeline",
+    f"MultiModulePipelineCommunicator | {_BESIDE} | cannot go with --p-act and --p-act-grad, which take one pipeline",
     lambda c, f: f.several_modules and c.loses_at_boundaries,
     f"{_LOSING} | no distributed optimizer | {OFF}",
     lambda c, f: f.distributed_optimizer is False and c.loses_at_boundaries,

@@ -15,14 +15,14 @@ from ...recovery.rows import to_device
 
 
 def elements_of(packet_bytes: int, dtype: torch.dtype) -> int:
-    """Elements in a packet. Raises :class:`UsageError` if a packet holds none."""
+    """Return elements in a packet. Raise :class:`UsageError` if a packet holds none."""
     if packet_bytes < dtype.itemsize:
         raise refuse("--packet-bytes", packet_bytes, f"must hold at least one element of {dtype.itemsize} bytes")
     return packet_bytes // dtype.itemsize
 
 
 def changes_nothing(lost: np.ndarray, device: torch.device) -> bool:
-    """Whether the work for the packets ``lost`` bool[packets] may be left out, because there are none.
+    """Return whether the work for the packets ``lost`` bool[packets] may be left out, because there are none.
 
     It never may on a device that compiles each graph (HPU): without it the graph would be another.
     """
@@ -41,7 +41,7 @@ def zero_fill_(tensor: torch.Tensor, lost: np.ndarray, elements: int) -> None:
 
 
 def zero_filled(tensor: torch.Tensor, lost: np.ndarray, elements: int) -> torch.Tensor:
-    """A contiguous copy of ``tensor`` with the zeros of :func:`zero_fill_`."""
+    """Return a contiguous copy of ``tensor`` with the zeros of :func:`zero_fill_`."""
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     zero_fill_(result, lost, elements)
     return result
@@ -75,7 +75,7 @@ class _Lossy(torch.autograd.Function):
 
 
 def lossy(tensor: torch.Tensor, lost: np.ndarray, lost_gradients: np.ndarray, elements: int) -> torch.Tensor:
-    """``tensor`` as it arrives at the next stage; its gradient loses packets on the way back.
+    """Return ``tensor`` as it arrives at the next stage; its gradient loses packets on the way back.
 
     ``lost``, ``lost_gradients`` bool[packets]: the packets that are lost forward, and backward. The
     gradient of lost activations is zero, because zeros have none.

@@ -56,7 +56,7 @@ class WireMonitor(Observer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts of this rank since the last record."""
+        """Return the counts of this rank since the last record."""
         now = self._rounded()
         return super().state_dict() | {"rounded": (now[0] - self._counted[0], now[1] - self._counted[1])}
 

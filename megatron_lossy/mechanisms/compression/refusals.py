@@ -15,15 +15,15 @@ _FLAGS = "--grad-wire, --param-wire"
 
 
 def _larger_block(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None:
-    """The code of most bits and the bytes of its block, if no packet holds it."""
+    """Return the code of most bits and the bytes of its block, if no packet holds it."""
     bits = max(*config.wire_bits.values(), config.sync_bits, 0)
     needed = BlockCode(bits, config.wire_block).block_bytes if bits else 0
     short = config.loss_unit == "packet" and config.packet_range[0] < needed
     return {"code": f"int{bits}", "needed": needed} if short else None
 
 
-def _apart(config: LossyConfig, facts: Facts) -> bool:
-    """Whether tensor-parallel ranks have copies of parameters that would be rounded apart, and stay apart."""
+def _copies_differ(config: LossyConfig, facts: Facts) -> bool:
+    """Return whether tensor-parallel ranks have copies of parameters that would be rounded apart, and stay apart."""
     return bool(config.wire_bits and (facts.copies_apart or (facts.data_parallel and above(facts.tensor, 1))))
 
 
@@ -44,5 +44,5 @@ COMPRESSION = Section(
     lambda c, f: f.data_parallel == "DDP" and c.wire_bits,
     f"{_FLAGS} | copies of a parameter on tensor-parallel ranks | "
     "tensor-parallel copies that Megatron does not add up drift apart; turn on --sequence-parallel",
-    _apart,
+    _copies_differ,
 )

@@ -20,7 +20,7 @@ _HIGHEST = 0.9
 
 
 class Lag:
-    """The lag of those who receive the parameters of one rank in one group; the rules of all its buckets share it.
+    """The lag of the receivers of one rank's parameters in one group; the rules of all its buckets share it.
 
     ``counted``: the counts of receivers, if neither the flags nor the losses of ``wire`` give their lag.
     """
@@ -34,7 +34,7 @@ class Lag:
         return self._wire.lag(Exchange("param", self._wire.stream, step))
 
     def lead(self, step: int) -> tuple[float, float]:
-        """c and r of the lead of the parameters of ``step``."""
+        """Return c and r of the lead of the parameters of ``step``."""
         lag = self._by_law(step)
         if self._given is not None:
             return self._given if lag is None or lag[0] else (0.0, 0.0)
@@ -80,7 +80,7 @@ class Counted:
         self.begin_update()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that must be saved for a run to continue bit for bit."""
+        """Return the state that must be saved for a run to continue bit for bit."""
         ages = {bucket: torch.from_numpy(ages) for bucket, ages in self._ages.items()}
         coming = None if self.coming is None else self.coming.tolist()
         sums = {"sums": self.sums.tolist(), "agreed": self._agreed.tolist(), "coming": coming}
@@ -94,7 +94,7 @@ class Counted:
         self.coming = None if state["coming"] is None else np.array(state["coming"])
 
     def lag(self) -> tuple[float, float]:
-        """The share of units that were lost, and their mean age; zeros while too few units were sent."""
+        """Return the share of units that were lost, and their mean age; zeros while too few units were sent."""
         lost, ages, sent = self._agreed
         return (min(lost / sent, _HIGHEST), max(ages, lost) / sent) if sent >= _ENOUGH else (0.0, 0.0)
 
@@ -113,7 +113,7 @@ class Sums:
     def begin_update(self) -> None:
         """Use the sums of the update before, and begin to add up again. A collective call.
 
-        That may take until the next update, so that nobody waits.
+        That may take until the next update, without a wait.
         """
         self.finish()
         for one in self._counted:

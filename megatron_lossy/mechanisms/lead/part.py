@@ -44,7 +44,7 @@ class LeadPart(Part):
                 self._sums.append(Sums(RankPeers(ranks, buckets[0].param_data.device), [counted]))
 
     def _exchanged(self) -> Iterator[tuple[LossyGroup, list[Compensated], dist.ProcessGroup, Sequence[Any]]]:
-        """The groups that send with a lead: their rules, their ranks, and Megatron's buckets."""
+        """Yield the groups that send with a lead: their rules, their ranks, and Megatron's buckets."""
         for group, ranks, pairs in self._run.exchanged():
             rules = [rule for rule in group.params if isinstance(rule, Compensated)]
             if rules:

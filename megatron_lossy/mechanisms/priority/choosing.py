@@ -32,8 +32,8 @@ class Protection:
     """The rule that gives units high priority.
 
     ``kind``: ``packet-mean``, ``element-quantile``, or ``none``; with ``none`` only units with a value that is not
-    finite have high priority. ``fraction``: K, in [0, 1], a share of what a rank sends of a bucket. ``own``: whether a
-    rank's units for itself can be lost too. ``draw``: draws :data:`SAMPLE` numbers for the quantile.
+    finite have high priority. ``fraction``: K, in [0, 1], a share of the units that a rank sends of a bucket. ``own``:
+    whether a rank's units for itself can be lost too. ``draw``: draws :data:`SAMPLE` numbers for the quantile.
     """
 
     kind: str = "none"
@@ -78,7 +78,7 @@ class Priority:
         return self._told
 
     def choose(self, buffer: torch.Tensor, exchange: Exchange) -> np.ndarray | Fetched:
-        """bool[N, count]: the units of ``buffer`` [N * shard] that have high priority."""
+        """Return bool[N, count]: the units of ``buffer`` [N * shard] that have high priority."""
         means = unit_means(buffer, self.units)
         if is_here(means):  # NumPy can choose among them; elsewhere on_device does
             sizes = means.numpy()
@@ -97,9 +97,9 @@ class Priority:
         return crossing
 
     def spare(self, buffer: torch.Tensor, lost: Lost, exchange: Exchange) -> Lost:
-        """The units of ``buffer`` [N * shard] that are lost for good, if the network loses ``lost``.
+        """Return the units of ``buffer`` [N * shard] that are lost for good, if the network loses ``lost``.
 
-        On an accelerator they are all of ``lost`` but for the spared ones, until :meth:`settle` knows them here.
+        On an accelerator they are all of ``lost`` but for the spared ones, until :meth:`settle` has them on the host.
         """
         self._high_here, self._unsettled = self.choose(buffer, exchange), lost
         if isinstance(self._high_here, Fetched):
@@ -109,7 +109,7 @@ class Priority:
         return final
 
     def settle(self) -> Lost | None:
-        """The units lost for good, as :meth:`spare` has decided, and their record; ``None`` if they are known already."""
+        """Return the units lost for good, as :meth:`spare` decided, and their record; ``None`` if known already."""
         lost, self._unsettled = self._unsettled, None
         if lost is None:
             return None
@@ -120,7 +120,7 @@ class Priority:
         return Lost(final)
 
     def take_told(self) -> Told:
-        """The record of the latest exchange, once; an empty record if there was none since."""
+        """Return the record of the latest exchange, once; an empty record if there was none since."""
         told, self._told = self.told, Told()
         return told
 
@@ -145,7 +145,7 @@ class Priority:
         return high
 
     def _quantile(self, buffer: torch.Tensor, rows: np.ndarray, exchange: Exchange) -> float:
-        """The (1 - K) quantile of |values|, over a sample of the values for the destinations ``rows``."""
+        """Return the (1 - K) quantile of |values|, over a sample of the values for the destinations ``rows``."""
         import torch
 
         values = buffer[torch.from_numpy(self._sample(buffer, rows, exchange))].abs().float().numpy()
@@ -153,7 +153,7 @@ class Priority:
         return float(np.quantile(values, 1 - self.protection.fraction)) if len(values) else np.inf
 
     def _sample(self, buffer: torch.Tensor, rows: np.ndarray, exchange: Exchange) -> np.ndarray:
-        """int64[SAMPLE]: places in ``buffer`` of drawn values for the destinations ``rows``."""
+        """Return int64[SAMPLE]: places in ``buffer`` of drawn values for the destinations ``rows``."""
         assert self.protection.draw is not None
         first = self.units.first * (len(buffer) // self.units.shard) + int(rows[0])
         drawn = self.protection.draw(exchange, self.rank, first)
@@ -161,7 +161,7 @@ class Priority:
         return rows[places // self.units.shard] * self.units.shard + places % self.units.shard
 
     def _high_there(self, buffer: torch.Tensor, sizes: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-        """:meth:`_high` on the device of ``sizes`` float32[N, count]."""
+        """Return :meth:`_high` on the device of ``sizes`` float32[N, count]."""
         from . import on_device
 
         crossing = self._crossing(len(sizes))
@@ -179,12 +179,12 @@ class Priority:
 
 
 def lengths(units: BucketUnits) -> np.ndarray:
-    """int64[count]: elements of each unit."""
+    """Return int64[count]: elements of each unit."""
     return np.concatenate([np.full(numbers.stop - numbers.start, elements) for numbers, elements in units.parts])
 
 
 def unit_means(buffer: torch.Tensor, units: BucketUnits) -> torch.Tensor:
-    """float32[N, count]: the mean of |values| of each unit of ``buffer`` [N * shard] (SMART, equation 1).
+    """Return float32[N, count]: the mean of |values| of each unit of ``buffer`` [N * shard] (SMART, equation 1).
 
     Sums are taken in float32. The mean is not finite if a value is not.
     """
@@ -194,7 +194,7 @@ def unit_means(buffer: torch.Tensor, units: BucketUnits) -> torch.Tensor:
 
 
 def _sums(view: torch.Tensor) -> torch.Tensor:
-    """float32[N, units]: sums of |values| of ``view`` [N, units, elements]."""
+    """Return float32[N, units]: sums of |values| of ``view`` [N, units, elements]."""
     import torch
 
     # On a device the loop would hold |values| of a whole bucket; on a CPU this norm adds serially, which is slower.
@@ -212,12 +212,12 @@ def _sums(view: torch.Tensor) -> torch.Tensor:
 
 
 def share_of(count: int, fraction: float) -> int:
-    """``fraction`` of ``count``, rounded."""
+    """Return ``fraction`` of ``count``, rounded."""
     return int(fraction * count + 0.5)
 
 
 def top(sizes: np.ndarray, fraction: float) -> np.ndarray:
-    """bool, of the shape of ``sizes``: the largest share ``fraction`` of finite ones; of equal ones the first."""
+    """Return bool, of the shape of ``sizes``: the largest share ``fraction`` of finite ones, first of equal ones."""
     flat = np.where(np.isfinite(sizes), sizes, -1.0).ravel()
     count = share_of(flat.size, fraction)
     chosen = np.zeros(flat.size, dtype=bool)

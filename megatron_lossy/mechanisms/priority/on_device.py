@@ -1,4 +1,4 @@
-"""The choice of units on an accelerator, where their values are: nobody waits for the device.
+"""The choice of units on an accelerator, where their values are, without a wait.
 
 These functions choose what :mod:`.choosing` chooses with NumPy, of the same values, also of equal ones. Their shapes and
 numbers depend on the cut of a bucket alone. They run on a CPU as well, so that both can be compared.
@@ -15,7 +15,7 @@ from ...recovery.rows import to_device
 
 
 def keys(sizes: torch.Tensor, left_out: int | None) -> torch.Tensor:
-    """``sizes`` float32[N, count], none below 0, with -1 for those that are not finite, and -2 in row ``left_out``."""
+    """Return ``sizes`` float32[N, count], none below 0; -1 for those that are not finite, -2 in row ``left_out``."""
     result = sizes.nan_to_num(nan=-1.0, posinf=-1.0)
     if left_out is not None:
         result[left_out].fill_(-2.0)
@@ -29,7 +29,7 @@ def choose_top_(chosen: torch.Tensor, keys: torch.Tensor, count: int) -> None:
 
 
 def quantile(values: torch.Tensor, share: float) -> torch.Tensor:
-    """float32, without dimensions: ``np.quantile`` of the finite ones of ``values`` float32[k]; infinity without any."""
+    """Return float32, without dimensions: ``np.quantile`` of finite ``values`` float32[k]; infinity without any."""
     finite = values.isfinite()
     ordered = values.masked_fill(~finite, torch.inf).sort().values
     count = finite.sum(dim=0, keepdim=True)
@@ -41,10 +41,10 @@ def quantile(values: torch.Tensor, share: float) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _mixes(most: int, share: float) -> np.ndarray:
-    """float32[4, most + 1]: how to mix two of 0 to ``most`` ordered values, which depends on their number alone.
+    """Return float32[4, most + 1]: how to mix two of 0 to ``most`` ordered values, which depends on their number alone.
 
     By that number: the places of the two values around the quantile, its distance from one of them in units of theirs,
-    and whether from the second. In float64, as NumPy works it out; not every device knows float64.
+    and whether from the second. In float64, as NumPy works it out; not every device has float64.
     """
     last = np.maximum(np.arange(most + 1) - 1, 0)
     place = last * share

@@ -1,9 +1,9 @@
 """Rules whose senders choose the units that have to arrive (``--grad-priority``, ``error-feedback``).
 
 A network can recover some of its losses, by parity or by sending again. It does so for the units that matter most. Only
-their sender knows these. If losses are drawn, the sender removes the other lost units itself (:class:`Spared`). If only
-the network knows its losses, the sender names the units that must arrive (:class:`Required`). The rule inside knows
-nothing of this.
+their sender can choose these. If losses are drawn, the sender removes the other lost units itself (:class:`Spared`). If
+a network loses them, the sender names the units that must arrive (:class:`Required`). The rule inside has no part in
+this.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ logger = logging.getLogger(__name__)
 class Protected(GradRecovery):
     """``rule`` with a ``priority`` that chooses the units that have to arrive."""
 
-    #: bool[N, count]: the units of the latest exchange that must arrive, if only the network knows its losses.
+    #: bool[N, count]: the units of the latest exchange that must arrive, if a network loses them.
     must: np.ndarray | Fetched | None = None
-    #: The record of the latest step that is over.
+    #: The record of the latest ended step.
     told: Told | None = None
 
     def __init__(self, rule: GradRecovery, priority: Priority) -> None:
         super().__init__(rule.units, rule.rank)
         self.rule = rule
-        #: The rule if it keeps what it loses.
+        #: The rule if it keeps its losses.
         self.feedback: Any = rule if rule.feeds_back else None
         self.priority = priority
         self.name = rule.name  # type: ignore[misc]
@@ -126,7 +126,7 @@ class Spared(Protected):
         self._final = None
 
     def leave_out(self, delivery: Delivery, x: Gradients) -> Any:
-        """Remove lost units at the sender although owners get pieces: only the sender knows its priorities."""
+        """Remove lost units at the sender although owners get pieces: only the sender has its priorities."""
         return self.before(x.buffer, delivery.lost_there(self.units), delivery, x)
 
     def combine(self, pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
@@ -135,7 +135,7 @@ class Spared(Protected):
 
 
 class Required(Protected):
-    """The rule for losses that only the network knows: chosen units must arrive; other losses are reported."""
+    """The rule for losses of a network: chosen units must arrive; other losses are reported."""
 
     #: The units of the latest exchange that were lost for good, once they are reported.
     final: Lost | None = None
@@ -160,7 +160,7 @@ class Required(Protected):
 
     @property
     def late(self) -> list[int]:
-        """Steps that are over while no report says yet which of their units arrived."""
+        """Ended steps without a report yet of the units that arrived."""
         return list(self._late)
 
     def sent_in(self, step: int) -> bool:
@@ -193,9 +193,9 @@ class Required(Protected):
 
 
 def protected(config: LossyConfig, rules: Sequence[GradRecovery], wire: Wire) -> list[GradRecovery]:
-    """``rules`` for gradients on ``wire``, with the priorities that the flags ask for.
+    """Return ``rules`` for gradients on ``wire``, with the priorities that the flags ask for.
 
-    Raises :class:`UsageError` for rules with a verb of their own that would not be called.
+    Raise :class:`UsageError` for rules with a verb of their own that would not be called.
     """
     for rule in rules:
         if type(rule).combine is not GradRecovery.combine:
@@ -208,7 +208,7 @@ def protected(config: LossyConfig, rules: Sequence[GradRecovery], wire: Wire) ->
 
 
 def protection_of(config: LossyConfig) -> Protection:
-    """The :class:`Protection` that the flags ask for."""
+    """Return the :class:`Protection` that the flags ask for."""
 
     def draw(exchange: Exchange, source: int, number: int) -> np.ndarray:
         return generator(config.loss_seed, exchange, source, number).random(SAMPLE)

@@ -7,17 +7,17 @@ from ...config.refusal import Section
 from ...config.refusals.core import ONE_EMBEDDING, above
 from ...config.transport import UDP_REPORT_BYTES
 
-_TOLD_LATE = "is told late what was lost, when "
+_LATE_REPORT = "gets the report of losses late, when "
 _WITH_UDP = "{config.grad_recovery} with --transport udp"
 
 
 def _over_udp(config: LossyConfig) -> bool:
-    """Whether senders decide what becomes of gradients that a network loses."""
+    """Return whether senders decide what becomes of gradients that a network loses."""
     return config.transport == "udp" and config.at_sender
 
 
-def _is_told(config: LossyConfig) -> bool:
-    """Whether senders learn which of their gradients a network lost, and send them again."""
+def _sends_again(config: LossyConfig) -> bool:
+    """Return whether senders learn which of their gradients a network lost, and send them again."""
     return config.transport == "udp" and config.grad_recovery == "error-feedback"
 
 
@@ -34,27 +34,27 @@ PRIORITY = Section(
     lambda c, f: c.grad_priority != "none" and c.grad_recovery == "previous",
     "--transport = udp with gradients lost by drawing, and --grad-priority or "
     "error-feedback | lost gradients and --grad-priority or error-feedback | "
-    "cannot be: what a channel draws beside the network nobody reports to its sender; omit the loss rate",
+    "cannot be: losses drawn in addition to the network's are not reported to senders; omit the loss rate",
     lambda c, f: _over_udp(c) and not c.phase("grad").lossless,
     "--transport = stream with --grad-priority or error-feedback | --grad-priority or error-feedback | "
-    "cannot be: senders are not told which units were lost; choose udp",
+    "cannot be: senders get no report of lost units; choose udp",
     lambda c, f: c.transport == "stream" and c.at_sender,
     "--packet-bytes | --transport udp and --grad-priority or error-feedback | "
     f"must be at least {UDP_REPORT_BYTES} with --grad-priority over UDP",
     lambda c, f: _over_udp(c) and c.packet_range[0] < UDP_REPORT_BYTES,
     "--grad-priority = {config.grad_priority} with --grad-recovery {config.grad_recovery} "
     "| real ranks and --grad-recovery renormalize, renormalize-remote | "
-    "needs virtual workers: an owner would have to be told what each sender chose; use error-feedback or zero",
+    "needs virtual workers: real owners do not get the choice of each sender; use error-feedback or zero",
     lambda c, f: (
         f.virtual is False and not c.inert and c.grad_priority != "none" and c.grad_recovery.startswith("renormalize")
     ),
     f"--grad-recovery = {_WITH_UDP} | --transport udp and --calculate-per-token-loss | "
-    f"{_TOLD_LATE}--calculate-per-token-loss has scaled it; omit that flag",
-    lambda c, f: f.per_token_loss and _is_told(c),
+    f"{_LATE_REPORT}--calculate-per-token-loss has scaled it; omit that flag",
+    lambda c, f: f.per_token_loss and _sends_again(c),
     f"--grad-recovery = {_WITH_UDP} | --transport udp and an embedding on two stages | "
-    f"{_TOLD_LATE}two stages have added up the gradients of the embedding; {ONE_EMBEDDING}",
-    lambda c, f: f.copies_embedding and _is_told(c) and above(f.pipeline, 1),
+    f"{_LATE_REPORT}two stages have added up the gradients of the embedding; {ONE_EMBEDDING}",
+    lambda c, f: f.copies_embedding and _sends_again(c) and above(f.pipeline, 1),
     "--udp-deadline | --grad-recovery error-feedback and tensor parallelism | "
     "would keep other residuals on each tensor-parallel rank, with --grad-recovery error-feedback; must be off",
-    lambda c, f: _is_told(c) and above(f.tensor, 1) and c.udp_deadline_seconds is not None,
+    lambda c, f: _sends_again(c) and above(f.tensor, 1) and c.udp_deadline_seconds is not None,
 )

@@ -49,7 +49,7 @@ class Divergence:
         return Divergence(self.apart + other.apart, self.mean + other.mean)
 
     def known(self) -> Divergence:
-        """Itself."""
+        """Return itself."""
         return self
 
 
@@ -60,7 +60,7 @@ class Coming:
         self._fetched, self._found = Fetched(tensor), found
 
     def known(self) -> Divergence:
-        """The divergence, once it is here."""
+        """Return itself."""
         return self._found(self._fetched.wait())
 
 
@@ -101,7 +101,7 @@ class Piece:
         self._divisor = 1
 
     def differences(self, peers: Peers, target: Target) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Norms [local] of result - replica and of the result, for chosen replicas.
+        """Return norms [local] of result - replica and of the result, for chosen replicas.
 
         Call it after :meth:`wait` and before :meth:`write`.
         """
@@ -126,7 +126,7 @@ class Piece:
                 run.copy_(part)
 
     def state_dict(self) -> dict[str, list[torch.Tensor]]:
-        """The state to save for a piece under way, beside the tensors themselves. Waits for the piece."""
+        """Wait for the piece under way, and return its state to save, besides the tensors themselves."""
         self.wait()
         return {"result": [] if self.in_place else self.result, "before": self._before}
 
@@ -137,17 +137,17 @@ class Piece:
 
 
 def stride_of(population: int) -> int:
-    """The distance between about :data:`SAMPLE` coordinates of ``population`` that estimate the divergence."""
+    """Return the distance between about :data:`SAMPLE` coordinates of ``population`` that estimate the divergence."""
     return max(1, population // SAMPLE) | 1  # odd, so that it does not follow the columns of a matrix
 
 
 def sampled(flat: torch.Tensor, stride: int) -> torch.Tensor:
-    """Every ``stride``-th element of ``flat``, from half a stride on."""
+    """Return every ``stride``-th element of ``flat``, from half a stride on."""
     return flat[stride // 2 :: stride]
 
 
 def pieces(replicas: Sequence[Sequence[torch.Tensor]], in_place: bool = False) -> Iterator[Piece]:
-    """The tensors of each local replica, which must be contiguous, in pieces of at most :data:`PIECE` elements."""
+    """Yield the tensors of each local replica, which must be contiguous, in pieces of at most :data:`PIECE`."""
     flats = [[tensor.detach().view(-1) for tensor in replica] for replica in replicas]
     stride = stride_of(sum(map(len, flats[0])))
     size = ALONE if in_place else PIECE
@@ -171,7 +171,7 @@ def pieces(replicas: Sequence[Sequence[torch.Tensor]], in_place: bool = False) -
 
 
 def measured(target: Target, norms: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> Divergence | Coming:
-    """The divergence of pieces, from their :meth:`Piece.differences`.
+    """Return the divergence of pieces, from their :meth:`Piece.differences`.
 
     The mean is at hand only if replicas were averaged. If one was copied, the distances d of the n replicas from it
     give the same information. From a replica that is equal to most, the divergence is (1/n - 1/n^2) sum d^2: exact for

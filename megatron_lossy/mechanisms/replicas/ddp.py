@@ -73,7 +73,7 @@ class DDPReplica(HeldReplicas):
         return RankPeers(one.group, one.parameters[0].device)
 
     def gradients(self, stream: int) -> Buckets:
-        """The gradients of each bucket, which DDP has copied to their parameters."""
+        """Return the gradients of each bucket, which DDP has copied to their parameters."""
         grads = ([one.grad for one in bucket.parameters if one.grad is not None] for bucket in self._final)
         return [[tensors for tensors in grads if tensors]]
 

@@ -100,7 +100,7 @@ class ReplicaFlags(Flags):
                 refuse_unused(self, own.name, "needs --param-sync-interval")
 
     def all_reduced(self) -> LossyConfig:
-        """The flags of both halves of an all-reduce, each with the losses of ``--p-grad``.
+        """Return the flags of both halves of an all-reduce, each with the losses of ``--p-grad``.
 
         Flags of errors and of full replicas have their defaults.
         """

@@ -1,8 +1,8 @@
-"""Full replicas between their gradients and their next update: check, repair and synchronisation, in that order.
+"""Check, repair and synchronisation of full replicas, between the reduction of gradients and the next update.
 
-The order of an iteration (docs/corruption.md): gradients are reduced, and errors hit them. On entry to the optimizer's
-step they are compared, and repaired; a mean under way arrives. Then comes the update, and a synchronisation that is due
-begins.
+An iteration (docs/corruption.md) reduces gradients, in which errors may happen. When the optimizer's step begins, the
+gradients are compared and repaired, and a mean under way is applied. The update follows. At last a synchronisation
+begins, if one is due.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class FullReplicas:
             self._renew(changed)
 
     def take(self) -> list[Mismatch | Synced]:
-        """The events since the last call. The process that has the first replica reports mismatches."""
+        """Return the events since the last call. The process that has the first replica reports mismatches."""
         first = {one.stream for one in self._gradients if 0 in one.peers.local}
         mismatches = [one for one in self._mismatches if one.stream in first]
         self._mismatches = []
@@ -137,8 +137,8 @@ class FullReplicas:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """A context in which all replicas are the mean of the finite ones, with moments. Then they are themselves
-        again.
+        """Return a context in which all replicas are the mean of the finite ones, with moments. Then they are
+        themselves again.
 
         If all are equal nothing is touched.
         """
@@ -164,7 +164,7 @@ class FullReplicas:
         return [(tensor, tensor.clone()) for tensor in held]
 
     def divergence(self) -> float | None:
-        """r: the distance of replicas from their mean, relative to the mean's length, over a sample of coordinates.
+        """Return r: the distance of replicas from their mean, relative to its length, over a sample of coordinates.
 
         ``None`` while a synchronisation is under way: it reports r itself, and leaves no replica to look at.
         """
@@ -186,7 +186,7 @@ class FullReplicas:
     # --- saved state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The complete state of the replicas of this process, and of the exchange under way."""
+        """Return the complete state of the replicas of this process, and of the exchange under way."""
         synchroniser = self._synchroniser.state_dict()
         replicas = [[[tensor.clone() for tensor in replica] for replica in _everything(one)] for one in self._copies]
         models = [[tensor.clone() for tensor in model()] for model in self._models]
@@ -225,7 +225,7 @@ def _copy(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> No
 
 
 def _sampled(parameters: Sequence[torch.Tensor]) -> np.ndarray:
-    """float64: about :data:`SAMPLE` coordinates spread evenly over ``parameters``."""
+    """Return float64: about :data:`SAMPLE` coordinates spread evenly over ``parameters``."""
     stride = stride_of(sum(tensor.numel() for tensor in parameters))
     parts = [sampled(tensor.detach().view(-1), stride) for tensor in parameters]
     return Fetched(torch.cat(parts)).wait().astype(np.float64)

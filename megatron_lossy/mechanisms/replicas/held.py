@@ -29,7 +29,7 @@ from .synchroniser import Copies, Replica, Tensors
 
 
 def total(values: np.ndarray) -> np.ndarray:
-    """The sum of float64[k] over all ranks of the world."""
+    """Return the sum of float64[k] over all ranks of the world."""
     return of_all_ranks(values).sum(axis=0)
 
 
@@ -71,7 +71,7 @@ class HeldReplicas(Part, ABC):
             self._errors.append([self.errors_of(one, rank) for rank in ranks])
 
     def errors_of(self, one: ReplicaStream, rank: int) -> Errors:
-        """The errors in the gradients that ``rank`` receives of a stream."""
+        """Return the errors in the gradients that ``rank`` receives of a stream."""
         return errors_in(self._corruption, one.stream, one.buckets, one.ranges, rank)
 
     # --- differences of real and virtual runs; by default those of the one replica of a real rank ----------------------------------------------------------------------
@@ -83,27 +83,27 @@ class HeldReplicas(Part, ABC):
 
     @abstractmethod
     def peers_of(self, one: ReplicaStream) -> Peers:
-        """All replicas of a stream."""
+        """Return all replicas of a stream."""
 
     def turn(self, replica: int) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model and its optimizer have the state of ``replica``."""
+        """Return a context in which the model and its optimizer have the state of ``replica``."""
         return contextlib.nullcontext()
 
     @abstractmethod
     def gradients(self, stream: int) -> Buckets:
-        """The tensors that the optimizer reads."""
+        """Return the tensors that the optimizer reads."""
 
     def weights(self, replica: int, own: Sequence[Main]) -> list[torch.Tensor]:
-        """The values of the float32 weights ``own``."""
+        """Return the values of the float32 weights ``own``."""
         return [main.data for main, _ in own]
 
     def states(self, replica: int, own: Sequence[Main]) -> list[dict[str, Any]]:
-        """The state, in torch's optimizers, of each of the float32 weights ``own``."""
+        """Return the state, in torch's optimizers, of each of the float32 weights ``own``."""
         return [inner.state.get(main, {}) for main, inner in own]  # loading replaces them
 
     @abstractmethod
     def models(self, mains: Mains) -> Sequence[Tensors]:
-        """For each replica the weights of the model that are copies of float32 weights."""
+        """Return the weights of each replica's model that are copies of float32 weights."""
 
     # --- these replicas and their peers ----------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class HeldReplicas(Part, ABC):
             self._errors[stream][replica].hit(exchange, bucket, buffer, self.unit)
 
     def unit(self) -> float | torch.Tensor:
-        """The factor of the gradients. One on a device stays there: reading it would wait."""
+        """Return the factor of the gradients. One on a device stays there: reading it would wait."""
         scale = self._run.loss_scale()
         return 1.0 if scale is None else scaled_unit(1.0, scale)
 
@@ -173,7 +173,7 @@ class HeldReplicas(Part, ABC):
             self.together.arrive(self._gradient(self.together))
 
     def finished(self) -> None:
-        """The update has been made."""
+        """Note that the update has been made."""
         if self.together is not None:
             self.together.finished(self._gradient(self.together))
         self._squares.clear()

@@ -25,7 +25,7 @@ from .streams import ReplicaStream
 
 
 def group_of(exchanges: Exchanges, one: ReplicaStream, steps: int | None) -> LossyGroup:
-    """The group of the all-reduces of a stream. A collective call. ``steps``: see :meth:`.Exchanges.of_shards`."""
+    """Return the group of a stream's all-reduces. A collective call. ``steps``: see :meth:`.Exchanges.of_shards`."""
     config, size, rank = exchanges.config.all_reduced(), one.group.size(), one.group.rank()
     nodes = exchanges.nodes_of(dist.get_process_group_ranks(one.group))
     networks = {phase: Network(config, phase, size, nodes) for phase in PHASES}
@@ -46,7 +46,7 @@ def all_reduce(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Replaces ``torch.distributed.all_reduce``: gradients of full replicas lose units in the group of their slot."""
+    """Take the place of ``torch.distributed.all_reduce``: full replicas' gradients lose units in their slot's group."""
     slot = slot_of(tensor)
     if slot is None or slot.group.lossless("grad"):
         return original(tensor, op=op, group=group, async_op=async_op)
@@ -57,7 +57,7 @@ def all_reduce(
     return begun(begin_all_reduce(slot.group, x, scatter, gather))
 
 
-class _Changed(types.ModuleType):
+class _PatchedModule(types.ModuleType):
     """A module with some attributes of its own, and all others of ``original``."""
 
     def __init__(self, original: types.ModuleType, **own: Any) -> None:
@@ -69,13 +69,13 @@ class _Changed(types.ModuleType):
 
 
 def patch(run: Run) -> Patch:
-    """The patch that ``--p-grad`` needs in megatron-core without the distributed optimizer."""
+    """Return the patch that ``--p-grad`` needs in megatron-core without the distributed optimizer."""
 
     def changed(original: Any) -> Any:
         def lossy(*args: Any, **kwargs: Any) -> Any:
             return all_reduce(run, original.distributed.all_reduce, *args, **kwargs)
 
-        return _Changed(original, distributed=_Changed(original.distributed, all_reduce=lossy))
+        return _PatchedModule(original, distributed=_PatchedModule(original.distributed, all_reduce=lossy))
 
     return Patch(
         target="megatron.core.distributed.param_and_grad_buffer:torch",

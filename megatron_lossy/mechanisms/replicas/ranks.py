@@ -91,7 +91,7 @@ class RankReplica(HeldReplicas):
         return RankPeers(one.group, one.buckets[0].grad_data.device)
 
     def gradients(self, stream: int) -> Buckets:
-        """The tensors that the optimizer reads of each bucket: from megatron-core 0.17 on not only the buffer.
+        """Return the tensors that the optimizer reads of each bucket: from megatron-core 0.17 on not only the buffer.
 
         Parameters whose micro-batches are added up in float32 have a gradient of their own. Megatron copies the reduced
         gradient into it, and adds up the gradients of tied embeddings there.

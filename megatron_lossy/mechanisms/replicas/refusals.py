@@ -28,26 +28,26 @@ _SHARDED = "the distributed optimizer"
 _LOST = "lost parameters"
 
 
-def _apart(config: LossyConfig) -> bool:
-    """Whether replicas can differ, and so disagree on an overflow."""
+def _replicas_differ(config: LossyConfig) -> bool:
+    """Return whether replicas can differ, and so disagree on an overflow."""
     return (config.drives_apart or config.synchronises) and config.replica_check != "repair"
 
 
 def _sums_absolute_noise(config: LossyConfig, facts: Facts) -> bool:
-    """Whether gradients are sums over tokens, and the noise in them is not relative."""
+    """Return whether gradients are sums over tokens, and the noise in them is not relative."""
     relative = config.error_kind != "gaussian" or config.grad_error_relative is not None
     return bool(facts.per_token_loss and not config.inert and not relative)
 
 
 def _scale(config: LossyConfig, facts: Facts) -> Mapping[str, str] | None:
-    """The loss scale of float16, if replicas that differ would not agree on it."""
-    if facts.distributed_optimizer is not False or not facts.fp16 or not _apart(config):
+    """Return the loss scale of float16, if replicas that differ would not agree on it."""
+    if facts.distributed_optimizer is not False or not facts.fp16 or not _replicas_differ(config):
         return None
     return {"scale": "on" if facts.loss_scale is None else f"with --loss-scale {facts.loss_scale:g}"}
 
 
 def _copied(config: LossyConfig, facts: Facts) -> Mapping[str, str] | None:
-    """The flag of averages on different stages that would make the copies of an embedding differ.
+    """Return the flag of averages on different stages that would make the copies of an embedding differ.
 
     Each stage adds up its own copy, among other parameters. Sums of more than two replicas round differently there.
     """
@@ -86,7 +86,7 @@ REPLICAS = Section(
     f"--fp16 = {{scale}} | replicas that differ | {_OVERFLOWS}",
     _scale,
     f"--loss-scale = {{facts.loss_scale:g}} | replicas that differ | {_OVERFLOWS}",
-    lambda c, f: f.distributed_optimizer is False and f.loss_scale and _apart(c),
+    lambda c, f: f.distributed_optimizer is False and f.loss_scale and _replicas_differ(c),
     "--optimizer-cpu-offload | full replicas | replicas are averaged where they are; turn it off",
     lambda c, f: f.distributed_optimizer is False and "--optimizer-cpu-offload" in f.switches and not c.inert,
     "--check-weight-hash-across-dp-replicas-interval = {facts.weight_hash_interval} | replicas that differ | "

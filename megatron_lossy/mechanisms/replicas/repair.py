@@ -32,7 +32,7 @@ class Compared:
         return np.flatnonzero((self.fingerprints != self.fingerprints[0]).any(axis=0))
 
     def outside(self, bucket: int) -> list[int]:
-        """The replicas outside the largest class in ``bucket``; all, if no class is the largest."""
+        """Return the replicas outside the largest class in ``bucket``; all, if no class is the largest."""
         column = self.fingerprints[:, bucket]
         right = largest_class(column)
         return list(range(len(column))) if right is None else np.flatnonzero(column != column[right]).tolist()
@@ -49,7 +49,7 @@ def compare(peers: Peers, buckets: Buckets) -> Compared:
 
 
 def repair(peers: Peers, buckets: Buckets, compared: Compared) -> dict[int, str]:
-    """Make the gradients of all replicas equal, in place. Returns the action, by the number of the bucket.
+    """Make the gradients of all replicas equal, in place. Return the action, by the number of the bucket.
 
     ``majority``: the lowest replica of the largest class sent its gradient. ``mean``: no class was the largest, and
     each replica has the mean of the finite ones. If none is finite, all have the gradient of replica 0, so that all
@@ -76,7 +76,7 @@ def repair(peers: Peers, buckets: Buckets, compared: Compared) -> dict[int, str]
 
 
 def _parts(buckets: Buckets, bucket: int) -> list[tuple[torch.Tensor, ...]]:
-    """Each tensor of ``bucket``, of all local replicas."""
+    """Return each tensor of ``bucket``, of all local replicas."""
     return list(zip(*(replica[bucket] for replica in buckets), strict=True))
 
 
@@ -97,7 +97,7 @@ def mean_(peers: Peers, tensors: Sequence[torch.Tensor], chosen: np.ndarray) -> 
 
 
 def largest_class(fingerprints: np.ndarray) -> int | None:
-    """The lowest replica of the largest class of equal ``fingerprints`` [N].
+    """Return the lowest replica of the largest class of equal ``fingerprints`` [N].
 
     ``None`` if no two agree, or if another class is as large: then no replica is known to be right.
     """
@@ -109,7 +109,7 @@ def largest_class(fingerprints: np.ndarray) -> int | None:
 
 
 def majority(fingerprints: np.ndarray, finite: np.ndarray) -> int | None:
-    """The lowest of more than N/2 replicas that are finite and equal; ``None`` without so many. Both are [N]."""
+    """Return the lowest of more than N/2 replicas that are finite and equal; ``None`` without so many. Both are [N]."""
     kept = np.flatnonzero(finite)
     if not len(kept):
         return None

@@ -19,7 +19,7 @@ Mains = dict[torch.nn.Parameter, Main]
 
 
 def main_parameters(optimizers: Iterable[Any]) -> Mains:
-    """The float32 tensors and optimizers of all parameters that are updated."""
+    """Return the float32 tensors and optimizers of all parameters that are updated."""
     result: Mains = {}
     for one in optimizers:
         if one.optimizer is None:  # a stage without parameters of a kind
@@ -36,7 +36,7 @@ def main_parameters(optimizers: Iterable[Any]) -> Mains:
 
 
 def moments_of(mains: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """Tensors in the optimizer's ``states`` of ``mains``: those with a value for each element, and the others."""
+    """Return tensors in the optimizer's ``states`` of ``mains``: those with a value an element, and the others."""
     moments, others = [], []
     for main, state in zip(mains, states, strict=True):
         for name in sorted(state):
@@ -67,7 +67,7 @@ class ReplicaStream:
 
 
 def streams_of(ddp: Any) -> list[ReplicaStream]:
-    """The streams of a model chunk. A tied embedding shares its bucket, so its stream gets the chunk's stage."""
+    """Return the streams of a model chunk. A tied embedding shares its bucket, so its stream gets the chunk's stage."""
     result = []
     for stream, full, pairs in buckets_by_stream(ddp):
         if stream.kind == "embedding":

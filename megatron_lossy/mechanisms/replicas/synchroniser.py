@@ -1,6 +1,6 @@
 """Sets full replicas to their mean every H updates (PAFT-Sync, PAFT-Dyn), or to a majority if there is one.
 
-PAFT, Algorithms 1 and 2. Before each synchronisation every replica tells its fingerprint and whether it is finite.
+PAFT, Algorithms 1 and 2. Before each synchronisation every replica sends its fingerprint and whether it is finite.
 
 1. All are equal: nothing is sent or changed. The mean of three or more equal numbers may differ from that number.
 2. More than half are equal and finite: the lowest of them sends its parameters and optimizer state to all, at once.
@@ -54,15 +54,15 @@ class Copies:
     replicas: Sequence[Replica]
 
     def parameters(self) -> list[Sequence[torch.Tensor]]:
-        """The parameters of each local replica."""
+        """Return the parameters of each local replica."""
         return [replica.parameters() for replica in self.replicas]
 
     def moments(self) -> list[Sequence[torch.Tensor]]:
-        """The moments of each local replica."""
+        """Return the moments of each local replica."""
         return [replica.moments() for replica in self.replicas]
 
     def state(self) -> list[Sequence[torch.Tensor]]:
-        """All tensors of each local replica beside the parameters."""
+        """Return all tensors of each local replica besides the parameters."""
         return [[*replica.moments(), *replica.others()] for replica in self.replicas]
 
 
@@ -155,7 +155,7 @@ class Synchroniser:
         """Call this after a successful update. Launches a synchronisation if it is due; without overlap ends it.
 
         ``gradient``: if it is wanted, |g|^2 of the local gradient before its reduction, for each stream and local
-        replica. Returns the streams whose parameters may have changed, so that their copies must be renewed. Streams
+        replica. Return the streams whose parameters may have changed, so that their copies must be renewed. Streams
         under way are not among them: parameters that are averaged in place hold sums.
         """
         self._since += 1
@@ -181,7 +181,7 @@ class Synchroniser:
             self._end(flight, gradient)
 
     def take(self) -> list[Synced]:
-        """The synchronisations that arrived since the last call."""
+        """Return the synchronisations that arrived since the last call."""
         happened, self._happened = self._happened, []
         return happened
 
@@ -189,7 +189,7 @@ class Synchroniser:
 
     def _launch_stream(self, stream: Copies) -> _Part:
         peers = stream.peers
-        fingerprints, whole = self._tell(stream)
+        fingerprints, whole = self._fingerprints_of(stream)
         target = self._target(fingerprints, whole)
         lost = int((~whole).sum())
         if target is None:
@@ -219,8 +219,8 @@ class Synchroniser:
             self._exchange(peers, Target("first", whole, ~whole, first), pieces(state), False)
         return part
 
-    def _tell(self, stream: Copies) -> tuple[np.ndarray, np.ndarray]:
-        """uint64[N] and bool[N]: for each replica its fingerprint, and whether everything in it is finite."""
+    def _fingerprints_of(self, stream: Copies) -> tuple[np.ndarray, np.ndarray]:
+        """Return uint64[N] and bool[N]: the fingerprint of each replica, and whether everything in it is finite."""
         rows = []
         for replica in stream.replicas:
             parameters, moments = list(replica.parameters()), list(replica.moments())
@@ -247,7 +247,7 @@ class Synchroniser:
 
     @staticmethod
     def _exchange(peers: Peers, target: Target, parts: Any, overlaps: bool) -> tuple[list[Piece], list[Any]]:
-        """Launch pieces; without overlap end each at once. Returns pieces under way, and norms of ended ones."""
+        """Launch pieces; without overlap end each at once. Return pieces under way, and norms of ended ones."""
         launched, norms = [], []
         for piece in parts:
             piece.launch(peers, target)
@@ -298,7 +298,7 @@ class Synchroniser:
     # --- saved state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that must be saved for a run to continue bit for bit.
+        """Return the state that must be saved for a run to continue bit for bit.
 
         Call it before saving parameters: it ends exchanges. Pieces averaged in place are the parameters, or moments,
         themselves.
@@ -396,7 +396,7 @@ class Interval:
         return round(min(max(interval, 1), LONGEST))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state: H."""
+        """Return the state: H."""
         return {"current": self.current}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -405,7 +405,7 @@ class Interval:
 
 
 def relative(divergence: float, mean: float) -> float:
-    """r: the distance of replicas from their mean, relative to its length. Both arguments are sums of squares."""
+    """Return r: the distance of replicas from their mean, relative to its length. Both arguments are squared sums."""
     if divergence == 0:
         return 0.0
     r = math.sqrt(divergence / mean) if mean else math.inf
@@ -413,7 +413,7 @@ def relative(divergence: float, mean: float) -> float:
 
 
 def snr(gradient: float, divergence: float) -> float:
-    """The ratio of root mean squares; infinite for equal replicas. Arguments are sums of squares."""
+    """Return the ratio of root mean squares; infinite for equal replicas. Arguments are sums of squares."""
     if divergence == 0:
         return math.inf
     ratio = gradient / divergence
@@ -421,6 +421,6 @@ def snr(gradient: float, divergence: float) -> float:
 
 
 def proportional(updates: int, r: float, tolerance: float) -> float:
-    """The interval for r = ``tolerance`` under proportional growth; at most a factor :data:`STEP` from ``updates``."""
+    """Return the interval for r = ``tolerance`` under proportional growth, within :data:`STEP` times ``updates``."""
     wanted = STEP * updates if r == 0 else updates * tolerance / r
     return min(max(wanted, math.ceil(updates / STEP)), STEP * updates)

@@ -50,7 +50,7 @@ class Sample:
 
 
 def discrepancies(values: np.ndarray, owners: np.ndarray) -> tuple[float, float]:
-    """Two mean squared differences: between all pairs of replicas, and between the owner and the others.
+    """Return two mean squared differences: between all pairs of replicas, and between the owner and the others.
 
     Both are means over all coordinates. ``values`` is float64[N, S] with N at least 2, ``owners`` is int64[S].
     """
@@ -63,10 +63,10 @@ def discrepancies(values: np.ndarray, owners: np.ndarray) -> tuple[float, float]
 
 
 def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple[float, float] | None:
-    """The two discrepancies in the steady state, for uncorrelated increments with a mean square of 1.
+    """Return the two discrepancies in the steady state, for uncorrelated increments with a mean square of 1.
 
-    The loss rate is that of ``step``. A step has ``units`` units of loss. Returns ``None`` if links differ in their
-    losses, if nobody knows them, if packets are sent several times, or if owners send other values than their weights, whose changes are increments too.
+    The loss rate is that of ``step``. A step has ``units`` units of loss. Return ``None`` if links differ in their
+    losses, if they are unknown, if packets are sent several times, or if owners send other values than their weights.
     """
     loss = config.phase("param")
     if config.observed or config.copies("param") > 1:
@@ -106,7 +106,7 @@ class Drift(Observer):
         )
 
     def _due(self, iteration: int) -> bool:
-        """Whether to measure at the end of ``iteration`` (from 0)."""
+        """Return whether to measure at the end of ``iteration`` (from 0)."""
         return (iteration + 1) % self._config.drift_interval == 0
 
     def before_update(self, iteration: int, look: Look) -> None:

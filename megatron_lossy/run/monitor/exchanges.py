@@ -90,7 +90,7 @@ class ExchangeMonitor(Observer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's ages, and its counts since the last record."""
+        """Return this rank's ages, and its counts since the last record."""
         ages = [(asdict(stream), torch.from_numpy(ages.copy())) for stream, ages in self._ages.items()]
         return {"ages": ages, **super().state_dict()}
 

@@ -1,4 +1,4 @@
-"""Observers of a run. They get every exchange once, when its iteration is over, and may look at the weights."""
+"""Observers of a run. They get every exchange once, at the end of its iteration, and may look at the weights."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ class Replicas(ABC):
         self.used = used
 
     def own(self, places: Sequence[np.ndarray]) -> np.ndarray:
-        """float64[S]: the values in this process. Where it owns a place, the value is the owner's."""
+        """Return float64[S]: the values in this process. Where it owns a place, the value is the owner's."""
         return self._values(places).double().cpu().numpy()
 
     def _values(self, places: Sequence[np.ndarray]) -> torch.Tensor:
-        """float32[S], which holds every parameter dtype exactly."""
+        """Return float32[S], which holds every parameter dtype exactly."""
         found = zip(self._weights, places, strict=True)
         return torch.cat([weights[to_device(chosen, weights.device)].float() for weights, chosen in found])
 
     @abstractmethod
     def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
-        """float64[N, S]: the values of all replicas. This is a collective call."""
+        """Return float64[N, S]: the values of all replicas. This is a collective call."""
 
 
 #: Looks at the replicas; a collective call at the end of an iteration, when every rank has received the update.
@@ -72,44 +72,44 @@ class Observer:
     _window: Window | None = None
 
     def before_update(self, iteration: int, look: Look) -> None:
-        """Called before the owners' shards are updated; ``look`` is not collective here."""
+        """Prepare for an update of the owners' shards; ``look`` is not collective here."""
 
     def observe(self, delivery: Delivery) -> None:
-        """Called for each exchange of the iteration that just ended. Its ``step`` is that iteration in both phases."""
+        """Record an exchange of the iteration that just ended. Its ``step`` is that iteration in both phases."""
 
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
-        """Called when attempted iteration ``iteration`` (from 0) is over and all its exchanges have been observed.
+        """End attempted iteration ``iteration`` (from 0), all of whose exchanges have been observed.
 
         ``successful``: it updated the weights. ``look`` finds nothing while no update was made.
         """
 
     def happened(self, iteration: int, what: Sequence[Any]) -> None:
-        """Called with other events of an iteration, before its :meth:`finish_iteration`.
+        """Record other events of an iteration, before its :meth:`finish_iteration`.
 
         These are errors of :mod:`megatron_lossy.channel.corruption`, and events of mechanisms, with a verb ``rows`` for the
         log. An event may come as soon as it happens, while the iteration before is not finished.
         """
 
     def restart(self, iteration: int) -> None:
-        """Called when a checkpoint of ``iteration`` attempted iterations was loaded: the next one is ``iteration``."""
+        """Go on at ``iteration``, after a checkpoint of so many attempted iterations was loaded."""
         if self._window is not None:
             self._window.clear()
 
     def begin_equal(self) -> None:
-        """Called when all replicas have just become equal to the owners' weights."""
+        """Begin with all replicas equal to the owners' weights."""
 
     def metrics(self) -> dict[str, float]:
-        """Values since the last call, the same on all ranks. A collective call."""
+        """Return values since the last call, the same on all ranks. A collective call."""
         return {}
 
     def save(self) -> None:
-        """Called while a checkpoint is written: observations so far must be on disk when it is loaded."""
+        """Write observations so far to disk, while a checkpoint is written that needs them."""
 
     def close(self) -> None:
-        """Called when the run is over."""
+        """Close at the end of the run."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank that ``--save-replicas`` keeps; empty if there is none."""
+        """Return the state of this rank that ``--save-replicas`` keeps; empty if there is none."""
         return {} if self._window is None else {"window": self._window.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ def _key(name: str) -> str:
 
 
 def metrics_of(observers: Sequence[Observer]) -> dict[str, float]:
-    """The measurements since the last call; a run without any loses nothing. A collective call."""
+    """Return the measurements since the last call; a run without any loses nothing. A collective call."""
     result = {} if any(one.rates for one in observers) else {f"loss rate {phase}": 0.0 for phase in PHASES}
     for one in observers:
         result |= one.metrics()

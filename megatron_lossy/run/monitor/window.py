@@ -33,7 +33,7 @@ class Window:
                 self._values[column] = max(self._values[column], value)
 
     def close(self) -> dict[str, float]:
-        """The columns over all ranks of the world (a largest one without values is -inf). Columns then begin anew.
+        """Return the columns over all ranks (a largest one without values is -inf), and begin anew.
 
         A collective call.
         """
@@ -48,7 +48,7 @@ class Window:
         self._values[self._sums :] = -np.inf
 
     def state_dict(self) -> torch.Tensor:
-        """The values that this rank has taken in."""
+        """Return the values that this rank has taken in."""
         return torch.from_numpy(self._values.copy())
 
     def load_state_dict(self, state: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ class Window:
 
 
 def of_all_ranks(values: np.ndarray) -> np.ndarray:
-    """float64[world size, columns] of float64[columns]. Values travel as bytes: not every device knows float64."""
+    """Return float64[world size, columns] of float64[columns]. Values travel as bytes: not every device has float64."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return values[None].copy()

@@ -510,7 +510,8 @@ class Channel:
         ``tolerance``: of the units that must arrive from a source, this many may be missing for good. If more are
         missing after repair, all of them are sent again. ``dropped`` bool[units + parities]: packets that count as lost
         when they come for the first time. ``length``: bytes of each piece, if fewer than the bucket has; the units behind
-        them count as arrived. ``within``: seconds that this exchange may take, in the place of ``--udp-deadline``.
+        them count as arrived. ``within``: seconds that this exchange may take, or infinity, in the place of
+        ``--udp-deadline``.
         """
         key, pointers = self._key(phase, step, bucket), self._pointers(destinations)
         self._check_length(phase, bucket, length)

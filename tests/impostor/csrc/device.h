@@ -5,11 +5,11 @@
 //   streams.cpp      current device and stream, streams and events
 //   hooks.cpp        what torch asks "is there a CUDA, and what can it do"
 //   collectives.cpp  a process group with NCCL's use of streams, over gloo
-//   observer.cpp     everything that happens, told to one Python object
+//   observer.cpp     everything that happens, passed to one Python object
 //   module.cpp       the Python module
 //
-// Nothing runs asynchronously here, except sends and receives. An operator has been computed when its call returns. What a
-// real device would be free to do later is the observer's business: it is told in which order things were asked for.
+// Nothing runs asynchronously here, except sends and receives. An operator has been computed when its call returns. The observer
+// judges what a real device may do later: it gets the order of the requests.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -73,7 +73,7 @@ std::vector<int64_t> take_freed();  // ids of blocks that were freed since the l
 
 // ----------------------------------------------------------------------------------------------------------- observer
 
-// Each tells the Python object of set_observer. They do nothing without one.
+// Each calls the Python object of set_observer. They do nothing without one.
 struct Launch {
   std::string name;
   int64_t stream = 0;

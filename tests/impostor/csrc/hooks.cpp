@@ -1,4 +1,4 @@
-// What torch asks of the CUDA library: whether it is there, its generators and its allocators.
+// Answers to torch's questions to the CUDA library: presence, generators and allocators.
 #include "device.h"
 #include "random.h"
 

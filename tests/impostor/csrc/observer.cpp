@@ -1,4 +1,4 @@
-// Tells one Python object what happens, by methods of these names. What it raises reaches the caller of the operator.
+// Reports events to one Python object, by methods of these names. Its exceptions reach the caller of the operator.
 #include "device.h"
 #include "observer.h"
 
@@ -7,7 +7,7 @@
 namespace pretended {
 namespace {
 
-PyObject* observer = nullptr;  // never freed: it may be told of something while Python ends
+PyObject* observer = nullptr;  // never freed: it may be called while Python ends
 bool arguments_wanted = false;
 
 py::list ranges(const std::vector<Range>& all) {
@@ -16,7 +16,7 @@ py::list ranges(const std::vector<Range>& all) {
   return list;
 }
 
-// Calls a method, after it has told of the blocks that were freed before.
+// Calls a method, after it has reported the blocks that were freed before.
 template <class... Arguments>
 py::object tell(const char* method, Arguments&&... arguments) {
   const auto freed = take_freed();
