@@ -11,7 +11,7 @@ LIMITS = {
     "lines outside lab": 33_018,
     "lines of the package": 47_822,
     "lines of C": 4_060,
-    "lines of tests": 41_000,
+    "lines of tests": 41_061,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 28,
     "lines of islands": 7_063,
