@@ -149,7 +149,7 @@ class Diary(Observer):
             self.latest = event
 
     def ended(self, exchange: int, expected: int, came: float) -> None:
-        """Of ``exchange`` of a shard ``came`` messages of ``expected``."""
+        """Count the messages of others in ``exchange`` of a shard: ``came`` of ``expected``, in parts of messages."""
         with self._changed:
             if expected:
                 self._messages.append((expected, came))
