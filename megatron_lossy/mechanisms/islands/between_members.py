@@ -72,7 +72,7 @@ class Lane(Carrier):
         self.expected, self.came = 0, 0.0
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """See :class:`.Carrier`. Nothing comes to who does not send."""
+        """See :class:`.Carrier`. An island that does not send gets nothing."""
         assert self.among is not None, self.exchange
         if self.among.place is None:
             units = -(-pieces.shape[1] // self.among.connections.buckets.packet)

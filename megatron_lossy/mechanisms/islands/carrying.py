@@ -30,14 +30,14 @@ class Carrier(ABC):
 
     @abstractmethod
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Send ``pieces`` [M, n], one to each island. Returns the pieces for this island [M, n], and the arrived units.
+        """Send ``pieces`` [M, n], one to each island. Return the pieces for this island [M, n], and the arrived units.
 
         The second is bool[M, units or more]; ``None``: all. Items that did not arrive are zero.
         """
 
     @abstractmethod
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
-        """[M, n]: ``own`` [n] of every island, and the units that arrived as in :meth:`scatter`."""
+        """Return [M, n]: ``own`` [n] of every island, and the units that arrived as in :meth:`scatter`."""
 
     def close(self) -> None:
         """Close the carrier after the last exchange."""
@@ -99,14 +99,14 @@ class IslandLink(Carrier):
         self._silent: list[int] = []  # places of islands that sent nothing of their latest message
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """Send ``pieces`` [M, n], one to each island. Returns the pieces for this island [M, n], and the arrived units.
+        """Send ``pieces`` [M, n], one to each island. Return the pieces for this island [M, n], and the arrived units.
 
         The second is bool[M, units]. Items that did not arrive are zero.
         """
         return self._cross(SYNC_PHASES[0], self._padded(pieces), pieces.shape[1])
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """[M, n]: ``own`` [n] of every island, and bool[M, units]: the units that came."""
+        """Return [M, n]: ``own`` [n] of every island, and bool[M, units]: the units that came."""
         result = self._cross(SYNC_PHASES[1], self._padded(own[None]), len(own))
         self._begun += 1
         return result
@@ -131,10 +131,10 @@ class IslandLink(Carrier):
         return received[:, :count], arrived
 
     def _left_out(self) -> list[int]:
-        """Make room for a message. Returns the islands that get none.
+        """Make room for a message. Return the islands that get none.
 
         Data that a stalled island has not taken stays here. If it grows above ``--udp-memory``, silent islands get
-        nothing for a while. Without a deadline everybody waits for them anyway.
+        nothing for a while. Without a deadline every rank waits for them anyway.
         """
         while self._leaving.full:
             if self._hurries and self._silent:
@@ -143,16 +143,16 @@ class IslandLink(Carrier):
         return []
 
     def _pointers(self, rows: Mapping[int, torch.Tensor], left_out: Collection[int] = ()) -> list[int | None]:
-        """By place, where its row is; ``None`` for this island, and for who gets none."""
+        """Return the address of each place's row; ``None`` for this island, and for those that get none."""
         there = rows.keys() - {self.rank} - set(left_out)
         return [rows[place].data_ptr() if place in there else None for place in range(self._size)]
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Counters of every other island."""
+        """Return counters of every other island."""
         return self._channel.counters()
 
     def rates(self) -> dict[int, dict[str, float]]:
-        """Rates towards every other island."""
+        """Return rates towards every other island."""
         return self._channel.rates()
 
     def close(self) -> None:
@@ -177,11 +177,11 @@ class Buckets:
         self.codes = {} if code is None else dict.fromkeys(SYNC_PHASES, str(code))
 
     def exchange(self, shard: int, lane: int, senders: int) -> tuple[int, int]:
-        """The number of an exchange's message to each of so many ``senders``, and its items."""
+        """Return the number of an exchange's message to each of so many ``senders``, and its items."""
         place = shard * self._islands + senders - 1
         return place * self._lanes + lane, self._items[place]
 
     def part(self, role: str, size: int) -> tuple[int, int]:
-        """The number of the shortest message of ``role`` with room for ``size`` bytes, and its bytes."""
+        """Return the number of the shortest message of ``role`` with room for ``size`` bytes, and its bytes."""
         which = next(number for number, most in enumerate(_SIZES) if size <= most)
         return len(self._items) * self._lanes + _ROLES.index(role) * len(_SIZES) + which, _SIZES[which]

@@ -1,7 +1,7 @@
-"""Copies of the state of a rank, from a sender to who comes back: main weights, moments and step counts as of one exchange.
+"""Copies of the state of a rank, from a sender to an island that comes back: main weights, moments and step counts as of one exchange.
 
 They cross by the connections of the exchanges, in parts, each tensor with a digest. They are never drawn as lost. Learning rates and
-weight decay are not copied: they follow the run. An entry says who copies, and the next sender by slot is its source. All ranks of an
+weight decay are not copied: they follow the run. An entry names the islands that copy; the source of each is the next sender by slot. All ranks of an
 island have their part of a copy, of the same sender as of the same exchange; until then the island listens.
 """
 
@@ -30,7 +30,7 @@ Carry = Callable[[torch.Tensor], None]
 #: Bytes that cross at once: the patience is for so many.
 PART = 2**20
 _DIGEST_BYTES = 16
-#: Step counts that some optimizers keep in their groups, and others beside the moments.
+#: Step counts that some optimizers keep in their groups, and others with the moments.
 _STEP = "step"
 
 
@@ -54,7 +54,7 @@ class Held:
         self._fetched = Fetched(as_bytes(value))
 
     def bytes(self) -> torch.Tensor:
-        """uint8[n], once it is here."""
+        """Return uint8[n], once it is here."""
         return torch.from_numpy(self._fetched.wait())
 
 
@@ -63,7 +63,7 @@ class Damaged(RuntimeError):
 
 
 def send_copy(send: Carry, values: dict[str, Held | float], made: int) -> str:
-    """Send ``values``, of a rank of a run that has made ``made`` iterations. Returns their digest."""
+    """Send ``values``, of a rank of a run that has made ``made`` iterations. Return their digest."""
     items: list[dict[str, Any]] = []
     for name, value in values.items():
         what = {**value.like, "digest": _digest(value.bytes())} if isinstance(value, Held) else {"value": value}
@@ -78,7 +78,7 @@ def send_copy(send: Carry, values: dict[str, Held | float], made: int) -> str:
 
 
 def receive_copy(receive: Carry) -> Copy:
-    """The values that :func:`send_copy` sends. Raises :class:`Damaged`, and :class:`RuntimeError` if the other is gone."""
+    """Return the values of :func:`send_copy`. Raise :class:`Damaged`, or :class:`RuntimeError` if the other is gone."""
     length = torch.zeros(1, dtype=torch.int64)
     _carry(receive, as_bytes(length))
     header = torch.empty(int(length), dtype=torch.uint8)
@@ -108,7 +108,7 @@ def _digest(data: torch.Tensor) -> str:
 
 
 def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str, Held | float]:
-    """The state as it is now. ``vectors``: main weights; ``optimizers``: torch's, in the same order."""
+    """Return the state as it is now. ``vectors``: main weights; ``optimizers``: torch's, in the same order."""
     found: dict[str, Held | float] = {}
     for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
         found[f"{number}/weights"] = _held(vector.read(None))
@@ -140,7 +140,7 @@ def put_state(vectors: Sequence[Vector], optimizers: Sequence[Any], values: Mapp
                 state.setdefault(int(path[1]), {})[path[2]] = value
             elif path[0] == "groups":
                 own["param_groups"][int(path[1])][path[2]] = value
-        # What is loaded is kept: it must not be what others have.
+        # The loaded tensors are kept: they must not be those of others.
         optimizer.load_state_dict({**own, "state": state})
 
 
@@ -152,7 +152,7 @@ def _held(value: Any) -> Held | float:
 
 
 def source_of(slot: int, senders: Sequence[int], islands: int) -> int:
-    """The island that ``slot`` copies: the next of ``senders``."""
+    """Return the island that ``slot`` copies: the next of ``senders``."""
     return min(senders, key=lambda other: (other - slot) % islands)
 
 

@@ -1,8 +1,8 @@
 """Islands of real ranks that come and go: each is a launch of its own (docs/elastic.md).
 
-The first rank polls the store of the run, on a thread. At the end of each iteration the ranks of the island agree on what it knows: the
-newest entry of the list of epochs, and whether the run has gone on without this island. So all change at one exchange, and nobody
-waits for an answer.
+The first rank polls the store of the run, on a thread. At the end of each iteration the ranks of the island agree on its state: the newest
+entry of the list of epochs, and whether the run has gone on without this island. So all change at one exchange, without a
+wait for an answer.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ElasticIslands(RankIslands):
     def _log(self, loss: float) -> None:
         self._logged = loss if math.isfinite(loss) else 0.0
 
-    # --- who is there ------------------------------------------------------------------------------------------------
+    # --- presence --- ---------------------------------------------------------------------------------------------
 
     def catch_up(self, iteration: int) -> int:
         """See :meth:`.JobGroup.catch_up`."""
@@ -120,11 +120,11 @@ class ElasticIslands(RankIslands):
         return now
 
     def _up_to_the_last(self, iteration: int) -> int:
-        """``iteration``, or the last one of the run, which evaluates and saves."""
+        """Return ``iteration``, or the last one of the run, which evaluates and saves."""
         return iteration if self._run.steps is None else min(iteration, self._run.steps - 1)
 
     def begin_iteration(self) -> None:
-        """See :meth:`RankIslands.begin_iteration`. Raises :class:`UsageError` in a program that never catches up."""
+        """See :meth:`RankIslands.begin_iteration`. Raise :class:`UsageError` in a program that never catches up."""
         if not self._entered:
             why = "needs a training loop that can go on at a later iteration: python -m megatron_lossy.train, or megatron.training"
             raise refuse("--rendezvous", self.config.rendezvous, why)
@@ -151,7 +151,7 @@ class ElasticIslands(RankIslands):
         self._diary.note("enters", at=iteration, run=self._known[-1].entry.first * config.sync_interval)
 
     def _wait_for(self, there: Callable[[FirstRank], Any]) -> Any:
-        """``there()`` of the first rank, once it is something. Others may be long in coming: no call waits for that."""
+        """Return ``there()`` of the first rank, once it is not ``None``. No call waits for that."""
         said: list[Any] = [None]
         while said[0] is None:
             first, until = self._first_rank, time.monotonic() + _ROUND
@@ -201,7 +201,7 @@ class ElasticIslands(RankIslands):
         return now
 
     def _miss(self, now: int) -> None:
-        """The run has made ``now`` iterations without this island: exchanges under way are lost, and replicas begin equal."""
+        """Note that the run made ``now`` iterations without this island: drop exchanges under way, begin equal."""
         self._settle()
         self._gather()
         under_way = {flight.number for rounds in self._built() for flight in rounds.flights}
@@ -241,9 +241,9 @@ class ElasticIslands(RankIslands):
         return self.begin_agreeing(signal, self._run.iteration + 1)
 
     def begin_agreeing(self, signal: int, made: int) -> Callable[[], int]:
-        """Begin to agree on what the first rank knows. ``made``: iterations that are over before what is agreed on holds.
+        """Begin to agree on the state of the first rank. ``made``: iterations that are over before what is agreed on holds.
 
-        Returns a function that waits for the largest ``signal`` of all ranks. A collective call of the ranks of the island.
+        Return a function that waits for the largest ``signal`` of all ranks. A collective call of the ranks of the island.
         """
         first, begun, came = self._first_rank, self._begun, self._rejoining.came
         known, jump = (0, 0) if first is None else (len(first.found), first.jump(made // self.config.sync_interval))
@@ -274,7 +274,7 @@ class ElasticIslands(RankIslands):
         return finish
 
     def _among(self, exchange: int) -> Among | None:
-        """The epoch that ``exchange`` is made in: the newest that has begun."""
+        """Return the epoch that ``exchange`` is made in: the newest that has begun."""
         begun = [number for number, one in enumerate(self._known) if one.entry.first <= exchange]
         if not begun or self._connections is None:
             return None
@@ -286,7 +286,7 @@ class ElasticIslands(RankIslands):
         return Among(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._loses)
 
     def _loses(self, pair: Pair, waited: float) -> None:
-        """On a thread: ``pair`` was waited for in vain."""
+        """Note, on a thread, that ``pair`` was waited for in vain."""
         why = pair.why or "it sends nothing"
         self._diary.note("lost contact", with_island=pair.slot, seconds=round(waited, 3), why=why)
         logger.warning(
@@ -295,7 +295,7 @@ class ElasticIslands(RankIslands):
         )
 
     def end_iteration(self) -> None:
-        """See :meth:`RankIslands.end_iteration`. Who copies this island gets its state as of an exchange."""
+        """See :meth:`RankIslands.end_iteration`. A copy of this island gets its state as of an exchange."""
         super().end_iteration()
         now, among = self._run.iteration + 1, self._current
         if now % self.config.sync_interval or among is None or among.place is None:
@@ -360,7 +360,7 @@ class ElasticIslands(RankIslands):
     def leave(self) -> None:
         """The others need not wait until a death is noticed.
 
-        Raises :class:`Lost` if another island has the slot, and :class:`SystemExit` if a signal came before the end of the run.
+        Raise :class:`Lost` if another island has the slot, and :class:`SystemExit` if a signal came before the end of the run.
         """
         ends = None if self._first_rank is None else self._first_rank.ends
         self._end()
@@ -387,7 +387,7 @@ class ElasticIslands(RankIslands):
         return MemberRounds(*arguments, presence=self._standing)
 
     def _visits_here(self) -> int:
-        """The least number of times that means have set an element of this rank since the island began to listen."""
+        """Return the least number of times that means have set an element here since the island began to listen."""
         if not self._standing.slot.listens:
             return _ENOUGH
         return min((rounds.visits(0) for rounds in self._built()), default=_ENOUGH)
@@ -399,7 +399,7 @@ class ElasticIslands(RankIslands):
     # --- weights and saved state -------------------------------------------------------------------------------------
 
     def _means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The means of ``shards`` over the islands that send; ``None`` for who listens, and if they do not meet."""
+        """Return the means of ``shards`` over the senders; ``None`` on listeners, and if islands do not meet."""
         among, found = self._current, None
         if among is not None and among.place is not None:
             try:
@@ -413,7 +413,7 @@ class ElasticIslands(RankIslands):
         return found if everywhere.item() else None
 
     def _means_of(self, among: Among, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The means of ``shards`` over the senders, added up in their order. Raises :class:`PeerLost`."""
+        """Return the means of ``shards`` over the senders, added up in their order. Raise :class:`PeerLost`."""
         made, count = self._sums
         self._sums = made, count = self._run.iteration, count + 1 if made == self._run.iteration else 0
         # Islands that have left some out have the same numbers.
@@ -437,7 +437,7 @@ class ElasticIslands(RankIslands):
         return None
 
     def restart(self, iteration: int) -> None:
-        """Islands save by themselves, each at its own iteration."""
+        """Do nothing: islands save by themselves, each at its own iteration."""
 
     def state_dict(self) -> Any:
         return {"rounds": super().state_dict(), "slot": vars(self._standing.slot).copy()}

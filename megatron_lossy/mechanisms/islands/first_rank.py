@@ -83,7 +83,7 @@ class FirstRank:
             self._failed = error
 
     def _poll(self, local: Local) -> Plan | None:
-        """The plan, which is written; ``None`` if the store did not answer, or has what nobody understands."""
+        """Return the plan, which is written; ``None`` if the store did not answer, or holds an unknown format."""
         try:
             texts = {key.removeprefix(_NOW): text for key, text in self._store.list(_NOW).items()}
             plan = self._island.poll(time.monotonic(), texts, local)
@@ -134,7 +134,7 @@ class FirstRank:
         self._note()
 
     def _note(self) -> None:
-        """Note a newer entry, and say it to its members."""
+        """Note a newer entry, and send it to its members."""
         entry = self._island.entry
         if entry is None:
             return
@@ -144,7 +144,7 @@ class FirstRank:
             pair.say(entry)
 
     def _difference(self, digest: str) -> UsageError | None:
-        """The first flag that differs from those of the run, whose digest is ``digest``, in words."""
+        """Return the first flag that differs from those of the run, whose digest is ``digest``, in words."""
         try:
             theirs = json.loads(self._store.get(f"flags/{digest}") or "{}") if digest else {}
         except (OSError, ValueError):
@@ -172,7 +172,7 @@ class FirstRank:
         return list(self.found) or None
 
     def near(self, exchange: int, entry: Entry) -> bool:
-        """Whether the others will make ``exchange`` within the patience; true also if they stand still, or ``entry`` is not the last one."""
+        """Return whether the others will make ``exchange`` within the patience, stand still, or have a newer entry."""
         plan, now = self._plan, time.monotonic()
         run = -1 if plan.run is None else plan.run
         if run != self._run[0]:
@@ -182,7 +182,7 @@ class FirstRank:
         return near or stands or self.found[-1][0] != write(entry)
 
     def jump(self, exchange: int) -> int:
-        """The exchange to go on with if the others have left this island, which has made ``exchange``, behind; else 0."""
+        """Return the exchange to go on with if the others are far ahead of this island, at ``exchange``; else 0."""
         self._check()
         plan, under_way = self._plan, self._part.config.rounds_under_way
         if plan.run is None or plan.run <= exchange + 2 + under_way:
@@ -192,7 +192,7 @@ class FirstRank:
         return self._leapt
 
     def close(self) -> None:
-        """Say that this island leaves, and poll no more."""
+        """Publish that this island leaves, and poll no more."""
         self._leaves.set()
         self._thread.join()
 
@@ -203,7 +203,7 @@ class FirstRank:
 
 
 def _answers(address: str) -> bool:
-    """Whether somebody listens at ``address``."""
+    """Return whether a process listens at ``address``."""
     try:
         socket.create_connection(split_address(address, "--rendezvous"), _PROBE).close()
     except (OSError, UsageError):

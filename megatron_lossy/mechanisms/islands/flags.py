@@ -17,7 +17,7 @@ from ...base.section import Flags
 SYNC_PHASES = ("sync-reduce", "sync-gather")
 #: Exchanges of an island that cross at once at most, each over connections of its own.
 SYNC_LANES = 4
-#: The folder of the mean weights, beside the folders of real islands or in that of virtual ones.
+#: The folder of the mean weights, next to the folders of real islands or in that of virtual ones.
 CONSENSUS_FOLDER = "consensus"
 _DILOCO = ("diloco", "eager-diloco")
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "int8": 1}
@@ -97,7 +97,7 @@ class IslandFlags(Flags):
 
     save_consensus: bool = flag(
         False,
-        "each checkpoint has a second one beside it, of the mean weights of islands alone, in the folder consensus",
+        "each checkpoint has a second one next to it, of the mean weights of islands alone, in the folder consensus",
         incidental=True,
     )
     island_schedule: str | None = flag(
@@ -250,7 +250,7 @@ class IslandFlags(Flags):
         return tuple(self.relative_speed(island) for island in range(self.islands))
 
     def relative_speed(self, island: int) -> float:
-        """Local iterations of ``island`` per iteration of the slowest."""
+        """Return local iterations of ``island`` per iteration of the slowest."""
         return 1.0 if self.island_speeds is None else self.island_speeds[island] / min(self.island_speeds)
 
     @property
@@ -321,7 +321,7 @@ class IslandFlags(Flags):
         return max(self.local_iterations(island, iterations) for island in range(self.jobs().number))
 
     def local_iterations(self, island: int, iteration: int) -> int:
-        """Number of iterations that ``island`` has made when the slowest has made ``iteration``."""
+        """Return number of iterations that ``island`` has made when the slowest has made ``iteration``."""
         return int(iteration * self.relative_speed(island) + 1e-9)
 
     def check(self) -> None:

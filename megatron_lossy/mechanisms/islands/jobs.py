@@ -46,7 +46,7 @@ class IslandJobs(Jobs):
             smaller = 1 / (config.rounds_under_way + 1)
             notes.append(
                 f"{under_way(config)}; with --sync-fraction of at most {smaller:.3g} there is none, and --delay-correction smith "
-                "knows of them"
+                "allows for them"
             )
         visits = None if iterations is None else iterations // (config.parts * config.sync_interval)
         if config.correction == "ema" and visits is not None and visits < _SETTLES:

@@ -28,7 +28,7 @@ from .elastic import ElasticIslands
 from .ranks import RankIslands
 
 _FOLDERS = ("save", "tensorboard_dir", "non_persistent_global_ckpt_dir")
-_UNTIL = "Megatron knows of jobs beside its own"
+_UNTIL = "Megatron supports several jobs in one launch"
 #: Of Megatron's arguments, those that all islands must have alike: of the model, the batch, the optimizer and its schedule.
 _ALIKE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "num_experts"),
@@ -42,7 +42,7 @@ _ALIKE = (
 
 
 def patches(islands: RankIslands) -> list[Patch]:
-    """Patches of Megatron's training program for islands."""
+    """Return patches of Megatron's training program for islands."""
     samplers = [
         Patch(
             target=f"megatron.{module}.data_samplers:{name}.__init__",
@@ -68,7 +68,7 @@ def patches(islands: RankIslands) -> list[Patch]:
         Patch(
             target="megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
             around=partial(signals_received, islands),
-            why="islands that are told to stop do so after the same iteration",
+            why="islands that get a signal stop after the same iteration",
             versions="all",
             until=_UNTIL,
             takes=Takes(("self",), others=()),
@@ -80,7 +80,7 @@ _signature = functools.lru_cache(inspect.signature)
 
 
 def sampler(islands: RankIslands, original: Callable, *args: Any, **kwargs: Any) -> None:
-    """Wraps the constructor of a sampler: this rank takes its samples by its number among the ranks of all islands."""
+    """Wrap the constructor of a sampler: this rank takes its samples by its number among the ranks of all islands."""
     world = islands.world
     bound = _signature(original).bind(*args, **kwargs)
     given = bound.arguments
@@ -91,12 +91,12 @@ def sampler(islands: RankIslands, original: Callable, *args: Any, **kwargs: Any)
 
 
 def number_of_samples(islands: RankIslands, original: Callable) -> tuple[int | None, ...]:
-    """Wraps the count of samples for training, validation and test: multiplies it by the number of islands."""
+    """Return wraps the count of samples for training, validation and test: multiplies it by the number of islands."""
     return tuple(None if number is None else number * islands.world.islands for number in original())
 
 
 def signals_received(islands: RankIslands, original: Callable, handler: Any) -> list[bool]:
-    """Wraps the question, once in an iteration, which ranks received a signal. Islands agree on the answer."""
+    """Return wraps the question, once in an iteration, which ranks received a signal. Islands agree on the answer."""
     return [bool(islands.agree(int(any(original(handler)))))]
 
 
@@ -131,13 +131,13 @@ class TrainingIslands(RankIslands):
 
 
 def alike(args: Any) -> dict[str, str]:
-    """By flag, the values of Megatron's arguments that all islands must share, as far as this Megatron has them."""
+    """Return the values, by flag, of Megatron's arguments that all islands must share, if this Megatron has them."""
     there = vars(args)
     return {f"--{name.replace('_', '-')}": as_text(there[name]) for name in _ALIKE if name in there}
 
 
 def train_patch(train: Callable) -> Patch:
-    """The patch of Megatron's loop, around which ``train`` goes, for islands that are launches of their own."""
+    """Return the patch of Megatron's loop, around which ``train`` goes, for islands that are launches of their own."""
     return Patch(
         target="megatron.training.training:train",
         around=train,
@@ -169,7 +169,7 @@ class TrainingElasticIslands(ElasticIslands, TrainingIslands):
     _scheduler: Any = None
     _until = 0  # the iteration to go on with
     _last: int | None = None  # of the run
-    _agreed = -1  # the iterations that were over when the ranks agreed on what they know
+    _agreed = -1  # the iterations that were over when the ranks agreed on their state
 
     def attach(self, run: Any) -> None:
         super().attach(run)
@@ -189,7 +189,7 @@ class TrainingElasticIslands(ElasticIslands, TrainingIslands):
         self._run.gapless = False
 
     def train(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Wraps Megatron's loop, of which it gets to know the scheduler."""
+        """Wrap Megatron's loop, and take its scheduler."""
         self._scheduler = kwargs.get("opt_param_scheduler", args[3] if len(args) > 3 else None)
         return original(*args, **kwargs)
 
@@ -199,7 +199,7 @@ class TrainingElasticIslands(ElasticIslands, TrainingIslands):
         return self.begin_agreeing(value, self._run.iteration)()
 
     def _ahead_of_it(self) -> bool:
-        """Whether the run has made the iteration that is about to begin. A collective call of the ranks of the island."""
+        """Return whether the run has made the iteration that is about to begin. A collective call of the island."""
         now = self._run.iteration
         if now >= self._until:
             if self._entered and self._agreed < now:

@@ -143,7 +143,7 @@ class Diary(Observer):
     # --- what happens, also on threads -----------------------------------------------------------------------------
 
     def note(self, event: str, **more: Any) -> None:
-        """``event`` happened; ``more`` about it, for JSON."""
+        """Record ``event``, and ``more`` about it, for JSON."""
         with self._changed:
             self._events.append({"event": event, **more})
             self.latest = event
@@ -170,7 +170,7 @@ class Diary(Observer):
     # --- in the order of iterations --------------------------------------------------------------------------------
 
     def begin(self, exchange: int, made: int, epoch: Epoch | None, lag: int) -> None:
-        """``exchange`` begins after ``made`` iterations of the run, in ``epoch``, or in none. ``lag``: of this island."""
+        """Record that ``exchange`` begins after ``made`` iterations, in ``epoch`` or none. ``lag``: of this island."""
         with self._changed:
             there = ([], []) if epoch is None else (epoch.slots, epoch.senders)
             self._window.add(exchanges=1, members=len(there[0]), senders=len(there[1]))
@@ -203,7 +203,7 @@ class Diary(Observer):
         return {name: total[column] / total["exchanges"] for column, name in names.items()}
 
     def finish(self) -> None:
-        """This island leaves, once nothing is under way any more."""
+        """Record that this island leaves, once nothing is under way any more."""
         if self._written is not None:
             self.note("leaves")
             self._write()
@@ -247,7 +247,7 @@ class EpochLog(Observer):
             raise refuse(_FLAG, self._path.parent, "holds the log of a run; choose another folder")
 
     def add(self, record: dict[str, Any]) -> None:
-        """Write a line. Raises :class:`UsageError` if the file is of another run."""
+        """Write a line. Raise :class:`UsageError` if the file is of another run."""
         self.check()
         self._ours = True
         with writing(_FLAG, self._path):

@@ -1,11 +1,11 @@
 """Presence of islands: members, those that stopped, and those that may send (docs/islands.md#islands-that-come-and-go).
 
-Times are iterations of the run, whoever makes them. The lag of an island is what the run has made since the island last
+Times are iterations of the run, made by any island. The lag of an island is what the run has made since the island last
 sent, less its own updates since. An island whose lag is large and mostly idleness has stopped: its weights are old, and
-would hold the mean back. It copies an island that is there, or it listens for a while. Who was only alone, slow or
-briefly away keeps everything.
+would hold the mean back. It copies an island that is there, or it listens for a while. An island that was only alone,
+slow or briefly away keeps everything.
 
-An epoch decides who owns which means, and for whom to wait. Islands need not agree on who is there: a message to or from one that is not
+An epoch decides which islands own which means, and which to wait for. Islands need not agree on who is there: a message to or from one that is not
 counts as lost.
 """
 
@@ -53,7 +53,7 @@ class Epoch:
 
     @property
     def slots(self) -> list[int]:
-        """All who get means."""
+        """All islands that get means."""
         return [one.slot for one in self.members]
 
     @property
@@ -63,7 +63,7 @@ class Epoch:
 
 
 def epoch_of(entry: Entry) -> Epoch:
-    """The epoch of ``entry``."""
+    """Return the epoch of ``entry``."""
     members = [
         Member(slot_of(one), int(one.partition("/")[2], 16), "send" if one in entry.senders else "listen")
         for one in sorted(entry.members, key=slot_of)
@@ -72,10 +72,10 @@ def epoch_of(entry: Entry) -> Epoch:
 
 
 def needed_visits(overlap: int, own: bool) -> int:
-    """The number of times that means must have set each element of a listener before it may send.
+    """Return the number of times that means must have set each element of a listener before it may send.
 
     ``overlap``: later exchanges of an element under way when one comes back. ``own``: whether it began with weights of
-    the run. A cycle of means is the model; who began with others corrects the elements that were set first once more.
+    the run. A cycle of means is the model; an island that began with others corrects the elements that were set first once more.
     """
     return 3 * (overlap + 1) if overlap else 1 if own else 2
 
@@ -99,11 +99,11 @@ class Slot:
     made: int = 0
 
     def lag(self, now: int) -> int:
-        """After ``now`` iterations of the run."""
+        """Return the lag after ``now`` iterations of the run."""
         return now - self.sent - self.made
 
     def stopped(self, now: int, keep: int) -> bool:
-        """Whether weights are too old to send. ``keep``: the largest lag that is none, in iterations."""
+        """Return whether weights are too old to send. ``keep``: the largest lag that is none, in iterations."""
         return self.lag(now) > keep and 2 * self.lag(now) > now - self.sent
 
     @property
@@ -133,11 +133,11 @@ class Standing:
         self._overlap = overlap
 
     def enter(self, made: int) -> None:
-        """It begins after ``made`` iterations. Without any its weights are the run's only if all begin."""
+        """Begin after ``made`` iterations. Without any, the weights are the run's only if all islands begin."""
         self.slot.own, self.slot.sent = made > 0, made
 
     def joins(self, now: int, keep: int) -> bool:
-        """It is in an epoch of others, which have made ``now`` iterations. Return whether it begins to listen.
+        """Join an epoch of others, which have made ``now`` iterations. Return whether the island begins to listen.
 
         Weights of an island that has trained most of the time are not old: it keeps them.
         """
@@ -147,12 +147,12 @@ class Standing:
         return self.slot.listens and not before
 
     def copied(self, made: int, now: int, keep: int) -> None:
-        """It has the state of a sender as of ``made`` iterations of the run, which has made ``now``."""
+        """Take the state of a sender as of ``made`` iterations of the run, which has made ``now``."""
         self.slot.own, self.slot.sent, self.slot.made = True, made, 0
         self.slot.listens = self.slot.stopped(now, keep)
 
     def may_send(self, visits: int) -> bool:
-        """An exchange begins. Returns whether the island is about to send again.
+        """Begin an exchange. Return whether the island is about to send again.
 
         ``visits``: how often means have set each element since it began to listen, at least.
         """
@@ -162,5 +162,5 @@ class Standing:
         return False
 
     def sent(self, now: int) -> None:
-        """It has sent after ``now`` iterations of the run."""
+        """Note that it has sent after ``now`` iterations of the run."""
         self.slot.sent, self.slot.made = now, 0

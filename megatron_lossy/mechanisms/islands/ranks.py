@@ -80,7 +80,7 @@ class RankIslands(Part, JobGroup):
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def begin_iteration(self) -> None:
-        """The optimizer is about to make its update."""
+        """Note that the optimizer is about to make its update."""
         self._built()
 
     def end_iteration(self) -> None:
@@ -113,7 +113,7 @@ class RankIslands(Part, JobGroup):
         """
         self._stopping.hear(signal)
         self._iterations += 1
-        if self.config.sync_method == "none" and self._iterations % _ASKS == 0:  # there are no messages to hear it by
+        if self.config.sync_method == "none" and self._iterations % _ASKS == 0:  # no messages carry it
             self._stopping.ask()
         with self._waiting():
             known = to_device(np.array(self._stopping.begin(), dtype=np.int32), device.current_device())
@@ -128,7 +128,7 @@ class RankIslands(Part, JobGroup):
         return finish
 
     def agree(self, value: int) -> int:
-        """:meth:`begin_stopping`, and its result."""
+        """Call :meth:`begin_stopping`, and return its result."""
         return self.begin_stopping(value)()
 
     def leave(self) -> None:
@@ -193,7 +193,7 @@ class RankIslands(Part, JobGroup):
         return self._make_rounds(self.config, subset, [vector], crossing, run.steps, run.device, self._note)
 
     def _crossing(self, number: int, subset: Subset) -> BetweenRanks:
-        """The maker of the means of the shard ``number``. A collective call of the ranks with this one's place."""
+        """Return the maker of the means of the shard ``number``. A collective call of the ranks with this place."""
         config, world = self.config, self.world
         carriers = carriers_of(config, subset.most, world.island, f"{number}/", world.store, world.meet, world.patience)
         return BetweenRanks(config, subset.stream, world.island, carriers, self._run.steps, self._tell, self._stopping)
@@ -203,7 +203,7 @@ class RankIslands(Part, JobGroup):
         return Rounds(*arguments)
 
     def _places_of_copies(self, one: Any) -> Places | None:
-        """The places in the vector of ``one`` of parameters that all tensor-parallel ranks have; ``None`` if these stay equal anyway."""
+        """Return the places, in the vector of ``one``, of parameters that all tensor-parallel ranks have, or ``None``."""
         config, group = self.config, one.buffers[0].data_parallel_group
         if tensor_group(expert=False) is None or not (config.rendezvous or config.observed or config.sync_bits):
             return None
@@ -279,7 +279,7 @@ class RankIslands(Part, JobGroup):
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[bool]:
-        """A context with the mean of the islands' owners' weights in the model; with their own, and false, if there is none.
+        """Return a context with the mean of the islands' owners' weights in the model; with false, with their own.
 
         A collective call of all islands.
         """
@@ -304,7 +304,7 @@ class RankIslands(Part, JobGroup):
                     bucket.param_data.copy_(values)
 
     def _means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The means of ``shards`` over islands; ``None`` if the islands do not meet. A collective call of all islands."""
+        """Return the means of ``shards`` over islands; ``None`` if these do not meet. A collective call of all."""
         return [self.total(shard) / self.config.islands for shard in shards]
 
     def saved_beside(self, folder: str) -> tuple[str, bool] | None:
@@ -317,7 +317,7 @@ class RankIslands(Part, JobGroup):
         return self.world.island == 0
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of ``values`` over islands. A collective call of the ranks with this one's place in every island."""
+        """Return the sum of ``values`` over islands. A collective call of the ranks with this place in each island."""
         with self._waiting():
             return self._control.total(values)
 
@@ -338,7 +338,7 @@ class RankIslands(Part, JobGroup):
         return {"islands": self.world.islands, "island": self.world.island}
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The state of the rules, and of the exchanges under way. Waits for these."""
+        """Return the state of the rules, and of the exchanges under way. Waits for these."""
         with self._waiting():
             return [rounds.state_dict() for rounds in self._built()]
 
@@ -351,7 +351,7 @@ class RankIslands(Part, JobGroup):
             rounds.load_state_dict(saved)
 
     def close(self) -> None:
-        """The run is over."""
+        """End with the run."""
         for hook in self._hooks:
             hook.remove()
         for rounds in self._rounds or ():
@@ -361,7 +361,7 @@ class RankIslands(Part, JobGroup):
 def rewind(folder: str, world: IslandWorld, total: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
     """Let all islands load the newest checkpoint that each has, if some have a newer one. A collective call of all.
 
-    ``folder``: of this rank's island, from which the run goes on. ``total``: adds up over islands. Returns a line to
+    ``folder``: of this rank's island, from which the run goes on. ``total``: adds up over islands. Return a line to
     report. If an island has no checkpoint at all, nothing is changed, and the loaded iterations will be refused: it may
     be the wrong folder.
     """
@@ -369,7 +369,7 @@ def rewind(folder: str, world: IslandWorld, total: Callable[[torch.Tensor], torc
     common = min(latest)
     if len(set(latest)) == 1 or not common or not all(_of_all(iteration_folder(folder, common).is_dir(), world, total)):
         return None
-    torch.distributed.barrier()  # now everybody has read
+    torch.distributed.barrier()  # now all have read
     if torch.distributed.get_rank() == 0 and latest[world.island] != common:
         write_text(iteration_folder(folder, common).with_name(TRACKER), str(common))
     torch.distributed.barrier()

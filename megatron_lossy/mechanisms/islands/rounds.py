@@ -104,7 +104,7 @@ class Rounds(Generic[Between]):
     def after_iteration(self, step: int) -> int | None:
         """Begin and use the exchanges that are due after iteration ``step`` (from 0).
 
-        Returns the number of elements of the exchange that begins, or ``None`` if none does.
+        Return the number of elements of the exchange that begins, or ``None`` if none does.
         """
         number, left = divmod(step + 1, self._interval)
         begun = None if left else self._begin(number - 1, step)
@@ -183,11 +183,11 @@ class MemberRounds(Rounds[Between]):
         self._set = torch.zeros(len(presence.slots), self.subset.size, dtype=torch.int16, device=self._device)
 
     def visits(self, island: int) -> int:
-        """The least number of times that an element of a listener was set."""
+        """Return the least number of times that an element of a listener was set."""
         return int(self._set[island].min())
 
     def restart(self, island: int) -> None:
-        """``island`` begins again: exchanges under way are not its own."""
+        """Let ``island`` begin again, without the exchanges under way."""
         for members in self._took_part.values():
             if island in members:
                 members.remove(island)

@@ -1,7 +1,7 @@
-"""M worlds out of one launch: an island is a world of its own, whose ranks meet those of other islands beside it.
+"""M worlds out of one launch: an island is a world of its own, whose ranks meet those of other islands outside it.
 
 A program that asks torch for the default group, Megatron above all, sees the ranks of one island. Rank k of every
-island meets rank k of the others over host memory, in groups that the default world does not know.
+island meets rank k of the others over host memory, in groups that are not in the default world.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class IslandWorld:
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.size)}
 
     def compare(self, settings: Mapping[str, str]) -> None:
-        """All islands have one command line."""
+        """Compare nothing: all islands have one command line."""
 
     def open(self, init_process_group: Callable[..., Any], timeout: timedelta) -> None:
         """Make the island the default world. A collective call of all ranks of all islands.
 
         ``init_process_group``: makes the default group from ``store``, ``rank``, ``world_size`` and ``timeout``.
-        ``timeout``: the time after which a rank gives up on another one, in its island or not.
+        ``timeout``: the time that a rank waits for another one, in its island or not.
         """
         global _store, _opened
         self._timeout = timeout
@@ -68,7 +68,7 @@ class IslandWorld:
 
     @property
     def patience(self) -> float:
-        """Seconds after which a rank gives up on another one."""
+        """Return the seconds that a rank waits for another one."""
         return self._timeout.total_seconds()
 
     def wait_for_first(self, first_is_through: Callable[[], None]) -> None:
@@ -83,11 +83,11 @@ class IslandWorld:
                 time.sleep(_LOOK)
 
     def store(self, name: str) -> Any:
-        """A store of the ranks with this one's place in every island alone. ``name``: its purpose, unique."""
+        """Return a store of the ranks with this one's place in every island alone. ``name``: its purpose, unique."""
         return torch.distributed.PrefixStore(f"{self._prefix}/meet/{self.rank}/{name}", _store)
 
     def meet(self, name: str) -> Meeting:
-        """A group of the ranks with this one's place in every island. A collective call of these. ``name``: unique."""
+        """Return a group of the ranks with this place in each island. A collective call of these. ``name``: unique."""
         return Meeting(self.store(name), self.island, self.islands, self._timeout)
 
 
@@ -108,7 +108,7 @@ class ElasticWorld:
         self.alike: Mapping[str, str] = {}
 
     def tell_environment(self) -> None:
-        """The environment is that of the island already."""
+        """Do nothing: the environment is that of the island already."""
 
     def compare(self, settings: Mapping[str, str]) -> None:
         """See :class:`.base.jobs.World`. They are compared once islands meet."""
@@ -136,13 +136,13 @@ class Meeting:
         return received
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        """[M, ...]: ``own`` of every island."""
+        """Return [M, ...]: ``own`` of every island."""
         received = torch.empty(self.islands, *own.shape, dtype=own.dtype)
         self._group._allgather_base(as_bytes(received), as_bytes(own)).wait()
         return received
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum of ``own`` over all islands, on its device, added up in their order. All call it."""
+        """Return the sum of ``own`` over all islands, on its device, added up in their order. All call it."""
         first, *others = self.all_gather(own.detach().cpu().contiguous())
         result = first.clone()
         for other in others:
@@ -150,7 +150,7 @@ class Meeting:
         return result.to(own.device)
 
     def largest(self, value: int, patience: timedelta | None = None) -> int:
-        """The largest ``value`` of all islands. ``patience``: how long to wait for others; default the world's time."""
+        """Return the largest ``value`` of all islands. ``patience``: seconds to wait for others, by default the world's."""
         result = torch.tensor([value])
         options = torch.distributed.AllreduceOptions()
         if patience is not None:
@@ -160,9 +160,9 @@ class Meeting:
         return int(result)
 
 
-#: A number beside those of signals: the island is at the end of its run.
+#: A number besides those of signals: the island is at the end of its run.
 _OVER = 1 << 14
-#: Others may hear only with their next exchange, or end much later. A dead island is noticed in other ways.
+#: Others may receive it only with their next exchange, or end much later. A dead island is noticed in other ways.
 _PATIENCE = timedelta(days=365)
 
 
@@ -200,9 +200,9 @@ class Stopping:
             self._changed.notify_all()
 
     def begin(self) -> tuple[int, int]:
-        """Begin the next iteration. Returns the signal and the last iteration, each 0 if not known.
+        """Begin the next iteration. Return the signal and the last iteration, each 0 if not known.
 
-        Waits if the iteration could be later than the last one. Raises errors between islands.
+        Waits if the iteration could be later than the last one. Raise errors between islands.
         """
         with self._changed:
             self._begun += 1
@@ -246,7 +246,7 @@ class Stopping:
         with self._changed:
             self.number = max(self.number, known % _OVER)
             self._most = self._begun
-            mine = self._begun if self._over else self._begun + 1  # the next one begins when all of its ranks can know
+            mine = self._begun if self._over else self._begun + 1  # the next one begins once all ranks can have it
         last = meeting.largest(mine, _PATIENCE)
         with self._changed:
             self._last = last

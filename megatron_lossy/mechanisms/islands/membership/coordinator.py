@@ -63,7 +63,7 @@ class Journal:
             raise cannot("--journal", path, "written", error) from None
 
     def write(self, key: bytes, value: bytes) -> None:
-        """Add a line. Raises :class:`OSError`, and then it is not there."""
+        """Add a line. Raise :class:`OSError`, and then it is not there."""
         end = self._file.tell()
         try:
             _append(self._file, _line(key, value))
@@ -120,7 +120,7 @@ class Dictionary:
             noted(key, value)
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, str, bytes]:
-        """A :data:`Route`."""
+        """Return a :data:`Route`."""
         try:
             handle = {"/v3/kv/range": self._range, "/v3/kv/put": self._put, "/v3/kv/txn": self._swap}[path]
             if method != "POST":
@@ -226,7 +226,7 @@ class Server:
 
 
 def _parse(head: bytes) -> tuple[str, str, int]:
-    """Method, path and bytes of the body. Raises :class:`ValueError`."""
+    """Return method, path and bytes of the body. Raise :class:`ValueError`."""
     first, *lines = head.decode("ascii").split("\r\n")
     method, path, version = first.split(" ")
     fields = dict(line.lower().split(":", 1) for line in lines if line)
@@ -239,7 +239,7 @@ def _parse(head: bytes) -> tuple[str, str, int]:
 async def serve(
     bind: tuple[str, int], key: bytes, journal: Path, page: tuple[str, int] | None, say: Callable[[str], None]
 ) -> None:
-    """Serve until SIGINT or SIGTERM. ``say`` gets the addresses. Raises :class:`UsageError`."""
+    """Serve until SIGINT or SIGTERM. ``say`` gets the addresses. Raise :class:`UsageError`."""
     watcher = Watcher(time.time)
     store = Dictionary(Journal(journal), watcher.note)
     server = Server(store.answer)
@@ -269,7 +269,7 @@ async def serve(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command. Raises :class:`UsageError`."""
+    """Run the command. Raise :class:`UsageError`."""
     parser = ArgumentParser(
         prog="python -m megatron_lossy coordinator",
         description="Serve the store where islands agree on who is there. Only holders of the key file are answered.",
@@ -339,7 +339,7 @@ class Watcher:
             self._entries[run] = entry
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, str, bytes]:
-        """The route of the page's server: ``/`` and ``/metrics``."""
+        """Return the route of the page's server: ``/`` and ``/metrics``."""
         if method != "GET" or path not in ("/", "/metrics"):
             return 404, "text/plain", b"there is / and /metrics\n"
         if path == "/":

@@ -42,9 +42,9 @@ class Unreachable(ConnectionError):
 
 
 class Store(ABC):
-    """Text by key. Every call ends within ``timeout`` seconds, and raises :class:`Unreachable` if it has no answer by then.
+    """A store of texts by key. A call without an answer within ``timeout`` seconds raises :class:`Unreachable`.
 
-    An object is of one thread.
+    Use an object on one thread only.
     """
 
     timeout = TIMEOUT
@@ -61,7 +61,7 @@ class Store(ABC):
     def put_if(self, key: str, old: str | None, new: str) -> bool:
         """Write ``new`` if the value is ``old`` (``None``: there is none), at once. Return whether that was done.
 
-        ``new`` must differ from what anybody else writes, so that a write without an answer can be told from another's.
+        ``new`` must differ from the writes of all others, so that a write without an answer can be distinguished from another's.
         """
 
     @abstractmethod
@@ -141,7 +141,7 @@ class Gateway(Store):
         raise AssertionError("a loop of one turn at least")
 
     def _post(self, path: str, body: Mapping[str, Any], end: float) -> dict[str, Any]:
-        """The answer of the host that is asked first. A thread of its own asks it, since names are looked up without a timeout."""
+        """Return the first host's answer, asked on a thread of its own, since look-ups of names have no timeout."""
         answer: concurrent.futures.Future[tuple[int, dict[str, Any]]] = concurrent.futures.Future()
         asked = threading.Thread(target=_settle, args=[answer, lambda: self._ask(path, body, end)], daemon=True)
         host, port = self._hosts[0]
@@ -170,7 +170,7 @@ class Gateway(Store):
             raise Unreachable(f"{host}:{port}: {why}") from None
 
     def _ask(self, path: str, body: Mapping[str, Any], end: float) -> tuple[int, dict[str, Any]]:
-        """Status and answer; on the thread."""
+        """Return status and answer; on the thread."""
         connection = self._connection
         if connection is None:
             connection = self._connection = self._connect(end)
@@ -183,7 +183,7 @@ class Gateway(Store):
                     return 400, found
                 self._token = found["token"]
             headers["Authorization"] = self._token
-        if time.monotonic() >= end:  # nobody waits for it any more, and it must not be done later
+        if time.monotonic() >= end:  # it is not waited for any more, and must not be done later
             raise TimeoutError
         connection.request("POST", f"/v3/{path}", json.dumps(body), headers)
         response = connection.getresponse()
@@ -196,7 +196,7 @@ class Gateway(Store):
         sock.settimeout(self.timeout)
         if self._tls is not None:
             sock = self._tls.wrap_socket(sock, server_hostname=self._name or host)
-        if time.monotonic() >= end:  # nobody waits for it any more
+        if time.monotonic() >= end:  # it is not waited for any more
             sock.close()
             raise TimeoutError
         connection = http.client.HTTPConnection(host, port)
@@ -228,7 +228,7 @@ def _text(code: str) -> str:
 
 
 def split_address(text: str, flag: str, default: int = PORT) -> tuple[str, int]:
-    """Return host and port of ``text``, HOST or HOST:PORT. Raises :class:`UsageError` about ``flag``."""
+    """Return host and port of ``text``, HOST or HOST:PORT. Raise :class:`UsageError` about ``flag``."""
     found = _HOST.fullmatch(text)
     port = int(found["port"] or default) if found else 0
     if not found or not 0 <= port < 65536:
@@ -237,7 +237,7 @@ def split_address(text: str, flag: str, default: int = PORT) -> tuple[str, int]:
 
 
 def check_url(url: str, flag: str = "--rendezvous") -> tuple[list[tuple[str, int]], str, str | None, bool]:
-    """Return the hosts of ``url``, the run, the file with the access, and whether they are a coordinator. Raises :class:`UsageError`."""
+    """Return the hosts of ``url``, the run, the file with the access, and whether they are a coordinator. Raise :class:`UsageError`."""
     found = _URL.fullmatch(url)
     if not found or (found["kind"] == "tcp" and (found["access"] or "," in found["hosts"])):
         raise refuse(flag, url, "must be tcp://HOST:PORT/RUN, or etcd://HOST:PORT,HOST:PORT/RUN")
@@ -250,7 +250,7 @@ def open_store(url: str, key: bytes | None, flag: str = "--rendezvous") -> Gatew
     """Return the store of ``url``: ``tcp://HOST:PORT/RUN`` or ``etcd://HOST:PORT,…/RUN``. Nothing is connected yet.
 
     ``key``: of the key file, for ``tcp``. ``?access=FILE`` after the name of an etcd: a YAML file with any of user and password, and
-    ca, cert and key, which are paths. Raises :class:`UsageError`.
+    ca, cert and key, which are paths. Raise :class:`UsageError`.
     """
     hosts, run, file, ours = check_url(url, flag)
     if ours:
@@ -292,7 +292,7 @@ _LEAST = 16
 
 
 def read_key(path: str, flag: str = "--key-file") -> bytes:
-    """Return the bytes of the key file. Raises :class:`UsageError` about ``flag`` if it cannot be read, or is too short."""
+    """Return the bytes of the key file. Raise :class:`UsageError` about ``flag`` if it cannot be read, or is too short."""
     try:
         key = Path(path).read_bytes()
     except OSError as error:
@@ -327,7 +327,7 @@ def _context(protocol: int, key: bytes) -> ssl.SSLContext:
 
 @cache
 def _certificate(key: bytes) -> tuple[str, str]:
-    """The private key and its certificate, as PEM: the same bytes wherever the key file is the same."""
+    """Return the private key and its certificate, as PEM: the same bytes wherever the key file is the same."""
     check_package("cryptography", "--key-file", "FILE", "'megatron-lossy[elastic]'")
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
