@@ -49,7 +49,7 @@ class Channel:
         *,
         peers: Collection[int] | None = None,
         alike: str = "",
-        reported: Collection[str] = (),
+        reported: Collection[str | tuple[str, int]] = (),
         phases: Sequence[str] = session.PHASES,
         called: Sequence[int] | None = None,
         codes: Mapping[str, str] = MappingProxyType({}),
@@ -156,8 +156,11 @@ class Channel:
     def _deadline(self, within: float | None) -> Deadline:
         return self.deadline if within is None else Deadline(replace(self._settings, deadline=float(within)))
 
-    def send(self, phase: str, number: int, bucket: int, sources: Pointers) -> Transfer:
-        """Give the address of each destination's piece, after :meth:`post`; ``None``: that rank gets nothing."""
+    def send(self, phase: str, number: int, bucket: int, sources: Pointers, must: np.ndarray | None = None) -> Transfer:
+        """Give the address of each destination's piece, after :meth:`post`; ``None``: that rank gets nothing.
+
+        ``must``: units that must arrive; of a stream all do.
+        """
         key = self.phases.index(phase), bucket
         header = Header(END, self._codes[key[0]], key[0], number, bucket)
         with self.lock:
