@@ -2,10 +2,12 @@
 
 import json
 import logging
+import os
 import re
 import shutil
 import socket
 import subprocess
+import time
 import urllib.request
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from megatron_lossy.run.exporter import Exporter, exporter_at, prometheus_name
 from scripts.update_docs import METRICS
 from tests.ranks import run_ranks
 from tests.slurm_cluster import free_ports
+from tests.test_plugin_megatron_lm import ENVIRONMENT, LOSS, MODEL, TORCHRUN
 from tests.trainer import TINY, read_records, train_runs, write_data
 
 prometheus_client = pytest.importorskip("prometheus_client")
@@ -139,6 +142,39 @@ def test_a_run_serves_what_its_last_records_say(tmp_path):
         taken = loss | {"metrics_port": other.getsockname()[1]}
         (summary, seen), _ = run_ranks(watched, 2, config | {"metrics_dir": None}, taken)
     assert seen == {} and summary["lm loss"] == last["lm loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.megatron_lm
+@pytest.mark.shows("the unmodified `pretrain_gpt.py` serves what its log says to Prometheus", device=False)
+def test_megatron_lm_serves_what_its_log_says(megatron_lm, tmp_path):
+    """Scraped after its last iteration: its program ends when it may."""
+    port, script, over = free_ports(1)[0], tmp_path / "script.py", tmp_path / "over"
+    script.write_text(
+        "import os, sys, time\n"
+        f"sys.argv[0] = {os.path.join(megatron_lm, 'pretrain_gpt.py')!r}\n"
+        "from megatron_lossy.__main__ import main\n"
+        "main(sys.argv)\n"
+        "print('trained', flush=True)\n"
+        f"while not os.path.exists({str(over)!r}): time.sleep(0.01)\n"
+    )
+    ranks = ["--standalone", "--nproc-per-node", 2, script, *MODEL, *LOSS, "--metrics-port", port]
+    with open(tmp_path / "log", "w") as log:
+        done = subprocess.Popen(list(map(str, [*TORCHRUN, *ranks])), stdout=log, stderr=log, env=ENVIRONMENT)
+    try:
+        while (said := (tmp_path / "log").read_text()).count("trained\n") < 2:
+            assert done.poll() is None, said[-3000:]
+            time.sleep(0.1)
+        seen = scraped(port)
+        over.touch()
+        assert done.wait(120) == 0
+    finally:
+        done.kill()
+    assert {name for name, _ in seen} <= NAMES and seen[("megatron_lossy_iteration", ())] == 20
+    assert not any("valid" in name for name, _ in seen)
+    for name in ("lm loss", "grad norm", "loss rate grad", "loss rate param"):
+        printed = float(re.findall(rf"\b{name}: ([\d.E+-]+)", said)[-1])
+        assert seen[(prometheus_name(name), ())] == pytest.approx(printed, abs=2e-3), name
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])

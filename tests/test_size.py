@@ -8,10 +8,10 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 32_516,
-    "lines of the package": 47_149,
+    "lines outside lab": 32_566,
+    "lines of the package": 47_507,
     "lines of C": 4_060,
-    "lines of tests": 40_445,
+    "lines of tests": 40_915,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 28,
     "lines of islands": 7_072,

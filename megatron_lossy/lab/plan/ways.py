@@ -174,14 +174,9 @@ def cost(found: Prediction, link: Link) -> tuple[str, bool]:
         kind = "codes"
     rows = [row for row in measured()["costs"] if row["method"] == kind]
     nearest = min(rows, key=lambda row: _distance(row, found, link))
-    how = {
-        "gradients": "{loss:.0%} lost, ",
-        "codes": "{loss:.0%} lost, ",
-        "islands": "{share:.0%}, {late} late, {values}, ",
-        "diloco": "every {every}, ",
-        "nothing": "",
-    }[kind]
-    text = "{change:+.2f} % ({low:+.1f} to {high:+.1f}; {millions:.2g} M parameters, " + how + "{where})"
+    how = {"islands": "{share:.0%}, {late} late, {values}, ", "diloco": "every {every}, ", "nothing": ""}
+    details = how.get(kind, "{loss:.0%} lost, ")
+    text = "{change:+.2f} % ({low:+.1f} to {high:+.1f}; {millions:.2g} M parameters, " + details + "{where})"
     known = _distance(nearest, found, link) < 0.1
     return text.format(**nearest, millions=nearest["parameters"] / 1e6), known
 
