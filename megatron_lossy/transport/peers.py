@@ -39,7 +39,7 @@ class Peers(ABC):
 
     @abstractmethod
     def gather(self, rows: np.ndarray | torch.Tensor) -> np.ndarray:
-        """[N, k]: the ``rows`` [local, k] of all replicas, int64, uint64 or float64, bit for bit.
+        """Return [N, k]: the ``rows`` [local, k] of all replicas, int64, uint64 or float64, bit for bit.
 
         A tensor, int64, may be on a device. Then the host waits once, for the result.
         """
@@ -104,7 +104,7 @@ class RankPeers(Peers):
         return Handle(end)
 
     def _beside(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], dist.Work]) -> Callable[[], object]:
-        """Let ``begin`` exchange ``tensor``, in host memory, on the CUDA device. Returns a function that waits for it."""
+        """Let ``begin`` exchange ``tensor``, in host memory, on the CUDA device. Return a function that waits."""
         there = to_device(tensor, self._device)
         work = begin(there)
         with aside(self._device):  # so that what is computed does not wait for the others

@@ -49,7 +49,7 @@ class Channel:
         *,
         peers: Collection[int] | None = None,
         alike: str = "",
-        reported: Collection[str] = (),
+        reported: Collection[str | tuple[str, int]] = (),
         phases: Sequence[str] = session.PHASES,
         called: Sequence[int] | None = None,
         codes: Mapping[str, str] = MappingProxyType({}),
@@ -98,7 +98,7 @@ class Channel:
             time.sleep(0.002)
         missing = {rank: link.problem for rank, link in self.links.items() if not link.connection}
         rows = session.share(store, f"{prefix}/reached", self.rank, len(hellos), json.dumps(missing).encode())
-        for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and knows more
+        for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and has the reason
             for other, why in json.loads(rows[rank]).items():
                 ends = (f"rank {one} of {self.name} ({hellos[one].where})" for one in (rank, int(other)))
                 raise UsageError(
@@ -156,8 +156,11 @@ class Channel:
     def _deadline(self, within: float | None) -> Deadline:
         return self.deadline if within is None else Deadline(replace(self._settings, deadline=float(within)))
 
-    def send(self, phase: str, number: int, bucket: int, sources: Pointers) -> Transfer:
-        """Give the address of each destination's piece, after :meth:`post`; ``None``: that rank gets nothing."""
+    def send(self, phase: str, number: int, bucket: int, sources: Pointers, must: np.ndarray | None = None) -> Transfer:
+        """Give the address of each destination's piece, after :meth:`post`; ``None``: that rank gets nothing.
+
+        ``must``: units that must arrive; of a stream all do.
+        """
         key = self.phases.index(phase), bucket
         header = Header(END, self._codes[key[0]], key[0], number, bucket)
         with self.lock:
@@ -171,7 +174,7 @@ class Channel:
             return transfer
 
     def take(self, link: Link, header: Header, payload: memoryview) -> bool:
-        """Put a frame where it belongs. Returns whether there was room. Raises :class:`Malformed`."""
+        """Put a frame where it belongs. Return whether there was room. Raise :class:`Malformed`."""
         with self.lock:
             if header.kind == BYE:
                 link.closed = True
@@ -238,7 +241,7 @@ class Channel:
     # --- ranks that are gone ---------------------------------------------------------------------------------------
 
     def lose(self, rank: int) -> None:
-        """Do without ``rank`` from now on: what was to come from it is lost."""
+        """Do without ``rank`` from now on: its data to come are lost."""
         with self.lock:
             self._leave(self.links[rank])
 
@@ -249,7 +252,7 @@ class Channel:
         self.lock.notify_all()
 
     def silent_ranks(self, seconds: float) -> list[int]:
-        """The ranks of which no frame has come for so long, while they were waited for; without a connection :attr:`patience` is enough.
+        """Return the awaited ranks without a frame for so long, or without a connection for :attr:`patience`.
 
         A process that lives would have called again by then.
         """
@@ -257,7 +260,7 @@ class Channel:
         return [rank for rank, link in self.links.items() if link.silent >= (seconds if link.connection else least)]
 
     def lost_ranks(self) -> dict[int, str]:
-        """The ranks that are done without, and why."""
+        """Return the ranks that are done without, and why."""
         return {rank: f"{link.called}: {self._why(link)}" for rank, link in self.links.items() if link.left}
 
     def _why(self, link: Link) -> str:
@@ -266,7 +269,7 @@ class Channel:
         return f"nothing came for {link.silent:.0f} s" if link.connection else f"no connection: {link.problem}"
 
     def has_closed(self, rank: int) -> bool:
-        """Whether ``rank`` has closed the channel, and may live."""
+        """Return whether ``rank`` has closed the channel, and may live."""
         return self.links[rank].closed
 
     # --- output for the user ---------------------------------------------------------------------------------------
@@ -275,12 +278,12 @@ class Channel:
         """Do nothing: TCP sends again by itself."""
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Counters of each peer."""
+        """Return counters of each peer."""
         with self.lock:
             return {peer: dict(link.counters) for peer, link in self.links.items()}
 
     def rates(self) -> dict[int, dict[str, float]]:
-        """By peer, ``rate``: bytes per second that the kernel last measured towards it; ``rtt_min``: seconds."""
+        """Return, by peer, ``rate``: bytes per second that the kernel last measured; ``rtt_min``: seconds."""
         found = {}
         for peer, link in self.links.items():
             connection = link.connection

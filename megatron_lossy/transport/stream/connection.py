@@ -82,7 +82,7 @@ class Handshake:
             self.fail(getattr(error, "strerror", None) or str(error))
 
     def _call(self) -> None:
-        """Dial: the connection is there, or has failed."""
+        """End dialing: the connection is there, or has failed."""
         assert self._link is not None
         error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
@@ -104,7 +104,7 @@ class Handshake:
             self._reply() if self._link is None else self._meet()
 
     def _reply(self) -> None:
-        """Listen: a rank has called."""
+        """Accept the call of a rank."""
         _, name, rank, random, proof = _CALL.unpack(self._heard)
         link = self._find(name, rank)
         if link is None:
@@ -116,7 +116,7 @@ class Handshake:
         self._begin(link, random + self._random, dialed=False)
 
     def _meet(self) -> None:
-        """Dial: the listener has answered."""
+        """Take the answer of the listener."""
         assert self._link is not None
         random, proof = _REPLY.unpack(self._heard)
         if not hmac.compare_digest(proof, self._link.channel.secret.derive(b"reply", self._random, random)):
@@ -259,7 +259,7 @@ class Connection:
     def measured(self) -> tuple[int, float, float]:
         """Return bytes of the congestion window, bytes per second, and seconds of the least round trip, as the kernel has them.
 
-        Raises OSError once it is closed. May be called on any thread.
+        Raise OSError once it is closed. May be called on any thread.
         """
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 168)
         segment, segments = struct.unpack_from("=I", info, 16)[0], struct.unpack_from("=I", info, 80)[0]

@@ -43,7 +43,7 @@ class Writer:
         self._view = memoryview(self._memory)
 
     def frame(self, header: Header, source: int = 0) -> memoryview:
-        """A frame with the ``header.size`` bytes at the address ``source``. The next call takes its memory."""
+        """Return a frame with the ``header.size`` bytes at the address ``source``. The next call takes its memory."""
         _HEADER.pack_into(self._memory, 0, *header)
         self._cipher.seal(self._address, HEADER_BYTES, source, header.size, self._address + HEADER_BYTES)
         return self._view[: HEADER_BYTES + header.size + self._cipher.tag_bytes]
@@ -60,7 +60,7 @@ class Reader:
         self._start = self._end = 0
 
     def room(self) -> memoryview:
-        """Memory for what comes next; :meth:`came` says how much did. Payloads that were returned are overwritten."""
+        """Return memory for the next bytes; :meth:`came` takes their number. Returned payloads are overwritten."""
         if self._start:
             left = self._end - self._start
             self._view[:left] = self._view[self._start : self._end]
@@ -82,7 +82,7 @@ class Reader:
         )
 
     def next(self) -> tuple[Header, memoryview] | None:
-        """The next frame with its payload; ``None``: it is not complete. Raises :class:`Malformed`."""
+        """Return the next frame with its payload; ``None``: it is not complete. Raise :class:`Malformed`."""
         if self._end - self._start < HEADER_BYTES:
             return None
         header = Header(*_HEADER.unpack_from(self._memory, self._start))

@@ -73,7 +73,7 @@ class Host:
         _alive.add(self)
 
     def new_socket(self, family: int) -> socket.socket:
-        """A socket with the options of all connections. Raises :class:`UsageError` for an algorithm the kernel does not allow."""
+        """Return a socket with the options of all connections. Raise :class:`UsageError` for a refused algorithm."""
         made = socket.socket(family, socket.SOCK_STREAM)
         choose_congestion(made, self.settings.congestion)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -92,7 +92,7 @@ class Host:
         return Channel(self, *arguments, **options)
 
     def counters(self) -> dict[str, int]:
-        """Connections of strangers."""
+        """Return connections of strangers."""
         return {"strangers": self.refused}
 
     def ask(self, act: Callable[[], None]) -> None:
@@ -182,7 +182,7 @@ class Host:
         Handshake(self, made, over, find=self._find)
 
     def _find(self, name: bytes, rank: int) -> Link | None:
-        """The link to ``rank`` in the channel that handshakes call ``name``."""
+        """Return the link to ``rank`` in the channel that handshakes call ``name``."""
         channel = self.channels.get(name)
         return None if channel is None else channel.links.get(rank)
 

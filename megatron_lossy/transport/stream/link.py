@@ -33,7 +33,7 @@ class Shape:
         self.frame = max(1, min(max(-(-self.units // _FRAMES), _LEAST_FRAME_BYTES // unit), _FRAME_BYTES // unit))
 
     def bytes_of(self, first: int, count: int) -> int:
-        """Bytes of ``count`` units from ``first`` on."""
+        """Return bytes of ``count`` units from ``first`` on."""
         return min((first + count) * self.unit, self.shard) - first * self.unit
 
 
@@ -47,7 +47,7 @@ class Outgoing:
         self.sent = False
 
     def next_frame(self, writer: Writer) -> tuple[memoryview, int]:
-        """The next frame, and its number of units."""
+        """Return the next frame, and its number of units."""
         shape, first = self._shape, self._next
         if self.dropped:
             self.sent = True
@@ -137,7 +137,7 @@ class Link:
         self.failed(why)
 
     def take(self, header: Header, payload: memoryview) -> bool:
-        """Take a frame. Returns whether there was room."""
+        """Take a frame. Return whether there was room."""
         self.silent = 0.0
         return self.channel.take(self, header, payload)
 
@@ -159,7 +159,7 @@ class Link:
             self.connection.say(kind)
 
     def wants_to_send(self) -> bool:
-        """Whether messages wait."""
+        """Return whether messages wait."""
         return bool(self._messages)
 
     @property
@@ -169,7 +169,7 @@ class Link:
         return connection is None or not (self._messages or connection.unacknowledged)
 
     def next_frame(self, writer: Writer) -> memoryview:
-        """The next frame of the oldest message; empty without any."""
+        """Return the next frame of the oldest message; empty without any."""
         with self.channel.lock:
             if not self._messages:
                 return memoryview(b"")

@@ -43,7 +43,7 @@ class Deadline:
             self._allowed[key] = _FACTOR * float(np.quantile(np.concatenate(took), self._share)) + _SECONDS
 
     def allowed(self, key: Key) -> float:
-        """Seconds that an exchange may take."""
+        """Return seconds that an exchange may take."""
         return self.setting if isinstance(self.setting, float) else self._allowed.get(key, math.inf)
 
     @property
@@ -120,7 +120,7 @@ class Transfer(Message):
         self._left[source] = max(self._left.get(source, 0) - units, 0)
 
     def awaits(self, source: int) -> bool:
-        """Whether units of ``source`` may come."""
+        """Return whether units of ``source`` may come."""
         return self.ended is None and bool(self._left.get(source))
 
     def end(self) -> None:
@@ -152,23 +152,23 @@ class Transfer(Message):
         return max(self._posted, *self._begun.values()) if self._begun else self._posted
 
     def _until(self) -> float:
-        """When the deadline is, as far as that is known."""
+        """Return the time of the deadline, as far as that is known."""
         allowed = self._deadline.allowed(self._key)
         if not self._deadline.waits_for_living:
             return self._posted + allowed
         return math.inf if any(rank not in self._begun for rank in self._coming()) else self._start + allowed
 
     def _coming(self) -> list[int]:
-        """The ranks that live and of which more may come."""
+        """Return the ranks that live and of which more may come."""
         return [rank for rank in self._left if self.awaits(rank) and self._links[rank].lives]
 
     def _going(self) -> list[int]:
-        """The ranks that live and that more has to leave for."""
+        """Return the ranks that live and that more has to leave for."""
         links = self._links
         return [] if self.over else [rank for rank, one in self.leaving.items() if not one.sent and links[rank].lives]
 
     def _wait(self, pending: Callable[[], list[int]], timeout: float | None) -> None:
-        """Wait until nobody is ``pending``, or the deadline passes. Raises TimeoutError."""
+        """Wait until nobody is ``pending``, or the deadline passes. Raise TimeoutError."""
         last = math.inf if timeout is None else time.monotonic() + timeout
         while ranks := pending():
             now = time.monotonic()
@@ -182,7 +182,7 @@ class Transfer(Message):
     # --- called without it -------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> np.ndarray:
-        """bool[N, units]: the units that arrived. Raises TimeoutError after ``timeout`` seconds."""
+        """Return bool[N, units]: the units that arrived. Raise TimeoutError after ``timeout`` seconds."""
         with self._lock:
             self._wait(self._coming, timeout)
             self._end_taking()
@@ -195,11 +195,11 @@ class Transfer(Message):
             self.end()
 
     def all_sent(self) -> bool:
-        """Whether nothing waits to be handed to the kernel."""
+        """Return whether nothing waits to be handed to the kernel."""
         with self._lock:
             return not self._going()
 
     def missing(self) -> int | None:
-        """A rank of which more is to come; ``None``: there is none."""
+        """Return a rank of which more is to come; ``None``: there is none."""
         with self._lock:
             return next(iter(self._coming()), None)

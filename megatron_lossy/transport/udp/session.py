@@ -74,7 +74,7 @@ def meet(
     protocol: int,
     **more: Any,
 ) -> list[Hello]:
-    """The hellos of all ranks, exchanged through ``store``. Raises :class:`UsageError` unless they can exchange.
+    """Return the hellos of all ranks, exchanged through ``store``. Raise :class:`UsageError` unless they can exchange.
 
     ``end``: of this process, with its address, port and settings. ``alike``: other text that must be the same on all ranks.
     ``more``: other fields of this rank's hello.
@@ -105,30 +105,30 @@ def meet(
 
 
 def share(store: Store, key: str, rank: int, size: int, value: bytes) -> list[bytes]:
-    """The values of all ranks under ``key``."""
+    """Return the values of all ranks under ``key``."""
     store.set(f"{key}/{rank}", value)
     return [bytes(store.get(f"{key}/{other}")) for other in range(size)]
 
 
 def overhead(cipher: str) -> int:
-    """Bytes of a datagram beside its unit."""
+    """Return the bytes of a datagram besides its unit."""
     return HEADER_BYTES + (0 if cipher == "none" else TAG_BYTES)
 
 
 def digest_buckets(buckets: Buckets, alike: str, phases: Sequence[str] = PHASES) -> str:
-    """Digest of the cut that all ranks of a channel must share, and of other text that must be ``alike``."""
+    """Return digest of the cut that all ranks of a channel must share, and of other text that must be ``alike``."""
     cut = [[[int(shard), int(unit)] for shard, unit in buckets.get(phase, ())] for phase in phases]
     text = json.dumps([cut, alike])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def channel_id(drawn: bytes, name: str) -> int:
-    """The number of a channel in datagrams; ``drawn``: the random number of its first rank."""
+    """Return the number of a channel in datagrams; ``drawn``: the random number of its first rank."""
     return int.from_bytes(hashlib.blake2b(drawn + name.encode(), digest_size=4).digest(), "little")
 
 
 def prove(file_key: bytes | None, random: str) -> str:
-    """Proves that this rank has the key file, to ranks that have it too.
+    """Return the proof that this rank has the key file, for ranks that have it too.
 
     A replay of the proof gains nothing: :meth:`Secrets.proof` is new for each channel.
     """
@@ -153,25 +153,25 @@ class Secrets:
         self._chain = _mac(_mac(b"megatron-lossy udp 2", file_key or b""), hashlib.sha256(prologue).digest() + said)
 
     def key(self, source: int, destination: int) -> bytes:
-        """The key of datagrams from ``source`` to ``destination``: HKDF-SHA256, 16 bytes for AES-128."""
+        """Return the key of datagrams from ``source`` to ``destination``: HKDF-SHA256, 16 bytes for AES-128."""
         randoms = b"".join(bytes.fromhex(self._hellos[rank].random) for rank in (source, destination))
         info = b"".join(number.to_bytes(4, "little") for number in (self.channel, source, destination))
         return _mac(_mac(self._chain, randoms), info + b"\x01")[:16]
 
     def derive(self, *texts: bytes) -> bytes:
-        """32 bytes that belong to ``texts``, and that only ranks with the same secret can make."""
+        """Return 32 bytes that belong to ``texts``, and that only ranks with the same secret can make."""
         return _mac(self._chain, *(len(text).to_bytes(4, "little") + text for text in texts))
 
     def proof(self, rank: int) -> bytes:
-        """Proves that ``rank`` has heard the same of all ranks, and has the key file."""
+        """Return the proof that ``rank`` has received the same of all ranks, and has the key file."""
         return _mac(self._chain, b"heard", rank.to_bytes(4, "little"))
 
     def check(self, proofs: Sequence[bytes]) -> None:
-        """Raise :class:`UsageError` unless the ``proofs`` of all ranks show that they have heard the same."""
+        """Raise :class:`UsageError` unless the ``proofs`` of all ranks show that they have received the same."""
         for rank, proof in enumerate(proofs):
             if not hmac.compare_digest(proof, self.proof(rank)):
                 raise UsageError(
-                    f"--transport udp: rank {rank} of {self._name} ({self._hellos[rank].where}) has heard other addresses, "
+                    f"--transport udp: rank {rank} of {self._name} ({self._hellos[rank].where}) has received other addresses, "
                     "keys or windows than this rank: somebody else writes to the store of --master-addr"
                 )
 

@@ -1,4 +1,4 @@
-/* What arrives: each datagram is checked, opened, counted, and given to its exchange.
+/* Arrivals: each datagram is checked, opened, counted, and given to its exchange.
  *
  * A datagram whose version, type, channel, source, address, phase, bucket, index or length does not fit is dropped before it is
  * opened, and counted. Nothing in it is used as a size, an address or an offset without a check against what was agreed.
@@ -200,7 +200,7 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
     return TAKEN;
 }
 
-/* What each flow has of all that comes, by intervals of 100 ms. */
+/* The share of each flow in all arrivals, by intervals of 100 ms. */
 static void shares(struct engine *e, struct flow *f, size_t bytes, ns now)
 {
     if (now >= e->arrivals.ends) {
@@ -359,7 +359,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         if (size == c->full)
             m->deaf.steps = m->deaf.units = 0;
     }
-    if (m->lost && m->lost != LEFT && keyed && now >= m->told_at + e->pulse) { /* it has not heard that it is done without */
+    if (m->lost && m->lost != LEFT && keyed && now >= m->told_at + e->pulse) { /* it has no message that it is left out */
         m->told_at = now;
         control(e, m, ALIVE, NULL, 1);
     }
@@ -401,7 +401,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         m->probe.heard = 1;
         if (index)
             m->probe.confirmed = 1;
-        if (index < 2) /* 0: hear me; 1: I have heard you, hear me; 2: I have heard you */
+        if (index < 2) /* 0: answer; 1: received, answer; 2: received */
             control(e, m, PROBE, NULL, 2);
         break;
     }

@@ -48,7 +48,7 @@ API int ml_copies(struct channel *c, int phase, uint32_t bucket, const uint32_t 
 /* 0 and a handle; -1 failed, -2 not a later step, -3 no memory. Of what must arrive of a source `tolerance` units may be
  * missing for good. `dropped` [drops]: units, and after all of them parities, that count as lost when they come. */
 /* `length`: bytes of each message, if fewer than the bucket has; 0 for all. `to` is written until ml_wait says that it is over;
- * `arrived` is read as long as somebody has a handle of the exchange. Neither is touched in a closed or failed channel. */
+ * `arrived` is read as long as there is a handle of the exchange. Neither is touched in a closed or failed channel. */
 API int ml_post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint64_t length, uint8_t *const *to,
                 uint8_t *arrived, ns deadline, uint32_t tolerance, const uint8_t *dropped, uint32_t drops, ns now,
                 struct exchange **handle)
@@ -109,7 +109,7 @@ API void ml_outcomes(struct exchange *x, uint32_t *out)
     release(x->channel->engine);
 }
 
-/* What: 0 everything arrived that will; 1 nothing is read from the sources any more. 0 yes, 1 not yet, -1 failed. */
+/* `what`: 0 everything arrived that will; 1 nothing is read from the sources any more. 0 yes, 1 not yet, -1 failed. */
 API int ml_wait(struct exchange *x, int what, ns timeout)
 {
     struct channel *c = x->channel;
@@ -149,7 +149,7 @@ API ns ml_silence(struct channel *c, uint32_t rank, ns now)
     return result;
 }
 
-/* Does without member `rank` from now on, in a channel that bears that. It is told: if it lives, it need not wait for this one. */
+/* Does without member `rank` from now on, in a channel that bears that. It gets a message: if it lives, it need not wait for this one. */
 API void ml_lose(struct channel *c, uint32_t rank, ns now)
 {
     acquire(c->engine);

@@ -14,12 +14,12 @@ enum { SEGMENTS = 64, BATCH_BYTES = 65000 }; /* that go out together */
 enum { AHEAD = 8 };                          /* steps that a peer may be ahead, and be kept */
 enum { CONTROLS = 8192, REPORTS = 4, RESENDS = 4096 };
 enum { SILENT = 1, REFUSED, LEFT, DEAF, IN_VAIN }; /* why a channel failed, or a member is done without */
-#define SILENCE (200 * MS)        /* of a process: it may hear nothing either */
+#define SILENCE (200 * MS)        /* of a process: it may receive nothing either */
 #define PULSE (50 * MS)           /* between signs of life meanwhile, to few others */
 #define PULSES (6 * SECOND)       /* of silence: then they are rare, for a process that is stopped finds all of them */
 #define SLOWEST SECOND                    /* between repetitions of one control datagram */
 
-/* What became of a datagram. */
+/* The fate of a datagram. */
 enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DROPPED };
 
 #define ENGINE_COUNTERS(X) \
@@ -64,11 +64,11 @@ struct flow {
     } in;
     struct { uint32_t due, threshold, repeats; ns at; } report; /* due: datagrams that are not reported */
     ns heard, refused_at;
-    struct { ns at, until; } pulse; /* the next one, while it is silent; it hears nothing from here, until when that is believed */
-    uint32_t refused; /* times that its host said so, since it was heard */
+    struct { ns at, until; } pulse; /* the next one, while it is silent; it receives nothing from here, until when that is believed */
+    uint32_t refused; /* times that its host said so, since its last datagram */
 };
 
-/* What must arrive of a message that goes. */
+/* Required units of a message that goes. */
 struct must_out {
     uint32_t *list, count, code, parities, parity; /* parity: the next of `parities` */
     uint8_t *copies;                               /* of the units in the list */
@@ -92,7 +92,7 @@ struct early {
     uint8_t bytes[];
 };
 
-/* What must arrive of a message that comes. */
+/* Required units of a message that comes. */
 struct must_in {
     uint32_t *list, count, code, parts_told; /* what END says */
     uint8_t *told;
@@ -117,7 +117,7 @@ struct source {
     struct { uint8_t *row; uint32_t count; } drop; /* that it shall lose: units, then parities */
 };
 
-/* What a source lost in a step, a bit for each unit: it may ask again. */
+/* Losses of a source in a step, a bit for each unit: it may ask again. */
 struct report { uint32_t step; uint8_t known, *lost; };
 
 struct bucket {
@@ -182,7 +182,7 @@ struct channel {
     struct member *members;
     uint32_t newest[PHASES], probe_bytes;
     uint8_t any[PHASES], open, closing;
-    int failed, culprit, bears; /* bears: who is lost is done without, and the channel goes on */
+    int failed, culprit, bears; /* bears: lost members are left out, and the channel goes on */
     uint32_t unacknowledged; /* over its exchanges */
     size_t early, early_limit;
     ns free_at;
@@ -217,7 +217,7 @@ struct engine {
     uint32_t window, limit; /* DATA that this process's buffer holds for each other one: with ease, and at most */
     size_t early;
     uint64_t orders;
-    /* What came in this interval from how many flows, and of the last one bytes/s of each. */
+    /* Arrivals of this interval and their flows, and of the last one bytes/s of each flow. */
     struct { uint64_t bytes, share; uint32_t flows, number; ns ends; } arrivals;
     struct engine_counters count;
     struct {
