@@ -78,7 +78,7 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 def shown(server, name: str, slot: int) -> float:
-    """A metric of an island in the coordinator's ``/metrics``."""
+    """Return a metric of an island in the coordinator's ``/metrics``."""
     with urlopen(f"http://127.0.0.1:{server.page}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     return float(

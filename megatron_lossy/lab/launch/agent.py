@@ -2,7 +2,7 @@
 
 torchrun raises its report, so that forty lines follow the line with the error, and ends with status 1. This program
 ends with the line and the status of the rank that failed first. After SIGTERM it ends with status 0 or :data:`.STOPPED` if all ranks
-did, so that a supervisor can tell a run that has saved; torchrun itself ends with status 1 and a traceback.
+did, so that a supervisor can find a run that has saved; torchrun itself ends with status 1 and a traceback.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from .islands import VirtualIslands
 
 
 def least_lag(lags: Sequence[int]) -> int:
-    """The place of the least of ``lags``; of equal ones the first."""
+    """Return the place of the least of ``lags``; of equal ones the first."""
     return min(range(len(lags)), key=lambda place: lags[place])
 
 
@@ -58,7 +58,7 @@ class Presence:
         for slot in empty:
             self.slots[slot] = Slot(trains=False, reached=False, own=False, fresh=True)
 
-    # --- who is there ----------------------------------------------------------------------------------------------
+    # --- presence ------------------------------------------------------------------------------------------------
 
     @property
     def training(self) -> list[int]:
@@ -67,7 +67,7 @@ class Presence:
 
     @property
     def members(self) -> list[int]:
-        """The slots that take part in exchanges."""
+        """Slots that take part in exchanges, in rising order."""
         return [number for number, one in enumerate(self.slots) if one.member]
 
     @property
@@ -76,11 +76,11 @@ class Presence:
         return [number for number in self.members if not self.slots[number].listens]
 
     def lags(self, now: int) -> list[int]:
-        """The lag of each member after ``now`` iterations of the run."""
+        """Return the lag of each member after ``now`` iterations of the run."""
         return [self.slots[number].lag(now) for number in self.members]
 
     def epoch(self, first: int) -> Epoch:
-        """The epoch of these members, from exchange ``first`` on."""
+        """Return the epoch of these members, from exchange ``first`` on."""
         roles = ["listen" if self.slots[number].listens else "send" for number in self.members]
         lives = [self.slots[number].life for number in self.members]
         return Epoch(tuple(map(Member, self.members, lives, roles)), first)
@@ -88,7 +88,7 @@ class Presence:
     # --- who comes and goes ----------------------------------------------------------------------------------------
 
     def leave(self, number: int, event: str) -> None:
-        """``event``: "stop" ends the process, "freeze" only stands still, "cut" trains alone."""
+        """Let slot ``number`` leave. ``event``: "stop" ends it, "freeze" only stands still, "cut" trains alone."""
         one = self.slots[number]
         one.trains = one.trains and event == "cut"
         one.reached = False
@@ -96,7 +96,7 @@ class Presence:
             one.life, one.fresh = one.life + 1, True
 
     def come(self, number: int, now: int) -> Return:
-        """Slot ``number`` is there after ``now`` iterations of the run. Another member must be there already."""
+        """Let slot ``number`` come after ``now`` iterations of the run. Another member must be there already."""
         self._someone_sends(now)
         one, sender = self.slots[number], self._next_sender(number)
         idle, how = not one.trains, "keep"
@@ -111,7 +111,7 @@ class Presence:
         return Return(number, how, sender, idle, anew)
 
     def _next_sender(self, number: int) -> int:
-        """The sender in the next slot after ``number``."""
+        """Return the sender in the next slot after ``number``."""
         return min(self.senders, key=lambda other: (other - number) % len(self.slots))
 
     def _someone_sends(self, now: int) -> None:
@@ -122,12 +122,12 @@ class Presence:
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def trained(self) -> None:
-        """The run has made an iteration."""
+        """Note that the run has made an iteration."""
         for number in self.training:
             self.slots[number].made += 1
 
     def about_to_send(self, now: int, visits: Callable[[int], int]) -> None:
-        """An exchange begins. ``visits``: how often each element of a listener was set, at least."""
+        """Begin an exchange. ``visits``: the least number of times that each element of a listener was set."""
         for number in self.members:
             one = self.slots[number]
             if one.listens and visits(number) >= needed_visits(self._overlap, one.own):
@@ -135,12 +135,12 @@ class Presence:
         self._someone_sends(now)
 
     def sent(self, now: int) -> None:
-        """The senders have sent after ``now`` iterations of the run."""
+        """Note that the senders have sent after ``now`` iterations of the run."""
         for number in self.senders:
             self.slots[number].sent, self.slots[number].made = now, 0
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The state of each slot."""
+        """Return the state of each slot."""
         return [asdict(one) for one in self.slots]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
@@ -238,7 +238,7 @@ class ChurningIslands(VirtualIslands):
     def _member_rounds(self) -> list[MemberRounds[InMemory]]:
         return [rounds for rounds in self._rounds if isinstance(rounds, MemberRounds)]
 
-    # --- presence --- -------------------------------------------------------------------------------------------
+    # --- presence ------------------------------------------------------------------------------------------------
 
     @property
     def present(self) -> Sequence[int]:

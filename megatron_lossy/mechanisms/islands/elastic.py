@@ -103,7 +103,7 @@ class ElasticIslands(RankIslands):
     def _log(self, loss: float) -> None:
         self._logged = loss if math.isfinite(loss) else 0.0
 
-    # --- presence --- ---------------------------------------------------------------------------------------------
+    # --- presence ------------------------------------------------------------------------------------------------
 
     def catch_up(self, iteration: int) -> int:
         """See :meth:`.JobGroup.catch_up`."""
