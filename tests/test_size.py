@@ -11,7 +11,7 @@ LIMITS = {
     "lines outside lab": 32_566,
     "lines of the package": 47_507,
     "lines of C": 4_060,
-    "lines of tests": 40_915,
+    "lines of tests": 40_913,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 28,
     "lines of islands": 7_072,
