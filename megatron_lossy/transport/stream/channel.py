@@ -82,7 +82,7 @@ class Channel:
             time.sleep(0.002)
         missing = {rank: link.problem for rank, link in self.links.items() if not link.connection}
         rows = opening.share("reached", json.dumps(missing).encode())
-        for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and knows more
+        for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and has the reason
             for other, why in json.loads(rows[rank]).items():
                 ends = (f"rank {one} of {self.name} ({hellos[one].where})" for one in (rank, int(other)))
                 raise UsageError(

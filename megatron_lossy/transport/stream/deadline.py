@@ -17,7 +17,7 @@ _HISTORY, _ENOUGH = 32, 10
 #: Seconds that a thread may wait for a processor: they are part of the usual time.
 _SLACK = 0.002
 _LATE = 1.2
-#: What so many exchanges may lose can be lost in one of them.
+#: The losses that so many exchanges may have can happen in one of them.
 _SAVED = 8
 #: Between two looks at a late exchange is this part of its time so far, and of its usual time at least. A source stands still if less
 #: than the other part of its message came meanwhile: half of what usually does.
@@ -42,7 +42,7 @@ class Pace:
             self.usual = float(np.median(self._took)) + _SLACK
 
     def lose(self, share: float) -> bool:
-        """Lose a share of the units of an exchange. Returns whether that may be."""
+        """Lose a share of the units of an exchange. Return whether that may be."""
         may = share <= self._credit
         self._credit -= share * may
         return may
@@ -57,13 +57,13 @@ class Looks:
         self._next: float | None = None
 
     def due(self, start: float) -> float:
-        """The time of the next look at an exchange that has begun at ``start``."""
+        """Return the time of the next look at an exchange that has begun at ``start``."""
         return start + self.pace.usual * (_LATE - _BETWEEN) if self._next is None else self._next
 
     def standing(self, start: float, now: float, misses: Mapping[int, float]) -> list[int]:
         """Look at the sources of which a share ``misses`` of their message is still to come, in an exchange that began at ``start``.
 
-        Returns those that stand still; first those that miss least.
+        Return those that stand still; first those that miss least.
         """
         before, self._missed = self._missed, misses
         self._next = now + _BETWEEN * max(self.pace.usual, now - start)
