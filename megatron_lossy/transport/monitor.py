@@ -142,7 +142,6 @@ class DatagramMonitor(NetworkMonitor):
         "too_big": "too_big",
         "send_failed": "send_failed",
         "unreachable": "unreachable",
-        "narrowed": "narrowed",
         "sent_again": "resent",
         "put_together": "repaired",
     }
@@ -152,8 +151,6 @@ class DatagramMonitor(NetworkMonitor):
         "process's network thread a core",
         "early_dropped": _EARLY % "datagrams",
         "too_big": "{} datagrams were larger than the MTU of this host's interface and were not sent: lower --packet-bytes",
-        "narrowed": "no full datagram comes from a rank any more, and shorter ones do: the MTU of a path has fallen, and its units are "
-        "lost; lower --packet-bytes",
         "send_failed": "{} datagrams could not be sent: look at this host's routes and firewall",
         "bad_tag": "{} datagrams failed authentication and were dropped: somebody else sends to this port, or something on the way "
         "changes them",

@@ -58,7 +58,6 @@ AXES = {
     "udp too big": Axis("datagrams larger than the interface's MTU"),
     "udp send failed": Axis("datagrams that could not be sent"),
     "udp unreachable": Axis("ICMP errors"),
-    "udp narrowed": Axis("times that no full datagram came any more"),
     "udp sent again": Axis("datagrams of high priority sent again"),
     "udp put together": Axis("datagrams of high priority put together from parity"),
     "stream sent": Axis("units sent over streams"),

@@ -167,6 +167,11 @@ class Connection:
         if not self.closed:
             self._act(selectors.EVENT_WRITE | (selectors.EVENT_READ if self._held is not None else 0))
 
+    def read(self) -> None:
+        """Take what the kernel has."""
+        if not self.closed:
+            self._act(selectors.EVENT_READ)
+
     def say(self, kind: int) -> None:
         """Send a frame without payload, unless another is under way."""
         if not self.closed and not self._out:
@@ -256,15 +261,16 @@ class Connection:
             self._unsent = window
             self._socket.setsockopt(socket.IPPROTO_TCP, NOTSENT_LOWAT, window)
 
-    def measured(self) -> tuple[int, float, float]:
-        """Return bytes of the congestion window, bytes per second, and seconds of the least round trip, as the kernel has them.
+    def measured(self) -> tuple[int, float, float, int | None]:
+        """Return bytes of the congestion window, bytes per second, seconds of the least round trip, and packets that came behind a missing one.
 
-        Raise OSError once it is closed. May be called on any thread.
+        All are as the kernel has them; kernels before 5.4 lack the last. Raises OSError once it is closed. May be called on any thread.
         """
-        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 168)
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 228)
         segment, segments = struct.unpack_from("=I", info, 16)[0], struct.unpack_from("=I", info, 80)[0]
         [microseconds], [rate] = struct.unpack_from("=I", info, 148), struct.unpack_from("=Q", info, 160)
-        return segment * segments, float(rate), microseconds / 1e6
+        behind = struct.unpack_from("=I", info, 224)[0] if len(info) >= 228 else None
+        return segment * segments, float(rate), microseconds / 1e6, behind
 
     @property
     def unacknowledged(self) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .cipher import Cipher, Plain
 
-DATA, END, ASK, LIVE, BYE = range(1, 6)
+DATA, END, OVER, ASK, LIVE, BYE = range(1, 7)
 _HEADER = struct.Struct("<BBBxIIIII")
 HEADER_BYTES = _HEADER.size
 
@@ -18,7 +18,8 @@ class Malformed(Exception):
 
 
 class Header(NamedTuple):
-    """``kind``: DATA, END (nothing more of this message comes), ASK (answer), LIVE (the answer), BYE (the sender closes the channel).
+    """``kind``: DATA, END (nothing more of this message comes), OVER (nothing more of it is waited for), ASK (answer), LIVE (the answer), BYE
+    (the sender closes the channel).
 
     ``number`` counts the exchanges of a ``phase`` and ``bucket``. DATA: ``units`` units from ``first`` on, ``size`` bytes.
     """

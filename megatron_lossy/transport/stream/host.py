@@ -20,6 +20,7 @@ from ...base.errors import refuse
 from ..address import resolve
 from ..network import choose_congestion
 from ..settings import Settings
+from ..udp.session import Opening
 from .channel import Channel
 from .connection import NOTSENT_LOWAT, UNSENT_BYTES, Handshake
 from .link import Link
@@ -88,8 +89,8 @@ class Host:
         return made
 
     def open(self, *arguments: Any, **options: Any) -> Channel:
-        """Open a channel, a collective call of its ranks. The arguments are those of :class:`.Channel`, without ``host``."""
-        return Channel(self, *arguments, **options)
+        """Open a channel, a collective call of its ranks. The arguments are those of :class:`.Opening`."""
+        return Channel(self, Opening(*arguments, **options))
 
     def counters(self) -> dict[str, int]:
         """Return connections of strangers."""

@@ -13,10 +13,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +41,6 @@ PROBE_TIME = 3.0
 _SLICE = 0.2
 #: ``--udp-deadline auto`` looks back on this many complete times, and needs at least this many.
 _HISTORY, _ENOUGH = 100, 20
-_CLOSED = 3  # why a rank is lost
 #: Number of DATA datagrams that may always be on the way, whatever the receiver's buffer.
 LEAST_WINDOW = 8
 
@@ -109,7 +107,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("bears", None, pointer),
         ("lose", None, pointer, u32, i64),
         ("lost", i, pointer, u32),
-        ("silence", i64, pointer, u32, i64),
         ("member_counters", None, pointer, u32, pointer),
         ("engine_counters", None, pointer, pointer),
         ("member_rate", None, pointer, u32, pointer),
@@ -246,10 +243,10 @@ class Engine:
         return OSError(number, os.strerror(number), "the UDP socket")
 
     def open(self, *arguments: Any, **options: Any) -> Channel:
-        """Open a channel, a collective call of its ranks. The arguments are those of :class:`Channel`, without ``engine``."""
+        """Open a channel, a collective call of its ranks. The arguments are those of :class:`.Opening`."""
         if self.closed:
             raise RuntimeError(f"the engine of {self.address} is closed, or that of a process that forked this one")
-        return Channel(self, *arguments, **options)
+        return Channel(self, session.Opening(*arguments, **options))
 
     @property
     def closed(self) -> bool:
@@ -322,47 +319,13 @@ class Channel:
     The phase, step and bucket name an exchange; steps of a bucket rise. ``post`` gives the memory for pieces of others,
     and ``send`` the pieces for others, in any order and from any thread. Buffers must stay where they are, and sent
     ones unchanged, until :meth:`Transfer.wait` and :meth:`Transfer.sent` have returned, or the channel is closed.
-
-    Args:
-        name: the name of the channel, for messages.
-        rank: the rank of this process, of ``size``.
-        store: the store that all ranks read and write; ``get`` waits for a key.
-        prefix: the prefix of the keys; no other channel has it, nor had it in this store.
-        buckets: for each of ``phases`` and each bucket: bytes of a shard, and of a unit.
-        peers: the ranks that are reached over UDP, all if ``None``. If i names j, j must name i.
-        alike: other text that must be the same on all ranks.
-        reported: phases, or phases and buckets, whose senders get reports of lost units, and may name units that must arrive.
-        phases: the two kinds of exchanges.
-        called: the names of the ranks in messages, by their number.
-        codes: by phase, the code of its values: one of :data:`.session.CODES`; raw if it is not there.
-        bears: a rank that is lost is done without, and nothing of it arrives; else the channel fails.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        name: str,
-        rank: int,
-        size: int,
-        store: session.Store,
-        prefix: str,
-        buckets: session.Buckets,
-        *,
-        peers: Collection[int] | None = None,
-        alike: str = "",
-        reported: Collection[str | tuple[str, int]] = (),
-        phases: Sequence[str] = PHASES,
-        called: Sequence[int] | None = None,
-        codes: Mapping[str, str] = MappingProxyType({}),
-        bears: bool = False,
-    ) -> None:
-        assert len(phases) == len(PHASES)
-        self.name = name
-        self.phases = tuple(phases)
-        self.called = list(range(size) if called is None else called)
-        self.rank = rank
-        self.size = size
-        self.peers = sorted(set(range(size) if peers is None else peers) - {rank})
+    def __init__(self, engine: Engine, opening: session.Opening) -> None:
+        assert len(opening.phases) == len(PHASES)
+        self._opening = opening
+        self.name, self.rank, self.size, self.peers = opening.name, opening.rank, opening.size, opening.others
+        self.phases = tuple(opening.phases)
         self._engine = engine
         self._lib = engine._lib
         self._lock = threading.Condition()
@@ -373,56 +336,53 @@ class Channel:
         self._final: tuple[dict[int, dict[str, int]], dict[int, dict[str, float]]] | None = None  # counters, rates
         self._transfers: dict[tuple[int, int, int], Transfer] = {}
         self._took: dict[tuple[int, int], deque[float]] = {}
-        self._buckets = {phase: list(buckets.get(phase, ())) for phase in phases}
-        self._units = {phase: [-(-shard // unit) for shard, unit in buckets.get(phase, ())] for phase in phases}
+        self._buckets = {phase: list(opening.cut(phase)) for phase in self.phases}
+        self._units = {phase: [-(-shard // unit) for shard, unit in cut] for phase, cut in self._buckets.items()}
         settings = engine.settings
-        for phase in phases:
-            for number, (shard, unit) in enumerate(buckets.get(phase, ())):
+        for phase in self.phases:
+            for number, (shard, unit) in enumerate(self._buckets[phase]):
                 if not (shard > 0 and 0 < unit <= settings.packet_bytes):
                     raise ValueError(f"bucket {number} of {phase}: {unit} of {shard} bytes in a datagram")
-        every = ((phase, number) for phase in phases for number in range(len(self._buckets[phase])))
-        self._reported = frozenset(one for one in every if one in reported or one[0] in reported)
-        if reported and settings.packet_bytes < UDP_REPORT_BYTES:
+        self._reported = frozenset(opening.reported)
+        if self._reported and settings.packet_bytes < UDP_REPORT_BYTES:
             raise ValueError(f"reports need packets of {UDP_REPORT_BYTES} bytes at least, not {settings.packet_bytes}")
         #: The hellos of all ranks, once all have come.
         self.hellos: list[session.Hello] = []
-        alike += repr(sorted(reported))
         window, limit = engine.windows(len(self.peers))  # some peers may be counted twice; REPORTs correct the window
         self.hellos = session.meet(
-            "udp", engine, name, rank, size, store, prefix, buckets, phases, alike, codes, session.PROTOCOL,
+            "udp", engine, opening, session.PROTOCOL,
             packet_bytes=settings.packet_bytes, instance=f"{engine.instance:016x}", window=window, limit=limit,
             eager=min(settings.eager_bytes, settings.memory // (4 * max(len(self.peers), 1))),
         )  # fmt: skip
-        number = session.channel_id(bytes.fromhex(self.hellos[0].random), name)
-        secrets = session.Secrets(name, number, self.hellos, settings.key)
-        self._channel = self._create(secrets, buckets, codes)
+        number = session.channel_id(bytes.fromhex(self.hellos[0].random), self.name)
+        secrets = session.Secrets(self.name, number, self.hellos, settings.key)
+        self._channel = self._create(secrets)
         with engine._lock:
             engine._channels.append(self)
             engine.promise()
-        if bears:
+        if opening.bears:
             self._lib.ml_bears(self._channel)
         self._lib.ml_open(self._channel)
         try:
-            proofs = session.share(store, f"{prefix}/opened", rank, size, secrets.proof(rank))
-            secrets.check(proofs)
-            self._reach(store, prefix)
+            secrets.check(opening.share("opened", secrets.proof(self.rank)))
+            self._reach()
         except BaseException:
             self.close(linger=0.0)
             raise
 
-    def _create(self, secrets: session.Secrets, buckets: session.Buckets, codes: Mapping[str, str]) -> int:
+    def _create(self, secrets: session.Secrets) -> int:
         engine = self._engine
-        counts = [len(buckets.get(phase, ())) for phase in self.phases]
+        counts = [len(self._buckets[phase]) for phase in self.phases]
         channel = self._lib.ml_channel(
             engine._engine, secrets.channel, self.rank, self.size, *counts, engine.settings.packet_bytes
         )
         if not channel:
             raise MemoryError(f"channel {self.name}")
         for index, phase in enumerate(self.phases):
-            for bucket, (shard, unit) in enumerate(buckets.get(phase, ())):
+            for bucket, (shard, unit) in enumerate(self._buckets[phase]):
                 self._lib.ml_bucket(channel, index, bucket, shard, unit)
-                self._lib.ml_code(channel, index, bucket, CODES[codes.get(phase, "raw")])
-                if (phase, bucket) in self._reported and self._lib.ml_reported(channel, index, bucket):
+                self._lib.ml_code(channel, index, bucket, CODES[self._opening.code(phase)])
+                if phase in self._reported and self._lib.ml_reported(channel, index, bucket):
                     self._lib.ml_close(channel, -1)
                     raise MemoryError(f"reports of channel {self.name}")
         for peer in self.peers:
@@ -435,14 +395,14 @@ class Channel:
                 raise MemoryError(f"rank {peer} of channel {self.name}")
         return channel
 
-    def _reach(self, store: session.Store, prefix: str) -> None:
+    def _reach(self) -> None:
         """Exchange datagrams of full size with every peer."""
         until = time.monotonic() + PROBE_TIME
         self._lib.ml_probe(self._channel, time.monotonic_ns() + int(2 * PROBE_TIME * SECOND))
         while time.monotonic() < until and any(self._lib.ml_probed(self._channel, peer) != 3 for peer in self.peers):
             time.sleep(0.001)
         heard = [r not in self.peers or bool(self._lib.ml_probed(self._channel, r) & 1) for r in range(self.size)]
-        rows = session.share(store, f"{prefix}/heard", self.rank, self.size, bytes(heard))
+        rows = self._opening.share("heard", bytes(heard))
         session.check_reached(self.name, self.hellos, [[bool(x) for x in row] for row in rows], self._engine.datagram)
 
     @contextmanager
@@ -613,32 +573,22 @@ class Channel:
         with self._using():
             self._lib.ml_lose(self._channel, rank, -1)
 
-    def silent_ranks(self, seconds: float) -> list[int]:
-        """Return the ranks of which no datagram has come for so long: a live one answers at once, exchange or not."""
-        with self._using():
-            return [rank for rank in self.peers if self._lib.ml_silence(self._channel, rank, -1) >= seconds * 1e9]
-
     def lost_ranks(self) -> dict[int, str]:
         """Return the ranks that are done without, and why."""
         with self._using():
             reasons = {rank: self._lib.ml_lost(self._channel, rank) for rank in self.peers}
         return {rank: self._without(rank, reason) for rank, reason in reasons.items() if reason}
 
-    def has_closed(self, rank: int) -> bool:
-        """Return whether ``rank`` has closed the channel, and may live."""
-        with self._using():
-            return bool(self._lib.ml_lost(self._channel, rank) == _CLOSED)
-
     def _without(self, rank: int, reason: int) -> str:
         why = {
             1: f"no datagram for {self._engine.settings.peer_timeout:g} s, process gone or UDP blocked",
             2: "its host refuses datagrams, process gone",
-            _CLOSED: "it has closed the channel, or does without this one",
+            3: "it has closed the channel, or does without this one",
             4: f"no datagram of {self._engine.datagram:,} bytes comes from it any more, and shorter ones do: the MTU of the path "
             "has fallen; lower --packet-bytes",
             5: "nothing came of it for as long as it was waited for",
         }
-        return f"rank {self.called[rank]} of {self.name} ({self.hellos[rank].where}): {why[reason]}"
+        return f"{self._opening.named(rank)} ({self.hellos[rank].where}): {why[reason]}"
 
     def counters(self) -> dict[int, dict[str, int]]:
         """Return counters of each peer; for a closed channel, those at its end."""
@@ -815,7 +765,7 @@ class Transfer(Message):
         rank = self.missing()
         if rank is None:
             return "not posted"
-        return f"waits for rank {self._channel.called[rank]} ({self._channel.hellos[rank].where})"
+        return f"waits for rank {self._channel._opening.number(rank)} ({self._channel.hellos[rank].where})"
 
     def _wait(self, what: int, timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout

@@ -56,7 +56,6 @@ static int take_data(struct member *m, const struct header *h, const uint8_t *by
         return verdict;
     struct source *s = &x->sources[m->rank];
     uint32_t unit = h->index;
-    s->full |= size == x->bucket->unit;
     if (!x->posted) {
         if (!may_come(m->channel, h->phase, x->bucket, h->step, 1))
             verdict = LATE;
@@ -340,7 +339,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         if (now - f->heard > SILENCE + round_trip(f) + 20 * MS) /* it did not answer to the first pulse */
             flow_back(e, f, now);
         for (struct member *one = now - f->heard > 2 * SECOND ? f->members : NULL; one; one = one->next)
-            one->deaf.full_at = now; /* while nothing came at all, nothing full could */
+            one->full_at = now; /* while nothing came at all, nothing full could */
         f->heard = now;
         f->refused = 0;
     }
@@ -353,13 +352,9 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         report_later(e, f, now);
     if (type == DATA || type == PARITY)
         shares(e, f, n, now);
-    if (type == DATA || type == PARITY) {
-        if (size == c->bucket[phase][bucket].unit)
-            m->deaf.full_at = now;
-        if (size == c->full)
-            m->deaf.steps = m->deaf.units = 0;
-    }
-    if (m->lost && m->lost != LEFT && keyed && now >= m->told_at + e->pulse) { /* it has no message that it is left out */
+    if ((type == DATA || type == PARITY) && size == c->bucket[phase][bucket].unit)
+        m->full_at = now;
+    if (m->lost && m->lost != LEFT && keyed && now >= m->told_at + e->pulse) { /* it has not heard that it is done without */
         m->told_at = now;
         control(e, m, ALIVE, NULL, 1);
     }

@@ -139,17 +139,7 @@ API int ml_missing(struct exchange *x)
     return result;
 }
 
-/* Since a datagram came of member `rank`, on any channel. While something is waited for it is asked all the time. */
-API ns ml_silence(struct channel *c, uint32_t rank, ns now)
-{
-    acquire(c->engine);
-    struct flow *f = c->members[rank].flow;
-    ns result = f ? at(now) - f->heard : 0;
-    release(c->engine);
-    return result;
-}
-
-/* Does without member `rank` from now on, in a channel that bears that. It gets a message: if it lives, it need not wait for this one. */
+/* Does without member `rank` from now on, in a channel that bears that. It is told: if it lives, it need not wait for this one. */
 API void ml_lose(struct channel *c, uint32_t rank, ns now)
 {
     acquire(c->engine);

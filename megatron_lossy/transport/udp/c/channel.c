@@ -56,7 +56,6 @@ API void ml_bucket(struct channel *c, int phase, uint32_t bucket, uint64_t shard
     b->shard = shard;
     b->unit = unit;
     b->units = b->entries = (uint32_t)((shard + unit - 1) / unit);
-    c->full = unit > c->full ? unit : c->full;
 }
 
 /* The code of the values of this bucket: 0 raw, 1 int8, 2 int4. Before ml_open. */

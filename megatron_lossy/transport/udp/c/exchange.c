@@ -282,34 +282,11 @@ static void channel_fail(struct channel *c, uint32_t culprit, int reason)
     pthread_mutex_unlock(&e->tell);
 }
 
-enum { DEAF_STEPS = 10, DEAF_UNITS = 100 };
-#define DEAF_TIME (2 * SECOND)
-
-/* Its end came and nothing of full length: by chance, or since no such datagram passes any more. Exchanges that were under way
- * together count once, for one outage takes them all. The counts become a line for the user. */
-static void count_deaf(struct exchange *x, uint32_t i, ns now)
-{
-    const struct source *s = &x->sources[i];
-    struct member *m = &x->channel->members[i];
-    if (!s->ended || s->full || x->bucket->unit < x->channel->full || x->in_bytes < x->bucket->unit)
-        return;
-    m->deaf.units += (uint32_t)(x->in_bytes / x->bucket->unit);
-    if (!m->deaf.steps)
-        m->deaf.since = now;
-    m->deaf.steps += !m->deaf.steps || x->posted_at >= m->deaf.at;
-    m->deaf.at = now;
-    if (m->deaf.steps >= DEAF_STEPS && m->deaf.units >= DEAF_UNITS && now - m->deaf.since >= DEAF_TIME) {
-        x->channel->engine->count.narrowed++;
-        m->deaf.steps = m->deaf.units = 0;
-    }
-}
-
 static void source_over(struct exchange *x, uint32_t i, ns now)
 {
     struct source *s = &x->sources[i];
     struct member *m = &x->channel->members[i];
     s->over = 1;
-    count_deaf(x, i, now);
     s->ready_at = NEVER;
     m->count.units += x->in;
     m->count.lost += x->bucket->units - s->got;

@@ -159,7 +159,6 @@ static int take_parity(struct member *m, const struct header *h, const uint8_t *
         return verdict;
     struct source *s = &x->sources[m->rank];
     uint32_t index = h->index;
-    s->full = 1;
     if (s->over || (x->posted && !s->expected))
         return LATE;
     if (index < s->must.parities_room && s->must.parities[index / 8] >> index % 8 & 1)

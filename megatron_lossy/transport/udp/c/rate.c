@@ -1,4 +1,4 @@
-/* Rate: how fast one destination may be sent to, by one of three rules. The tests have models of them in Python.
+/* Rate: how fast one destination may be sent to, by one of three rules.
  *
  *   FIXED      as fast as is said
  *   DEDICATED  a link of one's own. Loss alone is no sign: links lose data at any rate. The signs of a full link are that

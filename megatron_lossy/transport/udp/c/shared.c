@@ -14,8 +14,7 @@
  *
  * A queue is drained, three times; then it is another flow's, and this one competes: it answers loss only.
  *
- * Times are ns, rates bytes/s. The tests have a model of it in Python (tests/udp_shared.py), benchmarks/lab/bottleneck.c the
- * networks for which the constants were found.
+ * Times are ns, rates bytes/s. benchmarks/lab/bottleneck.c has the networks for which the constants were found.
  */
 #include <math.h>
 

@@ -25,7 +25,7 @@ enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DR
 #define ENGINE_COUNTERS(X) \
     X(datagrams_sent) X(bytes_sent) X(datagrams_received) X(bytes_received) X(malformed) X(foreign) \
     X(socket_overflow) X(send_blocked) X(send_failed) X(too_big) X(unreachable) X(early_bytes) X(early_most) \
-    X(segmented) X(gathered) X(narrowed)
+    X(segmented) X(gathered)
 #define MEMBER_COUNTERS(X) \
     X(sent) X(received) X(units) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) \
     X(repeated) X(by_deadline) X(ends) X(readies) X(asks) X(forced) X(asked) X(nacks) X(resent) X(parities) X(repaired)
@@ -111,7 +111,7 @@ struct source {
     uint8_t *to, *row; /* row: of `arrived`, or our own before the exchange is posted */
     struct early *early;
     uint32_t got;
-    uint8_t expected, over, ended, own_row, full; /* full: a datagram of the bucket's length came */
+    uint8_t expected, over, ended, own_row;
     ns ended_at, ready_at, ready_wait;
     struct must_in must;
     struct { uint8_t *row; uint32_t count; } drop; /* that it shall lose: units, then parities */
@@ -166,9 +166,7 @@ struct member {
     ns told_at; /* that it is done without */
     struct { uint8_t heard, confirmed; ns at, until; } probe;
     struct { uint32_t count; ns at; } replies; /* in this millisecond */
-    /* Since the last datagram of the channel's full length: steps, and their units, of which none came although their end was
-     * known, and when the first and the last of them were over; when the last datagram of its bucket's length came. */
-    struct { uint32_t steps, units; ns since, at, full_at; } deaf;
+    ns full_at; /* when the last datagram of its bucket's length came */
     struct { struct resend *ring; uint32_t first, last; } resend; /* a ring of RESENDS */
     struct member_counters count;
 };
@@ -177,7 +175,6 @@ struct channel {
     struct engine *engine;
     struct channel *next;
     uint32_t id, rank, size, buckets[PHASES], cursor;
-    uint32_t full; /* bytes of the largest unit */
     struct bucket *bucket[PHASES];
     struct member *members;
     uint32_t newest[PHASES], probe_bytes;

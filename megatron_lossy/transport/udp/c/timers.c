@@ -11,7 +11,7 @@ static void exchange_timers(struct exchange *x, ns now)
         if (!s->expected || s->over)
             continue;
         if (s->must.told_at && m->flow->heard > now - 2 * SECOND
-            && now - greatest(greatest(s->must.told_at, m->deaf.full_at), x->posted_at) >= e->set.peer_timeout) {
+            && now - greatest(greatest(s->must.told_at, m->full_at), x->posted_at) >= e->set.peer_timeout) {
             channel_fail(c, i, DEAF); /* what must arrive is asked for, and nothing comes but what is short */
             return;
         }
