@@ -8,10 +8,10 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 32_566,
-    "lines of the package": 47_507,
+    "lines outside lab": 32_207,
+    "lines of the package": 47_440,
     "lines of C": 4_060,
-    "lines of tests": 40_913,
+    "lines of tests": 40_587,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 28,
     "lines of islands": 7_072,

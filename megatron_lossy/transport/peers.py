@@ -110,16 +110,16 @@ class RankPeers(Peers):
         with aside(self._device):  # so that what is computed does not wait for the others
             work.wait()
             used_here((there,))
-            back = Fetched(as_bytes(there))
+            back = Fetched(bytes_of(there))
 
         def end() -> None:
-            as_bytes(tensor).copy_(torch.from_numpy(back.wait()))
+            bytes_of(tensor).copy_(torch.from_numpy(back.wait()))
 
         return end
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return uint8[n]: a contiguous tensor, in its memory."""
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return uint8[n] of a contiguous ``tensor``, in its memory."""
     return tensor.view(-1).view(torch.uint8)
 
 

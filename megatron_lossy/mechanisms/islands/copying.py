@@ -20,7 +20,7 @@ import torch
 
 from ...base.errors import first_line
 from ...base.fetch import Fetched
-from ...transport.peers import as_bytes
+from ...transport.peers import bytes_of
 from .vector import Vector
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Held:
         self.like = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
         # Where a copy waits for the queued work, it must not see later work.
         value = value if value.device.type == "cuda" else value.clone()
-        self._fetched = Fetched(as_bytes(value))
+        self._fetched = Fetched(bytes_of(value))
 
     def bytes(self) -> torch.Tensor:
         """Return uint8[n], once it is here."""
@@ -69,7 +69,7 @@ def send_copy(send: Carry, values: dict[str, Held | float], made: int) -> str:
         what = {**value.like, "digest": _digest(value.bytes())} if isinstance(value, Held) else {"value": value}
         items.append({"name": name, **what})
     header = torch.frombuffer(bytearray(json.dumps({"made": made, "items": items}).encode()), dtype=torch.uint8)
-    _carry(send, as_bytes(torch.tensor([len(header)])))
+    _carry(send, bytes_of(torch.tensor([len(header)])))
     _carry(send, header)
     for value in values.values():
         if isinstance(value, Held):
@@ -80,7 +80,7 @@ def send_copy(send: Carry, values: dict[str, Held | float], made: int) -> str:
 def receive_copy(receive: Carry) -> Copy:
     """Return the values of :func:`send_copy`. Raise :class:`Damaged`, or :class:`RuntimeError` if the other is gone."""
     length = torch.zeros(1, dtype=torch.int64)
-    _carry(receive, as_bytes(length))
+    _carry(receive, bytes_of(length))
     header = torch.empty(int(length), dtype=torch.uint8)
     _carry(receive, header)
     said = json.loads(header.numpy().tobytes())
@@ -91,8 +91,8 @@ def receive_copy(receive: Carry) -> Copy:
             values[name] = item["value"]
             continue
         value = torch.empty(item["shape"], dtype=getattr(torch, item["dtype"]))
-        _carry(receive, as_bytes(value))
-        if _digest(as_bytes(value)) != item["digest"]:
+        _carry(receive, bytes_of(value))
+        if _digest(bytes_of(value)) != item["digest"]:
             raise Damaged(f"{name} is not what was sent")
         values[name] = value
     return Copy(values, said["made"], _digest(header))

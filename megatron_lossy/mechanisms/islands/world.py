@@ -18,7 +18,7 @@ import torch
 
 from ...base.device.attempt import attempt_store
 from ...base.errors import refuse
-from ...transport.peers import as_bytes
+from ...transport.peers import bytes_of
 
 _store: Any = None  # the store of all launched ranks in this attempt; its server must not be started twice
 _opened = 0
@@ -132,13 +132,13 @@ class Meeting:
     def all_to_all(self, pieces: torch.Tensor) -> torch.Tensor:
         """Return the pieces [M, n] for this island. ``pieces``: [M, n], one for each island."""
         received = torch.empty_like(pieces)
-        self._group.alltoall_base(as_bytes(received), as_bytes(pieces), [], []).wait()
+        self._group.alltoall_base(bytes_of(received), bytes_of(pieces), [], []).wait()
         return received
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return [M, ...]: ``own`` of every island."""
         received = torch.empty(self.islands, *own.shape, dtype=own.dtype)
-        self._group._allgather_base(as_bytes(received), as_bytes(own)).wait()
+        self._group._allgather_base(bytes_of(received), bytes_of(own)).wait()
         return received
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
