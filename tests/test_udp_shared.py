@@ -18,7 +18,7 @@ from megatron_lossy.transport.udp.engine import RULES, SECOND, load
 from tests.test_lab import needs_lab
 from tests.udp_world import MS, World
 
-pytestmark = pytest.mark.shows("rates next to other flows: the rule on links and at a bottleneck", device=False)
+pytestmark = pytest.mark.shows("rates next to others: the rule on links and at a bottleneck", device=False)
 
 PHASES = ("starts", "grows", "dips")
 
