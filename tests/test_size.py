@@ -14,7 +14,7 @@ LIMITS = {
     "lines of tests": 40_587,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 28,
-    "lines of islands": 7_072,
+    "lines of islands": 7_076,
     "files under 40 lines": 10,
     "files over 450 lines": 4,
     "words of pages": 35_000,
