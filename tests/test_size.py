@@ -8,13 +8,13 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 32_207,
-    "lines of the package": 47_440,
+    "lines outside lab": 32_211,
+    "lines of the package": 47_444,
     "lines of C": 4_060,
     "lines of tests": 40_587,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 28,
-    "lines of islands": 7_076,
+    "lines of islands": 7_072,
     "files under 40 lines": 10,
     "files over 450 lines": 4,
     "words of pages": 35_000,

@@ -172,9 +172,9 @@ class Buckets:
         exchanges = [(items * form.dtype.itemsize, unit) for items in self._items for _ in range(self._lanes)]
         parts = [(size, unit) for _ in _ROLES for size in _SIZES]
         self.sizes = dict.fromkeys(SYNC_PHASES, exchanges + parts)
-        # All but exchanges must arrive. Streams lose no unit.
-        self._must = {
-            len(exchanges) + number: [np.ones((2, -(-size // unit)), dtype=bool)] if config.transport == "udp" else []
+        #: The units that must arrive, bool[2, units], of messages by number: of all but exchanges.
+        self.must = {
+            len(exchanges) + number: np.ones((2, -(-size // unit)), dtype=bool)
             for number, (size, _) in enumerate(parts)
         }
         code = form.code if isinstance(form, Codes) else None
@@ -182,12 +182,8 @@ class Buckets:
         self.named = {
             "alike": repr((config.sync_subset, code)),
             "codes": {} if code is None else dict.fromkeys(SYNC_PHASES, str(code)),
-            "reported": [(phase, number) for phase in SYNC_PHASES for number in self._must],
+            "reported": [(phase, number) for phase in SYNC_PHASES for number in self.must],
         }
-
-    def must(self, number: int) -> list[np.ndarray]:
-        """The last argument of a channel's ``send`` for the message ``number``, if it has any: bool[2, units], the units that must arrive."""
-        return self._must.get(number, [])
 
     def exchange(self, shard: int, lane: int, senders: int) -> tuple[int, int]:
         """The number of an exchange's message to each of so many ``senders``, and its items."""
