@@ -8,8 +8,8 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 32_207,
-    "lines of the package": 47_440,
+    "lines outside lab": 32_211,
+    "lines of the package": 47_444,
     "lines of C": 4_060,
     "lines of tests": 40_587,
     "lines of scripts and benchmarks": 10_000,

@@ -137,8 +137,11 @@ class Channel:
                 self.host.ask(link.wake)
             return transfer
 
-    def send(self, phase: str, number: int, bucket: int, sources: Pointers) -> Transfer:
-        """Give the address of each destination's piece, after :meth:`post`; ``None``: that rank gets nothing."""
+    def send(self, phase: str, number: int, bucket: int, sources: Pointers, must: np.ndarray | None = None) -> Transfer:
+        """Give the address of each destination's piece, after :meth:`post`; ``None``: that rank gets nothing.
+
+        ``must``: units that must arrive; of a stream all do.
+        """
         key = self.phases.index(phase), bucket
         header = self._header(END, key, number)
         with self.lock:

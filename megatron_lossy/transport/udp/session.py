@@ -37,7 +37,7 @@ class Opening:
     ``name``: of the channel, for messages. ``rank``: of this process, of ``size``. ``store``: that all ranks read and write; ``get`` waits
     for a key. ``prefix``: of the keys; no other channel has it, nor had it in this store. ``buckets``: for each of ``phases`` and each
     bucket: bytes of a shard, and of a unit. ``peers``: the ranks that are reached here, all if ``None``; if i names j, j must name i.
-    ``alike``: other text that must be the same on all ranks. ``reported``: phases whose senders get reports of lost units, and may name
+    ``alike``: other text that must be the same on all ranks. ``reported``: phases, or phases and buckets, whose senders get reports of lost units, and may name
     units that must arrive. ``phases``: the two kinds of exchanges. ``called``: the names of the ranks in messages, by their number.
     ``codes``: by phase, the code of its values: one of :data:`CODES`; raw if it is not there. ``bears``: a rank that is lost is done without, and nothing
     of it arrives; else the channel fails.
@@ -53,7 +53,7 @@ class Opening:
     buckets: Buckets
     peers: Collection[int] | None = None
     alike: str = ""
-    reported: Collection[str] = ()
+    reported: Collection[str | tuple[str, int]] = ()
     phases: Sequence[str] = PHASES
     called: Sequence[int] | None = None
     codes: Mapping[str, str] | None = None
