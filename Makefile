@@ -54,6 +54,7 @@ test-nightly: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m scripts.words
 	$(BIN)/mypy
 
 # In a real Slurm, which it starts on this machine and ends again.

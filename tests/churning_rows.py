@@ -11,7 +11,7 @@ import torch
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.virtual.island_churn import Churn
 from megatron_lossy.mechanisms.islands.mean import InMemory
-from megatron_lossy.mechanisms.islands.member_rounds import MemberRounds
+from megatron_lossy.mechanisms.islands.rounds import MemberRounds
 from megatron_lossy.mechanisms.islands.vector import Subset
 from scripts.stability import STREAM, vectors_of
 

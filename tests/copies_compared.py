@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_lossy.lab.train.__main__ import main
-from megatron_lossy.mechanisms.islands.elastic.part import ElasticIslands
+from megatron_lossy.mechanisms.islands.elastic import ElasticIslands
 from tests.quick_islands import hurry
 
 

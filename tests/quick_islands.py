@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_lossy.lab.train.__main__ import main
-from megatron_lossy.mechanisms.islands.elastic import first_rank
+from megatron_lossy.mechanisms.islands import first_rank
 
 
 def hurry() -> None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.churn.islands import Life
 from benchmarks.churn.results import ALONE, LISTENS, SENDS, Island, Results, markdown
 from benchmarks.churn.schedule import COORDINATOR, DEFAULT, Director, Happened, first_islands, without_cuts
-from megatron_lossy.mechanisms.islands.schedule import Event, Schedule
+from megatron_lossy.lab.virtual.island_schedule import Event, Schedule
 
 pytestmark = pytest.mark.shows("benchmarks of steps, parameters and islands run")
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_lossy.mechanisms.islands.elastic.megatron_training import Skipped, alike
+from megatron_lossy.mechanisms.islands.megatron_training import Skipped, alike
 from tests.test_islands_megatron_lm import losses
 from tests.test_plugin_megatron_lm import ENVIRONMENT, MODEL, PRINTED, pretrain
 

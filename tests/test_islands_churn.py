@@ -14,17 +14,11 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.lab.delivery_log.verify import verify
-from megatron_lossy.lab.virtual.island_churn import ChurningIslands
-from megatron_lossy.mechanisms.islands.epochs import (
-    EPOCHS,
-    Epoch,
-    EpochLog,
-    Incarnation,
-    Member,
-)
+from megatron_lossy.lab.virtual.island_churn import ChurningIslands, Presence
+from megatron_lossy.lab.virtual.island_schedule import Event, check_schedule, read_schedule
 from megatron_lossy.mechanisms.islands.mean import InMemory
-from megatron_lossy.mechanisms.islands.presence import Presence, needed_visits
-from megatron_lossy.mechanisms.islands.schedule import Event, read_schedule
+from megatron_lossy.mechanisms.islands.monitor import EPOCHS, EpochLog
+from megatron_lossy.mechanisms.islands.presence import Epoch, Member, needed_visits
 from scripts.spells import share_away, spells
 from scripts.stability import STREAM, rounds_of
 from tests.churning_rows import ChurningRows, speed_of_mean
@@ -63,9 +57,9 @@ def still(step, weights, training):
 
 
 def test_an_id_is_that_of_members_alone():
-    one = Epoch((Member(0, Incarnation(5), "send"), Member(2, Incarnation(7), "send")), 3)
+    one = Epoch((Member(0, 5, "send"), Member(2, 7, "send")), 3)
     assert len(one.id) == 16 and Epoch(one.members, 90).id == one.id
-    for change in ({"slot": 3}, {"incarnation": Incarnation(7, 1)}, {"role": "listen"}):
+    for change in ({"slot": 3}, {"life": 8}, {"role": "listen"}):
         assert Epoch((one.members[0], one.members[1]._replace(**change)), 3).id != one.id
 
 
@@ -189,7 +183,7 @@ def test_a_schedule_that_does_not_fit(tmp_path, lines, why):
 
 def test_a_schedule_is_checked_before_a_run(tmp_path):
     with pytest.raises(UsageError, match="at 9: must be a whole number of at least 0 and below 8"):
-        flags(write(tmp_path / "events", (9, 0, "stop"))).jobs().check(8)
+        check_schedule(flags(write(tmp_path / "events", (9, 0, "stop"))), 8)
 
 
 def test_a_schedule_that_is_not_there(tmp_path):

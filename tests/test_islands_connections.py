@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.mechanisms.islands import connections as module
 from megatron_lossy.mechanisms.islands.between_members import Among, Lane
+from megatron_lossy.mechanisms.islands.connections import Connections
 from megatron_lossy.mechanisms.islands.copying import PART, Held, receive_copy, send_copy
-from megatron_lossy.mechanisms.islands.elastic import connections as module
-from megatron_lossy.mechanisms.islands.elastic.connections import Connections
-from megatron_lossy.mechanisms.islands.elastic.rejoining import Parts
-from megatron_lossy.mechanisms.islands.epochs import epoch_of
 from megatron_lossy.mechanisms.islands.membership.messages import Entry, Preparation, write
+from megatron_lossy.mechanisms.islands.presence import epoch_of
 from megatron_lossy.transport.leaving import PeerLost
 from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.stream.host import Host
@@ -148,8 +148,9 @@ def test_a_copy_and_sums_and_an_entry_cross_by_the_same_connection(islands, tran
     there, back = run.pairs(0)[1], run.pairs(1)[0]
     values = {"weights": torch.randn(PART // 3), "step": 3.0}
     held = {"weights": Held(values["weights"]), "step": 3.0}
-    digest = run.pool.submit(send_copy, Parts(there, 60.0), held, 12)
-    copy = receive_copy(Parts(back, 60.0))
+    sent, received = count(1), count(1)
+    digest = run.pool.submit(send_copy, lambda part: there.put("copy", next(sent), part, 60.0), held, 12)
+    copy = receive_copy(lambda part: back.get("copy", next(received), part, 60.0))
     assert (copy.made, copy.digest, copy.values["step"]) == (12, digest.result(), 3.0)
     assert torch.equal(copy.values["weights"], values["weights"])
     own = [torch.randn(PART // 4 + 5) for _ in range(2)]

@@ -44,8 +44,8 @@ class Wire:
 
 def across(values, made=7, flip=None):
     wire = Wire(flip)
-    digest = send_copy(wire, values, made)
-    return receive_copy(wire), digest
+    digest = send_copy(wire.send, values, made)
+    return receive_copy(wire.receive), digest
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
@@ -71,7 +71,7 @@ def test_all_comes_bit_for_bit(kinds, seed):
 def test_a_flipped_bit_is_found(byte):
     values = {"a": Held(torch.randn(100)), "b": Held(torch.randn(101))}
     wire = Wire()
-    send_copy(wire, values, 7)
+    send_copy(wire.send, values, 7)
     header = wire._sent - 4 * 201
     with pytest.raises(Damaged, match="[ab] is not what was sent"):
         across(values, flip=header + byte)

@@ -9,12 +9,12 @@ import pytest
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.flags import identity, of_flags
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.mechanisms.islands.elastic.diary import Diary
-from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation, Member
+from megatron_lossy.mechanisms.islands.monitor import Diary
+from megatron_lossy.mechanisms.islands.presence import Epoch, Member
 
 pytestmark = pytest.mark.shows("islands that are launches of their own: the log of epochs")
 
-BOTH = Epoch((Member(0, Incarnation(5), "send"), Member(2, Incarnation(7), "listen")), 3)
+BOTH = Epoch((Member(0, 5, "send"), Member(2, 7, "listen")), 3)
 
 
 def lines(folder):
@@ -27,10 +27,12 @@ def test_a_line_for_each_epoch_and_each_event(tmp_path):
     for exchange in range(3, 8):
         if exchange == 5:
             diary.note("lost contact", seconds=0.5)
-            diary.lost(4)
-            diary.lost(4)  # of another shard
+            diary.ended(4, 2, 0.0)
+            diary.ended(4, 2, 0.0)  # of another shard
         diary.begin(exchange, exchange + 1, BOTH if exchange < 5 else None, lag=exchange - 3)
-    diary.lost(7)
+    diary.ended(6, 3, 2.5)
+    diary.ended(7, 1, 0.0)
+    assert diary.lost == 1 - 2.5 / 8
     diary.finish()
     first, lost, last = lines(tmp_path)
     assert first == {

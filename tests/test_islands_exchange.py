@@ -18,10 +18,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
 from megatron_lossy.mechanisms.islands import mean as means_in_memory
 from megatron_lossy.mechanisms.islands import vector as vectors
-from megatron_lossy.mechanisms.islands.between_members import Among, BetweenMembers
 from megatron_lossy.mechanisms.islands.between_ranks import BetweenRanks
-from megatron_lossy.mechanisms.islands.datagrams import Buckets
-from megatron_lossy.mechanisms.islands.epochs import Epoch, Incarnation, Member
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
 from megatron_lossy.mechanisms.islands.form import SIGNAL, form_of
 from megatron_lossy.mechanisms.islands.mean import InMemory
@@ -340,23 +337,3 @@ def test_a_shard_has_its_part_of_weights_that_lie_across_its_ends(dtype, monkeyp
         end = sum(own[-1])
         assert torch.equal(after[:end], main[:end] + 1)
         assert torch.equal(kept[:end], after[:end].to(dtype))
-
-
-@pytest.mark.parametrize("same", [True, False])
-@pytest.mark.parametrize("there", [True, False])
-def test_an_exchange_counts_if_all_that_have_copies_of_the_parameters_have_made_it(same, there):
-    """Each says in which epoch it has made it, or that it has not."""
-    config = LossyConfig(**TWO)
-    epoch = Epoch((Member(0, Incarnation(1), "send"),), 4)
-    connections = types.SimpleNamespace(buckets=Buckets(config, [6]))
-    among = Among(epoch, 0, 0, connections, {}, print) if there else None
-    said = []
-    own = {"loses": lambda *_: None, "shard": 0, "among": lambda: among}
-    own["agrees"] = lambda number: said.append(number) or (same and number >= 0)
-    crossing = BetweenMembers(config, STREAM, 0, None, lambda delivery: None, **own)
-    mean = crossing.begin(4, torch.arange(6.0)[None]).wait()
-    crossing.close()
-    assert said == [epoch.number if there else -1]
-    assert mean.arrived is None or mean.arrived.all() == (same and there)
-    assert (mean.arrived is None) <= (same and there)
-    assert Epoch(epoch.members, 5).number != epoch.number >= 0

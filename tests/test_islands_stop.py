@@ -18,8 +18,7 @@ from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.mechanisms.islands.monitor import IslandMonitor
 from megatron_lossy.mechanisms.islands.ranks import RankIslands
 from megatron_lossy.mechanisms.islands.rounds import Mean
-from megatron_lossy.mechanisms.islands.stopping import Stopping
-from megatron_lossy.mechanisms.islands.world import IslandWorld
+from megatron_lossy.mechanisms.islands.world import IslandWorld, Stopping
 from tests.ranks import run_ranks
 from tests.test_islands_exchange import Table
 from tests.test_islands_ranks import LATE, SMALL, TWO

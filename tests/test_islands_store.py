@@ -17,11 +17,9 @@ import pytest
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.mechanisms.islands.membership import coordinator
-from megatron_lossy.mechanisms.islands.membership.coordinator import Dictionary, Journal, Server
+from megatron_lossy.mechanisms.islands.membership.coordinator import Dictionary, Journal, Server, Watcher
 from megatron_lossy.mechanisms.islands.membership.messages import Beat, Entry, Slot, write
-from megatron_lossy.mechanisms.islands.membership.page import Watcher
-from megatron_lossy.mechanisms.islands.membership.store import Gateway, Unreachable, open_store
-from megatron_lossy.mechanisms.islands.membership.tls import NAME, client_context
+from megatron_lossy.mechanisms.islands.membership.store import NAME, Gateway, Unreachable, client_context, open_store
 from tests.coordinator import KEY, Coordinator, Etcd
 
 pytest.importorskip("cryptography")

@@ -88,7 +88,6 @@ def every_patch():
     from megatron_lossy.hooks.runtime import Lossy
     from megatron_lossy.lab.launch import agent
     from megatron_lossy.mechanisms.islands import megatron_training as island_training
-    from megatron_lossy.mechanisms.islands.elastic import megatron_training as elastic_training
     from megatron_lossy.mechanisms.replicas import lossy_all_reduce
     from megatron_lossy.plugin import _command_line_patches, _program_patches
 
@@ -99,7 +98,7 @@ def every_patch():
         *megatron_training.flag_patches(),
         *megatron_training.patches(run),
         *island_training.patches(None),
-        *elastic_training.patches(print),
+        island_training.train_patch(print),
         *_command_line_patches(),
         *_program_patches(),
         *cpu.import_patches(),

@@ -167,7 +167,7 @@ def test_the_figure_of_ways_has_the_bytes_of_the_plan():
         (("--mbit", 1e5, "--rtt", 0.1, "--loss", 0), "sites, torch", "--sites 2 --transport torch"),
         (("--mbit", 3e4), "sites, udp, int8", "--grad-wire int8 --param-wire int8"),
         (("--step", "1s", "--rtt", 2000), "islands, udp, 1/87, 3 late, int8", "--sync-delay 3"),
-        (("--ranks-per-site", 64, "--tp", 8), "islands, torch, 1/73, 1 late, bf16", "--transport torch"),
+        (("--ranks-per-site", 64, "--tp", 8), "islands, udp, 1/7, 1 late, int8", "--transport udp"),
     ],
 )
 def test_what_is_recommended(words, name, flags):

@@ -49,7 +49,7 @@ def until(condition):
 class Ranks:
     """Streams of ranks in this process, a host each, or on the nodes of a ``lab``. ``pause``: of relays between them.
 
-    ``through(port)``: the port that a rank is told.
+    ``through(port)``: the port that a rank gets.
     """
 
     def __init__(self, size=2, units=UNITS, through=None, pause=None, lab=None, **flags):

@@ -1,4 +1,4 @@
-"""The rate beside others: what the engine's rule does to links and to a bottleneck."""
+"""The rate next to other flows: the effect of the engine's rule on links and on a bottleneck."""
 
 import ctypes
 import dataclasses
@@ -18,7 +18,7 @@ from megatron_lossy.transport.udp.engine import RULES, SECOND, load
 from tests.test_lab import needs_lab
 from tests.udp_world import MS, World
 
-pytestmark = pytest.mark.shows("rates beside other flows: the rule on links and at a bottleneck", device=False)
+pytestmark = pytest.mark.shows("rates next to others: the rule on links and at a bottleneck", device=False)
 
 PHASES = ("starts", "grows", "dips")
 

@@ -29,7 +29,7 @@ from benchmarks.common import made_with
 from benchmarks.lab import Link, Missing, check_lab, end_in_order
 from megatron_lossy.base.errors import UsageError, refuse, usage_errors
 from megatron_lossy.base.files import replace_file, write_text
-from megatron_lossy.mechanisms.islands.schedule import Schedule, read_schedule
+from megatron_lossy.lab.virtual.island_schedule import Schedule, read_schedule
 
 _PROGRAM = "benchmarks.churn"
 #: Flags of every island, besides its number. Those of --flags come later and win.

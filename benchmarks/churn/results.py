@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.churn.islands import Life
 from benchmarks.churn.schedule import DONE, Happened, describe
-from megatron_lossy.mechanisms.islands.epochs import EPOCHS
+from megatron_lossy.mechanisms.islands.monitor import EPOCHS
 
 #: With more events than these, the table lists kinds.
 _MANY = 40

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from benchmarks.churn.islands import Islands
-from megatron_lossy.mechanisms.islands.schedule import Event, Schedule
+from megatron_lossy.lab.virtual.island_schedule import Event, Schedule
 
 COORDINATOR = -1
 #: By event of a schedule what is done.

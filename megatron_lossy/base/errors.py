@@ -3,6 +3,8 @@
 * 2, the user's: another flag, value or path would have been accepted. A path that is missing, of the wrong kind,
   without permission, read-only or damaged is one. Every check raises :class:`UsageError`. Its text names the flag, the
   value and the allowed values.
+* 3, of islands that come and go, and no error: a signal ended the island before the end of its run, and it has saved
+  (:data:`STOPPED`).
 * 4, of islands that come and go: a later start has taken the slot. It is an error with another :attr:`UsageError.status`.
 * 1, the machine's: the command was right, and the disk is full or broken, or files or memory ran out. That is an
   :class:`OSError` of :data:`MACHINE_ERRORS`, which names the path.
@@ -35,6 +37,8 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import NoReturn, TextIO
 
+#: The exit status of an island that a signal ended, while the others go on.
+STOPPED = 3
 #: Errors that hit a right command: no space, broken disks and mounts, no files or memory left.
 MACHINE_ERRORS = frozenset(
     {

@@ -233,8 +233,11 @@ def training_log(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any) ->
     if iteration % get_args().log_interval == 0:
         metrics = lossy.metrics()
         _write(metrics, iteration)
+        loss = (given.get("loss_dict") or {}).get("lm loss")
+        if loss is not None and lossy.events.logged:
+            lossy.events.logged(float(loss))
         if lossy.config.metrics_port is not None and _is_last_rank():
-            values = {"lm loss": (given.get("loss_dict") or {}).get("lm loss"), "grad norm": given.get("grad_norm")}
+            values = {"lm loss": loss, "grad norm": given.get("grad_norm")}
             known = {name: float(value) for name, value in values.items() if value is not None}
             exported = _exporter(lossy.config.metrics_port + lossy.job)
             if exported is not None:

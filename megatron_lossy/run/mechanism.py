@@ -109,6 +109,8 @@ class Events:
         self.arguments_come = Event()
         #: Megatron and the hooks have checked ``args``; no process group exists. (megatron.training)
         self.arguments_checked = Event()
+        #: The program has logged the training loss, its argument, on a rank that has it. (our trainer, megatron.training)
+        self.logged = Event()
         #: The run has come to a good end. All jobs call it.
         self.leave = Event()
         #: End with the run.

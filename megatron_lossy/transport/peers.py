@@ -119,7 +119,7 @@ class RankPeers(Peers):
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8[n] of a contiguous ``tensor``, in its memory."""
+    """Return uint8[n] of a contiguous ``tensor``, in its memory."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -1,8 +1,8 @@
 """``python -m megatron_lossy.lab.launch.agent …``: torchrun with the same arguments, and one line instead of its report.
 
 torchrun raises its report, so that forty lines follow the line with the error, and ends with status 1. This program
-ends with the line and the status of the rank that failed first. After SIGTERM it ends with status 0 if all ranks did, so that no
-supervisor starts again a run that has saved; torchrun itself ends with status 1 and a traceback.
+ends with the line and the status of the rank that failed first. After SIGTERM it ends with status 0 or :data:`.STOPPED` if all ranks
+did, so that a supervisor can find a run that has saved; torchrun itself ends with status 1 and a traceback.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from ...base.errors import STOPPED
 from ...base.ledger import Ledger, Patch
 
 PROGRAM = "megatron_lossy.launch"
@@ -33,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{PROGRAM}: rank {rank} failed: {_reason(failure)}", file=sys.stderr, flush=True)
         sys.exit(max(1, failure.exitcode))
     except SignalException as error:
-        if error.sigval == signal.SIGTERM and statuses and not any(status != 0 for status in statuses):
+        if error.sigval == signal.SIGTERM and set(statuses) in ({0}, {STOPPED}):
             print(f"{PROGRAM}: all ranks ended well on SIGTERM", file=sys.stderr, flush=True)
-            return
+            sys.exit(statuses[0])
         print(f"{PROGRAM}: ended by {error.sigval.name}", file=sys.stderr, flush=True)
         signal.signal(error.sigval, signal.SIG_DFL)
         os.kill(os.getpid(), error.sigval)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...base.checkpoints import latest_iteration
-from ...base.errors import UsageError, refuse
+from ...base.errors import STOPPED, UsageError, refuse
 from ...mechanisms.islands.membership.store import check_url
 from .options import LaunchConfig, first_host
 from .plan import PROGRAM, Plan
@@ -241,7 +241,7 @@ def run_in_job(plan: Plan, command: Sequence[str], environment: Mapping[str, str
         _say(f"srun ended with status {status}, at iteration {after} of {plan.train.train_iters}")
         if after >= plan.train.train_iters:
             return status
-        return _requeue(job, status, after > before)
+        return _requeue(job, 0 if status == STOPPED else status, after > before)
     finally:
         signal.signal(signal.SIGTERM, previous)
 

@@ -26,6 +26,7 @@ from ..report.runs import WHOLE
 from ..report.scalars import AXES, needs_drift, needs_sharpness
 from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
 from ..train.facts import check_flags, of_trainer
+from ..virtual.island_schedule import check_schedule
 from .cells import Cell, make_cell
 
 # Flags that the study sets itself, that would end a run early, or that would name one folder for all cells.
@@ -142,6 +143,7 @@ class Design:
                 raise refuse("--islands", loss.islands, "needs --virtual-workers in a study")
             check_refusals(loss, of_trainer(train, 1))
             loss.jobs().check(train.train_iters)
+            check_schedule(loss, train.train_iters)
             if not train.sharpness_interval and (name := next(filter(needs_sharpness, self.metrics), None)):
                 raise refuse("metrics:", repr(name), "is recorded with sharpness-interval only, which is 0")
             reference = self._reference(loss)

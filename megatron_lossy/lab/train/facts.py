@@ -8,6 +8,7 @@ from ...config import LossyConfig
 from ...config.facts import Facts
 from ...hooks.checks import check_run
 from ...hooks.facts import ranks_of_host
+from ..virtual.island_schedule import check_schedule
 from .config import TrainConfig
 
 
@@ -54,3 +55,4 @@ def check_flags(config: TrainConfig, lossy: LossyConfig, ranks: int) -> None:
         why = "must be at least 2 with --islands: after a kill between their saves all go on from the one before"
         raise refuse("--save-retain", config.save_retain, why)
     check_run(lossy, of_trainer(config, ranks))
+    check_schedule(lossy, config.train_iters)

@@ -308,6 +308,7 @@ class _Run:
             **self.sharpness.metrics(),
         }
         self.summary["lm loss"] = loss
+        self.lossy.events.logged(loss)
         self.console.train(record, self.iterations, self.config.global_batch_size)
         self._write(record)
 

@@ -6,22 +6,146 @@ if it had saved at its last iteration. Replicas within an island that has stood 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...base.errors import refuse
 from ...base.exchange import Delivery
 from ...config import LossyConfig
-from ...mechanisms.islands.epochs import Epoch, EpochLog, line
 from ...mechanisms.islands.mean import InMemory
-from ...mechanisms.islands.member_rounds import MemberRounds
-from ...mechanisms.islands.presence import Presence, Return
-from ...mechanisms.islands.rounds import Rounds
-from ...mechanisms.islands.schedule import FLAG, Schedule, read_schedule
+from ...mechanisms.islands.monitor import EpochLog, line
+from ...mechanisms.islands.presence import Epoch, Member, Slot, needed_visits
+from ...mechanisms.islands.rounds import MemberRounds, Rounds
+from .island_schedule import FLAG, Schedule, read_schedule
 from .islands import VirtualIslands
+
+
+def least_lag(lags: Sequence[int]) -> int:
+    """Return the place of the least of ``lags``; of equal ones the first."""
+    return min(range(len(lags)), key=lambda place: lags[place])
+
+
+class Return(NamedTuple):
+    """An island that is there again.
+
+    ``how``: "keep" its state, "copy" that of the island ``source``, or "listen". ``idle``: it has not trained. ``anew``:
+    its exchanges under way are gone.
+    """
+
+    slot: int
+    how: str
+    source: int
+    idle: bool
+    anew: bool
+
+
+class Presence:
+    """The islands of all slots.
+
+    ``keep``: lag up to which nobody counts as stopped. ``rejoin``: what stopped and new islands do, "copy" or
+    "listen". ``overlap``: see :func:`needed_visits`. ``empty``: slots without an island at the beginning. ``copies``:
+    whoever missed an exchange copies (an outer optimizer has more state than weights).
+    """
+
+    def __init__(
+        self, slots: int, keep: int, rejoin: str, overlap: int, empty: Iterable[int] = (), copies: bool = False
+    ) -> None:
+        self._keep, self._rejoin, self._overlap, self._copies = keep, rejoin, overlap, copies
+        self.slots = [Slot() for _ in range(slots)]
+        for slot in empty:
+            self.slots[slot] = Slot(trains=False, reached=False, own=False, fresh=True)
+
+    # --- presence ------------------------------------------------------------------------------------------------
+
+    @property
+    def training(self) -> list[int]:
+        """The slots that make the next iteration."""
+        return [number for number, one in enumerate(self.slots) if one.trains]
+
+    @property
+    def members(self) -> list[int]:
+        """Slots that take part in exchanges, in rising order."""
+        return [number for number, one in enumerate(self.slots) if one.member]
+
+    @property
+    def senders(self) -> list[int]:
+        """The members that do not listen."""
+        return [number for number in self.members if not self.slots[number].listens]
+
+    def lags(self, now: int) -> list[int]:
+        """Return the lag of each member after ``now`` iterations of the run."""
+        return [self.slots[number].lag(now) for number in self.members]
+
+    def epoch(self, first: int) -> Epoch:
+        """Return the epoch of these members, from exchange ``first`` on."""
+        roles = ["listen" if self.slots[number].listens else "send" for number in self.members]
+        lives = [self.slots[number].life for number in self.members]
+        return Epoch(tuple(map(Member, self.members, lives, roles)), first)
+
+    # --- who comes and goes ----------------------------------------------------------------------------------------
+
+    def leave(self, number: int, event: str) -> None:
+        """Let slot ``number`` leave. ``event``: "stop" ends it, "freeze" only stands still, "cut" trains alone."""
+        one = self.slots[number]
+        one.trains = one.trains and event == "cut"
+        one.reached = False
+        if event == "stop":  # what comes back is another process
+            one.life, one.fresh = one.life + 1, True
+
+    def come(self, number: int, now: int) -> Return:
+        """Let slot ``number`` come after ``now`` iterations of the run. Another member must be there already."""
+        self._someone_sends(now)
+        one, sender = self.slots[number], self._next_sender(number)
+        idle, how = not one.trains, "keep"
+        if not one.own or one.stopped(now, self._keep) or self._copies:
+            how = self._rejoin
+        anew = one.fresh or how != "keep"
+        one.trains, one.reached, one.fresh = True, True, False
+        if how == "copy":
+            source = self.slots[sender]
+            one.sent, one.made, one.own = source.sent, source.made, True
+        one.listens = how == "listen" or (how == "copy" and one.stopped(now, self._keep))
+        return Return(number, how, sender, idle, anew)
+
+    def _next_sender(self, number: int) -> int:
+        """Return the sender in the next slot after ``number``."""
+        return min(self.senders, key=lambda other: (other - number) % len(self.slots))
+
+    def _someone_sends(self, now: int) -> None:
+        """Let the member with the least lag send if all others have left."""
+        if self.members and not self.senders:
+            self.slots[self.members[least_lag(self.lags(now))]].listens = False
+
+    # --- an iteration ----------------------------------------------------------------------------------------------
+
+    def trained(self) -> None:
+        """Note that the run has made an iteration."""
+        for number in self.training:
+            self.slots[number].made += 1
+
+    def about_to_send(self, now: int, visits: Callable[[int], int]) -> None:
+        """Begin an exchange. ``visits``: the least number of times that each element of a listener was set."""
+        for number in self.members:
+            one = self.slots[number]
+            if one.listens and visits(number) >= needed_visits(self._overlap, one.own):
+                one.listens, one.own = False, True
+        self._someone_sends(now)
+
+    def sent(self, now: int) -> None:
+        """Note that the senders have sent after ``now`` iterations of the run."""
+        for number in self.senders:
+            self.slots[number].sent, self.slots[number].made = now, 0
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the state of each slot."""
+        return [asdict(one) for one in self.slots]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
+        """Restore :meth:`state_dict`."""
+        self.slots = [Slot(**{each.name: one[each.name] for each in fields(Slot)}) for one in state]
 
 
 class Churn:
@@ -114,7 +238,7 @@ class ChurningIslands(VirtualIslands):
     def _member_rounds(self) -> list[MemberRounds[InMemory]]:
         return [rounds for rounds in self._rounds if isinstance(rounds, MemberRounds)]
 
-    # --- presence --- -------------------------------------------------------------------------------------------
+    # --- presence ------------------------------------------------------------------------------------------------
 
     @property
     def present(self) -> Sequence[int]:

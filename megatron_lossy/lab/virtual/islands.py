@@ -106,7 +106,7 @@ class VirtualIslands(Run, JobGroup):
     def _buckets(self) -> list[Any]:
         return [bucket for stream in self.clusters[0].streams for bucket in stream.buckets]
 
-    # --- presence --- -------------------------------------------------------------------------------------------
+    # --- presence ------------------------------------------------------------------------------------------------
 
     @property
     def present(self) -> Sequence[int]:

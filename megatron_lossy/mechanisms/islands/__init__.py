@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ...run.mechanism import Mechanism
 from .flags import IslandFlags
-
-if TYPE_CHECKING:
-    from ...config import LossyConfig
 
 
 class Islands(Mechanism):
@@ -38,15 +35,7 @@ class Islands(Mechanism):
 
             run.add_part(FSDPIslands(run.config, run.islands))
         elif run.kind == "Megatron" and run.world is not None:
-            run.add_part(cls._kind(run.config)(run.config, run.world))
+            from .megatron_training import TrainingElasticIslands, TrainingIslands
 
-    @staticmethod
-    def _kind(config: LossyConfig) -> Any:
-        """Return the class of islands of real ranks of Megatron."""
-        if config.rendezvous is not None:
-            from .elastic.megatron_training import TrainingElasticIslands
-
-            return TrainingElasticIslands
-        from .megatron_training import TrainingIslands
-
-        return TrainingIslands
+            kind: Any = TrainingIslands if run.config.rendezvous is None else TrainingElasticIslands
+            run.add_part(kind(run.config, run.world))

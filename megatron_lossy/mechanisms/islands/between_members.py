@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from ...base import device
 from ...config import LossyConfig
 from .between_ranks import BetweenRanks, Brought, Crossed, Parties, Task, Waiting
 from .carrying import Carrier
-from .elastic.connections import Connections, Crossing, Pair
-from .epochs import Epoch
+from .connections import Connections, Crossing, Pair
 from .flags import SYNC_PHASES
+from .presence import Epoch
 from .rounds import Mean
 from .vector import Places
 
@@ -54,10 +51,7 @@ class Among:
 
 
 class Lane(Carrier):
-    """The exchange number ``exchange`` of a shard among the members of an epoch; ``None``: nothing is carried.
-
-    ``whole``: a part of it is of no use.
-    """
+    """The exchange number ``exchange`` of a shard among the members of an epoch; ``None``: nothing is carried."""
 
     observes = True
 
@@ -67,19 +61,18 @@ class Lane(Carrier):
         shard: int = 0,
         turn: int = 0,
         exchange: int = -1,
-        whole: bool = False,
         config: LossyConfig | None = None,
     ) -> None:
         deadline = None if config is None else config.udp_deadline_seconds
-        self.among, self._shard, self._turn, self._whole = among, shard, turn, whole
+        self.among, self._shard, self._turn = among, shard, turn
         self._deadline = deadline if isinstance(deadline, float) else None
         self._packets = config is None or config.loss_unit == "packet"
         self.exchange = exchange
-        #: Whether nothing of others has come, and whether something is missing that it is of no use without.
-        self.alone, self.broken = True, False
+        #: The messages that others send, and how many have come; a part of one is a fraction.
+        self.expected, self.came = 0, 0.0
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """See :class:`.Carrier`. Nothing comes to who does not send."""
+        """See :class:`.Carrier`. An island that does not send gets nothing."""
         assert self.among is not None, self.exchange
         if self.among.place is None:
             units = -(-pieces.shape[1] // self.among.connections.buckets.packet)
@@ -101,7 +94,7 @@ class Lane(Carrier):
         received = torch.zeros(len(senders), items, dtype=like.dtype)
         arrived = np.zeros((len(senders), -(-items // buckets.packet)), dtype=bool)
         places = {slot: place for place, slot in enumerate(senders)}
-        sends = among.place is not None and not self.broken
+        sends = among.place is not None
         padded = dict[int, torch.Tensor]()
         for row in rows.values() if sends else ():
             if id(row) not in padded:
@@ -119,14 +112,14 @@ class Lane(Carrier):
             row = among.pairs[slot].end(crossing)
             if slot not in places:
                 continue
+            self.expected += 1
             if row is not None and row.any():
-                arrived[places[slot]], self.alone = row, False
+                arrived[places[slot]] = row
+                self.came += float(row.mean())
             elif among.pairs[slot].in_vain():
                 among.loses(among.pairs[slot], time.monotonic() - began)
         if among.place is not None:
             received[among.place, :count], arrived[among.place] = rows[among.slot], True
-        if self._whole and not arrived.all():
-            self.broken = True
         if not self._packets:  # a shard has come if all of its packets have
             arrived = np.broadcast_to(arrived.all(axis=1, keepdims=True), (len(senders), items + 1))
         return received[:, :count], arrived
@@ -135,9 +128,8 @@ class Lane(Carrier):
 class BetweenMembers(BetweenRanks):
     """``shard``: the number of this vector on its rank.
 
-    ``among()``: the epoch of the exchange that begins; ``None``: everything of it is lost. ``loses``: is called on a thread with the
-    number of an exchange of which nothing arrives from others. ``agrees``: on all ranks that have copies of the same parameters, a
-    collective call of theirs, whether all have the same number.
+    ``among()``: the epoch of the exchange that begins; ``None``: everything of it is lost. ``ended``: is called on a thread with the
+    number of an exchange, the messages that others send in it, and how many have come.
     """
 
     def __init__(
@@ -145,71 +137,42 @@ class BetweenMembers(BetweenRanks):
         *arguments: Any,
         shard: int,
         among: Callable[[], Among | None],
-        loses: Callable[[int], None],
-        agrees: Callable[[int], bool] | None = None,
+        ended: Callable[[int, int, float], None],
     ) -> None:
         config, stream, island, steps, told = arguments
         super().__init__(config, stream, island, [Lane(None)] * config.lanes, steps, told)
-        self._shard, self._now, self._loses, self._agrees = shard, among, loses, agrees
-        self._gone: set[int] = set()  # exchanges of which nothing has arrived here, and that are not used yet
+        self._shard, self._now, self._ended = shard, among, ended
 
     def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Waiting:
         """See :meth:`BetweenRanks.begin`. An exchange has the same lane on all islands, whatever they have made before."""
         self._begun = (step + 1) // self._config.sync_interval - 1
-        exchange, among = self._begun, self._now()
-        waiting = super().begin(step, sent, places)
-        if self._agrees is not None:
-            waiting.agrees = partial(self._everywhere, exchange, among)
-        return waiting
-
-    def _everywhere(self, exchange: int, among: Among | None) -> bool:
-        """Whether ``exchange`` was made, in the same epoch, by all ranks that have copies of the same parameters.
-
-        Else none of them uses it: the copies must not come apart.
-        """
-        assert self._agrees is not None
-        made = among is not None and exchange not in self._gone
-        self._gone.discard(exchange)
-        return self._agrees(among.epoch.number if made and among is not None else -1)
+        return super().begin(step, sent, places)
 
     def _parties(self, turn: int) -> Parties:
         among, exchange = self._now(), self._begun - 1
         if among is None:
             return Parties([self._island], 0, Lane(None, exchange=exchange))
         among.hold(1)
-        lane = Lane(among, self._shard, turn, exchange, self._agrees is not None, self._config)
-        return Parties(among.senders, among.place, lane)
+        return Parties(among.senders, among.place, Lane(among, self._shard, turn, exchange, self._config))
 
     def _cross(self, task: Task) -> Crossed:
         lane = task.parties.carrier
         assert isinstance(lane, Lane), lane
         if lane.among is None:
-            return self._lost(task, lane.exchange)
+            self._ended(lane.exchange, 1, 0.0)
+            return _nothing(task)
         try:
             crossed = super()._cross(task)
         finally:
             lane.among.hold(-1)
-        if lane.broken:
-            return self._lost(task, lane.exchange)
-        if lane.alone and len(lane.among.epoch.slots) > 1:
-            self._loses(lane.exchange)
+        self._ended(lane.exchange, lane.expected, lane.came)
         return crossed
 
-    def _lost(self, task: Task, exchange: int) -> Crossed:
-        """Return an exchange of which nothing arrives, and note its number ``exchange``."""
-        self._loses(exchange)
-        if self._agrees is not None:
-            self._gone.add(exchange)
-        pieces, owners = task.pieces, len(task.parties.senders)
-        values = torch.zeros(owners * pieces.shard, device=pieces.device)
-        mean = Mean(values, torch.zeros_like(values, dtype=torch.bool))
-        nothing = np.zeros((owners, pieces.units.count), dtype=bool)
-        return Crossed(mean, Brought(pieces.device), [nothing, nothing])
 
-
-def same_everywhere(group: dist.ProcessGroup, number: int) -> bool:
-    """Whether all ranks of ``group`` have the same ``number``, of at least 0. A collective call."""
-    known = torch.tensor([number, -number], device=device.current_device())
-    dist.all_reduce(known, dist.ReduceOp.MAX, group=group)
-    most, least = known.tolist()
-    return bool(most == -least >= 0)
+def _nothing(task: Task) -> Crossed:
+    """Return an exchange of which nothing arrives."""
+    pieces, owners = task.pieces, len(task.parties.senders)
+    values = torch.zeros(owners * pieces.shard, device=pieces.device)
+    mean = Mean(values, torch.zeros_like(values, dtype=torch.bool))
+    nothing = np.zeros((owners, pieces.units.count), dtype=bool)
+    return Crossed(mean, Brought(pieces.device), [nothing, nothing])

@@ -2,10 +2,10 @@
 
 Every island sends each owner its piece (an all-to-all). Owners add up in the order of the islands, so that the result
 is the same as for islands in one process. Then their means are gathered. Both halves run on a thread of their own while
-training goes on. Vectors go between a device and the carriers, which are in host memory, beside the stream that computes: on CUDA
+training goes on. Vectors go between a device and the carriers, which are in host memory, on a stream other than the computing one: on CUDA
 through page-locked memory, on a stream of their own. The threads of the carriers wait for it; training does not.
 
-Its twin is :class:`.mean.InMemory`: here an island has one row of the exchange, and learns from NaN what nobody sent.
+Its twin is :class:`.mean.InMemory`: here an island has one row of the exchange, and finds NaN for elements without a sender.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from ...base.fingerprint import finite
 from ...config import LossyConfig
 from ...recovery.rows import to_device, used_here
 from ...transport.base import draw
-from .carrying import Carrier, Collectives
+from .carrying import Carrier, Collectives, IslandLink
 from .flags import SYNC_PHASES
 from .form import SIGNAL, Codes, Form, Rest, form_of
 from .mean import elements_of, finite_rows, mean_of, networks_between, owed_to
 from .rounds import Mean
-from .stopping import Stopping
 from .vector import Places
-from .world import Meeting
+from .world import Meeting, Stopping
 
 _HOST = torch.device("cpu")
 #: Integers as long as elements.
@@ -41,7 +40,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class Pieces:
     """``own`` float32[k] in ``islands`` pieces of ``form``, with room for :data:`SIGNAL` more items behind each.
 
-    ``own`` becomes what is sent: as it arrives. If some values are not finite, all pieces are blank: this tells the others that nothing
+    ``own`` becomes what is sent: as it arrives. If some values are not finite, all pieces are blank: so the others see that nothing
     comes from here. ``count``: k. ``shard``, ``units``: the elements of a piece. ``here``: whether they were in host memory from the beginning.
     """
 
@@ -86,7 +85,7 @@ class Pieces:
             stream_aside(rows.device).wait_stream(torch.cuda.current_stream(rows.device))
         with aside(rows.device):
             used_here((rows,))
-            self._rows = Fetched(rows.view(_BITS[rows.element_size()]))  # NumPy knows no bfloat16
+            self._rows = Fetched(rows.view(_BITS[rows.element_size()]))  # NumPy has no bfloat16
 
 
 class Brought:
@@ -114,7 +113,7 @@ def carriers_of(
     meet: Callable[[str], Meeting],
     patience: float,
 ) -> list[Carrier]:
-    """A carrier for each exchange that crosses at once, for a rank of ``island``; their names begin with ``prefix``.
+    """Return a carrier for each exchange that crosses at once, for a rank of ``island``; ``prefix``: of names.
 
     ``most``: elements of an exchange at most. ``store``, ``meet``: the store and the meeting of a name, of the ranks
     with this one's place in every island. ``patience``: seconds for an island that sends nothing.
@@ -122,8 +121,6 @@ def carriers_of(
     names = [f"{prefix}{lane}" for lane in range(config.lanes)]
     if not config.observed:
         return [Collectives(meet(name)) for name in names]
-    from .datagrams import IslandLink  # which starts a thread
-
     return [IslandLink(config, name, island, config.islands, store(name), most, patience) for name in names]
 
 
@@ -177,7 +174,7 @@ class BetweenRanks:
     """The exchanges of island ``island``, which this process belongs to.
 
     ``carriers``: take turns, each on a thread of its own. ``told``: gets the deliveries at this island: when an exchange
-    begins, if it is known then what will arrive, else when its mean is asked for, or at :meth:`tell`. ``steps``: length of the run, if
+    begins, if its arrivals are drawn then, else when its mean is asked for, or at :meth:`tell`. ``steps``: length of the run, if
     known. ``stopping``: its number crosses behind every piece and every mean. Raises :class:`UsageError` for a channel
     that cannot serve the islands.
     """
@@ -225,17 +222,17 @@ class BetweenRanks:
         return waiting
 
     def forget(self, island: int) -> None:
-        """``island``, that of this process, begins again: the rests of exchanges that are still under way are not its own."""
+        """Let ``island``, that of this process, begin again, without the rests of exchanges under way."""
         self.rest = None if self.rest is None else Rest()
 
     def tell(self) -> None:
-        """Tell what will arrive of the latest exchange, if only the device knew when it began. This waits for the device."""
+        """Report the arrivals of the latest exchange, if only the device had them when it began. This waits for the device."""
         if self._untold is not None:
             self._untold.tell()
             self._untold = None
 
     def _parties(self, turn: int) -> Parties:
-        """Those of the exchange that begins, on the thread number ``turn``."""
+        """Return the parties of the exchange that begins, on the thread number ``turn``."""
         return Parties(range(self._config.islands), self._island, self.carriers[turn])
 
     def _tell(self, task: Task, arrived: Sequence[np.ndarray | None]) -> None:
@@ -246,7 +243,7 @@ class BetweenRanks:
                 self._told(Delivery(exchange, task.parties.senders, [self._island], one[None], [task.pieces.units]))
 
     def _drawn(self, phase: str, step: int, units: BucketUnits, senders: Sequence[int]) -> np.ndarray | None:
-        """bool[senders, units]: the units that the draw delivers here; ``None``: everything."""
+        """Return bool[senders, units]: the units that the draw delivers here; ``None``: everything."""
         network, exchange = self._networks[phase], Exchange(phase, self._stream, step)
         if network.lossless:
             return None
@@ -287,7 +284,7 @@ class BetweenRanks:
         return Crossed(mine, Brought(device), [reduced, complete])
 
     def _message(self, task: Task, exact: torch.Tensor, averaged: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """The message of the own means [items + SIGNAL], and as they arrive [shard]. ``averaged`` bool[units]: somebody sent them."""
+        """Return the message of the own means [items + SIGNAL], and as they arrive [shard]. ``averaged`` bool[units]."""
         units, place = task.pieces.units, task.parties.place
         items = self._form.items(units)
         sent = torch.zeros(items + SIGNAL, dtype=self._form.dtype)
@@ -301,7 +298,7 @@ class BetweenRanks:
             task.before.wait()
             mean = task.rest.crossing(0, place, task.places, task.pieces.count, exact, there, crosses)
             task.rounded.set()
-        else:  # elements without a sender have no mean; NaN tells the others
+        else:  # elements without a sender have no mean; NaN marks them for the others
             mean = crosses(exact if there is None else exact.masked_fill(~there, torch.nan))
         return sent, mean
 
@@ -312,7 +309,7 @@ class BetweenRanks:
     def _heard(
         self, rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
     ) -> torch.Tensor:
-        """float32[M, shard]: the values of ``rows``, without the signals to stop behind them.
+        """Return float32[M, shard]: the values of ``rows``, without the signals to stop behind them.
 
         A signal counts only if it arrived: with the last elements, or in a unit behind them.
         """
@@ -336,7 +333,7 @@ class BetweenRanks:
 def _complete(
     rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
 ) -> np.ndarray:
-    """bool[M, units]: the units of ``rows`` [M, shard] that arrived and count; only finite units count."""
+    """Return bool[M, units]: the units of ``rows`` [M, shard] that arrived and count; only finite units count."""
     whole = finite_rows(rows)
     result = np.repeat(whole[:, None], units.count, axis=1)
     for row in np.flatnonzero(~whole):
@@ -351,11 +348,8 @@ def _complete(
 class Waiting:
     """An exchange under way on a thread. ``own`` [k]: the vector of this island.
 
-    ``tell``: tells what arrived; its argument is the finished exchange, or ``None`` if it is not finished. :attr:`agrees`: whether the
-    result may be used; else nothing of it has arrived.
+    ``tell``: reports arrivals; its argument is the finished exchange, or ``None`` if it is not finished.
     """
-
-    agrees: Callable[[], bool] | None = None
 
     def __init__(self, future: Future[Crossed], own: torch.Tensor, tell: Callable[[Crossed | None], None]) -> None:
         self._future, self._own = future, own
@@ -363,13 +357,13 @@ class Waiting:
         self._mean: Mean | None = None
 
     def tell(self, crossed: Crossed | None = None) -> None:
-        """Tell what arrived, or will arrive; once."""
+        """Report the arrivals, past or drawn; once."""
         tell, self._tell = self._tell, None
         if tell is not None:
             tell(crossed)
 
     def wait(self) -> Mean:
-        """The result of the exchange, which is kept. Raises its errors: another island is gone, for example."""
+        """Return the result of the exchange, which is kept. Raise its errors: another island is gone, for example."""
         if self._mean is None:
             crossed = self._future.result()
             self.tell(crossed)
@@ -380,7 +374,4 @@ class Waiting:
                 None if arrived is None else arrived[None, :count],
                 None if owed is None else owed[:, :count],
             )
-            if self.agrees is not None and not self.agrees():
-                nothing = torch.zeros_like(self._own, dtype=torch.bool)[None]
-                self._mean = Mean(torch.zeros_like(self._own), nothing)
         return self._mean

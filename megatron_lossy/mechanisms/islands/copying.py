@@ -1,25 +1,36 @@
-"""Copies of the state of a rank, from a sender to who comes back: main weights, moments and step counts as of one exchange.
+"""Copies of the state of a rank, from a sender to an island that comes back: main weights, moments and step counts as of one exchange.
 
 They cross by the connections of the exchanges, in parts, each tensor with a digest. They are never drawn as lost. Learning rates and
-weight decay are not copied: they follow the run.
+weight decay are not copied: they follow the run. An entry names the islands that copy; the source of each is the next sender by slot. All ranks of an
+island have their part of a copy, of the same sender as of the same exchange; until then the island listens.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from ...base.errors import first_line
 from ...base.fetch import Fetched
+from ...transport.peers import bytes_of
 from .vector import Vector
 
+logger = logging.getLogger(__name__)
+
+#: Sends uint8[n], or receives into it: n is :data:`PART` at most. Raises :class:`RuntimeError` if the other one is gone.
+Carry = Callable[[torch.Tensor], None]
 #: Bytes that cross at once: the patience is for so many.
 PART = 2**20
 _DIGEST_BYTES = 16
-#: Step counts that some optimizers keep in their groups, and others beside the moments.
+#: Step counts that some optimizers keep in their groups, and others with the moments.
 _STEP = "step"
 
 
@@ -40,10 +51,10 @@ class Held:
         self.like = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
         # Where a copy waits for the queued work, it must not see later work.
         value = value if value.device.type == "cuda" else value.clone()
-        self._fetched = Fetched(_bytes(value))
+        self._fetched = Fetched(bytes_of(value))
 
     def bytes(self) -> torch.Tensor:
-        """uint8[n], once it is here."""
+        """Return uint8[n], once it is here."""
         return torch.from_numpy(self._fetched.wait())
 
 
@@ -51,37 +62,27 @@ class Damaged(RuntimeError):
     """A tensor is not what was sent."""
 
 
-class Pair(Protocol):
-    """The two ends of a copy. Data is uint8[n], n at most :data:`PART`. Raises :class:`RuntimeError` if the other is gone."""
-
-    def send(self, data: torch.Tensor) -> None:
-        """Send ``data``."""
-
-    def receive(self, data: torch.Tensor) -> None:
-        """Receive into ``data``."""
-
-
-def send_copy(pair: Pair, values: dict[str, Held | float], made: int) -> str:
-    """Send ``values``, of a rank of a run that has made ``made`` iterations. Returns their digest."""
+def send_copy(send: Carry, values: dict[str, Held | float], made: int) -> str:
+    """Send ``values``, of a rank of a run that has made ``made`` iterations. Return their digest."""
     items: list[dict[str, Any]] = []
     for name, value in values.items():
         what = {**value.like, "digest": _digest(value.bytes())} if isinstance(value, Held) else {"value": value}
         items.append({"name": name, **what})
     header = torch.frombuffer(bytearray(json.dumps({"made": made, "items": items}).encode()), dtype=torch.uint8)
-    _send(pair, _bytes(torch.tensor([len(header)])))
-    _send(pair, header)
+    _carry(send, bytes_of(torch.tensor([len(header)])))
+    _carry(send, header)
     for value in values.values():
         if isinstance(value, Held):
-            _send(pair, value.bytes())
+            _carry(send, value.bytes())
     return _digest(header)
 
 
-def receive_copy(pair: Pair) -> Copy:
-    """The values that :func:`send_copy` sends. Raises :class:`Damaged`, and :class:`RuntimeError` if the other is gone."""
+def receive_copy(receive: Carry) -> Copy:
+    """Return the values of :func:`send_copy`. Raise :class:`Damaged`, or :class:`RuntimeError` if the other is gone."""
     length = torch.zeros(1, dtype=torch.int64)
-    _receive(pair, _bytes(length))
+    _carry(receive, bytes_of(length))
     header = torch.empty(int(length), dtype=torch.uint8)
-    _receive(pair, header)
+    _carry(receive, header)
     said = json.loads(header.numpy().tobytes())
     values: dict[str, torch.Tensor | float] = {}
     for item in said["items"]:
@@ -90,26 +91,16 @@ def receive_copy(pair: Pair) -> Copy:
             values[name] = item["value"]
             continue
         value = torch.empty(item["shape"], dtype=getattr(torch, item["dtype"]))
-        _receive(pair, _bytes(value))
-        if _digest(_bytes(value)) != item["digest"]:
+        _carry(receive, bytes_of(value))
+        if _digest(bytes_of(value)) != item["digest"]:
             raise Damaged(f"{name} is not what was sent")
         values[name] = value
     return Copy(values, said["made"], _digest(header))
 
 
-def _bytes(value: torch.Tensor) -> torch.Tensor:
-    """uint8[n] of a contiguous tensor, in its memory."""
-    return value.view(-1).view(torch.uint8)
-
-
-def _send(pair: Pair, data: torch.Tensor) -> None:
+def _carry(carry: Carry, data: torch.Tensor) -> None:
     for first in range(0, len(data), PART):
-        pair.send(data[first : first + PART])
-
-
-def _receive(pair: Pair, data: torch.Tensor) -> None:
-    for first in range(0, len(data), PART):
-        pair.receive(data[first : first + PART])
+        carry(data[first : first + PART])
 
 
 def _digest(data: torch.Tensor) -> str:
@@ -117,7 +108,7 @@ def _digest(data: torch.Tensor) -> str:
 
 
 def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str, Held | float]:
-    """The state as it is now. ``vectors``: main weights; ``optimizers``: torch's, in the same order."""
+    """Return the state as it is now. ``vectors``: main weights; ``optimizers``: torch's, in the same order."""
     found: dict[str, Held | float] = {}
     for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
         found[f"{number}/weights"] = _held(vector.read(None))
@@ -149,9 +140,82 @@ def put_state(vectors: Sequence[Vector], optimizers: Sequence[Any], values: Mapp
                 state.setdefault(int(path[1]), {})[path[2]] = value
             elif path[0] == "groups":
                 own["param_groups"][int(path[1])][path[2]] = value
-        # What is loaded is kept: it must not be what others have.
+        # The loaded tensors are kept: they must not be those of others.
         optimizer.load_state_dict({**own, "state": state})
 
 
 def _held(value: Any) -> Held | float:
     return Held(value) if isinstance(value, torch.Tensor) else value
+
+
+# --- on threads --------------------------------------------------------------------------------------------------------
+
+
+def source_of(slot: int, senders: Sequence[int], islands: int) -> int:
+    """Return the island that ``slot`` copies: the next of ``senders``."""
+    return min(senders, key=lambda other: (other - slot) % islands)
+
+
+class Rejoining:
+    """The copies of rank ``rank`` of the island ``slot``. ``seconds``: for each part."""
+
+    def __init__(self, slot: int, rank: int, seconds: float) -> None:
+        self._slot, self._rank, self._seconds = slot, rank, seconds
+        #: The copies that have come and their sources, by the number of the epoch that they were sent in.
+        self.copies: dict[int, tuple[Copy, int]] = {}
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def came(self) -> int:
+        """The number of the latest epoch of which a copy has come; -1: there is none."""
+        return max(list(self.copies), default=-1)
+
+    def take(self, epoch: int) -> tuple[Copy, int]:
+        """Return the copy of the epoch number ``epoch`` and its source, and keep it no longer, nor older ones."""
+        found = self.copies[epoch]
+        for number in [one for one in self.copies if one <= epoch]:
+            del self.copies[number]
+        return found
+
+    def receive(self, pair: Any, epoch: int) -> None:
+        """Receive the copy of the source behind ``pair``, a :class:`.connections.Pair`, on a thread, as a member of the epoch number ``epoch``."""
+
+        def run() -> None:
+            numbers = itertools.count(1)
+
+            def receive(part: torch.Tensor) -> None:
+                number = next(numbers)  # the source sends the first part at an exchange of the epoch
+                pair.get("copy", number, part, self._seconds if number > 1 else math.inf)
+
+            with pair.used():
+                copy = receive_copy(receive)
+            self.copies[epoch] = copy, pair.slot
+
+        self._begin(run, f"no copy of island {pair.slot}; it listens")
+
+    def serve(self, pair: Any, values: dict[str, Any], made: int) -> None:
+        """Send ``values``, the state after ``made`` iterations of the run, to the member behind ``pair``, on a thread."""
+
+        def run() -> None:
+            numbers = itertools.count(1)
+            with pair.used():
+                digest = send_copy(lambda part: pair.put("copy", next(numbers), part, self._seconds), values, made)
+            ours = f"island {self._slot}: island {pair.slot} copies it"
+            logger.warning("%s as of iteration %d, rank %d %s", ours, made, self._rank, digest)
+
+        self._begin(run, f"island {pair.slot} does not get its copy")
+
+    def _begin(self, run: Callable[[], None], failed: str) -> None:
+        def guarded() -> None:
+            try:
+                run()
+            except Exception as error:  # the other one is gone, or what came is damaged
+                logger.warning("island %d: %s (%s)", self._slot, failed, first_line(error))
+
+        self._threads.append(threading.Thread(target=guarded, name="megatron-lossy-copy", daemon=True))
+        self._threads[-1].start()
+
+    def end(self) -> None:
+        """Wait for what is under way."""
+        for thread in self._threads:
+            thread.join(self._seconds)

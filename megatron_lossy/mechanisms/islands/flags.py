@@ -17,7 +17,7 @@ from ...base.section import Flags
 SYNC_PHASES = ("sync-reduce", "sync-gather")
 #: Exchanges of an island that cross at once at most, each over connections of its own.
 SYNC_LANES = 4
-#: The folder of the mean weights, beside the folders of real islands or in that of virtual ones.
+#: The folder of the mean weights, next to the folders of real islands or in that of virtual ones.
 CONSENSUS_FOLDER = "consensus"
 _DILOCO = ("diloco", "eager-diloco")
 _BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
@@ -98,7 +98,7 @@ class IslandFlags(Flags):
 
     save_consensus: bool = flag(
         False,
-        "each checkpoint has a second one beside it, of the mean weights of islands alone, in the folder consensus",
+        "each checkpoint has a second one next to it, of the mean weights of islands alone, in the folder consensus",
         incidental=True,
     )
     island_schedule: str | None = flag(
@@ -256,7 +256,7 @@ class IslandFlags(Flags):
         return tuple(self.relative_speed(island) for island in range(self.islands))
 
     def relative_speed(self, island: int) -> float:
-        """Local iterations of ``island`` per iteration of the slowest."""
+        """Return local iterations of ``island`` per iteration of the slowest."""
         return 1.0 if self.island_speeds is None else self.island_speeds[island] / min(self.island_speeds)
 
     @property
@@ -288,11 +288,6 @@ class IslandFlags(Flags):
             object.__setattr__(self, "sync_method", "gradients")
         if self.eval_weights is None:
             object.__setattr__(self, "eval_weights", self._evaluated)
-
-    @property
-    def meets_whole(self) -> bool:
-        """Whether islands that come and go exchange all of their weights at times, to evaluate or save their mean."""
-        return self.save_consensus or self.eval_weights in ("consensus", "both")
 
     @property
     def _evaluated(self) -> str:
@@ -332,7 +327,7 @@ class IslandFlags(Flags):
         return max(self.local_iterations(island, iterations) for island in range(self.jobs().number))
 
     def local_iterations(self, island: int, iteration: int) -> int:
-        """Number of iterations that ``island`` has made when the slowest has made ``iteration``."""
+        """Return number of iterations that ``island`` has made when the slowest has made ``iteration``."""
         return int(iteration * self.relative_speed(island) + 1e-9)
 
     def check(self) -> None:

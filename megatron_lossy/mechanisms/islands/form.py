@@ -34,7 +34,7 @@ class Form(ABC):
         self._unit, self._packet_bytes = config.loss_unit, config.packet_bytes
 
     def cut(self, shard: int) -> BucketUnits:
-        """The units of a shard of so many elements."""
+        """Return the units of a shard of so many elements."""
         [units], _ = cut([shard], [self.dtype.itemsize], self._unit, self._packet_bytes, [self._elements])
         return units
 
@@ -45,10 +45,10 @@ class Form(ABC):
 
     @abstractmethod
     def items(self, units: BucketUnits) -> int:
-        """Items of a shard that is cut as ``units``."""
+        """Return items of a shard that is cut as ``units``."""
 
     def bytes_of(self, shard: int) -> int:
-        """Bytes of a shard of so many elements."""
+        """Return bytes of a shard of so many elements."""
         return self.items(self.cut(shard)) * self.dtype.itemsize
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Form(ABC):
 
     @abstractmethod
     def decode(self, rows: torch.Tensor, units: BucketUnits) -> torch.Tensor:
-        """float32[R, shard]: the values of ``rows`` [R, items]."""
+        """Return float32[R, shard]: the values of ``rows`` [R, items]."""
 
     @abstractmethod
     def round_(self, values: torch.Tensor, units: BucketUnits) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Codes(Form):
 
 
 def form_of(config: LossyConfig) -> Form:
-    """The form of ``--sync-dtype``."""
+    """Return the form of ``--sync-dtype``."""
     if config.sync_bits:
         return Codes(config, BlockCode(config.sync_bits, config.wire_block))
     return Plain(config, torch.float32 if config.sync_dtype == "fp32" else torch.bfloat16)
@@ -154,9 +154,9 @@ class Rest:
         averaged: torch.Tensor | None,
         crosses: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """m [shard] of the ``mean`` [shard] that ``island`` owns in an exchange of ``count`` elements at ``places``.
+        """Return m [shard] of the ``mean`` [shard] that ``island`` owns, of ``count`` elements at ``places``.
 
-        ``place``: the number of its shard. ``averaged`` bool[shard]: the elements that somebody sent; ``None``: all; the others are NaN.
+        ``place``: the number of its shard. ``averaged`` bool[shard]: the elements with a sender; ``None``: all; the others are NaN.
         ``crosses``: makes Q(x) [shard] of x.
         """
         size = count if places is None else places.size
@@ -176,11 +176,11 @@ class Rest:
         return crossed
 
     def forget(self, island: int) -> None:
-        """``island`` begins again."""
+        """Let ``island`` begin again."""
         self._rows.pop(island, None)
 
     def state_dict(self) -> dict[int, torch.Tensor]:
-        """The rests, by island."""
+        """Return the rests, by island."""
         return dict(self._rows)
 
     def load_state_dict(self, state: Mapping[int, torch.Tensor]) -> None:

@@ -67,7 +67,7 @@ class FSDPIslands(Part, JobGroup):
     # --- building --------------------------------------------------------------------------------------------------
 
     def _store(self, name: str) -> Any:
-        """A store of the ranks with this one's place in every island alone."""
+        """Return a store of the ranks with this one's place in every island alone."""
         store = dist.distributed_c10d._get_default_store()
         return dist.PrefixStore(f"{self._prefix}/{self.place}/{name}", store)
 
@@ -96,7 +96,7 @@ class FSDPIslands(Part, JobGroup):
         return Rounds(config, subset, [vector], crossing, run.steps, run.device, self.monitor.used)
 
     def _vector(self) -> Vector:
-        """This rank's shards of all parameter groups, one after another."""
+        """Return this rank's shards of all parameter groups, one after another."""
         segments, base = [], 0
         for shard in self._run.own_weights():
             segments.append(Segment(base, shard, None))
@@ -114,7 +114,7 @@ class FSDPIslands(Part, JobGroup):
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def end_iteration(self) -> None:
-        """The update is made, and no weight of it was gathered yet."""
+        """End an iteration: the update is made, and no weight of it was gathered yet."""
         count = None if self._rounds is None else self._rounds.after_iteration(self._updates)
         self._updates += 1
         if count is not None:
@@ -151,7 +151,7 @@ class FSDPIslands(Part, JobGroup):
         return {"islands": self.config.islands, "island": self.island}
 
     def state_dict(self) -> Any:
-        """The state of the rule, and of the exchanges under way. Waits for these."""
+        """Return the state of the rule, and of the exchanges under way. Waits for these."""
         if self._rounds is None:
             return None
         return {"updates": self._updates, "rounds": self._rounds.state_dict()}

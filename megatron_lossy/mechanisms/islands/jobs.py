@@ -37,10 +37,6 @@ class IslandJobs(Jobs):
             from .mean import networks_between
 
             networks_between(config, Stream("islands"), train_iters)
-        if config.averages and config.island_schedule is not None:
-            from .schedule import read_schedule
-
-            read_schedule(config.island_schedule, config.islands, train_iters)
 
     def advice(self, iterations: int | None) -> list[str]:
         config, notes = self.config, []
@@ -50,7 +46,7 @@ class IslandJobs(Jobs):
             smaller = 1 / (config.rounds_under_way + 1)
             notes.append(
                 f"{under_way(config)}; with --sync-fraction of at most {smaller:.3g} there is none, and --delay-correction smith "
-                "knows of them"
+                "allows for them"
             )
         visits = None if iterations is None else iterations // (config.parts * config.sync_interval)
         if config.correction == "ema" and visits is not None and visits < _SETTLES:

@@ -36,11 +36,11 @@ class InMemory:
         self._receivers: Sequence[int] = range(config.islands)
 
     def among(self, senders: Sequence[int], receivers: Sequence[int]) -> None:
-        """From the next exchange on only ``senders`` are averaged, and own the means; ``receivers`` get these."""
+        """Average only ``senders`` from the next exchange on, which own the means; ``receivers`` get these."""
         self._senders, self._receivers = senders, receivers
 
     def forget(self, island: int) -> None:
-        """``island`` begins again, without rests of means."""
+        """Let ``island`` begin again, without rests of means."""
         if self.rest is not None:
             self.rest.forget(island)
 
@@ -86,7 +86,7 @@ class InMemory:
         places: Places | None,
         count: int,
     ) -> torch.Tensor:
-        """The means [owners, shard] that cross for those before rounding; zero where nobody sent."""
+        """Return the means [owners, shard] that cross for those before rounding; zero without a sender."""
         averaged = [None] * len(exact) if here is None else here.any(dim=1)
 
         def crosses(values: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ class InMemory:
         return torch.stack(rows).nan_to_num_(0.0)
 
     def _arrived(self, step: int, units: BucketUnits, finite: np.ndarray) -> list[np.ndarray | None]:
-        """bool[receivers, senders, units] for each phase: the units that arrive; ``None``: all.
+        """Return bool[receivers, senders, units] for each phase: the units that arrive; ``None``: all.
 
         A mean without a sender is lost. Means are received by all receivers, and what they are made of by their owners.
         """
@@ -116,7 +116,7 @@ class InMemory:
     def _drawn(
         self, phase: str, step: int, units: BucketUnits, finite: np.ndarray, receivers: Sequence[int]
     ) -> np.ndarray | None:
-        """The units that the draw delivers. Islands that are not ``finite`` reach nobody, and nobody reaches them."""
+        """Return the units that the draw delivers. Islands that are not ``finite`` neither send nor receive."""
         network, senders = self._networks[phase], self._senders
         sound, heard = finite[list(senders)], finite[list(receivers)]
         if network.lossless and sound.all() and heard.all():
@@ -128,7 +128,7 @@ class InMemory:
 
 
 def _of_slots(rows: torch.Tensor, slots: Sequence[int], islands: int) -> torch.Tensor:
-    """``rows`` [n, k] of ``slots`` as [islands, k], with zeros for the others."""
+    """Return ``rows`` [n, k] of ``slots`` as [islands, k], with zeros for the others."""
     if len(slots) == islands:
         return rows
     result = rows.new_zeros(islands, rows.shape[1])
@@ -137,7 +137,7 @@ def _of_slots(rows: torch.Tensor, slots: Sequence[int], islands: int) -> torch.T
 
 
 def networks_between(config: LossyConfig, stream: Stream, steps: int | None) -> dict[str, Network]:
-    """The networks between islands, by phase. Raises :class:`UsageError` for a channel that cannot serve them."""
+    """Return the networks between islands, by phase. Raise :class:`UsageError` for a channel that cannot serve them."""
     networks = {phase: Network(config, phase, config.islands) for phase in SYNC_PHASES}
     for phase, network in networks.items():
         if not network.lossless:
@@ -146,9 +146,9 @@ def networks_between(config: LossyConfig, stream: Stream, steps: int | None) -> 
 
 
 def mean_of(sent: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
-    """The mean [owners, shard] of the elements of ``sent`` float32[sources, owners, shard] that arrived.
+    """Return the mean [owners, shard] of the elements of ``sent`` float32[sources, owners, shard] that arrived.
 
-    Elements that nobody delivered are zero; these zeros are no means. ``arrived`` bool[owners, sources, shard];
+    Elements without a delivery are zero; these zeros are no means. ``arrived`` bool[owners, sources, shard];
     ``None``: all. Sums are taken in the order of the islands.
     """
     if arrived is not None:
@@ -161,7 +161,7 @@ def mean_of(sent: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
 
 
 def owed_to(owners: Sequence[int], rest: torch.Tensor, islands: int) -> torch.Tensor:
-    """:attr:`Mean.owed` [owners, islands x shard] of ``owners``. ``rest`` [owners, shard]: removed by rounding."""
+    """Return :attr:`Mean.owed` [owners, islands x shard]. ``rest`` [owners, shard]: removed by rounding."""
     owed = torch.zeros(len(owners), islands, rest.shape[1], device=rest.device)
     for row, owner in enumerate(owners):
         owed[row, owner] = islands * rest[row]
@@ -169,11 +169,11 @@ def owed_to(owners: Sequence[int], rest: torch.Tensor, islands: int) -> torch.Te
 
 
 def finite_rows(rows: torch.Tensor) -> np.ndarray:
-    """bool[M]: for each of ``rows`` [M, n] whether all of it is finite."""
+    """Return bool[M]: for each of ``rows`` [M, n] whether all of it is finite."""
     return torch.stack([finite([row]) for row in rows]).cpu().numpy()
 
 
 def elements_of(arrived: np.ndarray, units: BucketUnits, device: torch.device) -> torch.Tensor:
-    """bool[receivers, sources, shard] of bool[receivers, sources, units]."""
+    """Return bool[receivers, sources, shard] of bool[receivers, sources, units]."""
     by_unit = torch.from_numpy(arrived) if device.type == "cpu" else to_device(arrived, device)
     return by_unit.repeat_interleave(units.elements, dim=2)[:, :, : units.shard]

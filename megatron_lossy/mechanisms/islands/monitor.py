@@ -1,17 +1,29 @@
-"""Metrics of islands: losses between them, the bytes of exchanges, and their distance (docs/islands.md)."""
+"""Metrics of islands: losses between them, the bytes of exchanges, and their distance (docs/islands.md); and the diary of an island.
+
+A line of the diary is of :func:`line`, in the folder of the island. ``exchange``: the next one; ``t``: iterations of the run before it.
+``members``, ``roles`` and ``id`` are of the epoch that it is made in, and empty and null if this island is in none. ``lag`` is that of this
+``island`` alone. ``lost``: exchanges of which nothing arrived here since the last line.
+"""
 
 from __future__ import annotations
 
+import json
+import threading
+from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...base.errors import refuse
 from ...base.exchange import Delivery
 from ...base.fetch import Fetched
+from ...base.files import write_text, writing
 from ...run.monitor.observer import Observer
 from ...run.monitor.window import Window
 from .flags import SYNC_PHASES
+from .presence import Epoch
 from .rounds import Mean
 
 #: The most measurements that stay on the device, if a run never asks for them.
@@ -96,3 +108,164 @@ class IslandMonitor(Observer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._window.load_state_dict(state["window"])
+
+
+#: The name of the file of the log, in the folder of ``--delivery-log``.
+EPOCHS = "_epochs.jsonl"
+_FLAG = "--delivery-log"
+#: Exchanges whose messages make the share of lost ones.
+_RECENT = 20
+
+
+class Diary(Observer):
+    """The diary of the island ``slot``. ``folder``: of the delivery log, of the rank that writes it; ``None``: only metrics are kept."""
+
+    def __init__(self, slot: int, folder: str | None = None) -> None:
+        self._slot = slot
+        self._log = None if folder is None else EpochLog(folder, keeps=True)
+        self._window = Window(["exchanges", "members", "senders", "lost"])
+        self._changed = threading.Lock()
+        self._events: list[dict[str, Any]] = []
+        #: The latest event.
+        self.latest = ""
+        self._messages: deque[tuple[int, float]] = deque(maxlen=_RECENT)
+        self._lost: set[int] = set()  # since the last line
+        self._counted: set[int] = set()  # of the lost ones, in the window
+        self._written: tuple[str | None, int] | None = None
+        self._next = self._made = self._lag = 0
+        self._epoch: Epoch | None = None
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` if the folder has the lines of another run."""
+        if self._log is not None:
+            self._log.check()
+
+    # --- what happens, also on threads -----------------------------------------------------------------------------
+
+    def note(self, event: str, **more: Any) -> None:
+        """Record ``event``, and ``more`` about it, for JSON."""
+        with self._changed:
+            self._events.append({"event": event, **more})
+            self.latest = event
+
+    def ended(self, exchange: int, expected: int, came: float) -> None:
+        """Count the messages of others in ``exchange`` of a shard: ``came`` of ``expected``, in parts of messages."""
+        with self._changed:
+            if expected:
+                self._messages.append((expected, came))
+            if came or not expected:
+                return
+            self._lost.add(exchange)
+            if exchange not in self._counted:  # of another shard
+                self._counted.add(exchange)
+                self._window.add(lost=1)
+
+    @property
+    def lost(self) -> float:
+        """The share of the messages of others that did not come lately."""
+        with self._changed:
+            expected = sum(number for number, _ in self._messages)
+            return 1 - sum(came for _, came in self._messages) / expected if expected else 0.0
+
+    # --- in the order of iterations --------------------------------------------------------------------------------
+
+    def begin(self, exchange: int, made: int, epoch: Epoch | None, lag: int) -> None:
+        """Record that ``exchange`` begins after ``made`` iterations, in ``epoch`` or none. ``lag``: of this island."""
+        with self._changed:
+            there = ([], []) if epoch is None else (epoch.slots, epoch.senders)
+            self._window.add(exchanges=1, members=len(there[0]), senders=len(there[1]))
+            self._counted = {one for one in self._counted if one > exchange - 1000}
+        self._next, self._made, self._epoch, self._lag = exchange, made, epoch, lag
+        key = (None, -1) if epoch is None else epoch.key
+        if key != self._written or self._events:
+            self._written = key
+            self._write()
+
+    def _write(self) -> None:
+        with self._changed:
+            events, self._events = self._events, []
+            lost, self._lost = sorted(self._lost), set()
+        if self._log is None:
+            return
+        more = {"island": self._slot, "lost": lost}
+        self._log.add(line(self._next, self._made, self._epoch, self._lag, events, **more))
+
+    def restart(self, iteration: int) -> None:
+        if self._log is not None:
+            self._log.restart(iteration)
+
+    def metrics(self) -> dict[str, float]:
+        with self._changed:
+            total = self._window.close()
+        if not total["exchanges"]:
+            return {}
+        names = {"members": "island members", "senders": "island senders", "lost": "exchanges lost"}
+        return {name: total[column] / total["exchanges"] for column, name in names.items()}
+
+    def finish(self) -> None:
+        """Record that this island leaves, once nothing is under way any more."""
+        if self._written is not None:
+            self.note("leaves")
+            self._write()
+            self._written = None
+
+
+def line(
+    exchange: int, made: int, epoch: Epoch | None, lag: Any, events: list[dict[str, Any]], **more: Any
+) -> dict[str, Any]:
+    """Return a line about ``epoch``, or about none, in which ``exchange`` is made after ``made`` iterations of the run.
+
+    ``exchange``: the first of the epoch. ``lag``: of each member. ``events``: of a schedule. ``more``: for example ``returned``, what
+    islands did that are there again.
+    """
+    members = () if epoch is None else epoch.members
+    return {
+        "exchange": exchange,
+        "id": None if epoch is None else epoch.id,
+        "t": made,
+        "members": [[one.slot, one.life] for one in members],
+        "roles": [one.role for one in members],
+        "lag": lag,
+        "events": events,
+        **more,
+    }
+
+
+class EpochLog(Observer):
+    """The log of epochs: a line of JSON for each epoch and each event. Readers of Parquet skip names that begin with an underscore.
+
+    ``folder``: of the delivery log. ``keeps``: all lines, if the run goes on from a checkpoint: others have gone on meanwhile.
+    """
+
+    def __init__(self, folder: str, keeps: bool = False) -> None:
+        self._path, self._keeps = Path(folder, EPOCHS), keeps
+        self._ours = False
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` if the file is of another run."""
+        if not self._ours and self._path.exists():
+            raise refuse(_FLAG, self._path.parent, "holds the log of a run; choose another folder")
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Write a line. Raise :class:`UsageError` if the file is of another run."""
+        self.check()
+        self._ours = True
+        with writing(_FLAG, self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def restart(self, iteration: int) -> None:
+        """Keep the lines before ``iteration``, or all. One that a killed run has left unfinished is the last, and later."""
+        self._ours = True
+        if not self._path.exists():
+            return
+        kept = []
+        for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                if json.loads(line)["t"] >= iteration and not self._keeps:
+                    break
+            except ValueError:
+                break
+            kept.append(line)
+        write_text(self._path, "".join(kept))

@@ -29,17 +29,17 @@ from ...base.files import write_text
 from ...base.jobs import JobGroup
 from ...config import LossyConfig
 from ...hooks.buckets import buckets_by_stream, own_shard
-from ...hooks.versions import data_parallel_rank, pipeline_stage
+from ...hooks.versions import data_parallel_rank, pipeline_stage, tensor_group
 from ...recovery.rows import to_device
 from ...run.mechanism import Part
+from ...transport.peers import RankPeers
 from .between_ranks import BetweenRanks, carriers_of
 from .flags import CONSENSUS_FOLDER
 from .form import bytes_sent
 from .monitor import IslandMonitor
 from .rounds import Mean, Rounds
-from .stopping import Stopping
-from .vector import Subset, Vector, shard_vector
-from .world import IslandWorld, Meeting
+from .vector import Places, Subset, Vector, shard_vector
+from .world import IslandWorld, Meeting, Stopping
 
 #: Iterations between two questions whether to stop, of islands that exchange nothing.
 _ASKS = 10
@@ -58,6 +58,8 @@ class RankIslands(Part, JobGroup):
         self.config = config
         self._rounds: list[Rounds[BetweenRanks]] | None = None  # by optimizer of torch's
         self._hooks: list[Any] = []
+        self._copies: list[Places | None] = []  # by optimizer, see :meth:`_places_of_copies`
+        self._used = False  # whether a mean has changed weights
         self._made: set[int] = set()  # optimizers whose exchanges of this iteration are made
         self._iterations = 0  # that were begun, as far as stopping is concerned
 
@@ -78,7 +80,7 @@ class RankIslands(Part, JobGroup):
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def begin_iteration(self) -> None:
-        """The optimizer is about to make its update."""
+        """Note that the optimizer is about to make its update."""
         self._built()
 
     def end_iteration(self) -> None:
@@ -94,9 +96,13 @@ class RankIslands(Part, JobGroup):
         self._made.clear()
 
     def _exchange(self, number: int, *_: Any) -> None:
-        count = self._built()[number].after_iteration(self._run.iteration)
+        rounds = self._built()[number]
+        count = rounds.after_iteration(self._run.iteration)
         if count is not None:
             self.monitor.exchanged(bytes_sent(self.config, count))
+        if self._used:
+            self._used = False
+            self._equalise(rounds.vectors[0], self._copies[number])
         self._made.add(number)
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
@@ -107,7 +113,7 @@ class RankIslands(Part, JobGroup):
         """
         self._stopping.hear(signal)
         self._iterations += 1
-        if self.config.sync_method == "none" and self._iterations % _ASKS == 0:  # there are no messages to hear it by
+        if self.config.sync_method == "none" and self._iterations % _ASKS == 0:  # no messages carry it
             self._stopping.ask()
         with self._waiting():
             known = to_device(np.array(self._stopping.begin(), dtype=np.int32), device.current_device())
@@ -122,7 +128,7 @@ class RankIslands(Part, JobGroup):
         return finish
 
     def agree(self, value: int) -> int:
-        """:meth:`begin_stopping`, and its result."""
+        """Call :meth:`begin_stopping`, and return its result."""
         return self.begin_stopping(value)()
 
     def leave(self) -> None:
@@ -182,11 +188,12 @@ class RankIslands(Part, JobGroup):
         run, vector = self._run, self._vector(one)
         subset = self._subset(vector, number)
         crossing = self._crossing(number, subset)
+        self._copies.append(self._places_of_copies(one))
         self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
         return self._make_rounds(self.config, subset, [vector], crossing, run.steps, run.device, self._note)
 
     def _crossing(self, number: int, subset: Subset) -> BetweenRanks:
-        """The maker of the means of the shard ``number``. A collective call of the ranks with this one's place."""
+        """Return the maker of the means of the shard ``number``. A collective call of the ranks with this place."""
         config, world = self.config, self.world
         carriers = carriers_of(config, subset.most, world.island, f"{number}/", world.store, world.meet, world.patience)
         return BetweenRanks(config, subset.stream, world.island, carriers, self._run.steps, self._tell, self._stopping)
@@ -194,6 +201,35 @@ class RankIslands(Part, JobGroup):
     def _make_rounds(self, *arguments: Any) -> Rounds[BetweenRanks]:
         """Return the exchanges of the weights of one optimizer."""
         return Rounds(*arguments)
+
+    def _places_of_copies(self, one: Any) -> Places | None:
+        """Return the places, in the vector of ``one``, of parameters that all tensor-parallel ranks have, or ``None``."""
+        config, group = self.config, one.buffers[0].data_parallel_group
+        if tensor_group(expert=False) is None or not (config.rendezvous or config.observed or config.sync_bits):
+            return None
+        found, base = [np.arange(0)], 0
+        for buffer in one.buffers:
+            for bucket in buffer.buckets:
+                shard = bucket.param_data.numel() // group.size()
+                first = bucket.offset + group.rank() * shard
+                for parameter in bucket.params_list:
+                    start, end = (place - first for place in buffer.param_index_map[parameter][:2])
+                    if not getattr(parameter, "tensor_model_parallel", False):
+                        found.append(base + np.arange(max(start, 0), min(end, shard)))
+                base += shard
+        places = np.sort(np.concatenate(found))
+        return Places(places, 1, base, self._run.device) if len(places) else None
+
+    def _equalise(self, vector: Vector, copies: Places | None) -> None:
+        """Give all tensor-parallel ranks the elements at ``copies`` of the first one: each has lost, or rounded, others.
+
+        A collective call of these ranks.
+        """
+        if copies is not None:
+            with torch.no_grad():
+                values = vector.read(copies)
+                RankPeers(tensor_group(expert=False), values.device).broadcast_([values], 0).wait()
+                vector.write(copies, values)
 
     @property
     def _vectors(self) -> list[Vector]:
@@ -210,6 +246,7 @@ class RankIslands(Part, JobGroup):
             observer.observe(delivery)
 
     def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
+        self._used = True
         stride = mean.values.numel() // _SAMPLE | 1  # odd, so that it does not follow blocks
         self.monitor.used(seconds, sent, mean, stride)
 
@@ -242,7 +279,7 @@ class RankIslands(Part, JobGroup):
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[bool]:
-        """A context with the mean of the islands' owners' weights in the model; with their own, and false, if there is none.
+        """Return a context with the mean of the islands' owners' weights in the model; with false, with their own.
 
         A collective call of all islands.
         """
@@ -267,7 +304,7 @@ class RankIslands(Part, JobGroup):
                     bucket.param_data.copy_(values)
 
     def _means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The means of ``shards`` over islands; ``None`` if the islands do not meet. A collective call of all islands."""
+        """Return the means of ``shards`` over islands; ``None`` if these do not meet. A collective call of all."""
         return [self.total(shard) / self.config.islands for shard in shards]
 
     def saved_beside(self, folder: str) -> tuple[str, bool] | None:
@@ -280,7 +317,7 @@ class RankIslands(Part, JobGroup):
         return self.world.island == 0
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of ``values`` over islands. A collective call of the ranks with this one's place in every island."""
+        """Return the sum of ``values`` over islands. A collective call of the ranks with this place in each island."""
         with self._waiting():
             return self._control.total(values)
 
@@ -301,7 +338,7 @@ class RankIslands(Part, JobGroup):
         return {"islands": self.world.islands, "island": self.world.island}
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The state of the rules, and of the exchanges under way. Waits for these."""
+        """Return the state of the rules, and of the exchanges under way. Waits for these."""
         with self._waiting():
             return [rounds.state_dict() for rounds in self._built()]
 
@@ -314,7 +351,7 @@ class RankIslands(Part, JobGroup):
             rounds.load_state_dict(saved)
 
     def close(self) -> None:
-        """The run is over."""
+        """End with the run."""
         for hook in self._hooks:
             hook.remove()
         for rounds in self._rounds or ():
@@ -324,7 +361,7 @@ class RankIslands(Part, JobGroup):
 def rewind(folder: str, world: IslandWorld, total: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
     """Let all islands load the newest checkpoint that each has, if some have a newer one. A collective call of all.
 
-    ``folder``: of this rank's island, from which the run goes on. ``total``: adds up over islands. Returns a line to
+    ``folder``: of this rank's island, from which the run goes on. ``total``: adds up over islands. Return a line to
     report. If an island has no checkpoint at all, nothing is changed, and the loaded iterations will be refused: it may
     be the wrong folder.
     """
@@ -332,7 +369,7 @@ def rewind(folder: str, world: IslandWorld, total: Callable[[torch.Tensor], torc
     common = min(latest)
     if len(set(latest)) == 1 or not common or not all(_of_all(iteration_folder(folder, common).is_dir(), world, total)):
         return None
-    torch.distributed.barrier()  # now everybody has read
+    torch.distributed.barrier()  # now all have read
     if torch.distributed.get_rank() == 0 and latest[world.island] != common:
         write_text(iteration_folder(folder, common).with_name(TRACKER), str(common))
     torch.distributed.barrier()

@@ -15,12 +15,12 @@ _FOLDER = "each island has a folder of its own; give the arguments again"
 
 
 def _real(config: LossyConfig, facts: Facts) -> bool:
-    """Whether there are islands of real ranks that are not one data-parallel group."""
+    """Return whether there are islands of real ranks that are not one data-parallel group."""
     return config.averages and facts.virtual is False
 
 
 def _cannot_divide(config: LossyConfig, facts: Facts) -> Mapping[str, str] | None:
-    """The number of workers, if islands do not divide it."""
+    """Return the number of workers, if islands do not divide it."""
     if facts.workers is None or facts.workers % config.islands == 0:
         return None
     if facts.virtual:
@@ -30,18 +30,18 @@ def _cannot_divide(config: LossyConfig, facts: Facts) -> Mapping[str, str] | Non
 
 
 def _one_worker_each(config: LossyConfig, facts: Facts) -> bool:
-    """Whether losses within islands are asked for although an island has one worker, which exchanges nothing."""
+    """Return whether losses within islands are asked for although an island has one worker, which exchanges nothing."""
     loses_own = config.lossy_self and not config.phase("grad").lossless
     return not config.observed and facts.workers == config.islands and draws_losses(config) and not loses_own
 
 
 def _steps(config: LossyConfig, facts: Facts) -> int | None:
-    """Iterations of the slowest island, if known."""
+    """Return iterations of the slowest island, if known."""
     return None if facts.train_iters is None else config.iterations(facts.train_iters)
 
 
 def _too_short(config: LossyConfig, facts: Facts, needed: int) -> Mapping[str, int] | None:
-    """The length of the run, if it has fewer than ``needed`` iterations, so that no mean is used."""
+    """Return the length of the run, if it has fewer than ``needed`` iterations, so that no mean is used."""
     steps = _steps(config, facts)
     if config.sync_method == "none" or steps is None or needed <= steps:
         return None
@@ -49,7 +49,7 @@ def _too_short(config: LossyConfig, facts: Facts, needed: int) -> Mapping[str, i
 
 
 def _diverges(config: LossyConfig, gain: float | None) -> Mapping[str, Any] | None:
-    """The bound of the stability of ``gain``, and the exchanges that it is due to, if ``gain`` is not below it."""
+    """Return the bound of the stability of ``gain``, and its exchanges, if ``gain`` is not below it."""
     from .rules import stability_bound  # which imports torch
 
     if gain is None or gain < (bound := stability_bound(config)):
@@ -58,7 +58,7 @@ def _diverges(config: LossyConfig, gain: float | None) -> Mapping[str, Any] | No
 
 
 def _corrects(config: LossyConfig, correction: str) -> bool:
-    """Whether islands average parameters with ``correction``."""
+    """Return whether islands average parameters with ``correction``."""
     return config.averages and config.sync_method == "parameters" and config.correction == correction
 
 
@@ -112,12 +112,17 @@ ISLANDS = Section(
     "--sync-dtype | int4, and a --sync-method other than diloco | is too coarse for weights, which --sync-method {config.sync_method} "
     "sends; choose int8, or diloco, which sends differences",
     lambda c, f: c.averages and c.sync_dtype == "int4" and c.sync_method != "diloco",
-    "--sync-dtype | --islands and tensor parallelism | "
-    "tensor-parallel copies of a parameter would be rounded apart; choose bf16",
-    lambda c, f: _real(c, f) and c.sync_bits and above(f.tensor, 1),
-    "--transport | --islands and tensor parallelism | "
-    "tensor-parallel ranks would lose other averages of what all {facts.tensor} have a copy of; choose torch",
-    lambda c, f: _real(c, f) and c.observed and above(f.tensor, 1),
+    "--sync-dtype | --islands, diloco in int8 or int4, and tensor parallelism | "
+    "cannot go with tensor parallelism, whose copies of a parameter would be rounded apart; choose fp32 or bf16",
+    lambda c, f: _real(c, f) and c.averages and c.sends_distances and above(f.tensor, 1),
+    "--rendezvous, --transport, --sync-dtype | --islands, experts and tensor parallelism | "
+    "tensor-parallel ranks would lose or round other averages of what all {facts.tensor} have a copy of, which experts do not say",
+    lambda c, f: (
+        _real(c, f)
+        and (c.rendezvous is not None or c.observed or c.sync_bits)
+        and above(f.experts, 0)
+        and above(f.tensor, 1)
+    ),
     "--islands | no distributed optimizer | each shards its optimizer; needs --use-distributed-optimizer",
     lambda c, f: f.distributed_optimizer is False and c.averages,
     "--islands | a number of workers that they do not divide | must divide the {workers}",
@@ -164,7 +169,7 @@ ISLANDS = Section(
     "--sync-subset | --transport udp or stream | cannot go with --transport {config.transport}, whose messages have one length",
     lambda c, f: _real(c, f) and c.observed and c.sync_subset == "bernoulli",
     "--delivery-log | --islands and --transport udp or stream | "
-    "cannot go with --islands and --transport {config.transport}, which knows what arrived iterations later",
+    "cannot go with --islands and --transport {config.transport}, which reports arrivals iterations later",
     # The log of islands that are launches of their own is of epochs alone.
     lambda c, f: _real(c, f) and c.observed and c.delivery_log is not None and c.rendezvous is None,
     "--sync-method | exchanges that can be lost, of eager-diloco, or of diloco in int8 or int4 | "

@@ -16,8 +16,9 @@ import torch
 
 from ...config import LossyConfig
 from .form import Rest
+from .presence import Present
 from .rules import Result, make_rule
-from .vector import Places, Subset, Vector
+from .vector import Places, Subset, Vector, read_at, write_at
 
 
 class Mean(NamedTuple):
@@ -103,7 +104,7 @@ class Rounds(Generic[Between]):
     def after_iteration(self, step: int) -> int | None:
         """Begin and use the exchanges that are due after iteration ``step`` (from 0).
 
-        Returns the number of elements of the exchange that begins, or ``None`` if none does.
+        Return the number of elements of the exchange that begins, or ``None`` if none does.
         """
         number, left = divmod(step + 1, self._interval)
         begun = None if left else self._begin(number - 1, step)
@@ -168,3 +169,64 @@ class Rounds(Generic[Between]):
         self.rule.load_state_dict(state["rule"])
         if self.crossing.rest is not None:
             self.crossing.rest.load_state_dict(state["rest"])
+
+
+class MemberRounds(Rounds[Between]):
+    """``presence``: the islands that are there. Other arguments: those of :class:`.Rounds`."""
+
+    def __init__(self, *arguments: Any, presence: Present) -> None:
+        super().__init__(*arguments)
+        self._presence = presence
+        #: The islands that took part in each exchange under way, by the iteration before it.
+        self._took_part: dict[int, list[int]] = {}
+        #: int16[islands, size]: how often a mean has set each element of a listener since it began to listen.
+        self._set = torch.zeros(len(presence.slots), self.subset.size, dtype=torch.int16, device=self._device)
+
+    def visits(self, island: int) -> int:
+        """Return the least number of times that an element of a listener was set."""
+        return int(self._set[island].min())
+
+    def restart(self, island: int) -> None:
+        """Let ``island`` begin again, without the exchanges under way."""
+        for members in self._took_part.values():
+            if island in members:
+                members.remove(island)
+        self._set[island] = 0
+        self.rule.restart(island)
+        self.crossing.forget(island)
+
+    def give_up(self) -> None:
+        """Wait for none of the exchanges under way."""
+        self.flights = []
+        self._took_part.clear()
+
+    def _begin(self, number: int, step: int) -> Flight | None:
+        flight = super()._begin(number, step)
+        if flight is not None:
+            self._took_part[step] = list(self._presence.members)
+        return flight
+
+    def _use(self, flight: Flight, mean: Mean, step: int) -> None:
+        super()._use(flight, mean, step)
+        for island in self._takers(flight):
+            if self._presence.slots[island].listens:
+                self._count(island, flight, mean)
+        del self._took_part[flight.step]
+
+    def _takers(self, flight: Flight) -> Sequence[int]:
+        there = self._presence.members
+        return [island for island in self._took_part[flight.step] if island in there]
+
+    def _count(self, island: int, flight: Flight, mean: Mean) -> None:
+        """Note that a mean has set elements of ``island``."""
+        row, places = self._set[island], flight.places
+        came = torch.ones_like(flight.sent[island], dtype=torch.bool) if mean.arrived is None else mean.arrived[island]
+        write_at(row, places, read_at(row, places) + came.to(torch.int16))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "took part": self._took_part, "set": self._set}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._took_part = {step: list(members) for step, members in state["took part"].items()}
+        self._set.copy_(state["set"])

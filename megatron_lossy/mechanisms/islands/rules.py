@@ -124,7 +124,7 @@ class SmithPredictor(Rule):
     """w + gain ((mean - sent) - the moves of w by means since it was sent).
 
     An island's deviation from the mean when it sent is mean - sent. Two changes have come since. The island has made
-    progress, which no other island knows yet. Exchanges that began earlier have removed part of the deviation, and this
+    progress, which no other island has yet. Exchanges that began earlier have removed part of the deviation, and this
     rule remembers that part. So every mean removes a share of the known deviation, and nothing is removed twice.
     ``size``: elements of the vector.
     """
@@ -176,7 +176,7 @@ class MovingAverage(Rule):
         self.progress = torch.zeros(islands, size, device=device)
 
     def coefficient(self, step: int) -> float:
-        """The coefficient of iteration ``step`` (from 0): half a cosine after the hold, to the end of the run."""
+        """Return the coefficient of iteration ``step`` (from 0): half a cosine after the hold, to the run's end."""
         if step < self._hold:
             return self._first
         share = min(1.0, (step - self._hold) / max(1, self._steps - self._hold))
@@ -277,18 +277,18 @@ def make_rule(config: LossyConfig, weights: Sequence[torch.Tensor], steps: int |
 
 
 def critical_gain(config: LossyConfig) -> float:
-    """The gain of ``mixing``: about the fastest one without oscillation."""
+    """Return the gain of ``mixing``: about the fastest one without oscillation."""
     if config.sync_subset == "bernoulli":
         return theory.critical_gain_drawn(config.sync_fraction, config.rounds_under_way)
     return theory.critical_gain(config.overlap)
 
 
 def predictor_gain(config: LossyConfig) -> float:
-    """The gain of ``smith``: 1 without loss, else 1/(1 + p q).
+    """Return the gain of ``smith``: 1 without loss, else 1/(1 + p q).
 
     p is the loss rate; 1 if it is not known. The mean of the islands that arrived differs from the mean of all. This
     error is no deviation, so that nothing corrects it: the mean over islands makes a step of it. Overlapping rounds do
-    not know the errors of each other. The mean square of the error is about proportional to p and to the deviation,
+    not include the errors of each other. The mean square of the error is about proportional to p and to the deviation,
     whose age in visits goes as q + 1/2. This gain keeps the error near its value at q = 0, below the noise of the
     islands' own steps (tests/test_averaging.py).
     """
@@ -299,7 +299,7 @@ def predictor_gain(config: LossyConfig) -> float:
 
 
 def stability_bound(config: LossyConfig) -> float:
-    """The least gain at which deviations may grow."""
+    """Return the least gain at which deviations may grow."""
     if config.sync_subset == "bernoulli":
         return theory.stability_bound_drawn(config.sync_fraction, config.rounds_under_way)
     irregular = config.sync_subset == "partition" and config.parts > 1 and config.rounds_under_way

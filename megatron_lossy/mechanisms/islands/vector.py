@@ -71,14 +71,14 @@ class Places:
             self._count -= max(0, (int(blocks[-1]) + 1) * width - size)
 
     def on(self, device: torch.device) -> Places:
-        """The same elements, of a vector on ``device``."""
+        """Return the same elements, of a vector on ``device``."""
         return self if self._rows.device == device else Places(self._blocks, self._width, self.size, device)
 
     def __len__(self) -> int:
         return self._count
 
     def read(self, vector: torch.Tensor) -> torch.Tensor:
-        """A copy [k] of these elements of ``vector`` [size]."""
+        """Return a copy [k] of these elements of ``vector`` [size]."""
         values = torch.empty(self._count, dtype=vector.dtype, device=vector.device)
         for part in self._whole:
             part.read(vector, values)
@@ -94,7 +94,7 @@ class Places:
         return [part for _, part in self.parts([(0, self.size)])]
 
     def parts(self, stretches: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Part]]:
-        """The chosen elements of each of ``stretches``, (first, last + 1), with the number of the stretch."""
+        """Yield the chosen elements of each of ``stretches``, (first, last + 1), with the number of the stretch."""
         width = self._width
         edges = [(start // width, -(-start // width), stop // width, -(-stop // width)) for start, stop in stretches]
         bounds = np.searchsorted(self._blocks, edges).tolist()
@@ -114,13 +114,13 @@ class Places:
                 yield number, self._run(third, 0, stop - high * width, high * width - start)
 
     def _run(self, index: int, offset: int, length: int, first: int) -> Part:
-        """The part of ``length`` elements of block ``index`` from ``offset`` on, at ``first`` in a stretch."""
+        """Return the part of ``length`` elements of block ``index`` from ``offset`` on, at ``first`` in a stretch."""
         start = index * self._width + offset
         return Part(slice(start, start + length), first, self._width, None)
 
 
 def read_at(vector: torch.Tensor, places: Places | None) -> torch.Tensor:
-    """The elements [k] of ``vector`` at ``places``; with ``None`` the vector itself."""
+    """Return the elements [k] of ``vector`` at ``places``; with ``None`` the vector itself."""
     return vector if places is None else places.read(vector)
 
 
@@ -155,7 +155,7 @@ class Subset:
         self._partition: tuple[int, list[np.ndarray]] | None = None
 
     def places(self, number: int, device: torch.device) -> Places | None:
-        """The elements of round ``number`` (from 0), for a vector on ``device``; ``None``: all of them."""
+        """Return the elements of round ``number`` (from 0), for a vector on ``device``; ``None``: all of them."""
         if self._fraction == 1:
             return None
         return Places(self._chosen(number), self._block, self.size, device)
@@ -168,7 +168,7 @@ class Subset:
         return min(self.size, -(-self._blocks // self._parts) * self._block)
 
     def _chosen(self, number: int) -> np.ndarray:
-        """int64[n], rising: the blocks of a round."""
+        """Return int64[n], rising: the blocks of a round."""
         if self._kind == "bernoulli":
             threshold = np.uint64(min(int(self._fraction * 2.0**64), 2**64 - 1))
             return np.flatnonzero(self._numbers(number) < threshold)
@@ -176,7 +176,7 @@ class Subset:
         return self._parts_of(0 if self._kind == "cyclic" else cycle)[part]
 
     def _parts_of(self, cycle: int) -> list[np.ndarray]:
-        """The blocks of each part."""
+        """Return the blocks of each part."""
         if self._partition is None or self._partition[0] != cycle:
             order = np.argsort(self._numbers(cycle), kind="stable")
             parts = [np.sort(part) for part in np.array_split(order, self._parts)]
@@ -212,7 +212,7 @@ class Vector:
         self._known: tuple[Places | None, list[tuple[Segment, Part]]] = (None, [])
 
     def read(self, places: Places | None) -> torch.Tensor:
-        """A copy [k] of the elements at ``places``; ``None``: all."""
+        """Return a copy [k] of the elements at ``places``; ``None``: all."""
         result = torch.zeros(self.size if places is None else len(places), device=self._device)
         for segment, part in self._parts(places):
             part.read(segment.main, result)
@@ -241,7 +241,7 @@ def shard_vector(
     shard: int,
     shards: int,
 ) -> Vector:
-    """Shard number ``shard`` of ``shards`` of every bucket, one after another, as ``optimizers`` have it.
+    """Return shard number ``shard`` of ``shards`` of every bucket, one after another, as ``optimizers`` have it.
 
     ``weights``: the buckets' parameters as they are kept, [shards * elements] each.
     """

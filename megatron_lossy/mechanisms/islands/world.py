@@ -1,13 +1,14 @@
-"""M worlds out of one launch: an island is a world of its own, whose ranks meet those of other islands beside it.
+"""M worlds out of one launch: an island is a world of its own, whose ranks meet those of other islands outside it.
 
 A program that asks torch for the default group, Megatron above all, sees the ranks of one island. Rank k of every
-island meets rank k of the others over host memory, in groups that the default world does not know.
+island meets rank k of the others over host memory, in groups that are not in the default world.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch
 
 from ...base.device.attempt import attempt_store
 from ...base.errors import refuse
+from ...transport.peers import bytes_of
 
 _store: Any = None  # the store of all launched ranks in this attempt; its server must not be started twice
 _opened = 0
@@ -47,13 +49,13 @@ class IslandWorld:
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.size)}
 
     def compare(self, settings: Mapping[str, str]) -> None:
-        """All islands have one command line."""
+        """Compare nothing: all islands have one command line."""
 
     def open(self, init_process_group: Callable[..., Any], timeout: timedelta) -> None:
         """Make the island the default world. A collective call of all ranks of all islands.
 
         ``init_process_group``: makes the default group from ``store``, ``rank``, ``world_size`` and ``timeout``.
-        ``timeout``: the time after which a rank gives up on another one, in its island or not.
+        ``timeout``: the time that a rank waits for another one, in its island or not.
         """
         global _store, _opened
         self._timeout = timeout
@@ -66,7 +68,7 @@ class IslandWorld:
 
     @property
     def patience(self) -> float:
-        """Seconds after which a rank gives up on another one."""
+        """Return the seconds that a rank waits for another one."""
         return self._timeout.total_seconds()
 
     def wait_for_first(self, first_is_through: Callable[[], None]) -> None:
@@ -81,11 +83,11 @@ class IslandWorld:
                 time.sleep(_LOOK)
 
     def store(self, name: str) -> Any:
-        """A store of the ranks with this one's place in every island alone. ``name``: its purpose, unique."""
+        """Return a store of the ranks with this one's place in every island alone. ``name``: its purpose, unique."""
         return torch.distributed.PrefixStore(f"{self._prefix}/meet/{self.rank}/{name}", _store)
 
     def meet(self, name: str) -> Meeting:
-        """A group of the ranks with this one's place in every island. A collective call of these. ``name``: unique."""
+        """Return a group of the ranks with this place in each island. A collective call of these. ``name``: unique."""
         return Meeting(self.store(name), self.island, self.islands, self._timeout)
 
 
@@ -106,7 +108,7 @@ class ElasticWorld:
         self.alike: Mapping[str, str] = {}
 
     def tell_environment(self) -> None:
-        """The environment is that of the island already."""
+        """Do nothing: the environment is that of the island already."""
 
     def compare(self, settings: Mapping[str, str]) -> None:
         """See :class:`.base.jobs.World`. They are compared once islands meet."""
@@ -130,17 +132,17 @@ class Meeting:
     def all_to_all(self, pieces: torch.Tensor) -> torch.Tensor:
         """Return the pieces [M, n] for this island. ``pieces``: [M, n], one for each island."""
         received = torch.empty_like(pieces)
-        self._group.alltoall_base(_bytes(received), _bytes(pieces), [], []).wait()
+        self._group.alltoall_base(bytes_of(received), bytes_of(pieces), [], []).wait()
         return received
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        """[M, ...]: ``own`` of every island."""
+        """Return [M, ...]: ``own`` of every island."""
         received = torch.empty(self.islands, *own.shape, dtype=own.dtype)
-        self._group._allgather_base(_bytes(received), _bytes(own)).wait()
+        self._group._allgather_base(bytes_of(received), bytes_of(own)).wait()
         return received
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum of ``own`` over all islands, on its device, added up in their order. All call it."""
+        """Return the sum of ``own`` over all islands, on its device, added up in their order. All call it."""
         first, *others = self.all_gather(own.detach().cpu().contiguous())
         result = first.clone()
         for other in others:
@@ -148,7 +150,7 @@ class Meeting:
         return result.to(own.device)
 
     def largest(self, value: int, patience: timedelta | None = None) -> int:
-        """The largest ``value`` of all islands. ``patience``: how long to wait for others; default the world's time."""
+        """Return the largest ``value`` of all islands. ``patience``: seconds to wait for others, by default the world's."""
         result = torch.tensor([value])
         options = torch.distributed.AllreduceOptions()
         if patience is not None:
@@ -158,5 +160,94 @@ class Meeting:
         return int(result)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+#: A number besides those of signals: the island is at the end of its run.
+_OVER = 1 << 14
+#: Others may receive it only with their next exchange, or end much later. A dead island is noticed in other ways.
+_PATIENCE = timedelta(days=365)
+
+
+class Stopping:
+    """The knowledge of one rank about stopping. ``meeting``: of the first ranks of all islands, on one of these.
+
+    Iterations are counted from 1, beginning where this process began; all islands begin alike.
+    """
+
+    def __init__(self, meeting: Meeting | None = None) -> None:
+        #: The signal to stop, as far as it is known here; 0: none. It crosses in messages.
+        self.number = 0
+        self._changed = threading.Condition()
+        self._begun = 0
+        self._asked = 0  # questions still to be put, by islands that exchange nothing
+        self._over = False
+        self._most: int | None = None  # iterations that may begin before the last one is known
+        self._last: int | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if meeting is not None:
+            self._thread = threading.Thread(target=self._run, args=(meeting,), name="megatron-lossy-stop", daemon=True)
+            self._thread.start()
+
+    def hear(self, number: int) -> None:
+        """Note that ``number`` is a signal to stop. May be called on any thread."""
+        with self._changed:
+            self.number = max(self.number, number)
+            self._changed.notify_all()
+
+    def ask(self) -> None:
+        """Ask the others whether they stop, without waiting. All islands ask equally often."""
+        with self._changed:
+            self._asked += 1
+            self._changed.notify_all()
+
+    def begin(self) -> tuple[int, int]:
+        """Begin the next iteration. Return the signal and the last iteration, each 0 if not known.
+
+        Waits if the iteration could be later than the last one. Raise errors between islands.
+        """
+        with self._changed:
+            self._begun += 1
+            while self._most is not None and self._begun > self._most and self._last is None and self._error is None:
+                self._changed.wait()
+            self._check()
+            return self.number, self._last or 0
+
+    def leave(self) -> None:
+        """Wait, after the last iteration, until all islands are there: they may still need data from this one."""
+        if self._thread is not None:
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+            self._thread.join()
+            self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, meeting: Meeting) -> None:
+        try:
+            self._agree(meeting)
+            with self._changed:
+                self._changed.wait_for(lambda: self._over)
+            meeting.largest(0, _PATIENCE)
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _agree(self, meeting: Meeting) -> None:
+        known = 0
+        while not known:
+            with self._changed:
+                self._changed.wait_for(lambda: self.number or self._over or self._asked)
+                self._asked -= 1
+                known = self.number | (_OVER if self._over else 0)
+            known = meeting.largest(known, _PATIENCE)
+        with self._changed:
+            self.number = max(self.number, known % _OVER)
+            self._most = self._begun
+            mine = self._begun if self._over else self._begun + 1  # the next one begins once all ranks can have it
+        last = meeting.largest(mine, _PATIENCE)
+        with self._changed:
+            self._last = last
+            self._changed.notify_all()

@@ -17,7 +17,7 @@ _HISTORY, _ENOUGH = 32, 10
 #: Seconds that a thread may wait for a processor: they are part of the usual time.
 _SLACK = 0.002
 _LATE = 1.2
-#: What so many exchanges may lose can be lost in one of them.
+#: The losses that so many exchanges may have can happen in one of them.
 _SAVED = 8
 #: Between two looks at a late exchange is this part of its time so far, and of its usual time at least. A source stands still if less
 #: than the other part of its message came meanwhile: half of what usually does.

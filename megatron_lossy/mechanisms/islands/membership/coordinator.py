@@ -11,19 +11,20 @@ import base64
 import contextlib
 import errno
 import fcntl
+import html
 import json
 import os
 import signal
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ....base.errors import ArgumentParser, cannot, refuse
-from .page import Watcher
-from .store import PORT, split_address
-from .tls import read_key, server_context
+from .messages import Beat, Entry, Slot, read
+from .store import PORT, read_key, server_context, split_address
 
 #: Bytes of the head of a request, of its body, of a key, of a value, of all keys and values; keys; connections.
 HEAD, BODY, KEY, VALUE, ALL, KEYS, CONNECTIONS = 1 << 14, 1 << 18, 256, 1 << 16, 64 << 20, 20_000, 512
@@ -62,7 +63,7 @@ class Journal:
             raise cannot("--journal", path, "written", error) from None
 
     def write(self, key: bytes, value: bytes) -> None:
-        """Add a line. Raises :class:`OSError`, and then it is not there."""
+        """Add a line. Raise :class:`OSError`, and then it is not there."""
         end = self._file.tell()
         try:
             _append(self._file, _line(key, value))
@@ -119,7 +120,7 @@ class Dictionary:
             noted(key, value)
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, str, bytes]:
-        """A :data:`Route`."""
+        """Return a :data:`Route`."""
         try:
             handle = {"/v3/kv/range": self._range, "/v3/kv/put": self._put, "/v3/kv/txn": self._swap}[path]
             if method != "POST":
@@ -225,7 +226,7 @@ class Server:
 
 
 def _parse(head: bytes) -> tuple[str, str, int]:
-    """Method, path and bytes of the body. Raises :class:`ValueError`."""
+    """Return method, path and bytes of the body. Raise :class:`ValueError`."""
     first, *lines = head.decode("ascii").split("\r\n")
     method, path, version = first.split(" ")
     fields = dict(line.lower().split(":", 1) for line in lines if line)
@@ -238,7 +239,7 @@ def _parse(head: bytes) -> tuple[str, str, int]:
 async def serve(
     bind: tuple[str, int], key: bytes, journal: Path, page: tuple[str, int] | None, say: Callable[[str], None]
 ) -> None:
-    """Serve until SIGINT or SIGTERM. ``say`` gets the addresses. Raises :class:`UsageError`."""
+    """Serve until SIGINT or SIGTERM. ``say`` gets the addresses. Raise :class:`UsageError`."""
     watcher = Watcher(time.time)
     store = Dictionary(Journal(journal), watcher.note)
     server = Server(store.answer)
@@ -268,7 +269,7 @@ async def serve(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command. Raises :class:`UsageError`."""
+    """Run the command. Raise :class:`UsageError`."""
     parser = ArgumentParser(
         prog="python -m megatron_lossy coordinator",
         description="Serve the store where islands agree on who is there. Only holders of the key file are answered.",
@@ -289,3 +290,108 @@ def main(arguments: list[str] | None = None) -> None:
     page = None if options.page == "none" else split_address(options.page, "--page")
     bind = split_address(options.bind, "--bind")
     asyncio.run(serve(bind, key, Path(options.journal), page, lambda line: print(line, flush=True)))
+
+
+_COLUMNS = ("run", "slot", "host", "role", "iteration", "lag", "loss", "lost", "silent", "last event")
+#: A metric of each island: its name, its help, and its value.
+_METRICS: tuple[tuple[str, str, Callable[[_Island, float], float]], ...] = (
+    ("iteration", "iterations that it has made", lambda one, now: one.beat.iteration),
+    ("lag", "iterations between an exchange and its use", lambda one, now: one.beat.lag),
+    ("loss", "training loss", lambda one, now: one.beat.loss),
+    ("lost_ratio", "share of the messages of members that did not arrive", lambda one, now: one.beat.lost),
+    ("sends", "1 if the others average its weights", lambda one, now: one.beat.role == "sends"),
+    ("silent_seconds", "seconds since its last beat", lambda one, now: max(0.0, now - one.at)),
+)
+_COUNTERS = {
+    "accepted": "connections of anybody",
+    "authenticated": "connections with the key file",
+    "broken": "connections that ended within a request",
+    "malformed": "requests that had no answer",
+}
+
+
+@dataclass
+class _Island:
+    beat: Beat
+    at: float
+
+
+class Watcher:
+    """Notes what is written, and answers for the page. ``clock``: seconds. ``counters``: numbers of the server, by name."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._islands: dict[tuple[str, int], _Island] = {}
+        self._hosts: dict[tuple[str, int], str] = {}
+        self._entries: dict[str, Entry] = {}
+        self.counters: Callable[[], Mapping[str, int]] = dict
+
+    def note(self, key: bytes, value: bytes) -> None:
+        """Note a write. Other keys, and values that are no messages, are skipped."""
+        run, _, rest = key.decode(errors="replace").partition("/now/")
+        kind, _, slot = rest.partition("/")
+        text = value.decode(errors="replace")
+        if kind == "beat" and slot.isdecimal() and (beat := read(Beat, text)):
+            self._islands[run, int(slot)] = _Island(beat, self._clock())
+        elif kind == "slot" and slot.isdecimal() and (holder := read(Slot, text)):
+            self._hosts[run, int(slot)] = holder.host
+        elif kind == "epoch" and (entry := read(Entry, text)):
+            self._entries[run] = entry
+
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, str, bytes]:
+        """Return the route of the page's server: ``/`` and ``/metrics``."""
+        if method != "GET" or path not in ("/", "/metrics"):
+            return 404, "text/plain", b"there is / and /metrics\n"
+        if path == "/":
+            return 200, "text/html; charset=utf-8", self._page().encode()
+        return 200, "text/plain; version=0.0.4; charset=utf-8", self._metrics().encode()
+
+    def _page(self) -> str:
+        now = self._clock()
+        rows = []
+        for (run, slot), one in sorted(self._islands.items()):
+            beat, silent = one.beat, f"{max(0.0, now - one.at):.0f} s"
+            cells = (run, slot, self._hosts.get((run, slot), ""), beat.role, beat.iteration, beat.lag)
+            rows.append((*cells, f"{beat.loss:.4g}", f"{beat.lost:.1%}", silent, beat.event))
+        epochs = [
+            f"<p>{html.escape(run)}: epoch {entry.number} from exchange {entry.first}, "
+            f"members {', '.join(entry.members)}, of which {', '.join(entry.senders)} send</p>"
+            for run, entry in sorted(self._entries.items())
+        ]
+        counts = ", ".join(f"{name} {number}" for name, number in self.counters().items())
+        lines = [_row("th", _COLUMNS), *(_row("td", row) for row in rows)]
+        return (
+            '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>islands</title>'
+            f"<table border=1>{''.join(lines)}</table>{''.join(epochs)}<p>{html.escape(counts)}</p>\n"
+        )
+
+    def _metrics(self) -> str:
+        now, lines = self._clock(), list[str]()
+        for name, what, value in _METRICS:
+            _declare(lines, f"island_{name}", "gauge", what)
+            for (run, slot), one in sorted(self._islands.items()):
+                labels = f'run="{_label(run)}",slot="{slot}",host="{_label(self._hosts.get((run, slot), ""))}"'
+                lines.append(f"megatron_lossy_island_{name}{{{labels}}} {float(value(one, now))!r}")
+        for name, what, field in (("epoch", "number of the last epoch", None), ("members", "its members", "members")):
+            _declare(lines, name, "gauge", what)
+            for run, entry in sorted(self._entries.items()):
+                number = len(entry.members) if field else entry.number
+                lines.append(f'megatron_lossy_{name}{{run="{_label(run)}"}} {number}')
+        for name, number in self.counters().items():
+            kind = "counter" if name in _COUNTERS else "gauge"
+            suffix = "_total" if kind == "counter" else ""
+            _declare(lines, f"coordinator_{name}{suffix}", kind, _COUNTERS.get(name, f"{name} now"))
+            lines.append(f"megatron_lossy_coordinator_{name}{suffix} {number}")
+        return "\n".join(lines) + "\n"
+
+
+def _row(tag: str, cells: tuple[object, ...]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in cells)}</tr>"
+
+
+def _declare(lines: list[str], name: str, kind: str, what: str) -> None:
+    lines += [f"# HELP megatron_lossy_{name} {what}", f"# TYPE megatron_lossy_{name} {kind}"]
+
+
+def _label(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -4,7 +4,7 @@ An island polls: it reads what is in the store, and gets what it is to write, wh
 are ``birth``, ``flags``, ``slot/I``, ``beat/I``, ``prepare`` and ``epoch``. The last holds the newest entry of the list of epochs:
 an entry replaces its predecessor by compare-and-swap, so that none is written twice, and names it by its hash.
 
-Whatever is written without an answer is read at the next poll.
+Entries that are written without an answer are read at the next poll.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class Island:
                 self._seen[me] = _Seen(count, moved=True)
 
     def _silent(self, me: Member, picture: Picture, local: Local) -> bool:
-        """Whether its beats stand still, and nobody who lives receives from it."""
+        """Return whether its beats stand still, and no live island receives from it."""
         if me in picture.beats and picture.beats[me].role == "leaves":
             return True
         if me not in self._seen or self._seen[me].silence < self.times.silent:
@@ -209,16 +209,16 @@ class Island:
         )
 
     def _is_late(self, me: Member) -> bool:
-        """Whether its beat may say what is no longer so."""
+        """Return whether its beat may say what is no longer so."""
         return self._seen[me].silence >= _LATE * self.times.poll
 
     def _alive(self, me: Member, picture: Picture, local: Local) -> bool:
-        """Whether its beats have moved, or one who lives receives from it; an island may be neither alive nor silent yet."""
+        """Return whether its beats have moved, or a live island receives from it. It may be neither alive nor silent."""
         seen = self._seen[me]
         return not self._silent(me, picture, local) and (seen.moved or seen.silence >= 2 * self.times.silent)
 
     def _hold(self, now: float, picture: Picture, local: Local, plan: Plan) -> bool:
-        """Whether this island holds its slot, and may go on; otherwise ``plan`` has what to do for it."""
+        """Return whether this island holds its slot, and may go on; otherwise ``plan`` has what to do for it."""
         holder, text = picture.slots.get(self.slot), picture.texts.get(f"slot/{self.slot}")
         mine = holder is not None and holder.me == self.me
         claim = Write(f"slot/{self.slot}", write(self.own), text)
@@ -245,7 +245,7 @@ class Island:
         return False
 
     def _agree(self, now: float, picture: Picture, local: Local, plan: Plan) -> bool:
-        """Whether the flags of the run are those of this island. Flags that nobody alive has are replaced."""
+        """Return whether the flags of the run are those of this island. Flags that no live island has are replaced."""
         flags = picture.texts.get("flags")
         if flags == self.own.flags:
             return True
@@ -298,7 +298,7 @@ class Island:
             plan.run, plan.seconds = median_low(beat.exchange for beat in there), median(beat.seconds for beat in there)
 
     def _number(self, picture: Picture) -> int:
-        """The number of the newest entry that is known; of none, the birth of the store, so that numbers never repeat."""
+        """Return the number of the newest entry; without one, the birth of the store, so that numbers never repeat."""
         known = [entry.number for entry in (picture.entry, self.entry) if entry is not None]
         return max([*known, picture.birth.time if picture.birth else 0])
 
@@ -334,7 +334,7 @@ class Island:
             plan.writes.append(Write("epoch", write(entry), picture.texts.get("epoch")))
 
     def _live(self, picture: Picture, local: Local) -> dict[Member, Beat]:
-        """Those who may be in an epoch with this island, by slot. One that does not reach the store has the entry of those that receive from it."""
+        """Return the possible members of an epoch with this island, by slot. A late one gets the entry of its receivers."""
         live = {
             slot.me: picture.beats[slot.me]
             for _, slot in sorted(picture.slots.items())
@@ -348,12 +348,12 @@ class Island:
         return live
 
     def _stands(self, wanted: Sequence[Member], live: Mapping[Member, Beat], base: Entry) -> bool:
-        """Whether ``base`` has the right members already, and all that may send."""
+        """Return whether ``base`` has the right members already, and all that may send."""
         may_send = {me for me in wanted if live[me].role == "sends" and live[me].entry == base.ident}
         return set(wanted) == set(base.members) and may_send <= set(base.senders)
 
     def _is_turn(self, now: float, picture: Picture, live: Mapping[Member, Beat]) -> bool:
-        """Whether this island proposes: the first sender of the branch with most members; another one where that one does not."""
+        """Return whether this island proposes: the first sender of the largest branch, or another in its place."""
         branches = _branches(live)
         if branches:
             best = max(branches, key=lambda ident: _weight(branches[ident], live, ident))
@@ -370,7 +370,7 @@ class Island:
         return self.me == turn[0] or now - self._waiting[1] > self.times.connect + 4 * self.times.poll
 
     def _senders(self, live: Mapping[Member, Beat], base: Entry | None) -> list[Member]:
-        """Those who send under ``base``, and live."""
+        """Return the live senders of ``base``."""
         if base is None:
             return []
         late = {me for me in base.senders if live.get(me) and live[me].entry == base.parent}  # has not read base yet
@@ -392,7 +392,7 @@ class Island:
     def _may_commit(
         self, now: float, members: Members, live: Mapping[Member, Beat], base: Entry | None, last: Entry | None
     ) -> bool:
-        """Whether ``members`` are enough, and no other branch brings more of them."""
+        """Return whether ``members`` are enough, and no other branch brings more of them."""
         if base is not None:
             branches = _branches(live)
             brought = {ident: len(set(branch) & set(members)) for ident, branch in branches.items()}
@@ -415,7 +415,7 @@ class Island:
     def _entry(
         self, prepared: Preparation, members: Members, live: Mapping[Member, Beat], base: Entry | None, local: Local
     ) -> Entry:
-        """The entry of ``members``, late enough for all to have read it before its first exchange."""
+        """Return the entry of ``members``, late enough for all to have read it before its first exchange."""
         senders = [me for me in self._senders(live, base) if me in members]
         if not senders:
             most = max(live[me].iteration for me in members)
@@ -430,7 +430,7 @@ class Island:
 
 
 def _branches(live: Mapping[Member, Beat]) -> dict[str, list[Member]]:
-    """Those who live, by the entry that they have. One that never sent does not count while a sender lives."""
+    """Return the live islands, by the entry that they have. One that never sent does not count while a sender lives."""
     voters = {me: beat for me, beat in live.items() if beat.entry}
     voters = {me: beat for me, beat in voters.items() if beat.role == "sends"} or voters
     found: dict[str, list[Member]] = {}
@@ -440,7 +440,7 @@ def _branches(live: Mapping[Member, Beat]) -> dict[str, list[Member]]:
 
 
 def _weight(branch: Sequence[Member], live: Mapping[Member, Beat], ident: str) -> tuple[object, ...]:
-    """A branch that does not yield counts before one that does; then the number of those who receive from another, or one alone."""
+    """Return the key that orders branches: those that do not yield, then those with more receiving islands, win."""
     receiving = [
         me for me in branch if len(branch) == 1 or any(one in live[me].received for one in branch if one != me)
     ]
@@ -449,7 +449,7 @@ def _weight(branch: Sequence[Member], live: Mapping[Member, Beat], ident: str) -
 
 
 def _lacking(members: Sequence[Member], ready: Mapping[Member, Slots]) -> dict[Member, int]:
-    """The members without a connection to all others, with the number of those that they lack."""
+    """Return the members without a connection to all others, with the number of those that they lack."""
     lacks = {
         me: sum(not (one in ready.get(me, NOBODY) and me in ready.get(one, NOBODY)) for one in members if one != me)
         for me in members

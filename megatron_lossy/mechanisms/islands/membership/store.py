@@ -9,22 +9,25 @@ from __future__ import annotations
 import base64
 import concurrent.futures
 import contextlib
+import datetime
+import hashlib
 import http.client
 import json
 import re
 import socket
 import ssl
+import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from ....base.errors import cannot, first_line, refuse
-from .tls import NAME, client_context
+from ....base.errors import cannot, check_package, first_line, refuse
 
 PORT = 29510
 #: Seconds after which a call has ended, connecting included.
@@ -39,9 +42,9 @@ class Unreachable(ConnectionError):
 
 
 class Store(ABC):
-    """Text by key. Every call ends within ``timeout`` seconds, and raises :class:`Unreachable` if it has no answer by then.
+    """A store of texts by key. A call without an answer within ``timeout`` seconds raises :class:`Unreachable`.
 
-    An object is of one thread.
+    Use an object on one thread only.
     """
 
     timeout = TIMEOUT
@@ -58,7 +61,7 @@ class Store(ABC):
     def put_if(self, key: str, old: str | None, new: str) -> bool:
         """Write ``new`` if the value is ``old`` (``None``: there is none), at once. Return whether that was done.
 
-        ``new`` must differ from what anybody else writes, so that a write without an answer can be told from another's.
+        ``new`` must differ from the writes of all others, so that a write without an answer can be distinguished from another's.
         """
 
     @abstractmethod
@@ -138,7 +141,7 @@ class Gateway(Store):
         raise AssertionError("a loop of one turn at least")
 
     def _post(self, path: str, body: Mapping[str, Any], end: float) -> dict[str, Any]:
-        """The answer of the host that is asked first. A thread of its own asks it, since names are looked up without a timeout."""
+        """Return the first host's answer, asked on a thread of its own, since look-ups of names have no timeout."""
         answer: concurrent.futures.Future[tuple[int, dict[str, Any]]] = concurrent.futures.Future()
         asked = threading.Thread(target=_settle, args=[answer, lambda: self._ask(path, body, end)], daemon=True)
         host, port = self._hosts[0]
@@ -167,7 +170,7 @@ class Gateway(Store):
             raise Unreachable(f"{host}:{port}: {why}") from None
 
     def _ask(self, path: str, body: Mapping[str, Any], end: float) -> tuple[int, dict[str, Any]]:
-        """Status and answer; on the thread."""
+        """Return status and answer; on the thread."""
         connection = self._connection
         if connection is None:
             connection = self._connection = self._connect(end)
@@ -180,7 +183,7 @@ class Gateway(Store):
                     return 400, found
                 self._token = found["token"]
             headers["Authorization"] = self._token
-        if time.monotonic() >= end:  # nobody waits for it any more, and it must not be done later
+        if time.monotonic() >= end:  # it is not waited for any more, and must not be done later
             raise TimeoutError
         connection.request("POST", f"/v3/{path}", json.dumps(body), headers)
         response = connection.getresponse()
@@ -193,7 +196,7 @@ class Gateway(Store):
         sock.settimeout(self.timeout)
         if self._tls is not None:
             sock = self._tls.wrap_socket(sock, server_hostname=self._name or host)
-        if time.monotonic() >= end:  # nobody waits for it any more
+        if time.monotonic() >= end:  # it is not waited for any more
             sock.close()
             raise TimeoutError
         connection = http.client.HTTPConnection(host, port)
@@ -225,7 +228,7 @@ def _text(code: str) -> str:
 
 
 def split_address(text: str, flag: str, default: int = PORT) -> tuple[str, int]:
-    """Return host and port of ``text``, HOST or HOST:PORT. Raises :class:`UsageError` about ``flag``."""
+    """Return host and port of ``text``, HOST or HOST:PORT. Raise :class:`UsageError` about ``flag``."""
     found = _HOST.fullmatch(text)
     port = int(found["port"] or default) if found else 0
     if not found or not 0 <= port < 65536:
@@ -234,7 +237,7 @@ def split_address(text: str, flag: str, default: int = PORT) -> tuple[str, int]:
 
 
 def check_url(url: str, flag: str = "--rendezvous") -> tuple[list[tuple[str, int]], str, str | None, bool]:
-    """Return the hosts of ``url``, the run, the file with the access, and whether they are a coordinator. Raises :class:`UsageError`."""
+    """Return the hosts of ``url``, the run, the file with the access, and whether they are a coordinator. Raise :class:`UsageError`."""
     found = _URL.fullmatch(url)
     if not found or (found["kind"] == "tcp" and (found["access"] or "," in found["hosts"])):
         raise refuse(flag, url, "must be tcp://HOST:PORT/RUN, or etcd://HOST:PORT,HOST:PORT/RUN")
@@ -247,7 +250,7 @@ def open_store(url: str, key: bytes | None, flag: str = "--rendezvous") -> Gatew
     """Return the store of ``url``: ``tcp://HOST:PORT/RUN`` or ``etcd://HOST:PORT,…/RUN``. Nothing is connected yet.
 
     ``key``: of the key file, for ``tcp``. ``?access=FILE`` after the name of an etcd: a YAML file with any of user and password, and
-    ca, cert and key, which are paths. Raises :class:`UsageError`.
+    ca, cert and key, which are paths. Raise :class:`UsageError`.
     """
     hosts, run, file, ours = check_url(url, flag)
     if ours:
@@ -280,3 +283,70 @@ def _access(path: str, flag: str) -> dict[str, str]:
     ):
         raise refuse(flag, path, f"must be YAML with any of {', '.join(fields)}, each with text")
     return found
+
+
+#: The name in the certificate, instead of a host's.
+NAME = "megatron-lossy"
+#: Bytes of a key file, at least.
+_LEAST = 16
+
+
+def read_key(path: str, flag: str = "--key-file") -> bytes:
+    """Return the bytes of the key file. Raise :class:`UsageError` about ``flag`` if it cannot be read, or is too short."""
+    try:
+        key = Path(path).read_bytes()
+    except OSError as error:
+        raise cannot(flag, path, "read", error) from None
+    if len(key) < _LEAST:
+        raise refuse(flag, path, f"has {len(key)} bytes, and a secret needs {_LEAST} at least")
+    return key
+
+
+def client_context(key: bytes) -> ssl.SSLContext:
+    """Return the context of a client. ``key``: the bytes of the key file."""
+    return _context(ssl.PROTOCOL_TLS_CLIENT, key)
+
+
+def server_context(key: bytes) -> ssl.SSLContext:
+    """Return the context of a server."""
+    return _context(ssl.PROTOCOL_TLS_SERVER, key)
+
+
+def _context(protocol: int, key: bytes) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    private, certificate = _certificate(key)
+    context.load_verify_locations(cadata=certificate)
+    with tempfile.NamedTemporaryFile() as file:  # the library reads files only; this one is its owner's alone, mode 600
+        file.write((private + certificate).encode())
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context
+
+
+@cache
+def _certificate(key: bytes) -> tuple[str, str]:
+    """Return the private key and its certificate, as PEM: the same bytes wherever the key file is the same."""
+    check_package("cryptography", "--key-file", "FILE", "'megatron-lossy[elastic]'")
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    private = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"megatron-lossy tls 1" + key).digest())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAME)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(private.public_key())
+        .serial_number(1)
+        .not_valid_before(datetime.datetime(2020, 1, 1))  # a clock that is wrong must not end a run
+        .not_valid_after(datetime.datetime(9999, 12, 31))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(private, None)
+    )
+    pem = serialization.Encoding.PEM
+    form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    return private.private_bytes(pem, *form).decode(), certificate.public_bytes(pem).decode()

@@ -1,7 +1,7 @@
 """The file of ``--island-schedule``: which islands stop, freeze, are cut off, come back and join, and when.
 
 A line is a JSON object ``{"slot": 3, "at": 100, "event": "stop"}``; the event comes before iteration ``at`` (from 0). A
-log of such events (:class:`.epochs.EpochLog`) is a schedule too.
+log of such events (:class:`.EpochLog`) is a schedule too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ...base.errors import UsageError, cannot, refuse
+from ...config import LossyConfig
 from ...config.shipped import find_config
 
 FLAG = "--island-schedule"
@@ -46,16 +47,22 @@ class Schedule:
         return sorted(slot for slot, event in first.items() if event == "join")
 
     def before(self, iteration: int) -> list[Event]:
-        """The events before ``iteration``."""
+        """Return the events before ``iteration``."""
         return [one for one in self.events if one.at < iteration]
 
     def at(self, iteration: int) -> list[Event]:
-        """The events at ``iteration``."""
+        """Return the events at ``iteration``."""
         return [one for one in self.events if one.at == iteration]
 
 
+def check_schedule(config: LossyConfig, iterations: int | None) -> None:
+    """Raise :class:`UsageError` for a schedule, if ``config`` has one, that does not fit a run of so many iterations."""
+    if config.averages and config.island_schedule is not None:
+        read_schedule(config.island_schedule, config.islands, iterations)
+
+
 def read_schedule(path: str, slots: int, iterations: int | None) -> Schedule:
-    """The schedule in the file at ``path`` for islands in ``slots`` slots.
+    """Return the schedule in the file at ``path`` for islands in ``slots`` slots.
 
     ``iterations``: of the run, if known. Raises :class:`UsageError`, with the file, the line and what is allowed.
     """
@@ -87,7 +94,7 @@ def _wrong(path: str, line: int, why: str) -> UsageError:
 
 
 def _records(line: str, path: str, number: int) -> Iterator[Any]:
-    """The events in a line: itself, or those of a line of a log."""
+    """Yield the events in a line: itself, or those of a line of a log."""
     if not line.strip():
         return
     try:
@@ -146,7 +153,7 @@ def _check_order(schedule: Schedule, path: str, places: dict[Event, int]) -> Non
 
 
 def _check_left(schedule: Schedule, path: str, slots: int) -> None:
-    """Refuse a time without an island that is there and was there before: nobody would have the model."""
+    """Refuse a time without an island that is there and was there before: no island would have the model."""
     there = set(range(slots)) - set(schedule.empty)
     for at, events in groupby(schedule.events, key=lambda one: one.at):
         found = list(events)

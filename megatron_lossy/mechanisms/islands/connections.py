@@ -1,7 +1,7 @@
 """The connections of this rank with the ranks of its number on other islands: one for each pair of members, by stream or by datagrams.
 
 A preparation of an epoch names them, and so does the entry that comes of it: no frame counts in another epoch. Exchanges, copies, sums
-of all weights, and the entry itself cross by the same connection. What a member does not send in time is lost, and nothing else.
+of all weights, and the entry itself cross by the same connection. Only data that a member does not send in time are lost.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ....base.errors import first_line
-from ....config import LossyConfig
-from ....transport.address import resolve
-from ....transport.ends import end_for
-from ....transport.leaving import Leaving, PeerLost
-from ..copying import PART
-from ..datagrams import Buckets
-from ..flags import SYNC_PHASES
-from ..membership.messages import Entry, Member, Preparation, read, slot_of, write
-from ..membership.store import Store
+from ...base.errors import first_line
+from ...config import LossyConfig
+from ...transport.address import resolve
+from ...transport.ends import end_for
+from ...transport.leaving import Leaving, PeerLost
+from .carrying import Buckets
+from .copying import PART
+from .flags import SYNC_PHASES
 from .meeting import Meeting, Parted, Talk
+from .membership.messages import Entry, Member, Preparation, read, slot_of, write
+from .membership.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _LOOK, _AGAIN, _MOST_AGAIN = 0.1, 0.5, 30.0
 #: Seconds that an end waits for what others still ask for.
 LINGER = 5.0
-#: Preparations that may yet become entries, as far as this island knows.
+#: Preparations that may yet become entries, that this island has seen.
 _ATTEMPTS = 3
 #: A member that was waited for in vain is waited for so much shorter, until it is in time again, and so many seconds at least.
 _SHORTER, _LONGER, _LEAST = 10.0, 3.0, 0.05
@@ -90,7 +90,7 @@ class Pair:
     ) -> Crossing | None:
         """Send ``out``, and receive into ``into``, the messages ``number`` of ``bucket``; ``None``: nothing crosses that way.
 
-        ``within``: seconds to wait for it. Returns ``None`` if there is no connection.
+        ``within``: seconds to wait for it. Return ``None`` if there is no connection.
         """
         channel = self._channel
         if channel is None:
@@ -99,7 +99,7 @@ class Pair:
             transfer = channel.post(phase, number, bucket, self._pointers(into), within=within)
             transfer.keep = out, into
             with self._sending:
-                if out is not None and not self._leaving.full:  # who takes nothing gets nothing more
+                if out is not None and not self._leaving.full:  # an island that takes nothing gets nothing more
                     channel.send(phase, number, bucket, self._pointers(out), self._connections.buckets.must.get(bucket))
                     self._leaving.add(transfer, out.numel() * out.element_size())
             return Crossing(transfer, into is not None)
@@ -130,12 +130,12 @@ class Pair:
         return new
 
     def put(self, role: str, number: int, data: torch.Tensor, seconds: float) -> None:
-        """Send ``data`` uint8[n], of at most :data:`PART` bytes. Raises :class:`PeerLost` if it does not leave in ``seconds``."""
+        """Send ``data`` uint8[n], of at most :data:`PART` bytes. Raise :class:`PeerLost` if it does not leave in ``seconds``."""
         bucket, size = self._connections.buckets.part(role, len(data))
         self.leave(self.begin(SYNC_PHASES[0], bucket, number, _padded(data, size), None), seconds)
 
     def leave(self, crossing: Crossing | None, seconds: float) -> None:
-        """Wait until all of the message has left: the next one of its bucket ends it. Raises :class:`PeerLost` after ``seconds``."""
+        """Wait until all of the message has left: the next one of its bucket ends it. Raise :class:`PeerLost` after ``seconds``."""
         try:
             if crossing is None:
                 raise PeerLost(self.why)
@@ -144,7 +144,7 @@ class Pair:
             raise PeerLost(f"island {self.slot}: {first_line(error)}") from None
 
     def get(self, role: str, number: int, data: torch.Tensor, seconds: float) -> None:
-        """Receive ``data`` uint8[n]. Raises :class:`PeerLost` if it does not come in ``seconds``."""
+        """Receive ``data`` uint8[n]. Raise :class:`PeerLost` if it does not come in ``seconds``."""
         bucket, size = self._connections.buckets.part(role, len(data))
         into = torch.zeros(size, dtype=torch.uint8)
         row = self.end(self.begin(SYNC_PHASES[0], bucket, number, None, into, seconds))
@@ -194,7 +194,7 @@ class Pair:
 
     @contextmanager
     def used(self) -> Any:
-        """A context in which it is not closed."""
+        """Return a context in which it is not closed."""
         self.hold(1)
         try:
             yield
@@ -272,7 +272,7 @@ def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _why_lost(channel: Any, other: int) -> str:
-    """The reason why ``other`` is done without in ``channel``; empty if it is not."""
+    """Return the reason why ``other`` is done without in ``channel``; empty if it is not."""
     try:
         return str(channel.lost_ranks().get(other, ""))
     except RuntimeError as error:
@@ -325,13 +325,13 @@ class Connections:
         self.changed()
 
     def listen(self) -> str:
-        """Return where this rank is called, HOST:PORT. Of datagrams that is a port of TCP which only answers that somebody is there."""
+        """Return where this rank is called, HOST:PORT. Of datagrams that is a port of TCP which only answers that the rank is there."""
         address, port = self.host.address, self.host.port
         if self._datagrams:
             family = resolve(address, port)[0]
             try:
                 self._listener = socket.create_server((address, port), family=family)
-            except OSError:  # somebody has this port of TCP
+            except OSError:  # another process has this port of TCP
                 self._listener = socket.create_server((address, 0), family=family)
             port = self._listener.getsockname()[1]
             threading.Thread(target=self._answer, args=[self._listener], daemon=True).start()
@@ -373,7 +373,7 @@ class Connections:
             return {slot_of(member): there[member] for member in members if member in there}
 
     def changed(self) -> None:
-        """Say with whom this rank is connected."""
+        """Publish the connections of this rank."""
         with self._changed:
             nonce = self._prepared
             there = [one.other for one in self._pairs.get(nonce, {}).values() if one.connected]
@@ -394,7 +394,7 @@ class Connections:
     def swap(self, pairs: Mapping[int, Pair], number: int, own: torch.Tensor) -> dict[int, torch.Tensor]:
         """Send ``own``, in host memory, to all of ``pairs``, and return theirs, which are as long. ``number``: see :meth:`parts`.
 
-        Raises :class:`PeerLost`.
+        Raise :class:`PeerLost`.
         """
         data = own.contiguous().view(-1).view(torch.uint8)
         found = {slot: torch.empty_like(own) for slot in pairs}
@@ -426,7 +426,7 @@ class Connections:
         self._counted.setdefault(pair.slot, Counter()).update(pair.counters()[0])
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """The counters of every other island so far."""
+        """Return the counters of every other island so far."""
         with self._changed:
             found = {slot: Counter(counts) for slot, counts in self._counted.items()}
         for pair in self.pairs:
@@ -434,7 +434,7 @@ class Connections:
         return {slot: dict(found[slot]) for slot in sorted(found)}
 
     def rates(self) -> dict[int, dict[str, float]]:
-        """The rates towards every other island."""
+        """Return the rates towards every other island."""
         return {pair.slot: rates for pair in self.pairs if (rates := pair.counters()[1])}
 
     def end(self) -> None:

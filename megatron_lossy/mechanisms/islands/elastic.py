@@ -1,20 +1,20 @@
 """Islands of real ranks that come and go: each is a launch of its own (docs/elastic.md).
 
-The first rank polls the store of the run, on a thread. At the end of each iteration the ranks of the island agree on what it knows: the
-newest entry of the list of epochs, and whether the run has gone on without this island. So all change at one exchange, and nobody
-waits for an answer.
+The first rank polls the store of the run, on a thread. At the end of each iteration the ranks of the island agree on its state: the newest
+entry of the list of epochs, and whether the run has gone on without this island. So all change at one exchange, without a
+wait for an answer.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import signal as signals
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -22,34 +22,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ....base import device
-from ....base.errors import UsageError, refuse
-from ....base.fetch import Fetched
-from ....base.flags import identity, texts_by_flag
-from ....config import LossyConfig
-from ....hooks.versions import tensor_group
-from ....recovery.rows import to_device
-from ....transport.leaving import PeerLost
-from ....transport.network import read_key_file
-from ..between_members import Among, BetweenMembers, same_everywhere
-from ..between_ranks import BetweenRanks
-from ..copying import held_state, put_state
-from ..epochs import epoch_of
-from ..megatron_training import TrainingIslands
-from ..member_rounds import MemberRounds
-from ..membership.messages import Entry, read, slot_of
-from ..membership.protocol import Local
-from ..membership.store import check_url, open_store
-from ..rounds import Rounds
-from ..stopping import Stopping
-from ..vector import Subset
-from ..world import ElasticWorld
+from ...base import device
+from ...base.errors import STOPPED, UsageError, refuse
+from ...base.fetch import Fetched
+from ...base.flags import identity, texts_by_flag
+from ...config import LossyConfig
+from ...recovery.rows import to_device
+from ...transport.leaving import PeerLost
+from ...transport.network import read_key_file
 from . import first_rank
+from .between_members import Among, BetweenMembers
+from .between_ranks import BetweenRanks
 from .connections import Connections, Pair
-from .diary import Diary
-from .first_rank import FirstRank
-from .rejoining import Rejoining, source_of
-from .standing import Standing
+from .copying import Rejoining, held_state, put_state, source_of
+from .first_rank import FirstRank, Lost
+from .membership.messages import Entry, read, slot_of
+from .membership.protocol import Local
+from .membership.store import check_url, open_store
+from .monitor import Diary
+from .presence import Standing, epoch_of
+from .ranks import RankIslands
+from .rounds import MemberRounds, Rounds
+from .vector import Subset
+from .world import ElasticWorld, Stopping
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +65,7 @@ class Known(NamedTuple):
     role: str
 
 
-class ElasticIslands(TrainingIslands):
+class ElasticIslands(RankIslands):
     """The exchanges of this rank with the same rank of whichever islands are there. ``world``: open by the first iteration."""
 
     total = None  # type: ignore[assignment]
@@ -90,6 +85,9 @@ class ElasticIslands(TrainingIslands):
         self._begun = 0  # how often this island has begun to listen
         self._rejoining = Rejoining(world.island, world.rank, config.island_patience)
         self._copied = -1  # the number of the epoch whose copy has come to all ranks
+        self._logged = self._loss = 0.0  # the training loss, as this rank has it, and as any rank
+        self._signal = 0  # that ends this island before the end of the run
+        self._replaced = 0  # whether a later start has the slot
         self._sums = (-1, 0)  # an iteration, and the sums of whole weights in it, less one
         folder = None if config.delivery_log is None else config.jobs().folder(config.delivery_log, world.island)
         self._diary = Diary(world.island, None if world.rank else folder)
@@ -100,8 +98,12 @@ class ElasticIslands(TrainingIslands):
     def attach(self, run: Any) -> None:
         super().attach(run)
         run.observers.append(self._diary)
+        run.events.on(logged=self._log)
 
-    # --- who is there ------------------------------------------------------------------------------------------------
+    def _log(self, loss: float) -> None:
+        self._logged = loss if math.isfinite(loss) else 0.0
+
+    # --- presence ------------------------------------------------------------------------------------------------
 
     def catch_up(self, iteration: int) -> int:
         """See :meth:`.JobGroup.catch_up`."""
@@ -118,11 +120,11 @@ class ElasticIslands(TrainingIslands):
         return now
 
     def _up_to_the_last(self, iteration: int) -> int:
-        """``iteration``, or the last one of the run, which evaluates and saves."""
+        """Return ``iteration``, or the last one of the run, which evaluates and saves."""
         return iteration if self._run.steps is None else min(iteration, self._run.steps - 1)
 
     def begin_iteration(self) -> None:
-        """See :meth:`RankIslands.begin_iteration`. Raises :class:`UsageError` in a program that never catches up."""
+        """See :meth:`RankIslands.begin_iteration`. Raise :class:`UsageError` in a program that never catches up."""
         if not self._entered:
             why = "needs a training loop that can go on at a later iteration: python -m megatron_lossy.train, or megatron.training"
             raise refuse("--rendezvous", self.config.rendezvous, why)
@@ -144,12 +146,12 @@ class ElasticIslands(TrainingIslands):
         self._standing.enter(iteration)
         if world.rank == 0:
             self._first_rank = FirstRank(self, me, open_store(url, key), iteration)
-            self._first_rank.begin(open_store(url, key))
+            self._first_rank.begin()
         self._learn(self._wait_for(lambda first: first.begins))
         self._diary.note("enters", at=iteration, run=self._known[-1].entry.first * config.sync_interval)
 
     def _wait_for(self, there: Callable[[FirstRank], Any]) -> Any:
-        """``there()`` of the first rank, once it is something. Others may be long in coming: no call waits for that."""
+        """Return ``there()`` of the first rank, once it is not ``None``. No call waits for that."""
         said: list[Any] = [None]
         while said[0] is None:
             first, until = self._first_rank, time.monotonic() + _ROUND
@@ -199,7 +201,7 @@ class ElasticIslands(TrainingIslands):
         return now
 
     def _miss(self, now: int) -> None:
-        """The run has made ``now`` iterations without this island: exchanges under way are lost, and replicas begin equal."""
+        """Note that the run made ``now`` iterations without this island: drop exchanges under way, begin equal."""
         self._settle()
         self._gather()
         under_way = {flight.number for rounds in self._built() for flight in rounds.flights}
@@ -239,21 +241,26 @@ class ElasticIslands(TrainingIslands):
         return self.begin_agreeing(signal, self._run.iteration + 1)
 
     def begin_agreeing(self, signal: int, made: int) -> Callable[[], int]:
-        """Begin to agree on what the first rank knows. ``made``: iterations that are over before what is agreed on holds.
+        """Begin to agree on the state of the first rank. ``made``: iterations that are over before what is agreed on holds.
 
-        Returns a function that waits for the largest ``signal`` of all ranks. A collective call of the ranks of the island.
+        Return a function that waits for the largest ``signal`` of all ranks. A collective call of the ranks of the island.
         """
         first, begun, came = self._first_rank, self._begun, self._rejoining.came
         known, jump = (0, 0) if first is None else (len(first.found), first.jump(made // self.config.sync_interval))
-        if first is not None and first.ends is not None:
+        replaced = first is not None and first.ends is not None
+        if replaced:
             signal = signal or signals.SIGTERM
-        said = np.array([signal, known, jump, -self._visits_here(), came, -came], dtype=np.int64)
+        # As bits, of which the largest are those of the largest loss. Only the last pipeline stage may have one.
+        loss = int(np.float64(self._logged).view(np.int64))
+        said = np.array([signal, replaced, known, jump, -self._visits_here(), came, -came, loss], dtype=np.int64)
         all_said = to_device(said, device.current_device())
         work = dist.all_reduce(all_said, dist.ReduceOp.MAX, async_op=True)
 
         def finish() -> int:
             work.wait()
-            number, known, jump, visits, came, least = map(int, Fetched(all_said).wait().tolist())
+            agreed = map(int, Fetched(all_said).wait().tolist())
+            self._signal, self._replaced, known, jump, visits, came, least, loss = agreed
+            self._loss = float(np.int64(loss).view(np.float64))
             if begun == self._begun:
                 self._visits = -visits
             if known > len(self._known):
@@ -262,12 +269,12 @@ class ElasticIslands(TrainingIslands):
                 self._learn(texts[0])
             self._jump = jump * self.config.sync_interval
             self._copied = came if came == -least else -1
-            return number
+            return self._signal
 
         return finish
 
     def _among(self, exchange: int) -> Among | None:
-        """The epoch that ``exchange`` is made in: the newest that has begun."""
+        """Return the epoch that ``exchange`` is made in: the newest that has begun."""
         begun = [number for number, one in enumerate(self._known) if one.entry.first <= exchange]
         if not begun or self._connections is None:
             return None
@@ -279,7 +286,7 @@ class ElasticIslands(TrainingIslands):
         return Among(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._loses)
 
     def _loses(self, pair: Pair, waited: float) -> None:
-        """On a thread: ``pair`` was waited for in vain."""
+        """Note, on a thread, that ``pair`` was waited for in vain."""
         why = pair.why or "it sends nothing"
         self._diary.note("lost contact", with_island=pair.slot, seconds=round(waited, 3), why=why)
         logger.warning(
@@ -288,7 +295,7 @@ class ElasticIslands(TrainingIslands):
         )
 
     def end_iteration(self) -> None:
-        """See :meth:`RankIslands.end_iteration`. Who copies this island gets its state as of an exchange."""
+        """See :meth:`RankIslands.end_iteration`. A copy of this island gets its state as of an exchange."""
         super().end_iteration()
         now, among = self._run.iteration + 1, self._current
         if now % self.config.sync_interval or among is None or among.place is None:
@@ -341,6 +348,8 @@ class ElasticIslands(TrainingIslands):
             attempt=attempt,
             connected=connected,
             lag=max(slot.lag(now), 0),
+            loss=self._loss,
+            lost=self._diary.lost,
             event=self._diary.latest,
         )
 
@@ -349,16 +358,20 @@ class ElasticIslands(TrainingIslands):
         return Stopping()
 
     def leave(self) -> None:
-        """The others need not wait until a death is noticed. Raises :class:`Lost`, on the first rank."""
+        """The others need not wait until a death is noticed.
+
+        Raise :class:`Lost` if another island has the slot, and :class:`SystemExit` if a signal came before the end of the run.
+        """
         ends = None if self._first_rank is None else self._first_rank.ends
         self._end()
-        if ends is not None:
-            raise ends
+        if self._replaced:
+            raise ends or Lost(f"--island {self._slot}: a later start has taken this slot")
+        if self._signal and self._run.iteration != self._run.steps:
+            raise SystemExit(STOPPED)
 
     # --- building ----------------------------------------------------------------------------------------------------
 
     def _crossing(self, number: int, subset: Subset) -> BetweenRanks:
-        group = tensor_group(expert=False)
         return BetweenMembers(
             self.config,
             subset.stream,
@@ -367,15 +380,14 @@ class ElasticIslands(TrainingIslands):
             self._tell,
             shard=number,
             among=lambda: self._current,
-            loses=self._diary.lost,
-            agrees=None if group is None else partial(same_everywhere, group),
+            ended=self._diary.ended,
         )
 
     def _make_rounds(self, *arguments: Any) -> Rounds[BetweenRanks]:
         return MemberRounds(*arguments, presence=self._standing)
 
     def _visits_here(self) -> int:
-        """The least number of times that means have set an element of this rank since the island began to listen."""
+        """Return the least number of times that means have set an element here since the island began to listen."""
         if not self._standing.slot.listens:
             return _ENOUGH
         return min((rounds.visits(0) for rounds in self._built()), default=_ENOUGH)
@@ -387,7 +399,7 @@ class ElasticIslands(TrainingIslands):
     # --- weights and saved state -------------------------------------------------------------------------------------
 
     def _means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The means of ``shards`` over the islands that send; ``None`` for who listens, and if they do not meet."""
+        """Return the means of ``shards`` over the senders; ``None`` on listeners, and if islands do not meet."""
         among, found = self._current, None
         if among is not None and among.place is not None:
             try:
@@ -401,7 +413,7 @@ class ElasticIslands(TrainingIslands):
         return found if everywhere.item() else None
 
     def _means_of(self, among: Among, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The means of ``shards`` over the senders, added up in their order. Raises :class:`PeerLost`."""
+        """Return the means of ``shards`` over the senders, added up in their order. Raise :class:`PeerLost`."""
         made, count = self._sums
         self._sums = made, count = self._run.iteration, count + 1 if made == self._run.iteration else 0
         # Islands that have left some out have the same numbers.
@@ -425,7 +437,7 @@ class ElasticIslands(TrainingIslands):
         return None
 
     def restart(self, iteration: int) -> None:
-        """Islands save by themselves, each at its own iteration."""
+        """Do nothing: islands save by themselves, each at its own iteration."""
 
     def state_dict(self) -> Any:
         return {"rounds": super().state_dict(), "slot": vars(self._standing.slot).copy()}

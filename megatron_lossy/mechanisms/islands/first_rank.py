@@ -1,4 +1,4 @@
-"""The part of the first rank of an island that comes and goes: it polls the store, on a thread."""
+"""The part of the first rank of an island that comes and goes: it polls the store on a thread, so that training waits for no answer."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ import json
 import logging
 import math
 import socket
+import threading
 import time
 from dataclasses import replace
 from typing import Any
 
-from ....base.errors import UsageError, refuse
-from ..membership.messages import Entry, Slot, write
-from ..membership.protocol import Island, Local, Plan, Times
-from ..membership.store import Store, split_address
-from ..membership.watch import Watch
+from ...base.errors import UsageError, first_line, refuse
+from .membership.messages import Entry, Slot, write
+from .membership.protocol import ANY, Island, Local, Plan, Times
+from .membership.store import Store, split_address
 
 logger = logging.getLogger(__name__)
 
 TIMES = Times()
 #: Seconds for the holder of a slot to answer.
 _PROBE = 2.0
+#: Begins all keys that a poll reads.
+_NOW = "now/"
 
 
 class Lost(UsageError):
@@ -32,9 +34,9 @@ class Lost(UsageError):
 
 
 class FirstRank:
-    """The part of the first rank: it polls the store for ``part``, the :class:`.ElasticIslands` of ``me``, which begins after ``began`` iterations.
+    """The part of the first rank: it polls ``store`` for ``part``, the :class:`.ElasticIslands` of ``me``, which begins after ``began`` iterations.
 
-    ``store``: for the thread that polls.
+    It does so from :meth:`begin` until :meth:`close`, or until the island is refused or has lost its slot.
     """
 
     def __init__(self, part: Any, me: str, store: Store, began: int) -> None:
@@ -47,23 +49,59 @@ class FirstRank:
         self._flags, self._join = part.flags(), config.island_join
         text = json.dumps(self._flags, sort_keys=True)
         digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        self._plan, self._leaves = Plan(), False
+        self._plan, self._leaves = Plan(), threading.Event()
         self._answers: bool | None = None  # the holder of the slot
         self._answered = time.monotonic()
         self._run: tuple[int | None, float] = (None, 0.0)  # how far the others are, and since when
+        self._leapt = 0  # to this exchange, which the others have yet to make
         self._patience = config.island_patience
         self._address = self._connections.listen()
         times = replace(TIMES, join=config.island_join, alone=config.island_join)
         own = Slot(me, socket.gethostname()[:200], self._address, digest)
         self._island = Island(own, config.islands, times, time.monotonic())
         self._what = f"flags/{digest}", text
-        self._watch: Watch | None = None
+        #: The reason why the last poll failed; empty after one that did not.
+        self.why = ""
+        self._failed: Exception | None = None
+        self._thread = threading.Thread(target=self._poll_on, name="megatron-lossy-membership", daemon=True)
 
-    def begin(self, store: Store) -> None:
-        """Begin to poll ``store``."""
-        self._watch = Watch(store, self._island, self._local, self._act)
+    def begin(self) -> None:
+        """Begin to poll."""
+        self._thread.start()
 
     # --- on the thread that polls --------------------------------------------------------------------------------------
+
+    def _poll_on(self) -> None:
+        try:
+            plan, last = Plan(), False
+            while not (last or plan.refused or plan.lost):
+                last = self._leaves.is_set()
+                plan = self._poll(self._local()) or Plan()
+                self._act(plan)
+                self._leaves.wait(self._island.times.poll)
+        except Exception as error:
+            self._failed = error
+
+    def _poll(self, local: Local) -> Plan | None:
+        """Return the plan, which is written; ``None`` if the store did not answer, or holds an unknown format."""
+        try:
+            texts = {key.removeprefix(_NOW): text for key, text in self._store.list(_NOW).items()}
+            plan = self._island.poll(time.monotonic(), texts, local)
+            for change in plan.writes:
+                if change.old is ANY:
+                    self._store.put(_NOW + change.key, change.new)
+                else:
+                    self._store.put_if(_NOW + change.key, change.old, change.new)
+        except Exception as error:  # nothing that comes from the store may end a healthy island
+            self._island.missed()
+            if not self.why:
+                logger.warning("--rendezvous: %s; going on as before", first_line(error))
+            self.why = first_line(error)
+            return None
+        if self.why:
+            logger.warning("--rendezvous: answers again")
+        self.why = ""
+        return plan
 
     def _local(self) -> Local:
         for pair in self._connections.pairs:
@@ -71,11 +109,15 @@ class FirstRank:
             if entry is not None:
                 self._island.adopt(entry)
         self._note()
-        return replace(self._part.local(), leaves=self._leaves, answers=self._answers)
+        local, run = self._part.local(), self._plan.run
+        if run is not None and run < self._leapt:  # no island follows one that is about to be where the others are
+            made = min(local.exchange, run)
+            local = replace(local, exchange=made, iteration=min(local.iteration, made * local.interval))
+        return replace(local, leaves=self._leaves.is_set(), answers=self._answers)
 
     def _act(self, plan: Plan) -> None:
         self._plan = plan
-        if self._watch is None or not self._watch.why:
+        if not self.why:
             self._answered = time.monotonic()
             with contextlib.suppress(OSError):  # the next time
                 if self._what[0]:
@@ -92,7 +134,7 @@ class FirstRank:
         self._note()
 
     def _note(self) -> None:
-        """Note a newer entry, and say it to its members."""
+        """Note a newer entry, and send it to its members."""
         entry = self._island.entry
         if entry is None:
             return
@@ -102,7 +144,7 @@ class FirstRank:
             pair.say(entry)
 
     def _difference(self, digest: str) -> UsageError | None:
-        """The first flag that differs from those of the run, whose digest is ``digest``, in words."""
+        """Return the first flag that differs from those of the run, whose digest is ``digest``, in words."""
         try:
             theirs = json.loads(self._store.get(f"flags/{digest}") or "{}") if digest else {}
         except (OSError, ValueError):
@@ -120,18 +162,17 @@ class FirstRank:
     @property
     def begins(self) -> list[tuple[str, str]] | None:
         """The entries so far; ``None``: there are none. Raises :class:`UsageError` if this island cannot begin."""
-        assert self._watch is not None
-        self._watch.check()
+        self._check()
         if self.ends is not None:
             raise self.ends
         silent = time.monotonic() - self._answered
-        if self._watch.why and silent >= self._join:
-            why = f"no answer for {silent:.0f} s (--island-join {self._join:g}): {self._watch.why}"
+        if self.why and silent >= self._join:
+            why = f"no answer for {silent:.0f} s (--island-join {self._join:g}): {self.why}"
             raise refuse("--rendezvous", self._url, why)
         return list(self.found) or None
 
     def near(self, exchange: int, entry: Entry) -> bool:
-        """Whether the others will make ``exchange`` within the patience; true also if they stand still, or ``entry`` is not the last one."""
+        """Return whether the others will make ``exchange`` within the patience, stand still, or have a newer entry."""
         plan, now = self._plan, time.monotonic()
         run = -1 if plan.run is None else plan.run
         if run != self._run[0]:
@@ -141,23 +182,28 @@ class FirstRank:
         return near or stands or self.found[-1][0] != write(entry)
 
     def jump(self, exchange: int) -> int:
-        """The exchange to go on with if the others have left this island, which has made ``exchange``, behind; else 0."""
-        assert self._watch is not None
-        self._watch.check()
+        """Return the exchange to go on with if the others are far ahead of this island, at ``exchange``; else 0."""
+        self._check()
         plan, under_way = self._plan, self._part.config.rounds_under_way
         if plan.run is None or plan.run <= exchange + 2 + under_way:
             return 0
-        return plan.run + 1 + math.ceil(TIMES.read / max(plan.seconds, 1e-3))
+        ahead = min(TIMES.read, self._patience / 2)  # then it waits for them
+        self._leapt = plan.run + 1 + math.ceil(ahead / max(plan.seconds, 1e-3))
+        return self._leapt
 
     def close(self) -> None:
-        """Say that this island leaves, and poll no more."""
-        self._leaves = True
-        assert self._watch is not None
-        self._watch.close()
+        """Publish that this island leaves, and poll no more."""
+        self._leaves.set()
+        self._thread.join()
+
+    def _check(self) -> None:
+        """Raise the error that has ended the thread."""
+        if self._failed is not None:
+            raise self._failed
 
 
 def _answers(address: str) -> bool:
-    """Whether somebody listens at ``address``."""
+    """Return whether a process listens at ``address``."""
     try:
         socket.create_connection(split_address(address, "--rendezvous"), _PROBE).close()
     except (OSError, UsageError):

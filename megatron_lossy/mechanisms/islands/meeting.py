@@ -1,6 +1,6 @@
 """A place where the ranks of one number of all islands meet, in the store: what each says to others that it is to connect with.
 
-Each rank has one value. It is written and read on a thread, while somebody waits for it, or once in a while.
+Each rank has one value. It is written and read on a thread, during a wait for it, or once in a while.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import secrets
 import threading
 from collections.abc import Callable, Collection
 
-from ....base.errors import first_line
-from ..membership.messages import Member, Preparation, read, slot_of
-from ..membership.store import Store
+from ...base.errors import first_line
+from .membership.messages import Member, Preparation, read, slot_of
+from .membership.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +59,13 @@ class Meeting:
         return self._others.get(slot, {}).get(name, {})
 
     def connected(self, nonce: str, members: Collection[Member]) -> None:
-        """Say with whom this rank is connected, of the preparation ``nonce``."""
+        """Publish the connections of this rank for the preparation ``nonce``."""
         with self.changed:
             self._up = nonce, sorted(members)
             self.changed.notify_all()
 
     def all_connected(self, nonce: str) -> set[Member]:
-        """The members with which all ranks of this island are connected, as the first one has read it."""
+        """Return the members with which all ranks of this island are connected, as the first one has read it."""
         with self.changed:
             return set.intersection(*(set(there) if of == nonce else set() for of, there in (self._up, *self._ranks)))
 
@@ -128,7 +128,7 @@ class Talk:
     """The words of two ranks that connect: the ``store`` of their channel. A context manager.
 
     ``nonce``: of the preparation. ``me``, ``other``: the members. ``wanted``: whether it goes on. The rank of the lower slot names the
-    session, a new one each time; ``former`` is the one before. What was said stays until :meth:`forget`: the other one may yet read it.
+    session, a new one each time; ``former`` is the one before. Messages stay until :meth:`forget`: the other one may yet read them.
     """
 
     def __init__(
@@ -163,13 +163,13 @@ class Talk:
             self._meeting.said.pop(self._own, None)
 
     def set(self, key: str, value: bytes) -> None:
-        """Say ``value``."""
+        """Publish ``value``."""
         with self._meeting.changed:
             self._meeting.said[self._own][key] = bytes(value).hex()
             self._meeting.changed.notify_all()
 
     def get(self, key: str) -> bytes:
-        """Wait for what one of them has said. Raises :class:`Parted`."""
+        """Wait for what one of them has said. Raise :class:`Parted`."""
         own = self._meeting.said[self._own].get(key)
         return bytes.fromhex(self._wait(key) if own is None else own)
 
