@@ -72,7 +72,7 @@ mutants: .venv/installed
 docs: .venv/installed
 	$(BIN)/python -m scripts.update_docs
 	$(BIN)/python -m megatron_lossy.lab report benchmarks/results/studies/*
-	$(BIN)/python -m megatron_lossy.lab size benchmarks/results/studies/size_* --out benchmarks/results/size
+	$(BIN)/python -m benchmarks.study_sizes benchmarks/results/studies/size_* --out benchmarks/results/size
 
 # The documentation as a site, in build/site/html.
 site: .venv/installed

@@ -27,15 +27,14 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.pytorch import make_lossy
 
 BASELINE, AGAIN = "FSDP2", "FSDP2 again"
-#: Variant: loss flags, and arguments of ``make_lossy``; ``None`` is plain FSDP2.
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]] | None] = {
+#: Variant: loss flags; ``None`` is plain FSDP2.
+VARIANTS: dict[str, dict[str, Any] | None] = {
     BASELINE: None,
     AGAIN: None,
-    "p = 0": ({"p_grad": 0.0, "p_param": 0.0}, {}),
-    "shard": ({"loss_unit": "shard"}, {}),
-    "packet 4 KiB": ({"loss_unit": "packet", "packet_bytes": 4096}, {}),
-    "packet 4 KiB, compensated": ({"loss_unit": "packet", "packet_bytes": 4096, "param_send": "compensated"}, {}),
-    "packet 4 KiB, each gather": ({"loss_unit": "packet", "packet_bytes": 4096}, {"regather": True}),
+    "p = 0": {"p_grad": 0.0, "p_param": 0.0},
+    "shard": {"loss_unit": "shard"},
+    "packet 4 KiB": {"loss_unit": "packet", "packet_bytes": 4096},
+    "packet 4 KiB, compensated": {"loss_unit": "packet", "packet_bytes": 4096, "param_send": "compensated"},
 }
 
 
@@ -82,7 +81,7 @@ class _Counted:
 class Trainer(Timed):
     """One variant: a model and its optimizer."""
 
-    def __init__(self, settings: Settings, variant: tuple[dict[str, Any], dict[str, Any]] | None) -> None:
+    def __init__(self, settings: Settings, variant: dict[str, Any] | None) -> None:
         self._settings, self.iteration, self.own_bytes = settings, 0, 0
         torch.manual_seed(0)
         width = settings.hidden
@@ -105,9 +104,8 @@ class Trainer(Timed):
                 module.set_custom_all_gather(_Counted(True, self))
                 module.set_custom_reduce_scatter(_Counted(False, self))
         else:
-            flags, how = variant
-            config = LossyConfig(**{"p_grad": settings.p, "p_param": settings.p, **flags})
-            self.lossy = make_lossy(self.model, self.optimizer, config, **how)
+            config = LossyConfig(**{"p_grad": settings.p, "p_param": settings.p, **variant})
+            self.lossy = make_lossy(self.model, self.optimizer, config)
 
     @property
     def sent_bytes(self) -> int:

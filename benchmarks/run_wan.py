@@ -141,6 +141,9 @@ def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run
     folder.mkdir(parents=True)
     control, kind = RUNS[name]
     transport = [*kind, *(shlex.split(args.flags) if "udp" in kind else ())]
+    if args.dedicated and "udp" in kind:  # a rate is that of a site or, without sites, of a rank
+        share = args.rate if "--sites" in kind else args.rate / args.ranks
+        transport += ["--udp-rate", "dedicated", f"{share:g}mbit"]
     if control in _controls(lab):
         lab.sysctl("net.ipv4.tcp_congestion_control", control)
     flags = ["--config", args.config, "--train-iters", str(iterations), "--log-interval", "1"]
@@ -232,6 +235,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rtt", type=float, default=20.0, metavar="MS", help="round-trip time (default 20)")
     parser.add_argument("--rate", type=float, metavar="MBIT", help="of the link, Mbit/s (default: no limit)")
     parser.add_argument("--queue", type=float, metavar="MS", help="longest wait for the link (default: a round trip)")
+    parser.add_argument("--dedicated", action="store_true", help="send datagrams at the rate of the link")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="of each of the two sites (default 1)")
     parser.add_argument(
         "--runs", nargs="+", choices=RUNS, default=_DEFAULT, metavar="NAME", help=f"of {', '.join(RUNS)}"
@@ -264,6 +268,8 @@ def link(args: argparse.Namespace) -> Link:
     if args.rate is None:
         if args.queue is not None:
             raise refuse("--queue", args.queue, "needs --rate")
+        if args.dedicated:
+            raise refuse("--dedicated", "without a rate", "needs --rate")
         return Link(args.rtt / 2000, args.loss)
     if not args.rate > 0:
         raise refuse("--rate", args.rate, "must be above 0")

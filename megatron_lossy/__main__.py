@@ -12,12 +12,11 @@ where islands agree who is there.
 
 from __future__ import annotations
 
-import importlib
 import runpy
 import sys
 from pathlib import Path
 
-from .base.errors import ArgumentParser, UsageError, refuse
+from .base.errors import ArgumentParser, UsageError, lab_module, refuse
 from .base.flags import did_you_mean
 from .config.loss_flags import with_preset
 from .config.shipped import copy_shipped
@@ -50,15 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise UsageError(USAGE)
         script, *rest = arguments
         if script in ("doctor", "export", "plan"):  # a script of that name is ./doctor
-            try:
-                command = importlib.import_module(f".lab.{script}", __package__)
-            except ModuleNotFoundError as error:
-                if error.name != "megatron_lossy.lab":
-                    raise
-                raise UsageError(
-                    f"{script}: needs megatron_lossy.lab, which this installation was made without"
-                ) from None
-            sys.exit(command.main(rest))
+            sys.exit(lab_module(script, script).main(rest))
         if script == "refusals":
             from .config.refusals.listing import main as refusals
 

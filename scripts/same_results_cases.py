@@ -161,7 +161,7 @@ def _replay() -> Iterator[Case]:
         "shard": (LOSS, ""),
         "bucket": (BURSTS, ""),
         "packet": (LOSS, ""),
-        "packet bitmaps": (BURSTS, "--delivery-log-bitmaps --delivery-log-chunk 4"),
+        "packet bitmaps": (BURSTS, "--delivery-log-bitmaps"),
     }
     for unit, (loss, how) in record.items():
         same = f"{UNITS[unit.split()[0]]} {OVERLAPS['both']} {BOTH}"

@@ -11,7 +11,7 @@ Between ``<!-- KIND: NAME -->`` and ``<!-- end -->`` of a page stands:
 ``list: studies``, ``presets``, ``features``, ``machines``
     the questions of configs/studies; the files of configs/presets; what tests show, and where they ran (scripts/verified.py)
 ``made: TABLE``
-    a table that a script next to this one makes, or ``lab size`` of the studies of sizes
+    a table that a script next to this one makes, or :mod:`benchmarks.study_sizes`; costs of the plan, which are no page
 
 The tables of a study are made from its record.
 """
@@ -27,6 +27,7 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks import study_sizes
 from megatron_lossy.base.files import write_text
 from megatron_lossy.base.flags import as_text, flag_groups, flag_name
 from megatron_lossy.base.registry import MECHANISMS
@@ -36,17 +37,16 @@ from megatron_lossy.config.refusal import Section, sections
 from megatron_lossy.config.refusals.listing import HEAD
 from megatron_lossy.lab.report import LossTable
 from megatron_lossy.lab.report.scalars import AXES
-from megatron_lossy.lab.studies import size
 from megatron_lossy.lab.studies.commands import recorded
 from megatron_lossy.lab.studies.folder import tables
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.run.exporter import prometheus_name
-from scripts import stability
+from scripts import stability, ways
 from scripts.verified import feature_table, machine_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "megatron_lossy/lab/plan/measured.yaml"]
 _FLAGS = {"loss": LossyConfig, "training": TrainConfig}
 _FLAG = re.compile(r"--[a-z0-9][a-z0-9-]*")
 #: Flags of mechanisms of other packages that happen to be installed.
@@ -64,6 +64,7 @@ METRICS = {name: axis.label for name, axis in AXES.items()} | {
 _MADE = {
     "metrics": lambda: _metrics(),
     "delayed_steps": stability.delayed_steps,
+    "plan_costs": ways.costs,
     "size_cost": lambda: _of_sizes()["cost"].markdown(),
     "size_measured": lambda: _of_sizes()["measured"].markdown(),
 }
@@ -109,7 +110,7 @@ def _tables(study: Path) -> Mapping[str, LossTable]:
 
 @functools.cache
 def _of_sizes() -> Mapping[str, LossTable]:
-    return size.tables(size.read(sorted((RESULTS / "studies").glob("size_*"))))
+    return study_sizes.tables(study_sizes.read(sorted((RESULTS / "studies").glob("size_*"))))
 
 
 def links(page: Path) -> set[Path]:

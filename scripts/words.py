@@ -1,7 +1,6 @@
 """Refuse idioms that are no plain English, in code and pages: ``python -m scripts.words [FILE...]``, by default all files."""
 
 import ast
-import io
 import re
 import subprocess
 import sys
@@ -28,8 +27,9 @@ OPENINGS = {
     r"\A(?:The|An?|All|Every|Each|Its|Their)\b": "begin with the verb: 'Return the', 'Yield the'",
 }
 #: Texts by suffix, and the marks in them that are no words.
-COMMENTS = r"/\*.*?\*/|(?:^[^\n\"]*?(?:#|//)[^\n]*\n)+", r"^[^\n]*?(?:#|//)|/\*+|\*+/|^\s*\*"
-TEXTS = dict.fromkeys((".c", ".h", ".cc", ".cpp", ".yaml", ".yml", ".toml", ".sh", ""), COMMENTS)
+C_COMMENTS = r"/\*.*?\*/|(?:^[^\n\"]*?//[^\n]*\n)+", r"^[^\n]*?//|/\*+|\*+/|^\s*\*|`[^`]*`"
+TEXTS = dict.fromkeys((".c", ".h", ".cc", ".cpp"), C_COMMENTS)
+TEXTS |= dict.fromkeys((".yaml", ".yml", ".toml", ".sh", ""), (r"(?:^[^\n\"]*?#[^\n]*\n)+", r"^[^\n]*?#|`[^`]*`"))
 TEXTS[".md"] = ".+", r"^```.*?^```|^#[^\n]*|`[^`]*`|!\[[^]]*\]|\]\([^)]*\)"
 
 
@@ -43,11 +43,11 @@ def of_python(source: str) -> Iterator[tuple[int, str, int]]:
             returns = ast.unparse(getattr(node, "returns", None) or ast.Constant(None)) != "None"
             openings[node.body[0].lineno] = 2 + returns if function else 1
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            text, docstring = re.sub(r"``.*?``", "x", node.value).lstrip(), openings.get(node.lineno, 0)
+            text, docstring = re.sub(r"`+[^`]*`+", "x", node.value).lstrip(), openings.get(node.lineno, 0)
             if docstring or len(text.split()) > 2:  # else it is a name
                 yield node.lineno, text, docstring
     comment: dict[int, str] = {}
-    for token in tokenize.generate_tokens(io.StringIO(source + "\n").readline):
+    for token in tokenize.generate_tokens(iter([*source.splitlines(True), "\n"]).__next__):
         if token.type == tokenize.COMMENT:
             comment[token.start[0]] = token.string.lstrip("#: ")
         elif token.type != tokenize.NL and comment:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,9 +147,32 @@ class Training:
         return [one.replica.float().cpu().numpy().copy() for one in self.lossy._sharded]
 
 
-def plain(rank: int, tiny: Tiny, config: Any, steps: int, how: dict[str, Any] | None = None) -> tuple[Any, Any]:
+def resumed(make: Callable[[], Any], again: Callable[[], Any], steps: int, of_first: bool = False) -> tuple[Any, Any]:
+    """Return weights and losses of the run of ``again``, which makes ``steps`` after as many of that of ``make``.
+
+    ``of_first``: all ranks load model and optimizer of the first.
+    """
+    run = make()
+    for step in range(steps):
+        run.step(step)
+    saved = [run.model.state_dict(), run.optimizer.state_dict()]
+    saved, mine = copy.deepcopy((saved, run.lossy.state_dict()))
+    if of_first:
+        dist.broadcast_object_list(saved, src=0)
+    run.lossy.close()
+    run = again()
+    run.model.load_state_dict(saved[0])
+    run.optimizer.load_state_dict(saved[1])
+    run.lossy.load_state_dict(mine)
+    losses = [run.step(step) for step in range(steps, 2 * steps)]
+    weights = run.weights()
+    run.lossy.close()
+    return weights, losses
+
+
+def plain(rank: int, tiny: Tiny, config: Any, steps: int) -> tuple[Any, Any]:
     """Return final weights, and losses."""
-    run = Training(tiny, config, **(how or {}))
+    run = Training(tiny, config)
     losses = [run.step(step) for step in range(steps)]
     weights = run.weights()
     if run.lossy is not None:

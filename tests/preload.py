@@ -24,8 +24,8 @@ with warnings.catch_warnings():
 
     import megatron_lossy.base.device.cpu
     import megatron_lossy.base.device.cpu_training
-    import megatron_lossy.delivery_log.verify
     import megatron_lossy.hooks
+    import megatron_lossy.lab.delivery_log.verify
     import megatron_lossy.lab.report
     import megatron_lossy.lab.virtual
     import megatron_lossy.mechanisms.replicas.full_replicas

@@ -123,7 +123,6 @@ TRAIN = [
         "--save runs/p_0.10 --load runs/p_0.10 --train-iters 3",
         "--save runs/p_0.10: holds another run (--train-iters was 2 there and is 3 here); *a finished run takes more --train-iters if",
     ),
-    Case("--save-failures 1", "--save-failures 1: needs --save"),
     Case("--save text.txt", "--save text.txt: must be a folder that can be written to; it is no folder"),
     Case("--metrics-dir text.txt/run", "--metrics-dir text.txt/run: must be a folder that can be written to; /"),
     Case("--save /proc/none", "--save /proc/none: "),
@@ -142,6 +141,20 @@ TRAIN = [
     ),
 ]
 DATA = [
+    Case("", "--input (none): give files"),
+    Case("--input empty.txt --output-prefix new", "--input empty.txt: is empty"),
+    Case("--input text.txt --output-prefix new --tokenizer mystery", "--tokenizer mystery: "),
+    Case("--input text.txt --output-prefix new --tokenizer hf:", "--tokenizer hf:"),
+    Case("--input *.md --output-prefix new", "--input *.md: matches no file"),
+    Case("--input blank.txt --output-prefix new", "--input: no document holds text"),
+    Case("--input text.txt/part --output-prefix new", "--input text.txt/part: cannot be read: Not a directory"),
+    Case("--input text.txt --output-prefix new --split 0.9 0.1", "--split (1 documents): needs at least 2"),
+    Case("--input text.txt --output-prefix new --split nan 0.1", "--split nan 0.1: must be two positive numbers"),
+    Case("--input latin.jsonl --output-prefix new --format jsonl", "--input *latin.jsonl: line 1 is not valid Unicode"),
+    Case(
+        "--input text.txt --output-prefix new --format jsonl --split-documents blank-line",
+        "--split-documents blank-line: needs --format text",
+    ),
     Case("--inpt x", "unrecognized arguments: --inpt x, did you mean --input"),
     Case("--input none.txt --output-prefix new", "--input none.txt: cannot be read: No such file or directory"),
     Case("--input empty --output-prefix new", "--input empty: holds no file"),
@@ -177,7 +190,6 @@ REPORT = [
     Case("none", "RUNS_DIR none: holds no run"),
     Case("empty", "RUNS_DIR empty: holds no run"),
     Case("broken", "RUNS_DIR broken/metrics/metrics.jsonl line 1: is not JSON"),
-    Case("runs --metrics speed", "--metrics 'speed': is not recorded"),
     Case("runs --out old", "--out old: old/loss_table.md exists already; give another, or --overwrite"),
     Case("runs --out text.txt", "--out text.txt: must be a folder that can be written to; it is no folder"),
     Case("runs", "--out runs: needs the package matplotlib", cripple="without=matplotlib"),
@@ -206,6 +218,9 @@ LAUNCH = [
     Case(f"{STDLIB} --out text.txt", "--out text.txt/p_0.10: must be a folder that can be"),
 ]
 LAUNCHER = [
+    Case("", "usage: python -m megatron_lossy SCRIPT"),
+    Case("text.txt --p-grad much", "--p-grad: invalid float value: 'much'"),
+    Case("text.txt --loss-unit byte", "--loss-unit: invalid choice: 'byte'"),
     Case("none.py", "SCRIPT none.py: must be a Python file, for example Megatron-LM's pretrain_gpt.py"),
     Case("docter", "SCRIPT docter: must be a Python file, *copy, coordinator, did you mean doctor\n"),
     Case("text.txt --loss-preset papr", "--loss-preset papr: must be a file or one of asyncmesh"),
@@ -214,6 +229,7 @@ LAUNCHER = [
         "text.txt --loss-preset smart --loss-unit shard", "--grad-priority packet-mean:0.01 (of the preset smart): ne"
     ),
     Case("text.txt --loss-model trace --trace none", "--trace none: must be a folder that", ranks=2),
+    Case("refusals leads", "SECTION leads: must be one of core, pytorch, transport"),
     Case("copy text.txt", "FOLDER text.txt: cannot be written: Not a directory"),
     Case("copy /proc/none", "FOLDER /proc/none: cannot be written: No such file or directory"),
     full("copy new", "new: File too large"),
@@ -267,6 +283,9 @@ def world(tmp_path_factory) -> Path:
     for name in ("data", "empty", "broken/metrics", "other", "old", "data.png"):
         (folder / name).mkdir(parents=True)
     (folder / "text.txt").write_text("A text of a line.\n" * 200)
+    (folder / "empty.txt").touch()
+    (folder / "blank.txt").write_text(" \n\n")
+    (folder / "latin.jsonl").write_bytes(b'{"text": "\xff"}\n')
     (folder / "study.yaml").write_text(STUDY)
     (folder / "own.yaml").write_text("adam-beta1: 2\n")
     (folder / "list.yaml").write_text("p-grad: [0.1, 0.2]\n")

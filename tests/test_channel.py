@@ -20,6 +20,7 @@ from megatron_lossy.channel import make_channel
 from megatron_lossy.channel.draws import Uniforms
 from megatron_lossy.channel.gilbert_elliott import GilbertElliott
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab import trace
 from megatron_lossy.transport import Network, check_channels
 from tests.rules import delivered
 
@@ -338,6 +339,45 @@ def test_a_trace_replays_what_another_model_lost(tmp_path):
     for size, steps, message in ((4, 10, "3 ranks"), (3, 11, "10 steps in phase grad, the run needs 11")):
         with pytest.raises(UsageError, match=message):
             check_channels(config, size, steps)
+
+
+def test_a_circular_trace_serves_any_run_packet_by_packet(tmp_path):
+    """Each link has its own sequence, steps follow one another, and it begins again; phases begin at other places."""
+    sequence = np.random.default_rng(1).random((3, 3, 1009)) < 0.8
+    np.savez(tmp_path / "trace.npz", sequence=sequence)
+    config = LossyConfig(loss_model=("trace",), trace=str(tmp_path / "trace.npz"))
+    check_channels(config, 3, 10**9)
+    network = Network(config, "grad", 3)
+    found = np.concatenate([delivered(network, exchange(step=step), 0, 2, 7) for step in range(300)])
+    [first] = [place for place in range(1009) if np.array_equal(np.roll(sequence[0, 2], -place)[:200], found[:200])]
+    assert np.array_equal(found, np.resize(np.roll(sequence[0, 2], -first), len(found)))
+    assert not np.array_equal(everything(config, 3, 9, 7), everything(config, 3, 9, 7, phase="param"))
+    with pytest.raises(UsageError, match="is of 3 ranks, but the group has 4"):
+        check_channels(config, 4, None)
+
+
+def test_a_measurement_becomes_a_circular_trace(tmp_path, capsys):
+    """By hand: packets in order, numbers of those that arrived, and links; all links of a sequence lose as much."""
+    csv, out = tmp_path / "link.csv", tmp_path / "trace.npz"
+
+    def made(text):
+        csv.write_text(text)
+        trace.main([str(csv), "--out", str(out)])
+        return np.load(out)["sequence"].astype(int).tolist()
+
+    assert made("arrived\n1\n0\n1\n") == [[[1, 0, 1]]]
+    assert made("time,sequence\n.1,7\n.2,9\n.3,8\n.4,12\n.4,12\n") == [[[1, 1, 1, 0, 0, 1]]]
+    links = made("source,destination,arrived\n0,1,1\n1,0,0\n0,1,0\n0,1,1\n")
+    assert links == [[[1, 1, 1], [1, 0, 1]], [[0, 0, 0], [1, 1, 1]]]
+    made("arrived\n" + "1\n1\n1\n0\n" * 250)
+    assert "a link has 1,000 packets, 25 % are lost" in capsys.readouterr().out
+    config = LossyConfig(loss_model=("trace",), trace=str(out))
+    assert (
+        everything(config, 4, steps=100, units=10)[:, ~np.eye(4, dtype=bool)].mean(axis=(0, 2)).tolist() == [0.75] * 12
+    )
+    for text in ("", "arrived\n", "other\n1\n", "arrived\nyes\n", "source,arrived\n0,1\n", "sequence\n-1\n"):
+        with pytest.raises(UsageError, match="link.csv: must have a heading"):
+            made(text)
 
 
 def test_unreadable_traces(tmp_path):

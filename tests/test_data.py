@@ -85,33 +85,6 @@ def test_lines_and_paragraphs(tmp_path):
         convert("--input", lines, "--format", "jsonl", "--output-prefix", tmp_path / "missing-key")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--input", "empty.txt"], "empty"),
-        (["--input", "empty.txt", "--tokenizer", "mystery"], "--tokenizer mystery"),
-        ([], "--input"),
-        (["--input", "*.md"], r"\*.md: matches no file"),
-        (["--input", "blank.txt"], "no document holds text"),
-        (["--input", "text.txt/part"], "text.txt/part: cannot be read: Not a directory"),
-        (["--input", "text.txt", "--split", "0.9", "0.1"], "--split .*at least 2"),
-        (["--input", "text.txt", "--split", "nan", "0.1"], "--split nan 0.1"),
-        (["--input", "latin.jsonl", "--format", "jsonl"], "latin.jsonl: line 1 is not valid Unicode"),
-        (["--input", "text.txt", "--format", "jsonl", "--split-documents", "blank-line"], "--split-documents"),
-        (["--input", "text.txt", "--tokenizer", "hf:"], "--tokenizer hf:"),
-    ],
-)
-def test_wrong_input_is_named(tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "blank.txt").write_text(" \n\n")
-    (tmp_path / "text.txt").write_text("text")
-    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(UsageError, match=message):
-        convert(*arguments, "--output-prefix", "data")
-    assert not list(tmp_path.glob("data*"))
-
-
 @given(st.sets(st.text(min_size=1), min_size=2, max_size=40), st.floats(0.01, 0.99))
 def test_a_split_is_by_name(names, fraction):
     names = sorted(names)

@@ -21,9 +21,9 @@ from megatron_lossy.delivery_log.__main__ import main
 from megatron_lossy.delivery_log.events import EventLog, event_files
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.schema import pack, unpack
-from megatron_lossy.delivery_log.summary import summary_text
-from megatron_lossy.delivery_log.verify import verify, verify_events
 from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
+from megatron_lossy.lab.delivery_log.summary import summary_text
+from megatron_lossy.lab.delivery_log.verify import verify, verify_events
 from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.mechanisms.boundaries.events import Crossed, totals
 from megatron_lossy.mechanisms.boundaries.loss import Boundary
@@ -109,12 +109,13 @@ def record(folder, kind, steps=STEPS, first=0, ranks=None, skipped=(), alone=Fal
 
     In iterations in ``skipped`` nothing happens.
     """
-    config = LossyConfig(**KINDS[kind] | flags, delivery_log=str(folder), delivery_log_chunk=3)
+    config = LossyConfig(**KINDS[kind] | flags, delivery_log=str(folder))
     ranks = (range(RANKS) if kind in ERRORS else [0]) if ranks is None else ranks
     logs = {rank: EventLog(config, rank) for rank in ranks}
     events_of = (errors_of if kind in ERRORS else messages_of)(config, ranks)
     recorded = []
     for log in logs.values():
+        log.iterations = 3
         if first:
             log.restart(first)
     for step in range(first, steps):
@@ -329,7 +330,7 @@ def trained(rank, tiny, config, steps=3, workers=None, evaluates=False):
 
 
 def with_log(config, folder, **flags):
-    return dataclasses.replace(config, delivery_log=str(folder), delivery_log_chunk=2, **flags)
+    return dataclasses.replace(config, delivery_log=str(folder), **flags)
 
 
 def assert_as_drawn(rows, tiny, config, steps=3):

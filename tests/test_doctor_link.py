@@ -16,6 +16,7 @@ from benchmarks.lab import Lab, Link
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.lab.doctor import link as doctor
 from megatron_lossy.lab.plan.link import read_link
+from tests.slurm_cluster import free_ports
 from tests.test_lab import needs_lab
 
 pytestmark = pytest.mark.shows("doctor --link: rate, round trip, loss, bursts, MTU, queue within 10 %", device=False)
@@ -49,12 +50,6 @@ def quick(monkeypatch):
     """Measurements that are short."""
     monkeypatch.setattr(doctor, "_SECONDS", 2.0)
     monkeypatch.setattr(doctor, "_TRAIN_SECONDS", 0.05)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def measured(lab, folder, there, back, *flags):
@@ -120,7 +115,7 @@ def test_a_link_that_loses_all_datagrams_is_refused(tmp_path, capfd):
 
 def test_nobody_there_is_one_line():
     with pytest.raises(UsageError, match=r"--link 127.0.0.1:\d+: Connection refused; start .* doctor --serve"):
-        doctor.measure("127.0.0.1", free_port(), b"", False, 0)
+        doctor.measure("127.0.0.1", free_ports(1)[0], b"", False, 0)
 
 
 @pytest.mark.parametrize(("words", "reason"), [(b"", "sends nothing"), (b"SSH-2.0-OpenSSH_9\n", "is no doctor")])
@@ -143,7 +138,7 @@ def test_somebody_else_there_is_one_line(monkeypatch, words, reason):
 def test_strangers_are_sent_away_and_the_next_is_served(quick, monkeypatch):
     """One that sends nothing, one with noise, one without the key; and datagrams of strangers while another measures."""
     monkeypatch.setattr(doctor, "_FIRST_WORDS", 1.0)
-    port, stop = free_port(), threading.Event()
+    port, stop = free_ports(1)[0], threading.Event()
     with serving(port, b"secret") as lines:
         with socket.create_connection(("127.0.0.1", port)):
             pass
@@ -174,7 +169,7 @@ def test_strangers_are_sent_away_and_the_next_is_served(quick, monkeypatch):
 def test_two_ranks_of_a_launcher_measure_the_link_between_them(quick, tmp_path, monkeypatch, capsys):
     from megatron_lossy.lab.doctor import main
 
-    out, words = tmp_path / "link.json", ["--link", f"127.0.0.1:{free_port()}"]
+    out, words = tmp_path / "link.json", ["--link", f"127.0.0.1:{free_ports(1)[0]}"]
     monkeypatch.setenv("RANK", "0")
     rank0 = threading.Thread(target=main, args=(words,))
     rank0.start()

@@ -2,10 +2,12 @@
 
 import json
 import logging
+import os
 import re
 import shutil
 import socket
 import subprocess
+import time
 import urllib.request
 from pathlib import Path
 
@@ -19,8 +21,9 @@ from megatron_lossy.config.facts import Facts
 from megatron_lossy.hooks.checks import check_run
 from megatron_lossy.run.exporter import Exporter, exporter_at, prometheus_name
 from scripts.update_docs import METRICS
-from tests import dashboard
 from tests.ranks import run_ranks
+from tests.slurm_cluster import free_ports
+from tests.test_plugin_megatron_lm import ENVIRONMENT, LOSS, MODEL, TORCHRUN
 from tests.trainer import TINY, read_records, train_runs, write_data
 
 prometheus_client = pytest.importorskip("prometheus_client")
@@ -29,12 +32,6 @@ pytestmark = pytest.mark.shows("metrics for Prometheus; dashboard and alerts nam
 ROOT = Path(__file__).parents[1]
 OPS = ROOT / "configs/ops"
 NAMES = {prometheus_name(name) for name in METRICS}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def scraped(port):
@@ -47,7 +44,7 @@ def scraped(port):
 
 
 def test_records_become_gauges():
-    port = free_port()
+    port = free_ports(1)[0]
     exporter = Exporter(port)
     try:
         exporter.write({"kind": "run", "seed": 1})
@@ -82,18 +79,18 @@ def test_names_are_those_that_prometheus_takes_and_each_is_of_one_metric():
     assert len(NAMES) == len(METRICS)
 
 
-def test_the_dashboard_is_current_and_asks_for_metrics_that_exist():
-    assert dashboard.FILE.read_text() == dashboard.text()
-    content = json.loads(dashboard.FILE.read_text())
+def test_the_dashboard_asks_for_metrics_that_exist():
+    text = (OPS / "grafana.json").read_text()
+    content = json.loads(text)
     assert content["schemaVersion"] >= 39 and content["title"] and content["templating"]["list"]
     ids = [panel["id"] for panel in content["panels"]]
-    assert len(set(ids)) == len(ids) == len(dashboard.PANELS)
+    assert ids and len(set(ids)) == len(ids)
     for panel in content["panels"]:
         assert {"type", "title", "gridPos", "datasource", "fieldConfig"} <= panel.keys() and panel["targets"]
         for target in panel["targets"]:
             [name] = re.findall(r"megatron_lossy_\w+", target["expr"])
             assert name in NAMES
-    assert set(re.findall(r"megatron_lossy_\w+", dashboard.FILE.read_text())) <= NAMES
+    assert set(re.findall(r"megatron_lossy_\w+", text)) <= NAMES
 
 
 def test_the_rules_ask_for_metrics_that_exist():
@@ -130,7 +127,7 @@ def test_a_run_serves_what_its_last_records_say(tmp_path):
     run_ranks(write_data, 1, str(tmp_path))
     paths = {name: (str(tmp_path / split),) for name, split in (("data_path", "train"), ("valid_data_path", "valid"))}
     config = TINY | paths | {"metrics_dir": str(tmp_path / "run")}
-    loss = {"p_grad": 0.5, "p_param": 0.5, "metrics_port": free_port(), "eval_weights": "both"}
+    loss = {"p_grad": 0.5, "p_param": 0.5, "metrics_port": free_ports(1)[0], "eval_weights": "both"}
     (_, seen), (_, nothing) = run_ranks(watched, 2, config, loss)
     last = read_records(tmp_path / "run", "train")[-1]
     assert nothing == {} and seen[("megatron_lossy_iteration", ())] == last["iteration"] == 8
@@ -145,6 +142,39 @@ def test_a_run_serves_what_its_last_records_say(tmp_path):
         taken = loss | {"metrics_port": other.getsockname()[1]}
         (summary, seen), _ = run_ranks(watched, 2, config | {"metrics_dir": None}, taken)
     assert seen == {} and summary["lm loss"] == last["lm loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.megatron_lm
+@pytest.mark.shows("the unmodified `pretrain_gpt.py` serves what its log says to Prometheus", device=False)
+def test_megatron_lm_serves_what_its_log_says(megatron_lm, tmp_path):
+    """Scraped after its last iteration: its program ends when it may."""
+    port, script, over = free_ports(1)[0], tmp_path / "script.py", tmp_path / "over"
+    script.write_text(
+        "import os, sys, time\n"
+        f"sys.argv[0] = {os.path.join(megatron_lm, 'pretrain_gpt.py')!r}\n"
+        "from megatron_lossy.__main__ import main\n"
+        "main(sys.argv)\n"
+        "print('trained', flush=True)\n"
+        f"while not os.path.exists({str(over)!r}): time.sleep(0.01)\n"
+    )
+    ranks = ["--standalone", "--nproc-per-node", 2, script, *MODEL, *LOSS, "--metrics-port", port]
+    with open(tmp_path / "log", "w") as log:
+        done = subprocess.Popen(list(map(str, [*TORCHRUN, *ranks])), stdout=log, stderr=log, env=ENVIRONMENT)
+    try:
+        while (said := (tmp_path / "log").read_text()).count("trained\n") < 2:
+            assert done.poll() is None, said[-3000:]
+            time.sleep(0.1)
+        seen = scraped(port)
+        over.touch()
+        assert done.wait(120) == 0
+    finally:
+        done.kill()
+    assert {name for name, _ in seen} <= NAMES and seen[("megatron_lossy_iteration", ())] == 20
+    assert not any("valid" in name for name, _ in seen)
+    for name in ("lm loss", "grad norm", "loss rate grad", "loss rate param"):
+        printed = float(re.findall(rf"\b{name}: ([\d.E+-]+)", said)[-1])
+        assert seen[(prometheus_name(name), ())] == pytest.approx(printed, abs=2e-3), name
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.verify import verify
+from megatron_lossy.lab.delivery_log.verify import verify
 from megatron_lossy.lab.virtual.island_churn import ChurningIslands
 from megatron_lossy.mechanisms.islands.epochs import (
     EPOCHS,

@@ -15,7 +15,7 @@ import torch
 from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.verify import verify
+from megatron_lossy.lab.delivery_log.verify import verify
 from megatron_lossy.mechanisms.islands.ranks import rewind
 from tests.ranks import RankFailed, run_ranks
 from tests.test_islands_train import whole_and_parts
@@ -259,7 +259,7 @@ def test_averaged_weights_of_gradient_descent_are_averaged_gradients(data, tmp_p
 
 @pytest.mark.slow
 def test_losses_are_recorded_and_replayed(data, tmp_path):
-    loss = {**LATE, **LOST, **INSIDE, "sync_interval": 2, "delivery_log_chunk": 3}
+    loss = {**LATE, **LOST, **INSIDE, "sync_interval": 2}
     again = {**LATE, "sync_interval": 2, "loss_model": ("trace",), "loss_unit": "packet", "packet_bytes": 256}
     log, settings = str(tmp_path / "log"), SMALL | data
     first = (settings | {"save": str(tmp_path / "first")}, {**loss, "delivery_log": log})

@@ -713,8 +713,3 @@ def test_a_dry_run_says_what_crosses_between_sites():
     assert not any("--udp-rate" in line for line in estimates(coded))
     rated = over_datagrams("--sites=2", "--udp-rate", "dedicated", "10gbit")
     assert "         at --udp-rate dedicated 10gbit in 16.2 s at least" in estimates(rated)
-
-
-def test_a_dry_run_warns_of_optimizer_instances(caplog):
-    check_training(over_datagrams("--num-distributed-optimizer-instances=2"))
-    assert "the exchange between instances stays reliable; --sites M makes the one between sites lossy" in caplog.text

@@ -20,6 +20,7 @@ import pytest
 from megatron_lossy.lab.launch.plan import make_plan
 
 from .ranks import run_ranks
+from .slurm_cluster import free_ports
 from .trainer import ROOT, read_records, recorded_losses, train_runs, write_data
 
 pytestmark = pytest.mark.shows("killed nodes and ranks start again: torchrun, over UDP, two sites")
@@ -66,12 +67,6 @@ def wait_for(what: str, done: Callable[[], bool], agents: Sequence[subprocess.Po
         time.sleep(0.05)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 SMALL = [
     "--num-layers=2", "--hidden-size=64", "--ffn-hidden-size=64", "--seq-length=32", "--hidden-dropout=0.1",
     "--micro-batch-size=2", "--global-batch-size=8", "--train-iters=100", "--lr-warmup-iters=2",
@@ -81,7 +76,7 @@ SMALL = [
 
 @pytest.mark.slow
 def test_a_killed_agent_that_is_started_again_continues_the_run(agents, tmp_path):
-    port = free_port()
+    port = free_ports(1)[0]
     run_ranks(write_data, 1, str(tmp_path))
     flags = [
         f"--config={ROOT}/configs/tiny/llama_1m.yaml", "--program=train", "--device=cpu", "--accelerators=2",
@@ -141,7 +136,7 @@ DATAGRAMS = "--transport udp --udp-port 41000"
 def test_the_command_for_two_sites_survives_a_dead_rank(agents, tmp_path, rendezvous, transport, more):
     """Both sites on this machine, with a rank each, of which the second is killed after the first checkpoint."""
     run_ranks(write_data, 1, str(tmp_path))
-    port, sites = free_port(), []
+    port, sites = free_ports(1)[0], []
     for site in range(2):
         command = command_of_wan()
         if rendezvous == "static":
@@ -153,7 +148,7 @@ def test_the_command_for_two_sites_survives_a_dead_rank(agents, tmp_path, rendez
             (DATAGRAMS, transport),
             ("HOST_A", "127.0.0.1"),
             ("29400", str(port)),
-            ("41000", str(free_port())),
+            ("41000", str(free_ports(1)[0])),
             ("--nproc-per-node 8", "--nproc-per-node 1"),
             ("--config …", " ".join([model, *SMALL, *more])),
             ("FOLDER", "run"),

@@ -19,9 +19,9 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.verify import verify, verify_events
 from megatron_lossy.hooks.facts import of_communicator, of_model
 from megatron_lossy.hooks.versions import decoder_layers
+from megatron_lossy.lab.delivery_log.verify import verify, verify_events
 from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.mechanisms.boundaries.hooks import Boundaries
 from megatron_lossy.mechanisms.boundaries.loss import Boundary
@@ -473,7 +473,7 @@ def test_a_resumed_run_goes_on_with_the_same_losses(data, tmp_path):
     loss = {"p_act": 0.3, "p_act_grad": 0.3, "packet_bytes": 200, "act_fec": ("off",)}
     whole, parts = (settings | {"save": str(tmp_path / name)} for name in ("whole", "parts"))
     logs = {name: tmp_path / f"log of {name}" for name in ("whole", "parts")}
-    once, twice = (loss | {"delivery_log": str(log), "delivery_log_chunk": 3} for log in logs.values())
+    once, twice = (loss | {"delivery_log": str(log)} for log in logs.values())
     again = parts | {"load": parts["save"]}
     run_ranks(train_runs, 2, (whole, once), (parts | {"exit_interval": 4}, twice), (again, twice))
     rows = boundary_rows(logs["whole"])

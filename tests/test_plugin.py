@@ -47,21 +47,6 @@ def test_a_run_that_loses_nothing_says_whether_it_was_asked():
     assert _nothing_lost(LossyConfig(), asked[:2]) == f"{said}; no loss flag was given"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ([], "usage: python -m megatron_lossy SCRIPT"),
-        ([__file__, "--p-grad", "much"], "error: --p-grad: invalid float value: 'much'"),
-        ([__file__, "--loss-unit", "byte"], "--loss-unit: invalid choice: 'byte'"),
-    ],
-)
-def test_one_line_and_status_2(rows, arguments, named):
-    done = rows.run("megatron_lossy", *arguments)
-    assert done.returncode == 2
-    assert named in done.stderr
-    assert done.stderr.count("\n") == 1 and not done.stdout
-
-
 def test_files_are_checked_against_world_size_and_length(rows, tmp_path):
     matrix, trace = tmp_path / "matrix.txt", tmp_path / "trace.npz"
     np.savetxt(matrix, np.zeros((2, 2)))

@@ -259,8 +259,7 @@ def test_monitors_write_to_megatrons_log_and_tensorboard(megatron_lm, tmp_path):
     # Of the text log too, whose lines other ranks may have broken.
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "run.log").write_text(done.stdout)
-    scalars = read_megatron_run(tmp_path / "text").scalars
-    assert len(scalars["loss rate grad"]) >= 15 and len(scalars["grad norm"]) >= 15 and scalars["drift owner"]
+    assert len(read_megatron_run(tmp_path / "text").train) >= 15
 
 
 def test_help_shows_our_flags_in_groups_of_their_own(megatron_lm):

@@ -270,7 +270,6 @@ LINES = [
     ("optimizer SGD: steps during the backward pass, where no update ends; step after it", step_in_the_backward_pass),
     ("--transport udp: loses other units of each copy of a parameter", tensor_parallel_over_udp),
     ("--p-param 0.1: each replica updates all parameters, and sends none", lambda: of_ddp(LossyConfig(p_param=0.1))),
-    ("regather True: is of fully_shard", lambda: of_ddp(regather=True)),
     ("model DistributedDataParallel: has a communication hook already", hooked_ddp),
     ("model DistributedDataParallel: is lossy already", ddp_twice),
 ]

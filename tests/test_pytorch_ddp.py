@@ -1,7 +1,7 @@
 """DDP over gloo: without loss every bit is torch's; with loss every value is the reference's; replicas are kept together."""
 
-import copy
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -251,21 +251,8 @@ def test_what_goes_past_the_exchanges_is_an_error_and_a_closed_run_sees_nothing(
 
 def resumed_elsewhere(rank, config, steps, how):
     """As a program saves: weights and optimizer of the first rank, and the state of each."""
-    run = Training(config, **how)
-    for step in range(steps):
-        run.step(step)
-    saved = [run.model.state_dict(), run.optimizer.state_dict()]
-    mine = copy.deepcopy(run.lossy.state_dict())
-    dist.broadcast_object_list(saved, src=0)
-    run.lossy.close()
-    run = Training(config, **how)
-    run.model.load_state_dict(saved[0])
-    run.optimizer.load_state_dict(saved[1])
-    run.lossy.load_state_dict(mine)
-    losses = [run.step(step) for step in range(steps, 2 * steps)]
-    weights = run.weights()
-    run.lossy.close()
-    return weights, losses, {}
+    make = functools.partial(Training, config, **how)
+    return *fsdp.resumed(make, make, steps, of_first=True), {}
 
 
 @pytest.mark.parametrize("rule", RULES)

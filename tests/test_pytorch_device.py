@@ -19,18 +19,17 @@ pytestmark = [
 ]
 
 PACKETS = LossyConfig(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64)
-CASES: dict[str, tuple[Tiny, Any, dict[str, Any]]] = {
-    "plain": (Tiny(reshard=True), None, {}),
-    "rate 0": (Tiny(reshard=True), LossyConfig(), {}),
-    "packets": (Tiny(reshard=True), PACKETS, {}),
-    "shards, prefetching": (Tiny(reshard=True, prefetches=True), LossyConfig(p_grad=0.3, p_param=0.3), {}),
-    "handles": (Tiny(reshard=True, asynchronous=True, prefetches=True), PACKETS, {}),
-    "accumulation": (Tiny(reshard=False, accumulation=2, synchronises=True), PACKETS, {}),
-    "bf16": (Tiny(dtype="bf16", reshard=True), PACKETS, {}),
-    "lead": (Tiny(dtype="bf16", reshard=True), dataclasses.replace(PACKETS, param_send="compensated"), {}),
-    "previous": (Tiny(reshard=True), dataclasses.replace(PACKETS, grad_recovery="previous"), {}),
-    "pieces": (Tiny(reshard=True), dataclasses.replace(PACKETS, transport="pieces"), {}),
-    "each gather": (Tiny(reshard=True), PACKETS, {"regather": True}),
+CASES: dict[str, tuple[Tiny, Any]] = {
+    "plain": (Tiny(reshard=True), None),
+    "rate 0": (Tiny(reshard=True), LossyConfig()),
+    "packets": (Tiny(reshard=True), PACKETS),
+    "shards, prefetching": (Tiny(reshard=True, prefetches=True), LossyConfig(p_grad=0.3, p_param=0.3)),
+    "handles": (Tiny(reshard=True, asynchronous=True, prefetches=True), PACKETS),
+    "accumulation": (Tiny(reshard=False, accumulation=2, synchronises=True), PACKETS),
+    "bf16": (Tiny(dtype="bf16", reshard=True), PACKETS),
+    "lead": (Tiny(dtype="bf16", reshard=True), dataclasses.replace(PACKETS, param_send="compensated")),
+    "previous": (Tiny(reshard=True), dataclasses.replace(PACKETS, grad_recovery="previous")),
+    "pieces": (Tiny(reshard=True), dataclasses.replace(PACKETS, transport="pieces")),
 }
 
 
@@ -38,8 +37,8 @@ def train(case: str, device: str) -> list[Any]:
     """Return losses, owners' weights and replicas after a few steps."""
     import torch
 
-    tiny, config, how = CASES[case]
-    run = Training(dataclasses.replace(tiny, device=device), config, **how)
+    tiny, config = CASES[case]
+    run = Training(dataclasses.replace(tiny, device=device), config)
     losses = [run.step(step) for step in range(4)]
     weights = run.weights()
     replicas = []

@@ -1,7 +1,6 @@
 """FSDP2 whose copies are islands: weights are averaged between groups of ranks, gradients are not."""
 
 import contextlib
-import copy
 import dataclasses
 
 import numpy as np
@@ -108,19 +107,7 @@ LOSSY = dataclasses.replace(LATE, p_grad=0.3, p_param=0.3, p_sync=0.2, packet_by
 
 
 def resumed(rank, config, steps):
-    run = Island(config)
-    for step in range(steps):
-        run.step(step)
-    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict(), run.lossy.state_dict()))
-    run.lossy.close()
-    run = Island(config)
-    run.model.load_state_dict(saved[0])
-    run.optimizer.load_state_dict(saved[1])
-    run.lossy.load_state_dict(saved[2])
-    losses = [run.step(step) for step in range(steps, 2 * steps)]
-    weights = run.weights()
-    run.lossy.close()
-    return losses, weights
+    return fsdp.resumed(lambda: Island(config), lambda: Island(config), steps)
 
 
 CODED = dataclasses.replace(LATE, sync_dtype="int8", wire_block=32, packet_bytes=68, sync_fraction=0.5)
@@ -129,7 +116,7 @@ CODED = dataclasses.replace(LATE, sync_dtype="int8", wire_block=32, packet_bytes
 @pytest.mark.parametrize("config", [LATE, LOSSY, CODED], ids=["late", "with losses everywhere", "in 8 bits"])
 def test_a_run_continues_bit_for_bit(config, pool):
     expected = pool.run(trained, 4, config, 8)
-    for (losses, weights), (all_losses, history, *_) in zip(pool.run(resumed, 4, config, 4), expected, strict=True):
+    for (weights, losses), (all_losses, history, *_) in zip(pool.run(resumed, 4, config, 4), expected, strict=True):
         assert losses == all_losses[4:]
         for name, value in history[-1].items():
             np.testing.assert_array_equal(weights[name], value)

@@ -1,6 +1,5 @@
 """A run of FSDP2: the same bits as by hand, transports, log and replay, state, owners' weights, bytes."""
 
-import copy
 import dataclasses
 import math
 
@@ -13,7 +12,7 @@ from torch import nn
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.verify import verify
+from megatron_lossy.lab.delivery_log.verify import verify
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
 from tests import contract, fsdp
 from tests.fsdp import Tiny, Training
@@ -175,29 +174,18 @@ def test_monitors_measure(pool):
     assert 1 < first["drift owner"] / first["drift owner predicted"] < 5
 
 
-def interrupted(rank, config, steps, reshard, how=None):
-    how = how or {}
-    run = Training(Tiny(reshard=reshard), config, **how)
-    for step in range(steps):
-        run.step(step)
-    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict(), run.lossy.state_dict()))
-    run.lossy.close()
-    run = Training(Tiny(reshard=reshard, seed=1), config, **how)
-    for step in range(2):
-        run.step(50 + step)
-    model, optimizer, lossy = saved
-    run.model.load_state_dict(model)
-    run.optimizer.load_state_dict(optimizer)
-    run.lossy.load_state_dict(lossy)
-    losses = [run.step(step) for step in range(steps, 2 * steps)]
-    weights = run.weights()
-    run.lossy.close()
-    return weights, losses
+def interrupted(rank, config, steps):
+    def astray():
+        run = Training(Tiny(seed=1), config)
+        for step in range(2):
+            run.step(50 + step)
+        return run
+
+    return fsdp.resumed(lambda: Training(Tiny(), config), astray, steps)
 
 
-@pytest.mark.parametrize("setting", [*RULES, "error-feedback", "compensated", "udp", "codes", "each gather"])
+@pytest.mark.parametrize("setting", [*RULES, "error-feedback", "compensated", "udp", "codes"])
 def test_a_run_continues_bit_for_bit(setting, pool):
-    how = {"regather": True} if setting == "each gather" else {}
     if setting == "codes":
         config = CODED
     elif setting in ("compensated", "udp"):
@@ -205,9 +193,9 @@ def test_a_run_continues_bit_for_bit(setting, pool):
             BOTH, **({"param_send": setting} if setting == "compensated" else {"transport": "udp"})
         )
     else:
-        config = dataclasses.replace(BOTH, grad_recovery="renormalize" if how else setting)
-    expected = pool.run(fsdp.plain, 2, Tiny(), config, 8, how)
-    resumed = pool.run(interrupted, 2, config, 4, None, how)
+        config = dataclasses.replace(BOTH, grad_recovery=setting)
+    expected = pool.run(fsdp.plain, 2, Tiny(), config, 8)
+    resumed = pool.run(interrupted, 2, config, 4)
     same(resumed, [(weights, losses[4:]) for weights, losses in expected])
 
 
@@ -247,37 +235,29 @@ def test_owners_weights_are_in_the_model_for_a_while(send, pool):
             np.testing.assert_array_equal(weights[name], value)
 
 
-def traffic(rank, tiny, config, steps, regather):
-    run = Training(tiny, config, regather=regather)
+def traffic(rank, tiny, config, steps):
+    run = Training(tiny, config)
     run.step(0)
     first = dict(run.lossy.sent_bytes)
-    losses = [run.step(step) for step in range(1, steps + 1)]
+    for step in range(1, steps + 1):
+        run.step(step)
     sent = {phase: (count - first[phase]) / steps for phase, count in run.lossy.sent_bytes.items()}
     shards = sum(one.group.spec.shard_of("param") * 4 for one in run.lossy._sharded)
     run.lossy.close()
-    return sent, (dist.get_world_size() - 1) * shards, losses
+    return sent, (dist.get_world_size() - 1) * shards
 
 
 @pytest.mark.parametrize("config", [LossyConfig(), BOTH], ids=["lossless", "lossy"])
 def test_an_update_is_gathered_once(config, pool):
     """With resharding FSDP2 gathers twice: two thirds of its bytes are left."""
-    for sent, once, _ in pool.run(traffic, 2, Tiny(reshard=True), config, 3, False):
+    for sent, once in pool.run(traffic, 2, Tiny(reshard=True), config, 3):
         assert sent == {"param": once, "grad": once}
-    for sent, once, _ in pool.run(traffic, 2, Tiny(reshard=True), config, 3, True):
-        assert sent == {"param": 2 * once, "grad": once}
 
 
 def test_bytes_in_codes_are_fewer(pool):
     """34 of 128 in a block of 32 elements, a little more in short ones."""
-    for sent, once, _ in pool.run(traffic, 2, Tiny(), CODED, 3, False):
+    for sent, once in pool.run(traffic, 2, Tiny(), CODED, 3):
         assert sent["param"] == sent["grad"] and 34 / 128 <= sent["grad"] / once < 0.32
-
-
-def test_each_gather_of_an_update_draws_anew_if_asked(pool):
-    config = dataclasses.replace(BOTH, p_grad=0.0)
-    once, twice = (pool.run(traffic, 2, Tiny(reshard=True), config, 6, regather)[0][2] for regather in (False, True))
-    lossless = pool.run(traffic, 2, Tiny(reshard=True), LossyConfig(), 6, True)[0][2]
-    assert once != twice != lossless
 
 
 def used(rank):
@@ -369,47 +349,6 @@ def test_two_models_of_a_process_lose_different_units(pool, tmp_path):
         for name, value in weights.items():  # one model has the draws that it always had
             np.testing.assert_array_equal(first[name], value)
             np.testing.assert_array_equal(alone[name], value)
-
-
-def gathered_again(rank, config, steps, saves):
-    run = Training(Tiny(), config, regather=True)
-    losses = []
-    for step in range(steps):
-        losses.append(run.step(step))
-        if saves:
-            run.lossy.state_dict()
-    measured = run.lossy.metrics()
-    weights = run.weights()
-    run.lossy.close()
-    return weights, losses, measured
-
-
-@pytest.mark.parametrize("unit", ["shard", "bucket", "packet"])
-@pytest.mark.parametrize("saves", [False, True], ids=["", "saving"])
-def test_later_gathers_are_logged_measured_and_replayed(unit, saves, pool, tmp_path):
-    steps = 8
-    config = dataclasses.replace(BOTH, p_grad=0.0, loss_unit=unit, delivery_log=str(tmp_path / "log"))
-    expected = pool.run(gathered_again, 2, config, steps, saves)
-    folder = DeliveryLogFolder(tmp_path / "log")
-    verdict = verify(folder)
-    assert verdict.rows and not verdict.problems
-    rows = [
-        (stream, step)
-        for stream in ("dense-e0-s0-c0", "dense-e0-s0-c1")
-        for step in range(steps)
-        if folder.file(0, step).exchange(step, "param", stream) is not None
-    ]
-    # After the last update nothing was gathered again; a checkpoint would be followed by that.
-    assert rows == [(rows[0][0], step) for step in range(steps)] + [
-        ("dense-e0-s0-c1", step) for step in range(steps if saves else steps - 1)
-    ]
-    again = dataclasses.replace(
-        config, p_param=0.0, delivery_log=None, loss_model=("trace",), trace=str(tmp_path / "log")
-    )
-    replayed = pool.run(gathered_again, 2, again, steps, False)
-    same([one[:2] for one in replayed], [one[:2] for one in expected])
-    if not saves:  # the same exchanges are measured, and the same units are lost in them
-        assert replayed[0][2]["loss rate param"] == expected[0][2]["loss rate param"] > 0
 
 
 def test_metrics_have_no_rate_where_nothing_happened(pool):

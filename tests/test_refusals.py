@@ -1,7 +1,6 @@
 """The table of refusals: every row is reached, its order is one, each source of facts says the same; and as readers see it."""
 
 import ast
-import contextlib
 import dataclasses
 import types
 from pathlib import Path
@@ -214,9 +213,3 @@ def test_each_section_is_in_the_page_and_in_the_command(capsys):
     command.main(["refusals", "lead"])
     one = capsys.readouterr().out
     assert one.count("--param-send") == 1 and "--islands" not in one
-
-
-def test_an_unknown_section_is_refused(monkeypatch):
-    monkeypatch.setattr(command, "running", contextlib.nullcontext)
-    with pytest.raises(UsageError, match="^SECTION leads: must be one of core, pytorch, transport"):
-        command.main(["refusals", "leads"])

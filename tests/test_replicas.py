@@ -9,7 +9,7 @@ import torch
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.verify import verify, verify_events
+from megatron_lossy.lab.delivery_log.verify import verify, verify_events
 from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.lab.virtual.replicas import VirtualReplicas
 from megatron_lossy.mechanisms.replicas.held import HeldReplicas

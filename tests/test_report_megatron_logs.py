@@ -27,11 +27,6 @@ def _train(iteration: int, loss: float | None, skipped: int = 0, time: str = "10
     )
 
 
-def _exchanges(iteration: int, **metrics: float) -> str:
-    values = " | ".join(f"{name.replace('_', ' ')}: {value:.4g}" for name, value in metrics.items())
-    return f" exchanges up to iteration {iteration:8d} | {values} |\n"
-
-
 def _valid(iteration: int, loss: float, owner: float | None = None, which: str = "") -> str:
     text = f" validation loss at iteration {iteration}{which} | lm loss value: {loss:.6E} | lm loss PPL: 1.0E+00 | "
     if owner is not None:
@@ -75,20 +70,6 @@ def test_logs_per_rank_requeued_out_of_order(tmp_path):
     _write(second / "rank_0.out", _arguments(**{**LOSSY, "p_grad": 0.2}))
     with pytest.raises(UsageError, match="describes another run"):
         read_megatron_run(tmp_path)
-
-
-def test_scalars_of_a_log(tmp_path):
-    """The line of training, and the one that the hooks print below it; both are replaced by a requeued job's."""
-    first = [_train(10, 3.0), _exchanges(10, loss_rate_grad=0.1), _train(20, 2.0), _exchanges(20, loss_rate_grad=0.3)]
-    _write(tmp_path / "1.out", _arguments(**LOSSY), *first)
-    again = [_train(20, 2.0, time="11:00:00", skipped=3), _exchanges(20, loss_rate_grad=0.2, drift_owner=1.5e-7)]
-    _write(tmp_path / "2.out", _arguments(**LOSSY), *again)
-    run = read_megatron_run(tmp_path)
-    assert run.scalars["loss rate grad"] == {10: 0.1, 20: 0.2} and run.scalars["drift owner"] == {20: 1.5e-7}
-    assert run.scalars["grad norm"] == {10: 1.0, 20: 1.0} and run.scalars["skipped"] == {10: 0, 20: 3}
-    assert run.scalars["seconds"] == {10: pytest.approx(0.0123), 20: pytest.approx(0.0123)}
-    assert run.scalars["global batch size"][20] == 16 and "lm loss" not in run.scalars
-    assert run.scalar("loss rate grad") == 0.2 and run.train == {10: 3.0, 20: 2.0}
 
 
 def test_skipped_and_diverged_iterations(tmp_path):

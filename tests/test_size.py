@@ -8,17 +8,17 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 33_018,
-    "lines of the package": 47_822,
+    "lines outside lab": 32_566,
+    "lines of the package": 47_507,
     "lines of C": 4_060,
-    "lines of tests": 41_000,
+    "lines of tests": 40_854,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 41,
-    "lines of islands": 7_514,
+    "lines of islands": 7_523,
     "files under 40 lines": 10,
     "files over 450 lines": 4,
     "words of pages": 35_000,
-    "loss flags": 75,
+    "loss flags": 74,
     "lines of train --help": 90,
 }
 

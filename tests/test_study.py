@@ -691,60 +691,6 @@ def test_cells_run_once_and_survive_an_interruption(tmp_path):
             assert path.read_bytes() == (broken / "out" / path.name).read_bytes(), path.name
 
 
-def test_what_a_report_has_recorded_is_not_run_again_on_another_machine(tmp_path, monkeypatch, capsys):
-    """Three sessions, each with an empty folder of cells: an unfinished study, a larger one, and one that has all."""
-    trained = []
-
-    def train(wanted, root, jobs):
-        for number, cell in enumerate(wanted[:3]):
-            folder = CellFolder(root, cell)
-            folder.write_config()
-            head = {"kind": "run", "name": "r", "p_grad": 0.0, "p_param": 0.0, "loss_seed": 1, "seed": 1, "config": {}}
-            head |= {"date": "2026-11-25", "hardware": str(root.name), "versions": {"torch": "2.13"}}
-            last = {"kind": "train", "iteration": 8, "lm loss": 2.0, "grad norm": float(len(trained) + number)}
-            valid = {"kind": "valid", "iteration": 8, "lm loss": 2.0 + number, "weights": "consensus"}
-            lines = [json.dumps(line) + "\n" for line in (head, last, valid)]
-            (folder.path / "metrics.jsonl").write_text("".join(lines))
-            folder.finish(cells.COMPLETE, 1.0)
-        trained.append([cell.name for cell in wanted])
-        return commands.Tally()
-
-    monkeypatch.setattr(commands, "run_cells", lambda wanted, root, *how: train(wanted, Path(root), *how))
-
-    def session(name, *arguments, **changes):
-        file = _study_file(tmp_path, metrics=["grad norm"], seeds=[1, 2, 3], **changes)
-        arguments = ["--cells", str(tmp_path / name), *arguments]
-        monkeypatch.setattr(sys, "argv", ["lab", str(file), "--out", str(tmp_path / "out"), *arguments])
-        capsys.readouterr()
-        assert commands.study(sys.argv[1:]) == 0
-        rows = json.loads((tmp_path / "out" / RECORD).read_text())["runs"]
-        return [row.split(",")[0] for row in rows[1:]], capsys.readouterr().out
-
-    first, _ = session("one")
-    assert len(first) == 3 and len(trained[0]) == 6
-    records = ["--records", str(tmp_path / "out")]
-    _, printed = session("two", *records, "--list")
-    assert [printed.count(state) for state in ("recorded", "to do")] == [3, 3]
-    second, _ = session("two", *records)
-    assert trained[1] == [name for name in trained[0] if name not in first]
-    assert len(second) == 6 and set(first) < set(second)
-    third, printed = session("three", *records, *("--jobs", "1"))
-    assert third == second and trained[2] == [] and not (tmp_path / "three").exists()
-    record = json.loads((tmp_path / "out" / RECORD).read_text())
-    assert record["trained"] == "2026-11-25 on one, with torch 2.13; 2026-11-25 on two, with torch 2.13"
-    assert "--records" not in record["command"] and record["command"].endswith("--jobs 1")
-    # The records are of the weights that were evaluated since, though a report of one kind does not name it.
-    assert record["runs"][0].endswith("train loss,val loss,grad norm")
-    values = list(np.loadtxt([row.replace(" %", "") for row in record["runs"][1:]], delimiter=",", usecols=-1))
-    assert values == [0, 1, 2, 1, 2, 3]
-    # Other settings are other cells, and so are all cells if a metric is missing.
-    session("four", *records, "--out", str(tmp_path / "other"), settings={**TINY, "lr": 0.1})
-    session("five", *records, "--metrics", "grad norm", "seconds")
-    assert [len(names) for names in trained[3:]] == [6, 6]
-    with pytest.raises(UsageError, match=r"^--records .*none: must hold a report with study.json"):
-        session("six", "--records", str(tmp_path / "none"))
-
-
 @pytest.mark.slow
 def test_a_killed_cell_goes_on_if_it_got_further(tmp_path):
     file = _study_file(tmp_path, settings={**TINY, "train-iters": 200, "save-interval": 20})

@@ -14,7 +14,7 @@ from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.channel import make_channel
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.verify import verify
+from megatron_lossy.lab.delivery_log.verify import verify
 from megatron_lossy.lab.virtual.in_memory import LossyWorkers
 from megatron_lossy.run.monitor.drift import predicted
 from megatron_lossy.transport import BucketSpec

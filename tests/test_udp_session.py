@@ -137,7 +137,7 @@ def test_who_changes_what_a_rank_has_said_is_noticed(change):
             return json.dumps(json.loads(value) | change).encode() if key.endswith("/hello/0") else value
 
     errors = opened(store, [store, Changed])
-    assert all(isinstance(error, UsageError) and "has heard other addresses" in str(error) for error in errors)
+    assert all(isinstance(error, UsageError) and "has received other addresses" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("size", [0, 5, 15])

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.verify import verify, verify_events
+from megatron_lossy.lab.delivery_log.verify import verify, verify_events
 from megatron_lossy.mechanisms.boundaries import datagrams
 from megatron_lossy.mechanisms.boundaries import links as stages
 from megatron_lossy.mechanisms.boundaries.loss import BoundaryLoss

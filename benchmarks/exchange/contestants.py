@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from benchmarks.exchange.timeouts import Timeouts
 from benchmarks.lab import INTERFACE, Lab
 from megatron_lossy.base.device import all_gather_single, reduce_scatter_single
 from megatron_lossy.base.flags import add_flags, from_namespace
@@ -236,7 +235,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    kinds: dict[str, type[Any]] = {"gloo": Gloo, "tcp": Plain, "stream": Ours, "ours": Ours, "timeouts": Timeouts}
+    kinds: dict[str, type[Any]] = {"gloo": Gloo, "tcp": Plain, "stream": Ours, "ours": Ours}
     exchanger: Any = kinds[name.split()[0]](rank, addresses, port, shards, config)
     ranks = len(addresses)
     tensors = {shard: (torch.ones(shard), torch.ones(ranks * shard)) for shard in shards}
@@ -272,7 +271,7 @@ def _work(
 
 
 class Team:
-    """The ranks of one contestant, connected. ``config``: of ours, or the pace of :class:`Timeouts`."""
+    """The ranks of one contestant, connected. ``config``: of ours."""
 
     _port = 20_000
 

@@ -32,6 +32,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import NoReturn, TextIO
 
 #: Errors that hit a right command: no space, broken disks and mounts, no files or memory left.
@@ -145,6 +146,16 @@ def check_package(package: str, flag: str, value: object, install: str) -> None:
     """Raise :class:`UsageError` unless ``package`` is there. ``install``: the argument for pip."""
     if importlib.util.find_spec(package) is None:
         raise refuse(flag, value, f"needs the package {package}: pip install {install}")
+
+
+def lab_module(name: str, command: str) -> ModuleType:
+    """Return the module ``megatron_lossy.lab.NAME``. Raise :class:`UsageError` for ``command`` if there is no lab."""
+    try:
+        return importlib.import_module(f"megatron_lossy.lab.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "megatron_lossy.lab":
+            raise
+        raise UsageError(f"{command}: needs megatron_lossy.lab, which this installation was made without") from None
 
 
 def machine_error(error: BaseException | None) -> OSError | None:

@@ -23,6 +23,7 @@ GONE = {
     "act-packet-bytes": "give --packet-bytes",
     "act-retransmit": "give --act-fec off",
     "allow-divergence": "give a --param-sync-interval of more updates than the run has",
+    "delivery-log-chunk": "a file has 1000 iterations at most, and ends at each checkpoint",
     "ema-coefficient": "give --delay-correction ema:FIRST,LAST,N",
     "grad-error-bits": "give --grad-error bit-flip:K,LOW,HIGH",
     "grad-error-flips": "give --grad-error bit-flip:K",

@@ -4,11 +4,15 @@ A trace is an .npz file with the boolean arrays ``grad`` and ``param`` of shape 
 unit from source (second axis) to destination (third axis) arrived. Step 0 is the first iteration. An array named
 ``PHASE.STREAM`` (``grad.expert-e0-s0-c0``, see :attr:`Stream.name`) takes precedence for that stream. ``units`` is 1
 for ``--loss-unit shard``, the number of buckets for ``bucket``, and the number of packets for ``packet``.
+
+Or it has one array ``sequence``, bool[N, N, packets]: the fate of the packets that a link carried one after another, without end
+in a circle. With N = 1 it is that of each link. ``python -m megatron_lossy.lab trace`` makes it of a measurement.
 """
 
 from __future__ import annotations
 
 import zipfile
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +22,9 @@ from ..base.errors import UsageError, refuse
 from ..base.exchange import Exchange, Stream
 from ..config import RATES, LossyConfig, PhaseLoss
 from .base import Channel
+
+#: The name of the array of a circular trace.
+SEQUENCE = "sequence"
 
 
 class Trace(Channel):
@@ -37,6 +44,13 @@ class Trace(Channel):
             raise self._wrong(
                 f"must be a folder that --delivery-log wrote, or a readable .npz file ({error})"
             ) from None
+        self._sequence = self.arrays.pop(SEQUENCE, None)
+        if self._sequence is not None:
+            found = self._sequence
+            if found.dtype != bool or found.ndim != 3 or found.shape[0] != found.shape[1] or not found.size:
+                raise self._wrong(
+                    f"array {SEQUENCE!r} is {found.dtype}{list(found.shape)}; must be bool[N, N, packets]"
+                )
         for name, array in self.arrays.items():
             if name.partition(".")[0] not in RATES:
                 phases = ", ".join(RATES)
@@ -70,10 +84,14 @@ class Trace(Channel):
             raise self._wrong(f"holds neither an array {phase!r} nor '{phase}.{stream.name}'")
         return array
 
-    def steps(self, phase: str, stream: Stream) -> int:
-        return len(self._array(phase, stream))
+    def steps(self, phase: str, stream: Stream) -> int | None:
+        return None if self._sequence is not None else len(self._array(phase, stream))
 
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
+        if self._sequence is not None:
+            if self._sequence.shape[0] not in (1, size):
+                raise self._wrong(f"is of {self._sequence.shape[0]} ranks, but the group has {size}")
+            return
         array = self._array(phase, stream)
         if array.shape[1] != size:
             raise self._wrong(f"is of {array.shape[1]} ranks, but the group has {size}")
@@ -85,8 +103,28 @@ class Trace(Channel):
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> np.ndarray:
+        if self._sequence is not None:
+            return self._next(self._sequence, exchange, sources, destinations, units)
         array = self._array(exchange.phase, exchange.stream)
         if not exchange.step < len(array):
             raise self._wrong(f"has {len(array)} steps; step {exchange.step} is not recorded")
         arrived: np.ndarray = array[exchange.step, sources, destinations]
         return arrived
+
+    @staticmethod
+    def _next(
+        sequence: np.ndarray, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
+    ) -> np.ndarray:
+        """Return the part of a circular trace that a step takes: bool[L, units]. Steps of a stream follow one another.
+
+        Phases, streams, and links that share a sequence, begin at places of their own.
+        """
+        length = sequence.shape[2]
+        first = zlib.crc32(f"{exchange.phase}.{exchange.stream.drawn.name}".encode()) + exchange.step * units
+        if len(sequence) == 1:
+            links = sources * 2**16 + destinations
+            sources = destinations = np.zeros_like(links)
+            first = first + links % length * (2_654_435_761 % length)  # a prime, which spreads them over the circle
+        places = (np.reshape(first, (-1, 1)) + np.arange(units)) % length
+        found: np.ndarray = sequence[sources[:, None], destinations[:, None], places]
+        return found

@@ -211,12 +211,6 @@ class CoreFlags(Flags):
         "packet: record which packets arrived, where the seed and a digest would be enough to replay them",
         incidental=True,
     )
-    delivery_log_chunk: int = flag(
-        1000,
-        "iterations after which a file of the delivery log is closed; a killed run loses at most these",
-        metavar="N",
-        incidental=True,
-    )
 
     def exchanges(self) -> tuple[str, ...]:
         return PHASES
@@ -234,10 +228,8 @@ class CoreFlags(Flags):
             raise refuse("--sites", self.sites, "must be at least 2: within one site nothing is lost")
         if self.packet_bytes != "auto" and not (isinstance(self.packet_bytes, int) and self.packet_bytes >= 1):
             raise refuse("--packet-bytes", self.packet_bytes, "must be auto or at least 1")
-        for name in ("delivery_log_bitmaps", "delivery_log_chunk") if self.delivery_log is None else ():
-            refuse_unused(self, name, "needs --delivery-log FOLDER")
-        if self.delivery_log_chunk < 1:
-            raise refuse("--delivery-log-chunk", self.delivery_log_chunk, "must be at least 1")
+        if self.delivery_log is None:
+            refuse_unused(self, "delivery_log_bitmaps", "needs --delivery-log FOLDER")
         if self.drift_interval < 0:
             raise refuse("--drift-interval", self.drift_interval, "must be at least 0")
         if self.metrics_port is not None and not 0 < self.metrics_port < 2**16:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..base.errors import ArgumentParser, refuse, usage_errors
+from ..base.errors import ArgumentParser, lab_module, refuse, usage_errors
 from .events import event_files
 from .reader import BadLog, DeliveryLogFolder, log_files
 from .schema import check_pyarrow
@@ -20,7 +20,7 @@ def _parser() -> ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=ArgumentParser)
     for name, text in (
-        ("summary", "loss rates, per link and in all, lengths of bursts, ages of parameters"),
+        ("summary", "loss rates, per link and in all"),
         ("verify", "read everything and check it; status 1 if a record is wrong or missing"),
     ):
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -39,14 +39,13 @@ def _open(folder: str) -> DeliveryLogFolder:
 
 def _verify(folder: str) -> bool:
     """Print the problems of deliveries and events. Return whether there are none."""
-    from .verify import verify, verify_events
-
+    tool = lab_module("delivery_log.verify", "verify")
     events, deliveries, verdicts = event_files(Path(folder)), None, []
     if not events or log_files(Path(folder)):
         deliveries = _open(folder)
-        verdicts.append(verify(deliveries))
+        verdicts.append(tool.verify(deliveries))
     if events:
-        verdicts.append(verify_events(Path(folder), deliveries))
+        verdicts.append(tool.verify_events(Path(folder), deliveries))
     for verdict in verdicts:
         print(verdict.text(Path(folder)))
     return not any(verdict.problems for verdict in verdicts)
@@ -59,10 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_pyarrow("DIR", namespace.folder)
         if namespace.command == "verify":
             sys.exit(0 if _verify(namespace.folder) else 1)
-        from .summary import summary_text
-
+        tool = lab_module("delivery_log.summary", "summary")
         try:
-            print(summary_text(_open(namespace.folder)))
+            print(tool.summary_text(_open(namespace.folder)))
         except BadLog as error:
             raise refuse("DIR", namespace.folder, f"{error}; python -m {PROGRAM} verify says what is usable") from None
 

@@ -27,6 +27,11 @@ _MOST_ROWS = 2**16
 Row = Mapping[str, Any]
 
 
+def percent(share: float) -> str:
+    """Return ``share`` for people."""
+    return f"{100 * share:.2f} %"
+
+
 class Kinds(ABC):
     """Kinds of events that belong together."""
 

@@ -85,8 +85,10 @@ def _other_run(there: dict[str, Any], here: dict[str, Any], flags: type | None) 
 class LogWriter(Observer, ABC):
     """Writes files of one kind. ``writer``: the rank in their names, if several writers share a process; default its own.
 
-    A file is closed after ``--delivery-log-chunk`` iterations, before a checkpoint, or when it has grown large.
+    A file is closed after :attr:`iterations`, before a checkpoint, or when it has grown large.
     """
+
+    iterations = 1000
 
     #: The beginning of the names of the files, and the size at which one is closed.
     prefix: ClassVar[str]
@@ -131,7 +133,7 @@ class LogWriter(Observer, ABC):
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
         self._check_free()
         self._end = iteration + 1
-        if self._end - self._first >= self._config.delivery_log_chunk or self._size >= self.most:
+        if self._end - self._first >= self.iterations or self._size >= self.most:
             self.save()
 
     def restart(self, iteration: int) -> None:

@@ -3,8 +3,8 @@
 python -m megatron_lossy.lab FILE.yaml …    run the study in a file, and report it (docs/study.md)
 python -m megatron_lossy.lab FILE.yaml NAME …  the same, of a file that holds several
 python -m megatron_lossy.lab report DIR …   the tables and figures of reports again, from their study.json
-python -m megatron_lossy.lab size DIR …     what loss costs as models grow, from their reports (docs/results/size.md)
 python -m megatron_lossy.lab lag --p P …    how late replicas are, and what to set (docs/lag.md)
+python -m megatron_lossy.lab trace FILE.csv --out FILE.npz  a measurement of lost packets, for --trace (docs/semantics.md)
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from collections.abc import Sequence
 from ..base.errors import UsageError, usage_errors
 
 PROGRAM = "megatron_lossy.lab"
-
-
 #: Modules that have a command of their name.
-_MODULES = ("size", "lag")
+_MODULES = {"lag": ".studies.lag", "trace": ".trace"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(__doc__)
             if arguments:
                 return
-            raise UsageError("needs a study file, report, size or lag")
+            raise UsageError("needs a study file, report, lag or trace")
         command, *rest = arguments
         if command in _MODULES:
-            importlib.import_module(f".studies.{command}", __package__).main(rest)
+            importlib.import_module(_MODULES[command], __package__).main(rest)
             return
         from .studies import commands
 

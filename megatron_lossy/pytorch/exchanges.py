@@ -7,7 +7,7 @@ frees after use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -48,31 +48,19 @@ class Gather:
     """The gather of one parameter group, bucket ``number`` of ``lossy``. ``clock``: the run, :class:`.LossyFSDP`.
 
     The first gather is reliable; so is one after weights were loaded. After an update, one gather sends something.
-    Until the next update the replica answers, without a byte. ``again``: a group that makes the later gathers of an
-    update, and the number of the bucket in it; its draws are its own.
+    Until the next update the replica answers, without a byte.
     """
 
-    def __init__(
-        self,
-        clock: Any,
-        group: ParameterGroup,
-        lossy: LossyGroup,
-        number: int,
-        again: tuple[LossyGroup, int] | None = None,
-    ) -> None:
+    def __init__(self, clock: Any, group: ParameterGroup, lossy: LossyGroup, number: int) -> None:
         self._clock = clock
         self._group = group
         self._lossy = lossy
         self._number = number
-        self._again = again
         #: This rank's replica [N * shard], once it has been gathered.
         self.replica: torch.Tensor | None = None
         self._restarts: int | None = None  # the run's count of restarts, when the replica was gathered
         self._update: int | None = None  # the update that was gathered
         self._version = 0  # of this rank's shard, when optimizers and mechanisms had last written it
-        self._written: torch.Event | None = None  # the end of the last gather, where others follow it
-        #: Whether the run gathered before the model did, whose next gather the replica answers.
-        self.ahead = False
         #: Bytes that this rank has sent to others, and gathers that were answered from the replica.
         self.sent_bytes = self.answered = 0
 
@@ -91,13 +79,8 @@ class Gather:
         """Return the replica, into which FSDP2 copies this rank's shard before it calls for the gather."""
         self._clock.gathering()
         self._check(size, dtype)
-        if self.replica is None or (self._again is not None and self.replica.is_cuda and not self._clock.holds):
-            # FSDP2 may still copy the last gather out of a buffer on another stream: one that gathers twice takes turns.
-            old, self.replica = self.replica, torch.empty(*size, dtype=dtype, device=device)
-            if old is not None and self._written is not None:
-                torch.cuda.current_stream().wait_event(self._written)
-                old.record_stream(torch.cuda.current_stream())
-                self.replica.copy_(old)
+        if self.replica is None:
+            self.replica = torch.empty(*size, dtype=dtype, device=device)
         elif not self.fresh:
             self._clock.updated()
         return self.replica
@@ -124,13 +107,16 @@ class Gather:
             self._check_optimizer()
             self.check_weights()
         if self.fresh:
-            ahead, self.ahead = self.ahead, self.ahead and self._clock.holds
-            if self._again is not None and not (ahead or self._clock.holds):
-                return self._exchange(*self._again, output_tensor, input_tensor, collective, async_op)
             self.answered += 1
             return handle_of(Transfer(None), async_op)
-        self._restarts, self._update, self.ahead = self._clock.restarts, self._clock.update, False
-        return self._exchange(self._lossy, self._number, output_tensor, input_tensor, collective, async_op, first)
+        self._restarts, self._update = self._clock.restarts, self._clock.update
+        if first or self._clock.update is None:
+            self.sent_bytes += (self._lossy.shards - 1) * input_tensor.nbytes
+            transfer = Transfer(collective())
+        else:
+            self.sent_bytes += self._lossy.sent_bytes("param", self._number, input_tensor)
+            transfer = self._lossy.all_gather(self._number, output_tensor, input_tensor, self._clock.update, collective)
+        return handle_of(transfer, async_op)
 
     def note_weights(self) -> None:
         """Note that this rank's shard is as optimizers and mechanisms left it."""
@@ -151,29 +137,6 @@ class Gather:
         if optimizer is not None:
             why = "evaluates other weights within a step, which no exchange would send; choose another"
             raise refuse("optimizer", type(optimizer).__name__, why)
-
-    def _exchange(
-        self,
-        lossy: LossyGroup,
-        number: int,
-        output: torch.Tensor,
-        sent: torch.Tensor,
-        collective: Callable[[], Any],
-        async_op: bool,
-        reliable: bool = False,
-    ) -> dist.Work | None:
-        if reliable or self._clock.update is None:
-            self.sent_bytes += (lossy.shards - 1) * sent.nbytes
-            transfer = Transfer(collective())
-        else:
-            self.sent_bytes += lossy.sent_bytes("param", number, sent)
-            transfer = lossy.all_gather(number, output, sent, self._clock.update, collective)
-        return handle_of(transfer.then(self._end), async_op)
-
-    def _end(self, _: Any) -> None:
-        if self._again is not None and self.replica is not None and self.replica.is_cuda:
-            self._written = torch.cuda.Event()
-            self._written.record()
 
 
 class Reduce:

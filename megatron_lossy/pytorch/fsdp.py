@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from ..base.device import all_gather_single
-from ..base.exchange import Delivery
 from ..base.registry import MECHANISMS
 from ..channel.corruption import Errors
 from ..config import PHASES, LossyConfig
@@ -48,25 +47,8 @@ class _ShardedGroup:
         return self.gather.replica
 
 
-class _LaterGathers:
-    """The later gathers of an update, for observers: such a ``group`` exchanges no gradients.
-
-    They are in the passes of the next iteration. ``foresees``: these passes will come, after a checkpoint.
-    """
-
-    def __init__(self, group: LossyGroup) -> None:
-        self.group = group
-        self.foresees = False
-
-    def delivery(self, phase: str, step: int) -> Delivery | None:
-        """See :class:`megatron_lossy.run.base.Observed`."""
-        if phase == "grad" or (self.group.not_made(phase, step) and not self.foresees):
-            return None
-        return self.group.delivery(phase, step)
-
-
 class LossyFSDP(LossyRun):
-    """The run of a model whose ``groups`` :func:`.make_lossy` has checked. ``regather``: see there.
+    """The run of a model whose ``groups`` :func:`.make_lossy` has checked.
 
     ``islands``: the ranks of each group that shards a copy of the model, if the copies are islands.
     """
@@ -78,7 +60,6 @@ class LossyFSDP(LossyRun):
         config: LossyConfig,
         optimizers: Sequence[torch.optim.Optimizer],
         groups: Sequence[ParameterGroup],
-        regather: bool,
         islands: Sequence[Sequence[int]] | None = None,
         **how: Any,
     ) -> None:
@@ -91,7 +72,6 @@ class LossyFSDP(LossyRun):
         self._event: torch.Event | None = None
         self._sharded: list[_ShardedGroup] = []
         self._lossy: list[LossyGroup] = []
-        self._again: list[_LaterGathers] = []
         MECHANISMS.attach(self)
         self._streams = streams_of([one for one in groups if one.trained])
         ranks = [stream.ranks for stream in self._streams]
@@ -99,33 +79,26 @@ class LossyFSDP(LossyRun):
         self._of_scalars = Sites(config.sites)
         self._of_scalars.open([dist.group.WORLD, *ranks])
         for stream in self._streams:
-            self._add(stream, regather)
+            self._add(stream)
         for one in self._sharded:
             one.group.exchange_by(one.gather, one.reduce)
         self.events.built()
         if config.sites is not None:
             _scalars.add(self._of_scalars)
 
-    def _add(self, one: ShardedStream, regather: bool) -> None:
-        lossy = self._group_of(one, one.stream.chunk)
+    def _add(self, one: ShardedStream) -> None:
+        lossy = self._group_of(one)
         self._lossy.append(lossy)
-        later = [group for group in one.groups if regather and group.gathers_again]
-        again = self._group_of(replace(one, groups=later), one.stream.chunk + len(self._streams)) if later else None
-        if again is not None:
-            self._again.append(_LaterGathers(again))
         if self.config.errs and len(one.all_ranks) > 1:
             lossy.errors = self._errors_of(one, lossy)
         for number, group in enumerate(one.groups):
-            second = (again, later.index(group)) if again is not None and group in later else None
-            gather = Gather(self, group, lossy, number, second)
-            made = _ShardedGroup(group, lossy, number, gather, Reduce(self, group, lossy, number))
-            self._sharded.append(made)
-            for each, place in [(lossy, number)] + ([] if second is None else [second]):
-                rule = each.params[place]
-                if not rule.exact and group.spec.param_dtype != torch.float32:
-                    rule.weights = group.weights  # type: ignore[attr-defined]  # 16 bits are sent, 32 are updated
+            gather = Gather(self, group, lossy, number)
+            self._sharded.append(_ShardedGroup(group, lossy, number, gather, Reduce(self, group, lossy, number)))
+            rule = lossy.params[number]
+            if not rule.exact and group.spec.param_dtype != torch.float32:
+                rule.weights = group.weights  # type: ignore[attr-defined]  # 16 bits are sent, 32 are updated
 
-    def _group_of(self, one: ShardedStream, chunk: int) -> LossyGroup:
+    def _group_of(self, one: ShardedStream) -> LossyGroup:
         ranks = one.all_ranks
         nodes = None
         if self.config.ranks_of_node is not None:
@@ -135,7 +108,7 @@ class LossyFSDP(LossyRun):
         networks = {phase: Network(self.config, phase, size, nodes) for phase in PHASES}
         first = self.job * len(ranks)  # no two islands lose the same
         members = [first + ranks.index(rank) for rank in dist.get_process_group_ranks(one.ranks)]
-        stream = replace(self.stream, chunk=chunk)
+        stream = replace(self.stream, chunk=one.stream.chunk)
         specs = [group.spec for group in one.groups]
         site = self._sites.of(one.ranks)
         return make_group(self.config, specs, networks, members, stream, self.steps, one.ranks, site)
@@ -193,15 +166,11 @@ class LossyFSDP(LossyRun):
 
     @property
     def groups(self) -> list[LossyGroup]:
-        return [*self._lossy, *(one.group for one in self._again)]
+        return self._lossy
 
     @property
     def streams(self) -> Sequence[Observed]:
-        return [*self._lossy, *self._again]
-
-    @property
-    def known_later(self) -> bool:
-        return bool(self._again) or super().known_later
+        return self._lossy
 
     def replicas(self) -> list[RankReplicas]:
         return [
@@ -221,7 +190,6 @@ class LossyFSDP(LossyRun):
                 module.reshard()  # else torch takes its memory for gathered
                 module.unshard()
                 module.reshard()
-                one.gather.ahead = True
 
     def reshard(self) -> None:
         """Let torch take all weights from the replicas the next time."""
@@ -281,15 +249,6 @@ class LossyFSDP(LossyRun):
     def set_iteration(self, iteration: int) -> None:
         self.weights_changed()
         super().set_iteration(iteration)
-
-    def state_dict(self) -> dict[str, Any]:
-        for one in self._again:
-            one.foresees = not one.group.wire.observed
-        try:
-            return super().state_dict()
-        finally:
-            for one in self._again:
-                one.foresees = False
 
     def identity(self) -> dict[str, Any]:
         sizes = {

@@ -22,14 +22,10 @@ from ..transport import BucketSpec
 
 
 class ParameterGroup:
-    """One parameter group. ``name``: of its module. ``modules``: those that share it, each an ``FSDPModule``.
+    """One parameter group. ``name``: of its module. ``modules``: those that share it, each an ``FSDPModule``."""
 
-    ``root``: whether that module is within no other ``FSDPModule``.
-    """
-
-    def __init__(self, name: str, modules: list[Any], group: Any, root: bool) -> None:
+    def __init__(self, name: str, modules: list[Any], group: Any) -> None:
         self.name = name
-        self.root = root
         self.modules = modules
         self._group = group
 
@@ -157,13 +153,6 @@ class ParameterGroup:
         return info.shard_mesh_size
 
     @property
-    def gathers_again(self) -> bool:
-        """Whether the backward pass gathers the parameters of the forward pass again (``reshard_after_forward``)."""
-        state = self.modules[0]._get_fsdp_state()
-        kept = self.root and state._auto_reshard_after_forward  # torch finds out in the first pass
-        return self._group.post_forward_mesh_info is not None and not kept
-
-    @property
     def quantizes(self) -> bool:
         """Whether parameters are gathered in a form of their own, such as float8 with scales."""
         return any(hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in self._group.fsdp_params)
@@ -182,10 +171,7 @@ class ShardedStream:
 def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
     """Return all groups, in the order of ``model.modules()``. Raise :class:`UsageError` for two of one module."""
     found: dict[int, ParameterGroup] = {}
-    root: str | None = None
     for name, module, state in _states(model):
-        if root is None or (root and not name.startswith(f"{root}.")):
-            root = name  # modules within it come next
         groups = _groups_of(state)
         if len(groups) > 1:
             why = f"has {len(groups)} parameter groups (shard_placement_fn with several meshes), and torch has one place for "
@@ -196,7 +182,7 @@ def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
             if id(group) in found:
                 found[id(group)].modules.append(module)
             else:
-                found[id(group)] = ParameterGroup(name or "root module", [module], group, name == root)
+                found[id(group)] = ParameterGroup(name or "root module", [module], group)
     return list(found.values())
 
 

@@ -36,7 +36,6 @@ def make_lossy(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     config: LossyConfig | Mapping[str, Any] | str | PathLike[str],
     *,
-    regather: bool = False,
     replicate: str = "all-reduce",
     scaler: Any = None,
     steps: int | None = None,
@@ -51,9 +50,6 @@ def make_lossy(
         model: the whole model, with ``fully_shard`` on parts of it or on all, or in ``DistributedDataParallel``.
         optimizer: those that update its parameters; each step of all of them is an update.
         config: loss flags; or a mapping of them, the name of a preset, or a YAML file.
-        regather: FSDP2's traffic: each gather of parameters that are resharded after the forward pass sends them, and
-            loses again, with draws of its own. Without it an update is gathered once, and this rank's replica answers
-            until the next.
         replicate: between groups of ranks that each shard a copy of the model, gradients are reduced as FSDP2 does it on a
             mesh of two dimensions (``all-reduce``); or ``islands``: each group trains by itself, sharded over the inner
             dimension of the mesh alone, and weights are averaged as ``--islands`` and ``--sync-method`` say.
@@ -82,13 +78,13 @@ def make_lossy(
             "replicate", replicate, f"with --islands {number} must be {'islands' if number > 1 else 'all-reduce'}"
         )
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        run: LossyRun = _in_ddp(model, optimizers, flags, regather, how)
+        run: LossyRun = _in_ddp(model, optimizers, flags, how)
     else:
         check_torch()
         groups = parameter_groups(model)
         if not groups:
             raise refuse("model", type(model).__name__, _not_wrapped(model))
-        run = _sharded(model, groups, optimizers, flags, regather, replicate, how)
+        run = _sharded(model, groups, optimizers, flags, replicate, how)
     run.begin()
     _runs[model] = run
     return run
@@ -99,7 +95,6 @@ def _sharded(
     groups: list[ParameterGroup],
     optimizers: list[torch.optim.Optimizer],
     config: LossyConfig,
-    regather: bool,
     replicate: str,
     how: dict[str, Any],
 ) -> LossyRun:
@@ -131,7 +126,7 @@ def _sharded(
             tensor=2 if any(group.tensor_parallel for group in groups) else 1,
         ),
     )
-    run = LossyFSDP(config, optimizers, groups, regather, islands, **how)
+    run = LossyFSDP(config, optimizers, groups, islands, **how)
     run.follow_loading(model)
     return run
 
@@ -158,13 +153,10 @@ def _in_ddp(
     model: torch.nn.parallel.DistributedDataParallel,
     optimizers: list[torch.optim.Optimizer],
     config: LossyConfig,
-    regather: bool,
     how: dict[str, Any],
 ) -> LossyRun:
     from .ddp import LossyDDP
 
-    if regather:
-        raise refuse("regather", True, "is of fully_shard; DistributedDataParallel gathers no parameters")
     trained = [one for one in model.parameters() if one.requires_grad]
     check_optimizers(model, optimizers, trained)
     largest = max(one.element_size() for one in trained)

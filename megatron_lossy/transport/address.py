@@ -15,7 +15,7 @@ LOOPBACK_SPEED = 12.5e9
 
 
 def find_address(interface: str | None, master: str) -> str:
-    """The first address of ``interface``, IPv4 before IPv6; without one the address that reaches ``master``."""
+    """Return the first address of ``interface``, IPv4 before IPv6; without one the address that reaches ``master``."""
     if interface is None:
         return _source_towards(master)
     interfaces = psutil.net_if_addrs()
@@ -44,7 +44,7 @@ def _source_towards(master: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has ``address``."""
+    """Return the interface that has ``address``."""
     bare = address.partition("%")[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address.partition("%")[0] == bare for found in addresses if found.family in _FAMILIES):
@@ -53,7 +53,7 @@ def interface_of(address: str) -> str | None:
 
 
 def speed_of(address: str) -> float:
-    """The speed that the interface of ``address`` reports, in bytes per second."""
+    """Return the speed that the interface of ``address`` reports, in bytes per second."""
     name = interface_of(address)
     if address.startswith("127.") or address == "::1" or name == "lo":
         return LOOPBACK_SPEED
@@ -62,12 +62,12 @@ def speed_of(address: str) -> float:
 
 
 def mtu_of(address: str) -> int | None:
-    """The MTU of the interface that has ``address``, in bytes; ``None`` if it is not known."""
+    """Return the MTU of the interface that has ``address``, in bytes; ``None`` if it is not known."""
     stats = psutil.net_if_stats().get(interface_of(address) or "")
     return stats.mtu if stats and stats.mtu else None
 
 
 def resolve(address: str, port: int) -> tuple[int, tuple]:
-    """Family and socket address of a numeric ``address``."""
+    """Return family and socket address of a numeric ``address``."""
     family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
     return family, found

@@ -23,12 +23,12 @@ Carry = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def specs_of(gradients: Sequence[torch.Tensor], ranks: int) -> list[BucketSpec]:
-    """The buckets of both halves. ``gradients``: those of each bucket, flat, without padding."""
+    """Return the buckets of both halves. ``gradients``: those of each bucket, flat, without padding."""
     return [BucketSpec(_shard(flat, ranks), flat.dtype, flat.dtype) for flat in gradients]
 
 
 def padded(gradient: torch.Tensor, ranks: int) -> torch.Tensor:
-    """A copy of ``gradient`` [n], with zeros up to shards of equal size."""
+    """Return a copy of ``gradient`` [n], with zeros up to shards of equal size."""
     result = gradient.new_zeros(ranks * _shard(gradient, ranks))
     result[: len(gradient)] = gradient
     return result

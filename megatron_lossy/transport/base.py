@@ -1,7 +1,7 @@
 """Wires: the base class, and those whose losses are drawn. A wire carries an exchange, and calls the verbs of its rule.
 
-A wire knows how the buckets of one group are cut, and whether a phase can lose anything. A wire with drawn losses knows
-a delivery before the exchange; a wire over a real network knows it only afterwards.
+A wire has the cut of the buckets of one group, and the phases that can lose data. A wire with drawn losses computes
+a delivery before the exchange; a wire over a real network reports it afterwards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AHEAD = 2**17
 class Transfer:
     """An exchange under way. :meth:`wait` completes it, recovery included; it may be called again.
 
-    ``work``: the handle of the collective that carries the exchange, or ``None`` if nobody has to wait for it here.
+    ``work``: the handle of the collective that carries the exchange, or ``None`` if it needs no wait here.
     ``deliver``: completes the exchange once its data has arrived, and returns the result of :meth:`wait`. Until then
     all other attributes are those of ``work``. ``apart``: no coalescing context waits for the collective.
     """
@@ -56,7 +56,7 @@ class Transfer:
         return self.complete()
 
     def complete(self) -> Any:
-        """Completes the exchange as :meth:`wait` does, for callers that have waited already for the handle."""
+        """Complete the exchange as :meth:`wait` does, for callers that have waited already for the handle."""
         if not self._done:
             with torch.no_grad():
                 self._result = self._deliver()
@@ -91,7 +91,7 @@ class Network:
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> np.ndarray:
-        """bool[L, units]: the units that arrive on each of L links, given as integers [L] (ranks in the full group)."""
+        """Return bool[L, units]: the units that arrive on each of L links, integers [L] (full-group ranks)."""
         assert exchange.phase == self.phase
         if self.lossless:
             return np.ones((len(sources), units), dtype=bool)
@@ -108,9 +108,9 @@ class Network:
         return result
 
     def lag(self, exchange: Exchange, source: int, members: Sequence[int], units: int) -> tuple[float, float] | None:
-        """The lost share of the units from ``source`` to the other ``members``, and the mean age there, in updates.
+        """Return the lost share of units from ``source`` to the other ``members``, and their mean age, in updates.
 
-        Both hold in the steady state at the rate of this step; ``None`` if the flags do not tell.
+        Both hold in the steady state at the rate of this step; ``None`` if the flags do not determine them.
         """
         others = np.array([member for member in members if member != source])
         lossy = others if self.nodes is None else others[self.nodes[others] != self.nodes[source]]
@@ -132,7 +132,7 @@ class Latest:
         self._kept: dict[str, list[tuple[Exchange, Any]]] = {}
 
     def get(self, exchange: Exchange) -> Any:
-        """The value that was :meth:`put` for ``exchange``; ``None`` if there is none."""
+        """Return the value that was :meth:`put` for ``exchange``; ``None`` if there is none."""
         return next((value for known, value in self._kept.get(exchange.phase, ()) if known == exchange), None)
 
     def put(self, exchange: Exchange, value: Any) -> None:
@@ -180,7 +180,7 @@ class Wire(ABC):
 
     @abstractmethod
     def lossless(self, phase: str) -> bool:
-        """Whether nothing can be lost in ``phase``; its exchanges then need not use this wire."""
+        """Return whether nothing can be lost in ``phase``; its exchanges then need not use this wire."""
 
     @abstractmethod
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
@@ -194,14 +194,14 @@ class Wire(ABC):
         """Note that the gradients ``x()`` are about to be all-reduced: all of them arrive."""
 
     def foresee(self, exchange: Exchange) -> Delivery | None:
-        """The delivery of ``exchange``, if the wire knows it without making the exchange.
+        """Return the delivery of ``exchange``, if the wire can compute it without making the exchange.
 
-        Raises :class:`UsageError` if a replayed run is too short for it.
+        Raise :class:`UsageError` if a replayed run is too short for it.
         """
         return None
 
     def delivery(self, exchange: Exchange) -> Delivery | None:
-        """The delivery of ``exchange``, if it was one of the latest two of its phase or can be foreseen."""
+        """Return the delivery of ``exchange``, if it was one of the latest two of its phase or can be foreseen."""
         return self.foresee(exchange)
 
     def restore(self, exchange: Exchange, lost: Mapping[int, np.ndarray]) -> None:
@@ -234,14 +234,14 @@ class Wire(ABC):
         """
 
     def lag(self, exchange: Exchange) -> tuple[float, float] | None:
-        """The share of other ranks that miss a unit of this rank, and the mean number of updates that they are late.
+        """Return the share of other ranks that miss a unit of this rank, and their mean lag in updates.
 
         Both are of the steady state; ``None`` if they are not known beforehand.
         """
         return None
 
     def steps(self, phase: str) -> int | None:
-        """The number of steps, from 0 on, that can be foreseen; ``None``: any."""
+        """Return the number of steps, from 0 on, that can be foreseen; ``None``: any."""
         return None
 
     def prepare(self, exchange: Exchange) -> None:
@@ -262,7 +262,7 @@ class DrawnWire(Wire):
 
     @abstractmethod
     def foresee(self, exchange: Exchange) -> Delivery:
-        """The delivery at this rank. For gradients it includes the units of this rank that others get."""
+        """Return the delivery at this rank. For gradients it includes the units of this rank that others get."""
 
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
         delivery = self.foresee(x.exchange)
@@ -300,11 +300,11 @@ class DrawnWire(Wire):
         rule.before(sent.buffer, delivery.lost_there(rule.units), delivery, sent)
 
     def _made(self, delivery: Delivery) -> Delivery:
-        """The delivery of an exchange after it was made. ``delivery``: the delivery that was foreseen."""
+        """Return the delivery of an exchange after it was made. ``delivery``: the delivery that was foreseen."""
         return delivery
 
     def _looking_ahead(self, x: Gradients, units: BucketUnits) -> Gradients:
-        """``x`` with a function that returns the losses of the next step's exchange, if it comes next."""
+        """Return ``x`` with a function that returns the losses of the next step's exchange, if it comes next."""
         if not x.gapless:
             return x
         exchange, steps = replace(x.exchange, step=x.exchange.step + 1), self.steps(x.exchange.phase)
@@ -317,7 +317,7 @@ class DrawnWire(Wire):
         return replace(x, coming=coming)
 
     def _lost(self, delivery: Delivery, units: BucketUnits) -> Lost:
-        """The units that a rule removes here."""
+        """Return the units that a rule removes here."""
         return delivery.lost_there(units)
 
     def lag(self, exchange: Exchange) -> tuple[float, float] | None:
@@ -383,7 +383,7 @@ class CollectiveWire(DrawnWire):
         return self._delivery(exchange, links[: self.size], links[self.size :])
 
     def _links(self, exchange: Exchange, sources: Sequence[int], destinations: Sequence[int]) -> np.ndarray:
-        """bool[L, units], read-only: the units that arrive on each of L links."""
+        """Return bool[L, units], read-only: the units that arrive on each of L links."""
         network, count = self.networks[exchange.phase], self.count[exchange.phase]
         links = network.delivered_links(exchange, np.array(sources), np.array(destinations), count)
         links.flags.writeable = False
@@ -392,7 +392,7 @@ class CollectiveWire(DrawnWire):
     def _delivery(
         self, exchange: Exchange, arrived: np.ndarray, sent: np.ndarray | Callable[[], np.ndarray] | None = None
     ) -> Delivery:
-        """The delivery at this rank. ``arrived`` bool[N, units]: from each rank; ``sent``: see :class:`Delivery`."""
+        """Return the delivery at this rank. ``arrived`` bool[N, units], by source; ``sent``: see :class:`Delivery`."""
         me = self.members[self.rank : self.rank + 1]
         return Delivery(exchange, self.members, me, arrived[None], self.cut[exchange.phase], sent)
 
@@ -413,7 +413,7 @@ def draw(
     receivers: Sequence[int],
     units: int,
 ) -> np.ndarray:
-    """bool[R, S, units], read-only: units of ``members`` that arrive at ``receivers``, ranks of the full group."""
+    """Return bool[R, S, units], read-only: units of ``members`` that arrive at ``receivers``, in full-group ranks."""
     sources, destinations = np.tile(members, len(receivers)), np.repeat(receivers, len(members))
     arrived = network.delivered_links(exchange, sources, destinations, units)
     arrived = arrived.reshape(len(receivers), len(members), -1)

@@ -33,12 +33,12 @@ class BucketSpec:
     param_shard: int | None = None
 
     def shard_of(self, phase: str) -> int:
-        """Elements of a shard in ``phase``."""
+        """Return elements of a shard in ``phase``."""
         return self.shard if phase == "grad" or self.param_shard is None else self.param_shard
 
 
 def settled(config: LossyConfig) -> LossyConfig:
-    """``config`` with the number that ranks agree on for ``--packet-bytes auto``; else as it is. A collective call of all."""
+    """Return ``config`` with the number that ranks agree on for ``--packet-bytes auto``. A collective call of all."""
     if config.packet_bytes != "auto":
         return config
     from .udp.packet_size import agreed
@@ -47,7 +47,7 @@ def settled(config: LossyConfig) -> LossyConfig:
 
 
 def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str, list[BucketUnits]]:
-    """The cut of each bucket into units, by phase. Raises :class:`UsageError` if a packet holds no element."""
+    """Return the cut of each bucket into units, by phase. Raise :class:`UsageError` if a packet holds no element."""
     result, codes = {}, codes_of(config)
     for phase in PHASES:
         shards = [bucket.shard_of(phase) for bucket in buckets]
@@ -60,7 +60,7 @@ def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str,
 def shard_bytes(
     config: LossyConfig, buckets: Sequence[BucketSpec], cut: Mapping[str, Sequence[BucketUnits]]
 ) -> dict[str, int]:
-    """By phase, the bytes of a shard of all ``buckets`` as they cross, with all copies."""
+    """Return the bytes of a shard of all ``buckets`` as they cross, with all copies, by phase."""
     codes = codes_of(config)
     return {
         phase: config.copies(phase)
@@ -75,7 +75,7 @@ def shard_bytes(
 
 
 def grad_rules(config: LossyConfig, wire: Wire) -> list[GradRecovery]:
-    """The rule for the gradients of each bucket of ``wire``."""
+    """Return the rule for the gradients of each bucket of ``wire``."""
     recovery = GRAD_RECOVERIES.load(config.grad_recovery)
     rules = [recovery(units, wire.rank) for units in wire.cut["grad"]]
     for mechanism in MECHANISMS.all():
@@ -84,7 +84,7 @@ def grad_rules(config: LossyConfig, wire: Wire) -> list[GradRecovery]:
 
 
 def param_rules(config: LossyConfig, wire: Wire) -> list[Stale]:
-    """The rule for the parameters of each bucket of ``wire``."""
+    """Return the rule for the parameters of each bucket of ``wire``."""
     rules = [Stale(units, wire.rank) for units in wire.cut["param"]]
     for mechanism in MECHANISMS.all():
         rules = mechanism.rules(config, "param", rules, wire)
@@ -101,9 +101,9 @@ def wire_for(
     steps: int | None,
     group: dist.ProcessGroup | None,
 ) -> Wire:
-    """The wire of rank ``rank`` for ``buckets``. ``members`` are ranks of the full group of ``networks``.
+    """Return the wire of rank ``rank`` for ``buckets``. ``members`` are ranks of the full group of ``networks``.
 
-    ``steps``: length of the run, if known. ``group``: the torch process group of the members. Raises
+    ``steps``: length of the run, if known. ``group``: the torch process group of the members. Raise
     :class:`UsageError` if the channel cannot serve the group or a packet holds no element.
     """
     check_owners(config)

@@ -19,7 +19,7 @@ _SAMPLE = 2**15
 
 
 def codes_of(config: LossyConfig) -> dict[str, BlockCode]:
-    """The code of each phase that crosses in codes."""
+    """Return the code of each phase that crosses in codes."""
     return {phase: BlockCode(bits, config.wire_block) for phase, bits in config.wire_bits.items()}
 
 
@@ -43,13 +43,13 @@ class Coded:
         self._sums: torch.Tensor | None = None  # once something was rounded
 
     def gradients(self, exchange: Exchange, bucket: int, buffer: torch.Tensor) -> torch.Tensor:
-        """uint8[N * bytes of a shard]: what is sent of ``buffer`` [N * shard], a part for each rank of the group."""
+        """Return uint8[N * bytes of a shard]: the codes of ``buffer`` [N * shard], a part for each rank."""
         rows, keys = buffer.view(len(self._members), -1), self._keys(exchange, buffer.device)
         self._measure(bucket, rows, keys)
         return self.code.encode(rows, self.cut[bucket], keys, self._firsts[bucket]).view(-1)
 
     def parameters(self, bucket: int, sent: torch.Tensor) -> torch.Tensor:
-        """uint8[bytes of a shard]: what is sent of the own shard ``sent`` [shard]."""
+        """Return uint8[bytes of a shard]: what is sent of the own shard ``sent`` [shard]."""
         return self.code.encode(sent[None], self.cut[bucket])[0]
 
     def values(self, bucket: int, payloads: torch.Tensor, into: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ class Coded:
         self.code.round_(buffer.view(len(self._members), -1), self.cut[bucket])
 
     def rounded(self) -> tuple[float, float]:
-        """Sums of squares over samples of what this rank sent of the first bucket: of errors, and of values."""
+        """Return sums of squares over samples of what this rank sent of the first bucket: of errors, and of values."""
         if self._sums is None:
             return 0.0, 0.0
         error, square = self._sums.tolist()
@@ -95,7 +95,7 @@ class Coded:
         other = (self._rank + 1) % len(rows)
         values = rows[other : other + 1, : sample.shard].float()
         rounded = self.code.round_(values.clone(), sample, keys[other : other + 1], self._firsts[bucket])
-        # What is not finite says nothing of rounding.
+        # Values that are not finite are no measure of rounding.
         error = (rounded - values).square().where(rounded.isfinite(), 0.0).sum()
         square = values.square().where(rounded.isfinite(), 0.0).sum()
         if self._sums is None:
@@ -110,5 +110,5 @@ class Coded:
 def coded_of(
     config: LossyConfig, cut: Mapping[str, Sequence[BucketUnits]], members: Sequence[int], rank: int
 ) -> dict[str, Coded]:
-    """The codes of each phase that ``config`` wants coded, for the rank ``rank`` of ``members``."""
+    """Return the codes of each phase that ``config`` wants coded, for the rank ``rank`` of ``members``."""
     return {phase: Coded(code, config.loss_seed, cut[phase], members, rank) for phase, code in codes_of(config).items()}

@@ -36,14 +36,14 @@ from .windows import Bring, Window, into_pieces, into_replica, runs, windows
 Must = Callable[[], np.ndarray]
 #: By phase, for each bucket: the dtype that crosses.
 Dtypes = dict[str, Sequence[torch.dtype]]
-#: Seconds for the data of an exchange that nobody waits for to leave, when the wire is closed.
+#: Seconds for the data of an exchange without a wait to leave, when the wire is closed.
 _LEAVING = 5.0
 
 
 class DeadlineWire(PieceWire):
     """One rank's exchanges with the other ranks of ``group``, over a channel of a network. Units that come too late are lost.
 
-    ``networks``: draws losses beside the real ones; with nodes, ranks of one node exchange over ``group``.
+    ``networks``: draws losses in addition to the real ones; with nodes, ranks of one node exchange over ``group``.
     ``open_channel(buckets, peers=ranks, reported=phases)``: a collective call. ``memory``: bytes of page-locked memory for
     exchanges of a device; larger exchanges cross in windows. ``codes``: by phase, the code that protects the units that must
     arrive, for phases whose senders choose. ``passes``: by phase, how often all units of a message are sent.
@@ -122,7 +122,7 @@ class DeadlineWire(PieceWire):
             return self._scatter_reliably(x, rule, None, lambda: self.delivery(x.exchange))
         coded = self.coded.get("grad")
         sent = x.buffer if coded is None else coded.gradients(x.exchange, x.bucket, x.buffer)
-        # What has been sent is free, and pieces can take its place: on a device, where copies of it are sent.
+        # The memory of sent data is free, and pieces can take its place: on a device, where copies of it are sent.
         on_device = staged(sent)
         in_place = on_device and (must is None or coded is not None)
         pieces = sent if in_place else room_for(sent)
@@ -153,8 +153,8 @@ class DeadlineWire(PieceWire):
         with torch.no_grad():
             own = rule.send(x)
         coded, buffer, units = self.coded.get("param"), x.buffer, self.cut["param"][x.bucket]
-        # Units are written into the replica as they arrive, and nobody reads it before the exchange is over. Aside are those that are
-        # codes, or may count as lost although they came.
+        # Units are written into the replica as they arrive, and it is not read before the end of the exchange. Aside
+        # are those that are codes, or may count as lost although they came.
         aside = coded is not None or not self.networks["param"].lossless or ("param", x.bucket) in self._agreements
         sent = x.sent if coded is None else coded.parameters(x.bucket, x.sent)
         received = sent.new_empty(self.size * len(sent)) if aside else buffer
@@ -284,7 +284,7 @@ class DeadlineWire(PieceWire):
         self._known = Latest()
 
     def _record(self, known: _Arriving, bucket: int, crossing: _Exchange) -> Delivery:
-        """Note which units of ``bucket`` arrived. Returns a delivery of this bucket alone."""
+        """Note which units of ``bucket`` arrived. Return a delivery of this bucket alone."""
         phase = known.exchange.phase
         arrived = crossing.arrived()
         arrived[[*self.near, self.rank]] = True
@@ -295,7 +295,7 @@ class DeadlineWire(PieceWire):
         return known.record(bucket, arrived)
 
     def _drawn(self, exchange: Exchange) -> np.ndarray:
-        """bool[N, units]: the units that the channel delivers, of all buckets."""
+        """Return bool[N, units]: the units that the channel delivers, of all buckets."""
         drawn = self._draws.get(exchange)
         if drawn is None:
             me, units = self.members[self.rank], self.count[exchange.phase]
@@ -334,7 +334,7 @@ class DeadlineWire(PieceWire):
             rule.protected.reported(number, self.reports(Exchange("grad", self.stream, number), bucket, seconds))
 
     def reports(self, exchange: Exchange, bucket: int, seconds: float) -> np.ndarray | None:
-        """bool[N, count]: the units of this rank's ``bucket`` that others lost; ``None`` if a report is missing.
+        """Return bool[N, count]: the units of this rank's ``bucket`` that others lost; ``None`` if a report is missing.
 
         Waits at most ``seconds`` for the reports. Call it for every exchange with units that had to arrive.
         """
@@ -357,11 +357,11 @@ class DeadlineWire(PieceWire):
     # --- output for the user -------------------------------------------------------------------------------------
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Counters of each peer, by its rank in the group."""
+        """Return counters of each peer, by its rank in the group."""
         return {} if self._channel is None else self._channel.counters()
 
     def rates(self) -> dict[int, dict[str, float]]:
-        """Rates towards each peer: bytes per second, least round trip in seconds, and more."""
+        """Return rates towards each peer: bytes per second, least round trip in seconds, and more."""
         return {} if self._channel is None else self._channel.rates()
 
     def close(self) -> None:
@@ -387,18 +387,18 @@ class _Arriving:
         self._whole: Delivery | None = None
 
     def was_begun(self, bucket: int) -> bool:
-        """Whether ``bucket`` was begun before this call. The call marks it as begun."""
+        """Return whether ``bucket`` was begun before this call. The call marks it as begun."""
         before = bucket in self._begun
         self._begun.add(bucket)
         return before
 
     def record(self, bucket: int, arrived: np.ndarray) -> Delivery:
-        """Record ``arrived`` bool[S, count] of ``bucket``. Returns a delivery of that bucket alone."""
+        """Record ``arrived`` bool[S, count] of ``bucket``. Return a delivery of that bucket alone."""
         self._arrived[bucket], self._whole = arrived, None
         return self._of({bucket: arrived})
 
     def delivery(self) -> Delivery:
-        """The delivery of all buckets so far."""
+        """Return the delivery of all buckets so far."""
         if self._whole is None:
             self._whole = self._of(self._arrived)
         return self._whole
@@ -423,7 +423,7 @@ class _Exchange:
         self._reports: dict[int, np.ndarray] = {}
 
     def wait(self) -> None:
-        """Wait for the exchange. Raises :class:`PeerLost`, also if a live process has sent nothing for a while."""
+        """Wait for the exchange. Raise :class:`PeerLost`, also if a live process has sent nothing for a while."""
         while self._near:  # they hold buffers
             self._near.pop(0).wait()
         for part in self._parts:
@@ -437,11 +437,11 @@ class _Exchange:
         return [part.transfer if isinstance(part, Parcel) else part for part in self._parts]
 
     def arrived(self) -> np.ndarray:
-        """bool[N, count]: the units that arrived, after :meth:`wait`."""
+        """Return bool[N, count]: the units that arrived, after :meth:`wait`."""
         return np.concatenate([transfer.arrived for transfer in self._transfers], axis=1)
 
     def reports(self) -> np.ndarray | None:
-        """bool[N, count]: the sent units that did not arrive; ``None`` while a report is missing."""
+        """Return bool[N, count]: the sent units that did not arrive; ``None`` while a report is missing."""
         for number, transfer in enumerate(self._transfers):
             if number not in self._reports:
                 lost = None if transfer is None else transfer.reports()
@@ -466,7 +466,7 @@ def open_wire(
     group: dist.ProcessGroup | None,
     coded: Mapping[str, Coded],
 ) -> DeadlineWire:
-    """The wire of one group. A collective call. Raises :class:`UsageError` if ranks differ or are out of reach."""
+    """Return the wire of one group. A collective call. Raise :class:`UsageError` if ranks differ or miss each other."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     # Every rank is in one group of a stream, and all make the same channels in the same order.
     name = f"{stream.name}-{ranks[0]}"

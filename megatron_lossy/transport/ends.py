@@ -16,7 +16,7 @@ _ends: dict[tuple[str, Any, str], Any] = {}
 
 
 def end_for(config: LossyConfig, towards: str | None = None) -> Any:
-    """The :class:`.Engine` for these flags or, but for datagrams, the :class:`.Host`, which opens channels. It lives until the process or :func:`close_ends` ends it.
+    """Return the :class:`.Engine`, or the :class:`.Host` of streams, for these flags; :func:`close_ends` ends it.
 
     ``towards``: a host; without ``--udp-interface`` the address is the one that reaches it. Default: MASTER_ADDR.
     """
@@ -36,7 +36,7 @@ def end_for(config: LossyConfig, towards: str | None = None) -> Any:
 
 
 def end_counters() -> Counter[str]:
-    """Counters of the sockets of this process that belong to no rank."""
+    """Return counters of the sockets of this process that belong to no rank."""
     found: Counter[str] = Counter()
     for end in _ends.values():
         found.update(end.counters())

@@ -43,7 +43,7 @@ class LossyGroup:
         self.stream, self.size, self.rank = wire.stream, wire.size, wire.rank
         self._lossless = {phase: wire.lossless(phase) for phase in PHASES}
         #: The errors of the gradients that this rank owns, after their reduction; and the factor between these
-        #: gradients and those that the optimizer sees, beside the loss scale.
+        #: gradients and those that the optimizer sees, besides the loss scale.
         self.errors: Errors | None = None
         self.gradient_unit = 1.0
         self.grads = grad_rules(config, wire)
@@ -53,7 +53,7 @@ class LossyGroup:
         self.members: dist.ProcessGroup | None = None
         #: Objects with a state that the rules share, by name.
         self._shared = {name: one for rule in (*self.grads, *self.params) for name, one in rule.shared.items()}
-        self._open: dict[int, int] = {}  # by bucket: a step with gradients that nobody has ended yet
+        self._open: dict[int, int] = {}  # by bucket: a step with gradients that has not been ended yet
         self._made: dict[str, tuple[int, set[int]]] = {}  # by phase: the latest step, and its buckets
 
     @classmethod
@@ -65,10 +65,10 @@ class LossyGroup:
         stream: Stream = Stream(),
         steps: int | None = None,
     ) -> LossyGroup:
-        """A lossy group over a whole torch process group (default: the world). Call it on all its ranks.
+        """Return a lossy group over a whole torch process group (default: the world). Call it on all its ranks.
 
         ``buckets``: the same list on all ranks. ``steps``: length of the run, if known, to refuse a trace that is too
-        short. Raises :class:`UsageError` if the channel cannot serve the group or a packet holds no element.
+        short. Raise :class:`UsageError` if the channel cannot serve the group or a packet holds no element.
         """
         size = dist.get_world_size(group)
         try:
@@ -98,11 +98,11 @@ class LossyGroup:
         self.shards, self.own = self.size * ranks, self.rank * ranks + place
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """[N * shard]: the shards of ``buffer`` that this group exchanges: itself, or a copy of a part of it."""
+        """Return [N * shard]: the shards of ``buffer`` that this group exchanges: itself, or a copy of a part of it."""
         return columns(buffer, self.size, self.ranks, self.place).reshape(-1)
 
     def seen(self, ranges: np.ndarray, shard: int) -> np.ndarray:
-        """int64[k, 2]: ``ranges`` of a buffer with shards of ``shard`` elements, as they are in :meth:`view`."""
+        """Return int64[k, 2]: ``ranges`` of a buffer with shards of ``shard`` elements, as they are in :meth:`view`."""
         if self.ranks == 1:
             return ranges
         result = []
@@ -117,13 +117,13 @@ class LossyGroup:
     # --- exchanges -----------------------------------------------------------------------------------------------
 
     def lossless(self, phase: str) -> bool:
-        """Whether nothing can be lost in ``phase``. Its exchanges are then the collectives alone."""
+        """Return whether nothing can be lost in ``phase``. Its exchanges are then the collectives alone."""
         return self._lossless[phase]
 
     def reduce_scatter(self, x: Gradients) -> Transfer:
-        """Begin the reduce-scatter of the gradients ``x``.
+        """Begin the reduce-scatter of the gradients ``x``, and return its transfer.
 
-        A step that nobody ends with :meth:`finish_step` counts when a later one begins.
+        A step that :meth:`finish_step` never ends counts when a later one begins.
         """
         self._begin_step(x.bucket, x.exchange.step)
         if self._lossless["grad"]:
@@ -164,7 +164,7 @@ class LossyGroup:
     def put_stale_aside(self, bucket: int, buffer: torch.Tensor, step: int) -> Callable[[], None] | None:
         """Keep the values of ``buffer`` that differ from the owners' weights of ``step``, before a reliable gather.
 
-        Returns a function that puts them back, or ``None`` in a phase without loss.
+        Return a function that puts them back, or ``None`` in a phase without loss.
         """
         if self.lossless("param"):
             return None
@@ -178,14 +178,14 @@ class LossyGroup:
         return lambda: rule.put_back(buffer, delivery, saved)
 
     def sent_bytes(self, phase: str, bucket: int, shard: torch.Tensor) -> int:
-        """The bytes that this rank sends to others in an exchange of ``bucket``, whose shards are like ``shard``."""
+        """Return the bytes that this rank sends in an exchange of ``bucket``, whose shards are like ``shard``."""
         coded = None if self._lossless[phase] else self.wire.coded.get(phase)
         return (self.size - 1) * (shard.nbytes if coded is None else coded.payloads[bucket].shard)
 
     # --- deliveries ----------------------------------------------------------------------------------------------
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
-        """The delivery at this rank in the exchange of ``step``, if it is one of the latest two or can be foreseen.
+        """Return the delivery at this rank in ``step``, if it is one of the latest two or can be foreseen.
 
         ``None`` in a phase without loss.
         """
@@ -199,7 +199,7 @@ class LossyGroup:
             self._made[exchange.phase] = (exchange.step, {bucket})
 
     def not_made(self, phase: str, step: int) -> list[int]:
-        """The buckets that have not been exchanged in ``step``, although they can lose something."""
+        """Return the buckets that have not been exchanged in ``step``, although they can lose something."""
         if self.lossless(phase):
             return []
         latest, buckets = self._made.get(phase, (None, set()))
@@ -213,7 +213,7 @@ class LossyGroup:
         self.wire.restore(Exchange("param", self.stream, step), lost)
 
     def told(self) -> list[Told]:
-        """The records of the units that this rank sent in the latest step that is over, bucket by bucket."""
+        """Return the records of the units that this rank sent in the latest step that is over, bucket by bucket."""
         protected = (rule.protected for rule in self.grads if rule.protected is not None)
         return [rule.told for rule in protected if rule.told is not None]
 
@@ -236,7 +236,7 @@ class LossyGroup:
         self._open[bucket] = step
 
     def _count_before(self, bucket: int, step: float) -> None:
-        """Count the latest step of ``bucket`` if it is before ``step`` and nobody has ended it."""
+        """Count the latest step of ``bucket`` if it is before ``step`` and has not been ended."""
         before = self._open.get(bucket)
         if before is None or before >= step:
             return
@@ -250,7 +250,7 @@ class LossyGroup:
             self._count_before(bucket, math.inf)
 
     def finish_step(self, step: int, successful: bool) -> None:
-        """Tell the recovery rules whether the optimizer used the gradients of ``step``."""
+        """Report to the recovery rules whether the optimizer used the gradients of ``step``."""
         until = time.monotonic() + _PATIENCE
         for bucket, rule in enumerate(self.grads):
             self._count_before(bucket, step)
@@ -272,7 +272,7 @@ class LossyGroup:
             rule.restart()
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """The states of the rules, by phase, and what they share. The latest step counts if nobody has ended it."""
+        """Return the states of the rules, by phase, and their common data. The latest step counts unless ended."""
         self._count_all()
         for bucket, rule in enumerate(self.grads):
             self.wire.take_reports(rule, bucket, math.inf)
@@ -291,5 +291,5 @@ class LossyGroup:
 
 
 def columns(buffer: torch.Tensor, members: int, ranks: int, place: int) -> torch.Tensor:
-    """[members, shard]: the shards of ``buffer`` that the ranks of ``place`` own, of ``ranks`` of each of ``members``."""
+    """Return [members, shard]: the shards of ``buffer`` that the ranks of ``place`` own, of ``ranks`` a member."""
     return buffer.view(members, ranks, -1)[:, place]

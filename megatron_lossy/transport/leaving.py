@@ -14,7 +14,7 @@ class PeerLost(RuntimeError):
 
 
 def patiently(wait: Callable[[float], Any], seconds: float) -> Any:
-    """``wait(seconds)``. Raises :class:`PeerLost` if that was too short: a live process has sent nothing."""
+    """Call ``wait(seconds)``. Raise :class:`PeerLost` if that was too short: a live process has sent nothing."""
     began = time.monotonic()
     try:
         return wait(seconds)
@@ -42,7 +42,7 @@ class Leaving:
         return sum(size for _, size in self._messages) > self._memory
 
     def wait(self) -> None:
-        """Wait until the oldest message has left. Raises :class:`PeerLost`."""
+        """Wait until the oldest message has left. Raise :class:`PeerLost`."""
         patiently(self._messages.popleft()[0].sent, self._patience)
 
     def forget(self) -> None:

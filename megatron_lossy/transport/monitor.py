@@ -46,7 +46,7 @@ class NetworkMonitor(Observer):
 
     @classmethod
     def totals(cls, peers: Iterable[Mapping[str, int]], ends: Mapping[str, int]) -> Counter[str]:
-        """The columns of one process, from the counters of its peers, and of its sockets."""
+        """Return the columns of one process, from the counters of its peers, and of its sockets."""
         found: Counter[str] = Counter()
         for one in (*peers, ends):
             found.update(one)
@@ -57,7 +57,7 @@ class NetworkMonitor(Observer):
 
     @classmethod
     def advice(cls, now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
-        """Lines of advice, by the name of the reason. ``much_loss_since``: iterations in a row with much loss."""
+        """Return lines of advice, by the name of the reason. ``much_loss_since``: iterations in a row of much loss."""
         least = {"overflow": _OVERFLOW * max(now["received"], 1)}
         result = {name: line.format(now[name]) for name, line in cls.problems.items() if now[name] > least.get(name, 0)}
         if much_loss_since >= _PERSISTS:
@@ -102,7 +102,7 @@ class NetworkMonitor(Observer):
         return dist.get_rank() if dist.is_initialized() else 0
 
     def summary(self) -> list[str]:
-        """Lines with the totals of this rank; on the first rank also a line for each peer of each stream."""
+        """Return lines with the totals of this rank; on the first rank also a line for each peer of each stream."""
         lines, total, rank = [], Counter(), self._rank()
         for transport in self._transports():
             rates = transport.rates()
@@ -142,7 +142,6 @@ class DatagramMonitor(NetworkMonitor):
         "too_big": "too_big",
         "send_failed": "send_failed",
         "unreachable": "unreachable",
-        "narrowed": "narrowed",
         "sent_again": "resent",
         "put_together": "repaired",
     }
@@ -152,8 +151,6 @@ class DatagramMonitor(NetworkMonitor):
         "process's network thread a core",
         "early_dropped": _EARLY % "datagrams",
         "too_big": "{} datagrams were larger than the MTU of this host's interface and were not sent: lower --packet-bytes",
-        "narrowed": "no full datagram comes from a rank any more, and shorter ones do: the MTU of a path has fallen, and its units are "
-        "lost; lower --packet-bytes",
         "send_failed": "{} datagrams could not be sent: look at this host's routes and firewall",
         "bad_tag": "{} datagrams failed authentication and were dropped: somebody else sends to this port, or something on the way "
         "changes them",

@@ -29,7 +29,7 @@ _NOTHING = "no link leaves a node, and nothing can be lost"
 
 
 def channel_of(config: LossyConfig, phase: str) -> Channel:
-    """The channel of ``phase``, which may replay a recorded run. Raises :class:`UsageError` for unreadable files."""
+    """Return the channel of ``phase``, which may replay a run. Raise :class:`UsageError` for unreadable files."""
     loss = config.phase(phase)
     if loss.trace is not None and loss.trace.is_dir():
         return Recorded(config, loss.trace)
@@ -44,7 +44,7 @@ def check_ranks(config: LossyConfig, size: int) -> None:
 def check_owners(config: LossyConfig) -> None:
     """Raise :class:`UsageError` for flags that real ranks cannot have.
 
-    An example are rules whose owners know what all senders chose.
+    An example is a rule whose owners have the choices of all senders.
     """
     check_refusals(config, Facts(virtual=False))
 
@@ -57,9 +57,9 @@ def check_channels(config: LossyConfig, size: int, steps: int | None) -> None:
 
 
 def consecutive_nodes(ranks: Sequence[int], ranks_per_node: int) -> list[int]:
-    """The node number of each of ``ranks``, of which ``ranks_per_node`` share a node.
+    """Return the node number of each of ``ranks``, of which ``ranks_per_node`` share a node.
 
-    Raises :class:`UsageError` as :func:`find_nodes`.
+    Raise :class:`UsageError` as :func:`find_nodes`.
     """
     nodes = [rank // ranks_per_node for rank in ranks]
     if len(nodes) > 1 and len(set(nodes)) == 1:
@@ -70,10 +70,10 @@ def consecutive_nodes(ranks: Sequence[int], ranks_per_node: int) -> list[int]:
 
 
 def find_nodes(group: dist.ProcessGroup | None, ranks_per_node: int = 0) -> list[int]:
-    """The node number of every rank of ``group``, for ``--lossy-links inter-node``.
+    """Return the node number of every rank of ``group``, for ``--lossy-links inter-node``.
 
     Found by host name (a collective call), or by ``ranks_per_node`` consecutive global ranks (``--lossy-links inter-node:N``).
-    Raises :class:`UsageError` if several ranks are all on one node: nothing could be lost between them.
+    Raise :class:`UsageError` if several ranks are all on one node: nothing could be lost between them.
     """
     group = group or dist.group.WORLD
     if ranks_per_node:
@@ -89,7 +89,7 @@ def find_nodes(group: dist.ProcessGroup | None, ranks_per_node: int = 0) -> list
 def read_key_file(path: str | None) -> bytes | None:
     """Return the secret of ``--udp-key-file`` in ``path``; ``None`` for ``None`` and "none".
 
-    Raises :class:`UsageError` if the file cannot be read or is too short.
+    Raise :class:`UsageError` if the file cannot be read or is too short.
     """
     if path in (None, "none"):
         return None
@@ -109,7 +109,7 @@ def read_key_file(path: str | None) -> bytes | None:
 def choose_congestion(made: socket.socket, name: str | None) -> None:
     """Give the TCP socket ``made`` the congestion control ``name``; ``None``: it keeps that of the host.
 
-    Raises :class:`UsageError` for one that the kernel does not have, or does not allow.
+    Raise :class:`UsageError` for one that the kernel does not have, or does not allow.
     """
     try:
         if name is not None:

@@ -36,7 +36,7 @@ def lossy_reduce_scatter(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Transfer | None:
-    """Reduce-scatter that may lose units. The configured rule recovers the result.
+    """Run a reduce-scatter that may lose units.
 
     A step counts when a later one begins, when the state of ``lossy`` is saved, and when ``lossy`` is closed. If the
     result of a step is not used, call ``lossy.finish_step(step, False)`` before the next one.
@@ -87,7 +87,7 @@ def lossy_all_gather(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Transfer | None:
-    """All-gather that may lose units. A lost unit of ``output`` keeps its old value.
+    """Run an all-gather that may lose units: a lost unit of ``output`` keeps its old value.
 
     Args:
         lossy: decides which units ``group`` loses.

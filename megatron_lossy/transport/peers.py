@@ -39,7 +39,7 @@ class Peers(ABC):
 
     @abstractmethod
     def gather(self, rows: np.ndarray | torch.Tensor) -> np.ndarray:
-        """[N, k]: the ``rows`` [local, k] of all replicas, int64, uint64 or float64, bit for bit.
+        """Return [N, k]: the ``rows`` [local, k] of all replicas, int64, uint64 or float64, bit for bit.
 
         A tensor, int64, may be on a device. Then the host waits once, for the result.
         """
@@ -104,21 +104,22 @@ class RankPeers(Peers):
         return Handle(end)
 
     def _beside(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], dist.Work]) -> Callable[[], object]:
-        """Let ``begin`` exchange ``tensor``, in host memory, on the CUDA device. Returns a function that waits for it."""
+        """Let ``begin`` exchange ``tensor``, in host memory, on the CUDA device. Return a function that waits."""
         there = to_device(tensor, self._device)
         work = begin(there)
         with aside(self._device):  # so that what is computed does not wait for the others
             work.wait()
             used_here((there,))
-            back = Fetched(_bytes(there))
+            back = Fetched(bytes_of(there))
 
         def end() -> None:
-            _bytes(tensor).copy_(torch.from_numpy(back.wait()))
+            bytes_of(tensor).copy_(torch.from_numpy(back.wait()))
 
         return end
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8[n] of a contiguous ``tensor``, in its memory."""
     return tensor.view(-1).view(torch.uint8)
 
 

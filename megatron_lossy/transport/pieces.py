@@ -1,4 +1,4 @@
-"""``--transport pieces``: each source's piece reaches the owner, who adds them up. Nothing is removed before.
+"""``--transport pieces``: each source's piece reaches the owner, which adds them up. Nothing is removed before.
 
 It does the arithmetic of a real network over torch's reliable collectives. A reduce-scatter adds in an order of its
 own, which differs between gloo and NCCL. Here the order is that of the ranks, so that a recorded run of ``--transport
@@ -50,7 +50,7 @@ class PieceWire(Wire):
         return Transfer(work, arrived, apart=True)
 
     def _wide(self, x: Gradients) -> Gradients:
-        """``x`` with gradients in float32, for codes: owners add up more than half precision can hold."""
+        """Return ``x`` with gradients in float32, for codes: owners add up more than half precision can hold."""
         return replace(x, buffer=x.buffer.float())
 
     def _combine(self, arrived: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients, rule: GradRecovery) -> None:
@@ -104,7 +104,7 @@ class PieceWire(Wire):
 
 
 def room_for(buffer: torch.Tensor) -> torch.Tensor:
-    """Memory for pieces like ``buffer``. On a CPU in large pages where there are some: small ones cost more than the sum."""
+    """Return memory for pieces like ``buffer``: on a CPU in large pages, where small ones cost more than the sum."""
     pieces = torch.empty_like(buffer)
     start = -(-pieces.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (pieces.data_ptr() + pieces.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE

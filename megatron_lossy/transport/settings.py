@@ -44,7 +44,7 @@ class Settings:
 
 
 def settings_of(config: LossyConfig) -> Settings:
-    """The settings that the flags ask for. Raises :class:`UsageError` for an unreadable or too short key file."""
+    """Return the settings that the flags ask for. Raise :class:`UsageError` for an unreadable or too short key file."""
     both = {
         "interface": config.udp_interface,
         "port": config.udp_port,

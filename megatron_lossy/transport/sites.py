@@ -65,7 +65,7 @@ class Site:
     between: dist.ProcessGroup
 
     def stream(self, stream: Stream) -> Stream:
-        """``stream`` of the ranks of this place, whose losses are their own."""
+        """Return ``stream`` of the ranks of this place, whose losses are their own."""
         return replace(stream, expert_rank=stream.expert_rank * self.ranks + self.place)
 
 
@@ -79,7 +79,7 @@ class Sites:
     def open(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Make the process groups of both levels of ``groups``, which this rank is in. A collective call of all ranks.
 
-        Raises :class:`UsageError` if sites cut one of them unevenly.
+        Raise :class:`UsageError` if sites cut one of them unevenly.
         """
         if self._number is None:
             return
@@ -104,7 +104,7 @@ class Sites:
         return Site(sites, number, each, place, inside[number], between[place])
 
     def of(self, group: dist.ProcessGroup | None) -> Site | None:
-        """The place in ``group``; ``None`` if it was not opened, or each of its ranks exchanges for itself."""
+        """Return the place in ``group``; ``None`` if it was not opened, or each of its ranks exchanges for itself."""
         return self._found.get(tuple(dist.get_process_group_ranks(group or dist.group.WORLD)))
 
 
@@ -151,7 +151,7 @@ class Scalars:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Wraps ``torch.distributed.all_reduce``."""
+        """Wrap ``torch.distributed.all_reduce``."""
         place = self._place(tensor, op, group)
         if place is None:
             return original(tensor, op=op, group=group, async_op=async_op)
@@ -165,7 +165,7 @@ class Scalars:
     def functional(
         self, original: Callable[..., Any], tensor: torch.Tensor, reduceOp: str, group: Any, tag: str = ""
     ) -> torch.Tensor:
-        """Wraps the all-reduce that returns another tensor, of which DTensor makes norms."""
+        """Wrap the all-reduce that returns another tensor, of which DTensor makes norms."""
         op, whole = getattr(dist.ReduceOp, reduceOp.upper()), group
         if isinstance(group, tuple):
             mesh, dimension = group
@@ -217,7 +217,7 @@ def make_group(
     group: dist.ProcessGroup,
     site: Site | None,
 ) -> LossyGroup:
-    """The exchanges of ``group``, in two levels if this rank has a place in a ``site``. See :func:`wire_for`."""
+    """Return the exchanges of ``group``, in two levels if this rank has a place in a ``site``. See :func:`wire_for`."""
     if site is None:
         wire = wire_for(config, buckets, networks, members, dist.get_rank(group), stream, steps, group)
         return LossyGroup(config, wire)
@@ -241,7 +241,7 @@ class SiteGroup(LossyGroup):
         self._wide = isinstance(wire, PieceWire) and "grad" in wire.coded
 
     def reduce_scatter(self, x: Gradients) -> Transfer:
-        """See :meth:`LossyGroup.reduce_scatter`. The second level begins once the first is over, beside what is computed."""
+        """See :meth:`LossyGroup.reduce_scatter`. The second level begins after the first, during computation."""
         sent = x.buffer.float() if self._wide else x.buffer
         sums = sent.new_empty(self.size * x.output.numel())
         pairs = zip(sums.chunk(self.size), sent.chunk(self.size), strict=True)
@@ -254,7 +254,7 @@ class SiteGroup(LossyGroup):
         super().note_all_reduce(bucket, step, lambda: self._summed(x()))
 
     def _summed(self, x: Gradients) -> Gradients:
-        """``x`` with the gradients of the site, which are about to be all-reduced."""
+        """Return ``x`` with the gradients of the site, which are about to be all-reduced."""
         sums = x.buffer.new_empty(x.buffer.numel() // self.ranks)
         for into, run in zip(sums.chunk(self.size), x.buffer.chunk(self.size), strict=True):
             reduce_scatter_single(into, run, group=self.site.inside)
@@ -288,7 +288,7 @@ class SiteGroup(LossyGroup):
 def over(
     group: dist.ProcessGroup, collective: Any, output: torch.Tensor, input: torch.Tensor, **options: Any
 ) -> Collective:
-    """``collective``, a ``partial`` of a function of (output, input, …), from ``input`` into ``output`` over ``group``."""
+    """Return ``collective``, a ``partial`` over (output, input, …), from ``input`` into ``output`` over ``group``."""
     return partial(
         collective.func, output, input, *collective.args[2:], **{**collective.keywords, "group": group, **options}
     )

@@ -33,19 +33,19 @@ _ALIGNMENT = 512
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """The device for tensors of ``group``'s collectives."""
+    """Return the device for tensors of ``group``'s collectives."""
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else current_device()
 
 
 def patience_of(group: dist.ProcessGroup | None) -> float:
-    """Seconds that a collective of ``group`` would wait for a rank."""
+    """Return seconds that a collective of ``group`` would wait for a rank."""
     group = group or dist.group.WORLD
     options = getattr(group._get_backend(device_of(group)), "options", None)
     return getattr(options, "_timeout", default_pg_timeout).total_seconds()
 
 
 def staged(buffer: torch.Tensor) -> bool:
-    """Whether a network, which is on the CPU, cannot read and write ``buffer`` in place."""
+    """Return whether a network, which is on the CPU, cannot read and write ``buffer`` in place."""
     return buffer.device.type != "cpu"
 
 
@@ -54,12 +54,12 @@ def staged(buffer: torch.Tensor) -> bool:
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """The streams of this process for copies from ``device``, and to it."""
+    """Return the streams of this process for copies from ``device``, and to it."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def _mark(device: torch.device) -> Any:
-    """An event after the work that the current stream of ``device`` was given; ``None`` on a CPU.
+    """Return an event after the work that the current stream of ``device`` was given; ``None`` on a CPU.
 
     Its wait sleeps: a thread that spins would take a processor from the network.
     """
@@ -71,7 +71,7 @@ def _mark(device: torch.device) -> Any:
 
 
 def _copy_down(rows: Sequence[torch.Tensor], into: Sequence[torch.Tensor], made: Any) -> Any:
-    """Begin to copy each of ``rows`` into page-locked memory. Returns an event; ``None``: the copy is over.
+    """Begin to copy each of ``rows`` into page-locked memory. Return an event; ``None``: the copy is over.
 
     ``made``: an event after the work that makes ``rows``. Call it on a thread that may wait: only CUDA has streams for
     copies here.
@@ -113,7 +113,7 @@ class Departure:
 
 
 def arrival(wanted: torch.Tensor) -> torch.Tensor:
-    """Memory, page-locked for CUDA, for data that will be copied into ``wanted``."""
+    """Return memory, page-locked for CUDA, for data that will be copied into ``wanted``."""
     return torch.empty(wanted.shape, dtype=wanted.dtype, pin_memory=wanted.device.type == "cuda")
 
 
@@ -131,18 +131,18 @@ class Message(ABC):
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> np.ndarray:
-        """bool[N, units]: the units that arrived. Raises :class:`PeerLost`, or TimeoutError after ``timeout`` seconds."""
+        """Return bool[N, units]: arrived units. Raise :class:`PeerLost`, or TimeoutError after ``timeout`` seconds."""
 
     @abstractmethod
     def sent(self, timeout: float | None = None) -> None:
-        """Wait until nothing is read from the sources any more. Raises as :meth:`wait`."""
+        """Wait until nothing is read from the sources any more. Raise as :meth:`wait`."""
 
     @abstractmethod
     def all_sent(self) -> bool:
-        """Whether nothing is read from the sources any more. Raises :class:`PeerLost`."""
+        """Return whether nothing is read from the sources any more. Raise :class:`PeerLost`."""
 
     def finish(self, seconds: float) -> None:
-        """Wait until nothing more arrives, and all is sent. Raises :class:`PeerLost`, also if a live rank sends nothing for ``seconds``."""
+        """Wait until nothing more arrives, and all is sent. Raise :class:`PeerLost`, also if a live rank sends nothing for ``seconds``."""
         until = time.monotonic() + seconds
         try:
             self.wait(seconds)
@@ -163,7 +163,7 @@ class Ring:
         self._broken = False
 
     def take(self, size: int) -> torch.Tensor | None:
-        """uint8[size]; waits until there is room. ``None``: a part of the memory will never come back."""
+        """Take uint8[size], once there is room. ``None``: a part of the memory will never come back."""
         size, total = -(-size // _ALIGNMENT) * _ALIGNMENT, self._memory.numel()
         assert size <= total, "the wire cuts exchanges so that they fit"
         with self._changed:
@@ -192,7 +192,7 @@ class Ring:
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """Say that taken memory will never come back: the network may still write there."""
+        """Note that taken memory will never come back: the network may still write there."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
@@ -228,13 +228,13 @@ class Parcel:
                 future.set_exception(error)
 
     def wait(self) -> None:
-        """Wait until all has arrived; the current stream waits for the copy. Raises :class:`PeerLost`."""
+        """Wait until all has arrived; the current stream waits for the copy. Raise :class:`PeerLost`."""
         event = self.done.result()
         if event is not None:
             event.wait()
 
     def forget(self) -> None:
-        """Let go of all buffers: whoever keeps the parcel wants to know what became of it."""
+        """Release all buffers: a kept parcel is only asked for its result."""
         self.rows, self.arrived = (), None
         self.post = self.send = self.bring = _nothing
 
@@ -271,7 +271,7 @@ class Courier:
                 parcel = queue.get()
                 try:
                     act(parcel)
-                except BaseException as error:  # whoever waits for it raises it
+                except BaseException as error:  # the wait for it raises it
                     if parcel.ring is not None:
                         parcel.ring.give_up()
                     parcel.fail(error)
@@ -317,7 +317,7 @@ class Courier:
 
 @functools.cache
 def courier_of(device: torch.device, memory: int) -> Courier:
-    """The courier of this process for ``device``, with so many bytes of page-locked memory."""
+    """Return the courier of this process for ``device``, with so many bytes of page-locked memory."""
     return Courier(device, memory)
 
 

@@ -44,7 +44,7 @@ def windows(
 ) -> Iterator[list[Window]]:
     """Cut each bucket into windows of which several fit ``memory``, with what is sent and what arrives.
 
-    Raises :class:`UsageError` if a packet of each rank does not fit, or if there are too many windows.
+    Raise :class:`UsageError` if a packet of each rank does not fit, or if there are too many windows.
     """
     number = 0
     for units, dtype in zip(cut, dtypes, strict=True):
@@ -65,7 +65,7 @@ def windows(
 
 
 def runs(ranks: Sequence[int]) -> list[tuple[slice, slice]]:
-    """Runs of consecutive ``ranks``: their ranks, and their places in ``ranks``. One copy serves a run."""
+    """Return runs of consecutive ``ranks``: their ranks, and their places in ``ranks``. One copy serves a run."""
     starts = [place for place, rank in enumerate(ranks) if not place or rank != ranks[place - 1] + 1]
     ends = [*starts[1:], len(ranks)][: len(starts)]
     return [(slice(ranks[a], ranks[b - 1] + 1), slice(a, b)) for a, b in zip(starts, ends, strict=True)]
@@ -76,7 +76,7 @@ Bring = Callable[[Window, np.ndarray, torch.Tensor], None]
 
 
 def into_pieces(pieces: torch.Tensor, size: int, sources: Sequence[int]) -> Bring:
-    """Copies all data from ``sources`` into ``pieces`` [N * shard]; a unit that did not arrive has any value."""
+    """Return a function that copies all data from ``sources`` into ``pieces`` [N * shard], with any lost values."""
 
     def bring(window: Window, arrived: np.ndarray, data: torch.Tensor) -> None:
         used_here((pieces,))
@@ -87,7 +87,7 @@ def into_pieces(pieces: torch.Tensor, size: int, sources: Sequence[int]) -> Brin
 
 
 def into_replica(replica: torch.Tensor, size: int, sources: Sequence[int], units: BucketUnits, rows: Rows) -> Bring:
-    """Copies the units that arrived from ``sources`` into ``replica`` [N * shard], and leaves the others alone."""
+    """Return a function that copies units that arrived from ``sources`` into ``replica`` [N * shard], and no others."""
 
     def bring(window: Window, arrived: np.ndarray, data: torch.Tensor) -> None:
         used_here((replica,))

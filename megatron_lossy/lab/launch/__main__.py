@@ -25,6 +25,7 @@ from .command import (
 from .memory import checkpoint_bytes, parameters
 from .options import GIB
 from .plan import PROGRAM, Plan, make_plan
+from .render import render
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with usage_errors(PROGRAM), _all_problems():
         in_job = "SLURM_JOB_ID" in os.environ and "SLURM_NTASKS" in os.environ
         plan = make_plan(arguments, int(os.environ["SLURM_NTASKS"]) if in_job else None)
+        if plan.launch.render is not None:
+            check(plan, starting=False)
+            print(render(plan, arguments), end="")
+            return
         if plan.jobs.apart and plan.island is None:
             check(plan, starting=plan.launch.run and not plan.launch.dry_run)
             sys.exit(several(plan, arguments, describe(plan)))

@@ -31,8 +31,8 @@ def check(plan: Plan, starting: bool) -> None:
     """
     problems = Collector()
     with problems.noting():
-        if plan.launch.run and not (plan.jobs.apart and plan.island is None):
-            raise refuse("--run", "on", "needs --rendezvous, and no --island")
+        if plan.launch.run and (plan.launch.render or plan.island is not None or not plan.jobs.apart):
+            raise refuse("--run", "on", "needs --rendezvous, and no --island or --render")
         check_shape(plan)
         plan.train.check_world(plan.ranks)
         check_training(plan)
@@ -42,6 +42,9 @@ def check(plan: Plan, starting: bool) -> None:
     if starting:
         with problems.noting():
             check_devices(plan.device.kind, ranks_of_node(plan))
+    if plan.launch.render is not None:  # files are those of the containers
+        problems.finish()
+        return
     with problems.noting():
         check_folder("--out", plan.folder)
         if plan.launch.trainer:

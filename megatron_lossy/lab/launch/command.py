@@ -16,16 +16,17 @@ from pathlib import Path
 from ...base.checkpoints import latest_iteration
 from ...base.errors import UsageError, refuse
 from ...mechanisms.islands.membership.store import check_url
-from .options import first_host
+from .options import LaunchConfig, first_host
 from .plan import PROGRAM, Plan
 
-_SHUTDOWN_SECONDS = 300
+#: Seconds that ranks have to save after SIGTERM.
+SHUTDOWN_SECONDS = 300
 
 
 #: Variables that torchrun reads from the environment.
 TORCHRUN_ENVIRONMENT = {
     # Otherwise it ends ranks 30 s after SIGTERM, too early for a large checkpoint.
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
     # Otherwise an agent that is started again waits in vain for the address of rank 0. The surviving agents (torch
     # 2.13, dynamic_rendezvous.py) publish it in their first round only. And scripts that make their process groups
     # without us may find the addresses of ranks that are gone.
@@ -71,7 +72,7 @@ def shell(command: list[str], environment: Mapping[str, str]) -> str:
 
 def _torchrun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     launch = plan.launch
-    command = [sys.executable, "-m", "megatron_lossy.lab.launch.agent", "--nnodes", str(launch.nodes)]
+    command = [_python(launch), "-m", "megatron_lossy.lab.launch.agent", "--nnodes", str(launch.nodes)]
     command += ["--nproc-per-node", str(ranks_of_node(plan))]
     if launch.nodes == 1 and launch.rdzv_endpoint is None:
         command.append("--standalone")
@@ -90,11 +91,15 @@ def _torchrun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     return [*command, "-m", *plan.module]
 
 
-def _rank(plan: Plan, python: str, address: str, port: int) -> list[str]:
+def _rank(plan: Plan, address: str, port: int) -> list[str]:
     launch = plan.launch
     own = ["--kind", plan.device.kind, "--ranks", str(launch.accelerators)]
     own += ["--master-addr", address, "--master-port", str(port)]
-    return [python, "-m", "megatron_lossy.lab.launch.rank", *own, *plan.module]
+    return [_python(launch), "-m", "megatron_lossy.lab.launch.rank", *own, *plan.module]
+
+
+def _python(launch: LaunchConfig) -> str:
+    return "python" if launch.container_image else sys.executable  # a container has its own
 
 
 def _srun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
@@ -110,8 +115,7 @@ def _srun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     if "SLURM_CPUS_PER_TASK" in environment:  # srun does not take it over from the job
         command += ["--cpus-per-task", environment["SLURM_CPUS_PER_TASK"]]
     command += [f"--output={plan.own_folder / 'logs' / name}/rank-%t.log", *container(plan)]
-    # A container has a Python of its own.
-    return command + _rank(plan, "python" if launch.container_image else sys.executable, address, port)
+    return command + _rank(plan, address, port)
 
 
 def container(plan: Plan) -> list[str]:
@@ -139,7 +143,7 @@ def _mpirun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     for name, value in plan.environment.items():
         command += ["-x", f"{name}={value}"]
     command += ["--output-filename", str(plan.own_folder / "logs")]
-    return command + _rank(plan, sys.executable, address, launch.master_port)
+    return command + _rank(plan, address, launch.master_port)
 
 
 # --- jobs that are launches of their own (``--rendezvous`` without ``--island``) ---------------------------------------

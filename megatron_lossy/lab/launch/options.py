@@ -90,6 +90,9 @@ def check_tokenizer(name: str) -> None:
             )
 
 
+_OF_CONTAINERS = ("container_image", "container_mounts")
+
+
 @dataclass(frozen=True)
 class LaunchConfig:
     """The program to start, its devices, and the folder of its output. Raises :class:`UsageError`."""
@@ -145,10 +148,20 @@ class LaunchConfig:
     hostfile: str | None = flag(None, "mpirun: a line per node, address and slots=N", type=str, metavar="FILE")
     master_port: int = flag(29500, "srun and mpirun: port on the first node", metavar="PORT")
     container_image: str | None = flag(
-        None, "srun: image that pyxis (enroot) runs the ranks in", type=str, metavar="IMAGE"
+        None, "image that pyxis (enroot) of srun, or --render, runs the ranks in", type=str, metavar="IMAGE"
     )
     container_mounts: str | None = flag(
-        None, "srun: what pyxis mounts in it, SOURCE:TARGET,…", type=str, metavar="MOUNTS"
+        None,
+        "what is mounted in it, SOURCE:TARGET,…; of k8s a source is a volume claim, of skypilot a bucket",
+        type=str,
+        metavar="MOUNTS",
+    )
+    render: str | None = flag(
+        None,
+        "with --rendezvous and without --island: print the run as YAML for Kubernetes, with a JobSet for each island, "
+        "or as a task of SkyPilot, and start nothing",
+        type=str,
+        choices=("k8s", "skypilot"),
     )
     run: bool = flag(
         False,
@@ -162,9 +175,10 @@ class LaunchConfig:
             ("program", "pretrain_gpt.py of a checkout of Megatron-LM, or train"),
             ("out", "the folder of the runs"),
             ("device", f"one of {', '.join(DEVICES)}"),
+            *((name, f"for --render {self.render}") for name in _OF_CONTAINERS if self.render is not None),
         ):
             if getattr(self, name) is None:
-                missing.note(UsageError(f"--{name}: needs a value, {what}"))
+                missing.note(UsageError(f"{flag_name(LaunchConfig, name)}: needs a value, {what}"))
         missing.finish()
         assert self.device is not None
         if self.device not in DEVICES:  # argparse does not check a default from a file
@@ -186,8 +200,8 @@ class LaunchConfig:
         for name, launcher in (
             ("rdzv_endpoint", "torchrun"),
             ("hostfile", "mpirun"),
-            ("container_image", "srun"),
-            ("container_mounts", "srun"),
+            ("render", "torchrun"),
+            *((name, "srun") for name in _OF_CONTAINERS if self.render is None),
         ):
             self._check(name, getattr(self, name) is None or self.launcher == launcher, f"needs --launcher {launcher}")
         if self.max_restarts and self.launcher != "torchrun":

@@ -21,7 +21,7 @@ from ..launch.recipe import Recipe, read_recipe
 from ..train.metrics import METRICS_FILE
 from .advice import LONGER, Advice, advise, shaped
 from .link import COUNT, LOSS, SECONDS, Link, quantity, read_link
-from .ways import SPARE, cost, use
+from .ways import SPARE, cost, measured, use
 
 _CONFIG = "llama2_7b/cuda_dp64"
 _DAY = 86400
@@ -165,7 +165,7 @@ def report(advice: Advice, gpus_cost: float = 0.0, egress_cost: float = 0.0) -> 
 
 def _table(advice: Advice, gpus_cost: float, egress_cost: float) -> list[str]:
     job, priced = advice.job, bool(gpus_cost or egress_cost)
-    rows = [["way", "s an iteration", "hidden", "GB a day each way", "GiB a device", "days", "validation loss"]]
+    rows = [["way", "s an iteration", "hidden", "GB a day each way", "GiB a device", "days", "validation loss (95 %)"]]
     rows[0][6:6] = ["cost"] * priced
     iterations = advice.tokens / advice.iteration_tokens
     for option in advice.options:
@@ -191,7 +191,8 @@ def _table(advice: Advice, gpus_cost: float, egress_cost: float) -> list[str]:
 
 def _recommendation(advice: Advice) -> list[str]:
     """Return the paragraph about the recommended way, and warnings."""
-    best, link, step = advice.options[0].found, advice.link, advice.job.step[1]
+    job, best, link, step = advice.job, advice.options[0].found, advice.link, advice.job.step[1]
+    largest = max(row["parameters"] for row in measured()["costs"])
     fits = best.seconds[1] <= (1 + LONGER) * step
     text = f"the first that makes an iteration at most {LONGER:.0%} longer" if fits else "none keeps it near its length"
     text = f"Ways are listed from what is nearest to training on one site; {text}. "
@@ -208,7 +209,8 @@ def _recommendation(advice: Advice) -> list[str]:
         f"nobody has measured what this costs in validation loss; the nearest that was: {nearest}": not known,
         f"nobody has measured what {transport} takes of such a link": transport and use(transport, link) is None,
         f"losses come {link.burst:.1f} in a row; {transport} was measured with single ones": link.burst > 2,
-        "costs in validation loss are those of a model of 1 million parameters": advice.job.parameters > 1e7,
+        f"costs in validation loss are of at most {largest / 1e6:.2g} million parameters": job.parameters
+        > 10 * largest,
     }
     return [text, *(f"warning: {warning}" for warning, due in warnings.items() if due)]
 

@@ -133,6 +133,8 @@ def settings_of(found: Prediction, link: Link, job: Job, recipe: Recipe) -> Iter
         yield "sync-interval", found.interval
     if way.transport is not None:
         yield "transport", way.transport
+    if way.transport == "stream":
+        yield "udp-rate", "bbr"  # as measured
     if way.transport == "udp":
         senders = 1 if way.method == "sites" else job.ranks
         if link.mtu is not None and link.mtu < 1500:

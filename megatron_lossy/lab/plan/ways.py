@@ -174,22 +174,19 @@ def cost(found: Prediction, link: Link) -> tuple[str, bool]:
         kind = "codes"
     rows = [row for row in measured()["costs"] if row["method"] == kind]
     nearest = min(rows, key=lambda row: _distance(row, found, link))
-    where = {
-        "gradients": "{loss:.0%} lost, 8 workers",
-        "codes": "{loss:.0%} lost, against fp32, 8 workers",
-        "islands": "{share:.0%}, {late} late, 2 islands",
-        "diloco": "every {every}, 4 islands",
-        "nothing": "4 islands",
-    }[kind].format(**nearest)
-    text = f"{nearest['change']:+.2f} ± {nearest['error']:.2f} % (1 M parameters, {where})"
-    return text, _distance(nearest, found, link) < 0.1
+    how = {"islands": "{share:.0%}, {late} late, {values}, ", "diloco": "every {every}, ", "nothing": ""}
+    details = how.get(kind, "{loss:.0%} lost, ")
+    text = "{change:+.2f} % ({low:+.1f} to {high:+.1f}; {millions:.2g} M parameters, " + details + "{where})"
+    known = _distance(nearest, found, link) < 0.1
+    return text.format(**nearest, millions=nearest["parameters"] / 1e6), known
 
 
 def _distance(row: Mapping[str, Any], found: Prediction, link: Link) -> float:
     """Return the distance of a measured row from ``found``: in logarithms of shares and intervals."""
     if "share" in row:
         late = abs(math.log((1 + row["late"]) / (1 + found.delay)))
-        return abs(math.log(row["share"] * found.parts)) + late + math.log(found.interval)
+        values = 0.05 * (row["values"] != found.way.values)  # of rows as near as each other
+        return abs(math.log(row["share"] * found.parts)) + late + math.log(found.interval) + values
     if "every" in row:
         return abs(math.log(row["every"] / found.interval))
     return abs(math.log((row["loss"] + 1e-3) / (link.loss + 1e-3))) if "loss" in row else 0.0

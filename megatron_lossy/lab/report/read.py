@@ -26,10 +26,8 @@ LOG_SUFFIXES = (".log", ".out", ".txt")
 _ARGUMENT = re.compile(r"\s(\w+) \.{2,} (.*)$")
 _TIME = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 _TRAIN = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)")
-# The line that the hooks of this package print below it (hooks/megatron_training.py).
-_EXCHANGES = re.compile(r"exchanges up to iteration +(\d+) \|(.*)")
-# By Megatron-LM's name: our name, and the factor to our unit.
-_IN_LOGS = {"number of skipped iterations": ("skipped", 1), "elapsed time per iteration (ms)": ("seconds", 1e-3)}
+_TRAIN_LOSS = re.compile(rf"\| {LOSS}: (\S+)")
+_SKIPPED = re.compile(r"number of skipped iterations: +(\d+)")
 # Losses on the test set come after training and are of other data.
 _VALID = re.compile(r"validation loss at iteration (\d+)(?: on validation set)? \|(.*)")
 _VALID_LOSSES = {
@@ -177,10 +175,9 @@ def _read_log(path: Path) -> _Log:
     for line in _whole_lines(path):
         if match := _TRAIN.search(line):
             log.started = log.started or (time[1] if (time := _TIME.search(line)) else "")
-            record = {LOSS: None, "skipped": 0, **_scalars(match[2]), "iteration": int(match[1])}
-            log.records.append(("train", record))
-        elif match := _EXCHANGES.search(line):
-            log.records.append(("scalars", {**_scalars(match[2]), "iteration": int(match[1])}))
+            loss, skipped = _TRAIN_LOSS.search(match[2]), _SKIPPED.search(match[2])
+            record = {LOSS: loss and _float(loss[1]), "skipped": int(skipped[1]) if skipped else 0}
+            log.records.append(("train", {**record, "iteration": int(match[1])}))
         elif match := _VALID.search(line):
             for weights, pattern in _VALID_LOSSES.items():
                 if loss := pattern.search(match[2]):
@@ -189,17 +186,6 @@ def _read_log(path: Path) -> _Log:
         elif match := _ARGUMENT.search(line):
             log.arguments[match[1]] = match[2].strip()
     return log
-
-
-def _scalars(text: str) -> dict[str, float]:
-    """Return ``name: value | name: value |`` as numbers by our names."""
-    result = {}
-    for part in text.split("|"):
-        name, _, value = part.rpartition(":")
-        if (number := _float(value)) is not None:
-            name, factor = _IN_LOGS.get(name.strip(), (name.strip(), 1))
-            result[name] = factor * number
-    return result
 
 
 def _whole_lines(path: Path) -> Iterator[str]:

@@ -5,8 +5,7 @@ of training (``train``: iteration, lm loss, skipped, …) and of evaluation (``v
 killed run may leave a last line without an end, which is left out. A resumed run continues the same file from its
 checkpoint: a record of an iteration replaces all records from there on.
 
-A "train" record's other numbers are the run's scalars, by name and iteration. Readers of other files may add scalars
-that were written apart from it, in records of the kind ``scalars``.
+A "train" record's other numbers are the run's scalars, by name and iteration.
 """
 
 from __future__ import annotations
@@ -156,11 +155,8 @@ class RunRecorder:
             raise refuse("RUNS_DIR", where, "describes another run than what precedes it")
 
     def add(self, kind: str, record: dict[str, Any]) -> None:
-        """Add a "train" or "valid" record, or one of "scalars" that belong to training records already added."""
+        """Add a "train" or "valid" record."""
         run, iteration = self.run, record["iteration"] + 0
-        if kind == "scalars":
-            self._add_scalars(iteration, record)
-            return
         if kind == "valid":
             run.valid.setdefault(record.get("weights") or "replica", {})[iteration] = _number(record[LOSS])
             return
@@ -175,12 +171,9 @@ class RunRecorder:
         run.iterations = iteration
         if (record.get("skipped") or 0) < covered:  # else the mean is over no iteration
             run.train[iteration] = _number(record[LOSS])
-        self._add_scalars(iteration, record)
-
-    def _add_scalars(self, iteration: int, record: dict[str, Any]) -> None:
         for name, value in record.items():
             if name not in _NO_SCALARS and (value is None or type(value) in (int, float)):
-                self.run.scalars.setdefault(name, {})[iteration] = _number(value)
+                run.scalars.setdefault(name, {})[iteration] = _number(value)
 
 
 def _number(value: Any) -> float:

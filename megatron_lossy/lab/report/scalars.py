@@ -9,9 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...base.errors import UsageError, refuse
 from ...base.registry import MECHANISMS
-from .runs import LOSS, WHOLE, Run
+from .runs import LOSS, WHOLE
 
 PREDICTED = " predicted"
 DEFINITION = (
@@ -59,7 +58,6 @@ AXES = {
     "udp too big": Axis("datagrams larger than the interface's MTU"),
     "udp send failed": Axis("datagrams that could not be sent"),
     "udp unreachable": Axis("ICMP errors"),
-    "udp narrowed": Axis("times that no full datagram came any more"),
     "udp sent again": Axis("datagrams of high priority sent again"),
     "udp put together": Axis("datagrams of high priority put together from parity"),
     "stream sent": Axis("units sent over streams"),
@@ -129,22 +127,6 @@ def needs_sharpness(name: str) -> bool:
 def definition(name: str) -> str:
     """Return the meaning of the value of the scalar ``name`` in tables, in words."""
     return DEFINITION_WHOLE if name.endswith(WHOLE) else DEFINITION
-
-
-def recorded(runs: Sequence[Run]) -> list[str]:
-    """Return the names of all scalars that some of ``runs`` recorded: those of :data:`AXES` first, in their order."""
-    found = {name for run in runs for name in run.scalars} | {LOSS for run in runs if run.train}
-    return [name for name in AXES if name in found] + sorted(found - set(AXES))
-
-
-def check_names(flag: str, names: Sequence[object], allowed: Sequence[str]) -> None:
-    """Raise :class:`UsageError` for a name outside ``allowed``, or a repeated name."""
-    for name in names:
-        if str(name).removesuffix(WHOLE) not in allowed:
-            hint = "" if "drift owner" in allowed or not needs_drift(str(name)) else " (drift needs --drift-interval)"
-            raise refuse(flag, f"{name!r}", f"is not recorded{hint}; must be one of {', '.join(allowed)}")
-    if len(set(names)) != len(names):
-        raise UsageError(f"{flag} {', '.join(map(repr, names))}: must differ from each other")
 
 
 def with_predictions(names: Sequence[str]) -> list[tuple[str, ...]]:

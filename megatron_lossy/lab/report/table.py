@@ -1,8 +1,7 @@
 """The table of final losses: the layout of Table 1 of *Distributed Training under Packet Loss*.
 
 Rows are training and validation loss and perplexity. There is one column per loss rate, and the change relative to the
-column without loss or errors. Several runs of one column give the mean and its standard error. Recorded scalars may
-follow as further rows.
+column without loss or errors. Several runs of one column give the mean and its standard error.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import numpy as np
 from ...base.files import write_text, writing
 from ..train.metrics import WHOSE, perplexity
 from .columns import Column, baseline, columns, other_differences
-from .runs import LOSS, WEIGHTS, Run
-from .scalars import definition, file_name, with_predictions
+from .runs import WEIGHTS, Run
 
 Metric = Callable[[Run], float | None]
 
@@ -139,22 +137,15 @@ def mean_and_error(values: Collection[float]) -> tuple[float, float | None]:
     return float(np.mean(numbers)), error
 
 
-def loss_table(runs: Sequence[Run], scalars: Sequence[str] = ()) -> LossTable:
-    """Return the table of ``runs`` (at least one), with a further row for each name in ``scalars``."""
+def loss_table(runs: Sequence[Run]) -> LossTable:
+    """Return the table of ``runs`` (at least one)."""
     groups = columns(runs)
     weights = evaluated(runs)
     rows = [(name, _entries(groups, metric)) for name, metric in loss_metrics(weights).items()]
-    rows += [(name, _entries(groups, lambda run, name=name: run.scalar(name), ScalarEntry)) for name in scalars]
-    notes = _notes(groups, runs, weights)
-    if scalars:
-        by_definition = {
-            text: [name for name in scalars if definition(name) == text] for text in map(definition, scalars)
-        }
-        notes[1:1] = [f"{', '.join(names)}: {text}" for text, names in by_definition.items()]
-    return LossTable(tuple(group.label for group in groups), tuple(rows), tuple(notes))
+    return LossTable(tuple(group.label for group in groups), tuple(rows), tuple(_notes(groups, runs, weights)))
 
 
-def _entries(groups: Sequence[Column], value: Metric, kind: type[Entry] = Entry) -> tuple[Entry, ...]:
+def _entries(groups: Sequence[Column], value: Metric) -> tuple[Entry, ...]:
     values = {group.label: [v for v in map(value, group.runs) if v is not None] for group in groups}
     means = {label: mean_and_error(found) for label, found in values.items()}
     entries = []
@@ -165,7 +156,7 @@ def _entries(groups: Sequence[Column], value: Metric, kind: type[Entry] = Entry)
         if reference is not None and not group.clean and (base := means[reference.label][0]):
             change = 100 * (mean / base - 1)
         entries.append(
-            kind(
+            Entry(
                 mean,
                 error if math.isfinite(mean) else None,
                 change if change is not None and math.isfinite(change) else None,
@@ -222,30 +213,18 @@ def _lengths(runs: Sequence[Run]) -> list[str]:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-TABLE_MARKDOWN, TABLE_CSV, CURVES = "loss_table.md", "loss_table.csv", "training_curves.png"
+FILES = TABLE_MARKDOWN, TABLE_CSV, CURVES = "loss_table.md", "loss_table.csv", "training_curves.png"
 
 
-def report_files(scalars: Sequence[str] = ()) -> list[str]:
-    """Return the names of a report's files, with a figure for each group of ``scalars``."""
-    figures = [f"{file_name(group[0])}.png" for group in with_predictions(scalars)]
-    return [TABLE_MARKDOWN, TABLE_CSV, CURVES, *figures]
-
-
-def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path, scalars: Sequence[str] = ()) -> list[Path]:
-    """Write table and curves of ``runs`` to ``folder``, replacing an older report. Return the files.
-
-    ``scalars``: recorded scalars to draw too. A prediction is in the figure of its scalar if both are named.
-    """
+def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path) -> list[Path]:
+    """Write table and curves of ``runs`` to ``folder``, replacing an older report. Return the files."""
     from .curves import plot_curves
 
-    files = report_files(scalars)
     folder = Path(folder)
     with writing("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # Large files go first: if they do not fit, the older report is still complete.
-        plot_curves(runs, [LOSS], folder / CURVES)
-        for group, figure in zip(with_predictions(scalars), files[3:], strict=True):
-            plot_curves(runs, group, folder / figure)
+        # The largest file goes first: if it does not fit, the older report is still complete.
+        plot_curves(runs, folder / CURVES)
         write_text(folder / TABLE_MARKDOWN, table.markdown())
         write_text(folder / TABLE_CSV, table.csv())
-    return [folder / name for name in files]
+    return [folder / name for name in FILES]

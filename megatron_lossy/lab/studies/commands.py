@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from ...base import device
 from ...base.errors import ArgumentParser, UsageError, check_package, refuse
 from ...base.files import check_folder
 from ...base.flags import did_you_mean
-from ..report import Run
 from ..train.arguments import make_parser
 from .cells import CellFolder, Tally, run_cells
 from .design import Study, check_metrics, check_seeds, read_design
@@ -86,8 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", metavar="DIR", help="folder of the report: tables and figures")
     shared = "folder of the training runs, shared by all studies; what is there is not run again; default runs/cells"
     add("--cells", default="runs/cells", metavar="DIR", help=shared)
-    records = "folders of earlier reports: runs that their study.json holds are not run again, though --cells has none of them"
-    add("--records", default=[], nargs="+", metavar="DIR", help=records)
     at_once = "cells to run at once; default one, on a CPU one per core"
     add("--jobs", type=int, metavar="N", help=at_once)
     seeds = "seeds of weights and data, in every condition; default the study's, or 1 2 3"
@@ -132,26 +129,20 @@ def _run(study: Study, how: argparse.Namespace, out: Path) -> int:
     check_folder("--out", out)
     check_no_runs(out, how.cells)
     check_out(out, study)
-    # Without those of a report that lacks a metric, which runs that are trained now would have.
-    records = [read_record("--records", Path(folder)) for folder in how.records]
-    recorded = {cell: run for record in records for _, cell, run in record.runs if set(study.metrics) <= run.columns}
     if how.list:
-        _list(study, how.cells, recorded)
+        _list(study, how.cells)
         return 0
     check_package("matplotlib", "--out", out, "matplotlib")
     tally = Tally()
     if not how.report_only:
         check_folder("--cells", how.cells)
-        missing = [cell for cell in study.cells if cell.name not in recorded]
         cores = len(os.sched_getaffinity(0)) if device.device_type() == "cpu" else 1
-        tally = run_cells(missing, how.cells, how.jobs or cores)
+        tally = run_cells(study.cells, how.cells, how.jobs or cores)
     runs = {}
     for cell in study.cells:
         folder = CellFolder(how.cells, cell)
         if folder.state is not None:
             runs[cell.name] = folder.result()
-        elif cell.name in recorded:
-            runs[cell.name] = recorded[cell.name]
     if runs:
         _report(Results(study, runs), out)
     else:
@@ -159,13 +150,12 @@ def _run(study: Study, how: argparse.Namespace, out: Path) -> int:
     return _explain(tally)
 
 
-def _list(study: Study, root: str, recorded: Mapping[str, Run]) -> None:
+def _list(study: Study, root: str) -> None:
     states = {}
     for cell in study.cells:
         folder = CellFolder(root, cell)
         state = folder.state
-        there = "recorded" if cell.name in recorded else "to do"
-        states[cell] = state["status"] if state else "running" if folder.taken else there
+        states[cell] = state["status"] if state else "running" if folder.taken else "to do"
     for trial in study.trials:
         seeds = f"seed {trial.seed}" + (f", loss seed {trial.loss_seed}" if trial.loss_seed is not None else "")
         where = ", ".join(filter(None, (trial.variant, trial.level or study.baseline)))

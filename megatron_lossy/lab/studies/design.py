@@ -22,7 +22,8 @@ from ...config.settings import from_origin, read_yaml
 from ...config.shipped import find_config
 from ...mechanisms.async_pipeline.flags import AsyncPipelineFlags
 from ...mechanisms.islands.flags import IslandFlags
-from ..report.scalars import AXES, check_names, needs_drift, needs_sharpness
+from ..report.runs import WHOLE
+from ..report.scalars import AXES, needs_drift, needs_sharpness
 from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
 from ..train.facts import check_flags, of_trainer
 from .cells import Cell, make_cell
@@ -285,7 +286,11 @@ def check_metrics(flag: str, names: Any) -> list[str]:
     """Return ``names`` if they are different scalars that training records. Raise :class:`UsageError`."""
     if not isinstance(names, list):
         raise refuse(flag, names, "must be a list of names; see docs/monitors.md")
-    check_names(flag, names, list(AXES))
+    for name in names:
+        if str(name).removesuffix(WHOLE) not in AXES:
+            raise refuse(flag, f"{name!r}", f"is not recorded; must be one of {', '.join(AXES)}")
+    if len(set(names)) != len(names):
+        raise refuse(flag, ", ".join(map(repr, names)), "must differ from each other")
     return names
 
 

@@ -17,8 +17,7 @@ from matplotlib.figure import Figure
 
 from ...base.files import replace_file
 from ..report import Run
-from ..report.curves import log_axis, running_mean
-from ..report.runs import WEIGHTS
+from ..report.curves import colours, draw_losses, log_axis, loss_axis
 from ..report.scalars import axis_of
 from .design import Study
 from .summary import Results, loss_metrics, mean_and_error, scalar_metric
@@ -30,9 +29,9 @@ def plot_figure_1(results: Results, path: str | Path) -> list[Path]:
     figure = new_figure(13, 8)
     axes = figure.add_subplot()
     shown = []
-    for colour, (label, runs) in zip(_colours(results), _levels(results), strict=True):
-        shown += _draw(axes, runs, colour, label, valid=True)
-    _loss_axis(axes, shown)
+    for colour, (label, runs) in zip(colours(len(results.study.levels) + 1), _levels(results), strict=True):
+        shown += draw_losses(axes, runs, colour, label, valid=True)
+    loss_axis(axes, shown)
     axes.set_xlabel("iteration", fontsize=14)
     axes.set_title(results.study.title, fontsize=17)
     axes.legend(fontsize=13, title=f"{results.study.level_name} (dots: validation)", title_fontsize=13)
@@ -47,17 +46,17 @@ def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
     figure = new_figure(5.2 * columns, 4 * rows)
     all_axes = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     shown = []
-    for axes, colour, (label, runs) in zip(all_axes, _colours(results), levels, strict=False):
+    for axes, colour, (label, runs) in zip(all_axes, colours(len(results.study.levels) + 1), levels, strict=False):
         if label != results.study.baseline:
-            _draw(axes, levels[0][1], "0.6", None, valid=False)
-        shown += _draw(axes, runs, colour, None, valid=True)
+            draw_losses(axes, levels[0][1], "0.6", None, valid=False)
+        shown += draw_losses(axes, runs, colour, None, valid=True)
         axes.set_title(f"{results.study.level_name} {label}", fontsize=14)
     for axes in all_axes[len(levels) :]:
         axes.remove()
     for axes in all_axes[: len(levels)][-columns:]:  # nothing is below them
         axes.xaxis.set_tick_params(labelbottom=True)
     for axes in figure.axes:
-        _loss_axis(axes, shown, label=False)
+        loss_axis(axes, shown, label=False)
     figure.supxlabel("iteration", fontsize=14)
     figure.supylabel("loss (nats per token, log scale)", fontsize=14)
     figure.suptitle(f"{results.study.title}: line training, dots validation, grey without loss", fontsize=15)
@@ -212,40 +211,6 @@ def _levels(results: Results) -> list[tuple[str, list[Run]]]:
         (level or results.study.baseline, [results.runs[trial.cell.name] for trial in results.trials(variant, level)])
         for level in levels
     ]
-
-
-def _colours(results: Results) -> np.ndarray:
-    # The bright end of viridis is illegible on white.
-    return colormaps["viridis"](np.linspace(0, 0.88, len(results.study.levels) + 1))
-
-
-def _draw(axes, runs: Sequence[Run], colour, label: str | None, valid: bool) -> list[float]:
-    """Draw the mean of ``runs`` with a band from least to most, and validation losses. Return the drawn values."""
-    if not runs:
-        return []
-    iterations = sorted(set.intersection(*(set(run.train) for run in runs)))
-    losses = np.array([running_mean(np.array([run.train[i] for i in iterations])) for run in runs])
-    mean = losses.mean(axis=0)
-    axes.plot(iterations, mean, color=colour, linewidth=2, label=label)
-    if len(runs) > 1:
-        axes.fill_between(iterations, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.18, linewidth=0)
-    shown = list(mean)
-    if valid:
-        kind = next((kind for kind in WEIGHTS if all(kind in run.valid for run in runs)), None)
-        if kind:
-            points = sorted(set.intersection(*(set(run.valid[kind]) for run in runs)))
-            means = [float(np.mean([run.valid[kind][i] for run in runs])) for i in points]
-            axes.plot(points, means, "o", color=colour, markeredgecolor="white", markersize=8, zorder=3)
-            shown += means
-    return shown
-
-
-def _loss_axis(axes, shown: Sequence[float], label: bool = True) -> None:
-    log_axis(axes, np.array(shown))
-    axes.grid(True, which="major", alpha=0.35)
-    axes.tick_params(labelsize=12)
-    if label:
-        axes.set_ylabel("loss (nats per token, log scale)", fontsize=14)
 
 
 def save_figure(figure: Figure, path: str | Path) -> list[Path]:

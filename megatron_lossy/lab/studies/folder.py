@@ -11,7 +11,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,24 +90,15 @@ def write_record(results: Results, out: Path) -> Path:
         "title": study.title,
         "question": study.question,
         # The command that would make this report from nothing.
-        "command": shlex.join(["python", "-m", "megatron_lossy.lab", *_without_reports(sys.argv[1:])]),
+        "command": shlex.join(
+            ["python", "-m", "megatron_lossy.lab", *(word for word in sys.argv[1:] if word != "--report-only")]
+        ),
         "trained": trained(results),
         "runs": run_table(results).splitlines(),  # one line each, in the file as well
     }
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / RECORD, json.dumps(record, indent=1))
     return out / RECORD
-
-
-def _without_reports(arguments: Sequence[str]) -> list[str]:
-    """Return ``arguments`` without the flags for a report of existing runs."""
-    kept, passing = [], False
-    for argument in arguments:
-        if argument.startswith("--"):
-            passing = argument.split("=")[0] == "--records"
-        if not passing and argument != "--report-only":
-            kept.append(argument)
-    return kept
 
 
 def tables(results: Results) -> dict[str, LossTable]:
@@ -168,8 +159,6 @@ class RecordedRun(Run):
 
     ends: dict[str, float] = field(default_factory=dict)
     """Final values by the name of their column."""
-    columns: set[str] = field(default_factory=set)
-    """The names of all columns, those without a value too."""
 
     @property
     def train_loss(self) -> float:
@@ -222,6 +211,4 @@ def _end(row: Mapping[str, str]) -> RecordedRun:
     ends = {name: float(text) for name, text in row.items() if name not in RUN_COLUMNS and text}
     # A report of a single kind of weights does not name it: it is the one of the runs in the same report.
     kinds = [kind for kind in WEIGHTS if f"val loss ({kind})" in ends]
-    return RecordedRun(
-        row["cell"], 0.0, 0.0, None, None, {}, valid={kind: {} for kind in kinds}, ends=ends, columns=set(row)
-    )
+    return RecordedRun(row["cell"], 0.0, 0.0, None, None, {}, valid={kind: {} for kind in kinds}, ends=ends)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import LossyConfig
 from ...delivery_log import schema
-from ...delivery_log.events import Kinds, Row
-from ...delivery_log.summary import percent
+from ...delivery_log.events import Kinds, Row, percent
 from ...run.monitor import Observer, Window
 from .flags import BOUNDARY_PHASES
 from .loss import Fate

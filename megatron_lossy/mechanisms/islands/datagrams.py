@@ -133,9 +133,18 @@ class Buckets:
         exchanges = [(items * form.dtype.itemsize, unit) for items in self._items for _ in range(self._lanes)]
         parts = [(size, unit) for _ in _ROLES for size in _SIZES]
         self.sizes = dict.fromkeys(SYNC_PHASES, exchanges + parts)
+        #: The units that must arrive, bool[2, units], of messages by number: of all but exchanges.
+        self.must = {
+            len(exchanges) + number: np.ones((2, -(-size // unit)), dtype=bool)
+            for number, (size, _) in enumerate(parts)
+        }
         code = form.code if isinstance(form, Codes) else None
-        self.alike = repr((config.sync_subset, code))
-        self.codes = {} if code is None else dict.fromkeys(SYNC_PHASES, str(code))
+        #: Arguments of a channel, by name.
+        self.named = {
+            "alike": repr((config.sync_subset, code)),
+            "codes": {} if code is None else dict.fromkeys(SYNC_PHASES, str(code)),
+            "reported": [(phase, number) for phase in SYNC_PHASES for number in self.must],
+        }
 
     def exchange(self, shard: int, lane: int, senders: int) -> tuple[int, int]:
         """The number of an exchange's message to each of so many ``senders``, and its items."""

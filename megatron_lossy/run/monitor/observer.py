@@ -125,10 +125,9 @@ def states_of(observers: Sequence[Observer]) -> dict[str, Any]:
 
 def load_states(observers: Sequence[Observer], states: dict[str, Any]) -> None:
     """Restore :func:`states_of`; observers without a saved state start anew."""
-    saved = {_key(name): state for name, state in states.items()}  # they once had the module's name, too
     for one in observers:
-        if (key := _key(full_name(type(one)))) in saved:
-            one.load_state_dict(saved[key])
+        if (key := _key(full_name(type(one)))) in states:
+            one.load_state_dict(states[key])
 
 
 def _key(name: str) -> str:

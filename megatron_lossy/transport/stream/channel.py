@@ -10,63 +10,46 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from ...base.errors import UsageError
 from ..udp import session
-from .frames import ASK, BYE, DATA, END, LIVE, Header, Malformed
+from .deadline import Pace
+from .frames import ASK, BYE, DATA, END, LIVE, OVER, Header, Malformed
 from .link import LOOKS, Link, Outgoing, Shape
-from .transfer import Deadline, Key, Pointers, Transfer
+from .transfer import Key, Pointers, Transfer
 
 #: The version of frames, handshakes and entries in the store.
-PROTOCOL = 1
+PROTOCOL = 2
 #: A rank that is silent for this share of the timeout, and so many seconds at least, is not waited for.
 _PATIENCE, _LEAST_PATIENCE = 0.1, 1.0
 
 
 class Channel:
-    """The exchanges of a group of ranks, made by :meth:`.Host.open`. The other arguments are those of the engine of datagrams.
+    """The exchanges of a group of ranks, made by :meth:`.Host.open`.
 
     Raises :class:`UsageError`, the same on all ranks, if they differ or cannot reach each other.
     """
 
-    def __init__(
-        self,
-        host: Any,
-        name: str,
-        rank: int,
-        size: int,
-        store: session.Store,
-        prefix: str,
-        buckets: session.Buckets,
-        *,
-        peers: Collection[int] | None = None,
-        alike: str = "",
-        reported: Collection[str] = (),
-        phases: Sequence[str] = session.PHASES,
-        called: Sequence[int] | None = None,
-        codes: Mapping[str, str] = MappingProxyType({}),
-        bears: bool = False,
-    ) -> None:
-        self.host, self.name, self.rank, settings = host, name, rank, host.settings
-        hellos = session.meet("stream", host, name, rank, size, store, prefix, buckets, phases, alike, codes, PROTOCOL)
-        self.secret = session.Secrets(name, 0, hellos, settings.key)
+    def __init__(self, host: Any, opening: session.Opening) -> None:
+        self.host, self.name, self.rank, settings = host, opening.name, opening.rank, host.settings
+        hellos = session.meet("stream", host, opening, PROTOCOL)
+        self.secret = session.Secrets(self.name, 0, hellos, settings.key)
         #: Names the channel in handshakes.
         self.id = self.secret.derive(b"channel")[:16]
-        self._settings, self._memory = settings, settings.memory
+        self._memory = settings.memory
         self.plain = settings.cipher == "none"
         self.patience = max(_PATIENCE * settings.peer_timeout, _LEAST_PATIENCE)
-        self.deadline = Deadline(settings)
-        self.phases = tuple(phases)
-        self._shapes = {phase: [Shape(*one) for one in buckets.get(phase, ())] for phase in phases}
-        self._codes = [session.CODES[codes.get(phase, "raw")] for phase in phases]
+        self.deadline = settings.deadline
+        self.paces: dict[Key, Pace] = defaultdict(lambda: Pace(settings.arrive))
+        self.phases = tuple(opening.phases)
+        self._shapes = {phase: [Shape(*one) for one in opening.cut(phase)] for phase in self.phases}
+        self._codes = [session.CODES[opening.code(phase)] for phase in self.phases]
         every = [shape for parts in self._shapes.values() for shape in parts]
         #: Bytes of a payload at most.
         self.most = max((shape.frame * shape.unit for shape in every), default=0)
@@ -75,29 +58,30 @@ class Channel:
         self._transfers: dict[Key, Transfer] = {}  # the latest of each bucket
         self._early: dict[Key, list[tuple[Link, Header, bytes]]] = defaultdict(list)
         self._early_bytes = 0
-        names = [f"rank {one} of {name}" for one in (range(size) if called is None else called)]
         self.links = {
-            peer: Link(self, peer, hellos[peer], f"{names[peer]} ({hellos[peer].where})", dials=peer < rank)
-            for peer in sorted(set(range(size) if peers is None else peers) - {rank})
+            peer: Link(
+                self, peer, hellos[peer], f"{opening.named(peer)} ({hellos[peer].where})", dials=peer < self.rank
+            )
+            for peer in opening.others
         }
         host.channels[self.id] = self
         self.host.ask(self._look)
         try:
-            session.share(store, f"{prefix}/opened", rank, size, b"1")
+            opening.share("opened", b"1")
             for link in self.links.values():
                 self.host.ask(link.dial)
-            self._reach(store, prefix, hellos, settings.peer_timeout)
+            self._reach(opening, hellos, settings.peer_timeout)
         except BaseException:
             self.close(linger=0.0)
             raise
 
-    def _reach(self, store: session.Store, prefix: str, hellos: Sequence[session.Hello], seconds: float) -> None:
+    def _reach(self, opening: session.Opening, hellos: Sequence[session.Hello], seconds: float) -> None:
         """Wait until there is a connection to each other rank."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not all(link.connection for link in self.links.values()):
             time.sleep(0.002)
         missing = {rank: link.problem for rank, link in self.links.items() if not link.connection}
-        rows = session.share(store, f"{prefix}/reached", self.rank, len(hellos), json.dumps(missing).encode())
+        rows = opening.share("reached", json.dumps(missing).encode())
         for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and knows more
             for other, why in json.loads(rows[rank]).items():
                 ends = (f"rank {one} of {self.name} ({hellos[one].where})" for one in (rank, int(other)))
@@ -135,9 +119,9 @@ class Channel:
                 if number <= old.number:
                     raise ValueError(f"{phase} {number}, bucket {bucket} of {self.name}: not later than its last step")
                 old.end()
-            transfer = self._transfers[key] = Transfer(
-                self.lock, self._deadline(within), self.links, key, number, self._shapes[phase][bucket], destinations
-            )
+            limit = self.deadline if within is None else float(within)
+            shape = self._shapes[phase][bucket]
+            transfer = self._transfers[key] = Transfer(self, key, number, shape, destinations, limit)
             transfer.arrived[self.rank] = True
             early, self._early[key] = self._early[key], []
             for link, header, payload in early:
@@ -153,25 +137,31 @@ class Channel:
                 self.host.ask(link.wake)
             return transfer
 
-    def _deadline(self, within: float | None) -> Deadline:
-        return self.deadline if within is None else Deadline(replace(self._settings, deadline=float(within)))
-
     def send(self, phase: str, number: int, bucket: int, sources: Pointers) -> Transfer:
         """Give the address of each destination's piece, after :meth:`post`; ``None``: that rank gets nothing."""
         key = self.phases.index(phase), bucket
-        header = Header(END, self._codes[key[0]], key[0], number, bucket)
+        header = self._header(END, key, number)
         with self.lock:
             transfer = self._transfers[key]
             assert transfer.number == number
             for rank, address in enumerate(sources):
                 if address is not None and not self.links[rank].left:
                     message = Outgoing(header, address, self._shapes[phase][bucket])
-                    transfer.leaving[rank] = message
+                    transfer.leave(rank, message)
                     self.links[rank].put(message)
             return transfer
 
+    def _header(self, kind: int, key: Key, number: int) -> Header:
+        return Header(kind, self._codes[key[0]], key[0], number, key[1])
+
+    def give_up(self, transfer: Transfer, key: Key, source: int) -> None:
+        """Let ``source`` send no more of ``transfer``. Called with the lock."""
+        if self.links[source].connection is not None:
+            header = self._header(OVER, key, transfer.number)
+            self.links[source].put(Outgoing(header, 0, transfer.shape, dropped=True), first=True)
+
     def take(self, link: Link, header: Header, payload: memoryview) -> bool:
-        """Put a frame where it belongs. Returns whether there was room. Raises :class:`Malformed`."""
+        """Put a frame where it belongs. Return whether there was room. Raise :class:`Malformed`."""
         with self.lock:
             if header.kind == BYE:
                 link.closed = True
@@ -181,6 +171,10 @@ class Channel:
                 return True
             self._check(header)
             current = self._transfers.get((header.phase, header.bucket))
+            if header.kind == OVER:
+                if current is not None and header.number == current.number:
+                    current.drop(link.rank)
+                return True
             if current is not None and header.number <= current.number:
                 self._place(link, header, payload)
                 return True
@@ -231,14 +225,14 @@ class Channel:
             for (phase, bucket), transfer in self._transfers.items():
                 transfer.begin(link.rank)
                 if link.rank in transfer.leaving:
-                    header = Header(END, self._codes[phase], phase, transfer.number, bucket)
+                    header = self._header(END, (phase, bucket), transfer.number)
                     link.put(Outgoing(header, 0, transfer.shape, dropped=True))
             self.lock.notify_all()
 
     # --- ranks that are gone ---------------------------------------------------------------------------------------
 
     def lose(self, rank: int) -> None:
-        """Do without ``rank`` from now on: what was to come from it is lost."""
+        """Do without ``rank`` from now on: its data to come are lost."""
         with self.lock:
             self._leave(self.links[rank])
 
@@ -248,16 +242,8 @@ class Channel:
             transfer.finished(link.rank)
         self.lock.notify_all()
 
-    def silent_ranks(self, seconds: float) -> list[int]:
-        """The ranks of which no frame has come for so long, while they were waited for; without a connection :attr:`patience` is enough.
-
-        A process that lives would have called again by then.
-        """
-        least = min(seconds, self.patience)
-        return [rank for rank, link in self.links.items() if link.silent >= (seconds if link.connection else least)]
-
     def lost_ranks(self) -> dict[int, str]:
-        """The ranks that are done without, and why."""
+        """Return the ranks that are done without, and why."""
         return {rank: f"{link.called}: {self._why(link)}" for rank, link in self.links.items() if link.left}
 
     def _why(self, link: Link) -> str:
@@ -265,27 +251,23 @@ class Channel:
             return "it has closed the channel, or does without this one"
         return f"nothing came for {link.silent:.0f} s" if link.connection else f"no connection: {link.problem}"
 
-    def has_closed(self, rank: int) -> bool:
-        """Whether ``rank`` has closed the channel, and may live."""
-        return self.links[rank].closed
-
     # --- output for the user ---------------------------------------------------------------------------------------
 
     def copies(self, phase: str, bucket: int, mask: np.ndarray, passes: int = 1) -> None:
         """Do nothing: TCP sends again by itself."""
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Counters of each peer."""
+        """Return counters of each peer."""
         with self.lock:
             return {peer: dict(link.counters) for peer, link in self.links.items()}
 
     def rates(self) -> dict[int, dict[str, float]]:
-        """By peer, ``rate``: bytes per second that the kernel last measured towards it; ``rtt_min``: seconds."""
+        """Return, by peer, ``rate``: bytes per second that the kernel last measured; ``rtt_min``: seconds."""
         found = {}
         for peer, link in self.links.items():
             connection = link.connection
             with suppress(OSError):  # it was closed meanwhile
-                _, rate, rtt_min = (0, 0.0, 0.0) if connection is None else connection.measured()
+                _, rate, rtt_min, _ = (0, 0.0, 0.0, 0) if connection is None else connection.measured()
                 found[peer] = {"rate": rate, "rtt_min": rtt_min}
         return found
 

@@ -20,7 +20,7 @@ _SET_TAG, _GET_TAG = 0x11, 0x10
 
 @cache
 def _library() -> ctypes.PyDLL:
-    """The library. Raises :class:`UsageError` without one."""
+    """Return the library. Raise :class:`UsageError` without one."""
     for name in ("libcrypto.so.3", "libcrypto.so.1.1"):
         try:
             lib = ctypes.PyDLL(name)
@@ -82,7 +82,7 @@ class Cipher:
         self._done(self._lib.EVP_CIPHER_CTX_ctrl(self._context, _GET_TAG, TAG_BYTES, into + size))
 
     def open(self, header: int, header_bytes: int, data: int, size: int) -> bool:
-        """Decrypt ``size`` bytes at ``data`` in place; the tag is behind them. Returns whether it is authentic."""
+        """Decrypt ``size`` bytes at ``data`` in place; the tag is behind them. Return whether it is authentic."""
         self._pass(header, header_bytes, data, size, data)
         self._done(self._lib.EVP_CIPHER_CTX_ctrl(self._context, _SET_TAG, TAG_BYTES, data + size))
         return bool(self._lib.EVP_CipherFinal_ex(self._context, data + size, ctypes.byref(self._count)) == 1)

@@ -82,7 +82,7 @@ class Handshake:
             self.fail(getattr(error, "strerror", None) or str(error))
 
     def _call(self) -> None:
-        """Dial: the connection is there, or has failed."""
+        """End dialing: the connection is there, or has failed."""
         assert self._link is not None
         error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
@@ -104,7 +104,7 @@ class Handshake:
             self._reply() if self._link is None else self._meet()
 
     def _reply(self) -> None:
-        """Listen: a rank has called."""
+        """Accept the call of a rank."""
         _, name, rank, random, proof = _CALL.unpack(self._heard)
         link = self._find(name, rank)
         if link is None:
@@ -116,7 +116,7 @@ class Handshake:
         self._begin(link, random + self._random, dialed=False)
 
     def _meet(self) -> None:
-        """Dial: the listener has answered."""
+        """Take the answer of the listener."""
         assert self._link is not None
         random, proof = _REPLY.unpack(self._heard)
         if not hmac.compare_digest(proof, self._link.channel.secret.derive(b"reply", self._random, random)):
@@ -166,6 +166,11 @@ class Connection:
         """Read again what was held back, and write what is new."""
         if not self.closed:
             self._act(selectors.EVENT_WRITE | (selectors.EVENT_READ if self._held is not None else 0))
+
+    def read(self) -> None:
+        """Take what the kernel has."""
+        if not self.closed:
+            self._act(selectors.EVENT_READ)
 
     def say(self, kind: int) -> None:
         """Send a frame without payload, unless another is under way."""
@@ -256,15 +261,16 @@ class Connection:
             self._unsent = window
             self._socket.setsockopt(socket.IPPROTO_TCP, NOTSENT_LOWAT, window)
 
-    def measured(self) -> tuple[int, float, float]:
-        """Return bytes of the congestion window, bytes per second, and seconds of the least round trip, as the kernel has them.
+    def measured(self) -> tuple[int, float, float, int | None]:
+        """Return bytes of the congestion window, bytes per second, seconds of the least round trip, and packets that came behind a missing one.
 
-        Raises OSError once it is closed. May be called on any thread.
+        All are as the kernel has them; kernels before 5.4 lack the last. Raises OSError once it is closed. May be called on any thread.
         """
-        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 168)
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 228)
         segment, segments = struct.unpack_from("=I", info, 16)[0], struct.unpack_from("=I", info, 80)[0]
         [microseconds], [rate] = struct.unpack_from("=I", info, 148), struct.unpack_from("=Q", info, 160)
-        return segment * segments, float(rate), microseconds / 1e6
+        behind = struct.unpack_from("=I", info, 224)[0] if len(info) >= 228 else None
+        return segment * segments, float(rate), microseconds / 1e6, behind
 
     @property
     def unacknowledged(self) -> bool:

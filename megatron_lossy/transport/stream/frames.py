@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .cipher import Cipher, Plain
 
-DATA, END, ASK, LIVE, BYE = range(1, 6)
+DATA, END, OVER, ASK, LIVE, BYE = range(1, 7)
 _HEADER = struct.Struct("<BBBxIIIII")
 HEADER_BYTES = _HEADER.size
 
@@ -18,7 +18,8 @@ class Malformed(Exception):
 
 
 class Header(NamedTuple):
-    """``kind``: DATA, END (nothing more of this message comes), ASK (answer), LIVE (the answer), BYE (the sender closes the channel).
+    """``kind``: DATA, END (nothing more of this message comes), OVER (nothing more of it is waited for), ASK (answer), LIVE (the answer), BYE
+    (the sender closes the channel).
 
     ``number`` counts the exchanges of a ``phase`` and ``bucket``. DATA: ``units`` units from ``first`` on, ``size`` bytes.
     """
@@ -43,7 +44,7 @@ class Writer:
         self._view = memoryview(self._memory)
 
     def frame(self, header: Header, source: int = 0) -> memoryview:
-        """A frame with the ``header.size`` bytes at the address ``source``. The next call takes its memory."""
+        """Return a frame with the ``header.size`` bytes at the address ``source``. The next call takes its memory."""
         _HEADER.pack_into(self._memory, 0, *header)
         self._cipher.seal(self._address, HEADER_BYTES, source, header.size, self._address + HEADER_BYTES)
         return self._view[: HEADER_BYTES + header.size + self._cipher.tag_bytes]
@@ -60,7 +61,7 @@ class Reader:
         self._start = self._end = 0
 
     def room(self) -> memoryview:
-        """Memory for what comes next; :meth:`came` says how much did. Payloads that were returned are overwritten."""
+        """Return memory for the next bytes; :meth:`came` takes their number. Returned payloads are overwritten."""
         if self._start:
             left = self._end - self._start
             self._view[:left] = self._view[self._start : self._end]
@@ -82,7 +83,7 @@ class Reader:
         )
 
     def next(self) -> tuple[Header, memoryview] | None:
-        """The next frame with its payload; ``None``: it is not complete. Raises :class:`Malformed`."""
+        """Return the next frame with its payload; ``None``: it is not complete. Raise :class:`Malformed`."""
         if self._end - self._start < HEADER_BYTES:
             return None
         header = Header(*_HEADER.unpack_from(self._memory, self._start))

@@ -20,6 +20,7 @@ from ...base.errors import refuse
 from ..address import resolve
 from ..network import choose_congestion
 from ..settings import Settings
+from ..udp.session import Opening
 from .channel import Channel
 from .connection import NOTSENT_LOWAT, UNSENT_BYTES, Handshake
 from .link import Link
@@ -73,7 +74,7 @@ class Host:
         _alive.add(self)
 
     def new_socket(self, family: int) -> socket.socket:
-        """A socket with the options of all connections. Raises :class:`UsageError` for an algorithm the kernel does not allow."""
+        """Return a socket with the options of all connections. Raise :class:`UsageError` for a refused algorithm."""
         made = socket.socket(family, socket.SOCK_STREAM)
         choose_congestion(made, self.settings.congestion)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -88,11 +89,11 @@ class Host:
         return made
 
     def open(self, *arguments: Any, **options: Any) -> Channel:
-        """Open a channel, a collective call of its ranks. The arguments are those of :class:`.Channel`, without ``host``."""
-        return Channel(self, *arguments, **options)
+        """Open a channel, a collective call of its ranks. The arguments are those of :class:`.Opening`."""
+        return Channel(self, Opening(*arguments, **options))
 
     def counters(self) -> dict[str, int]:
-        """Connections of strangers."""
+        """Return connections of strangers."""
         return {"strangers": self.refused}
 
     def ask(self, act: Callable[[], None]) -> None:
@@ -182,7 +183,7 @@ class Host:
         Handshake(self, made, over, find=self._find)
 
     def _find(self, name: bytes, rank: int) -> Link | None:
-        """The link to ``rank`` in the channel that handshakes call ``name``."""
+        """Return the link to ``rank`` in the channel that handshakes call ``name``."""
         channel = self.channels.get(name)
         return None if channel is None else channel.links.get(rank)
 

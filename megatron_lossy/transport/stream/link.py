@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 _FRAME_BYTES, _LEAST_FRAME_BYTES, _FRAMES = 2**18, 2**14, 16
 #: Seconds between looks at ranks that are waited for. They are asked after two.
 LOOKS = 0.25
+#: After a packet was missing, the way is taken for one that loses packets during so many looks.
+_LOSSY_LOOKS = 20
 #: Seconds before a broken connection is dialed again, at first and at most.
 _REDIAL = 0.05, 2.0
 
@@ -33,7 +35,7 @@ class Shape:
         self.frame = max(1, min(max(-(-self.units // _FRAMES), _LEAST_FRAME_BYTES // unit), _FRAME_BYTES // unit))
 
     def bytes_of(self, first: int, count: int) -> int:
-        """Bytes of ``count`` units from ``first`` on."""
+        """Return bytes of ``count`` units from ``first`` on."""
         return min((first + count) * self.unit, self.shard) - first * self.unit
 
 
@@ -47,7 +49,7 @@ class Outgoing:
         self.sent = False
 
     def next_frame(self, writer: Writer) -> tuple[memoryview, int]:
-        """The next frame, and its number of units."""
+        """Return the next frame, and its number of units."""
         shape, first = self._shape, self._next
         if self.dropped:
             self.sent = True
@@ -72,6 +74,10 @@ class Link:
         self.problem = "no answer" if dials else "it has not called"
         #: Seconds that it was waited for since its last sign of life: those in which this process was stopped do not count.
         self.silent = 0.0
+        #: Seconds of the shortest round trip.
+        self.round_trip = 0.0
+        self._behind = 0  # packets of the connection that came behind a missing one
+        self._lossy = 0  # looks during which the way still counts as one that loses packets
         #: Whether it is done without, and whether that is because it has closed the channel.
         self.left = self.closed = False
         self._messages: deque[Outgoing] = deque()
@@ -85,8 +91,29 @@ class Link:
     def ask(self) -> None:
         """Note that it is waited for, and ask whether it lives, unless frames come."""
         self.silent += LOOKS
+        self._lossy -= 1
+        self._measure()
         if self.silent > 2 * LOOKS:
             self.say(ASK)
+
+    @property
+    def loses(self) -> bool:
+        """Whether packets were lately missing on the way from it."""
+        return self.connection is None or self._lossy > 0
+
+    def _measure(self) -> None:
+        """Note the round trip, and whether packets were missing since this was last noted."""
+        if self.connection is not None:
+            _, _, self.round_trip, behind = self.connection.measured()
+            if behind is None or behind > self._behind:
+                self._lossy = _LOSSY_LOOKS
+            self._behind = behind or 0
+
+    def read(self) -> None:
+        """Take what the kernel has."""
+        if self.connection is not None:
+            self.connection.read()
+        self._measure()
 
     def dial(self) -> None:
         """Open the connection, if it is this rank that dials."""
@@ -115,7 +142,8 @@ class Link:
         old, self.connection = self.connection, connection
         if old is not None:
             old.close("it has called again")
-        self._pause = _REDIAL[0]
+        self._pause, self._behind = _REDIAL[0], 0
+        self._measure()
         with self.channel.lock:
             self.counters["connected"] += 1
         if self.counters["broken"]:
@@ -137,15 +165,15 @@ class Link:
         self.failed(why)
 
     def take(self, header: Header, payload: memoryview) -> bool:
-        """Take a frame. Returns whether there was room."""
+        """Take a frame. Return whether there was room."""
         self.silent = 0.0
         return self.channel.take(self, header, payload)
 
-    def put(self, message: Outgoing) -> None:
-        """Send ``message`` behind those that wait. Called with the channel's lock."""
+    def put(self, message: Outgoing, first: bool = False) -> None:
+        """Send ``message`` behind those that wait, or before them. Called with the channel's lock."""
         if self.connection is None:  # one END of a bucket says that all before it are over
             self._messages = deque(one for one in self._messages if not (one.dropped and one.place == message.place))
-        self._messages.append(message)
+        self._messages.insert(0 if first else len(self._messages), message)
         self.channel.host.ask(self.wake)
 
     def wake(self) -> None:
@@ -159,7 +187,7 @@ class Link:
             self.connection.say(kind)
 
     def wants_to_send(self) -> bool:
-        """Whether messages wait."""
+        """Return whether messages wait."""
         return bool(self._messages)
 
     @property
@@ -169,7 +197,7 @@ class Link:
         return connection is None or not (self._messages or connection.unacknowledged)
 
     def next_frame(self, writer: Writer) -> memoryview:
-        """The next frame of the oldest message; empty without any."""
+        """Return the next frame of the oldest message; empty without any."""
         with self.channel.lock:
             if not self._messages:
                 return memoryview(b"")

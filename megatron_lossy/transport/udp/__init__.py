@@ -1,6 +1,6 @@
 """Exchanges that travel as UDP datagrams: a unit that does not arrive in time is lost, and reported as lost.
 
-The decisions are in ``c/`` (``engine.c`` names the parts), without input or output; the tests drive models in Python with the same events.
+The decisions are in ``c/`` (``engine.c`` names the parts), without input or output.
 ``session`` holds the agreement of ranks; callers use ``engine``.
 """
 

@@ -13,10 +13,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +41,6 @@ PROBE_TIME = 3.0
 _SLICE = 0.2
 #: ``--udp-deadline auto`` looks back on this many complete times, and needs at least this many.
 _HISTORY, _ENOUGH = 100, 20
-_CLOSED = 3  # why a rank is lost
 #: Number of DATA datagrams that may always be on the way, whatever the receiver's buffer.
 LEAST_WINDOW = 8
 
@@ -109,7 +107,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("bears", None, pointer),
         ("lose", None, pointer, u32, i64),
         ("lost", i, pointer, u32),
-        ("silence", i64, pointer, u32, i64),
         ("member_counters", None, pointer, u32, pointer),
         ("engine_counters", None, pointer, pointer),
         ("member_rate", None, pointer, u32, pointer),
@@ -133,7 +130,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 @cache
 def load() -> ctypes.CDLL:
-    """The compiled engine."""
+    """Return the compiled engine."""
     path = ENGINE.path()
     try:
         return _declare(ctypes.CDLL(str(path)))
@@ -142,7 +139,7 @@ def load() -> ctypes.CDLL:
 
 
 def pack_address(address: str, port: int) -> bytes:
-    """A ``struct sockaddr`` of this machine."""
+    """Return a ``struct sockaddr`` of this machine."""
     family, found = resolve(address, port)
     packed = bytes(ctypes.c_uint16(family)) + port.to_bytes(2, "big")
     raw = socket.inet_pton(family, found[0].partition("%")[0])
@@ -153,14 +150,14 @@ def pack_address(address: str, port: int) -> bytes:
 
 
 def charge(datagram: int) -> int:
-    """Bytes of a socket's buffer that the kernel takes for a datagram of Ethernet's size, or a larger one."""
+    """Return bytes of a socket's buffer that the kernel takes for a datagram of Ethernet's size, or a larger one."""
     return 2304 if datagram <= 1500 else (1 << (datagram + 320).bit_length()) + 256
 
 
 def windows(granted: int, datagram: int, peers: int) -> tuple[int, int]:
-    """Numbers of DATA datagrams that each of ``peers`` may have on the way to a socket with ``granted`` bytes.
+    """Return numbers of DATA datagrams that each of ``peers`` may have on the way to a socket with ``granted`` bytes.
 
-    Returns two numbers: the one that fits with ease, and the largest one.
+    Return two numbers: the one that fits with ease, and the largest one.
     """
     held = granted // charge(datagram) // max(peers, 1)
     return max(held // 3, LEAST_WINDOW), max(held * 9 // 10, LEAST_WINDOW)
@@ -246,10 +243,10 @@ class Engine:
         return OSError(number, os.strerror(number), "the UDP socket")
 
     def open(self, *arguments: Any, **options: Any) -> Channel:
-        """Open a channel, a collective call of its ranks. The arguments are those of :class:`Channel`, without ``engine``."""
+        """Open a channel, a collective call of its ranks. The arguments are those of :class:`.Opening`."""
         if self.closed:
             raise RuntimeError(f"the engine of {self.address} is closed, or that of a process that forked this one")
-        return Channel(self, *arguments, **options)
+        return Channel(self, session.Opening(*arguments, **options))
 
     @property
     def closed(self) -> bool:
@@ -257,7 +254,7 @@ class Engine:
         return not self._engine
 
     def windows(self, more: int = 0) -> tuple[int, int]:
-        """:func:`windows` of each process that sends to this one, over all channels and ``more`` processes."""
+        """Return :func:`windows` of each process that sends to this one, over all channels and ``more`` processes."""
         return windows(self.granted, self.datagram, len(self.senders) + more)
 
     @property
@@ -266,13 +263,13 @@ class Engine:
         return {channel.hellos[peer].instance for channel in self._channels if channel.hellos for peer in channel.peers}
 
     def promise(self) -> None:
-        """Tell all senders their share of the buffer, after a channel was opened or closed."""
+        """Send all senders their share of the buffer, after a channel was opened or closed."""
         with self._lock:
             if self._engine:
                 self._lib.ml_promise(self._engine, *self.windows())
 
     def counters(self) -> dict[str, int]:
-        """Counters of the socket, and of datagrams that belong to no rank; empty for a closed engine."""
+        """Return counters of the socket, and of datagrams that belong to no rank; empty for a closed engine."""
         if not self._engine:
             return {}
         names = self._lib.ml_engine_counter_names().decode().rstrip(",").split(",")
@@ -309,7 +306,7 @@ class Engine:
 
 
 def made(settings: Settings, address: str, local_rank: int) -> Engine:
-    """The engine of this process, one of those of its host."""
+    """Return the engine of this process, one of those of its host."""
     if settings.rate_control == "dedicated" and not local_rank:
         logger.warning(_DEDICATED)
     sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -322,105 +319,69 @@ class Channel:
     The phase, step and bucket name an exchange; steps of a bucket rise. ``post`` gives the memory for pieces of others,
     and ``send`` the pieces for others, in any order and from any thread. Buffers must stay where they are, and sent
     ones unchanged, until :meth:`Transfer.wait` and :meth:`Transfer.sent` have returned, or the channel is closed.
-
-    Args:
-        name: the name of the channel, for messages.
-        rank: the rank of this process, of ``size``.
-        store: the store that all ranks read and write; ``get`` waits for a key.
-        prefix: the prefix of the keys; no other channel has it, nor had it in this store.
-        buckets: for each of ``phases`` and each bucket: bytes of a shard, and of a unit.
-        peers: the ranks that are reached over UDP, all if ``None``. If i names j, j must name i.
-        alike: other text that must be the same on all ranks.
-        reported: phases whose senders get reports of lost units, and may name units that must arrive.
-        phases: the two kinds of exchanges.
-        called: the names of the ranks in messages, by their number.
-        codes: by phase, the code of its values: one of :data:`.session.CODES`; raw if it is not there.
-        bears: a rank that is lost is done without, and nothing of it arrives; else the channel fails.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        name: str,
-        rank: int,
-        size: int,
-        store: session.Store,
-        prefix: str,
-        buckets: session.Buckets,
-        *,
-        peers: Collection[int] | None = None,
-        alike: str = "",
-        reported: Collection[str] = (),
-        phases: Sequence[str] = PHASES,
-        called: Sequence[int] | None = None,
-        codes: Mapping[str, str] = MappingProxyType({}),
-        bears: bool = False,
-    ) -> None:
-        assert len(phases) == len(PHASES)
-        self.name = name
-        self.phases = tuple(phases)
-        self.called = list(range(size) if called is None else called)
-        self.rank = rank
-        self.size = size
-        self.peers = sorted(set(range(size) if peers is None else peers) - {rank})
+    def __init__(self, engine: Engine, opening: session.Opening) -> None:
+        assert len(opening.phases) == len(PHASES)
+        self._opening = opening
+        self.name, self.rank, self.size, self.peers = opening.name, opening.rank, opening.size, opening.others
+        self.phases = tuple(opening.phases)
         self._engine = engine
         self._lib = engine._lib
         self._lock = threading.Condition()
         self._users = 0
         self._channel: int | None = None
-        self._ends = False  # whether nobody may use it any more
+        self._ends = False  # whether it may not be used any more
         self._closing = threading.RLock()  # of the thread that closes the channel
         self._final: tuple[dict[int, dict[str, int]], dict[int, dict[str, float]]] | None = None  # counters, rates
         self._transfers: dict[tuple[int, int, int], Transfer] = {}
         self._took: dict[tuple[int, int], deque[float]] = {}
-        self._buckets = {phase: list(buckets.get(phase, ())) for phase in phases}
-        self._units = {phase: [-(-shard // unit) for shard, unit in buckets.get(phase, ())] for phase in phases}
+        self._buckets = {phase: list(opening.cut(phase)) for phase in self.phases}
+        self._units = {phase: [-(-shard // unit) for shard, unit in cut] for phase, cut in self._buckets.items()}
         settings = engine.settings
-        for phase in phases:
-            for number, (shard, unit) in enumerate(buckets.get(phase, ())):
+        for phase in self.phases:
+            for number, (shard, unit) in enumerate(self._buckets[phase]):
                 if not (shard > 0 and 0 < unit <= settings.packet_bytes):
                     raise ValueError(f"bucket {number} of {phase}: {unit} of {shard} bytes in a datagram")
-        self._reported = frozenset(reported)
-        if reported and settings.packet_bytes < UDP_REPORT_BYTES:
+        self._reported = frozenset(opening.reported)
+        if self._reported and settings.packet_bytes < UDP_REPORT_BYTES:
             raise ValueError(f"reports need packets of {UDP_REPORT_BYTES} bytes at least, not {settings.packet_bytes}")
         #: The hellos of all ranks, once all have come.
         self.hellos: list[session.Hello] = []
-        alike += repr(sorted(reported))
         window, limit = engine.windows(len(self.peers))  # some peers may be counted twice; REPORTs correct the window
         self.hellos = session.meet(
-            "udp", engine, name, rank, size, store, prefix, buckets, phases, alike, codes, session.PROTOCOL,
+            "udp", engine, opening, session.PROTOCOL,
             packet_bytes=settings.packet_bytes, instance=f"{engine.instance:016x}", window=window, limit=limit,
             eager=min(settings.eager_bytes, settings.memory // (4 * max(len(self.peers), 1))),
         )  # fmt: skip
-        number = session.channel_id(bytes.fromhex(self.hellos[0].random), name)
-        secrets = session.Secrets(name, number, self.hellos, settings.key)
-        self._channel = self._create(secrets, buckets, codes)
+        number = session.channel_id(bytes.fromhex(self.hellos[0].random), self.name)
+        secrets = session.Secrets(self.name, number, self.hellos, settings.key)
+        self._channel = self._create(secrets)
         with engine._lock:
             engine._channels.append(self)
             engine.promise()
-        if bears:
+        if opening.bears:
             self._lib.ml_bears(self._channel)
         self._lib.ml_open(self._channel)
         try:
-            proofs = session.share(store, f"{prefix}/opened", rank, size, secrets.proof(rank))
-            secrets.check(proofs)
-            self._reach(store, prefix)
+            secrets.check(opening.share("opened", secrets.proof(self.rank)))
+            self._reach()
         except BaseException:
             self.close(linger=0.0)
             raise
 
-    def _create(self, secrets: session.Secrets, buckets: session.Buckets, codes: Mapping[str, str]) -> int:
+    def _create(self, secrets: session.Secrets) -> int:
         engine = self._engine
-        counts = [len(buckets.get(phase, ())) for phase in self.phases]
+        counts = [len(self._buckets[phase]) for phase in self.phases]
         channel = self._lib.ml_channel(
             engine._engine, secrets.channel, self.rank, self.size, *counts, engine.settings.packet_bytes
         )
         if not channel:
             raise MemoryError(f"channel {self.name}")
         for index, phase in enumerate(self.phases):
-            for bucket, (shard, unit) in enumerate(buckets.get(phase, ())):
+            for bucket, (shard, unit) in enumerate(self._buckets[phase]):
                 self._lib.ml_bucket(channel, index, bucket, shard, unit)
-                self._lib.ml_code(channel, index, bucket, CODES[codes.get(phase, "raw")])
+                self._lib.ml_code(channel, index, bucket, CODES[self._opening.code(phase)])
                 if phase in self._reported and self._lib.ml_reported(channel, index, bucket):
                     self._lib.ml_close(channel, -1)
                     raise MemoryError(f"reports of channel {self.name}")
@@ -434,19 +395,19 @@ class Channel:
                 raise MemoryError(f"rank {peer} of channel {self.name}")
         return channel
 
-    def _reach(self, store: session.Store, prefix: str) -> None:
+    def _reach(self) -> None:
         """Exchange datagrams of full size with every peer."""
         until = time.monotonic() + PROBE_TIME
         self._lib.ml_probe(self._channel, time.monotonic_ns() + int(2 * PROBE_TIME * SECOND))
         while time.monotonic() < until and any(self._lib.ml_probed(self._channel, peer) != 3 for peer in self.peers):
             time.sleep(0.001)
         heard = [r not in self.peers or bool(self._lib.ml_probed(self._channel, r) & 1) for r in range(self.size)]
-        rows = session.share(store, f"{prefix}/heard", self.rank, self.size, bytes(heard))
+        rows = self._opening.share("heard", bytes(heard))
         session.check_reached(self.name, self.hellos, [[bool(x) for x in row] for row in rows], self._engine.datagram)
 
     @contextmanager
     def _using(self, transfer: Transfer | None = None) -> Iterator[None]:
-        """A context in which the channel is not closed, and ``transfer`` keeps its handle."""
+        """Return a context in which the channel is not closed, and ``transfer`` keeps its handle."""
         with self._lock:
             if self._channel is None or self._ends:
                 raise RuntimeError(f"channel {self.name} is closed")
@@ -478,13 +439,13 @@ class Channel:
             raise ValueError(f"{length} bytes in {phase}, bucket {bucket} of {self.name}")
 
     def _half(self, key: tuple[int, int, int], result: int, handle: ctypes.c_void_p) -> Transfer:
-        """The transfer of ``key`` after one of its halves has begun. Called with the lock."""
+        """Return the transfer of ``key`` after one of its halves has begun. Called with the lock."""
         if result:
             if result == -1:
                 raise self.lost()
             where = f"{self.phases[key[0]]} {key[2]}, bucket {key[1]} of {self.name}"
             raise ValueError(f"{where}: not later than its last step") if result == -2 else MemoryError(where)
-        # Without this, halves would stay for ever in a channel that only sends, or that nobody asks about sent data.
+        # Without this, halves would stay for ever in a channel that only sends, or is never asked about sent data.
         for old in [old for old in self._transfers if old[:2] == key[:2] and 0 < (key[2] - old[2]) % 2**32 < 2**31]:
             self._transfers[old]._forget()
         transfer = self._transfers.setdefault(key, Transfer(self, key))
@@ -549,7 +510,7 @@ class Channel:
         self._check_length(phase, bucket, length)
         if must is not None:
             must = np.ascontiguousarray(must, np.bool_)
-            if phase not in self._reported or must.shape != (self.size, self._units[phase][bucket]):
+            if (phase, bucket) not in self._reported or must.shape != (self.size, self._units[phase][bucket]):
                 raise ValueError(f"must {must.shape} for {phase}, bucket {bucket} of {self.name}")
         if length:
             units = -(-length // self._buckets[phase][bucket][1])
@@ -571,7 +532,7 @@ class Channel:
     def copies(self, phase: str, bucket: int, mask: np.ndarray, passes: int = 1) -> None:
         """Send the units of ``mask`` three times at least, and all units ``passes`` times.
 
-        In one pass copies are a third of the message apart; a later pass follows the one before. Raises ``RuntimeError`` while the bucket is being sent.
+        In one pass copies are a third of the message apart; a later pass follows the one before. Raise ``RuntimeError`` while the bucket is being sent.
         """
         units = self._units[phase][bucket]
         mask = np.asarray(mask, np.bool_)
@@ -602,7 +563,7 @@ class Channel:
         return 1.2 * float(np.quantile(took, 0.95)) if len(took) >= _ENOUGH else 0.0
 
     def lost(self) -> PeerLost:
-        """An error that names the rank that is gone, as far as the engine knows."""
+        """Return an error that names the rank that is gone, if the engine has it."""
         culprit = ctypes.c_int()
         reason = self._lib.ml_failed(self._channel, ctypes.byref(culprit))
         return PeerLost(self._without(culprit.value, reason))
@@ -612,40 +573,30 @@ class Channel:
         with self._using():
             self._lib.ml_lose(self._channel, rank, -1)
 
-    def silent_ranks(self, seconds: float) -> list[int]:
-        """The ranks of which no datagram has come for so long: who lives answers at once, also if it is not in an exchange."""
-        with self._using():
-            return [rank for rank in self.peers if self._lib.ml_silence(self._channel, rank, -1) >= seconds * 1e9]
-
     def lost_ranks(self) -> dict[int, str]:
-        """The ranks that are done without, and why."""
+        """Return the ranks that are done without, and why."""
         with self._using():
             reasons = {rank: self._lib.ml_lost(self._channel, rank) for rank in self.peers}
         return {rank: self._without(rank, reason) for rank, reason in reasons.items() if reason}
-
-    def has_closed(self, rank: int) -> bool:
-        """Whether ``rank`` has closed the channel, and may live."""
-        with self._using():
-            return bool(self._lib.ml_lost(self._channel, rank) == _CLOSED)
 
     def _without(self, rank: int, reason: int) -> str:
         why = {
             1: f"no datagram for {self._engine.settings.peer_timeout:g} s, process gone or UDP blocked",
             2: "its host refuses datagrams, process gone",
-            _CLOSED: "it has closed the channel, or does without this one",
+            3: "it has closed the channel, or does without this one",
             4: f"no datagram of {self._engine.datagram:,} bytes comes from it any more, and shorter ones do: the MTU of the path "
             "has fallen; lower --packet-bytes",
             5: "nothing came of it for as long as it was waited for",
         }
-        return f"rank {self.called[rank]} of {self.name} ({self.hellos[rank].where}): {why[reason]}"
+        return f"{self._opening.named(rank)} ({self.hellos[rank].where}): {why[reason]}"
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Counters of each peer; for a closed channel, those at its end."""
+        """Return counters of each peer; for a closed channel, those at its end."""
         names = self._lib.ml_member_counter_names().decode().rstrip(",").split(",")
         return self._of_peers(0, names, self._lib.ml_member_counters, ctypes.c_uint64)
 
     def rates(self) -> dict[int, dict[str, float]]:
-        """Rates towards each peer; for a closed channel, those at its end.
+        """Return rates towards each peer; for a closed channel, those at its end.
 
         ``rate``: bytes per second. ``rtt_min``: seconds. ``foreign_loss``: the share of loss that this process does not
         cause. ``delivered``: the greatest recent rate of arrivals. ``outstanding``: DATA on the way. ``window``,
@@ -691,7 +642,7 @@ class Channel:
             self._engine.promise()
 
     def _forked(self) -> None:
-        """Reset the channel in a child process, where nobody holds the lock."""
+        """Reset the channel in a child process, where no thread holds the lock."""
         self._final = {}, {}
         self._lock, self._closing, self._users, self._channel = threading.Condition(), threading.RLock(), 0, None
         for transfer in self._transfers.values():
@@ -714,7 +665,7 @@ class Transfer(Message):
     def __init__(self, channel: Channel, key: tuple[int, int, int]) -> None:
         self.key = key
         self.arrived: np.ndarray | None = None
-        #: Owns the memory that the engine reads and writes. It is kept for as long as that takes, even if nobody waits.
+        #: Owns the memory that the engine reads and writes. It is kept for as long as that takes, even without a wait.
         self.keep: object = None
         #: Seconds from the posting to the end.
         self.took: float | None = None
@@ -731,13 +682,13 @@ class Transfer(Message):
         return f"{self._channel.phases[phase]} {step}, bucket {bucket} of {self._channel.name}"
 
     def _drop(self) -> None:
-        """Drop the transfer: nobody will ask the engine for it. Called with the channel's lock."""
+        """Drop the transfer: the engine will not be asked for it. Called with the channel's lock."""
         self._channel._transfers.pop(self.key, None)
         self._dropped = True
         self._release()
 
     def _release(self) -> None:
-        """Give the handle back, if it was dropped and nobody uses it. Called with the channel's lock."""
+        """Give the handle back, if it was dropped and is not in use. Called with the channel's lock."""
         if self._dropped and not self._users and self._handle is not None:
             self._lib.ml_release(self._handle)
             self._ended()
@@ -754,9 +705,9 @@ class Transfer(Message):
             self._drop()
 
     def wait(self, timeout: float | None = None) -> np.ndarray:
-        """bool[N, units]: the units that arrived. The own row is true; that of a source without destination is false.
+        """Return bool[N, units]: arrived units. The own row is true; that of a source without destination is false.
 
-        Waits also until the exchange is posted, but not for the data that this rank sends. Raises :class:`PeerLost`, or
+        Waits also until the exchange is posted, but not for the data that this rank sends. Raise :class:`PeerLost`, or
         TimeoutError after ``timeout`` seconds; the engine may then still write.
         """
         if not self._wait(0, timeout):
@@ -764,14 +715,14 @@ class Transfer(Message):
         return self.arrived
 
     def outcome(self, source: int) -> Outcome:
-        """The :class:`Outcome` of units that had to arrive from ``source``, in a reported phase, after :meth:`wait`."""
+        """Return the :class:`Outcome` of required units of ``source``, in a reported phase, after :meth:`wait`."""
         if self._outcomes is None:
             raise ValueError(f"{self}: has no outcome before it is waited for, and only where senders choose")
         raw, residual, again = self._outcomes[source].tolist()
         return Outcome(raw, residual, bool(again))
 
     def all_sent(self) -> bool:
-        """Whether the engine reads nothing from the sources any more. Raises :class:`PeerLost`."""
+        """Return whether the engine reads nothing from the sources any more. Raise :class:`PeerLost`."""
         return self._wait(1, 0.0)
 
     def sent(self, timeout: float | None = None) -> None:
@@ -784,9 +735,9 @@ class Transfer(Message):
         self._reports = wanted
 
     def reports(self) -> np.ndarray | None:
-        """bool[N, units]: the sent units that did not arrive, in a reported phase; ``None`` while a report is missing.
+        """Return bool[N, units]: the lost units, in a reported phase; ``None`` while a report is missing.
 
-        Raises :class:`PeerLost`. After :meth:`expects_reports`, call this until it returns the array.
+        Raise :class:`PeerLost`. After :meth:`expects_reports`, call this until it returns the array.
         """
         channel = self._channel
         phase, bucket, _ = self.key
@@ -805,7 +756,7 @@ class Transfer(Message):
         return lost
 
     def missing(self) -> int | None:
-        """A rank of which more is to come; ``None``: there is none, or it is not posted."""
+        """Return a rank of which more is to come; ``None``: there is none, or it is not posted."""
         with self._channel._using(self):
             rank = -1 if self._handle is None else self._lib.ml_missing(self._handle)
         return None if rank < 0 else rank
@@ -814,7 +765,7 @@ class Transfer(Message):
         rank = self.missing()
         if rank is None:
             return "not posted"
-        return f"waits for rank {self._channel.called[rank]} ({self._channel.hellos[rank].where})"
+        return f"waits for rank {self._channel._opening.number(rank)} ({self._channel.hellos[rank].where})"
 
     def _wait(self, what: int, timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
@@ -841,7 +792,7 @@ class Transfer(Message):
             if what:
                 self._all_sent = True
             elif self.took is None:
-                if channel.phases[self.key[0]] in channel._reported:
+                if (channel.phases[self.key[0]], self.key[1]) in channel._reported:
                     self._outcomes = np.empty((channel.size, 3), np.uint32)
                     self._lib.ml_outcomes(self._handle, self._outcomes.ctypes.data)
                 self.took = self._lib.ml_took(self._handle) / SECOND

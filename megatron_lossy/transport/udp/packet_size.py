@@ -33,7 +33,7 @@ MTUS = (576, 1024, 1280, 1350, 1400, 1420, 1450, 1500, 2048, 3072, 4096, 4470, 6
 #: Packets are a multiple of so many bytes.
 STEP = 64
 _TIMEOUT = timedelta(minutes=10)
-#: What may pass between the first rank and the last, once all have found each other.
+#: Seconds between the first rank and the last, once all have found each other.
 _TOGETHER = timedelta(seconds=60)
 
 _agreed: dict[tuple[Any, ...], int] = {}
@@ -41,9 +41,9 @@ _stores: list[Any] = []  # whose servers other ranks may still read
 
 
 def agreed(config: LossyConfig) -> int:
-    """The number for ``--packet-bytes auto``. A collective call of all ranks, before there is a process group or later.
+    """Return the number for ``--packet-bytes auto``. A collective call of all ranks, with a process group or not.
 
-    What was found holds for the whole process.
+    The result holds for the whole process.
     """
     key = config.udp_interface, config.udp_port, config.udp_cipher
     if key not in _agreed:
@@ -91,7 +91,7 @@ def _agree(config: LossyConfig) -> int:
 
 
 def _meeting() -> tuple[Any, str, int, int]:
-    """A store of all ranks, a prefix of keys that are in it for the first time, the rank, and the number of ranks."""
+    """Return a store of all ranks, a prefix of new keys in it, the rank, and the number of ranks."""
     if dist.is_initialized():
         drawn = [os.urandom(8).hex()]  # keeps keys of dead ranks out
         dist.broadcast_object_list(drawn, 0)
@@ -105,14 +105,14 @@ def _meeting() -> tuple[Any, str, int, int]:
 
 
 def candidates(mtu: int, headers: int) -> list[int]:
-    """The lengths of packets to try, rising, where interfaces take packets of ``mtu`` bytes with ``headers``."""
+    """Return the lengths of packets to try, rising, where interfaces take packets of ``mtu`` bytes with ``headers``."""
     least, most = UDP_PACKETS
     top = min(max((mtu - headers) // STEP * STEP, least), most)
     return sorted({top, *(n for one in MTUS if least <= (n := (one - headers) // STEP * STEP) < top)})
 
 
 def longest(lengths: Sequence[int], passes: Callable[[int], bool]) -> int:
-    """The longest of ``lengths``, rising, that ``passes``; the default, or what is shorter, if none does."""
+    """Return the longest of ``lengths``, rising, that ``passes``; the default, or what is shorter, if none does."""
     low, high = 0, len(lengths)  # those below `low` pass, from `high` on they do not
     middle = high - 1
     while low < high:

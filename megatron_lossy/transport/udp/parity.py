@@ -19,7 +19,7 @@ class Code:
         self._adaptive = AdaptiveCode(budget=2.55)
 
     def of(self, must: np.ndarray) -> tuple[int, int]:
-        """(B, C) for messages with ``must`` bool[D, count]."""
+        """Return (B, C) for messages with ``must`` bool[D, count]."""
         high = int(must.sum(axis=1).max(initial=0))
         if self._fixed is not None or not high:
             return self._fixed or (1, 0)

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,62 @@ class Store(Protocol):
     def set(self, key: str, value: bytes) -> None: ...
 
     def get(self, key: str) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The opening of a channel of ranks, over datagrams or streams.
+
+    ``name``: of the channel, for messages. ``rank``: of this process, of ``size``. ``store``: that all ranks read and write; ``get`` waits
+    for a key. ``prefix``: of the keys; no other channel has it, nor had it in this store. ``buckets``: for each of ``phases`` and each
+    bucket: bytes of a shard, and of a unit. ``peers``: the ranks that are reached here, all if ``None``; if i names j, j must name i.
+    ``alike``: other text that must be the same on all ranks. ``reported``: phases whose senders get reports of lost units, and may name
+    units that must arrive. ``phases``: the two kinds of exchanges. ``called``: the names of the ranks in messages, by their number.
+    ``codes``: by phase, the code of its values: one of :data:`CODES`; raw if it is not there. ``bears``: a rank that is lost is done without, and nothing
+    of it arrives; else the channel fails.
+
+    Streams report no units, and always bear a loss.
+    """
+
+    name: str
+    rank: int
+    size: int
+    store: Store
+    prefix: str
+    buckets: Buckets
+    peers: Collection[int] | None = None
+    alike: str = ""
+    reported: Collection[str] = ()
+    phases: Sequence[str] = PHASES
+    called: Sequence[int] | None = None
+    codes: Mapping[str, str] | None = None
+    bears: bool = False
+
+    @property
+    def others(self) -> list[int]:
+        """The ranks that are reached here."""
+        return sorted(set(range(self.size) if self.peers is None else self.peers) - {self.rank})
+
+    def number(self, rank: int) -> int:
+        """The number of ``rank`` in messages."""
+        return rank if self.called is None else self.called[rank]
+
+    def named(self, rank: int) -> str:
+        """The name of ``rank`` in messages."""
+        return f"rank {self.number(rank)} of {self.name}"
+
+    def code(self, phase: str) -> str:
+        """The code of the values of ``phase``."""
+        return (self.codes or {}).get(phase, "raw")
+
+    def cut(self, phase: str) -> Sequence[tuple[int, int]]:
+        """Bytes of a shard and of a unit, for each bucket of ``phase``."""
+        return self.buckets.get(phase, ())
+
+    def share(self, key: str, value: bytes) -> list[bytes]:
+        """The values of all ranks under ``key``."""
+        self.store.set(f"{self.prefix}/{key}/{self.rank}", value)
+        return [bytes(self.store.get(f"{self.prefix}/{key}/{other}")) for other in range(self.size)]
 
 
 @dataclass(frozen=True)
@@ -59,44 +115,29 @@ class Hello:
         return json.dumps(asdict(self)).encode()
 
 
-def meet(
-    transport: str,
-    end: Any,
-    name: str,
-    rank: int,
-    size: int,
-    store: Store,
-    prefix: str,
-    buckets: Buckets,
-    phases: Sequence[str],
-    alike: str,
-    codes: Mapping[str, str],
-    protocol: int,
-    **more: Any,
-) -> list[Hello]:
-    """The hellos of all ranks, exchanged through ``store``. Raises :class:`UsageError` unless they can exchange.
+def meet(transport: str, end: Any, opening: Opening, protocol: int, **more: Any) -> list[Hello]:
+    """The hellos of all ranks, exchanged through the store. Raises :class:`UsageError` unless they can exchange.
 
-    ``end``: of this process, with its address, port and settings. ``alike``: other text that must be the same on all ranks.
-    ``more``: other fields of this rank's hello.
+    ``end``: of this process, with its address, port and settings. ``more``: other fields of this rank's hello.
     """
-    key, random = end.settings.key, os.urandom(16).hex()
+    key, random, name = end.settings.key, os.urandom(16).hex(), opening.name
     mine = Hello(
         address=end.address,
         port=end.port,
         random=random,
         proof=prove(key, random),
-        buckets=digest_buckets(buckets, alike, phases),
-        size=size,
+        buckets=digest_buckets(opening),
+        size=opening.size,
         protocol=protocol,
         cipher=end.settings.cipher,
-        codes=" ".join(f"{phase}: {codes.get(phase, 'raw')}" for phase in phases),
+        codes=" ".join(f"{phase}: {opening.code(phase)}" for phase in opening.phases),
         **more,
     )
     hellos = []
-    for other, text in enumerate(share(store, f"{prefix}/hello", rank, size, mine.encode())):
+    for other, text in enumerate(opening.share("hello", mine.encode())):
         try:
             # The own one is not the stored copy: a writer to the store could bring back an old random.
-            hellos.append(mine if other == rank else Hello(**json.loads(text)))
+            hellos.append(mine if other == opening.rank else Hello(**json.loads(text)))
         except (ValueError, TypeError):
             another = f"rank {other} of {name} runs another version of megatron-lossy"
             raise UsageError(f"--transport {transport}: {another}") from None
@@ -104,31 +145,25 @@ def meet(
     return hellos
 
 
-def share(store: Store, key: str, rank: int, size: int, value: bytes) -> list[bytes]:
-    """The values of all ranks under ``key``."""
-    store.set(f"{key}/{rank}", value)
-    return [bytes(store.get(f"{key}/{other}")) for other in range(size)]
-
-
 def overhead(cipher: str) -> int:
-    """Bytes of a datagram beside its unit."""
+    """Return the bytes of a datagram besides its unit."""
     return HEADER_BYTES + (0 if cipher == "none" else TAG_BYTES)
 
 
-def digest_buckets(buckets: Buckets, alike: str, phases: Sequence[str] = PHASES) -> str:
-    """Digest of the cut that all ranks of a channel must share, and of other text that must be ``alike``."""
-    cut = [[[int(shard), int(unit)] for shard, unit in buckets.get(phase, ())] for phase in phases]
-    text = json.dumps([cut, alike])
+def digest_buckets(opening: Opening) -> str:
+    """Digest of what all ranks of a channel must share."""
+    cut = [[[int(shard), int(unit)] for shard, unit in opening.cut(phase)] for phase in opening.phases]
+    text = json.dumps([cut, opening.alike + repr(sorted(opening.reported))])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def channel_id(drawn: bytes, name: str) -> int:
-    """The number of a channel in datagrams; ``drawn``: the random number of its first rank."""
+    """Return the number of a channel in datagrams; ``drawn``: the random number of its first rank."""
     return int.from_bytes(hashlib.blake2b(drawn + name.encode(), digest_size=4).digest(), "little")
 
 
 def prove(file_key: bytes | None, random: str) -> str:
-    """Proves that this rank has the key file, to ranks that have it too.
+    """Return the proof that this rank has the key file, for ranks that have it too.
 
     A replay of the proof gains nothing: :meth:`Secrets.proof` is new for each channel.
     """
@@ -153,25 +188,25 @@ class Secrets:
         self._chain = _mac(_mac(b"megatron-lossy udp 2", file_key or b""), hashlib.sha256(prologue).digest() + said)
 
     def key(self, source: int, destination: int) -> bytes:
-        """The key of datagrams from ``source`` to ``destination``: HKDF-SHA256, 16 bytes for AES-128."""
+        """Return the key of datagrams from ``source`` to ``destination``: HKDF-SHA256, 16 bytes for AES-128."""
         randoms = b"".join(bytes.fromhex(self._hellos[rank].random) for rank in (source, destination))
         info = b"".join(number.to_bytes(4, "little") for number in (self.channel, source, destination))
         return _mac(_mac(self._chain, randoms), info + b"\x01")[:16]
 
     def derive(self, *texts: bytes) -> bytes:
-        """32 bytes that belong to ``texts``, and that only ranks with the same secret can make."""
+        """Return 32 bytes that belong to ``texts``, and that only ranks with the same secret can make."""
         return _mac(self._chain, *(len(text).to_bytes(4, "little") + text for text in texts))
 
     def proof(self, rank: int) -> bytes:
-        """Proves that ``rank`` has heard the same of all ranks, and has the key file."""
+        """Return the proof that ``rank`` has received the same of all ranks, and has the key file."""
         return _mac(self._chain, b"heard", rank.to_bytes(4, "little"))
 
     def check(self, proofs: Sequence[bytes]) -> None:
-        """Raise :class:`UsageError` unless the ``proofs`` of all ranks show that they have heard the same."""
+        """Raise :class:`UsageError` unless the ``proofs`` of all ranks show that they have received the same."""
         for rank, proof in enumerate(proofs):
             if not hmac.compare_digest(proof, self.proof(rank)):
                 raise UsageError(
-                    f"--transport udp: rank {rank} of {self._name} ({self._hellos[rank].where}) has heard other addresses, "
+                    f"--transport udp: rank {rank} of {self._name} ({self._hellos[rank].where}) has received other addresses, "
                     "keys or windows than this rank: somebody else writes to the store of --master-addr"
                 )
 

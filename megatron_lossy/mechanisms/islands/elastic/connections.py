@@ -100,7 +100,7 @@ class Pair:
             transfer.keep = out, into
             with self._sending:
                 if out is not None and not self._leaving.full:  # who takes nothing gets nothing more
-                    channel.send(phase, number, bucket, self._pointers(out))
+                    channel.send(phase, number, bucket, self._pointers(out), self._connections.buckets.must.get(bucket))
                     self._leaving.add(transfer, out.numel() * out.element_size())
             return Crossing(transfer, into is not None)
         except (RuntimeError, ValueError) as error:  # it was closed meanwhile, or that number has been
@@ -160,7 +160,8 @@ class Pair:
         try:
             if channel is not None and not self._said:
                 self._said = True
-                transfer = channel.send(SYNC_PHASES[1], 1, bucket, self._pointers(out))
+                must = self._connections.buckets.must[bucket]
+                transfer = channel.send(SYNC_PHASES[1], 1, bucket, self._pointers(out), must)
                 transfer.keep = transfer.keep, out
         except (RuntimeError, ValueError) as error:
             logger.debug("island %d: %s", self.slot, error)
@@ -253,10 +254,9 @@ class Pair:
                 talk,
                 "open",
                 buckets.sizes,
-                alike=buckets.alike,
                 phases=SYNC_PHASES,
                 called=slots,
-                codes=buckets.codes,
+                **buckets.named,
                 bears=True,
             )
         bucket, size = buckets.part("entry", 0)

@@ -1,4 +1,4 @@
-/* What arrives: each datagram is checked, opened, counted, and given to its exchange.
+/* Arrivals: each datagram is checked, opened, counted, and given to its exchange.
  *
  * A datagram whose version, type, channel, source, address, phase, bucket, index or length does not fit is dropped before it is
  * opened, and counted. Nothing in it is used as a size, an address or an offset without a check against what was agreed.
@@ -56,7 +56,6 @@ static int take_data(struct member *m, const struct header *h, const uint8_t *by
         return verdict;
     struct source *s = &x->sources[m->rank];
     uint32_t unit = h->index;
-    s->full |= size == x->bucket->unit;
     if (!x->posted) {
         if (!may_come(m->channel, h->phase, x->bucket, h->step, 1))
             verdict = LATE;
@@ -200,7 +199,7 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
     return TAKEN;
 }
 
-/* What each flow has of all that comes, by intervals of 100 ms. */
+/* The share of each flow in all arrivals, by intervals of 100 ms. */
 static void shares(struct engine *e, struct flow *f, size_t bytes, ns now)
 {
     if (now >= e->arrivals.ends) {
@@ -340,7 +339,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         if (now - f->heard > SILENCE + round_trip(f) + 20 * MS) /* it did not answer to the first pulse */
             flow_back(e, f, now);
         for (struct member *one = now - f->heard > 2 * SECOND ? f->members : NULL; one; one = one->next)
-            one->deaf.full_at = now; /* while nothing came at all, nothing full could */
+            one->full_at = now; /* while nothing came at all, nothing full could */
         f->heard = now;
         f->refused = 0;
     }
@@ -353,12 +352,8 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         report_later(e, f, now);
     if (type == DATA || type == PARITY)
         shares(e, f, n, now);
-    if (type == DATA || type == PARITY) {
-        if (size == c->bucket[phase][bucket].unit)
-            m->deaf.full_at = now;
-        if (size == c->full)
-            m->deaf.steps = m->deaf.units = 0;
-    }
+    if ((type == DATA || type == PARITY) && size == c->bucket[phase][bucket].unit)
+        m->full_at = now;
     if (m->lost && m->lost != LEFT && keyed && now >= m->told_at + e->pulse) { /* it has not heard that it is done without */
         m->told_at = now;
         control(e, m, ALIVE, NULL, 1);
@@ -401,7 +396,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         m->probe.heard = 1;
         if (index)
             m->probe.confirmed = 1;
-        if (index < 2) /* 0: hear me; 1: I have heard you, hear me; 2: I have heard you */
+        if (index < 2) /* 0: answer; 1: received, answer; 2: received */
             control(e, m, PROBE, NULL, 2);
         break;
     }

@@ -1,4 +1,4 @@
-/* What every part needs: the system's headers, time, and what Python sees. */
+/* Needs of every part: the system's headers, time, and the mark of functions that Python calls. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <endian.h>

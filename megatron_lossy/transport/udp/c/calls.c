@@ -48,7 +48,7 @@ API int ml_copies(struct channel *c, int phase, uint32_t bucket, const uint32_t 
 /* 0 and a handle; -1 failed, -2 not a later step, -3 no memory. Of what must arrive of a source `tolerance` units may be
  * missing for good. `dropped` [drops]: units, and after all of them parities, that count as lost when they come. */
 /* `length`: bytes of each message, if fewer than the bucket has; 0 for all. `to` is written until ml_wait says that it is over;
- * `arrived` is read as long as somebody has a handle of the exchange. Neither is touched in a closed or failed channel. */
+ * `arrived` is read as long as there is a handle of the exchange. Neither is touched in a closed or failed channel. */
 API int ml_post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint64_t length, uint8_t *const *to,
                 uint8_t *arrived, ns deadline, uint32_t tolerance, const uint8_t *dropped, uint32_t drops, ns now,
                 struct exchange **handle)
@@ -109,7 +109,7 @@ API void ml_outcomes(struct exchange *x, uint32_t *out)
     release(x->channel->engine);
 }
 
-/* What: 0 everything arrived that will; 1 nothing is read from the sources any more. 0 yes, 1 not yet, -1 failed. */
+/* `what`: 0 everything arrived that will; 1 nothing is read from the sources any more. 0 yes, 1 not yet, -1 failed. */
 API int ml_wait(struct exchange *x, int what, ns timeout)
 {
     struct channel *c = x->channel;
@@ -136,16 +136,6 @@ API int ml_missing(struct exchange *x)
         if (x->sources[i].expected && !x->sources[i].over)
             result = (int)i;
     release(x->channel->engine);
-    return result;
-}
-
-/* Since a datagram came of member `rank`, on any channel. While something is waited for it is asked all the time. */
-API ns ml_silence(struct channel *c, uint32_t rank, ns now)
-{
-    acquire(c->engine);
-    struct flow *f = c->members[rank].flow;
-    ns result = f ? at(now) - f->heard : 0;
-    release(c->engine);
     return result;
 }
 

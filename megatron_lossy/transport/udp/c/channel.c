@@ -56,16 +56,15 @@ API void ml_bucket(struct channel *c, int phase, uint32_t bucket, uint64_t shard
     b->shard = shard;
     b->unit = unit;
     b->units = b->entries = (uint32_t)((shard + unit - 1) / unit);
-    c->full = unit > c->full ? unit : c->full;
 }
 
-/* What the values of this bucket are: 0 raw, 1 int8, 2 int4. Before ml_open. */
+/* The code of the values of this bucket: 0 raw, 1 int8, 2 int4. Before ml_open. */
 API void ml_code(struct channel *c, int phase, uint32_t bucket, int code)
 {
     c->bucket[phase][bucket].code = (uint8_t)code;
 }
 
-/* Senders of this bucket are told what did not arrive, and may name units that must. Before ml_open. */
+/* Senders of this bucket get reports of missing units, and may name units that must arrive. Before ml_open. */
 API int ml_reported(struct channel *c, int phase, uint32_t bucket)
 {
     struct bucket *b = &c->bucket[phase][bucket];
@@ -109,7 +108,7 @@ static void flow_empty(struct flow *f)
 
 #define FORGOTTEN (60 * SECOND) /* of silence, after which a flow that no channel has gives its rings back */
 
-/* Of processes that came and went there may be many. Their numbers stay: the other end may have kept what it knows of them. */
+/* Of processes that came and went there may be many. Their numbers stay: the other end may have kept its state of them. */
 static void flows_empty(struct engine *e, ns now)
 {
     for (struct flow *f = e->flows; f; f = f->next)
@@ -183,7 +182,7 @@ out:
     return result;
 }
 
-/* Who is lost is done without. Before ml_open. */
+/* Lost members are left out. Before ml_open. */
 API void ml_bears(struct channel *c) { c->bears = 1; }
 
 API void ml_open(struct channel *c)
@@ -197,7 +196,7 @@ API void ml_open(struct channel *c)
     release(e);
 }
 
-/* DATA that each other process may have on the way here, now that there are so many of them; REPORTs tell. */
+/* DATA that each other process may have on the way here, now that there are so many of them; REPORTs carry it. */
 API void ml_promise(struct engine *e, uint32_t window, uint32_t limit)
 {
     acquire(e);
@@ -231,7 +230,7 @@ API int ml_probed(struct channel *c, uint32_t rank)
     return result;
 }
 
-/* Without lock: of a channel that nobody calls any more. */
+/* Without lock: of a channel that is not called any more. */
 static void channel_free(struct channel *c)
 {
     struct engine *e = c->engine;

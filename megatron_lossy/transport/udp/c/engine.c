@@ -22,7 +22,7 @@
 #include "base.h"
 #include "wire.c"     /* wire format: header, payload of reports, addresses */
 #include "cipher.c"   /* cipher: AES-128-GCM of libcrypto */
-#include "shared.c"   /* rate beside others */
+#include "shared.c"   /* rate next to others */
 #include "rate.c"     /* rate: how fast one destination may be sent to */
 #include "state.h"    /* state of flows, channels, members, buckets, exchanges */
 #include "parity.c"   /* which packets a parity is of; parts of lists */

@@ -1,7 +1,7 @@
-/* Exchange state: how an exchange begins, what it may cost before it is posted, when a source of it is over, and when nobody
- * will ask for it any more.
+/* Exchange state: how an exchange begins, what it may cost before it is posted, when a source of it is over, and when it
+ * will not be asked for any more.
  *
- * An exchange exists from the first of: a post, a send, a datagram of a peer. What peers make it keep is charged to the early
+ * An exchange exists from the first of: a post, a send, a datagram of a peer. Memory that peers make it keep is charged to the early
  * pool, which is bounded.
  */
 
@@ -175,7 +175,7 @@ static void exchange_settle(struct exchange *x)
         exchange_free(x);
 }
 
-/* After a post or send: what peers began and nobody here will ever join. */
+/* After a post or send: exchanges of peers that this rank will never join. */
 static void forget_passed(struct channel *c, int phase, struct bucket *b)
 {
     for (struct exchange *x = b->live, *same; x; x = same) {
@@ -240,7 +240,7 @@ static void exchange_over(struct exchange *x, ns now)
     pthread_mutex_unlock(&e->tell);
 }
 
-/* What source `i` lost can be asked for when the exchange is gone. */
+/* The losses of source `i` can be asked for when the exchange is gone. */
 static void report_lost(struct exchange *x, uint32_t i)
 {
     const struct bucket *b = x->bucket;
@@ -282,34 +282,11 @@ static void channel_fail(struct channel *c, uint32_t culprit, int reason)
     pthread_mutex_unlock(&e->tell);
 }
 
-enum { DEAF_STEPS = 10, DEAF_UNITS = 100 };
-#define DEAF_TIME (2 * SECOND)
-
-/* Its end came and nothing of full length: by chance, or since no such datagram passes any more. Exchanges that were under way
- * together count once, for one outage takes them all. What is counted becomes a line for the user. */
-static void count_deaf(struct exchange *x, uint32_t i, ns now)
-{
-    const struct source *s = &x->sources[i];
-    struct member *m = &x->channel->members[i];
-    if (!s->ended || s->full || x->bucket->unit < x->channel->full || x->in_bytes < x->bucket->unit)
-        return;
-    m->deaf.units += (uint32_t)(x->in_bytes / x->bucket->unit);
-    if (!m->deaf.steps)
-        m->deaf.since = now;
-    m->deaf.steps += !m->deaf.steps || x->posted_at >= m->deaf.at;
-    m->deaf.at = now;
-    if (m->deaf.steps >= DEAF_STEPS && m->deaf.units >= DEAF_UNITS && now - m->deaf.since >= DEAF_TIME) {
-        x->channel->engine->count.narrowed++;
-        m->deaf.steps = m->deaf.units = 0;
-    }
-}
-
 static void source_over(struct exchange *x, uint32_t i, ns now)
 {
     struct source *s = &x->sources[i];
     struct member *m = &x->channel->members[i];
     s->over = 1;
-    count_deaf(x, i, now);
     s->ready_at = NEVER;
     m->count.units += x->in;
     m->count.lost += x->bucket->units - s->got;

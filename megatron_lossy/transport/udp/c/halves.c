@@ -5,7 +5,7 @@
 /* Bytes of a message, if not all of the bucket; what a receiver tolerates of each source, and what it shall lose. */
 struct terms { uint64_t length; uint32_t tolerance, drops; const uint8_t *dropped; };
 
-/* Whether more may come from a member. What it sent before it left may be under way. */
+/* Whether more may come from a member. Its datagrams from before it left may be under way. */
 static int comes(const struct member *m, const struct source *s)
 {
     return !m->lost || (m->lost == LEFT && s->ended && !s->must.count);

@@ -1,4 +1,4 @@
-/* What leaves: datagrams of control first, then what was asked for again, then DATA and PARITY in the order of the exchanges, in
+/* Departures: datagrams of control first, then units asked for again, then DATA and PARITY in the order of the exchanges, in
  * turn over destinations, as far as pace and window have room.
  */
 
@@ -54,7 +54,7 @@ static void address(struct output *o, const struct flow *f, uint32_t bytes, uint
     o->segment = segment;
 }
 
-/* What is sent of a message, copies with it. */
+/* The datagrams of a message, with copies. */
 static uint32_t entries_of(const struct dest *d)
 {
     return d->x->out < d->x->bucket->units ? d->x->out : d->x->bucket->entries;

@@ -1,4 +1,4 @@
-/* What must arrive: units that senders of a bucket with reports name in END.
+/* Required units: those that senders of a bucket with reports name in END.
  *
  * A receiver that lacks one puts it together from PARITY, or asks for it by NACK until it is there or the deadline has passed:
  * for little of it twice in a row, so that what is sent again is sent twice, and seldom lost for another round trip. It may do
@@ -6,7 +6,7 @@
  * copies, and sends again what it is asked for.
  */
 
-/* What each destination must get, and a copy of it: sources may change when all has been sent once. */
+/* The required units of each destination, and a copy of them: sources may change when all has been sent once. */
 struct musts { uint32_t count, *list; uint8_t *copies; };
 
 static void musts_free(struct musts *musts, uint32_t size)
@@ -159,7 +159,6 @@ static int take_parity(struct member *m, const struct header *h, const uint8_t *
         return verdict;
     struct source *s = &x->sources[m->rank];
     uint32_t index = h->index;
-    s->full = 1;
     if (s->over || (x->posted && !s->expected))
         return LATE;
     if (index < s->must.parities_room && s->must.parities[index / 8] >> index % 8 & 1)

@@ -1,7 +1,7 @@
 /* Parity: which packets each parity is the sum of, as coding.py has it; in how many parts lists of units and reports come. */
 
 static uint32_t parts_of(uint32_t count, uint32_t room) { return count ? (count + room - 1) / room : 1; }
-/* What a list or a report takes of a datagram: it passes wherever IP does. */
+/* The bytes of a datagram that a list or a report takes: it passes wherever IP does. */
 static uint32_t control_bytes(const struct engine *e) { return e->set.packet < 480 ? e->set.packet : 480; }
 static uint32_t list_room(const struct engine *e) { return control_bytes(e) / 4 - 2; }
 static uint32_t bits_room(const struct engine *e) { return control_bytes(e) * 8; }

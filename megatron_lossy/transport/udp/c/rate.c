@@ -1,10 +1,10 @@
-/* Rate: how fast one destination may be sent to, by one of three rules. The tests have models of them in Python.
+/* Rate: how fast one destination may be sent to, by one of three rules.
  *
  *   FIXED      as fast as is said
- *   DEDICATED  a link of one's own. Loss alone says nothing: links lose data at any rate. What says that a link is full is that
+ *   DEDICATED  a link of one's own. Loss alone is no sign: links lose data at any rate. The signs of a full link are that
  *              datagrams wait in its queue, or that much more is lost than was lost before. Then the rate becomes a little less
  *              than what arrives.
- *   SHARED     beside others: shared.c. Each flow is a sender of its own, as a TCP connection is.
+ *   SHARED     next to others: shared.c. Each flow is a sender of its own, as a TCP connection is.
  */
 enum { FIXED, DEDICATED, SHARED };
 
@@ -143,7 +143,7 @@ static void rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t byt
         rate_close_interval(r, now);
 }
 
-/* What may go out together, and be caught up with: queues may be short. */
+/* The burst that may go out together, to catch up: queues may be short. */
 static ns rate_burst(const struct rate *r) { return r->rule == SHARED ? MS / 4 : MS; }
 
 /* Before something is sent. `clock`: that all hosts have. */

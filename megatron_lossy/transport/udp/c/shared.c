@@ -1,21 +1,20 @@
-/* Rate on a shared network: how much of a path there is for one flow of datagrams, beside others.
+/* Rate on a shared network: how much of a path there is for one flow of datagrams, next to others.
  *
- * Loss is ours until it is proven to be the path's. What a path loses does not fall when everybody sends less at once, what a
- * full queue loses does. So a flow falls after each loss that chance does not explain, and grows as a TCP flow would that got
- * back in the same time what it gave (Cubic, RFC 9438, or Reno), but not faster than a bound that knows no round trip. When it
+ * Loss is ours until it is proven to be the path's. Losses of a path do not fall when all flows send less at once, those of a
+ * full queue do. So a flow falls after each loss that chance does not explain, and grows as a TCP flow would that got
+ * back in the same time what it gave (Cubic, RFC 9438, or Reno), but not faster than a bound without a round trip. When it
  * has waited as long without loss, it looks for more by steps that double.
  *
- * At each tick of a clock that all hosts have, the flows that lost anything dip: they send less for 65 ms. What is lost of the
- * last 50 ms is the path's (`credit`), and is not answered any more. Until the first tick a flow that fell three times and loses
- * as before holds a part of its rate, so that its dip has datagrams to tell by. Nothing else raises `credit`.
+ * At each tick of a clock that all hosts have, the flows that lost anything dip: they send less for 65 ms. Losses of the last 50
+ * ms are the path's (`credit`), and get no answer any more. Until the first tick a flow that fell three times and loses
+ * as before holds a part of its rate, so that its dip has enough datagrams. Nothing else raises `credit`.
  *
  * A rate is judged after so much sending at it, in one burst or in several, and what came is timed by the receiver's kernel: neither a
  * sender with little to send nor a process that sleeps is taken for a path that is full.
  *
- * A queue is drained, three times; then it is somebody else's, and the flow competes: it answers loss only.
+ * A queue is drained, three times; then it is another flow's, and this one competes: it answers loss only.
  *
- * Times are ns, rates bytes/s. The tests have a model of it in Python (tests/udp_shared.py), benchmarks/lab/bottleneck.c the
- * networks for which the constants were found.
+ * Times are ns, rates bytes/s. benchmarks/lab/bottleneck.c has the networks for which the constants were found.
  */
 #include <math.h>
 
@@ -24,7 +23,7 @@
 #define DIP (50 * MS)          /* after that, or half a round trip */
 #define DIPPED 0.4             /* of the rate */
 #define LEAST_WINDOW (6 * MS)  /* of sending at this rate, in one burst or in several, from which a decision is made */
-#define PAUSE (5 * MS)         /* of a sender that had nothing to send, or slept: what came over it says nothing of the path's rate */
+#define PAUSE (5 * MS)         /* of a sender that had nothing to send, or slept: arrivals over it are no measure of the path's rate */
 #define ROUND (25 * MS)        /* between steps that double */
 #define WAITS (1 * MS)         /* of a round trip: something waits in a queue */
 #define HOLDS (20 * MS)        /* that something must wait, to be drained */
@@ -125,7 +124,7 @@ static void window_next(struct shared *s)
 static ns queue(const struct shared *s) { return s->least == NEVER ? 0 : s->least - s->rtt; }
 static int lossy(const struct shared *s) { return s->credit >= 0.005; }
 
-/* What is lost while nothing waits may be chance. Small flows are many, and see little of what they do. */
+/* Losses while nothing waits may be chance. Small flows are many, and see little of what they do. */
 static double allowed(const struct shared *s)
 {
     double chance = queue(s) > WAITS ? 0.001 : between(0.001, 0.005 * sqrt(s->rate / 12.5e6), 0.01);
@@ -164,7 +163,7 @@ static double growth(const struct shared *s)
     return GROWTH * tcp < most ? GROWTH * tcp : most;
 }
 
-/* It waited long enough to look for more. Nobody has lost anything by a queue that was drained. */
+/* It waited long enough to look for more. No flow has lost data by a queue that was drained. */
 static int patient(const struct shared *s)
 {
     double reno = 0.4 * reno_epoch(s), cubic = 0.65 * cubic_epoch(s), wait = reno < cubic ? reno : cubic;
@@ -180,7 +179,7 @@ static int suspect(const struct shared *s)
     return s->chain.length >= 3 && h->sent >= 30 && h->lost >= h->sent * between(0.003, few, 0.05) && h->lost <= 0.4 * h->sent;
 }
 
-/* Bytes/s that came in this window, by the receiver's clock; `unknown`, if it has too few to tell. */
+/* Bytes/s that came in this window, by the receiver's clock; `unknown`, if it has too few. */
 static double came(const struct shared *s, double unknown)
 {
     return s->came.took >= LEAST_WINDOW / 2 ? s->came.datagrams * s->packet * 1e9 / (double)s->came.took : unknown;
@@ -207,7 +206,7 @@ static void shared_lost(struct shared *s, ns now, double n, double l)
     int held = suspect(s);
     double hold = DIPPED * s->chain.delivered, rate = s->rate * kept(s, lossy(s) ? KEPT_LOSSY : KEPT);
     if (held && s->rate <= hold)
-        return; /* it falls no more before a dip has told whose loss that is */
+        return; /* it falls no more before a dip has shown whose loss that is */
     double most = kept(s, 0.95) * delivered;
     rate = rate < most ? rate : most;
     if (s->share > 0 && !held)
@@ -227,7 +226,7 @@ static void dip_over(struct shared *s, double n, double l)
     d->lost = known * d->lost + l;
     int held = suspect(s);
     double share = held ? h->lost / h->sent : 0, due = share * d->sent;
-    if (held && m == 0 && due >= 6 && d->lost > 0.6 * due) { /* it loses as much when everybody sends less */
+    if (held && m == 0 && due >= 6 && d->lost > 0.6 * due) { /* it loses as much when all send less */
         d->sent += h->sent;
         d->lost += h->lost;
     }
@@ -239,7 +238,7 @@ static void dip_over(struct shared *s, double n, double l)
         s->proven = rate < s->chain.rate ? rate : s->chain.rate;
         shared_set(s, s->proven * KEPT_LOSSY);
     }
-    /* Too few are due to tell, or fewer were lost than would be, but more than nothing: the next dip goes on. */
+    /* Too few are due to decide, or fewer were lost than would be, but more than nothing: the next dip goes on. */
     int unsure = due < 6 ? share < 0.02 || d->lost > 0.3 * due : due < 24 && d->lost > 0.2 * due;
     s->lost_any = held && s->credit == 0 && unsure;
     if (!s->lost_any)
@@ -304,7 +303,7 @@ static void drain(struct shared *s, ns now, double n)
     if (n >= 32 && rate <= 0.85 * s->rate)
         s->proven = s->before = rate;
     double through = s->rate < s->proven ? s->rate : s->proven;
-    if (s->drains++ >= 2) { /* somebody else's queue, or a longer way */
+    if (s->drains++ >= 2) { /* another flow's queue, or a longer way */
         s->competes = 1;
         s->proven = s->before;
         s->drained = 0;

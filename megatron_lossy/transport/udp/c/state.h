@@ -14,18 +14,18 @@ enum { SEGMENTS = 64, BATCH_BYTES = 65000 }; /* that go out together */
 enum { AHEAD = 8 };                          /* steps that a peer may be ahead, and be kept */
 enum { CONTROLS = 8192, REPORTS = 4, RESENDS = 4096 };
 enum { SILENT = 1, REFUSED, LEFT, DEAF, IN_VAIN }; /* why a channel failed, or a member is done without */
-#define SILENCE (200 * MS)        /* of a process: it may hear nothing either */
+#define SILENCE (200 * MS)        /* of a process: it may receive nothing either */
 #define PULSE (50 * MS)           /* between signs of life meanwhile, to few others */
 #define PULSES (6 * SECOND)       /* of silence: then they are rare, for a process that is stopped finds all of them */
 #define SLOWEST SECOND                    /* between repetitions of one control datagram */
 
-/* What became of a datagram. */
+/* The fate of a datagram. */
 enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DROPPED };
 
 #define ENGINE_COUNTERS(X) \
     X(datagrams_sent) X(bytes_sent) X(datagrams_received) X(bytes_received) X(malformed) X(foreign) \
     X(socket_overflow) X(send_blocked) X(send_failed) X(too_big) X(unreachable) X(early_bytes) X(early_most) \
-    X(segmented) X(gathered) X(narrowed)
+    X(segmented) X(gathered)
 #define MEMBER_COUNTERS(X) \
     X(sent) X(received) X(units) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) \
     X(repeated) X(by_deadline) X(ends) X(readies) X(asks) X(forced) X(asked) X(nacks) X(resent) X(parities) X(repaired)
@@ -64,11 +64,11 @@ struct flow {
     } in;
     struct { uint32_t due, threshold, repeats; ns at; } report; /* due: datagrams that are not reported */
     ns heard, refused_at;
-    struct { ns at, until; } pulse; /* the next one, while it is silent; it hears nothing from here, until when that is believed */
-    uint32_t refused; /* times that its host said so, since it was heard */
+    struct { ns at, until; } pulse; /* the next one, while it is silent; it receives nothing from here, until when that is believed */
+    uint32_t refused; /* times that its host said so, since its last datagram */
 };
 
-/* What must arrive of a message that goes. */
+/* Required units of a message that goes. */
 struct must_out {
     uint32_t *list, count, code, parities, parity; /* parity: the next of `parities` */
     uint8_t *copies;                               /* of the units in the list */
@@ -92,7 +92,7 @@ struct early {
     uint8_t bytes[];
 };
 
-/* What must arrive of a message that comes. */
+/* Required units of a message that comes. */
 struct must_in {
     uint32_t *list, count, code, parts_told; /* what END says */
     uint8_t *told;
@@ -111,13 +111,13 @@ struct source {
     uint8_t *to, *row; /* row: of `arrived`, or our own before the exchange is posted */
     struct early *early;
     uint32_t got;
-    uint8_t expected, over, ended, own_row, full; /* full: a datagram of the bucket's length came */
+    uint8_t expected, over, ended, own_row;
     ns ended_at, ready_at, ready_wait;
     struct must_in must;
     struct { uint8_t *row; uint32_t count; } drop; /* that it shall lose: units, then parities */
 };
 
-/* What a source lost in a step, a bit for each unit: it may ask again. */
+/* Losses of a source in a step, a bit for each unit: it may ask again. */
 struct report { uint32_t step; uint8_t known, *lost; };
 
 struct bucket {
@@ -166,9 +166,7 @@ struct member {
     ns told_at; /* that it is done without */
     struct { uint8_t heard, confirmed; ns at, until; } probe;
     struct { uint32_t count; ns at; } replies; /* in this millisecond */
-    /* Since the last datagram of the channel's full length: steps, and their units, of which none came although their end was
-     * known, and when the first and the last of them were over; when the last datagram of its bucket's length came. */
-    struct { uint32_t steps, units; ns since, at, full_at; } deaf;
+    ns full_at; /* when the last datagram of its bucket's length came */
     struct { struct resend *ring; uint32_t first, last; } resend; /* a ring of RESENDS */
     struct member_counters count;
 };
@@ -177,12 +175,11 @@ struct channel {
     struct engine *engine;
     struct channel *next;
     uint32_t id, rank, size, buckets[PHASES], cursor;
-    uint32_t full; /* bytes of the largest unit */
     struct bucket *bucket[PHASES];
     struct member *members;
     uint32_t newest[PHASES], probe_bytes;
     uint8_t any[PHASES], open, closing;
-    int failed, culprit, bears; /* bears: who is lost is done without, and the channel goes on */
+    int failed, culprit, bears; /* bears: lost members are left out, and the channel goes on */
     uint32_t unacknowledged; /* over its exchanges */
     size_t early, early_limit;
     ns free_at;
@@ -217,7 +214,7 @@ struct engine {
     uint32_t window, limit; /* DATA that this process's buffer holds for each other one: with ease, and at most */
     size_t early;
     uint64_t orders;
-    /* What came in this interval from how many flows, and of the last one bytes/s of each. */
+    /* Arrivals of this interval and their flows, and of the last one bytes/s of each flow. */
     struct { uint64_t bytes, share; uint32_t flows, number; ns ends; } arrivals;
     struct engine_counters count;
     struct {

@@ -244,7 +244,7 @@ static void *run(void *argument)
         atomic_store(&e->thread.asleep, 0);
         if (polled[1].revents & POLLIN) {
             uint64_t count;
-            if (read(e->net.wake, &count, sizeof count) < 0) { /* somebody else's wake */ }
+            if (read(e->net.wake, &count, sizeof count) < 0) { /* another thread's wake */ }
         }
         pthread_mutex_lock(&e->lock);
         if (polled[0].revents & POLLERR)
@@ -321,7 +321,7 @@ API void ml_forked(struct engine *e)
     close_sockets(e);
 }
 
-/* Channels must be closed, and nobody may call or wait any more. */
+/* Channels must be closed, and no thread may call or wait any more. */
 API void ml_free(struct engine *e)
 {
     if (e->thread.running) {

@@ -1,4 +1,4 @@
-/* What waits for a time: ends of exchanges, questions that are repeated, reports, signs of life. */
+/* Timers: ends of exchanges, questions that are repeated, reports, signs of life. */
 
 static void exchange_timers(struct exchange *x, ns now)
 {
@@ -11,7 +11,7 @@ static void exchange_timers(struct exchange *x, ns now)
         if (!s->expected || s->over)
             continue;
         if (s->must.told_at && m->flow->heard > now - 2 * SECOND
-            && now - greatest(greatest(s->must.told_at, m->deaf.full_at), x->posted_at) >= e->set.peer_timeout) {
+            && now - greatest(greatest(s->must.told_at, m->full_at), x->posted_at) >= e->set.peer_timeout) {
             channel_fail(c, i, DEAF); /* what must arrive is asked for, and nothing comes but what is short */
             return;
         }
@@ -94,7 +94,7 @@ static void flow_timers(struct engine *e, struct flow *f, int alive, ns now)
 {
     if (!f->members)
         return;
-    /* Who is not heard is told so, often: both ways it shall be known at once when the way is free again. */
+    /* A silent peer gets signs of life, often: both ends shall notice at once when the way is free again. */
     int silent = e->live && now - f->heard >= SILENCE;
     if (alive || ((silent || now < f->pulse.until) && now >= f->pulse.at)) {
         control(e, speaker(f), ALIVE, NULL, silent ? 2 : 0);
@@ -113,7 +113,7 @@ static void flow_timers(struct engine *e, struct flow *f, int alive, ns now)
             int silent = !refused;
             if (!m->gone && !m->channel->closing)
                 member_lost(m->channel, m->rank, silent ? SILENT : REFUSED, now);
-            for (struct exchange *x = e->live, *next; x; x = next) { /* nobody will acknowledge any more */
+            for (struct exchange *x = e->live, *next; x; x = next) { /* no acknowledgement will come any more */
                 next = x->next;
                 if (m->gone && x->channel == m->channel && x->dests[m->rank].wanted)
                     dest_done(&x->dests[m->rank], now);
@@ -152,7 +152,7 @@ static void timers(struct engine *e, ns now)
     ns flows = 0;
     for (struct flow *f = e->flows; f; f = f->next)
         flows += f->members != NULL;
-    e->pulse = least(PULSE * (1 + flows / 16), SECOND); /* of many others each is told less often */
+    e->pulse = least(PULSE * (1 + flows / 16), SECOND); /* of many others each gets them less often */
     for (struct flow *f = e->flows; f; f = f->next)
         flow_timers(e, f, alive, now);
     for (struct channel *c = e->channels, *next; c; c = next) {

@@ -1,5 +1,5 @@
 /* Wire format: a header of 28 bytes, all numbers little-endian, then the payload, then the tag of the cipher if there is one.
- * The table is that of tests/udp_packet.py. Nothing here knows what a datagram is about.
+ * The table is that of tests/udp_packet.py. Nothing here depends on the content of a datagram.
  */
 
 static uint16_t get16(const uint8_t *p) { uint16_t v; memcpy(&v, p, 2); return le16toh(v); }

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ..base.exchange import Exchange, Stream
-from ..config import RATES
-from .events import content, event_files, read_events
-from .reader import BadLog, DeliveryLogFolder, LogFile, LogPath, LogRows
-from .replay import Redrawn
-from .schema import Meta
+from ...base.exchange import Exchange, Stream
+from ...config import RATES
+from ...delivery_log.events import content, event_files, read_events
+from ...delivery_log.reader import BadLog, DeliveryLogFolder, LogFile, LogPath, LogRows
+from ...delivery_log.replay import Redrawn
+from ...delivery_log.schema import Meta
 
 
 @dataclass

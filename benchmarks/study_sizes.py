@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.lab size``: what loss costs as models grow, from the reports of one study for each size.
+"""``python -m benchmarks.study_sizes``: what loss costs as models grow, from the reports of one study for each size.
 
 The reports have the same levels and variants, as far as each has them, and models of other sizes. Next to the costs
 stand the quantities that decide them by theory, as far as the studies recorded them: learning rate times sharpness over
@@ -19,17 +19,17 @@ from matplotlib.artist import Artist
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from ...base.errors import ArgumentParser, UsageError, check_package, refuse
-from ...base.files import check_folder, write_text
-from ..data import build_tokenizer
-from ..launch.memory import parameters
-from ..report import LossTable
-from ..report.runs import WHOLE
-from ..report.table import Entry, ScalarEntry
-from .commands import recorded
-from .figures import line_style, new_figure, save_figure
-from .summary import INTERVAL, Difference, Results, loss_metrics, mean_and_error, trained
-from .tables import SOURCE, paper_entry
+from megatron_lossy.base.errors import ArgumentParser, UsageError, check_package, refuse, usage_errors
+from megatron_lossy.base.files import check_folder, write_text
+from megatron_lossy.lab.data import build_tokenizer
+from megatron_lossy.lab.launch.memory import parameters
+from megatron_lossy.lab.report import LossTable
+from megatron_lossy.lab.report.runs import WHOLE
+from megatron_lossy.lab.report.table import Entry, ScalarEntry
+from megatron_lossy.lab.studies.commands import recorded
+from megatron_lossy.lab.studies.figures import line_style, new_figure, save_figure
+from megatron_lossy.lab.studies.summary import INTERVAL, Difference, Results, loss_metrics, mean_and_error, trained
+from megatron_lossy.lab.studies.tables import SOURCE, paper_entry
 
 STEP, LIMIT, LATE = (f"{name} x sharpness{WHOLE}" for name in ("lr", "largest lr", "lag x lr"))
 DRIFT = f"drift over weight{WHOLE}"
@@ -84,10 +84,10 @@ class Size:
         return {seed: without[seed] / limit[seed] for seed in without if limit.get(seed)}
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Read the reports, print the tables, and write them and the figures. Raise :class:`UsageError`."""
     parser = ArgumentParser(
-        "python -m megatron_lossy.lab size",
+        "python -m benchmarks.study_sizes",
         description="The cost of loss against the size of models, from the reports (study.json) of one study for each size.",
     )
     parser.add_argument("folders", metavar="FOLDER", nargs="+", help="folder of a report")
@@ -312,3 +312,8 @@ def _rate(level: str) -> str:
     """Return the rate in the name of a level, which is its panel; all of the name if there is none."""
     match = re.search(r"[\d.]+ %", level)
     return match[0] if match else level
+
+
+if __name__ == "__main__":
+    with usage_errors("benchmarks.study_sizes"):
+        main()

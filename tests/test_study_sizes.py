@@ -1,4 +1,4 @@
-"""``lab size``: costs against the size of models, from reports of studies, against plain NumPy."""
+"""``benchmarks.study_sizes``: costs against the size of models, from reports of studies, against plain NumPy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_lossy.lab import __main__
+from benchmarks import study_sizes as size
 from megatron_lossy.lab.report import Run
-from megatron_lossy.lab.studies import size
 from megatron_lossy.lab.studies.design import read_design
 from megatron_lossy.lab.studies.folder import write_record
 from megatron_lossy.lab.studies.summary import Results
@@ -132,12 +131,12 @@ def test_names_of_sizes(number, name):
 def test_the_command_writes_tables_and_figures(tmp_path, monkeypatch, capsys):
     folders = write(tmp_path, monkeypatch, unmeasured={"wide"})
     out = tmp_path / "out"
-    __main__.main(["size", *map(str, folders), "--out", str(out)])
+    size.main([*map(str, folders), "--out", str(out)])
     assert "40 %, lead" in capsys.readouterr().out
     names = {f"{name}.{kind}" for name in ("cost", "measured") for kind in ("md", "csv")}
     names |= {f"{name}.{kind}" for name in ("cost", "crossing") for kind in ("png", "pdf")}
     assert {path.name for path in out.iterdir()} == names
     assert all(path.stat().st_size > 5000 for path in out.glob("*.p*"))
     assert "| 20 %, plain |" in (out / "cost.md").read_text()
-    __main__.main(["size", str(folders[0]), "--out", str(out)])  # one size has no slope
+    size.main([str(folders[0]), "--out", str(out)])  # one size has no slope
     assert "| 20 %, plain |" in (out / "cost.md").read_text()

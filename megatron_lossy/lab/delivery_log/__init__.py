@@ -1,0 +1,1 @@
+"""The summary of a delivery log, and the check of all of its records."""
