@@ -8,10 +8,10 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 32_566,
-    "lines of the package": 47_507,
-    "lines of C": 4_060,
-    "lines of tests": 40_854,
+    "lines outside lab": 32_644,
+    "lines of the package": 47_584,
+    "lines of C": 4_000,
+    "lines of tests": 40_528,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 41,
     "lines of islands": 7_523,

@@ -1,4 +1,4 @@
-"""What the protocol does when the way is cut, or datagrams are replayed: it goes on, or says what is wrong. No sockets, no clock."""
+"""The protocol while the way is cut, or datagrams are replayed: it goes on, or reports the fault. No sockets, no clock."""
 
 import random
 

@@ -72,7 +72,7 @@ class TransportFlags(Flags):
         None,
         "udp, stream: also end an exchange so many milliseconds after this rank asked for it, whatever is missing; off, the default of "
         "udp; or auto, that of stream: of udp 1.2 times the 95th percentile of the last 100; of stream 1.2 times the median of the last 32, "
-        "and later while data come, or while more than 1 - SHARE of all units would be lost (SHARE: 0.99)",
+        "while packets are missing, and no more than 1 - SHARE of all units (0.01) is lost",
         metavar="{off,auto[:SHARE],MS}",
     )
     udp_memory: int = flag(

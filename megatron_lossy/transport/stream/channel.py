@@ -82,7 +82,7 @@ class Channel:
             time.sleep(0.002)
         missing = {rank: link.problem for rank, link in self.links.items() if not link.connection}
         rows = opening.share("reached", json.dumps(missing).encode())
-        for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and knows more
+        for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and has the reason
             for other, why in json.loads(rows[rank]).items():
                 ends = (f"rank {one} of {self.name} ({hellos[one].where})" for one in (rank, int(other)))
                 raise UsageError(
@@ -137,8 +137,11 @@ class Channel:
                 self.host.ask(link.wake)
             return transfer
 
-    def send(self, phase: str, number: int, bucket: int, sources: Pointers) -> Transfer:
-        """Give the address of each destination's piece, after :meth:`post`; ``None``: that rank gets nothing."""
+    def send(self, phase: str, number: int, bucket: int, sources: Pointers, must: np.ndarray | None = None) -> Transfer:
+        """Give the address of each destination's piece, after :meth:`post`; ``None``: that rank gets nothing.
+
+        ``must``: units that must arrive; of a stream all do.
+        """
         key = self.phases.index(phase), bucket
         header = self._header(END, key, number)
         with self.lock:

@@ -264,7 +264,7 @@ class Connection:
     def measured(self) -> tuple[int, float, float, int | None]:
         """Return bytes of the congestion window, bytes per second, seconds of the least round trip, and packets that came behind a missing one.
 
-        All are as the kernel has them; kernels before 5.4 lack the last. Raises OSError once it is closed. May be called on any thread.
+        All are as the kernel has them; kernels before 5.4 lack the last. Raise OSError once it is closed. May be called on any thread.
         """
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 228)
         segment, segments = struct.unpack_from("=I", info, 16)[0], struct.unpack_from("=I", info, 80)[0]

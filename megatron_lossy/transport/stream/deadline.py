@@ -42,7 +42,7 @@ class Pace:
             self.usual = float(np.median(self._took)) + _SLACK
 
     def lose(self, share: float) -> bool:
-        """Lose a share of the units of an exchange. Returns whether that may be."""
+        """Lose a share of the units of an exchange. Return whether that may be."""
         may = share <= self._credit
         self._credit -= share * may
         return may
@@ -57,13 +57,13 @@ class Looks:
         self._next: float | None = None
 
     def due(self, start: float) -> float:
-        """The time of the next look at an exchange that has begun at ``start``."""
+        """Return the time of the next look at an exchange that has begun at ``start``."""
         return start + self.pace.usual * (_LATE - _BETWEEN) if self._next is None else self._next
 
     def standing(self, start: float, now: float, misses: Mapping[int, float]) -> list[int]:
         """Look at the sources of which a share ``misses`` of their message is still to come, in an exchange that began at ``start``.
 
-        Returns those that stand still; first those that miss least.
+        Return those that stand still; first those that miss least.
         """
         before, self._missed = self._missed, misses
         self._next = now + _BETWEEN * max(self.pace.usual, now - start)

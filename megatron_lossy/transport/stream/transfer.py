@@ -160,7 +160,7 @@ class Transfer(Message):
         return max(self._posted, *self._begun.values()) if self._begun else self._posted
 
     def _until(self) -> float:
-        """When the deadline is, or the next look, as far as that is known."""
+        """Return the time of the deadline, or of the next look, as far as that is known."""
         if self._looks is None:
             return self._last
         if self.ended is not None or any(rank not in self._begun for rank in self._coming()):
@@ -172,12 +172,12 @@ class Transfer(Message):
         return [rank for rank in self._left if self.awaits(rank) and self._links[rank].lives]
 
     def _going(self) -> list[int]:
-        """The ranks that live, and wait for more."""
+        """Return the ranks that live, and wait for more."""
         waiting = {} if self.over else self.leaving
         return [rank for rank, one in waiting.items() if not (one.sent or one.dropped) and self._links[rank].lives]
 
     def _wait(self, pending: Callable[[], list[int]], timeout: float | None) -> None:
-        """Wait until nobody is ``pending``, or until the deadline. Raises TimeoutError."""
+        """Wait until nobody is ``pending``, or until the deadline. Raise TimeoutError."""
         last = math.inf if timeout is None else time.monotonic() + timeout
         while ranks := pending():
             now = time.monotonic()
@@ -212,8 +212,3 @@ class Transfer(Message):
         """Return whether nothing waits to be handed to the kernel."""
         with self._lock:
             return not self._going()
-
-    def missing(self) -> int | None:
-        """Return a rank of which more is to come; ``None``: there is none."""
-        with self._lock:
-            return next(iter(self._coming()), None)

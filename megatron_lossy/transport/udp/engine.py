@@ -343,7 +343,8 @@ class Channel:
             for number, (shard, unit) in enumerate(self._buckets[phase]):
                 if not (shard > 0 and 0 < unit <= settings.packet_bytes):
                     raise ValueError(f"bucket {number} of {phase}: {unit} of {shard} bytes in a datagram")
-        self._reported = frozenset(opening.reported)
+        every = ((phase, number) for phase in self.phases for number in range(len(self._buckets[phase])))
+        self._reported = frozenset(one for one in every if one in opening.reported or one[0] in opening.reported)
         if self._reported and settings.packet_bytes < UDP_REPORT_BYTES:
             raise ValueError(f"reports need packets of {UDP_REPORT_BYTES} bytes at least, not {settings.packet_bytes}")
         #: The hellos of all ranks, once all have come.
@@ -382,7 +383,7 @@ class Channel:
             for bucket, (shard, unit) in enumerate(self._buckets[phase]):
                 self._lib.ml_bucket(channel, index, bucket, shard, unit)
                 self._lib.ml_code(channel, index, bucket, CODES[self._opening.code(phase)])
-                if phase in self._reported and self._lib.ml_reported(channel, index, bucket):
+                if (phase, bucket) in self._reported and self._lib.ml_reported(channel, index, bucket):
                     self._lib.ml_close(channel, -1)
                     raise MemoryError(f"reports of channel {self.name}")
         for peer in self.peers:
@@ -755,17 +756,13 @@ class Transfer(Message):
                 self._forget()
         return lost
 
-    def missing(self) -> int | None:
-        """Return a rank of which more is to come; ``None``: there is none, or it is not posted."""
-        with self._channel._using(self):
-            rank = -1 if self._handle is None else self._lib.ml_missing(self._handle)
-        return None if rank < 0 else rank
-
     def _missing(self) -> str:
-        rank = self.missing()
-        if rank is None:
+        channel = self._channel
+        with channel._using(self):
+            rank = -1 if self._handle is None else self._lib.ml_missing(self._handle)
+        if rank < 0:
             return "not posted"
-        return f"waits for rank {self._channel._opening.number(rank)} ({self._channel.hellos[rank].where})"
+        return f"waits for rank {channel._opening.number(rank)} ({channel.hellos[rank].where})"
 
     def _wait(self, what: int, timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout

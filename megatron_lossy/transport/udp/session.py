@@ -37,8 +37,8 @@ class Opening:
     ``name``: of the channel, for messages. ``rank``: of this process, of ``size``. ``store``: that all ranks read and write; ``get`` waits
     for a key. ``prefix``: of the keys; no other channel has it, nor had it in this store. ``buckets``: for each of ``phases`` and each
     bucket: bytes of a shard, and of a unit. ``peers``: the ranks that are reached here, all if ``None``; if i names j, j must name i.
-    ``alike``: other text that must be the same on all ranks. ``reported``: phases whose senders get reports of lost units, and may name
-    units that must arrive. ``phases``: the two kinds of exchanges. ``called``: the names of the ranks in messages, by their number.
+    ``alike``: other text that must be the same on all ranks. ``reported``: phases, or phases and buckets, whose senders get reports of lost units, and
+    may name units that must arrive. ``phases``: the two kinds of exchanges. ``called``: the names of the ranks in messages, by their number.
     ``codes``: by phase, the code of its values: one of :data:`CODES`; raw if it is not there. ``bears``: a rank that is lost is done without, and nothing
     of it arrives; else the channel fails.
 
@@ -53,7 +53,7 @@ class Opening:
     buckets: Buckets
     peers: Collection[int] | None = None
     alike: str = ""
-    reported: Collection[str] = ()
+    reported: Collection[str | tuple[str, int]] = ()
     phases: Sequence[str] = PHASES
     called: Sequence[int] | None = None
     codes: Mapping[str, str] | None = None
@@ -65,23 +65,23 @@ class Opening:
         return sorted(set(range(self.size) if self.peers is None else self.peers) - {self.rank})
 
     def number(self, rank: int) -> int:
-        """The number of ``rank`` in messages."""
+        """Return the number of ``rank`` in messages."""
         return rank if self.called is None else self.called[rank]
 
     def named(self, rank: int) -> str:
-        """The name of ``rank`` in messages."""
+        """Return the name of ``rank`` in messages."""
         return f"rank {self.number(rank)} of {self.name}"
 
     def code(self, phase: str) -> str:
-        """The code of the values of ``phase``."""
+        """Return the code of the values of ``phase``."""
         return (self.codes or {}).get(phase, "raw")
 
     def cut(self, phase: str) -> Sequence[tuple[int, int]]:
-        """Bytes of a shard and of a unit, for each bucket of ``phase``."""
+        """Return bytes of a shard and of a unit, for each bucket of ``phase``."""
         return self.buckets.get(phase, ())
 
     def share(self, key: str, value: bytes) -> list[bytes]:
-        """The values of all ranks under ``key``."""
+        """Return the values of all ranks under ``key``."""
         self.store.set(f"{self.prefix}/{key}/{self.rank}", value)
         return [bytes(self.store.get(f"{self.prefix}/{key}/{other}")) for other in range(self.size)]
 
@@ -116,7 +116,7 @@ class Hello:
 
 
 def meet(transport: str, end: Any, opening: Opening, protocol: int, **more: Any) -> list[Hello]:
-    """The hellos of all ranks, exchanged through the store. Raises :class:`UsageError` unless they can exchange.
+    """Return the hellos of all ranks, exchanged through the store. Raise :class:`UsageError` unless they can exchange.
 
     ``end``: of this process, with its address, port and settings. ``more``: other fields of this rank's hello.
     """
@@ -151,7 +151,7 @@ def overhead(cipher: str) -> int:
 
 
 def digest_buckets(opening: Opening) -> str:
-    """Digest of what all ranks of a channel must share."""
+    """Return the digest of what all ranks of a channel must share."""
     cut = [[[int(shard), int(unit)] for shard, unit in opening.cut(phase)] for phase in opening.phases]
     text = json.dumps([cut, opening.alike + repr(sorted(opening.reported))])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

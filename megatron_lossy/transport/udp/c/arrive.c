@@ -354,7 +354,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         shares(e, f, n, now);
     if ((type == DATA || type == PARITY) && size == c->bucket[phase][bucket].unit)
         m->full_at = now;
-    if (m->lost && m->lost != LEFT && keyed && now >= m->told_at + e->pulse) { /* it has not heard that it is done without */
+    if (m->lost && m->lost != LEFT && keyed && now >= m->told_at + e->pulse) { /* it has no message that it is left out */
         m->told_at = now;
         control(e, m, ALIVE, NULL, 1);
     }

@@ -139,7 +139,7 @@ API int ml_missing(struct exchange *x)
     return result;
 }
 
-/* Does without member `rank` from now on, in a channel that bears that. It is told: if it lives, it need not wait for this one. */
+/* Does without member `rank` from now on, in a channel that bears that. It gets a message: if it lives, it need not wait for this one. */
 API void ml_lose(struct channel *c, uint32_t rank, ns now)
 {
     acquire(c->engine);
