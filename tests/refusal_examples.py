@@ -111,7 +111,16 @@ ISLAND = [
         {"virtual": False, "pipeline": 2, "predicts_more_tokens": True},
         "--pipeline-model-parallel-size 2: two stages have a copy of the embedding, which --islands would average",
     ),
-    (OUTER | {"sync_dtype": "int8"}, {}, "--sync-dtype int8: with --sync-method diloco steps smaller than the"),
+    (
+        {"islands": 2, "sync_method": "eager-diloco", "sync_delay": 1, "sync_dtype": "int8"},
+        {},
+        "--sync-dtype int8: loses steps smaller than the rounding with --delay-correction none and eager-diloco",
+    ),
+    (
+        ISLANDS | {"sync_dtype": "int4"},
+        {},
+        "--sync-dtype int4: is too coarse for weights, which --sync-method parameters",
+    ),
     (ISLANDS | {"sync_dtype": "int8"}, {"virtual": False, "tensor": 2}, "--sync-dtype int8: tensor-parallel copies"),
     (ISLANDS | UDP, {"virtual": False, "tensor": 2}, "--transport udp: tensor-parallel ranks would lose other"),
     (ISLANDS, FULL, "--islands 2: each shards its optimizer; needs --use-distributed-optimizer"),
@@ -141,6 +150,11 @@ ISLAND = [
         {"islands": 2, "sync_method": "eager-diloco", "sync_delay": 1, "p_sync": 0.1},
         {"workers": 4},
         "--sync-method eager-diloco: cannot lose exchanges (--p-sync, traces, --transport udp or stream)",
+    ),
+    (
+        OUTER | CHURN | {"sync_dtype": "int4", "sync_interval": 2, "sync_delay": 1},
+        {},
+        "--island-schedule events: cannot go with --sync-delay and --sync-dtype int4",
     ),
     (ISLANDS | GRAD, {"workers": 2}, "--islands 2: islands of one worker exchange no gradients and no parameters"),
     (

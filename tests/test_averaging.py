@@ -574,6 +574,10 @@ def test_steps_smaller_than_the_rounding_of_messages_are_made(how, fraction, dty
     assert (replaced - before).mean().item() < 0.03  # all of it is rounded away in each iteration
 
 
+EAGER = {"sync_method": "eager-diloco", "sync_delay": 1}
+HALVES = {"sync_method": "diloco", "sync_fraction": 0.5, "sync_interval": 2}
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
@@ -590,8 +594,9 @@ def test_steps_smaller_than_the_rounding_of_messages_are_made(how, fraction, dty
         ({"delay_correction": "mixing:fast"}, "--delay-correction mixing:fast: must be mixing:A, with A in"),
         ({"delay_correction": "ema:0.0,0.1,1000"}, "--delay-correction ema:0.0,0.1,1000: must be ema:FIRST"),
         ({"delay_correction": "none:1"}, "--delay-correction none:1: must be one of none, ema, mixing, smith"),
-        ({"sync_method": "diloco", "sync_fraction": 0.5}, "--sync-fraction 0.5: must be 1 with --sync-method diloco"),
-        ({"sync_method": "diloco", "sync_delay": 2}, "--sync-delay 2: must be 0 with --sync-method diloco"),
+        ({**EAGER, "sync_fraction": 0.5}, "--sync-fraction 0.5: needs --islands and a --sync-method of parameters or diloco"),
+        ({**HALVES, "sync_delay": 4}, "--sync-delay 4: must be below 4, after which an element is sent again, with --sync-"),
+        ({**HALVES, "sync_delay": 2, "sync_subset": "partition"}, "--sync-delay 2: must be below 2, after which an element"),
         ({"sync_method": "eager-diloco", "sync_delay": 2, "sync_interval": 4}, "--sync-delay 2: must be --sync-interval 4"),
         ({"outer_optimizer": (0.5, 0.9)}, "--outer-optimizer 0.5 0.9: needs --sync-method diloco or eager-diloco"),
         ({"sync_method": "diloco", "delay_correction": "ema"}, "--delay-correction ema: needs --islands and --sync-method"),

@@ -288,6 +288,7 @@ RULES = {
     "bf16": {"sync_dtype": "bf16", "sync_interval": 3},
     "int8": {"sync_dtype": "int8", "wire_block": 32, "sync_fraction": 0.5, "sync_delay": 2},
     "diloco": {"sync_method": "diloco", "sync_interval": 4, "p_sync": 0.2},
+    "diloco, int4": {"sync_method": "diloco", "sync_dtype": "int4", "wire_block": 32, "sync_fraction": 0.5},
 }
 
 

@@ -1,10 +1,12 @@
-"""Exchanges between islands in whole numbers of 8 bits: against plain NumPy, and what owners keep of rounded means."""
+"""Exchanges between islands in whole numbers of 8 or 4 bits: against plain NumPy, and what is kept of rounding."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands.form import bytes_sent
@@ -12,7 +14,9 @@ from megatron_lossy.mechanisms.islands.mean import InMemory
 from scripts.stability import STREAM, rounds_of
 from tests.reference import block_payload, block_values
 
-pytestmark = pytest.mark.shows("islands in 8 bits: values, rests of means")
+pytestmark = pytest.mark.shows(
+    "islands in 8 bits: values, rests of means", "DiLoCo in 8 and 4 bits, in fragments, late: values, rests"
+)
 
 ISLANDS = {"islands": 3, "sync_method": "parameters", "sync_dtype": "int8", "wire_block": 32}
 
@@ -21,10 +25,10 @@ def flags(**more):
     return LossyConfig(**ISLANDS | more)
 
 
-def rounded(values, block, unit):
+def rounded(values, block, unit, bits=8):
     """Return the form of ``values`` [n] that arrives, unit by unit."""
     parts = [values[first : first + unit] for first in range(0, len(values), unit)]
-    return np.concatenate([block_values(block_payload(part, 8, block), len(part), 8, block) for part in parts])
+    return np.concatenate([block_values(block_payload(part, bits, block), len(part), bits, block) for part in parts])
 
 
 @pytest.mark.parametrize("packets", [0, 1, 2])
@@ -74,6 +78,74 @@ def test_what_was_not_averaged_leaves_the_rest_as_it_is():
     crossing.begin(1, torch.full((3, 96), torch.nan)).wait()
     after = crossing.rest.state_dict()
     assert all(torch.equal(after[island], row) and row.any() for island, row in before.items())
+
+
+OUTER = {"sync_method": "diloco", "sync_dtype": "int4"}
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.sampled_from([8, 4]),
+    st.integers(2, 4),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([(0.7, 0.9), (1.0, 0.0)]),
+    st.data(),
+)
+def test_outer_steps_against_the_reference(bits, islands, parts, interval, outer, data):
+    """Distances v - w of a fragment cross in codes, means with the owners' rests come back, and w keeps the rest of v - w."""
+    delay = data.draw(st.integers(0, parts * interval - 1))
+    config = flags(
+        **OUTER | {"sync_dtype": f"int{bits}", "islands": islands, "sync_interval": interval, "sync_delay": delay},
+        sync_fraction=1 / parts,
+        outer_optimizer=outer,
+    )
+    random, size, (lr, momentum) = np.random.default_rng(parts), 210, outer
+    weights = torch.from_numpy(random.normal(size=size).astype(np.float32)).repeat(islands, 1)
+    rounds, w, v = rounds_of(config, weights), weights.numpy().copy(), weights[0].numpy().copy()
+    b, rest, under_way = np.zeros_like(v), np.zeros_like(v), {}
+    for step in range(3 * parts * interval):
+        progress = 0.1 * random.normal(size=w.shape).astype(np.float32)
+        weights += torch.from_numpy(progress)
+        w += progress
+        rounds.after_iteration(step)
+        number, left = divmod(step + 1, interval)
+        if not left:
+            places = rounds.subset.places(number - 1, weights.device)
+            at = slice(None) if places is None else places.read(torch.arange(size)).numpy()
+            shard = -(-len(v[at]) // islands)
+            sent = np.stack([rounded(row, 32, shard, bits) for row in v[at] - w[:, at]])
+            total = sum(sent[1:], sent[0].copy()) / np.float32(islands) + rest[at]
+            mean = rounded(total, 32, shard, bits)
+            rest[at] = total - mean
+            under_way[step + delay] = at, sent, mean
+        if step in under_way:
+            at, sent, mean = under_way.pop(step)
+            b[at] = momentum * b[at] + mean
+            after = v[at] - lr * (mean + momentum * b[at])
+            w[:, at] = after + (w[:, at] - (v[at] - sent))
+            v[at] = after
+        for ours, reference in ((weights, w), (rounds.rule.outer, v[None]), (rounds.rule.buffer, b[None])):
+            np.testing.assert_allclose(ours, np.broadcast_to(reference, ours.shape), atol=2e-6)
+            assert reference is w or all(torch.equal(row, ours[0]) for row in ours)
+        # From here the same to the bit: a code may not depend on the order of operations.
+        w[:], v[:], b[:] = weights, rounds.rule.outer[0], rounds.rule.buffer[0]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("more", [{}, {"sync_fraction": 0.5, "sync_interval": 2, "sync_delay": 3}], ids=str)
+def test_progress_smaller_than_the_rounding_crosses_in_the_end(dtype, more):
+    """Blocks have 32 elements, of which one moves 1,000 or 50 times as much."""
+    config = flags(**OUTER | {"sync_dtype": dtype, "outer_optimizer": (1.0, 0.0)}, **more)
+    progress = torch.full((192,), 0.001 if dtype == "int8" else 0.02)
+    progress[::32] = 1.0
+
+    rounds = rounds_of(config, weights := torch.zeros(3, 192))
+    for step in range(400):
+        weights += progress
+        rounds.after_iteration(step)
+    crossed = rounds.rule.outer[:, 1:32].mean(dim=1)
+    assert crossed.tolist() == pytest.approx([400 * progress[1].item()] * 3, rel=0.08)
 
 
 def test_bytes_of_an_exchange():

@@ -92,6 +92,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 LOST = {"p_sync": 0.3, "loss_unit": "packet", "packet_bytes": 256}
 INSIDE = {"p_grad": 0.3, "p_param": 0.3}
 OUTER = {"islands": 2, "sync_interval": 2, "sync_method": "diloco", "save_replicas": True}
+HALVES = {**OUTER, "sync_dtype": "int4", "sync_fraction": 0.5, "sync_delay": 3}
 
 
 @pytest.mark.on_cuda
@@ -112,6 +113,8 @@ def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
             {**LATE, "p_sync": 0.5, "sync_interval": 2, "sync_subset": "bernoulli", "sync_block": 5},
         ),
         "diloco": ({}, {**OUTER, "p_sync": 0.3}),
+        "diloco in 8 bits": ({}, {**OUTER, "sync_dtype": "int8"}),
+        "diloco in 4 bits": ({"bf16": True}, {**HALVES, "sync_subset": "partition", "sync_delay": 1}),
         "eager": ({"optimizer": "nadam"}, {**OUTER, "sync_method": "eager-diloco", "sync_delay": 2}),
         "datagrams": ({}, {**LATE, **LOST, "p_sync": 0.2, "transport": "udp"}),
         "streams": ({}, {**LATE, **LOST, "p_sync": 0.25, "transport": "stream", "udp_deadline": "30000"}),
@@ -180,6 +183,7 @@ CONTINUED = {
     "ema": ({"bf16": True}, {**LATE, "delay_correction": "ema", "sync_interval": 2, "sync_dtype": "bf16"}),
     "smith": ({}, {**LATE, **LOST, "sync_fraction": 1.0, "delay_correction": "smith"}),
     "int8": ({}, {**LATE, **LOST, "sync_fraction": 1.0, "delay_correction": "smith", "sync_dtype": "int8"}),
+    "diloco": ({"bf16": True}, {**HALVES}),
     "eager": ({"optimizer": "nadam"}, {**OUTER, "sync_method": "eager-diloco", "sync_delay": 2}),
 }
 

@@ -111,9 +111,12 @@ def resumed(rank, config, steps):
 
 
 CODED = dataclasses.replace(LATE, sync_dtype="int8", wire_block=32, packet_bytes=68, sync_fraction=0.5)
+OUTER = dataclasses.replace(CODED, sync_method="diloco", sync_dtype="int4", sync_fraction=0.25)
 
 
-@pytest.mark.parametrize("config", [LATE, LOSSY, CODED], ids=["late", "with losses everywhere", "in 8 bits"])
+@pytest.mark.parametrize(
+    "config", [LATE, LOSSY, CODED, OUTER], ids=["late", "with losses everywhere", "in 8 bits", "DiLoCo in 4 bits"]
+)
 def test_a_run_continues_bit_for_bit(config, pool):
     expected = pool.run(trained, 4, config, 8)
     for (weights, losses), (all_losses, history, *_) in zip(pool.run(resumed, 4, config, 4), expected, strict=True):

@@ -279,6 +279,7 @@ ISLANDS = {
     "smith": LATE | {"delay_correction": "smith:0.5", "sync_subset": "partition"},
     "lost": LATE | {"p_sync": 0.3, "delay_correction": "smith:0.5"},
     "diloco": {"islands": 3, "sync_method": "diloco", "sync_interval": 3},
+    "diloco, int4": LATE | {"sync_method": "diloco", "sync_delay": 3, "sync_dtype": "int4", "wire_block": 32},
     "eager": {"islands": 3, "sync_method": "eager-diloco", "sync_interval": 3, "sync_delay": 3},
 }
 

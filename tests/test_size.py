@@ -14,10 +14,10 @@ LIMITS = {
     "lines of tests": 40_528,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 41,
-    "lines of islands": 7_523,
+    "lines of islands": 7_530,
     "files under 40 lines": 10,
     "files over 450 lines": 4,
-    "words of pages": 35_000,
+    "words of pages": 35_198,
     "loss flags": 74,
     "lines of train --help": 90,
 }

@@ -32,7 +32,7 @@ COMPRESSION = Section(
     "Coded exchanges",
     "--param-wire | --loss-unit shard or bucket | needs --loss-unit packet",
     lambda c, f: c.param_wire != "raw" and c.loss_unit != "packet",
-    "--packet-bytes | --grad-wire, --param-wire, --sync-dtype int8 and a larger block | "
+    "--packet-bytes | --grad-wire, --param-wire, --sync-dtype int8 or int4 and a larger block | "
     "holds no block of {config.wire_block} ({code} needs {needed})",
     _larger_block,
     f"{_FLAGS} | real ranks and --transport torch | "

@@ -20,7 +20,7 @@ SYNC_LANES = 4
 #: The folder of the mean weights, beside the folders of real islands or in that of virtual ones.
 CONSENSUS_FOLDER = "consensus"
 _DILOCO = ("diloco", "eager-diloco")
-_ITEMSIZE = {"fp32": 4, "bf16": 2, "int8": 1}
+_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class IslandFlags(Flags):
     )
     sync_fraction: float = flag(
         1.0,
-        "parameters: share of the elements in an exchange, in (0, 1]; cyclic and partition take one in 1/F, rounded up",
+        "parameters, diloco: share of the elements in an exchange, in (0, 1]; cyclic and partition take one in 1/F, rounded up",
         metavar="F",
         basic=True,
     )
@@ -66,8 +66,9 @@ class IslandFlags(Flags):
     sync_block: int = flag(1, "consecutive elements that are exchanged together", metavar="ELEMENTS")
     sync_dtype: str = flag(
         "fp32",
-        "what crosses between islands: numbers, or whole numbers of 8 bits with a scale for each --wire-block; main weights stay fp32",
-        choices=("fp32", "bf16", "int8"),
+        "what crosses between islands: numbers, or whole numbers of 8 bits (diloco: or 4) with a scale for each --wire-block; main "
+        "weights stay fp32",
+        choices=tuple(_BITS),
     )
     delay_correction: str = flag(
         "mixing",
@@ -156,12 +157,17 @@ class IslandFlags(Flags):
     @property
     def sync_bits(self) -> int:
         """Bits of an element that crosses between islands in codes; 0 without."""
-        return 8 if self.averages and self.sync_dtype == "int8" else 0
+        return _BITS[self.sync_dtype] if self.averages and self.sync_dtype.startswith("int") else 0
 
     @property
     def has_outer_optimizer(self) -> bool:
         """Whether islands have outer weights, with a momentum."""
         return self.sync_method in _DILOCO
+
+    @property
+    def sends_distances(self) -> bool:
+        """Whether islands send their distance to their outer weights. Then a lost mean would leave these apart for good."""
+        return self.sync_method == "eager-diloco" or (self.sync_method == "diloco" and self.sync_bits > 0)
 
     @property
     def parts(self) -> int:
@@ -275,7 +281,7 @@ class IslandFlags(Flags):
 
     def element_bytes(self) -> int:
         """Return the bytes of an element in exchanges between islands; 0 without any."""
-        return _ITEMSIZE[self.sync_dtype] if self.averages else 0
+        return -(-_BITS[self.sync_dtype] // 8) if self.averages else 0
 
     def resolve(self) -> None:
         if self.sync_method is None and self.islands == 1:
@@ -354,10 +360,10 @@ class IslandFlags(Flags):
         _ = self.ema_coefficient if self.correction == "ema" else self.gain
         lr, momentum = self.outer_optimizer
         self._need("outer_optimizer", 0 < lr < math.inf and 0 <= momentum < 1, "must be above 0, and in [0, 1)")
-        if self.has_outer_optimizer:
-            self._need("sync_fraction", self.sync_fraction == 1, f"must be 1 with --sync-method {self.sync_method}")
         if self.sync_method == "diloco":
-            self._need("sync_delay", self.sync_delay == 0, "must be 0 with --sync-method diloco; see eager-diloco")
+            least = self.sync_interval * (self.parts if self.sync_subset == "cyclic" else 1)
+            allowed = f"must be below {least}, after which an element is sent again, with --sync-method diloco"
+            self._need("sync_delay", not self.may_overlap, allowed)
         if self.sync_method == "eager-diloco":
             allowed = f"must be --sync-interval {self.sync_interval} with --sync-method eager-diloco"
             self._need("sync_delay", self.sync_delay == self.sync_interval, allowed)
@@ -387,6 +393,7 @@ class IslandFlags(Flags):
     def _check_used(self) -> None:
         """Raise :class:`UsageError` for a flag that does nothing."""
         method, corrected = self.sync_method, self.sync_method == "parameters"
+        in_parts = self.averages and (corrected or method == "diloco")
         # In the order in which they are asked for: what a flag needs comes before it.
         uses = {
             "sync_method": (self.islands > 1 or method == "gradients", "--islands of at least 2"),
@@ -401,9 +408,9 @@ class IslandFlags(Flags):
                     "--islands and a --sync-method of parameters, diloco or eager-diloco",
                 ),
             ),
-            "island_schedule": (
-                self.averages and method in ("parameters", "diloco"),
-                "--islands and a --sync-method of parameters or diloco",
+            **dict.fromkeys(
+                ("sync_fraction", "sync_subset", "sync_block", "island_schedule"),
+                (in_parts, "--islands and a --sync-method of parameters or diloco"),
             ),
             "rendezvous": (self.averages and corrected, "--islands and --sync-method parameters"),
             **dict.fromkeys(
@@ -418,11 +425,7 @@ class IslandFlags(Flags):
                 self.averages and corrected,
                 "--islands and --sync-method parameters: outer weights can only be copied",
             ),
-            "sync_fraction": (self.averages and method != "none", "--islands and --sync-method parameters"),
-            **dict.fromkeys(
-                ("sync_subset", "sync_block", "delay_correction"),
-                (self.averages and corrected, "--islands and --sync-method parameters"),
-            ),
+            "delay_correction": (self.averages and corrected, "--islands and --sync-method parameters"),
             "outer_optimizer": (self.has_outer_optimizer, "--sync-method diloco or eager-diloco"),
         }
         for name, (used, needs) in uses.items():

@@ -62,13 +62,6 @@ def _corrects(config: LossyConfig, correction: str) -> bool:
     return config.averages and config.sync_method == "parameters" and config.correction == correction
 
 
-def _replacing(config: LossyConfig) -> Mapping[str, str] | None:
-    """The flag with which weights become the rounded mean, or its outer weights."""
-    if config.has_outer_optimizer:
-        return {"replacing": f"--sync-method {config.sync_method}"}
-    return {"replacing": "--delay-correction none"} if _corrects(config, "none") else None
-
-
 ISLANDS = Section(
     "islands",
     "Islands",
@@ -113,10 +106,13 @@ ISLANDS = Section(
     f"--pipeline-model-parallel-size = {{facts.pipeline}} | --islands and an embedding on two stages | "
     f"two stages have a copy of the embedding, which --islands would average apart; {ONE_EMBEDDING}",
     lambda c, f: f.copies_embedding and _real(c, f) and above(f.pipeline, 1),
-    "--sync-dtype = int8 | --delay-correction none, and outer optimizers | "
-    "with {replacing} steps smaller than the rounding are lost",
-    lambda c, f: c.averages and c.sync_bits and _replacing(c),
-    "--sync-dtype = int8 | --islands and tensor parallelism | "
+    "--sync-dtype | --delay-correction none, and eager-diloco | "
+    "loses steps smaller than the rounding with --delay-correction none and eager-diloco; choose mixing, or diloco",
+    lambda c, f: c.sync_bits and (c.sync_method == "eager-diloco" or _corrects(c, "none")),
+    "--sync-dtype | int4, and a --sync-method other than diloco | is too coarse for weights, which --sync-method {config.sync_method} "
+    "sends; choose int8, or diloco, which sends differences",
+    lambda c, f: c.averages and c.sync_dtype == "int4" and c.sync_method != "diloco",
+    "--sync-dtype | --islands and tensor parallelism | "
     "tensor-parallel copies of a parameter would be rounded apart; choose bf16",
     lambda c, f: _real(c, f) and c.sync_bits and above(f.tensor, 1),
     "--transport | --islands and tensor parallelism | "
@@ -171,10 +167,14 @@ ISLANDS = Section(
     "cannot go with --islands and --transport {config.transport}, which knows what arrived iterations later",
     # The log of islands that are launches of their own is of epochs alone.
     lambda c, f: _real(c, f) and c.observed and c.delivery_log is not None and c.rendezvous is None,
-    "--sync-method | exchanges that can be lost, of eager-diloco | "
+    "--sync-method | exchanges that can be lost, of eager-diloco, or of diloco in int8 or int4 | "
     "cannot lose exchanges (--p-sync, traces, --transport udp or stream): "
-    "nothing would pull islands together again; choose diloco",
-    lambda c, f: f.workers is not None and c.averages and c.sync_method == "eager-diloco" and not c.sync_lossless,
+    "nothing would pull islands together again; choose diloco in fp32 or bf16",
+    lambda c, f: f.workers is not None and c.averages and c.sends_distances and not c.sync_lossless,
+    "--island-schedule | --sync-delay of diloco in int8 or int4 | "
+    "cannot go with --sync-delay and --sync-dtype {config.sync_dtype}: "
+    "an island that copies another would miss the means that are under way to it",
+    lambda c, f: c.averages and c.sends_distances and c.island_schedule is not None and c.sync_delay,
     "--islands | one worker each, and lost gradients or parameters | "
     "islands of one worker exchange no gradients and no parameters; choose fewer, or --p-sync for what they average",
     lambda c, f: c.averages and _one_worker_each(c, f),

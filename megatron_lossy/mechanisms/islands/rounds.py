@@ -123,7 +123,7 @@ class Rounds(Generic[Between]):
     def _begin(self, number: int, step: int) -> Flight | None:
         places = self.subset.places(number, self._device)
         now = [vector.read(places) for vector in self.vectors]
-        sent = self.rule.payload(torch.stack(now) if len(now) > 1 else now[0][None])
+        sent = self.rule.payload(torch.stack(now) if len(now) > 1 else now[0][None], places)
         if not sent.shape[1]:  # a drawn subset may be empty
             return None
         snapshot = self.rule.snapshot(places)

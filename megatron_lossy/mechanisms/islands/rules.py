@@ -8,16 +8,15 @@ exchange began: the feedback then has no delay, and cannot diverge (O. J. M. Smi
 
 ``diloco`` (Douillard et al., arXiv:2311.08105) is an outer optimizer over the islands' progress: all islands start from the outer
 weights. Every K iterations these take a step of SGD with Nesterov momentum along their distance to the mean of the islands, and islands
-go on from there. ``eager-diloco`` (Kale, Douillard and Donchev, arXiv:2502.12996): the mean is used K iterations later. An island takes
-the mean distance of the round before, with its own part in it replaced by its own distance of now,
+go on from there; in parts, and late, that is Streaming DiLoCo (arXiv:2501.18512). ``eager-diloco`` (Kale, Douillard and Donchev,
+arXiv:2502.12996): the mean is used K iterations later. An island takes the mean distance of the round before, with its own part in it
+replaced by its own distance of now,
 
     mean(before) + (own - own before) / M.
 
 In the first round there is no earlier mean, and an island takes own / M alone. So the progress of each island counts once in the end.
 With all of its own progress in the first round, an island would stay (1 - 1/M) of it away from the others, and many times as much with
-momentum. Nothing pulls outer weights together again once they differ: a mean must not be lost. The abstract and summaries say as much
-as the formula; the algorithm printed in the paper could not be compared. The special case that *AsyncMesh* names is another rule, and
-slower (docs/islands.md).
+momentum. Nothing pulls outer weights together again once they differ: a mean must not be lost.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ class Rule(ABC):
     #: Whether an island keeps its difference to the rounded values that it sent. Then owners may keep rounding's rest.
     keeps_rest: ClassVar[bool] = False
 
-    def payload(self, now: torch.Tensor) -> torch.Tensor:
-        """Return the values [islands, k] that islands with the weights ``now`` [islands, k] send. It may be the same tensor."""
+    def payload(self, now: torch.Tensor, places: Places | None) -> torch.Tensor:
+        """Return the values [islands, k] that islands with the weights ``now`` [islands, k] at ``places`` send. It may be ``now``."""
         return now
 
     def snapshot(self, places: Places | None) -> list[torch.Tensor] | None:
@@ -201,28 +200,40 @@ class MovingAverage(Rule):
 
 
 class DiLoCo(Rule):
-    """b <- mu b + D, w <- v - lr (D + mu b), with the outer weights v and D = v - mean.
+    """b <- mu b + D, v <- v - lr (D + mu b), with the outer weights v and D = v - mean; w becomes v.
 
-    ``start``: the weights [size] of each island of this process. Elements without a mean keep w, v and b.
+    In codes islands send v - w instead of w. With codes, or a delay, w becomes v and what the island has not sent: its progress while
+    the mean was under way, and what codes rounded away. So the next v - w has it too. ``start``: the weights [size] of each island of
+    this process. Elements without a mean keep w, v and b.
     """
 
-    def __init__(self, start: Sequence[torch.Tensor], lr: float, momentum: float) -> None:
-        self._lr, self._momentum = lr, momentum
+    def __init__(self, start: Sequence[torch.Tensor], config: LossyConfig) -> None:
+        self._islands, (self._lr, self._momentum) = config.islands, config.outer_optimizer
+        self._distances, self._keeps = config.sends_distances, bool(config.sync_bits or config.sync_delay)
         self.outer = torch.stack(list(start))
         self.buffer = torch.zeros_like(self.outer)
 
+    def payload(self, now: torch.Tensor, places: Places | None) -> torch.Tensor:
+        return torch.stack([read_at(row, places) for row in self.outer]) - now if self._distances else now
+
     def apply(self, island: int, now: torch.Tensor, result: Result) -> torch.Tensor:
-        return result.where_arrived(self._step(island, result), now)
+        if self._distances:
+            outer = read_at(self.outer[island], result.places)
+            result = replace(result, mean=outer - result.mean, sent=outer - result.sent)
+        step = self._step(island, result)
+        return result.where_arrived(step.add_(now - result.sent) if self._keeps else step, now)
 
     def _step(self, island: int, result: Result) -> torch.Tensor:
-        outer, buffer = self.outer[island], self.buffer[island]
+        """Make the step of the outer weights of ``island``, and return them [k]."""
+        outer, buffer = (read_at(kept[island], result.places) for kept in (self.outer, self.buffer))
         distance = outer - result.mean
         moved = self._momentum * buffer + distance
         # v - lr (D + mu b), written in terms of the mean: with lr = 1 and mu = 0 it is the mean, to the bit.
         step = result.mean + (1 - self._lr) * distance - self._lr * self._momentum * moved
-        buffer.copy_(result.where_arrived(moved, buffer))
-        outer.copy_(result.where_arrived(step, outer))
-        return outer.clone()
+        step = result.where_arrived(step, outer)
+        write_at(self.buffer[island], result.places, result.where_arrived(moved, buffer))
+        write_at(self.outer[island], result.places, step)
+        return step
 
     def copy(self, source: int, island: int) -> None:
         self.outer[island], self.buffer[island] = self.outer[source], self.buffer[source]
@@ -240,13 +251,6 @@ class EagerDiLoCo(DiLoCo):
 
     always: ClassVar[bool] = True
 
-    def __init__(self, start: Sequence[torch.Tensor], lr: float, momentum: float, islands: int) -> None:
-        super().__init__(start, lr, momentum)
-        self._islands = islands
-
-    def payload(self, now: torch.Tensor) -> torch.Tensor:
-        return self.outer - now
-
     def apply(self, island: int, now: torch.Tensor, result: Result) -> torch.Tensor:
         own = (self.outer[island] - now) / self._islands
         distance = result.where_arrived(result.mean + own - result.sent / self._islands, own)
@@ -256,9 +260,9 @@ class EagerDiLoCo(DiLoCo):
 def make_rule(config: LossyConfig, weights: Sequence[torch.Tensor], steps: int | None) -> Rule:
     """Return the rule for the islands of this process, each with its ``weights`` [size]. ``steps``: length of the run, if known."""
     if config.sync_method == "diloco":
-        return DiLoCo(weights, *config.outer_optimizer)
+        return DiLoCo(weights, config)
     if config.sync_method == "eager-diloco":
-        return EagerDiLoCo(weights, *config.outer_optimizer, config.islands)
+        return EagerDiLoCo(weights, config)
     check_refusals(config, Facts(ends=steps is not None))
     if config.correction == "none":
         return NoCorrection()
