@@ -8,16 +8,16 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 32_644,
-    "lines of the package": 47_584,
+    "lines outside lab": 32_212,
+    "lines of the package": 47_445,
     "lines of C": 4_000,
-    "lines of tests": 40_528,
+    "lines of tests": 40_681,
     "lines of scripts and benchmarks": 10_000,
-    "files of islands": 41,
-    "lines of islands": 7_530,
+    "files of islands": 28,
+    "lines of islands": 7_082,
     "files under 40 lines": 10,
     "files over 450 lines": 4,
-    "words of pages": 35_198,
+    "words of pages": 35_000,
     "loss flags": 74,
     "lines of train --help": 90,
 }
