@@ -186,6 +186,11 @@ def test_the_first_line_of_islands_says_what_they_lose(flags, lost):
     assert next(part for part in said if part.startswith("2 islands")).endswith(f", {lost}")
 
 
+def test_the_first_line_has_losses_of_the_network_and_drawn_ones():
+    said = LossyConfig(transport="udp", p_grad=0.1).describe()
+    assert said.startswith("what the network loses, and gradients 10 %, parameters 0 %; bernoulli, seed ")
+
+
 def test_megatrons_parser_says_what_unknown_flags_may_be_meant_for(capsys):
     """It prints its usage, and its own error; both stay."""
     parser = argparse.ArgumentParser(allow_abbrev=False)

@@ -49,3 +49,9 @@ def test_the_loss_is_the_same(data, tmp_path, more, loss, folder, whose):
     assert abs(found - summary["valid"][whose]) < 1e-5
     with pytest.raises(UsageError, match="holds files already"):
         main(command)
+
+
+def test_a_folder_of_islands_is_refused_with_the_folders_in_it(tmp_path):
+    (tmp_path / "island_0").mkdir()
+    with pytest.raises(UsageError, match=r"holds islands: choose \S+island_0$"):
+        main([str(tmp_path), "--hf", str(tmp_path / "model")])

@@ -9,9 +9,9 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 LIMITS = {
     "entries of megatron_lossy": 14,
     "lines outside lab": 32_212,
-    "lines of the package": 47_445,
+    "lines of the package": 47_447,
     "lines of C": 4_000,
-    "lines of tests": 40_681,
+    "lines of tests": 40_692,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 28,
     "lines of islands": 7_082,

@@ -263,7 +263,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         ]
         if self.observed:
             nothing = all(self.phase(phase).lossless for phase in PHASES)
-            drawn = ["what the network loses", *([] if nothing else ["and", *drawn])]
+            drawn = ["what the network loses"] if nothing else [f"what the network loses, and {drawn[0]}", drawn[1]]
         unit = f"unit {self.loss_unit}" + (f" of {self.packet_bytes} bytes" if self.loss_unit == "packet" else "")
         crossing = {"torch": "simulated", "pieces": "simulated, in pieces"}
         crossing |= {"udp": f"over UDP, {self.udp_cipher}", "stream": f"over TCP, {self.udp_cipher}"}

@@ -65,6 +65,8 @@ def _settings(folder: Path) -> TrainConfig:
         if (settings := read_settings("FOLDER", place)) is not None:
             return of_flags(TrainConfig, settings["train"])
     why = f"holds no checkpoint of megatron_lossy.train (no {SETTINGS}); Megatron Bridge converts those of Megatron-LM"
+    if jobs := [name for name in (*LossyConfig.folders_of_weights, "island_0") if Path(folder, name).is_dir()]:
+        why = f"holds islands: choose {' or '.join(str(folder / name) for name in jobs)}"
     raise refuse("FOLDER", folder, why)
 
 

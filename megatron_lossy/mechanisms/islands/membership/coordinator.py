@@ -296,7 +296,7 @@ _COLUMNS = ("run", "slot", "host", "role", "iteration", "lag", "loss", "lost", "
 #: A metric of each island: its name, its help, and its value.
 _METRICS: tuple[tuple[str, str, Callable[[_Island, float], float]], ...] = (
     ("iteration", "iterations that it has made", lambda one, now: one.beat.iteration),
-    ("lag", "iterations between an exchange and its use", lambda one, now: one.beat.lag),
+    ("lag", "iterations behind the run", lambda one, now: one.beat.lag),
     ("loss", "training loss", lambda one, now: one.beat.loss),
     ("lost_ratio", "share of the messages of members that did not arrive", lambda one, now: one.beat.lost),
     ("sends", "1 if the others average its weights", lambda one, now: one.beat.role == "sends"),
