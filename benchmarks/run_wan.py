@@ -75,7 +75,7 @@ _EXPLANATION = (
     "communication: what else an iteration waits for, such as the norm of the gradients; it goes over TCP in every run. The time to the same loss is the number of iterations, times "
     "that of an iteration."
 )
-_COLOURS = dict(zip(RUNS, colormaps["tab20"].colors, strict=False))
+_COLOURS = dict(zip(RUNS, colormaps["tab10"].colors + colormaps["Dark2"].colors, strict=False))
 
 
 def metrics_file(folder: Path) -> Path:
@@ -141,7 +141,9 @@ def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run
     folder.mkdir(parents=True)
     control, kind = RUNS[name]
     transport = [*kind, *(shlex.split(args.flags) if "udp" in kind else ())]
-    if args.dedicated and "udp" in kind:  # a rate is that of a site or, without sites, of a rank
+    if (
+        args.dedicated and "udp" in kind and "--islands" not in kind
+    ):  # a rate is that of a site or, without sites, of a rank
         share = args.rate if "--sites" in kind else args.rate / args.ranks
         transport += ["--udp-rate", "dedicated", f"{share:g}mbit"]
     if control in _controls(lab):
@@ -224,7 +226,8 @@ def picture(runs: Sequence[Run], target: float | None, path: Path) -> None:
         text = f"{run.iteration_ms:.0f}" + (" ↑" if bottom[place] > top else "")
         right.annotate(text, (place, min(bottom[place], top)), ha="center", va="bottom", fontsize=10)
     right.set_ylim(0, top)
-    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, fontsize=9)
+    right.tick_params(axis="x", labelrotation=20)
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9)
     figure.savefig(path, format="png")
 
 
@@ -235,7 +238,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rtt", type=float, default=20.0, metavar="MS", help="round-trip time (default 20)")
     parser.add_argument("--rate", type=float, metavar="MBIT", help="of the link, Mbit/s (default: no limit)")
     parser.add_argument("--queue", type=float, metavar="MS", help="longest wait for the link (default: a round trip)")
-    parser.add_argument("--dedicated", action="store_true", help="send datagrams at the rate of the link")
+    parser.add_argument(
+        "--dedicated", action="store_true", help="send datagrams at the rate of the link, but for those of islands"
+    )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="of each of the two sites (default 1)")
     parser.add_argument(
         "--runs", nargs="+", choices=RUNS, default=_DEFAULT, metavar="NAME", help=f"of {', '.join(RUNS)}"
@@ -266,10 +271,9 @@ def _queue(args: argparse.Namespace) -> float:
 def link(args: argparse.Namespace) -> Link:
     """Return the link of these flags."""
     if args.rate is None:
-        if args.queue is not None:
-            raise refuse("--queue", args.queue, "needs --rate")
-        if args.dedicated:
-            raise refuse("--dedicated", "without a rate", "needs --rate")
+        for flag, given in (("--queue", args.queue), ("--dedicated", args.dedicated or None)):
+            if given is not None:
+                raise refuse(flag, given, "needs --rate")
         return Link(args.rtt / 2000, args.loss)
     if not args.rate > 0:
         raise refuse("--rate", args.rate, "must be above 0")
@@ -281,8 +285,6 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """All trainings, their table and their picture."""
     plan = {name: args.reno_iterations if name == "gloo reno" else args.iterations for name in args.runs}
     notes, runs = [], []
-    if args.ranks < 1:
-        raise refuse("--ranks", args.ranks, "must be at least 1")
     with Lab(link(args), (args.ranks, args.ranks)) as lab:
         there = _controls(lab)
         for name, iterations in plan.items():

@@ -11,7 +11,7 @@ LIMITS = {
     "lines outside lab": 32_212,
     "lines of the package": 47_447,
     "lines of C": 4_000,
-    "lines of tests": 40_692,
+    "lines of tests": 40_693,
     "lines of scripts and benchmarks": 10_000,
     "files of islands": 28,
     "lines of islands": 7_082,
