@@ -18,7 +18,7 @@ from megatron_lossy.lab.launch.__main__ import main as launch
 from megatron_lossy.lab.launch.memory import parameters
 from megatron_lossy.lab.plan.advice import fraction
 from megatron_lossy.lab.plan.link import COUNT, Link, quantity, read_link
-from megatron_lossy.lab.plan.ways import TRANSPORTS, WAYS, Job, Way, measured, order, predict, use
+from megatron_lossy.lab.plan.ways import TRANSPORTS, WAYS, Job, Way, measured, order, predict, trips_again, use
 from megatron_lossy.lab.studies.design import read_design
 from scripts import ways
 
@@ -99,7 +99,8 @@ def test_times_of_gradients_and_sites_are_those_of_their_bytes_at_the_measured_s
 
 def test_between_two_measured_rates_of_loss_both_count_and_beyond_them_nothing():
     udp = {row["loss"]: row for row in measured()["use"]["udp"]["rows"]}
-    assert use("udp", Link(1, 0, 0.05)) == (udp[0.01]["low"], udp[0.1]["high"])
+    assert use("udp", Link(1, 0, 0.03)) == (udp[0.01]["low"], udp[0.01]["high"])
+    assert use("udp", Link(1, 0, 0.07)) == (udp[0.1]["low"], udp[0.05]["high"])
     assert use("udp", Link(1, 0, 0.1)) == (udp[0.1]["low"], udp[0.1]["high"])
     assert use("udp", Link(1, 0, 0.3)) is None
 
@@ -123,13 +124,14 @@ def rows_of(record):
 
 def test_shares_of_a_link_are_those_of_the_records():
     for content in measured()["use"].values():
-        table, column = rows_of(content["record"]), content["column"]
         for row in content["rows"]:
+            table, column = rows_of(row.get("record", content["record"])), row.get("column", content["column"])
             if isinstance(row["row"], list):  # the ideal time over the measured one
                 found = [float(table[one]["ideal"]) / float(table[one][column].split()[0]) for one in row["row"]]
             else:
                 numbers = table[row["row"]][column].partition("(")[0]
-                found = [float(number) / 100 for number in re.findall(r"[\d.]+", numbers)]
+                shares = "cells" in column  # not percent
+                found = [float(number) / (1 if shares else 100) for number in re.findall(r"[\d.]+", numbers)]
             assert (row["low"], row["high"]) == pytest.approx((found[0], found[-1]), abs=6e-4), row
 
 
@@ -138,6 +140,19 @@ def test_the_price_of_islands_besides_computing_is_that_of_the_record():
     table = rows_of(beside["record"])
     ours, alone = (float(table[name]["ms per iteration"]) for name in beside["rows"])
     assert beside["value"] == pytest.approx(ours / alone, abs=5e-4)
+
+
+def test_a_reliable_exchange_takes_a_round_trip_more_for_each_time_that_something_is_sent_again():
+    """Of 10,000 packets a hundredth is lost, then a hundredth of that, and then one that is there after a third time."""
+    lossy, clean = Link(1000, 0.1, 0.01), Link(1000, 0.1)
+    assert trips_again("stream", lossy, 10_000 * 1448) == pytest.approx(2)
+    assert trips_again("udp", lossy, 1e7) == trips_again("torch", clean, 1e7) == 0
+    assert trips_again("torch", Link(1000, 0.1, 1e-6), 1448 * 100) == pytest.approx(1e-4)
+    job = Job(1e6, 4, (1.0, 1.0, 1.0), 2, 1, 1)
+    added = (
+        predict(Way("sites", "stream"), lossy, job).seconds[0] - predict(Way("sites", "stream"), clean, job).seconds[0]
+    )
+    assert added == pytest.approx(2 * 0.1 * trips_again("stream", lossy, 1e6 * 4 / 2), abs=0.02)
 
 
 def test_the_figure_of_ways_has_the_bytes_of_the_plan():

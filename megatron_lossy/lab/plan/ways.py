@@ -123,6 +123,14 @@ def use(transport: str, link: Link) -> tuple[float, float] | None:
     return (min(row["low"] for row in near), max(row["high"] for row in near)) if above else None
 
 
+def trips_again(transport: str, link: Link, payload: float) -> float:
+    """Return the round trips beyond the first that an exchange of ``payload`` bytes takes: TCP sends again until all is there."""
+    packets = max(1.0, payload / 1448)
+    if transport == "udp" or not link.loss:
+        return 0.0
+    return min(packets * link.loss, math.log(packets) / -math.log(link.loss))
+
+
 def predict(way: Way, link: Link, job: Job) -> Prediction:
     """Return the time of an iteration of ``job`` over ``link``, and its bytes."""
     low, median, high = job.step
@@ -132,23 +140,25 @@ def predict(way: Way, link: Link, job: Job) -> Prediction:
     header = TRANSPORTS[way.transport]
     # From the slowest to the fastest, as bytes of payload per second.
     rates = [link.rate * min(1 - SPARE, share) / header for share in (least, (least + most) / 2, most)]
-    trips = (link.rtt + link.spread, link.rtt, link.rtt)
+
+    def trips(payload: float) -> list[float]:
+        again = 1 + trips_again(way.transport, link, payload)
+        return [again * trip for trip in (link.rtt + link.spread, link.rtt, link.rtt)]
+
     if way.method in ("gradients", "sites"):
         grad, weight = (BYTES["int8"],) * 2 if way.values == "int8" else (BYTES["fp32"], job.weight)
         ranks = job.data if way.method == "gradients" else 1
         payload = gradient_bytes(job.parameters, ranks, weight, grad, job.sites)
-        adds = [gradient_seconds(payload, rate, trip) for rate, trip in zip(rates, trips)]
+        adds = [gradient_seconds(payload, rate, trip) for rate, trip in zip(rates, trips(payload / 2))]
         return Prediction(way, (low + adds[2], median + adds[1], high + adds[0]), 0.0, payload * header)
     whole = bytes_sent(1, job.sites, BYTES[way.values]) * job.parameters
     if way.method == "diloco":
-        adds = [(whole / rate + trip) / way.every for rate, trip in zip(rates, trips)]
+        adds = [(whole / rate + trip) / way.every for rate, trip in zip(rates, trips(whole))]
         seconds = (low + adds[2], median + adds[1], high + adds[0])
         return Prediction(way, seconds, 0.0, whole * header / way.every, interval=way.every)
-    n, delay = parts(
-        job.parameters, rates[0], link.rtt + link.spread, low, job.sites, BYTES[way.values], later=way.later
-    )
+    n, delay = parts(job.parameters, rates[0], trips(whole)[0], low, job.sites, BYTES[way.values], later=way.later)
     payload = whole / n
-    under_way = [payload / rate + trip for rate, trip in zip(rates, trips)]
+    under_way = [payload / rate + trip for rate, trip in zip(rates, trips(whole))]
     interval = max(1, math.ceil(under_way[0] / (SYNC_LANES * low) - 1e-9))
     beside = measured()["beside"]["value"]
     return Prediction(
