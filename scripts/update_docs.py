@@ -41,7 +41,7 @@ from megatron_lossy.lab.studies.commands import recorded
 from megatron_lossy.lab.studies.folder import tables
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.run.exporter import prometheus_name
-from scripts import stability, ways
+from scripts import ways
 from scripts.verified import feature_table, machine_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +63,6 @@ METRICS = {name: axis.label for name, axis in AXES.items()} | {
 }
 _MADE = {
     "metrics": lambda: _metrics(),
-    "delayed_steps": stability.delayed_steps,
     "plan_costs": ways.costs,
     "size_cost": lambda: _of_sizes()["cost"].markdown(),
     "size_measured": lambda: _of_sizes()["measured"].markdown(),

@@ -20,12 +20,12 @@ from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.monitor import EPOCHS, EpochLog
 from megatron_lossy.mechanisms.islands.presence import Epoch, Member, needed_visits
 from scripts.spells import share_away, spells
-from scripts.stability import STREAM, rounds_of
 from tests.churning_rows import ChurningRows, speed_of_mean
 from tests.ranks import run_ranks
 from tests.reference import mean_among
 from tests.test_islands_train import SMALL, flat, islands_of, losses_of, train_all, weights_of
 from tests.trainer import train_runs
+from tests.vectors import STREAM, rounds_of
 
 pytestmark = pytest.mark.shows("islands that come and go: epochs, means, returns, replayed, continued")
 

@@ -101,11 +101,6 @@ class Islands:
             self._coordinator.wait()
             self._coordinator = None
 
-    @property
-    def served(self) -> bool:
-        """Whether the coordinator is there."""
-        return self._coordinator is not None and self._coordinator.poll() is None
-
     def start(self, slot: int) -> Life:
         """Start the island ``slot``, from its checkpoint if it has one."""
         number = 1 + sum(one.slot == slot for one in self.lives)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,18 +45,6 @@ def our_config(flags: str, transport: str = "udp") -> LossyConfig:
     parser = add_flags(argparse.ArgumentParser("--flags"), LossyConfig, "loss")
     always = ["--transport", transport, "--udp-interface", INTERFACE]
     return from_namespace(LossyConfig, parser.parse_args([*always, *shlex.split(flags)]))
-
-
-class Exchanger(Protocol):
-    """One rank. ``buffer`` has the elements of all shards, and ``shard`` those of one, in float32."""
-
-    def reduce_scatter(self, shard: torch.Tensor, buffer: torch.Tensor) -> None: ...
-
-    def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor) -> None: ...
-
-    def lost(self) -> float:
-        """Return the share of the packets of others that did not arrive here in the last exchange."""
-        ...
 
 
 @dataclass(frozen=True)

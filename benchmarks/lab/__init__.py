@@ -275,11 +275,6 @@ class Lab:
         failed = 0 if self._link is None else self._shared.failed
         return failed + sum(node.dropped() for node in self.nodes)
 
-    def emulator_seconds(self) -> float:
-        """Return CPU seconds that the emulator has used."""
-        times = Path(f"/proc/{self._emulator.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
-
     def address(self, node: int, version: int = 4) -> str:
         """Return the IP address of ``node``."""
         return self.nodes[node].address if version == 4 else self.nodes[node].address6
