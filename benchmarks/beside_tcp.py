@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import Team, our_config
-from benchmarks.lab import Lab, Link, Missing, end_in_order
+from benchmarks.lab import Lab, Link, MissingRequirement, end_in_order
 from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.transport.udp.engine import RULES
 
@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             with Lab(None) as lab:
                 there = lab.nodes[0].sysctl("net.ipv4.tcp_available_congestion_control").split()
-        except Missing as missing:
+        except MissingRequirement as missing:
             print(f"skipped: {missing}")
             return 0
         controls = [control for control in CONTROLS if control in there]

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import free_port, made_with
-from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
+from benchmarks.lab import INTERFACE, Lab, Link, MissingRequirement, end_in_order, wait
 from benchmarks.run_wan import metrics_file
 from megatron_lossy.base.errors import usage_errors
 from megatron_lossy.base.files import write_text
@@ -173,5 +173,5 @@ if __name__ == "__main__":
     with usage_errors("benchmarks.plan_check"):
         try:
             main()
-        except Missing as missing:
+        except MissingRequirement as missing:
             print(f"skipped: {missing}")

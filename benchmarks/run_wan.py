@@ -33,7 +33,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.common import free_port, made_with
-from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
+from benchmarks.lab import INTERFACE, Lab, Link, MissingRequirement, end_in_order, wait
 from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.base.files import replace_file, write_text
 from megatron_lossy.lab.train.metrics import METRICS_FILE
@@ -320,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
             raise refuse("--out", args.out, f"{_folder(args, there).name} is there already; --replace removes it")
         try:
             run(args, argv)
-        except Missing as missing:
+        except MissingRequirement as missing:
             print(f"skipped: {missing}")
     return 0
 

@@ -29,7 +29,7 @@ import psutil
 from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import PHASES, Team, our_config, span
 from benchmarks.exchange.rows import Row
-from benchmarks.lab import Lab, Link, Missing, end_in_order
+from benchmarks.lab import Lab, Link, MissingRequirement, end_in_order
 from megatron_lossy.base.errors import refuse, usage_errors
 
 #: An exchange that takes so many times the median is one that stalls.
@@ -111,7 +111,7 @@ class Trouble:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ExchangeRecord:
     """An exchange by the monotonic clock, and the share that it lost at the rank that lost more.
 
     ``disturbed``: the machine was busy with something else.
@@ -150,7 +150,7 @@ def sample(team: Team, seconds: float, exchanges: int) -> Sample:
 class Run:
     """All that was seen. ``machine``: lines about this machine."""
 
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[ExchangeRecord] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     machine: list[str] = field(default_factory=list)
@@ -184,7 +184,7 @@ def soak(args: argparse.Namespace) -> Run:
                 if done > 2 * WARM_UP:
                     started, ended = span(ranks)
                     lost = max(one.lost for one in ranks)
-                    run.seen.append(Seen(phase, started, ended, lost, sleeper.overslept(started, ended)))
+                    run.seen.append(ExchangeRecord(phase, started, ended, lost, sleeper.overslept(started, ended)))
             samples.append(sample(team, time.monotonic() - begun, done))
         finally:
             if trouble is not None:
@@ -309,7 +309,7 @@ def main(argv: list[str] | None = None) -> int:
             raise refuse("--out", args.out, f"{result.name} is there already; --replace writes over it")
         try:
             run = soak(args)
-        except Missing as missing:
+        except MissingRequirement as missing:
             print(f"skipped: {missing}")
             return 0
     text = markdown(run, [*made_with("benchmarks.udp_soak", argv), *run.machine], args.rtt)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import beside_tcp, common, fsdp_step, island_step, param_sync, run_wan, step_overhead, udp_exchange
-from benchmarks.exchange.contestants import Done
+from benchmarks.exchange.contestants import RankTimes
 from benchmarks.exchange.results import Cell, Share, markdown, table_of
 from benchmarks.exchange.rows import LOSSES, PARTS, QUICK, Row, choose
 from benchmarks.lab import Counters
@@ -136,7 +136,7 @@ def cell(name="tcp bbr", phase="reduce-scatter", row=QUICK[1], times=(0.1, 0.3, 
     made = Cell(row, name, phase, too_slow)
     for time in times:
         # The second rank starts last, the first ends last.
-        done = [Done(0.0, 0.5 + time, 0.01, 0.0, 0.005), Done(0.5, 0.5, 0.03, 0.02, 0.015)]
+        done = [RankTimes(0.0, 0.5 + time, 0.01, 0.0, 0.005), RankTimes(0.5, 0.5, 0.03, 0.02, 0.015)]
         made.add(done, [Counters(packets=100, lost=1), Counters(packets=100, overflowed=4)])
     return made
 

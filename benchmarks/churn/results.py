@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from benchmarks.churn.islands import Life
-from benchmarks.churn.schedule import DONE, Happened, describe
+from benchmarks.churn.schedule import DONE, PastEvent, describe
 from megatron_lossy.mechanisms.islands.monitor import EPOCHS
 
 #: With more events than these, the table lists kinds.
@@ -93,7 +93,7 @@ class Island:
             return ALONE
         return SENDS if roles[self.slot] == "send" else LISTENS
 
-    def possible(self, happened: Sequence[Happened], end: int) -> int:
+    def possible(self, happened: Sequence[PastEvent], end: int) -> int:
         """Return the possible updates: iterations of the run while its process was there and not frozen, or made ones.
 
         ``end``: iterations of the run. A life begins when it has entered the run, once it has its checkpoint. Events are known to a few
@@ -146,7 +146,7 @@ class Results:
     """``happened``: in its order. ``end``: iterations of the run. ``notes``: what else is to be said. ``interval``: see :meth:`Island.begun`."""
 
     islands: Sequence[Island]
-    happened: Sequence[Happened]
+    happened: Sequence[PastEvent]
     end: int
     notes: Sequence[str] = ()
     interval: int = 1

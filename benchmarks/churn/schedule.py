@@ -38,7 +38,7 @@ DEFAULT = Schedule(
 DEFAULT_AWAY = (770, 900)
 
 
-class Happened(NamedTuple):
+class PastEvent(NamedTuple):
     """An event that has happened. ``at``: the iteration of the run. ``slot``: of an island, or of the coordinator. ``when``: in seconds."""
 
     at: int
@@ -50,7 +50,7 @@ class Happened(NamedTuple):
 class Events(Protocol):
     """Source of events. ``happened``: past events, in their order."""
 
-    happened: list[Happened]
+    happened: list[PastEvent]
 
     def direct(self) -> None:
         """Make everything happen that is due."""
@@ -72,7 +72,7 @@ class Director:
             else [Event(self.away[0], COORDINATOR, "stop"), Event(self.away[1], COORDINATOR, "return")]
         )
         self._left = sorted([*self.schedule.events, *away], key=lambda one: (one.at, not one.leaves, one.slot))
-        self.happened: list[Happened] = []
+        self.happened: list[PastEvent] = []
 
     def direct(self) -> None:
         """Make everything happen that is due."""
@@ -80,7 +80,7 @@ class Director:
         while self._left and self._left[0].at <= now:
             one = self._left.pop(0)
             self._do(one)
-            self.happened.append(Happened(now, one.slot, one.event, time.monotonic()))
+            self.happened.append(PastEvent(now, one.slot, one.event, time.monotonic()))
             self.tell(f"iteration {now:5d}: {describe(one.slot, one.event)}")
 
     def _do(self, one: Event) -> None:
@@ -118,7 +118,7 @@ class Kills:
     def __post_init__(self) -> None:
         self._drawn = random.Random(self.seed)
         self._next = 0.0
-        self.happened: list[Happened] = []
+        self.happened: list[PastEvent] = []
 
     def direct(self) -> None:
         """Make everything happen that is due. The first kill follows the first iterations of all."""
@@ -131,9 +131,9 @@ class Kills:
         self._next += self.every
         slot = self._drawn.choice(training).slot
         islands.signal(slot, signal.SIGKILL)
-        self.happened.append(Happened(now, slot, "stop", time.monotonic()))
+        self.happened.append(PastEvent(now, slot, "stop", time.monotonic()))
         islands.start(slot)
-        self.happened.append(Happened(now, slot, "return", time.monotonic()))
+        self.happened.append(PastEvent(now, slot, "return", time.monotonic()))
         self.tell(f"iteration {now:5d}: {len(self.happened) // 2:3d}. island {slot} {DONE['stop']}, and started again")
 
 

@@ -48,7 +48,7 @@ def our_config(flags: str, transport: str = "udp") -> LossyConfig:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentCounts:
     """Counts of a rank of ours: ``datagrams`` sent, of these ``again`` and ``parities``; protected packets lost."""
 
     datagrams: int = 0
@@ -80,7 +80,7 @@ class Gloo:
         return 0.0
 
 
-class Plain:
+class PlainTcp:
     """A TCP connection between each two ranks, and nothing else: each sends a shard to each of the others."""
 
     def __init__(self, rank: int, addresses: Sequence[str], port: int, *_: object) -> None:
@@ -140,7 +140,7 @@ def _connect(address: str, port: int) -> socket.socket:
             time.sleep(0.05)
 
 
-class Ours:
+class OurTransport:
     """The public collectives over UDP, or streams. Every size has a group of its own; the process group makes the session."""
 
     def __init__(
@@ -176,17 +176,17 @@ class Ours:
         arrived = delivery.arrived[0][[source for source in delivery.sources if source != self._rank]]
         return 1 - float(arrived.mean())
 
-    def sent(self) -> Sent:
+    def sent(self) -> SentCounts:
         """Return the counts since the beginning, to all ranks."""
         counters = [peer for group in self._groups.values() for peer in group.wire.counters().values()]
         datagrams, again, parities = (
             sum(one.get(name, 0) for one in counters) for name in ("sent", "resent", "parities")
         )
-        return Sent(datagrams, again, parities, self._must, self._must_lost)
+        return SentCounts(datagrams, again, parities, self._must, self._must_lost)
 
 
 @dataclass(frozen=True)
-class Done:
+class RankTimes:
     """A rank's part of one exchange, in seconds; ``lost``: share of the packets sent to it; ``busiest``: of ``cpu``,
     that of the thread with the most."""
 
@@ -206,12 +206,12 @@ def thread_seconds() -> dict[str, float]:
     return seconds
 
 
-def span(ranks: Sequence[Done]) -> tuple[float, float]:
+def span(ranks: Sequence[RankTimes]) -> tuple[float, float]:
     """Return the beginning and the end of an exchange: the last rank's start, and the last rank's end."""
     return max(one.started for one in ranks), max(one.ended for one in ranks)
 
 
-class TooSlow(RuntimeError):
+class ExchangeTimeout(RuntimeError):
     """An exchange took longer than it may."""
 
 
@@ -223,7 +223,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    kinds: dict[str, type[Any]] = {"gloo": Gloo, "tcp": Plain, "stream": Ours, "ours": Ours}
+    kinds: dict[str, type[Any]] = {"gloo": Gloo, "tcp": PlainTcp, "stream": OurTransport, "ours": OurTransport}
     exchanger: Any = kinds[name.split()[0]](rank, addresses, port, shards, config)
     ranks = len(addresses)
     tensors = {shard: (torch.ones(shard), torch.ones(ranks * shard)) for shard in shards}
@@ -247,7 +247,7 @@ def _work(
             ended = time.monotonic()
             cpu = time.process_time() - cpu
             busiest = max((now - threads.get(name, 0.0) for name, now in thread_seconds().items()), default=0.0)
-            done = Done(started, ended, cpu, exchanger.lost(), busiest)
+            done = RankTimes(started, ended, cpu, exchanger.lost(), busiest)
             if phase == "reduce-scatter":
                 # With what was lost before, a sum may be more. A step of the coarsest code is a seventh.
                 feeds_back = getattr(config, "grad_recovery", None) == "error-feedback"
@@ -291,14 +291,14 @@ class Team:
         """The processes, by rank."""
         return [process.pid for process in self._processes]
 
-    def exchange(self, phase: str, shard: int, limit: float) -> list[Done]:
-        """Run one exchange; return it by rank. Raise :class:`TooSlow` after ``limit`` seconds, which ends the team."""
+    def exchange(self, phase: str, shard: int, limit: float) -> list[RankTimes]:
+        """Run one exchange; return it by rank. Raise :class:`ExchangeTimeout` after ``limit`` seconds, which ends the team."""
         order = (phase, shard, time.monotonic() + _HEAD_START)
         for orders in self._orders:
             orders.send(order)
         return self._gather(limit)
 
-    def sent(self) -> list[Sent]:
+    def sent(self) -> list[SentCounts]:
         """Return the counts since the beginning, to all ranks."""
         for orders in self._orders:
             orders.send(("sent", 0, 0.0))
@@ -309,7 +309,7 @@ class Team:
         answers = []
         for orders in self._orders:
             if not orders.poll(max(0.0, until - time.monotonic())):
-                raise TooSlow(f"{self.name}: more than {limit:g} s")
+                raise ExchangeTimeout(f"{self.name}: more than {limit:g} s")
             try:
                 answers.append(orders.recv())
             except EOFError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.exchange.contestants import PHASES, Done, span
+from benchmarks.exchange.contestants import PHASES, RankTimes, span
 from benchmarks.exchange.rows import Row
 from benchmarks.lab import Counters
 
@@ -42,7 +42,7 @@ class Cell:
     lost: int = 0
     overflowed: int = 0
 
-    def add(self, done: Sequence[Done], links: Sequence[Counters]) -> None:
+    def add(self, done: Sequence[RankTimes], links: Sequence[Counters]) -> None:
         """Add one exchange: the records of its ranks and, meanwhile, of the links."""
         started, ended = span(done)
         self.times.append(1000 * (ended - started))

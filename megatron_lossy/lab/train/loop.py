@@ -47,7 +47,7 @@ from .data import (
     with_data_paths,
 )
 from .facts import check_flags
-from .metrics import Console, Silent, perplexity
+from .metrics import Console, SilentConsole, perplexity
 from .model import build_model, model_parallel, transformer_impl, world
 from .optimizer import lr_scale
 from .records import Progress, Stop, header, open_writers
@@ -56,7 +56,7 @@ from .sharpness import Sharpness
 from .workers import Workers, begin_mean_loss, evaluate
 
 
-class Diverged(RuntimeError):
+class Divergence(RuntimeError):
     """The loss is infinite or not a number."""
 
 
@@ -100,7 +100,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
             with model_parallel(config):
                 first = torch.distributed.get_rank() == 0
                 speaks = first and lossy.speaks
-                run = _Run(config, lossy, paths, (console or Console()) if speaks else Silent())
+                run = _Run(config, lossy, paths, (console or Console()) if speaks else SilentConsole())
                 if config.load and (changed := changed_settings(config, lossy_config, data)):
                     run.console.note(f"--load {config.load}: goes on with other settings: {changed}")
                 if first:
@@ -177,7 +177,7 @@ class _Run:
             with self.stop.listening():
                 finished = self._train(batches)
                 self.lossy.leave()
-        except Diverged as error:
+        except Divergence as error:
             diverged = str(error)
         finally:
             for writer in self.writers:
@@ -188,7 +188,7 @@ class _Run:
         return {"iteration": iteration, "finished": finished, "diverged": diverged, **self.summary}
 
     def _train(self, batches: list[RankBatches]) -> bool:
-        """Iterate to the end (true), or until the run is stopped (false). Raise :class:`Diverged`."""
+        """Iterate to the end (true), or until the run is stopped (false). Raise :class:`Divergence`."""
         config, progress = self.config, self.progress
         outcomes: deque[Callable[[], tuple[float, float, bool, int]]] = deque()
         grad_norm = 0.0
@@ -218,7 +218,7 @@ class _Run:
             if (log and progress.window_iterations) or diverged:
                 self._log(grad_norm)
             if diverged:
-                raise Diverged(diverged)
+                raise Divergence(diverged)
             if evaluate:
                 self._evaluate()
             leave = leave or bool(stop)

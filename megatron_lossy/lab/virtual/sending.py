@@ -156,7 +156,7 @@ class Leads(Sending):
                     rule.lag.counted.count(bucket, rule.units, delivery)
 
 
-class Rounded(Sending):
+class Rounding(Sending):
     """The values that ``inner`` sends, as they are decoded from codes (``--param-wire``)."""
 
     changes = True
