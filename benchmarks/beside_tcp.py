@@ -72,10 +72,10 @@ class Tcp:
 
     def close(self) -> None:
         """End it."""
-        for one in (self._sender, self._receiver):
+        for end in (self._sender, self._receiver):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
         for thread in self._threads:
             thread.join()
 
@@ -168,7 +168,7 @@ def plot(kept: Kept, path: Path) -> None:
     FigureCanvasAgg(figure)
     for axes, control in zip(figure.subplots(1, len(controls), sharey=True, squeeze=False)[0], controls):
         for other in dict.fromkeys(other for _, other, _ in kept):
-            queues = [queue for one, beside, queue in kept if (one, beside) == (control, other)]
+            queues = [queue for tcp, beside, queue in kept if (tcp, beside) == (control, other)]
             values = [statistics.median(kept[control, other, queue]) for queue in queues]
             axes.plot(queues, values, "--" if other == ANOTHER else "-", marker="o", markersize=4, label=other)
         axes.set_xscale("log")

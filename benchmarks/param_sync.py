@@ -76,7 +76,7 @@ def run(settings: ReplicaSettings) -> dict[str, Any]:
         for name, flags in variants(settings.interval).items()
     }
     times = compare(trainers, "steps", settings.rounds, warm_up=1)
-    syncs = {name: one.lossy.metrics().get("param syncs", 0.0) for name, one in trainers.items() if one.lossy}
+    syncs = {name: own.lossy.metrics().get("param syncs", 0.0) for name, own in trainers.items() if own.lossy}
     return {
         "command": " ".join(["python -m benchmarks.param_sync", *sys.argv[1:]]),
         "settings": asdict(settings),

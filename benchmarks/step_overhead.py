@@ -230,7 +230,7 @@ def ratios(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def ratio(mine: list[float], others: list[float]) -> dict[str, float]:
     """Return median seconds, and median and quartiles of the ratio round by round."""
-    ratios = sorted(one / base for one, base in zip(mine, others, strict=True))
+    ratios = sorted(own / base for own, base in zip(mine, others, strict=True))
     quarter = len(ratios) // 4
     return {
         "seconds": statistics.median(mine),

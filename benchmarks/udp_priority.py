@@ -82,7 +82,7 @@ def markdown(args: argparse.Namespace, times: dict[str, list[float]], sent: list
         lines.append(f"| {name} | " + " | ".join(cells) + f" | {len(times[name])} |")
     paired = np.subtract(times["protected"], times["none"])
     total = {
-        name: sum(getattr(one, name) for one in sent)
+        name: sum(getattr(counts, name) for counts in sent)
         for name in ("datagrams", "again", "parities", "must", "must_lost")
     }
     more = total["again"] + total["parities"]

@@ -200,11 +200,11 @@ class Runs:
         finally:
             islands.end()
         _check(islands, iterations)
-        there = sorted({one.slot for one in islands.lives})
+        there = sorted({life.slot for life in islands.lives})
         found = [Island.read(slot, islands.lives, out / "log") for slot in there]
         notes = [f"It took {time.monotonic() - began:.0f} s"]
-        failed = [one for one in islands.lives if one.process.returncode not in (0, -signal.SIGKILL)]
-        notes += [f"island {one.slot} ended with status {one.process.returncode}" for one in failed]
+        failed = [life for life in islands.lives if life.process.returncode not in (0, -signal.SIGKILL)]
+        notes += [f"island {life.slot} ended with status {life.process.returncode}" for life in failed]
         words = " ".join(flags).replace("--sync-interval=", "--sync-interval ").split()
         interval = int(words[len(words) - words[::-1].index("--sync-interval")])  # the last one counts
         return Results(found, events.happened, iterations, notes, interval)

@@ -180,7 +180,7 @@ class OurTransport:
         """Return the counts since the beginning, to all ranks."""
         counters = [peer for group in self._groups.values() for peer in group.wire.counters().values()]
         datagrams, again, parities = (
-            sum(one.get(name, 0) for one in counters) for name in ("sent", "resent", "parities")
+            sum(counts.get(name, 0) for counts in counters) for name in ("sent", "resent", "parities")
         )
         return SentCounts(datagrams, again, parities, self._must, self._must_lost)
 
@@ -208,7 +208,7 @@ def thread_seconds() -> dict[str, float]:
 
 def span(ranks: Sequence[RankTimes]) -> tuple[float, float]:
     """Return the beginning and the end of an exchange: the last rank's start, and the last rank's end."""
-    return max(one.started for one in ranks), max(one.ended for one in ranks)
+    return max(rank.started for rank in ranks), max(rank.ended for rank in ranks)
 
 
 class ExchangeTimeout(RuntimeError):

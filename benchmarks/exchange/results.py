@@ -46,9 +46,9 @@ class Cell:
         """Add one exchange: the records of its ranks and, meanwhile, of the links."""
         started, ended = span(done)
         self.times.append(1000 * (ended - started))
-        self.cpu += sum(one.cpu for one in done)
-        self.busiest += sum(one.busiest for one in done)
-        self.seen.append(float(np.mean([one.lost for one in done])))
+        self.cpu += sum(rank.cpu for rank in done)
+        self.busiest += sum(rank.busiest for rank in done)
+        self.seen.append(float(np.mean([rank.lost for rank in done])))
         for link in links:
             self.packets += link.packets
             self.lost += link.lost

@@ -132,7 +132,7 @@ def several(plan: Plan, arguments: Sequence[str], about: Sequence[str]) -> int:
 
     ``arguments``: the command line. ``about``: lines about the run. Raise :class:`UsageError`.
     """
-    own = [one for one in arguments if one not in ("--run", "--dry-run")]
+    own = [word for word in arguments if word not in ("--run", "--dry-run")]
     jobs = [[sys.executable, "-m", PROGRAM, *own, "--island", str(job)] for job in range(plan.jobs.number)]
     [(host, port), *_], _, _, ours = check_url(plan.lossy.rendezvous or "")
     bind = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -162,21 +162,21 @@ def _run(services: Sequence[Sequence[str]], jobs: Sequence[Sequence[str]], log: 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: came.append(number))
     with open(log, "a") as file:
-        serving = [subprocess.Popen(one, stdout=file, stderr=file, start_new_session=True) for one in services]
+        serving = [subprocess.Popen(service, stdout=file, stderr=file, start_new_session=True) for service in services]
     # A session each, so that a signal of the terminal comes once, from here.
-    working = [subprocess.Popen(one, start_new_session=True) for one in jobs]
+    working = [subprocess.Popen(job, start_new_session=True) for job in jobs]
     try:
-        while any(one.poll() is None for one in working):
+        while any(process.poll() is None for process in working):
             while came:
                 number = came.pop(0)
-                for one in working:
-                    one.send_signal(number)
+                for process in working:
+                    process.send_signal(number)
             time.sleep(0.1)
     finally:
-        for one in serving:
-            one.terminate()
-            one.wait()
-    status = next((one.returncode for one in working if one.returncode), 0)
+        for service in serving:
+            service.terminate()
+            service.wait()
+    status = next((process.returncode for process in working if process.returncode), 0)
     return status if status >= 0 else 128 - status
 
 
