@@ -137,7 +137,9 @@ class StageWorkers(Workers, Part):
         batches: RankBatches,
         losses: list[torch.Tensor],
     ) -> _PendingBatch:
-        drawn_from = rng_state() if self._saves_draws else None
+        drawn_from = None
+        if self._saves_draws:  # of which layers draw from these
+            drawn_from = {name: value for name, value in rng_state().items() if name in ("torch", "tracker", "device")}
         batch = next(batches)
         with self._stash.using(version):
             output, _ = megatron_forward_step(
@@ -208,7 +210,7 @@ class StageWorkers(Workers, Part):
                 {
                     "input": None if passed.input is None else passed.input.detach(),
                     "version": None if passed.version is None else versions.index(passed.version),
-                    "drawn from": _torch_only(passed.drawn_from),
+                    "drawn from": passed.drawn_from,
                 }
                 for passed in self._under_way
             ],
@@ -230,8 +232,3 @@ class StageWorkers(Workers, Part):
             micro = number % state["micro batches"]
             self._under_way.append(self._forward(micro, received, version, batches, []))
         self._messages.restore(state["received"])
-
-
-def _torch_only(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the parts of :func:`rng_state` that layers draw from."""
-    return None if state is None else {name: state[name] for name in ("torch", "tracker", "device") if name in state}

@@ -38,11 +38,6 @@ def gradient_seconds(crossing: float, rate: float, round_trip: float) -> float:
     return crossing / rate + 2 * round_trip
 
 
-def least_delay(round_trip: float, step: float) -> int:
-    """Return iterations until the mean of an exchange can be there, with at least half of a step left for its bytes."""
-    return math.ceil(round_trip / step + 0.5 - 1e-9)
-
-
 def parts(
     parameters: float,
     rate: float,
@@ -55,9 +50,9 @@ def parts(
     """Return (n, delay) of islands that exchange one parameter in n in each iteration: the least delay, and ``later``
     iterations more, then the largest share.
 
-    An exchange begins in each step, so that its bytes must fit one step however large the delay is. With the round trip
-    they must also fit the delay.
+    The least delay leaves half of a step for the bytes. An exchange begins in each step, so that its bytes must fit one
+    step however large the delay is. With the round trip they must also fit the delay.
     """
-    delay = least_delay(round_trip, step) + later
+    delay = math.ceil(round_trip / step + 0.5 - 1e-9) + later
     time = min(step, delay * step - round_trip)
     return max(1, math.ceil(bytes_sent(1, islands, item_bytes) * parameters / (rate * time) - 1e-9)), delay
