@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import Team, our_config
-from benchmarks.lab import Lab, Link, Missing, end_in_order
+from benchmarks.lab import Lab, Link, MissingRequirement, end_in_order
 from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.transport.udp.engine import RULES
 
@@ -72,10 +72,10 @@ class Tcp:
 
     def close(self) -> None:
         """End it."""
-        for one in (self._sender, self._receiver):
+        for end in (self._sender, self._receiver):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
         for thread in self._threads:
             thread.join()
 
@@ -168,7 +168,7 @@ def plot(kept: Kept, path: Path) -> None:
     FigureCanvasAgg(figure)
     for axes, control in zip(figure.subplots(1, len(controls), sharey=True, squeeze=False)[0], controls):
         for other in dict.fromkeys(other for _, other, _ in kept):
-            queues = [queue for one, beside, queue in kept if (one, beside) == (control, other)]
+            queues = [queue for tcp, beside, queue in kept if (tcp, beside) == (control, other)]
             values = [statistics.median(kept[control, other, queue]) for queue in queues]
             axes.plot(queues, values, "--" if other == ANOTHER else "-", marker="o", markersize=4, label=other)
         axes.set_xscale("log")
@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             with Lab(None) as lab:
                 there = lab.nodes[0].sysctl("net.ipv4.tcp_available_congestion_control").split()
-        except Missing as missing:
+        except MissingRequirement as missing:
             print(f"skipped: {missing}")
             return 0
         controls = [control for control in CONTROLS if control in there]

@@ -92,7 +92,7 @@ def evenness(*paths: Bottleneck) -> Callable[[str, int], list[float]]:
     def measure(rule: str, seed: int) -> list[float]:
         flows = [Flow(rule, endless=True, group=0, begin=0.1 * index) for index in range(16)]
         got = [run(path, flows, seconds=20, warm=5, seed=seed).delivered for path in paths]
-        return [100 * one.min() / one.max() for one in got]
+        return [100 * rates.min() / rates.max() for rates in got]
 
     return measure
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.common import heading
-from benchmarks.step_overhead import Timed, compare, program, ratios, spread, turns
+from benchmarks.step_overhead import TimedVariant, compare, program, ratios, spread, turns
 from megatron_lossy.base import device
 from megatron_lossy.base.device import all_gather_single, reduce_scatter_single
 from megatron_lossy.config import LossyConfig
@@ -57,7 +57,7 @@ class Settings:
         return self.sequence * self.micro_batch
 
 
-class _Counted:
+class _Counter:
     """torch's own exchange of FSDP2, which counts the bytes that this rank sends to others."""
 
     def __init__(self, gathers: bool, trainer: Trainer) -> None:
@@ -78,7 +78,7 @@ class _Counted:
         return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-class Trainer(Timed):
+class Trainer(TimedVariant):
     """One variant: a model and its optimizer."""
 
     def __init__(self, settings: Settings, variant: dict[str, Any] | None) -> None:
@@ -101,8 +101,8 @@ class Trainer(Timed):
         self.lossy = None
         if variant is None:
             for module in (self.model, *self.model[1:-1]):
-                module.set_custom_all_gather(_Counted(True, self))
-                module.set_custom_reduce_scatter(_Counted(False, self))
+                module.set_custom_all_gather(_Counter(True, self))
+                module.set_custom_reduce_scatter(_Counter(False, self))
         else:
             config = LossyConfig(**{"p_grad": settings.p, "p_param": settings.p, **variant})
             self.lossy = make_lossy(self.model, self.optimizer, config)

@@ -107,7 +107,7 @@ def run(settings: IslandSettings) -> dict[str, Any]:
     """Run everything on every rank; the result of the first island counts."""
     trainers = {name: Island(settings, flags) for name, flags in VARIANTS.items()}
     times = compare(trainers, "steps", settings.rounds, warm_up=-(-LATEST // settings.steps))
-    metrics = {name: one.lossy.metrics() for name, one in trainers.items() if one.lossy}
+    metrics = {name: trainer.lossy.metrics() for name, trainer in trainers.items() if trainer.lossy}
     return {
         "command": " ".join(["python -m benchmarks.island_step", *sys.argv[1:]]),
         "settings": asdict(settings),
@@ -116,9 +116,9 @@ def run(settings: IslandSettings) -> dict[str, Any]:
         "megabytes": {
             name: {
                 "sent": settings.islands * metrics[name]["sync bytes"] / 1e6 if name in metrics else None,
-                "carried": one.carried / settings.steps / 1e6,
+                "carried": trainer.carried / settings.steps / 1e6,
             }
-            for name, one in trainers.items()
+            for name, trainer in trainers.items()
         },
         "wait": {name: found["sync wait"] for name, found in metrics.items()},
     }

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import free_port, made_with
-from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
+from benchmarks.lab import INTERFACE, Lab, Link, MissingRequirement, end_in_order, wait
 from benchmarks.run_wan import metrics_file
 from megatron_lossy.base.errors import usage_errors
 from megatron_lossy.base.files import write_text
@@ -147,7 +147,7 @@ def main() -> None:
     recipe.launch.update({"accelerators": 2, "device": "cpu"})
     cells = [(number, found) for number in args.links for found in link_cells(number, recipe, Path(args.out))]
     off = [abs(found["predicted"][1] / found["measured"] - 1) for _, found in cells]
-    near = [sum(one <= limit for one in off) for limit in (0.15, 0.3)]
+    near = [sum(share <= limit for share in off) for limit in (0.15, 0.3)]
     lines = [
         "# Predicted and measured times of an iteration",
         "",
@@ -155,7 +155,7 @@ def main() -> None:
         "",
     ]
     lines += ["| link | way | predicted (ms) | measured (ms) | off |", "| --- | --- | --- | --- | --- |"]
-    lines += [row(*one) for one in cells]
+    lines += [row(*cell) for cell in cells]
     lines += [
         "",
         f"Of {len(off)} cells {near[0]} are within 15 %, and {near[1]} within 30 %.",
@@ -173,5 +173,5 @@ if __name__ == "__main__":
     with usage_errors("benchmarks.plan_check"):
         try:
             main()
-        except Missing as missing:
+        except MissingRequirement as missing:
             print(f"skipped: {missing}")

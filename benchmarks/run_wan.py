@@ -33,7 +33,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.common import free_port, made_with
-from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
+from benchmarks.lab import INTERFACE, Lab, Link, MissingRequirement, end_in_order, wait
 from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.base.files import replace_file, write_text
 from megatron_lossy.lab.train.metrics import METRICS_FILE
@@ -105,7 +105,7 @@ class Run:
         train = {record["iteration"]: record for record in records if record["kind"] == "train"}
         valid = {record["iteration"]: record["lm loss"] for record in records if record["kind"] == "valid"}
         times = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
-        communication = {kind: np.min([one[kind] for one in times], axis=0) for kind in KINDS}
+        communication = {kind: np.min([own[kind] for own in times], axis=0) for kind in KINDS}
         communication["sync"] = np.array([train[iteration].get("sync wait", 0.0) for iteration in sorted(train)])
         seconds = {iteration: record["seconds"] for iteration, record in train.items()}
         losses = {iteration: record["lm loss"] for iteration, record in train.items()}
@@ -297,7 +297,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
                 print(f"{name}: {runs[-1].iteration_ms:.0f} ms per iteration", flush=True)
         if lab.dropped():
             notes.append(f"this machine dropped {lab.dropped()} packets itself")
-    target = max((min(one.valid.values()) for one in runs if one.valid), default=None)
+    target = max((min(run.valid.values()) for run in runs if run.valid), default=None)
     date, command, *machine = made_with("benchmarks.run_wan", argv)
     rate = "no limit of rate" if args.rate is None else f"{args.rate:g} Mbit/s, queue {_queue(args):g} ms"
     what = f"Link: {100 * args.loss:g} % of packets lost, {args.rtt:g} ms round trip, {rate}; {2 * args.ranks} ranks"
@@ -320,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
             raise refuse("--out", args.out, f"{_folder(args, there).name} is there already; --replace removes it")
         try:
             run(args, argv)
-        except Missing as missing:
+        except MissingRequirement as missing:
             print(f"skipped: {missing}")
     return 0
 

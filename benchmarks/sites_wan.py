@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import RESULTS, free_port, made_with, today, write_results
-from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
+from benchmarks.lab import INTERFACE, Lab, Link, MissingRequirement, end_in_order, wait
 from megatron_lossy.base.errors import refuse, usage_errors
 from megatron_lossy.base.files import write_text
 
@@ -172,7 +172,7 @@ def main() -> int:
                         print(
                             f"round {number + 1}, {cell}, {name}: {1e3 * np.median(told['seconds']):.0f} ms", flush=True
                         )
-        except Missing as missing:
+        except MissingRequirement as missing:
             print(f"sites_wan: {missing}")
             return 1
     text = table(args, kept, cells, sys.argv[1:])

@@ -71,7 +71,7 @@ class Settings:
         return self.sequence * self.micro_batch
 
 
-class Timed:
+class TimedVariant:
     """A variant whose steps are timed."""
 
     def timed(self, work: Callable[[], None]) -> float:
@@ -89,7 +89,7 @@ class Timed:
         dist.barrier()
 
 
-class Trainer(Timed):
+class Trainer(TimedVariant):
     """One variant: a model, its optimizer and, with a configuration, the hooks, which are in only while it runs."""
 
     def __init__(self, settings: Settings, config: LossyConfig | None, world: IslandWorld | None = None) -> None:
@@ -230,7 +230,7 @@ def ratios(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def ratio(mine: list[float], others: list[float]) -> dict[str, float]:
     """Return median seconds, and median and quartiles of the ratio round by round."""
-    ratios = sorted(one / base for one, base in zip(mine, others, strict=True))
+    ratios = sorted(own / base for own, base in zip(mine, others, strict=True))
     quarter = len(ratios) // 4
     return {
         "seconds": statistics.median(mine),

@@ -52,7 +52,7 @@ class Size:
         """Return the report in ``folder``. Raise :class:`UsageError` if its models differ in size, or none loses."""
         results = recorded(folder)
         configs = [trial.cell.train for trial in results.study.trials]
-        found = {(parameters(one, build_tokenizer(one.tokenizer).vocab_size), one.tokens) for one in configs}
+        found = {(parameters(own, build_tokenizer(own.tokenizer).vocab_size), own.tokens) for own in configs}
         if len(found) > 1 or not results.study.levels:
             raise refuse("FOLDER", folder, "must hold a study of loss in models of one size, all for as many tokens")
         return cls(results, *found.pop())
@@ -110,9 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def read(folders: Sequence[str | Path]) -> list[Size]:
     """Return the reports in ``folders``, small models first. Raise :class:`UsageError` if two are of one size."""
     sizes = sorted((Size.of(Path(folder)) for folder in folders), key=lambda size: size.parameters)
-    for one, other in itertools.pairwise(sizes):
-        if one.parameters == other.parameters:
-            raise UsageError(f"FOLDER: two reports are of models of {one.parameters} parameters")
+    for size, larger in itertools.pairwise(sizes):
+        if size.parameters == larger.parameters:
+            raise UsageError(f"FOLDER: two reports are of models of {size.parameters} parameters")
     return sizes
 
 
@@ -177,7 +177,7 @@ def _measured(sizes: Sequence[Size], lines: Sequence[Line]) -> LossTable:
 
     def add(label: str, values: Sequence[dict[int, float]]) -> None:
         if any(values):
-            rows.append((label, tuple(ScalarEntry(*mean_and_error(one.values()), None, len(one)) for one in values)))
+            rows.append((label, tuple(ScalarEntry(*mean_and_error(own.values()), None, len(own)) for own in values)))
 
     add("lr x sharpness, no loss", [size.measured(STEP, size.results.study.variants[0], None) for size in sizes])
     for title, name in (
@@ -187,7 +187,7 @@ def _measured(sizes: Sequence[Size], lines: Sequence[Line]) -> LossTable:
     ):
         for line in lines:
             values = [size.measured(name, *line) for size in sizes]
-            if name != LATE or any(any(one.values()) for one in values):  # nothing lags with a lead
+            if name != LATE or any(any(own.values()) for own in values):  # nothing lags with a lead
                 add(f"{title}, {_label(line)}", values)
     for line in lines:
         add(f"without loss over the largest, {_label(line)}", [size.crossing(line) for size in sizes])
@@ -241,10 +241,10 @@ def plot_cost(sizes: Sequence[Size], path: Path) -> list[Path]:
         if paper.runs:
             beside.plot([_PAPER], [paper.mean], "k*", markersize=14)
         beside.set_xticks([_PAPER], ["7 B, the paper's\n(other settings)"])
-        for one in (axes, beside):
-            one.axhline(0, color="0.5", linewidth=1)
-            one.grid(True, axis="y", alpha=0.35)
-            one.tick_params(labelsize=12)
+        for part in (axes, beside):
+            part.axhline(0, color="0.5", linewidth=1)
+            part.grid(True, axis="y", alpha=0.35)
+            part.tick_params(labelsize=12)
     all_axes[0].set_ylabel(f"change of {sizes[0].metric}, %\n95 % interval", fontsize=14)
     return save_figure(figure, path)
 
@@ -283,7 +283,9 @@ def plot_crossing(sizes: Sequence[Size], path: Path) -> list[Path]:
     all_axes[0].set_ylabel(f"change of {metric}, %\n95 % interval", fontsize=14)
     grey = {"color": "0.3", "linestyle": "", "markersize": 9}
     figure.legend(
-        handles=[Line2D([], [], **grey, marker=one, label=size.name) for one, size in zip(markers, sizes, strict=True)],
+        handles=[
+            Line2D([], [], **grey, marker=shape, label=size.name) for shape, size in zip(markers, sizes, strict=True)
+        ],
         title="parameters",
         fontsize=12,
         loc="outside right upper",

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, made_with, today, write_results
-from benchmarks.exchange.contestants import NAMES, PHASES, Done, Team, TooSlow, our_config
+from benchmarks.exchange.contestants import NAMES, PHASES, ExchangeTimeout, RankTimes, Team, our_config
 from benchmarks.exchange.limits import best, limits, limits_table
 from benchmarks.exchange.results import Cell, Share, markdown, table_of
 from benchmarks.exchange.rows import PARTS, Row, choose
-from benchmarks.lab import Counters, Lab, Link, Missing, check_lab, end_in_order
+from benchmarks.lab import Counters, Lab, Link, MissingRequirement, check_lab, end_in_order
 from megatron_lossy.base.errors import refuse, usage_errors
 
 #: Exchanges of a phase that a row has at most, and those that it has although they take longer than its share.
@@ -81,7 +81,7 @@ class Field:
                 started = time.monotonic()
                 try:
                     outcomes = [self._once(cell, limit) for cell in cells[name]]
-                except TooSlow:
+                except ExchangeTimeout:
                     for cell in cells[name]:
                         cell.too_slow = limit
                     self._slow[name].append(row)
@@ -101,7 +101,7 @@ class Field:
         print("\r", end="\033[K", file=sys.stderr, flush=True)
         return [cell for of_name in cells.values() for cell in of_name]
 
-    def _once(self, cell: Cell, limit: float) -> tuple[list[Done], list[Counters]]:
+    def _once(self, cell: Cell, limit: float) -> tuple[list[RankTimes], list[Counters]]:
         """Run one exchange; return the ranks' results, and the link's counters in each direction."""
         ends = [] if cell.row.wire else [(0, 1), (1, 0)]
         before = [self._lab.counters(*end) for end in ends]
@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
             before = limits(packet_bytes)
             cells, shares, notes = run(args)
             last = limits_table(packet_bytes, best(before, limits(packet_bytes)))
-        except Missing as missing:
+        except MissingRequirement as missing:
             print(f"skipped: {missing}")
             return 0
         text = markdown(cells, shares, notes, made_with("benchmarks.udp_exchange", argv), last)

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import Team, our_config, span
 from benchmarks.exchange.rows import Row
-from benchmarks.lab import Lab, Missing, end_in_order
+from benchmarks.lab import Lab, MissingRequirement, end_in_order
 from megatron_lossy.base.errors import refuse, usage_errors
 
 NAMES = ("none", "protected")
@@ -82,7 +82,7 @@ def markdown(args: argparse.Namespace, times: dict[str, list[float]], sent: list
         lines.append(f"| {name} | " + " | ".join(cells) + f" | {len(times[name])} |")
     paired = np.subtract(times["protected"], times["none"])
     total = {
-        name: sum(getattr(one, name) for one in sent)
+        name: sum(getattr(counts, name) for counts in sent)
         for name in ("datagrams", "again", "parities", "must", "must_lost")
     }
     more = total["again"] + total["parities"]
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
         our_config(f"--grad-recovery error-feedback --grad-priority packet-mean:{args.fraction} {args.flags}")
         try:
             times, sent, notes = measure(args)
-        except Missing as missing:
+        except MissingRequirement as missing:
             print(f"skipped: {missing}")
             return 0
     text = markdown(args, times, sent, [*made_with("benchmarks.udp_priority", argv), *notes])

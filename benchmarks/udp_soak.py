@@ -29,7 +29,7 @@ import psutil
 from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import PHASES, Team, our_config, span
 from benchmarks.exchange.rows import Row
-from benchmarks.lab import Lab, Link, Missing, end_in_order
+from benchmarks.lab import Lab, Link, MissingRequirement, end_in_order
 from megatron_lossy.base.errors import refuse, usage_errors
 
 #: An exchange that takes so many times the median is one that stalls.
@@ -111,7 +111,7 @@ class Trouble:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ExchangeRecord:
     """An exchange by the monotonic clock, and the share that it lost at the rank that lost more.
 
     ``disturbed``: the machine was busy with something else.
@@ -150,14 +150,14 @@ def sample(team: Team, seconds: float, exchanges: int) -> Sample:
 class Run:
     """All that was seen. ``machine``: lines about this machine."""
 
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[ExchangeRecord] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     machine: list[str] = field(default_factory=list)
 
     def took(self, phase: str) -> np.ndarray:
         """Return milliseconds of its exchanges."""
-        return np.array([one.took for one in self.seen if one.phase == phase])
+        return np.array([exchange.took for exchange in self.seen if exchange.phase == phase])
 
 
 def soak(args: argparse.Namespace) -> Run:
@@ -183,8 +183,8 @@ def soak(args: argparse.Namespace) -> Run:
                 done += 1
                 if done > 2 * WARM_UP:
                     started, ended = span(ranks)
-                    lost = max(one.lost for one in ranks)
-                    run.seen.append(Seen(phase, started, ended, lost, sleeper.overslept(started, ended)))
+                    lost = max(rank.lost for rank in ranks)
+                    run.seen.append(ExchangeRecord(phase, started, ended, lost, sleeper.overslept(started, ended)))
             samples.append(sample(team, time.monotonic() - begun, done))
         finally:
             if trouble is not None:
@@ -203,7 +203,7 @@ def soak(args: argparse.Namespace) -> Run:
 
 def progress(now: Sample, run: Run) -> str:
     """Return a line for the terminal."""
-    slowest = max((one.took for one in run.seen), default=0.0)
+    slowest = max((exchange.took for exchange in run.seen), default=0.0)
     return (
         f"{now.seconds:7.0f} s: {now.exchanges} exchanges, slowest {slowest:.0f} ms; "
         f"{now.resident:.1f} MiB, {now.files} files open"
@@ -212,7 +212,7 @@ def progress(now: Sample, run: Run) -> str:
 
 def on_again(run: Run, event: Event) -> float:
     """Return the milliseconds from the end of ``event`` to the end of an exchange that had not lost most."""
-    ended = [one.ended for one in run.seen if one.ended >= event.ended and one.lost < MOST]
+    ended = [exchange.ended for exchange in run.seen if exchange.ended >= event.ended and exchange.lost < MOST]
     return 1000 * (ended[0] - event.ended) if ended else float("inf")
 
 
@@ -232,8 +232,8 @@ def trouble_table(run: Run, rtt: float) -> list[str]:
             f"| {kind} | {len(waits)} | {np.median(waits):.0f} | {waits.max():.0f} | {(waits > allowed).sum()} |"
         )
     near = [(event.began, event.ended + max(1.0, on_again(run, event) / 1000)) for event in run.events]
-    apart = [one for one in run.seen if not any(one.began < end and one.ended > begin for begin, end in near)]
-    counts = (sum(one.lost > MOST for one in run.seen), len(run.seen), sum(one.lost > MOST for one in apart))
+    apart = [seen for seen in run.seen if not any(seen.began < end and seen.ended > begin for begin, end in near)]
+    counts = sum(seen.lost > MOST for seen in run.seen), len(run.seen), sum(seen.lost > MOST for seen in apart)
     said = "exchanges lost more than {:.0%}: {} of {}; {} of them when nothing had happened for a second"
     lines += ["", f"{said.format(MOST, *counts).capitalize()}."]
     return lines
@@ -242,7 +242,7 @@ def trouble_table(run: Run, rtt: float) -> list[str]:
 def markdown(run: Run, header: Sequence[str], rtt: float) -> str:
     """Return the result."""
     samples = run.samples
-    lost = [one.lost for one in run.seen]
+    lost = [exchange.lost for exchange in run.seen]
     first, last = samples[0], samples[-1]
     lines = ["# A long run over UDP", "", *[f"- {line}" for line in header], ""]
     lines += [
@@ -251,7 +251,7 @@ def markdown(run: Run, header: Sequence[str], rtt: float) -> str:
     ]
     for phase in PHASES:
         took = run.took(phase)
-        disturbed = np.array([one.disturbed for one in run.seen if one.phase == phase])
+        disturbed = np.array([exchange.disturbed for exchange in run.seen if exchange.phase == phase])
         tail = [f"{np.percentile(took, percent):.1f}" for percent in (50, 99, 99.9, 100)]
         stalls = took > STALL * np.median(took)
         lines.append(f"| {phase} | {len(took)} | {' | '.join(tail)} | {stalls.sum()} | {(stalls & disturbed).sum()} |")
@@ -264,7 +264,7 @@ def markdown(run: Run, header: Sequence[str], rtt: float) -> str:
         "| --- | --- | --- | --- |",
     ]
     shown = [samples[int(index)] for index in np.unique(np.linspace(0, len(samples) - 1, 7).round())]
-    lines += [f"| {one.seconds:.0f} s | {one.exchanges} | {one.resident:.1f} | {one.files} |" for one in shown]
+    lines += [f"| {row.seconds:.0f} s | {row.exchanges} | {row.resident:.1f} | {row.files} |" for row in shown]
     lines += [
         "",
         f"From the first line to the last: {last.resident - first.resident:+.1f} MiB, {last.files - first.files:+d} files.",
@@ -309,7 +309,7 @@ def main(argv: list[str] | None = None) -> int:
             raise refuse("--out", args.out, f"{result.name} is there already; --replace writes over it")
         try:
             run = soak(args)
-        except Missing as missing:
+        except MissingRequirement as missing:
             print(f"skipped: {missing}")
             return 0
     text = markdown(run, [*made_with("benchmarks.udp_soak", argv), *run.machine], args.rtt)

@@ -265,7 +265,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def _both(old: str, new: str) -> str:
-    return "; ".join(sorted({one for part in (old, new) for one in part.split("; ") if one}))
+    return "; ".join(sorted({reason for part in (old, new) for reason in part.split("; ") if reason}))
 
 
 def merged(text: str, rows: list[list[str]]) -> str:

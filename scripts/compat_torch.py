@@ -53,15 +53,15 @@ def run(version: str | None) -> tuple[list[str], bool]:
         )
     cells = []
     for file, pattern in COLUMNS.values():
-        own = [one for one in results[file] if re.search(pattern, one[0])]
-        results[file] = [one for one in results[file] if one not in own]
+        own = [result for result in results[file] if re.search(pattern, result[0])]
+        results[file] = [result for result in results[file] if result not in own]
         cells.append(_cell([outcome for _, outcome, _ in own]))
     return [found, platform.python_version(), *cells, datetime.date.today().isoformat()], "fail" not in "".join(cells)
 
 
 def merged(text: str, row: list[str]) -> str:
     """Return ``text`` with ``row`` in the place of that of the same torch."""
-    rows = sorted([one for one in _rows(MARKS, text) if one[0] != row[0]] + [row], key=lambda one: _numbers(one[0]))
+    rows = sorted([*(old for old in _rows(MARKS, text) if old[0] != row[0]), row], key=lambda row: _numbers(row[0]))
     return MARKS.sub(lambda match: match[1] + _table(rows, HEADER) + match[3], text)
 
 

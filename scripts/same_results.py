@@ -47,11 +47,11 @@ def refuse(text: str) -> NoReturn:
     sys.exit(2)
 
 
-class Broken(RuntimeError):
+class Failure(RuntimeError):
     """Nothing can be compared: another machine, or a runner that died."""
 
 
-class Recorded:
+class Recording:
     """Return the record that an earlier call made of a checkout."""
 
     def __init__(self, path: Path, renamed: bool) -> None:
@@ -130,7 +130,7 @@ class Checkout:
         line = self._process.stdout.readline()
         if not line:
             text = (self._scratch / "runner.err").read_text().strip()
-            raise Broken(f"{self._path}: {text.splitlines()[-1] if text else 'its runner died'}")
+            raise Failure(f"{self._path}: {text.splitlines()[-1] if text else 'its runner died'}")
         return json.loads(line)
 
 
@@ -171,7 +171,7 @@ class Comparison:
 
     def __init__(self, sides: list[Path], cases: list[Case], arguments: argparse.Namespace, scratch: Path) -> None:
         self._sides, self._cases, self._arguments, self._scratch = sides, cases, arguments, scratch
-        self._recorded = {side: Recorded(side, arguments.renamed) for side in sides if side.is_file()}
+        self._recorded = {side: Recording(side, arguments.renamed) for side in sides if side.is_file()}
         self._queue: queue.SimpleQueue[Case] = queue.SimpleQueue()
         for case in cases:
             self._queue.put(case)
@@ -222,7 +222,7 @@ class Comparison:
             first = next(iter(self.machines.values()))
             for name, value in machine.items():
                 if first.get(name) != value:
-                    raise Broken(f"{self._sides[0]}: made with {name} {first.get(name)}, here it is {value}")
+                    raise Failure(f"{self._sides[0]}: made with {name} {first.get(name)}, here it is {value}")
 
     def _one(self, case: Case, runners: list[Any]) -> None:
         started = time.monotonic()
@@ -300,7 +300,7 @@ def main() -> None:
     try:
         comparison = Comparison(sides, cases, arguments, scratch)
         comparison.run(min(arguments.jobs, len(cases)))
-    except Broken as error:
+    except Failure as error:
         refuse(str(error))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -42,12 +42,12 @@ def share_away(events: list[dict[str, object]], islands: int, iterations: int) -
     """Return the share of island-iterations that are not made, or made alone."""
     left: dict[object, int] = {}
     missed = 0
-    for one in events:
-        at = int(str(one["at"]))
-        if one["event"] == "return":
-            missed += at - left.pop(one["slot"])
+    for event in events:
+        at = int(str(event["at"]))
+        if event["event"] == "return":
+            missed += at - left.pop(event["slot"])
         else:
-            left[one["slot"]] = at
+            left[event["slot"]] = at
     missed += sum(iterations - at for at in left.values())
     return missed / (islands * iterations)
 
@@ -65,9 +65,9 @@ def main() -> None:
     given = parser.parse_args()
     events = spells(given.islands, given.iterations, given.away, given.length, given.event, given.seed)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text("".join(json.dumps(one) + "\n" for one in events))
+    given.out.write_text("".join(json.dumps(event) + "\n" for event in events))
     away = share_away(events, given.islands, given.iterations)
-    returns = sum(one["event"] == "return" for one in events)
+    returns = sum(event["event"] == "return" for event in events)
     print(f"{given.out}: {100 * away:.1f} % away, {returns} returns")
 
 

@@ -41,7 +41,7 @@ from megatron_lossy.lab.studies.commands import recorded
 from megatron_lossy.lab.studies.folder import tables
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.run.exporter import prometheus_name
-from scripts import stability, ways
+from scripts import ways
 from scripts.verified import feature_table, machine_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,10 +51,10 @@ _FLAGS = {"loss": LossyConfig, "training": TrainConfig}
 _FLAG = re.compile(r"--[a-z0-9][a-z0-9-]*")
 #: Flags of mechanisms of other packages that happen to be installed.
 _STRANGE = {
-    one.name
+    flag.name
     for mechanism in MECHANISMS.all()
     if mechanism not in MECHANISMS.ours()
-    for one in dataclasses.fields(mechanism.Flags)
+    for flag in dataclasses.fields(mechanism.Flags)
 }
 #: The meaning of each value that ``--metrics-port`` serves, by its name in records.
 METRICS = {name: axis.label for name, axis in AXES.items()} | {
@@ -63,7 +63,6 @@ METRICS = {name: axis.label for name, axis in AXES.items()} | {
 }
 _MADE = {
     "metrics": lambda: _metrics(),
-    "delayed_steps": stability.delayed_steps,
     "plan_costs": ways.costs,
     "size_cost": lambda: _of_sizes()["cost"].markdown(),
     "size_measured": lambda: _of_sizes()["measured"].markdown(),
@@ -81,7 +80,7 @@ def _content(kind: str, name: str) -> str:
     if kind == "flags":
         return flag_tables(_FLAGS[name], " \\*") + "\n"
     if kind == "refusals":
-        return "\n\n".join(f"## {one.about}\n\n{refusal_table(one)}" for one in sections(ours=True)) + "\n"
+        return "\n\n".join(f"## {part.about}\n\n{refusal_table(part)}" for part in sections(ours=True)) + "\n"
     if kind == "made":
         return _MADE[name]()
     if kind == "list":
@@ -155,7 +154,7 @@ def flag_tables(cls: type, mark: str = "") -> str:
 def flag_table(cls: type, heading: str | None = None, mark: str = "") -> str:
     """Return the flags of ``cls``, or those under ``heading``, as a Markdown table: flag, default, meaning."""
     rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
-    for f in (one for name, own in flag_groups(cls).items() if heading in (None, name) for one in own):
+    for f in (field for name, own in flag_groups(cls).items() if heading in (None, name) for field in own):
         if f.name in _STRANGE:
             continue
         options = f.metadata["flag"]

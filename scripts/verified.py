@@ -32,7 +32,7 @@ def _labels() -> dict[Path, str]:
 def _tick(feature: Feature, device: str) -> str:
     if not feature.device:
         return "-"
-    ran = any(feature.name in one.get("features", ()) for one in machines() if one["device"] == device)
+    ran = any(feature.name in machine.get("features", ()) for machine in machines() if machine["device"] == device)
     return "✓" if ran else "not run"
 
 
@@ -40,7 +40,7 @@ def feature_table() -> str:
     """Return a row for each feature, by room: the core, the mechanisms, all else."""
     labels = _labels()
     rows, place = ["| feature | CPU | pretended | CUDA | HPU | needs | tests |", f"|{' --- |' * 7}"], None
-    for feature in sorted(features().values(), key=lambda one: (*_place(one.room), one.files[0])):
+    for feature in sorted(features().values(), key=lambda feature: (*_place(feature.room), feature.files[0])):
         if _place(feature.room) != place:
             place = _place(feature.room)
             rows.append(f"| **{place[1]}** | | | | | | |")
@@ -57,8 +57,9 @@ def machine_table() -> str:
     """Return a row for each machine on which tests ran, and one for each device without a run."""
     rows = ["| device | machine | versions | date |", "| --- | --- | --- | --- |"]
     rows += [
-        f"| {one['device'].upper()} | {one['machine']} | {one['versions']} | {one['date']} |" for one in machines()
+        f"| {machine['device'].upper()} | {machine['machine']} | {machine['versions']} | {machine['date']} |"
+        for machine in machines()
     ]
-    ran = {one["device"] for one in machines()}
+    ran = {machine["device"] for machine in machines()}
     rows += [f"| {device.upper()} | nobody has run it | | |" for device in DEVICES if device not in ran]
     return "\n".join(rows) + "\n"

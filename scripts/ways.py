@@ -104,7 +104,7 @@ def sent(trial: Trial) -> float:
     if loss.sites is None:
         return gradient_bytes(elements, RANKS, weight_bytes=4) / tokens
     values = ("int8" if phase in loss.wire_bits else "fp32" for phase in ("grad", "param"))
-    return sum(site_bytes(elements, loss.sites, BYTES[one]) for one in values) / tokens
+    return sum(site_bytes(elements, loss.sites, BYTES[form]) for form in values) / tokens
 
 
 def draw(results: Results) -> Figure:

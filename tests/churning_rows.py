@@ -13,7 +13,7 @@ from megatron_lossy.lab.virtual.island_churn import Churn
 from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.rounds import MemberRounds
 from megatron_lossy.mechanisms.islands.vector import Subset
-from scripts.stability import STREAM, vectors_of
+from tests.vectors import STREAM, vectors_of
 
 Act = Callable[[int, torch.Tensor, list[int]], object]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import beside_tcp, common, fsdp_step, island_step, param_sync, run_wan, step_overhead, udp_exchange
-from benchmarks.exchange.contestants import Done
+from benchmarks.exchange.contestants import RankTimes
 from benchmarks.exchange.results import Cell, Share, markdown, table_of
 from benchmarks.exchange.rows import LOSSES, PARTS, QUICK, Row, choose
 from benchmarks.lab import Counters
@@ -50,13 +50,11 @@ def on_ranks(rank, benchmark, settings, islands=1):
     )
 
 
-@pytest.mark.parametrize("benchmark", ["step_overhead", "monitor_overhead"])
 @pytest.mark.slow
-def test_steps_in_turns(benchmark):
-    _, text = run_ranks(on_ranks, 2, benchmark, step_overhead.Settings(**TINY))[0]
+def test_steps_in_turns():
+    _, text = run_ranks(on_ranks, 2, "step_overhead", step_overhead.Settings(**TINY))[0]
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    widths = {"step_overhead": [6] * (2 + len(step_overhead.VARIANTS)), "monitor_overhead": [6] * 4 + [4] * 4}
-    assert [len(row) for row in rows] == widths[benchmark]
+    assert [len(row) for row in rows] == [6] * (2 + len(step_overhead.VARIANTS))
 
 
 def test_fsdp_steps_and_bytes():
@@ -138,7 +136,7 @@ def cell(name="tcp bbr", phase="reduce-scatter", row=QUICK[1], times=(0.1, 0.3, 
     made = Cell(row, name, phase, too_slow)
     for time in times:
         # The second rank starts last, the first ends last.
-        done = [Done(0.0, 0.5 + time, 0.01, 0.0, 0.005), Done(0.5, 0.5, 0.03, 0.02, 0.015)]
+        done = [RankTimes(0.0, 0.5 + time, 0.01, 0.0, 0.005), RankTimes(0.5, 0.5, 0.03, 0.02, 0.015)]
         made.add(done, [Counters(packets=100, lost=1), Counters(packets=100, overflowed=4)])
     return made
 

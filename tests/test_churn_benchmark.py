@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.churn.islands import Life
 from benchmarks.churn.results import ALONE, LISTENS, SENDS, Island, Results, markdown
-from benchmarks.churn.schedule import COORDINATOR, DEFAULT, Director, Happened, first_islands, without_cuts
+from benchmarks.churn.schedule import COORDINATOR, DEFAULT, Director, PastEvent, first_islands, without_cuts
 from megatron_lossy.lab.virtual.island_schedule import Event, Schedule
 
 pytestmark = pytest.mark.shows("benchmarks of steps, parameters and islands run")
@@ -118,10 +118,10 @@ def results(tmp_path):
     lives[0].records[-1:] = lives.pop(1).records  # frozen, and the same process
     lives[0].seen |= {t: float(t) for t in range(82, 101)}
     happened = [
-        Happened(40, 1, "stop", 40.5),
-        Happened(60, 1, "return", 60.5),
-        Happened(70, 0, "freeze", 69.5),
-        Happened(80, 0, "return", 81.5),
+        PastEvent(40, 1, "stop", 40.5),
+        PastEvent(60, 1, "return", 60.5),
+        PastEvent(70, 0, "freeze", 69.5),
+        PastEvent(80, 0, "return", 81.5),
     ]
     return Results([Island.read(slot, lives, tmp_path) for slot in range(2)], happened, 100)
 
@@ -141,7 +141,7 @@ def test_updates_pauses_and_who_was_there(results):
     assert rows[1][:5] == ["island 0", "1", "88", "97.8 %", "97.7 %"]
     assert rows[2][:5] == ["island 1", "2", "80", "100.0 %", "100.0 %"]
     assert markdown(results.events())[2] == "| 40 | island 1 kill -9 | 0.10 |"
-    results.happened[0] = Happened(60, 1, "stop", 60.5)  # and started again at once, before an iteration ends
+    results.happened[0] = PastEvent(60, 1, "stop", 60.5)  # and started again at once, before an iteration ends
     assert results.longest_pause(0) is None
     assert markdown(results.events())[2] == "| 60 | island 1 kill -9 | - |"
     assert ["kill -9", "1", "-", "-"] in results._kinds()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands.form import bytes_sent
 from megatron_lossy.mechanisms.islands.mean import InMemory
-from scripts.stability import STREAM, rounds_of
 from tests.reference import block_payload, block_values
+from tests.vectors import STREAM, rounds_of
 
 pytestmark = pytest.mark.shows(
     "islands in 8 bits: values, rests of means", "DiLoCo in 8 and 4 bits, in fragments, late: values, rests"

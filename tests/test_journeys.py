@@ -18,9 +18,9 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.plugin import parse_loss_flags
 from megatron_lossy.pytorch import exchanges, make_lossy
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatter
-from scripts.stability import rounds_of
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
+from tests.vectors import rounds_of
 
 pytestmark = pytest.mark.shows("an exchange passes few files", device=False)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import lab as lab_module
-from benchmarks.lab import Lab, Link, Missing, check_lab, nodes
+from benchmarks.lab import Lab, Link, MissingRequirement, check_lab, nodes
 from benchmarks.lab.__main__ import main
 
 pytestmark = pytest.mark.shows(
@@ -24,7 +24,7 @@ refused_links = pytest.mark.shows("emulated links that cannot be are refused", d
 try:
     check_lab()
     MISSING = None
-except Missing as missing:
+except MissingRequirement as missing:
     MISSING = str(missing)
 
 
@@ -352,5 +352,5 @@ def test_what_is_missing_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().out == "skipped: a lab needs root, for network namespaces\n"
     monkeypatch.setattr(lab_module.os, "geteuid", lambda: 0)
     monkeypatch.setattr(lab_module.shutil, "which", lambda name: name if name == "ip" else None)
-    with pytest.raises(Missing, match="a C compiler"):
+    with pytest.raises(MissingRequirement, match="a C compiler"):
         check_lab()

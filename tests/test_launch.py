@@ -46,7 +46,7 @@ from .trainer import TINY, read_records, write_data
 
 pytestmark = pytest.mark.shows(
     "configurations: sizes, memory, flags, dry runs, refusals",
-    "commands of torchrun, srun, mpirun; requeued jobs",
+    "commands of torchrun and srun; requeued jobs",
     device=False,
 )
 
@@ -283,9 +283,9 @@ def test_layers_of_files(tmp_path):
 
 
 def test_flags_for_megatron(data, tmp_path):
-    command = arguments(ROOT / "configs/llama2_7b/gaudi3_dp32.yaml", data, tmp_path, "--rate=0.1", "--hostfile=h")
+    command = arguments(ROOT / "configs/llama2_7b/gaudi3_dp32.yaml", data, tmp_path, "--rate=0.1")
     command[1] = "--program=pretrain_gpt.py"
-    plan = make_plan([*command, "--launcher=mpirun", "--tokenizer=sentencepiece:t.model", "--eod-mask-loss"])
+    plan = make_plan([*command, "--tokenizer=sentencepiece:t.model", "--eod-mask-loss"])
     line = " ".join(plan.module)
     assert line.startswith("megatron_lossy pretrain_gpt.py --num-layers 32 ")
     for flags in (
@@ -296,7 +296,7 @@ def test_flags_for_megatron(data, tmp_path):
         "--exit-signal-handler", "--sequence-parallel", "--eod-mask-loss", "--use-fused-sdpa 1",
     ):  # fmt: skip
         assert f" {flags}" in line
-    assert " ".join(make_plan([*command, "--launcher=mpirun", "--optimizer=sgd"]).module).count("--optimizer sgd") == 1
+    assert " ".join(make_plan([*command, "--optimizer=sgd"]).module).count("--optimizer sgd") == 1
     assert line.count("--optimizer ") == 1 and "--overlap-grad-reduce" not in line and "--group-query" not in line
     assert plan.environment["PT_HPU_GPU_MIGRATION"] == "1"
     assert plan.layout.sequence_parallel and plan.layout.flash_attention
@@ -345,7 +345,7 @@ def test_megatron_is_told_which_optimizer(data, tmp_path):
         (["--save=x"], "--save x: cannot be given to launch"),
         (["--loss-model=trace", "--trace=absent"], "--trace absent"),
         (["--environment=A"], "--environment A: must be pairs NAME=VALUE"),
-        (["--hostfile=h"], "--hostfile h: needs --launcher mpirun"),
+        (["--launcher=srun"], "--rdzv-endpoint n:1: needs --launcher torchrun"),
         (
             ["--save-retain=2", "--program=p.py"],
             "--save-retain 2: needs --program train; Megatron-LM has --save-retain-i",
@@ -405,12 +405,6 @@ def test_commands_of_the_launchers(data, tmp_path):
     assert "--container-image=/images/a.sqsh --container-mounts=/d:/d python -m megatron_lossy.lab.launch.rank" in slurm
     assert "--ranks 64" in slurm and "--master-port 29512" in slurm
 
-    (tmp_path / "hosts").write_text("10.0.0.1 slots=8\n# spare\n10.0.0.2 slots=8\n")
-    gaudi = ["--device=gaudi3", "--launcher=mpirun", f"--hostfile={tmp_path}/hosts"]
-    mpi = command(*gaudi, "--accelerators=16")
-    assert "mpirun -n 16 --bind-to none" in mpi and "-x PT_HPU_GPU_MIGRATION=1" in mpi
-    assert "--kind hpu --ranks 16 --master-addr 10.0.0.1" in mpi
-
 
 def test_what_a_dry_run_prints_is_a_shell_command():
     text = shell(["echo", "--a", "x y", "--b"], {"NAME": "it's"})
@@ -418,16 +412,13 @@ def test_what_a_dry_run_prints_is_a_shell_command():
     assert done.stdout == "--a x y --b \n"
 
 
-def test_ranks_of_srun_and_mpirun():
+def test_ranks_of_srun():
     slurm = {"SLURM_PROCID": "9", "SLURM_NTASKS": "12", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
     slurm["SLURM_STEP_TASKS_PER_NODE"] = "8,4"
     expected = {"RANK": "9", "WORLD_SIZE": "12", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert rank_environment(slurm) == expected
     assert rank_environment(slurm | {"SLURM_STEP_TASKS_PER_NODE": "4(x3)"}) == expected
-    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(names, "3416")}
-    assert rank_environment(slurm | mpi) == dict(zip(expected, "3416"))
-    with pytest.raises(UsageError, match="neither mpirun"):
+    with pytest.raises(UsageError, match="srun did not start"):
         rank_environment({})
 
 

@@ -16,11 +16,11 @@ from megatron_lossy.mechanisms.lead.compensated import Compensated
 from megatron_lossy.mechanisms.replicas import average
 from megatron_lossy.transport import BucketSpec
 from megatron_lossy.transport.peers import LocalPeers
-from scripts.stability import rounds_of
 from tests.churning_rows import ChurningRows
 from tests.full_replicas import FullReplicas
 from tests.saved_state import unmissed, walk
 from tests.test_transport_in_memory import SHARDS, Rank
+from tests.vectors import rounds_of
 
 pytestmark = pytest.mark.shows("no entry of a saved state can be taken away unnoticed")
 

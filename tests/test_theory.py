@@ -1,4 +1,4 @@
-"""Closed forms against enumeration of all masks in plain NumPy, and against the real channels and recovery rules.
+"""Closed forms of ages and drift against enumeration in plain NumPy, and against the real channels.
 
 Enumerations are exact. Simulations have fixed seeds and a standard error; comparisons allow five of them.
 """
@@ -7,25 +7,12 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab import theory
 from tests import theory_simulated as simulate
 
-pytestmark = pytest.mark.shows("drift, ages and weights: enumeration, channels, rules", device=False)
-
-RULES = [
-    ("renormalize", False),
-    ("renormalize", True),
-    ("renormalize-remote", False),
-    ("zero", False),
-    ("zero", True),
-    ("previous", False),
-    ("previous", True),
-]
-RATES = st.floats(0.001, 0.95)
+pytestmark = pytest.mark.shows("drift and ages: enumeration, channels", device=False)
 
 
 def close(measured, expected):
@@ -97,121 +84,7 @@ def test_drift_of_independent_losses(p):
     np.testing.assert_allclose(drift_of(p, p), (owner, between))
 
 
-def test_what_is_no_rate_is_refused():
-    with pytest.raises(ValueError, match=r"must be in \[0, 1\)"):
-        theory.weights("zero", 1.0, 4)
-    with pytest.raises(ValueError, match="no such recovery rule"):
-        theory.weights("renormalize-remote", 0.1, 4, lossy_self=True)
-
-
-# --- Recovery by enumeration -----------------------------------------------------------------------------------------
-
-
-def weights_by_hand(rule, arrived):
-    """Weights of N gradients, the owner's first; ``arrived`` bool[N]."""
-    count = len(arrived)
-    if rule == "zero":
-        return arrived / count
-    if rule == "renormalize":
-        return arrived / max(arrived.sum(), 1)
-    result, remote = np.zeros(count), arrived[1:].sum()
-    result[0] = 1 / count if remote else 1
-    result[1:] = arrived[1:] * (count - 1) / count / max(remote, 1)
-    return result
-
-
-def masks(rule, p, workers, lossy_self, steps=1):
-    """(probability, weights) of everything that can happen; for previous in the last of so many steps."""
-    for flat in itertools.product((False, True), repeat=steps * workers):
-        arrived = np.array(flat).reshape(steps, workers)
-        if not lossy_self and not arrived[:, 0].all():
-            continue
-        chance = np.prod(np.where(arrived if lossy_self else arrived[:, 1:], 1 - p, p))
-        if rule == "previous":
-            yield chance, arrived.any(axis=0) / workers
-        else:
-            yield chance, weights_by_hand(rule, arrived[0])
-
-
-@pytest.mark.parametrize(("rule", "lossy_self"), RULES)
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.4])
-def test_weights(rule, lossy_self, workers, p):
-    """Every moment, by summing over all masks."""
-    steps = 3 if rule == "previous" else 1
-    cases = list(masks(rule, p, workers, lossy_self, steps))
-    chance = np.array([chance for chance, _ in cases])
-    drawn = np.array([weights for _, weights in cases])
-    assert np.isclose(chance.sum(), 1)
-    result = theory.weights(rule, p, workers, lossy_self, step=3 if rule == "previous" else None)
-    second = np.einsum("m,mi,mk->ik", chance, drawn, drawn)
-    np.testing.assert_allclose(result.own, chance @ drawn[:, 0], atol=1e-15)
-    np.testing.assert_allclose(result.own_own, second[0, 0])
-    for other in range(1, workers):
-        np.testing.assert_allclose(result.other, chance @ drawn[:, other])
-        np.testing.assert_allclose(result.own_other, second[0, other])
-        np.testing.assert_allclose(result.same_other, second[other, other])
-    if workers > 2:
-        np.testing.assert_allclose(result.other_other, second[1, 2])
-    total = drawn.sum(axis=1)
-    np.testing.assert_allclose(result.total, chance @ total)
-    np.testing.assert_allclose(result.noise, chance @ (drawn**2).sum(axis=1))
-    np.testing.assert_allclose(result.total_variance, chance @ total**2 - (chance @ total) ** 2, atol=1e-14)
-
-
-@pytest.mark.parametrize("lossy_self", [False, True])
-def test_survivors(lossy_self):
-    counts = np.zeros(5)
-    for flat in itertools.product((False, True), repeat=4):
-        if lossy_self or flat[0]:
-            counts[sum(flat)] += bernoulli(~np.array(flat[0 if lossy_self else 1 :]), 0.3)
-    np.testing.assert_allclose(theory.survivors(0.3, 4, lossy_self), counts, atol=1e-15)
-
-
-@given(p=RATES, workers=st.integers(1, 300), rule=st.sampled_from(RULES))
-@settings(deadline=None)
-def test_weights_in_general(p, workers, rule):
-    """Unbiased rules sum to 1 (or 1 - p^N); no rule beats the plain mean at its own expectation; p = 0 is exact."""
-    name, lossy_self = rule
-    result = theory.weights(name, p, workers, lossy_self)
-    if name in ("renormalize", "renormalize-remote"):
-        np.testing.assert_allclose(result.total, 1 - (p**workers if lossy_self else 0))
-    assert result.noise >= result.total**2 / workers * (1 - 1e-9)
-    assert result.total_variance >= -1e-9
-    without = theory.weights(name, 0.0, workers, lossy_self)
-    np.testing.assert_allclose([without.own, without.total, without.noise], [1 / workers, 1, 1 / workers])
-
-
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.3])
-def test_previous_over_time(p):
-    """Covariances of a substituted gradient with itself, later, by enumeration of the losses."""
-    rho = np.array([1.0, 0.6, 0.1, -0.2])
-    history, lags = 9, 6  # a sender lost 9 times in a row counts as received before that: p^10 is 6e-6
-
-    def correlation(lag):
-        return rho[abs(lag)] if abs(lag) < len(rho) else 0.0
-
-    sums, stale = 1.0, 0.0
-    for lost in itertools.product((False, True), repeat=history + lags):
-        chance = bernoulli(np.array(lost), p)
-        now = history - 1 - age_of(lost[:history])  # when the gradient in use was computed
-        stale += chance * 2 * (1 - correlation(age_of(lost[:history])))
-        for lag in range(1, lags + 1):
-            later = history - 1 + lag - age_of(lost[: history + lag])
-            sums += chance * 2 * correlation(later - now)
-    rest = np.arange(lags + 1, 60)  # beyond the reach of rho only the same gradient, used again, counts ...
-    sums += 2 * (p**rest).sum()
-    # ... and one that is newer than it, at most 3 steps apart.
-    for lag in rest:
-        for old in range(20):
-            for new in range(lag):
-                sums += 2 * (1 - p) ** 2 * p ** (old + new) * correlation(lag - new + old)
-    np.testing.assert_allclose(theory.previous_staleness(p, rho), stale, atol=1e-4)
-    np.testing.assert_allclose(theory.previous_long_run(p, rho), sums, rtol=1e-3)
-    np.testing.assert_allclose(theory.previous_long_run(p), (1 + p) / (1 - p))
-
-
-# --- The real channels and rules -------------------------------------------------------------------------------------
+# --- The real channels -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("burst", [None, 4.0])

@@ -1,23 +1,17 @@
-"""The lag of replicas, its inverse and the learning rates it leaves stable: against enumeration, roots and draws; delayed descent."""
+"""The lag of replicas, its inverse and the learning rates it leaves stable: against enumeration, roots and draws."""
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.base.theory import HIGHEST_R
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.lab import theory
 from megatron_lossy.lab.theory import Lag, Lead, lead, mean_lag, stability_limit
 from megatron_lossy.transport import Network
 
-pytestmark = pytest.mark.shows(
-    "the lag, its inverse, and stable learning rates",
-    "the bound of delayed descent against torch's optimizers",
-    device=False,
-)
+pytestmark = pytest.mark.shows("the lag, its inverse, and stable learning rates", device=False)
 
 
 @st.composite
@@ -25,7 +19,8 @@ def lags(draw):
     """Independent losses, bursts, and a part of the receivers with reliable links."""
     p = draw(st.floats(0.01, 0.6))
     burst = draw(st.none() | st.floats(max(1.0, p / (1 - p)) + 1 / (1 - p), 12.0))
-    return Lag.of(p, burst, draw(st.sampled_from([0.3, 1.0])))
+    lag = Lag.of(p, burst)
+    return Lag(draw(st.sampled_from([0.3, 1.0])) * lag.share, lag.again)
 
 
 def ages(lag, most):
@@ -60,7 +55,6 @@ def test_the_mean_lag_is_the_mean_age():
         lag = Lag.of(p, burst)
         assert lag.mean == pytest.approx(p * burst if burst else p / (1 - p))
         assert mean_lag(lag) == lag.mean and lead(lag.share, lag.mean) == pytest.approx(lag.lead)
-    assert Lag.of(0.4, None, 0.5).mean == pytest.approx(0.5 * 0.4 / 0.6)
     assert lead(0.0, 0.0) == Lead() and Lag().lead == Lead()
 
 
@@ -117,10 +111,7 @@ def test_drawn_losses_have_this_lag_and_lead(flags):
     assert np.abs(expected - weights[60:]).max() < 1e-3
 
 
-@pytest.mark.parametrize("bad", [{"p": 1.0}, {"p": 0.4, "burst": 0.5}, {"p": 0.4, "lossy": 1.5}])
-def test_what_is_no_loss_is_refused(bad):
-    with pytest.raises(ValueError, match="must be"):
-        Lag.of(**bad)
+def test_what_is_no_loss_is_refused():
     with pytest.raises(ValueError, match="beta1 = 1"):
         stability_limit(1.0)
     with pytest.raises(ValueError, match="needs 0 <= share < 1"):
@@ -143,47 +134,3 @@ def test_the_command_says_the_limits_and_what_to_set(capsys):
     assert "in bursts of 4 updates: replicas are 1.6 updates late" in capsys.readouterr().out
     run("--p", "0.2", "--beta1", "0")
     assert "this loss makes nothing less stable" in capsys.readouterr().out
-
-
-# --- the bound of delayed descent against torch's own optimizers on a quadratic, and against what is known -----------
-
-
-DELAYS, STEPS = (0, 1, 3, 7), 1500
-
-
-def amplitudes(curvatures: list[float], delays: list[int], momentum: float, nesterov: bool) -> torch.Tensor:
-    """Return [2, n]: how far from the minimum of h x^2/2 torch.optim.SGD is in the middle and at the end of a run."""
-    weight = torch.ones(len(delays), dtype=torch.float64, requires_grad=True)
-    curvature = torch.tensor(curvatures, dtype=torch.float64)
-    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=momentum, nesterov=nesterov)
-    path = torch.ones(max(delays) + STEPS + 1, len(delays), dtype=torch.float64)
-    elements = torch.arange(len(delays))
-    for step in range(max(delays), max(delays) + STEPS):
-        weight.grad = curvature * path[step - torch.tensor(delays), elements]
-        optimizer.step()
-        path[step + 1] = weight.detach()
-    window = STEPS // 10
-    return torch.stack([path[STEPS // 2 :][:window].abs().amax(0), path[-window:].abs().amax(0)])
-
-
-@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.5, False), (0.9, False), (0.5, True), (0.9, True)])
-def test_the_bound_is_where_sgd_begins_to_diverge(momentum, nesterov):
-    bounds = [theory.delayed_step_bound(delay, momentum, nesterov) for delay in DELAYS]
-    for share in (0.97, 1.03):
-        middle, end = amplitudes([share * bound for bound in bounds], list(DELAYS), momentum, nesterov)
-        # Below the bound it dies out, down to nothing at all; above it grows, up to what is no number.
-        dies, grows = end <= 0.8 * middle, ~(end <= 1.25 * middle)
-        assert (grows if share > 1 else dies).all(), (share, middle, end)
-
-
-def test_what_is_known():
-    for delay in range(8):
-        assert theory.delayed_step_bound(delay) == pytest.approx(theory.stability_bound(delay), rel=1e-9)
-    for momentum in (0.3, 0.9):
-        assert theory.delayed_step_bound(0, momentum) == pytest.approx(2 * (1 + momentum))
-        known = 2 * (1 + momentum) / (1 + 2 * momentum)
-        assert theory.delayed_step_bound(0, momentum, nesterov=True) == pytest.approx(known)
-    with pytest.raises(ValueError, match="delay = -1"):
-        theory.delayed_step_bound(-1)
-    with pytest.raises(ValueError, match=r"momentum = 1\.0"):
-        theory.delayed_step_bound(1, 1.0)

@@ -26,7 +26,7 @@ from benchmarks.churn.picture import picture
 from benchmarks.churn.results import Island, Results, compared, markdown
 from benchmarks.churn.schedule import DEFAULT, DEFAULT_AWAY, Director, Events, Kills, first_islands, without_cuts
 from benchmarks.common import made_with
-from benchmarks.lab import Link, Missing, check_lab, end_in_order
+from benchmarks.lab import Link, MissingRequirement, check_lab, end_in_order
 from megatron_lossy.base.errors import UsageError, refuse, usage_errors
 from megatron_lossy.base.files import replace_file, write_text
 from megatron_lossy.lab.virtual.island_schedule import Schedule, read_schedule
@@ -131,7 +131,7 @@ def _network(machines: int, link: Link) -> Iterator[tuple[Network, list[str]]]:
     """Yield a network, and the features that it lacks. Raise :class:`UsageError` if ``link`` needs one of them."""
     try:
         check_lab()
-    except Missing as missing:
+    except MissingRequirement as missing:
         if link != _link(_RTT, 0.0):
             raise UsageError(f"--rtt, --link-loss: {missing}") from None
         yield Loopback(), [f"nobody is cut off: {missing}"]
@@ -200,11 +200,11 @@ class Runs:
         finally:
             islands.end()
         _check(islands, iterations)
-        there = sorted({one.slot for one in islands.lives})
+        there = sorted({life.slot for life in islands.lives})
         found = [Island.read(slot, islands.lives, out / "log") for slot in there]
         notes = [f"It took {time.monotonic() - began:.0f} s"]
-        failed = [one for one in islands.lives if one.process.returncode not in (0, -signal.SIGKILL)]
-        notes += [f"island {one.slot} ended with status {one.process.returncode}" for one in failed]
+        failed = [life for life in islands.lives if life.process.returncode not in (0, -signal.SIGKILL)]
+        notes += [f"island {life.slot} ended with status {life.process.returncode}" for life in failed]
         words = " ".join(flags).replace("--sync-interval=", "--sync-interval ").split()
         interval = int(words[len(words) - words[::-1].index("--sync-interval")])  # the last one counts
         return Results(found, events.happened, iterations, notes, interval)

@@ -47,12 +47,12 @@ class Life:
     @property
     def iteration(self) -> int:
         """The latest that it has made, of the run."""
-        return next((one["iteration"] for one in reversed(self.records) if "iteration" in one), 0)
+        return next((record["iteration"] for record in reversed(self.records) if "iteration" in record), 0)
 
     @property
     def trained(self) -> list[dict[str, Any]]:
         """Its records of iterations."""
-        return [one for one in self.records if one["kind"] == "train"]
+        return [record for record in self.records if record["kind"] == "train"]
 
     def read(self) -> None:
         """Take in the records that have come since."""
@@ -101,14 +101,9 @@ class Islands:
             self._coordinator.wait()
             self._coordinator = None
 
-    @property
-    def served(self) -> bool:
-        """Whether the coordinator is there."""
-        return self._coordinator is not None and self._coordinator.poll() is None
-
     def start(self, slot: int) -> Life:
         """Start the island ``slot``, from its checkpoint if it has one."""
-        number = 1 + sum(one.slot == slot for one in self.lives)
+        number = 1 + sum(life.slot == slot for life in self.lives)
         metrics, log = self._folder / f"life_{number}", self._folder / f"island_{slot}_life_{number}.txt"
         command = [sys.executable, "-m", "megatron_lossy.train", *self._flags, "--island", str(slot)]
         command += ["--rendezvous", f"tcp://{self._network.coordinator}/run", "--udp-key-file", str(self._key)]
@@ -120,7 +115,7 @@ class Islands:
 
     def latest(self, slot: int) -> Life:
         """Return the latest life of the island ``slot``."""
-        return [one for one in self.lives if one.slot == slot][-1]
+        return [life for life in self.lives if life.slot == slot][-1]
 
     def signal(self, slot: int, number: int) -> None:
         """Send a signal to the island ``slot``: one that kills it, freezes it, or lets it go on."""
@@ -140,21 +135,21 @@ class Islands:
     @property
     def iteration(self) -> int:
         """The iteration of the run: the latest of those that are not cut off."""
-        return max((one.iteration for one in self.lives if not one.cut), default=0)
+        return max((life.iteration for life in self.lives if not life.cut), default=0)
 
     def read(self) -> None:
         """Take in the records that have come since."""
-        for one in self.lives:
-            one.read()
+        for life in self.lives:
+            life.read()
 
     def running(self) -> Iterator[Life]:
         """Yield the lives that have not ended, frozen ones too."""
-        return (one for one in self.lives if one.runs)
+        return (life for life in self.lives if life.runs)
 
     @property
     def over(self) -> bool:
         """Whether the islands that are not frozen have come to their end."""
-        return all(one.frozen for one in self.running())
+        return all(life.frozen for life in self.running())
 
     def end(self) -> None:
         """End everything that is left."""

@@ -63,6 +63,6 @@ class Loopback:
 
 @contextlib.contextmanager
 def lab_of(machines: int, link: Link) -> Iterator[LabNetwork]:
-    """Yield a lab of so many machines. Raise :class:`.lab.Missing`."""
+    """Yield a lab of so many machines. Raise :class:`.lab.MissingRequirement`."""
     with Lab(link, [1] * machines) as lab:
         yield LabNetwork(lab, link)

@@ -38,9 +38,9 @@ def picture(results: Results, title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=12)
     _losses(top, results)
     _membership(bottom, results)
-    for one in results.happened if _few(results) else ():
+    for event in results.happened if _few(results) else ():
         for axes in (top, bottom):
-            axes.axvline(one.at, color=_SYMBOLS[one.event][1], linewidth=0.7, alpha=0.35, zorder=0)
+            axes.axvline(event.at, color=_SYMBOLS[event.event][1], linewidth=0.7, alpha=0.35, zorder=0)
     top.set_xlim(0, results.end)
     figure.savefig(path, format="png")
 
@@ -53,8 +53,8 @@ def _losses(axes: Axes, results: Results) -> None:
     seen, window = [], max(_SMOOTH, results.end // 150)
     for island, colour in zip(results.islands, _COLOURS):
         for life in island.lives:
-            numbers = np.array([one["iteration"] for one in life.trained], dtype=float)
-            losses = np.array([one["lm loss"] for one in life.trained], dtype=float)
+            numbers = np.array([record["iteration"] for record in life.trained], dtype=float)
+            losses = np.array([record["lm loss"] for record in life.trained], dtype=float)
             if not len(numbers):
                 continue
             gaps = np.flatnonzero(np.diff(numbers) > 1) + 1
@@ -88,16 +88,16 @@ def _membership(axes: Axes, results: Results) -> None:
     for first, last in _served(results):
         axes.barh(places[COORDINATOR], last - first, left=first, height=0.3, color="#5b6673", linewidth=0)
     size, edge = (9.0, "white") if _few(results) else (4.0, "none")
-    for one in results.happened:
-        marker, colour = _SYMBOLS[one.event]
-        axes.plot(one.at, places[one.slot], marker, color=colour, markersize=size, markeredgecolor=edge, zorder=5)
+    for event in results.happened:
+        marker, colour = _SYMBOLS[event.event]
+        axes.plot(event.at, places[event.slot], marker, color=colour, markersize=size, markeredgecolor=edge, zorder=5)
     axes.set_yticks(list(places.values()), [f"island {slot}" if slot >= 0 else "coordinator" for slot in places])
     axes.invert_yaxis()
     axes.set_xlabel("iteration of the run")
     axes.grid(True, axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     bars: list = [Patch(color=colour, label=state) for state, colour in _STATES.items()]
-    there = dict.fromkeys(one.event for one in results.happened)
+    there = dict.fromkeys(event.event for event in results.happened)
     marks = [
         axes.plot(
             [], [], _SYMBOLS[event][0], color=_SYMBOLS[event][1], markersize=8, linestyle="none", label=_NAMES[event]
@@ -115,6 +115,6 @@ def _membership(axes: Axes, results: Results) -> None:
 
 def _served(results: Results) -> list[tuple[int, int]]:
     """Return the iterations in which the coordinator was there."""
-    edges = [0, *(one.at for one in results.happened if one.slot == COORDINATOR)]
+    edges = [0, *(event.at for event in results.happened if event.slot == COORDINATOR)]
     edges += [results.end] if len(edges) % 2 else []
     return list(zip(edges[::2], edges[1::2]))

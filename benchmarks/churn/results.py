@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from benchmarks.churn.islands import Life
-from benchmarks.churn.schedule import DONE, Happened, describe
+from benchmarks.churn.schedule import DONE, PastEvent, describe
 from megatron_lossy.mechanisms.islands.monitor import EPOCHS
 
 #: With more events than these, the table lists kinds.
@@ -41,7 +41,7 @@ class Island:
     def read(cls, slot: int, lives: Sequence[Life], log: Path) -> Island:
         path = log / f"island_{slot}" / EPOCHS
         lines = path.read_text().splitlines() if path.exists() else []
-        return cls(slot, [one for one in lives if one.slot == slot], [json.loads(line) for line in lines])
+        return cls(slot, [life for life in lives if life.slot == slot], [json.loads(line) for line in lines])
 
     def of_kind(self, kind: str) -> Iterator[dict[str, Any]]:
         """Yield its records of a kind, of all lives."""
@@ -50,17 +50,17 @@ class Island:
     @property
     def made(self) -> list[int]:
         """The iterations that it has made; more than once if it has gone back to a checkpoint."""
-        return [one["iteration"] for one in self.of_kind("train")]
+        return [record["iteration"] for record in self.of_kind("train")]
 
     @property
     def losses(self) -> dict[int, float]:
         """Its training losses."""
-        return {one["iteration"]: one["lm loss"] for one in self.of_kind("train")}
+        return {record["iteration"]: record["lm loss"] for record in self.of_kind("train")}
 
     @property
     def valid(self) -> dict[int, float]:
         """Its validation losses."""
-        return {one["iteration"]: one["lm loss"] for one in self.of_kind("valid")}
+        return {record["iteration"]: record["lm loss"] for record in self.of_kind("valid")}
 
     @property
     def lost(self) -> int:
@@ -93,18 +93,20 @@ class Island:
             return ALONE
         return SENDS if roles[self.slot] == "send" else LISTENS
 
-    def possible(self, happened: Sequence[Happened], end: int) -> int:
+    def possible(self, happened: Sequence[PastEvent], end: int) -> int:
         """Return the possible updates: iterations of the run while its process was there and not frozen, or made ones.
 
         ``end``: iterations of the run. A life begins when it has entered the run, once it has its checkpoint. Events are known to a few
         iterations.
         """
-        own = [one for one in happened if one.slot == self.slot]
-        ends = [*(one.at for one in own if one.event == "stop"), end]
+        own = [event for event in happened if event.slot == self.slot]
+        ends = [*(event.at for event in own if event.event == "stop"), end]
         there = sum(
             max(0, last - life.trained[0]["iteration"] + 1) for life, last in zip(self.lives, ends) if life.trained
         )
-        stood = sum(then.at - one.at for one, then in zip(own, [*own[1:], None]) if one.event == "freeze" and then)
+        stood = sum(
+            then.at - event.at for event, then in zip(own, [*own[1:], None]) if event.event == "freeze" and then
+        )
         return max(there - stood, len(set(self.made)))
 
     @property
@@ -113,7 +115,7 @@ class Island:
         return sum(
             max(0, later - earlier - 1)
             for life in self.lives
-            for earlier, later in itertools.pairwise(one["iteration"] for one in life.trained)
+            for earlier, later in itertools.pairwise(record["iteration"] for record in life.trained)
         )
 
     @property
@@ -146,7 +148,7 @@ class Results:
     """``happened``: in its order. ``end``: iterations of the run. ``notes``: what else is to be said. ``interval``: see :meth:`Island.begun`."""
 
     islands: Sequence[Island]
-    happened: Sequence[Happened]
+    happened: Sequence[PastEvent]
     end: int
     notes: Sequence[str] = ()
     interval: int = 1
@@ -154,24 +156,24 @@ class Results:
     @property
     def updates(self) -> int:
         """Updates and exchanges of all islands together, each once."""
-        return sum(len(set(one.made)) for one in self.islands)
+        return sum(len(set(island.made)) for island in self.islands)
 
     @property
     def goodput(self) -> float:
         """Updates made of those possible, of all islands."""
-        possible = sum(one.possible(self.happened, self.end) for one in self.islands)
+        possible = sum(island.possible(self.happened, self.end) for island in self.islands)
         return self.updates / max(possible, 1)
 
     @property
     def valid(self) -> float:
         """Mean over the islands of the validation loss of their own weights at the end of the run."""
-        return fmean(one.valid[self.end] for one in self.islands if self.end in one.valid)
+        return fmean(island.valid[self.end] for island in self.islands if self.end in island.valid)
 
     @property
     def arrived(self) -> float:
         """Share of the exchanges of all islands of which something arrived."""
-        begun = sum(one.begun(self.interval) for one in self.islands)
-        return 1 - sum(one.lost for one in self.islands) / max(begun, 1)
+        begun = sum(island.begun(self.interval) for island in self.islands)
+        return 1 - sum(island.lost for island in self.islands) / max(begun, 1)
 
     def headline(self) -> str:
         """Return both shares in words: of updates that were made, and of exchanges that arrived."""
@@ -179,29 +181,29 @@ class Results:
 
     def whole(self) -> str:
         """Return a sentence about the samples that were left out, or read twice."""
-        hit = {one.slot for one in self.happened if one.event in ("freeze", "cut")}
-        left = sum(one.left_out for one in self.islands if one.slot not in hit)
-        twice = sum(one.made_twice for one in self.islands)
+        hit = {event.slot for event in self.happened if event.event in ("freeze", "cut")}
+        left = sum(island.left_out for island in self.islands if island.slot not in hit)
+        twice = sum(island.made_twice for island in self.islands)
         return f"Iterations that an island left out while it was there, and neither frozen nor cut off: {left}; made twice: {twice}."
 
     def survivors(self, number: int) -> list[Island]:
         """Return the islands that event ``number`` did not hit, nor any before it that is not over."""
         hit: set[int] = set()
-        for one in self.happened[: number + 1]:
-            (hit.discard if one.event in ("return", "join") else hit.add)(one.slot)
+        for event in self.happened[: number + 1]:
+            (hit.discard if event.event in ("return", "join") else hit.add)(event.slot)
         hit.add(self.happened[number].slot)
-        return [one for one in self.islands if one.slot not in hit]
+        return [island for island in self.islands if island.slot not in hit]
 
     def longest_pause(self, number: int) -> float | None:
         """Return the longest iteration (s) of a survivor from event ``number`` to the next; ``None`` without any."""
         begin = self.happened[number].when
         end = self.happened[number + 1].when if number + 1 < len(self.happened) else float("inf")
-        found = [took for one in self.survivors(number) for at, took in one.pauses() if begin <= at < end]
+        found = [took for island in self.survivors(number) for at, took in island.pauses() if begin <= at < end]
         return max(found, default=None)
 
     def usual(self) -> float:
         """Return median seconds of an iteration."""
-        times = sorted(took for one in self.islands for _, took in one.pauses())
+        times = sorted(took for island in self.islands for _, took in island.pauses())
         return times[len(times) // 2] if times else 0.0
 
     def events(self) -> list[list[str]]:
@@ -209,14 +211,14 @@ class Results:
         if len(self.happened) > _MANY:
             return self._kinds()
         rows = [["iteration", "event", "longest iteration of a survivor until the next event (s)"]]
-        for number, one in enumerate(self.happened):
-            rows.append([str(one.at), describe(one.slot, one.event), _seconds(self.longest_pause(number))])
+        for number, event in enumerate(self.happened):
+            rows.append([str(event.at), describe(event.slot, event.event), _seconds(self.longest_pause(number))])
         return rows
 
     def _kinds(self) -> list[list[str]]:
         rows = [["events", "number", "longest iteration of a survivor until the next event (s): median", "most"]]
-        for kind in dict.fromkeys(one.event for one in self.happened):
-            found = [self.longest_pause(number) for number, one in enumerate(self.happened) if one.event == kind]
+        for kind in dict.fromkeys(event.event for event in self.happened):
+            found = [self.longest_pause(number) for number, event in enumerate(self.happened) if event.event == kind]
             known = sorted(pause for pause in found if pause is not None) or [None]
             rows.append([DONE[kind], str(len(found)), _seconds(known[len(known) // 2]), _seconds(known[-1])])
         return rows
@@ -225,16 +227,16 @@ class Results:
         """Return rows of cells, the first of them the head."""
         head = ["", "starts", "updates made", "of those possible", "exchanges that arrived"]
         rows = [[*head, "training loss, last 20", "validation loss"]]
-        for one in self.islands:
-            made, possible = len(set(one.made)), one.possible(self.happened, self.end)
-            losses, valid = list(one.losses.values())[-20:], one.valid
+        for island in self.islands:
+            made, possible = len(set(island.made)), island.possible(self.happened, self.end)
+            losses, valid = list(island.losses.values())[-20:], island.valid
             rows.append(
                 [
-                    f"island {one.slot}",
-                    str(len(one.lives)),
+                    f"island {island.slot}",
+                    str(len(island.lives)),
                     str(made),
                     f"{100 * made / max(possible, 1):.1f} %",
-                    f"{100 * (1 - one.lost / max(one.begun(self.interval), 1)):.1f} %",
+                    f"{100 * (1 - island.lost / max(island.begun(self.interval), 1)):.1f} %",
                     f"{sum(losses) / max(len(losses), 1):.3f}",
                     f"{valid[max(valid)]:.3f}" if valid else "",
                 ]

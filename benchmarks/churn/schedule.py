@@ -38,7 +38,7 @@ DEFAULT = Schedule(
 DEFAULT_AWAY = (770, 900)
 
 
-class Happened(NamedTuple):
+class PastEvent(NamedTuple):
     """An event that has happened. ``at``: the iteration of the run. ``slot``: of an island, or of the coordinator. ``when``: in seconds."""
 
     at: int
@@ -50,7 +50,7 @@ class Happened(NamedTuple):
 class Events(Protocol):
     """Source of events. ``happened``: past events, in their order."""
 
-    happened: list[Happened]
+    happened: list[PastEvent]
 
     def direct(self) -> None:
         """Make everything happen that is due."""
@@ -71,28 +71,28 @@ class Director:
             if self.away is None
             else [Event(self.away[0], COORDINATOR, "stop"), Event(self.away[1], COORDINATOR, "return")]
         )
-        self._left = sorted([*self.schedule.events, *away], key=lambda one: (one.at, not one.leaves, one.slot))
-        self.happened: list[Happened] = []
+        self._left = sorted([*self.schedule.events, *away], key=lambda event: (event.at, not event.leaves, event.slot))
+        self.happened: list[PastEvent] = []
 
     def direct(self) -> None:
         """Make everything happen that is due."""
         now = self.islands.iteration
         while self._left and self._left[0].at <= now:
-            one = self._left.pop(0)
-            self._do(one)
-            self.happened.append(Happened(now, one.slot, one.event, time.monotonic()))
-            self.tell(f"iteration {now:5d}: {describe(one.slot, one.event)}")
+            event = self._left.pop(0)
+            self._do(event)
+            self.happened.append(PastEvent(now, event.slot, event.event, time.monotonic()))
+            self.tell(f"iteration {now:5d}: {describe(event.slot, event.event)}")
 
-    def _do(self, one: Event) -> None:
-        islands, slot = self.islands, one.slot
+    def _do(self, event: Event) -> None:
+        islands, slot = self.islands, event.slot
         if slot == COORDINATOR:
-            islands.stop_serving() if one.leaves else islands.serve()
-        elif one.event == "cut":
+            islands.stop_serving() if event.leaves else islands.serve()
+        elif event.event == "cut":
             islands.cut(slot, there=False)
-        elif one.leaves:
-            islands.signal(slot, signal.SIGKILL if one.event == "stop" else signal.SIGSTOP)
+        elif event.leaves:
+            islands.signal(slot, signal.SIGKILL if event.event == "stop" else signal.SIGSTOP)
         else:
-            self._bring_back(slot, one.event == "join")
+            self._bring_back(slot, event.event == "join")
 
     def _bring_back(self, slot: int, new: bool) -> None:
         islands = self.islands
@@ -118,12 +118,12 @@ class Kills:
     def __post_init__(self) -> None:
         self._drawn = random.Random(self.seed)
         self._next = 0.0
-        self.happened: list[Happened] = []
+        self.happened: list[PastEvent] = []
 
     def direct(self) -> None:
         """Make everything happen that is due. The first kill follows the first iterations of all."""
         islands, now = self.islands, self.islands.iteration
-        training = [one for one in islands.running() if one.trained]
+        training = [life for life in islands.running() if life.trained]
         if not self._next and len(training) == len(islands.lives):
             self._next = time.monotonic() + self.every
         if not self._next or time.monotonic() < self._next or now >= self.end or not training:
@@ -131,9 +131,9 @@ class Kills:
         self._next += self.every
         slot = self._drawn.choice(training).slot
         islands.signal(slot, signal.SIGKILL)
-        self.happened.append(Happened(now, slot, "stop", time.monotonic()))
+        self.happened.append(PastEvent(now, slot, "stop", time.monotonic()))
         islands.start(slot)
-        self.happened.append(Happened(now, slot, "return", time.monotonic()))
+        self.happened.append(PastEvent(now, slot, "return", time.monotonic()))
         self.tell(f"iteration {now:5d}: {len(self.happened) // 2:3d}. island {slot} {DONE['stop']}, and started again")
 
 
@@ -146,13 +146,13 @@ def without_cuts(schedule: Schedule) -> Schedule:
     """Return ``schedule`` without cuts."""
     cut: set[int] = set()
     kept = []
-    for one in schedule.events:
-        if one.event == "cut":
-            cut.add(one.slot)
+    for event in schedule.events:
+        if event.event == "cut":
+            cut.add(event.slot)
             continue
-        if one.event != "return" or one.slot not in cut:
-            kept.append(one)
-        cut.discard(one.slot)
+        if event.event != "return" or event.slot not in cut:
+            kept.append(event)
+        cut.discard(event.slot)
     return Schedule(kept)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,20 +47,8 @@ def our_config(flags: str, transport: str = "udp") -> LossyConfig:
     return from_namespace(LossyConfig, parser.parse_args([*always, *shlex.split(flags)]))
 
 
-class Exchanger(Protocol):
-    """One rank. ``buffer`` has the elements of all shards, and ``shard`` those of one, in float32."""
-
-    def reduce_scatter(self, shard: torch.Tensor, buffer: torch.Tensor) -> None: ...
-
-    def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor) -> None: ...
-
-    def lost(self) -> float:
-        """Return the share of the packets of others that did not arrive here in the last exchange."""
-        ...
-
-
 @dataclass(frozen=True)
-class Sent:
+class SentCounts:
     """Counts of a rank of ours: ``datagrams`` sent, of these ``again`` and ``parities``; protected packets lost."""
 
     datagrams: int = 0
@@ -92,7 +80,7 @@ class Gloo:
         return 0.0
 
 
-class Plain:
+class PlainTcp:
     """A TCP connection between each two ranks, and nothing else: each sends a shard to each of the others."""
 
     def __init__(self, rank: int, addresses: Sequence[str], port: int, *_: object) -> None:
@@ -152,7 +140,7 @@ def _connect(address: str, port: int) -> socket.socket:
             time.sleep(0.05)
 
 
-class Ours:
+class OurTransport:
     """The public collectives over UDP, or streams. Every size has a group of its own; the process group makes the session."""
 
     def __init__(
@@ -188,17 +176,17 @@ class Ours:
         arrived = delivery.arrived[0][[source for source in delivery.sources if source != self._rank]]
         return 1 - float(arrived.mean())
 
-    def sent(self) -> Sent:
+    def sent(self) -> SentCounts:
         """Return the counts since the beginning, to all ranks."""
         counters = [peer for group in self._groups.values() for peer in group.wire.counters().values()]
         datagrams, again, parities = (
-            sum(one.get(name, 0) for one in counters) for name in ("sent", "resent", "parities")
+            sum(counts.get(name, 0) for counts in counters) for name in ("sent", "resent", "parities")
         )
-        return Sent(datagrams, again, parities, self._must, self._must_lost)
+        return SentCounts(datagrams, again, parities, self._must, self._must_lost)
 
 
 @dataclass(frozen=True)
-class Done:
+class RankTimes:
     """A rank's part of one exchange, in seconds; ``lost``: share of the packets sent to it; ``busiest``: of ``cpu``,
     that of the thread with the most."""
 
@@ -218,12 +206,12 @@ def thread_seconds() -> dict[str, float]:
     return seconds
 
 
-def span(ranks: Sequence[Done]) -> tuple[float, float]:
+def span(ranks: Sequence[RankTimes]) -> tuple[float, float]:
     """Return the beginning and the end of an exchange: the last rank's start, and the last rank's end."""
-    return max(one.started for one in ranks), max(one.ended for one in ranks)
+    return max(rank.started for rank in ranks), max(rank.ended for rank in ranks)
 
 
-class TooSlow(RuntimeError):
+class ExchangeTimeout(RuntimeError):
     """An exchange took longer than it may."""
 
 
@@ -235,7 +223,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    kinds: dict[str, type[Any]] = {"gloo": Gloo, "tcp": Plain, "stream": Ours, "ours": Ours}
+    kinds: dict[str, type[Any]] = {"gloo": Gloo, "tcp": PlainTcp, "stream": OurTransport, "ours": OurTransport}
     exchanger: Any = kinds[name.split()[0]](rank, addresses, port, shards, config)
     ranks = len(addresses)
     tensors = {shard: (torch.ones(shard), torch.ones(ranks * shard)) for shard in shards}
@@ -259,7 +247,7 @@ def _work(
             ended = time.monotonic()
             cpu = time.process_time() - cpu
             busiest = max((now - threads.get(name, 0.0) for name, now in thread_seconds().items()), default=0.0)
-            done = Done(started, ended, cpu, exchanger.lost(), busiest)
+            done = RankTimes(started, ended, cpu, exchanger.lost(), busiest)
             if phase == "reduce-scatter":
                 # With what was lost before, a sum may be more. A step of the coarsest code is a seventh.
                 feeds_back = getattr(config, "grad_recovery", None) == "error-feedback"
@@ -303,14 +291,14 @@ class Team:
         """The processes, by rank."""
         return [process.pid for process in self._processes]
 
-    def exchange(self, phase: str, shard: int, limit: float) -> list[Done]:
-        """Run one exchange; return it by rank. Raise :class:`TooSlow` after ``limit`` seconds, which ends the team."""
+    def exchange(self, phase: str, shard: int, limit: float) -> list[RankTimes]:
+        """Run one exchange; return it by rank. Raise :class:`ExchangeTimeout` after ``limit`` seconds, which ends the team."""
         order = (phase, shard, time.monotonic() + _HEAD_START)
         for orders in self._orders:
             orders.send(order)
         return self._gather(limit)
 
-    def sent(self) -> list[Sent]:
+    def sent(self) -> list[SentCounts]:
         """Return the counts since the beginning, to all ranks."""
         for orders in self._orders:
             orders.send(("sent", 0, 0.0))
@@ -321,7 +309,7 @@ class Team:
         answers = []
         for orders in self._orders:
             if not orders.poll(max(0.0, until - time.monotonic())):
-                raise TooSlow(f"{self.name}: more than {limit:g} s")
+                raise ExchangeTimeout(f"{self.name}: more than {limit:g} s")
             try:
                 answers.append(orders.recv())
             except EOFError:

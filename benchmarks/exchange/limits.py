@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.lab import Missing
+from benchmarks.lab import MissingRequirement
 from megatron_lossy.base.native import ENGINE, compiler
 
 
@@ -15,7 +15,7 @@ def limits(packet_bytes: int) -> dict[str, float]:
     """Return CPU seconds per GB of payload, in packets of so many bytes, both ends together."""
     source, cc = Path(__file__).with_name("limits.c"), compiler()
     if cc is None:
-        raise Missing("limits of the machine need a C compiler, cc (Debian: apt install gcc libc6-dev)")
+        raise MissingRequirement("limits of the machine need a C compiler, cc (Debian: apt install gcc libc6-dev)")
     with tempfile.TemporaryDirectory(prefix="megatron-lossy-limits-") as folder:
         program = f"{folder}/limits"
         command = [cc, "-std=gnu11", "-O2", "-I", str(ENGINE.source.parent), "-o", program, str(source), "-ldl", "-lm"]
@@ -23,7 +23,7 @@ def limits(packet_bytes: int) -> dict[str, float]:
         if not done.returncode:
             done = subprocess.run([program, str(packet_bytes)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Missing(f"{source.name} ends with {done.returncode}: {' '.join(done.stderr.split())[:200]}")
+        raise MissingRequirement(f"{source.name} ends with {done.returncode}: {' '.join(done.stderr.split())[:200]}")
     lines = (line.split("\t") for line in done.stdout.splitlines())
     return {what: float(seconds) for what, seconds in lines}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.exchange.contestants import PHASES, Done, span
+from benchmarks.exchange.contestants import PHASES, RankTimes, span
 from benchmarks.exchange.rows import Row
 from benchmarks.lab import Counters
 
@@ -42,13 +42,13 @@ class Cell:
     lost: int = 0
     overflowed: int = 0
 
-    def add(self, done: Sequence[Done], links: Sequence[Counters]) -> None:
+    def add(self, done: Sequence[RankTimes], links: Sequence[Counters]) -> None:
         """Add one exchange: the records of its ranks and, meanwhile, of the links."""
         started, ended = span(done)
         self.times.append(1000 * (ended - started))
-        self.cpu += sum(one.cpu for one in done)
-        self.busiest += sum(one.busiest for one in done)
-        self.seen.append(float(np.mean([one.lost for one in done])))
+        self.cpu += sum(rank.cpu for rank in done)
+        self.busiest += sum(rank.busiest for rank in done)
+        self.seen.append(float(np.mean([rank.lost for rank in done])))
         for link in links:
             self.packets += link.packets
             self.lost += link.lost

@@ -108,7 +108,7 @@ def run_cell(name: str, given: Mapping[str, Any], condition: Condition, path: Pa
     scheme = make_scheme(name, given, condition.timeout)
     packets = path.packets(condition.size)
     done = [scheme.flow(path, packets, Losses(condition.rate, seed, flow, condition.burst)) for flow in range(flows)]
-    times = np.array([one.time for one in done])
+    times = np.array([message.time for message in done])
     random = np.random.default_rng(seed)
     resampled = times[random.integers(0, flows, (_RESAMPLES, flows))]
     data = flows * packets
@@ -118,9 +118,9 @@ def run_cell(name: str, given: Mapping[str, Any], condition: Condition, path: Pa
         _interval(times.mean(), resampled.mean(axis=1)),
         float(np.median(times)),
         _interval(np.percentile(times, 99), np.percentile(resampled, 99, axis=1)),
-        again=sum(one.again for one in done) / data,
-        parities=sum(one.parities for one in done) / data,
-        zeros=sum(one.zeros for one in done) / data,
+        again=sum(message.again for message in done) / data,
+        parities=sum(message.parities for message in done) / data,
+        zeros=sum(message.zeros for message in done) / data,
     )
 
 
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def read(file: str, over: Mapping[str, Any]) -> Settings:
     """Return the settings in ``file``, with ``over`` in their place. Raise :class:`UsageError`."""
     said = read_yaml("FILE", file)
-    unknown = set(said) - {one.name for one in fields(Settings)}
+    unknown = set(said) - {setting.name for setting in fields(Settings)}
     if unknown:
         raise UsageError(f"{file}: {', '.join(sorted(unknown))}: no such keys")
     try:
@@ -274,7 +274,7 @@ def markdown(settings: Settings, cells: Mapping[tuple[str, Condition], Cell], co
             lines.append("| " + " | ".join([f"{size:g} MB", f"{100 * rate:g} %", *times, *changes]) + " |")
     lines += ["", "## What is claimed", ""]
     for name, claim in settings.paper.items():
-        gains = {one: below(cells[settings.ours, one], cells[name, one]) for one in settings.conditions}
+        gains = {where: below(cells[settings.ours, where], cells[name, where]) for where in settings.conditions}
         best = max(gains, key=gains.__getitem__)
         reached = gains[best]
         lines.append(
@@ -314,7 +314,7 @@ def values(cells: Mapping[tuple[str, Condition], Cell]) -> str:
     rest = ["median", "again", "parities", "zeros"]
     writer.writerow(["scheme", "bytes", "rate", "timeout", "burst", *intervals, *rest])
     for (name, condition), cell in cells.items():
-        numbers = [*asdict(cell.mean).values(), *asdict(cell.p99).values(), *(getattr(cell, one) for one in rest)]
+        numbers = [*asdict(cell.mean).values(), *asdict(cell.p99).values(), *(getattr(cell, column) for column in rest)]
         writer.writerow(
             [name, f"{condition.size:.0f}", condition.rate, condition.timeout, condition.burst]
             + [f"{number:.6g}" for number in numbers]
@@ -336,10 +336,15 @@ def draw_times(settings: Settings, cells: Mapping[tuple[str, Condition], Cell], 
                     for rate in settings.rates
                 ]
                 panel.plot(
-                    percent, [one.value / 1000 for one in found], color=color, marker=marker, markersize=4, label=name
+                    percent,
+                    [point.value / 1000 for point in found],
+                    color=color,
+                    marker=marker,
+                    markersize=4,
+                    label=name,
                 )
                 panel.fill_between(
-                    percent, [one.low / 1000 for one in found], [one.high / 1000 for one in found], color=color, alpha=0.15,
+                    percent, [point.low / 1000 for point in found], [point.high / 1000 for point in found], color=color, alpha=0.15,
                     linewidth=0,
                 )  # fmt: skip
             panel.grid(alpha=0.3)
@@ -362,9 +367,9 @@ def draw_gains(settings: Settings, cells: Mapping[tuple[str, Condition], Cell], 
             for style, burst in zip(("-", "--", ":"), settings.bursts, strict=False):
                 best = [
                     max(
-                        below(cells[settings.ours, one], cells[name, one])
+                        below(cells[settings.ours, condition], cells[name, condition])
                         for rate in settings.rates
-                        for one in [Condition(1e6 * size, rate, timeout, burst)]
+                        for condition in [Condition(1e6 * size, rate, timeout, burst)]
                     )
                     for size in settings.megabytes
                 ]

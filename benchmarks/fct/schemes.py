@@ -227,7 +227,7 @@ class Uniform(Scheme):
         self.parity = parity
 
     def flow(self, path: Path, packets: int, losses: Losses) -> Flow:
-        code = _Coded(packets, self.block, self.parity, losses)
+        code = _CodedMessage(packets, self.block, self.parity, losses)
         missing = np.flatnonzero(code.residual)
         # The last of the block's parities, or the next packet that arrives.
         last = code.last_of_block[missing // self.block]
@@ -295,7 +295,7 @@ class Tolerant(Scheme):
         self.bound = bound
 
     def flow(self, path: Path, packets: int, losses: Losses) -> Flow:
-        code = _Coded(packets, self.block, self._parity(packets), losses)
+        code = _CodedMessage(packets, self.block, self._parity(packets), losses)
         missing = np.flatnonzero(code.residual)
         tolerated = len(missing) <= int(self.bound * packets)
         zeros = len(missing) if tolerated else 0
@@ -315,7 +315,7 @@ class Tolerant(Scheme):
     def _parity(self, packets: int) -> int:
         return self.parity
 
-    def _report(self, code: _Coded) -> None:
+    def _report(self, code: _CodedMessage) -> None:
         """Do nothing. Messages follow each other: a receiver's report on one is known before the next."""
 
 
@@ -329,11 +329,11 @@ class Adaptive(Tolerant):
     def _parity(self, packets: int) -> int:
         return self.code.parity(packets)
 
-    def _report(self, code: _Coded) -> None:
+    def _report(self, code: _CodedMessage) -> None:
         self.code.report(int(code.lost_sent.sum()), code.sent)
 
 
-class _Coded:
+class _CodedMessage:
     """A message with parities behind each block; without parity, its data."""
 
     def __init__(self, packets: int, block: int, parity: int, losses: Losses) -> None:

@@ -36,7 +36,7 @@ from megatron_lossy.lab.environment import without_ranks
 
 from .nodes import INTERFACE, Node, end_processes, unshare
 
-__all__ = ["INTERFACE", "Counters", "Lab", "Link", "Missing", "check_lab", "end_in_order", "wait"]
+__all__ = ["INTERFACE", "Counters", "Lab", "Link", "MissingRequirement", "check_lab", "end_in_order", "wait"]
 
 _MAX_NODES = 64
 
@@ -54,7 +54,7 @@ _NO_OFFLOAD = dict.fromkeys(
 ) | {"rx-gro": True}
 
 
-class Missing(RuntimeError):
+class MissingRequirement(RuntimeError):
     """A program or right that a lab needs is missing; the text is one line."""
 
 
@@ -141,22 +141,24 @@ def _layout(sites: int) -> type[ctypes.Structure]:
 
 
 def check_lab() -> None:
-    """Raise :class:`Missing` unless this machine can have a lab."""
+    """Raise :class:`MissingRequirement` unless this machine can have a lab."""
     if not sys.platform.startswith("linux"):
-        raise Missing("a lab needs Linux")
+        raise MissingRequirement("a lab needs Linux")
     if os.geteuid():
-        raise Missing("a lab needs root, for network namespaces")
+        raise MissingRequirement("a lab needs root, for network namespaces")
     if shutil.which("ip") is None:
-        raise Missing("a lab needs the command ip (Debian: apt install iproute2)")
+        raise MissingRequirement("a lab needs the command ip (Debian: apt install iproute2)")
     if _compiler() is None:
-        raise Missing("a lab needs a C compiler, cc (Debian: apt install gcc libc6-dev)")
+        raise MissingRequirement("a lab needs a C compiler, cc (Debian: apt install gcc libc6-dev)")
     if not os.path.exists("/dev/net/tun"):
-        raise Missing("a lab needs /dev/net/tun (modprobe tun; in a container --device /dev/net/tun)")
+        raise MissingRequirement("a lab needs /dev/net/tun (modprobe tun; in a container --device /dev/net/tun)")
     try:
         with ThreadPoolExecutor(1) as thread:
             thread.submit(unshare).result()
     except OSError as error:
-        raise Missing(f"a lab needs network namespaces, but: {error.strerror} (in a container --privileged)") from None
+        raise MissingRequirement(
+            f"a lab needs network namespaces, but: {error.strerror} (in a container --privileged)"
+        ) from None
 
 
 def _compiler() -> str | None:
@@ -171,7 +173,7 @@ def _emulator() -> int:
         program = f"{folder}/emulator"
         done = subprocess.run([_compiler(), "-O2", "-o", program, source], capture_output=True, text=True)
         if done.returncode:
-            raise Missing(f"{source.name} cannot be compiled: {' '.join(done.stderr.split())[:200]}")
+            raise MissingRequirement(f"{source.name} cannot be compiled: {' '.join(done.stderr.split())[:200]}")
         return os.open(program, os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -181,7 +183,7 @@ class Lab:
     ``link`` of ``None`` joins two nodes by a pair of veth devices, without an emulator: as fast as this machine is. These hand
     on 64 KB in one piece, which no cable does; without ``offload`` the sender cuts its data into packets of the
     MTU, and the receiver joins them again where it can.
-    Raises :class:`Missing` on entry where there can be no lab.
+    Raises :class:`MissingRequirement` on entry where there can be no lab.
     """
 
     def __init__(
@@ -274,11 +276,6 @@ class Lab:
         """Return the packets that neither arrived nor were lost by a link, as the machine is too slow: best is 0."""
         failed = 0 if self._link is None else self._shared.failed
         return failed + sum(node.dropped() for node in self.nodes)
-
-    def emulator_seconds(self) -> float:
-        """Return CPU seconds that the emulator has used."""
-        times = Path(f"/proc/{self._emulator.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
 
     def address(self, node: int, version: int = 4) -> str:
         """Return the IP address of ``node``."""

@@ -17,7 +17,7 @@ import sys
 
 from megatron_lossy.base.errors import refuse, usage_errors
 
-from . import Lab, Link, Missing, end_in_order, wait
+from . import Lab, Link, MissingRequirement, end_in_order, wait
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     with usage_errors("benchmarks.lab"):
         try:
             return run(parser().parse_args(argv))
-        except Missing as missing:
+        except MissingRequirement as missing:
             print(f"skipped: {missing}")
             return 0
 

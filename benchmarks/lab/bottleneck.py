@@ -183,6 +183,7 @@ def run(
         ctypes.byref(setting), packed, counts, used, trace.ctypes.data_as(ctypes.c_void_p), len(trace)
     )
     columns = {
-        name: np.array([getattr(one, name) for one in counts]) for name in ("sent", "delivered", "overflowed", "credit")
+        name: np.array([getattr(flow, name) for flow in counts])
+        for name in ("sent", "delivered", "overflowed", "credit")
     }
     return Outcome(**columns, used=used[0] / max(used[1], 1.0), trace=trace)

@@ -1,6 +1,6 @@
 """Closed forms that runs use: of ages and drift, of leads, of averaging between islands, and of rounding (docs/theory.md). NumPy only.
 
-:mod:`megatron_lossy.lab.theory` has those that no run uses, and counts all of them with the real channels and rules.
+:mod:`megatron_lossy.lab.theory` has those of the lab.
 """
 
 from __future__ import annotations

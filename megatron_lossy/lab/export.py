@@ -76,9 +76,9 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         reader = checkpoint.FileSystemReader(path)
         stored = reader.read_metadata().state_dict_metadata
         weights = {
-            name: torch.empty(one.size, dtype=one.properties.dtype)
-            for name, one in stored.items()
-            if isinstance(one, TensorStorageMetadata) and not name.startswith("optimizer.")
+            name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+            for name, tensor in stored.items()
+            if isinstance(tensor, TensorStorageMetadata) and not name.startswith("optimizer.")
         }
         with warnings.catch_warnings(action="ignore"):  # that there is one process
             checkpoint.load(weights, storage_reader=reader)

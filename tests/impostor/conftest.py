@@ -2,9 +2,7 @@
 
 import pytest
 
-from megatron_lossy.lab.calibration.job import write_data
-
-from .job import Runs
+from .job import Runs, write_data
 
 
 @pytest.fixture(scope="session", autouse=True)

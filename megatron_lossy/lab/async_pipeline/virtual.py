@@ -136,7 +136,7 @@ class Stages(Part):
         if use_decoupled_grad:
             raise refuse("--use-precision-aware-optimizer", "on", "cannot be with --async-pipeline; turn it off")
         with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-        for norm, own in zip(self._norms, self._by_stage(with_gradient, lambda one: one.grad), strict=True):
+        for norm, own in zip(self._norms, self._by_stage(with_gradient, lambda parameter: parameter.grad), strict=True):
             original(own, max_norm, norm)
 
     def _by_stage(self, items: Any, gradient: Callable[[Any], torch.Tensor]) -> list[list[Any]]:

@@ -75,8 +75,8 @@ class StageWorkers(Workers, Part):
             group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         else:  # all ranks have all of the gradient
             group = parallel_state.get_tensor_model_parallel_group()
-        for one in optimizers(self.optimizer):
-            one.grad_stats_parallel_group = group
+        for optimizer in optimizers(self.optimizer):
+            optimizer.grad_stats_parallel_group = group
 
     def training_batches(self, dataset: GPTDataset, iteration: int, consumed: int) -> list[RankBatches]:
         self._iteration = iteration
@@ -112,21 +112,21 @@ class StageWorkers(Workers, Part):
             self._restored = None
         forwarded = self._iteration + len(self._under_way) // self._micro_batches
         received = forwarded + len(self._messages.waiting) // self._micro_batches
-        for one in self._stage.passes(
+        for step in self._stage.passes(
             self._iteration, self._config.train_iters, self._micro_batches, forwarded, received
         ):
-            if one.kind == "receive":
+            if step.kind == "receive":
                 self._messages.begin_input()
-            elif one.kind == "forward":
+            elif step.kind == "forward":
                 if newest is None and self._stashes:
                     newest = self._stash.newest()
                 received_input = None if self._stage.first else self._messages.next_input()
-                passed = self._forward(one.micro, received_input, newest, batches, losses)
+                passed = self._forward(step.micro, received_input, newest, batches, losses)
                 if not self._stage.last:
                     self._messages.send_output(passed.output)
                 self._under_way.append(passed)
             else:
-                tokens += self._backward(one)
+                tokens += self._backward(step)
         return [torch.stack(losses).sum(0)] if losses else [], tokens
 
     def _forward(
@@ -137,7 +137,9 @@ class StageWorkers(Workers, Part):
         batches: RankBatches,
         losses: list[torch.Tensor],
     ) -> _PendingBatch:
-        drawn_from = rng_state() if self._saves_draws else None
+        drawn_from = None
+        if self._saves_draws:  # of which layers draw from these
+            drawn_from = {name: value for name, value in rng_state().items() if name in ("torch", "tracker", "device")}
         batch = next(batches)
         with self._stash.using(version):
             output, _ = megatron_forward_step(
@@ -155,11 +157,11 @@ class StageWorkers(Workers, Part):
             )
         return _PendingBatch(received, output, batch["loss_mask"].sum().to(torch.int), version, drawn_from)
 
-    def _backward(self, one: Pass) -> torch.Tensor:
+    def _backward(self, step: Pass) -> torch.Tensor:
         """Make the backward pass of the oldest micro-batch; returns its tokens."""
         passed = self._under_way.popleft()
         gradient = None if self._stage.last else self._messages.gradient()
-        more = one.micro + 1 < self._micro_batches
+        more = step.micro + 1 < self._micro_batches
         no_sync = self._megatron.no_sync_func if more else None
         with (no_sync or contextlib.nullcontext)(), self._stash.using(passed.version):
             input_gradient = backward_step(passed.input, passed.output, gradient, self._megatron)
@@ -208,7 +210,7 @@ class StageWorkers(Workers, Part):
                 {
                     "input": None if passed.input is None else passed.input.detach(),
                     "version": None if passed.version is None else versions.index(passed.version),
-                    "drawn from": _torch_only(passed.drawn_from),
+                    "drawn from": passed.drawn_from,
                 }
                 for passed in self._under_way
             ],
@@ -230,8 +232,3 @@ class StageWorkers(Workers, Part):
             micro = number % state["micro batches"]
             self._under_way.append(self._forward(micro, received, version, batches, []))
         self._messages.restore(state["received"])
-
-
-def _torch_only(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the parts of :func:`rng_state` that layers draw from."""
-    return None if state is None else {name: state[name] for name in ("torch", "tracker", "device") if name in state}

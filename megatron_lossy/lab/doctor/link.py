@@ -266,8 +266,8 @@ def _measured(peer: Peer, where: str, full: bool) -> dict[str, Any]:
     peer.put(do="end")
     if not echoes:
         raise refuse("--link", where, "datagrams came back at first, and later none did")
-    lost = probed, _lost([one - before for one, _ in echoes], probed["echoed"] - before)
-    took = sorted(one / 1e6 for _, one in echoes)
+    lost = probed, _lost([number - before for number, _ in echoes], probed["echoed"] - before)
+    took = sorted(took / 1e6 for _, took in echoes)
     return {
         "link": where,
         "date": datetime.datetime.now().isoformat(timespec="seconds"),

@@ -34,7 +34,7 @@ _MUCH = 0.05
 
 
 @dataclass(frozen=True)
-class Heard:
+class Reception:
     """The data that one rank got from another: the share lost, round trip in seconds, bytes per second towards it."""
 
     rank: int
@@ -123,40 +123,27 @@ def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
         here.append(Finding("network", "strangers", "warning", text))
     mine = {
         "findings": here,
-        "heard": [
-            Heard(rank, peer, float(lost[peer]), found["rtt_min"], found["rate"]) for peer, found in rates.items()
+        "receptions": [
+            Reception(rank, peer, float(lost[peer]), found["rtt_min"], found["rate"]) for peer, found in rates.items()
         ],
         "seconds": sorted(took)[len(took) // 2],
     }
     everyone: list = [None] * size
     dist.all_gather_object(everyone, mine)
     group.close()
-    return [*_rule(config), *_report(everyone)] if rank == 0 else []
-
-
-def _rule(config: LossyConfig) -> list[Finding]:
-    """Say what the rule of rates needs of the network and of the hosts."""
-    if config.transport == "stream":
-        return []
-    needs = {
-        "shared": "needs clocks of all hosts that agree to 50 ms (NTP)",
-        "dedicated": "for a link of this training's own: others on it would get little, shared leaves them their part",
-        "fixed": "for a network that carries nothing else",
-    }
-    rule = config.udp_rate_rule[0]
-    return [Finding("network", "rates", "ok", f"--udp-rate {rule}: {needs[rule]}")]
+    return _report(everyone) if rank == 0 else []
 
 
 def _report(everyone: list[dict]) -> list[Finding]:
     findings = []
-    for rank, one in enumerate(everyone):
-        for found in one["findings"]:
+    for rank, report in enumerate(everyone):
+        for found in report["findings"]:
             findings.append(replace(found, name=f"rank {rank}, {found.name}"))
-    for one in everyone:
-        for heard in one["heard"]:
-            status = "warning" if heard.lost > _MUCH else "ok"
-            text = f"{100 * heard.lost:.2f} % lost, round trip {1e3 * heard.round_trip:.1f} ms, {heard.rate / 1e6:.0f} MB/s at most the other way"
-            findings.append(Finding("network", f"rank {heard.source} to {heard.rank}", status, text))
-    slowest = max(one["seconds"] for one in everyone)
+    for report in everyone:
+        for link in report["receptions"]:
+            status = "warning" if link.lost > _MUCH else "ok"
+            text = f"{100 * link.lost:.2f} % lost, round trip {1e3 * link.round_trip:.1f} ms, {link.rate / 1e6:.0f} MB/s at most the other way"
+            findings.append(Finding("network", f"rank {link.source} to {link.rank}", status, text))
+    slowest = max(report["seconds"] for report in everyone)
     text = f"{_SHARD * 4 / 2**20:.0f} MiB from each rank to all: {1e3 * slowest:.0f} ms (median of {_EXCHANGES})"
     return [*findings, Finding("network", "exchange", "ok", text)]

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if plan.launch.container_image and start:
             _check_in_container(plan, arguments)
         else:
-            check(plan, starting=start and plan.launch.launcher != "mpirun")
+            check(plan, starting=start)
         command = launch_command(plan, os.environ)
         own = plan.environment | (TORCHRUN_ENVIRONMENT if plan.launch.launcher == "torchrun" else {})
         if not start:

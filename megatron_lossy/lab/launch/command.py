@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...base.checkpoints import latest_iteration
-from ...base.errors import STOPPED, UsageError, refuse
+from ...base.errors import STOPPED, refuse
 from ...mechanisms.islands.membership.store import check_url
-from .options import LaunchConfig, first_host
+from .options import LaunchConfig
 from .plan import PROGRAM, Plan
 
 #: Seconds that ranks have to save after SIGTERM.
@@ -37,9 +37,9 @@ TORCHRUN_ENVIRONMENT = {
 def launch_command(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     """Return the command that starts the ranks of ``plan``, in a process whose environment is ``environment``.
 
-    torchrun: run it on every node. srun: inside a job. mpirun: once. Raise :class:`UsageError`.
+    torchrun: run it on every node. srun: inside a job. Raise :class:`UsageError`.
     """
-    return {"torchrun": _torchrun, "srun": _srun, "mpirun": _mpirun}[plan.launch.launcher](plan, environment)
+    return _torchrun(plan) if plan.launch.launcher == "torchrun" else _srun(plan, environment)
 
 
 def check_shape(plan: Plan) -> None:
@@ -70,7 +70,7 @@ def shell(command: list[str], environment: Mapping[str, str]) -> str:
     return " \\\n    ".join([" ".join([*words, lines[0]]), *lines[1:]])
 
 
-def _torchrun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
+def _torchrun(plan: Plan) -> list[str]:
     launch = plan.launch
     command = [_python(launch), "-m", "megatron_lossy.lab.launch.agent", "--nnodes", str(launch.nodes)]
     command += ["--nproc-per-node", str(ranks_of_node(plan))]
@@ -91,13 +91,6 @@ def _torchrun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     return [*command, "-m", *plan.module]
 
 
-def _rank(plan: Plan, address: str, port: int) -> list[str]:
-    launch = plan.launch
-    own = ["--kind", plan.device.kind, "--ranks", str(launch.accelerators)]
-    own += ["--master-addr", address, "--master-port", str(port)]
-    return [_python(launch), "-m", "megatron_lossy.lab.launch.rank", *own, *plan.module]
-
-
 def _python(launch: LaunchConfig) -> str:
     return "python" if launch.container_image else sys.executable  # a container has its own
 
@@ -115,7 +108,9 @@ def _srun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     if "SLURM_CPUS_PER_TASK" in environment:  # srun does not take it over from the job
         command += ["--cpus-per-task", environment["SLURM_CPUS_PER_TASK"]]
     command += [f"--output={plan.own_folder / 'logs' / name}/rank-%t.log", *container(plan)]
-    return command + _rank(plan, address, port)
+    command += [_python(launch), "-m", "megatron_lossy.lab.launch.rank", "--kind", plan.device.kind]
+    command += ["--ranks", str(launch.accelerators), "--master-addr", address, "--master-port", str(port)]
+    return [*command, *plan.module]
 
 
 def container(plan: Plan) -> list[str]:
@@ -129,23 +124,6 @@ def container(plan: Plan) -> list[str]:
     return flags
 
 
-def _mpirun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
-    launch = plan.launch
-    address = "127.0.0.1"
-    command = ["mpirun", "-n", str(launch.accelerators), "--bind-to", "none"]
-    if os.geteuid() == 0:  # as in Gaudi's containers
-        command.append("--allow-run-as-root")
-    if launch.hostfile is not None:
-        address = first_host(launch.hostfile)
-        command += ["--hostfile", launch.hostfile]
-    elif launch.nodes > 1:
-        raise UsageError(f"--hostfile: needs a value, for {launch.nodes} nodes")
-    for name, value in plan.environment.items():
-        command += ["-x", f"{name}={value}"]
-    command += ["--output-filename", str(plan.own_folder / "logs")]
-    return command + _rank(plan, address, launch.master_port)
-
-
 # --- jobs that are launches of their own (``--rendezvous`` without ``--island``) ---------------------------------------
 
 
@@ -154,7 +132,7 @@ def several(plan: Plan, arguments: Sequence[str], about: Sequence[str]) -> int:
 
     ``arguments``: the command line. ``about``: lines about the run. Raise :class:`UsageError`.
     """
-    own = [one for one in arguments if one not in ("--run", "--dry-run")]
+    own = [word for word in arguments if word not in ("--run", "--dry-run")]
     jobs = [[sys.executable, "-m", PROGRAM, *own, "--island", str(job)] for job in range(plan.jobs.number)]
     [(host, port), *_], _, _, ours = check_url(plan.lossy.rendezvous or "")
     bind = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -184,21 +162,21 @@ def _run(services: Sequence[Sequence[str]], jobs: Sequence[Sequence[str]], log: 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: came.append(number))
     with open(log, "a") as file:
-        serving = [subprocess.Popen(one, stdout=file, stderr=file, start_new_session=True) for one in services]
+        serving = [subprocess.Popen(service, stdout=file, stderr=file, start_new_session=True) for service in services]
     # A session each, so that a signal of the terminal comes once, from here.
-    working = [subprocess.Popen(one, start_new_session=True) for one in jobs]
+    working = [subprocess.Popen(job, start_new_session=True) for job in jobs]
     try:
-        while any(one.poll() is None for one in working):
+        while any(process.poll() is None for process in working):
             while came:
                 number = came.pop(0)
-                for one in working:
-                    one.send_signal(number)
+                for process in working:
+                    process.send_signal(number)
             time.sleep(0.1)
     finally:
-        for one in serving:
-            one.terminate()
-            one.wait()
-    status = next((one.returncode for one in working if one.returncode), 0)
+        for service in serving:
+            service.terminate()
+            service.wait()
+    status = next((process.returncode for process in working if process.returncode), 0)
     return status if status >= 0 else 128 - status
 
 

@@ -13,7 +13,7 @@ import io
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ...base.errors import UsageError, refuse, usage_errors
 
@@ -49,18 +49,14 @@ def check_flags(script: str, flags: list[str]) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         args = arguments.parse_args()
         check_refusals(parse_loss_flags(flags), of_arguments(args))
-        _validate(arguments, args, on_cpu)
-
-
-def _validate(arguments: Any, args: argparse.Namespace, on_cpu: bool) -> None:
-    try:
-        arguments.validate_args(args)
-    except (AssertionError, ValueError) as error:
-        raise UsageError("Megatron-LM says: " + (" ".join(str(error).split()) or "an assertion failed")) from None
-    except Exception:
-        # Some checks look for things that a login node lacks; on the machine that trains, every error counts.
-        if not on_cpu:
-            raise
+        try:
+            arguments.validate_args(args)
+        except (AssertionError, ValueError) as error:
+            raise UsageError("Megatron-LM says: " + (" ".join(str(error).split()) or "an assertion failed")) from None
+        except Exception:
+            # Some checks look for things that a login node lacks; on the machine that trains, every error counts.
+            if not on_cpu:
+                raise
 
 
 def main() -> None:

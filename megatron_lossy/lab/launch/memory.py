@@ -149,7 +149,9 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     components |= _pieces(lossy, weights // inside, shards, near, device)
     saved = sum(components.get(name, 0.0) for name in _SAVED) if lossy.save_replicas else 0.0
     between = _between(lossy, weights / shards)
-    old = _old_weights(lossy, stage, pipeline) * weights * compute
+    old = 0
+    if lossy.async_pipeline and not last:  # copies for later backward passes, the newest included
+        old = (pipeline - stage) * weights * compute
     if lossy.save_replicas:
         saved += sum(between.values()) + old
     components |= between | ({"old weights": old} if old else {})
@@ -271,8 +273,3 @@ def _between(lossy: LossyConfig, elements: float) -> dict[str, float]:
     if lossy.has_outer_optimizer:
         found["outer optimizer"] = 2 * elements * _FLOAT32
     return found
-
-
-def _old_weights(lossy: LossyConfig, stage: int, stages: int) -> int:
-    """Return the copies of the weights that ``stage`` keeps for later backward passes, the newest included."""
-    return stages - stage if lossy.async_pipeline and stage < stages - 1 else 0

@@ -1,4 +1,4 @@
-"""The launcher's own flags; accelerators by name; what this node has of them, hosts of a hostfile, tokenizers on a disk."""
+"""The launcher's own flags; accelerators by name; what this node has of them, tokenizers on a disk."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...base.errors import Collector, UsageError, cannot, refuse
+from ...base.errors import Collector, UsageError, refuse
 from ...base.flags import flag, flag_name
-
-LAUNCHERS = ("torchrun", "srun", "mpirun")
-
 
 GIB = 2**30
 
@@ -58,18 +55,6 @@ def check_devices(kind: str, wanted: int) -> None:
     found = device_count(kind)
     if found < wanted:
         raise refuse("--device", f"({kind})", f"{wanted} accelerators are asked for on this node, {found} are there")
-
-
-def first_host(file: str) -> str:
-    """Return the first host of an Open MPI hostfile, on which rank 0 runs. Raise :class:`UsageError`."""
-    try:
-        lines = [line.split("#", 1)[0].split() for line in Path(file).read_text().splitlines()]
-    except OSError as error:
-        raise cannot("--hostfile", file, "read", error) from None
-    hosts = [words[0] for words in lines if words]
-    if not hosts:
-        raise refuse("--hostfile", file, "names no host")
-    return hosts[0]
 
 
 def check_tokenizer(name: str) -> None:
@@ -120,8 +105,8 @@ class LaunchConfig:
     )
     launcher: str = flag(
         "torchrun",
-        "what starts the ranks: torchrun on every node, srun in a Slurm job, or mpirun",
-        choices=LAUNCHERS,
+        "what starts the ranks: torchrun on every node, or srun in a Slurm job",
+        choices=("torchrun", "srun"),
     )
     device: str | None = flag(None, "accelerator, whose memory the run must fit", type=str, choices=tuple(DEVICES))
     accelerators: int | None = flag(None, "accelerators, which is ranks, of the run", type=int, metavar="N")
@@ -145,8 +130,7 @@ class LaunchConfig:
     max_restarts: int = flag(
         0, "torchrun: start all ranks again, from the last checkpoint, after this many failures", metavar="N"
     )
-    hostfile: str | None = flag(None, "mpirun: a line per node, address and slots=N", type=str, metavar="FILE")
-    master_port: int = flag(29500, "srun and mpirun: port on the first node", metavar="PORT")
+    master_port: int = flag(29500, "srun: port on the first node", metavar="PORT")
     container_image: str | None = flag(
         None, "image that pyxis (enroot) of srun, or --render, runs the ranks in", type=str, metavar="IMAGE"
     )
@@ -199,7 +183,6 @@ class LaunchConfig:
         )
         for name, launcher in (
             ("rdzv_endpoint", "torchrun"),
-            ("hostfile", "mpirun"),
             ("render", "torchrun"),
             *((name, "srun") for name in _OF_CONTAINERS if self.render is None),
         ):

@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.lab.launch.rank MODULE arguments…``: one rank that srun or mpirun started.
+"""``python -m megatron_lossy.lab.launch.rank MODULE arguments…``: one rank that srun started.
 
 It sets the variables that torchrun would set (RANK, WORLD_SIZE, …), and becomes the program. It uses the standard
 library only, because it may run in a container before any other module of ours.
@@ -15,25 +15,15 @@ from collections.abc import Mapping, Sequence
 from ...base.errors import ArgumentParser, UsageError, refuse, usage_errors
 from .options import check_devices
 
-_MPI = {
-    "RANK": "OMPI_COMM_WORLD_RANK",
-    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-}
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, from mpirun or srun. Raise :class:`UsageError`."""
-    # Ranks of an mpirun inside a Slurm job see both sets of names.
-    for names in (_MPI, _SLURM):
-        if all(name in environment for name in names.values()):
-            found = {ours: environment[theirs] for ours, theirs in names.items()}
-            if names is _SLURM:
-                found["LOCAL_WORLD_SIZE"] = str(_tasks_of_node(environment))
-            return found
-    raise UsageError("megatron_lossy.lab.launch.rank: neither mpirun (Open MPI) nor srun started this process")
+    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, from srun. Raise :class:`UsageError`."""
+    if not all(name in environment for name in _SLURM.values()):
+        raise UsageError("megatron_lossy.lab.launch.rank: srun did not start this process")
+    found = {ours: environment[theirs] for ours, theirs in _SLURM.items()}
+    return found | {"LOCAL_WORLD_SIZE": str(_tasks_of_node(environment))}
 
 
 def _tasks_of_node(environment: Mapping[str, str]) -> int:

@@ -44,14 +44,14 @@ def render(plan: Plan, arguments: Sequence[str]) -> str:
         head.append(f"kubectl create secret generic {name} --from-file=run.key={key}")
     objects = _coordinator(plan, name, port) if ours else []
     objects += [_jobset(island, plan.launch.max_restarts, name, mounts) for island in _islands(plan, arguments, name)]
-    parts = dict.fromkeys(one["metadata"]["labels"]["part"] for one in objects)
+    parts = dict.fromkeys(item["metadata"]["labels"]["part"] for item in objects)
     return _text([*head, *(f"kubectl apply -f FILE -l part={part}" for part in parts)], objects)
 
 
 def _mounts(plan: Plan) -> list[tuple[str, str]]:
     """Return sources and targets of ``--container-mounts``, one of which has the run's folder. Raises :class:`UsageError`."""
     given = plan.launch.container_mounts or ""
-    found = [(source, target) for source, _, target in (one.rpartition(":") for one in given.split(","))]
+    found = [(source, target) for source, _, target in (mount.rpartition(":") for mount in given.split(","))]
     if not all(source and target.startswith("/") for source, target in found):
         raise refuse("--container-mounts", given, "must be SOURCE:/FOLDER,… with --render")
     if not any(plan.folder.is_relative_to(target) for _, target in found):
@@ -106,7 +106,7 @@ def _jobset(plan: Plan, max_restarts: int, name: str, mounts: Sequence[tuple[str
         "name": "ranks",
         "image": plan.launch.container_image,
         "command": launch_command(plan, {}),
-        "env": [{"name": one, "value": value} for one, value in (plan.environment | TORCHRUN_ENVIRONMENT).items()],
+        "env": [{"name": key, "value": value} for key, value in (plan.environment | TORCHRUN_ENVIRONMENT).items()],
         "resources": {"limits": {resource: ranks_of_node(plan)}} if resource else {},
     }
     volumes = [("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}})]

@@ -196,7 +196,7 @@ def _recommendation(advice: Advice) -> list[str]:
     fits = best.seconds[1] <= (1 + LONGER) * step
     text = f"the first that makes an iteration at most {LONGER:.0%} longer" if fits else "none keeps it near its length"
     text = f"Ways are listed from what is nearest to training on one site; {text}. "
-    flats = [one.found.seconds[1] - step for one in advice.options[1:] if one.found.way.method == "gradients"]
+    flats = [option.found.seconds[1] - step for option in advice.options[1:] if option.found.way.method == "gradients"]
     if flats:
         text += f"Gradients of all ranks would add {seconds(min(flats))}, {min(flats) / step:.2g} times the step. "
     if best.hidden:

@@ -88,7 +88,7 @@ def _settings(run: Run, differing: Set[str]) -> tuple[str, ...]:
 
 def _text(value: Any) -> str:
     """Return ``value`` as in a heading: the words of a flag as they are written."""
-    words = isinstance(value, list) and all(isinstance(one, str) for one in value)
+    words = isinstance(value, list) and all(isinstance(word, str) for word in value)
     return " ".join(value) if words else str(value)
 
 

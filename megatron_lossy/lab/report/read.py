@@ -43,8 +43,8 @@ def read_runs(folder: str | Path) -> list[Run]:
     Each folder gives its ``metrics.jsonl``, or those of the jobs of one run, or else Megatron-LM's logs.
     """
     folder = Path(folder)
-    one = (folder / METRICS_FILE).is_file() or _jobs(folder)
-    inside = [] if one else sorted(path for path in folder.glob("*") if path.is_dir())
+    single = (folder / METRICS_FILE).is_file() or _jobs(folder)
+    inside = [] if single else sorted(path for path in folder.glob("*") if path.is_dir())
     runs = [run for path in inside if (run := _read_folder(path)) is not None]
     if not runs and (run := _read_folder(folder)) is not None:
         runs = [run]

@@ -110,8 +110,8 @@ AXES = {
 
 def axis_of(name: str) -> Axis:
     """Return the axis of any scalar; a scalar that only Megatron-LM has is labelled by its name."""
-    axis = AXES.get(one := name.removesuffix(WHOLE), Axis(one))
-    return axis if one == name else Axis(f"{axis.label}, median of the run", axis.logarithmic)
+    axis = AXES.get(plain := name.removesuffix(WHOLE), Axis(plain))
+    return axis if plain == name else Axis(f"{axis.label}, median of the run", axis.logarithmic)
 
 
 def needs_drift(name: str) -> bool:

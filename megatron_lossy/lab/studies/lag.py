@@ -14,13 +14,6 @@ BETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.0)
 _EPSILON = 1e-9
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Print the limits at the settings of the command line."""
-    given = _read(arguments)
-    lag = Lag.of(given.p, given.mean_burst)
-    print("\n".join(report(lag, given.beta1, given.p, given.mean_burst)))
-
-
 def _read(arguments: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(
         "megatron_lossy.lab lag",
@@ -44,35 +37,34 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def limits(beta1: float, lag: Lag) -> tuple[float, float, float]:
-    """Return the largest stable learning rate x curvature: without loss, with it, and with a lead."""
-    return stability_limit(beta1), stability_limit(beta1, lag), stability_limit(beta1, lag, lag.lead)
-
-
-def report(lag: Lag, beta1: float, p: float, burst: float | None) -> list[str]:
-    """Return lines of text: the lag, a table over the first moment's decay, and advice."""
+def main(arguments: Sequence[str]) -> None:
+    """Print the lag at the settings of the command line, a table over the first moment's decay, and advice."""
+    given = _read(arguments)
+    lag, beta1, burst = Lag.of(given.p, given.mean_burst), given.beta1, given.mean_burst
     how = "independently" if burst is None else f"in bursts of {burst:g} updates"
     lines = [
-        f"{100 * p:g} % of parameters lost, {how}: replicas are {lag.mean:.3g} updates late on average.",
+        f"{100 * given.p:g} % of parameters lost, {how}: replicas are {lag.mean:.3g} updates late on average.",
         "",
         "Largest stable (learning rate x curvature) of Adam:",
         "",
         "beta1    no loss      plain  compensated",
     ]
+    limits = {}
     for beta in sorted({*BETAS, beta1}, reverse=True):
-        none, plain, sent = limits(beta, lag)
-        lines.append(f"{beta:5g} {none:10.2f} {plain:10.2f} {sent:12.2f}" + ("   <- yours" if beta == beta1 else ""))
-    none, plain, sent = limits(beta1, lag)
-    lines.append("")
+        limits[beta] = stability_limit(beta), stability_limit(beta, lag), stability_limit(beta, lag, lag.lead)
+        lines.append("{:5g} {:10.2f} {:10.2f} {:12.2f}".format(beta, *limits[beta]) + "   <- yours" * (beta == beta1))
+    none, plain, sent = limits[beta1]
     if plain >= none:
-        return [*lines, f"At beta1 {beta1:g} this loss makes nothing less stable."]
+        print("\n".join([*lines, "", f"At beta1 {beta1:g} this loss makes nothing less stable."]))
+        return
     best = max(np.arange(0, beta1, 0.05), key=lambda beta: stability_limit(beta, lag))
     lead = f"{lag.lead.c:.3g}" + (f", r = {lag.lead.r:.3g}" if lag.lead.r else "")
     lines += [
+        "",
         f"At beta1 {beta1:g} this loss leaves 1/{none / plain:.1f} of the stable learning rates. Set one or more:",
         f"  --param-send compensated   a lead of {lead}, found by itself; the limit is {sent:.2f} again",
         f"  --adam-beta1 {best:.2f}          less momentum; the limit without a lead is {stability_limit(best, lag):.2f}",
         "  --loss-unit packet         where the network loses packets: small units average the age",
         "  --loss-schedule 0:0,K:P    no loss in the first third of training, say",
     ]
-    return lines
+    print("\n".join(lines))

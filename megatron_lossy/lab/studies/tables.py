@@ -68,7 +68,7 @@ def scalar_tables(results: Results, names: Sequence[str]) -> dict[str, LossTable
     tables = {file: _values(results, names)}
     if predicted:
         note = f"{name} over {predicted[0]} of the same run"
-        against = excesses(results, name, lambda run: tuple(run.scalar(one) for one in names), note)
+        against = excesses(results, name, lambda run: tuple(run.scalar(scalar) for scalar in names), note)
         tables[f"{file}_against_prediction"] = against
     return tables
 

@@ -19,26 +19,13 @@ over receivers is W, for any trajectory. In the time domain V = W + E with E(t) 
 
 from __future__ import annotations
 
-import cmath
-import itertools
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from ...base.theory import Lead, lead
 
-_GRID = 20_000
-
-
-def rate_array(p: ArrayLike) -> np.ndarray:
-    """Return ``p`` as float64; raises :class:`ValueError` outside [0, 1)."""
-    p = np.asarray(p, dtype=np.float64)
-    if not ((p >= 0) & (p < 1)).all():
-        raise ValueError(f"p = {p}: must be in [0, 1)")
-    return p
+_GRID = 4096
 
 
 @dataclass(frozen=True)
@@ -49,19 +36,9 @@ class Lag:
     again: float = 0.0
 
     @classmethod
-    def of(cls, p: float, burst: float | None = None, lossy: float = 1.0) -> Lag:
-        """Return the lag of receivers: the share ``lossy`` of them loses ``p``, in bursts of mean length ``burst``.
-
-        Raise ``ValueError`` for p outside [0, 1), a burst below 1 or p/(1-p), or ``lossy`` outside [0, 1].
-        """
-        if not 0 <= lossy <= 1:
-            raise ValueError(f"lossy = {lossy}: must be in [0, 1]")
-        p = float(rate_array(p))
-        if burst is None:
-            return cls(lossy * p, p)
-        if not (burst >= 1 and p / (1 - p) <= burst * (1 + 1e-12)):
-            raise ValueError(f"burst = {burst}: must be at least 1 and p/(1-p), for p = {p}")
-        return cls(lossy * p, 1 - 1 / burst)
+    def of(cls, p: float, burst: float | None = None) -> Lag:
+        """Return the lag of receivers that lose ``p``, in bursts of mean length ``burst``, which is at least p/(1-p)."""
+        return cls(p, p if burst is None else 1 - 1 / burst)
 
     @property
     def mean(self) -> float:
@@ -116,57 +93,3 @@ def _open_loop(angle: np.ndarray, beta1: float, lag: Lag, sent: Lead, nesterov: 
     late = (1 - lag.share - (lag.again - lag.share) * x) / (1 - lag.again * x)
     ahead = 1 + sent.c * (1 - x) / (1 - sent.r * x)
     return x / (1 - x) * moment * late * ahead
-
-
-# --- gradients of old weights: the largest stable learning rate ------------------------------------------------------
-# In an asynchronous pipeline of P stages, stage s follows gradients that are d = P - 1 - s updates old. Along a direction
-# of curvature h the weights of a stage then follow, with momentum mu (torch.optim.SGD's, which adds gradients up),
-#
-#     b(k) = mu b(k-1) + h x(k-d),    x(k+1) = x(k) - lr b(k),                  heavy ball
-#                                     x(k+1) = x(k) - lr (h x(k-d) + mu b(k)),  Nesterov
-#
-# with a = lr h as the only number besides mu and d. A mode leaves the unit circle at a z = exp(iw) for which
-#
-#     a = -z^d (z - 1) (z - mu) / N(z),    N = z for heavy ball,    N = (1 + mu) z - mu for Nesterov,
-#
-# is real and positive; the smallest such a is the bound. For heavy ball the condition reads tan(d w) = (1 - mu)/(1 + mu)
-# cot(w/2), and a = 2 sin(w/2) sqrt((1 + mu)^2 sin(w/2)^2 + (1 - mu)^2 cos(w/2)^2). Without momentum w = pi/(2d + 1) and a
-# = 2 sin(w/2), the bound of :func:`.averaging.stability_bound`.
-
-
-_GRID = 4096
-
-
-def delayed_step_bound(delay: int, momentum: float = 0.0, nesterov: bool = False) -> float:
-    """Return the least product of learning rate and curvature that diverges with gradients ``delay`` updates old.
-
-    Raise ``ValueError`` for a negative delay or a momentum outside [0, 1).
-    """
-    if delay < 0:
-        raise ValueError(f"delay = {delay}: must be at least 0")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum = {momentum}: must be in [0, 1)")
-
-    def value(angle: float) -> complex:
-        z = cmath.exp(1j * angle)
-        numerator = (1 + momentum) * z - momentum if nesterov else z
-        return -(z**delay) * (z - 1) * (z - momentum) / numerator
-
-    found = [value(math.pi).real]
-    angles = [math.pi * k / (_GRID * (delay + 1)) for k in range(1, _GRID * (delay + 1))]
-    for low, high in itertools.pairwise(angles):
-        if value(low).imag < 0 <= value(high).imag or value(high).imag < 0 <= value(low).imag:
-            found.append(value(_root(value, low, high)).real)
-    return min(bound for bound in found if bound > 0)
-
-
-def _root(value: Callable[[float], complex], low: float, high: float) -> float:
-    """Return the place between ``low`` and ``high`` at which the imaginary part changes its sign."""
-    below = value(low).imag < 0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if (value(middle).imag < 0) == below:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2

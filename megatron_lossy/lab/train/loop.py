@@ -21,7 +21,6 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from ... import hooks
 from ...base import device
 from ...base.checkpoints import latest_iteration
-from ...base.errors import cannot
 from ...base.flags import identity
 from ...base.jobs import World, launched_ranks
 from ...config import LossyConfig
@@ -36,7 +35,7 @@ from ..virtual.island_churn import ChurningIslands
 from ..virtual.island_workers import IslandWorkers
 from ..virtual.islands import VirtualIslands
 from ..virtual.replicas import VirtualReplicas
-from .checkpoint import Checkpoints, NotSaved
+from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .data import (
     RankBatches,
@@ -48,7 +47,7 @@ from .data import (
     with_data_paths,
 )
 from .facts import check_flags
-from .metrics import Console, Silent, perplexity
+from .metrics import Console, SilentConsole, perplexity
 from .model import build_model, model_parallel, transformer_impl, world
 from .optimizer import lr_scale
 from .records import Progress, Stop, header, open_writers
@@ -57,7 +56,7 @@ from .sharpness import Sharpness
 from .workers import Workers, begin_mean_loss, evaluate
 
 
-class Diverged(RuntimeError):
+class Divergence(RuntimeError):
     """The loss is infinite or not a number."""
 
 
@@ -101,7 +100,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
             with model_parallel(config):
                 first = torch.distributed.get_rank() == 0
                 speaks = first and lossy.speaks
-                run = _Run(config, lossy, paths, (console or Console()) if speaks else Silent())
+                run = _Run(config, lossy, paths, (console or Console()) if speaks else SilentConsole())
                 if config.load and (changed := changed_settings(config, lossy_config, data)):
                     run.console.note(f"--load {config.load}: goes on with other settings: {changed}")
                 if first:
@@ -154,7 +153,6 @@ class _Run:
         self.sharpness = Sharpness(config, self.model, self.optimizer, lossy, self.train_data)
         self.checkpoints = Checkpoints(self.model, self.optimizer, self.workers.scheduler, lossy, config.save_retain)
         self.progress = Progress()
-        self.failed_saves = 0  # in a row
         self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
         self.stop = Stop(lossy, saves=config.save is not None)
         self.summary: dict[str, Any] = {}
@@ -179,7 +177,7 @@ class _Run:
             with self.stop.listening():
                 finished = self._train(batches)
                 self.lossy.leave()
-        except Diverged as error:
+        except Divergence as error:
             diverged = str(error)
         finally:
             for writer in self.writers:
@@ -190,7 +188,7 @@ class _Run:
         return {"iteration": iteration, "finished": finished, "diverged": diverged, **self.summary}
 
     def _train(self, batches: list[RankBatches]) -> bool:
-        """Iterate to the end (true), or until the run is stopped (false). Raise :class:`Diverged`."""
+        """Iterate to the end (true), or until the run is stopped (false). Raise :class:`Divergence`."""
         config, progress = self.config, self.progress
         outcomes: deque[Callable[[], tuple[float, float, bool, int]]] = deque()
         grad_norm = 0.0
@@ -220,12 +218,12 @@ class _Run:
             if (log and progress.window_iterations) or diverged:
                 self._log(grad_norm)
             if diverged:
-                raise Diverged(diverged)
+                raise Divergence(diverged)
             if evaluate:
                 self._evaluate()
             leave = leave or bool(stop)
             if config.save and (leave or save):
-                self._save(goes_on=not (leave or last))
+                self._save()
             if leave and not last:
                 why = f"on {signal.Signals(stop).name}" if stop else "by --exit-interval"
                 self.console.note(f"exiting {why} at iteration {progress.iteration}")
@@ -334,30 +332,17 @@ class _Run:
             self._write(record)
         self.summary["valid"] = losses
 
-    def _save(self, goes_on: bool) -> None:
-        """Save. A run that ``goes_on`` may fail to, as often in a row as ``--save-failures`` says, and says so."""
+    def _save(self) -> None:
         if self.hooked:
             self._gather_in_forward(False)
         folder, iteration = self.config.save, self.progress.iteration
         progress = [dataclasses.asdict(self.progress)]
         torch.distributed.broadcast_object_list(progress)  # the seconds differ, and rank 0's are saved
-        said, failed = [f"saved checkpoint of iteration {iteration:7d} to {folder}"], None
-        try:
-            self.checkpoints.save(folder, iteration, {"progress": progress[0]})
-        except NotSaved as error:
-            said, failed = [], error
+        self.checkpoints.save(folder, iteration, {"progress": progress[0]})
         beside = self.lossy.job_group.saved_beside(folder)
         if beside is not None:  # of which all jobs are a part
-            try:
-                self.checkpoints.save_consensus(beside[0], iteration, beside[1])
-            except NotSaved as error:
-                failed = failed or error
-        self.failed_saves = self.failed_saves + 1 if failed else 0
-        if failed and not (goes_on and self.failed_saves <= self.config.save_failures):
-            raise cannot("--save", failed.filename, "written", failed)
-        if failed:
-            said.append(f"{failed.filename}: {failed.strerror}; the run goes on (--save-failures)")
-        self.console.note("  " + "; ".join(said))
+            self.checkpoints.save_consensus(beside[0], iteration, beside[1])
+        self.console.note(f"  saved checkpoint of iteration {iteration:7d} to {folder}")
 
     def _load(self) -> bool:
         """Load the checkpoint of ``--load`` if there is one; returns whether there was."""

@@ -142,7 +142,7 @@ class Console:
         self.note(f"{dashes}\n{text}\n{dashes}")
 
 
-class Silent(Console):
+class SilentConsole(Console):
     """The console of ranks other than 0. It prints nothing."""
 
     def note(self, text: str) -> None:

@@ -49,10 +49,10 @@ def build_optimizer(config: TrainConfig, model_chunks: list) -> tuple[MegatronOp
         use_gloo_process_groups=False,
     )
     if config.optimizer == "nadam":
-        for one in optimizers(optimizer):
+        for wrapper in optimizers(optimizer):
             psi = config.nadam_momentum_decay
-            one.optimizer = NAdamW.instead_of(
-                one.optimizer, _MOMENTUM_DECAY / config.train_iters if psi is None else psi
+            wrapper.optimizer = NAdamW.instead_of(
+                wrapper.optimizer, _MOMENTUM_DECAY / config.train_iters if psi is None else psi
             )
     samples = config.global_batch_size
     scheduler = OptimizerParamScheduler(

@@ -65,7 +65,7 @@ def largest_eigenvalue(
     if not basis or not np.isfinite(small).all():
         return math.nan, start
     values, vectors = np.linalg.eigh(small[: len(basis), : len(basis)])  # of which it reads the lower triangle
-    found = sum(float(part) * one for part, one in zip(vectors[:, -1], basis, strict=True))
+    found = sum(float(part) * direction for part, direction in zip(vectors[:, -1], basis, strict=True))
     return float(values[-1]), found / found.norm()
 
 
@@ -114,14 +114,14 @@ class Sharpness:
     def metrics(self) -> dict[str, float]:
         """Return means over the measurements since the last call; nothing without any."""
         found, self._found = self._found, []
-        return {name: float(np.mean([one[name] for one in found])) for name in (found[0] if found else ())}
+        return {name: float(np.mean([record[name] for record in found])) for name in (found[0] if found else ())}
 
     # --- the matrix --------------------------------------------------------------------------------------------------
 
     def _preconditioner(self) -> torch.Tensor | None:
         """Return P^1/2 of all parameters in a row, float32[n]; ``None`` before the first update."""
         parts = []
-        inner = {parameter: one for one in optimizers(self._optimizer) for parameter in one.model_param_group_index_map}
+        inner = {weights: own for own in optimizers(self._optimizer) for weights in own.model_param_group_index_map}
         for parameter in self._parameters:
             adam = inner[parameter].optimizer
             group, place = inner[parameter].model_param_group_index_map[parameter]

@@ -63,12 +63,12 @@ class Presence:
     @property
     def training(self) -> list[int]:
         """The slots that make the next iteration."""
-        return [number for number, one in enumerate(self.slots) if one.trains]
+        return [number for number, slot in enumerate(self.slots) if slot.trains]
 
     @property
     def members(self) -> list[int]:
         """Slots that take part in exchanges, in rising order."""
-        return [number for number, one in enumerate(self.slots) if one.member]
+        return [number for number, slot in enumerate(self.slots) if slot.member]
 
     @property
     def senders(self) -> list[int]:
@@ -89,25 +89,25 @@ class Presence:
 
     def leave(self, number: int, event: str) -> None:
         """Let slot ``number`` leave. ``event``: "stop" ends it, "freeze" only stands still, "cut" trains alone."""
-        one = self.slots[number]
-        one.trains = one.trains and event == "cut"
-        one.reached = False
+        slot = self.slots[number]
+        slot.trains = slot.trains and event == "cut"
+        slot.reached = False
         if event == "stop":  # what comes back is another process
-            one.life, one.fresh = one.life + 1, True
+            slot.life, slot.fresh = slot.life + 1, True
 
     def come(self, number: int, now: int) -> Return:
         """Let slot ``number`` come after ``now`` iterations of the run. Another member must be there already."""
         self._someone_sends(now)
-        one, sender = self.slots[number], self._next_sender(number)
-        idle, how = not one.trains, "keep"
-        if not one.own or one.stopped(now, self._keep) or self._copies:
+        slot, sender = self.slots[number], self._next_sender(number)
+        idle, how = not slot.trains, "keep"
+        if not slot.own or slot.stopped(now, self._keep) or self._copies:
             how = self._rejoin
-        anew = one.fresh or how != "keep"
-        one.trains, one.reached, one.fresh = True, True, False
+        anew = slot.fresh or how != "keep"
+        slot.trains, slot.reached, slot.fresh = True, True, False
         if how == "copy":
             source = self.slots[sender]
-            one.sent, one.made, one.own = source.sent, source.made, True
-        one.listens = how == "listen" or (how == "copy" and one.stopped(now, self._keep))
+            slot.sent, slot.made, slot.own = source.sent, source.made, True
+        slot.listens = how == "listen" or (how == "copy" and slot.stopped(now, self._keep))
         return Return(number, how, sender, idle, anew)
 
     def _next_sender(self, number: int) -> int:
@@ -129,9 +129,9 @@ class Presence:
     def about_to_send(self, now: int, visits: Callable[[int], int]) -> None:
         """Begin an exchange. ``visits``: the least number of times that each element of a listener was set."""
         for number in self.members:
-            one = self.slots[number]
-            if one.listens and visits(number) >= needed_visits(self._overlap, one.own):
-                one.listens, one.own = False, True
+            slot = self.slots[number]
+            if slot.listens and visits(number) >= needed_visits(self._overlap, slot.own):
+                slot.listens, slot.own = False, True
         self._someone_sends(now)
 
     def sent(self, now: int) -> None:
@@ -141,11 +141,11 @@ class Presence:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the state of each slot."""
-        return [asdict(one) for one in self.slots]
+        return [asdict(slot) for slot in self.slots]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Restore :meth:`state_dict`."""
-        self.slots = [Slot(**{each.name: one[each.name] for each in fields(Slot)}) for one in state]
+        self.slots = [Slot(**{each.name: saved[each.name] for each in fields(Slot)}) for saved in state]
 
 
 class Churn:
@@ -173,13 +173,13 @@ class Churn:
     def begin(self, iteration: int) -> list[Return]:
         """Let the events before ``iteration`` happen. Return the islands that are there again."""
         events, returns = self.schedule.at(iteration), []
-        for one in events:
-            if one.leaves:
-                self.presence.leave(one.slot, one.event)
+        for event in events:
+            if event.leaves:
+                self.presence.leave(event.slot, event.event)
             else:
-                returns.append(self.presence.come(one.slot, iteration))
+                returns.append(self.presence.come(event.slot, iteration))
         if events or not iteration:
-            self._enter(iteration, iteration, [one._asdict() for one in events], returns)
+            self._enter(iteration, iteration, [event._asdict() for event in events], returns)
         return returns
 
     def end(self, iteration: int, visits: Callable[[int], int]) -> Epoch | None:
@@ -205,17 +205,17 @@ class Churn:
             return
         if self._note is None:
             return
-        returned = [{"slot": one.slot, "how": one.how, "from": one.source} for one in returns]
+        returned = [{"slot": arrival.slot, "how": arrival.how, "from": arrival.source} for arrival in returns]
         self._note(line(epoch.first, iteration, epoch, self.presence.lags(now), events, returned=returned))
 
     def state_dict(self, iteration: int) -> dict[str, Any]:
         """Return the state before ``iteration``: the members, and the events that made them so."""
-        past = [list(one) for one in self.schedule.before(iteration)]
+        past = [list(event) for event in self.schedule.before(iteration)]
         return {"slots": self.presence.state_dict(), "past": past}
 
     def load_state_dict(self, state: dict[str, Any], iteration: int) -> None:
         """Restore :meth:`state_dict`. Raise :class:`UsageError` if the schedule had other events before."""
-        here = [list(one) for one in self.schedule.before(iteration)]
+        here = [list(event) for event in self.schedule.before(iteration)]
         if state["past"] != here:
             raise refuse(FLAG, self._path, f"has other events before iteration {iteration} than the checkpoint's run")
         self.presence.load_state_dict(state["slots"])
@@ -249,19 +249,19 @@ class ChurningIslands(VirtualIslands):
         return self.churn.presence.senders or self.churn.presence.members
 
     def come_and_go(self) -> None:
-        for one in self.churn.begin(self.iteration):
-            self._bring_back(one)
+        for arrival in self.churn.begin(self.iteration):
+            self._bring_back(arrival)
 
-    def _bring_back(self, one: Return) -> None:
-        island, source = one.slot, one.source
-        if one.anew:
+    def _bring_back(self, arrival: Return) -> None:
+        island, source = arrival.slot, arrival.source
+        if arrival.anew:
             for rounds in self._member_rounds:
                 rounds.restart(island)
-        if one.how == "copy":
+        if arrival.how == "copy":
             self._take_state(island, self._state_of(source))
             for rounds in self._member_rounds:
                 rounds.rule.copy(source, island)
-        if one.idle or one.how == "copy":
+        if arrival.idle or arrival.how == "copy":
             self._begin_equal(island)
 
     # --- an iteration ----------------------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
 """The file of ``--island-schedule``: which islands stop, freeze, are cut off, come back and join, and when.
 
-A line is a JSON object ``{"slot": 3, "at": 100, "event": "stop"}``; the event comes before iteration ``at`` (from 0). A
-log of such events (:class:`.EpochLog`) is a schedule too.
+A line is a JSON object ``{"slot": 3, "at": 100, "event": "stop"}``; the event comes before iteration ``at`` (from 0).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -38,21 +36,21 @@ class Schedule:
     """``events``: in their order; those that leave before those that come, at one iteration."""
 
     def __init__(self, events: list[Event]) -> None:
-        self.events = sorted(events, key=lambda one: (one.at, not one.leaves, one.slot))
+        self.events = sorted(events, key=lambda event: (event.at, not event.leaves, event.slot))
 
     @property
     def empty(self) -> list[int]:
         """The slots that are empty at the beginning."""
-        first = {one.slot: one.event for one in reversed(self.events)}
+        first = {event.slot: event.event for event in reversed(self.events)}
         return sorted(slot for slot, event in first.items() if event == "join")
 
     def before(self, iteration: int) -> list[Event]:
         """Return the events before ``iteration``."""
-        return [one for one in self.events if one.at < iteration]
+        return [event for event in self.events if event.at < iteration]
 
     def at(self, iteration: int) -> list[Event]:
         """Return the events at ``iteration``."""
-        return [one for one in self.events if one.at == iteration]
+        return [event for event in self.events if event.at == iteration]
 
 
 def check_schedule(config: LossyConfig, iterations: int | None) -> None:
@@ -73,8 +71,8 @@ def read_schedule(path: str, slots: int, iterations: int | None) -> Schedule:
     events: list[Event] = []
     places: dict[Event, int] = {}
     for number, line in enumerate(lines, start=1):
-        for record in _records(line, path, number):
-            event = _event(record, path, number, slots, iterations)
+        if line.strip():
+            event = _event(line.strip(), path, number, slots, iterations)
             events.append(event)
             places.setdefault(event, number)
     if not events:
@@ -93,24 +91,13 @@ def _wrong(path: str, line: int, why: str) -> UsageError:
     return refuse(FLAG, path, f"line {line}: {why}")
 
 
-def _records(line: str, path: str, number: int) -> Iterator[Any]:
-    """Yield the events in a line: itself, or those of a line of a log."""
-    if not line.strip():
-        return
+def _event(line: str, path: str, number: int, slots: int, iterations: int | None) -> Event:
     try:
-        record = json.loads(line)
+        given = json.loads(line)
     except ValueError:
-        record = None
-    if isinstance(record, dict) and isinstance(record.get("events"), list):
-        yield from record["events"]
-    elif isinstance(record, dict):
-        yield record
-    else:
-        raise _wrong(path, number, f"{line.strip()[:80]}: must be {_example()}")
-
-
-def _event(record: Any, path: str, number: int, slots: int, iterations: int | None) -> Event:
-    given = record if isinstance(record, dict) else {}
+        given = None
+    if not isinstance(given, dict):
+        raise _wrong(path, number, f"{line[:80]}: must be {_example()}")
     unknown = sorted(set(given) ^ set(_FIELDS))
     if unknown:
         what = "is missing" if unknown[0] in _FIELDS else "is unknown"
@@ -134,30 +121,30 @@ def _check_order(schedule: Schedule, path: str, places: dict[Event, int]) -> Non
     """Refuse events that an island cannot have when they come."""
     empty = set(schedule.empty)
     latest: dict[int, Event] = {}
-    for one in schedule.events:
-        before = latest.get(one.slot)
+    for event in schedule.events:
+        before = latest.get(event.slot)
         if before is None:
-            allowed = ("join",) if one.slot in empty else _LEAVING
-            was = "is empty" if one.slot in empty else "is there"
-        elif before.at == one.at:
-            raise _wrong(path, places[one], f"event {one.event}: slot {one.slot} has another event at {one.at}")
+            allowed = ("join",) if event.slot in empty else _LEAVING
+            was = "is empty" if event.slot in empty else "is there"
+        elif before.at == event.at:
+            raise _wrong(path, places[event], f"event {event.event}: slot {event.slot} has another event at {event.at}")
         else:
             allowed = {"stop": ("return",), "freeze": ("stop", "return"), "cut": ("stop", "freeze", "return")}.get(
                 before.event, _LEAVING
             )
             was = "is there" if not before.leaves else f"has had {before.event} at {before.at}"
-        if one.event not in allowed:
-            why = f"event {one.event}: slot {one.slot} {was}; must be one of {', '.join(allowed)}"
-            raise _wrong(path, places[one], why)
-        latest[one.slot] = one
+        if event.event not in allowed:
+            why = f"event {event.event}: slot {event.slot} {was}; must be one of {', '.join(allowed)}"
+            raise _wrong(path, places[event], why)
+        latest[event.slot] = event
 
 
 def _check_left(schedule: Schedule, path: str, slots: int) -> None:
     """Refuse a time without an island that is there and was there before: no island would have the model."""
     there = set(range(slots)) - set(schedule.empty)
-    for at, events in groupby(schedule.events, key=lambda one: one.at):
+    for at, events in groupby(schedule.events, key=lambda event: event.at):
         found = list(events)
-        there -= {one.slot for one in found if one.leaves}
+        there -= {event.slot for event in found if event.leaves}
         if not there:
             raise refuse(FLAG, path, f"leaves no island at iteration {at}; one must stay until others are there")
-        there |= {one.slot for one in found if not one.leaves}
+        there |= {event.slot for event in found if not event.leaves}

@@ -203,11 +203,11 @@ class VirtualIslands(Run, JobGroup):
         """Return the mean squared distance of islands to their mean, per element: weights, and ``ema``'s memory."""
         kept = [self._kept[island] for island in self.senders]
         size = sum(weights.numel() for weights in kept[0])
-        squares = sum(_squares([one[number] for one in kept]) for number in range(len(kept[0])))
+        squares = sum(_squares([island[number] for island in kept]) for number in range(len(kept[0])))
         result = {"sync deviation": squares / (size * len(kept))}
         progress = [rounds.rule.state_dict().get("progress") for rounds in self._rounds]
         if progress and progress[0] is not None:
-            rows = [[one[island] for island in self.senders] for one in progress]
+            rows = [[shard[island] for island in self.senders] for shard in progress]
             result["sync progress spread"] = sum(map(_squares, rows)) / (size * len(kept))
         return result
 
@@ -285,10 +285,11 @@ class VirtualIslands(Run, JobGroup):
 
     def save_replicas(self, folder: str | os.PathLike) -> None:
         """Write all islands' states and the exchanges under way; with ``--save-replicas`` also that of :class:`Run`."""
-        for observer in (one for cluster in self.clusters for one in cluster.observers):
-            observer.save()
+        for cluster in self.clusters:
+            for observer in cluster.observers:
+                observer.save()
         islands = [self._state_of(island) for island in range(len(self.clusters))]
-        rounds = [one.state_dict() for one in self._rounds]
+        rounds = [of_shard.state_dict() for of_shard in self._rounds]
         state = {"identity": self.identity(), "islands": islands, "rounds": rounds, "random": self._random}
         path = Path(folder, ISLANDS)
         with naming(path), open(path, "wb") as file:  # given a path, torch would write its name into the file
@@ -354,7 +355,7 @@ def island_state(optimizers: Sequence[Any], scheduler: Any, kept: Sequence[torch
     return {
         "weights": list(kept),
         "main": [weights.detach() for weights in _main(optimizers)],
-        "optimizers": [one.optimizer.state_dict() for one in optimizers],
+        "optimizers": [optimizer.optimizer.state_dict() for optimizer in optimizers],
         "scheduler": scheduler.state_dict(),
     }
 
@@ -368,17 +369,16 @@ def load_island_state(
             weights.copy_(saved)
         for weights, saved in zip(_main(optimizers), state["main"], strict=True):
             weights.copy_(saved)
-    for one, saved in zip(optimizers, state["optimizers"], strict=True):
-        one.optimizer.load_state_dict(saved)
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.optimizer.load_state_dict(saved)
     scheduler.num_steps = 0  # Megatron adds the loaded number to it
     scheduler.load_state_dict(state["scheduler"])
 
 
 def _main(optimizers: Sequence[Any]) -> list[torch.Tensor]:
     """Return the float32 weights that are not the model's own."""
-    return [
-        main for one in optimizers for group in one.shard_fp32_from_float16_groups for main in group if main is not None
-    ]
+    groups = (group for optimizer in optimizers for group in optimizer.shard_fp32_from_float16_groups)
+    return [main for group in groups for main in group if main is not None]
 
 
 def load_islands(folder: str | os.PathLike, islands: int, device: torch.device) -> dict[str, Any]:

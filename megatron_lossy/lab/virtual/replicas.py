@@ -52,12 +52,12 @@ class TrainingStates:
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizers: Sequence[Any], count: int) -> None:
-        self._inner = [one.optimizer for one in optimizers if one.optimizer is not None]
+        self._inner = [optimizer.optimizer for optimizer in optimizers if optimizer.optimizer is not None]
         self._mains = [
             (inner, main) for inner in self._inner for group in inner.param_groups for main in group["params"]
         ]
         self._numbers = {id(main): number for number, (_, main) in enumerate(self._mains)}
-        copies = [one for one in parameters if one.requires_grad and id(one) not in self._numbers]
+        copies = [weights for weights in parameters if weights.requires_grad and id(weights) not in self._numbers]
         self._tensors = [*(main for _, main in self._mains), *copies]
         self._states = [self._here()]
         self._states += [copy.deepcopy(self._states[0]) for _ in range(1, count)]
@@ -144,7 +144,7 @@ class WorkerReplicas(HeldReplicas):
         assert self._states is not None
         return self._states
 
-    def peers_of(self, one: ReplicaStream) -> Peers:
+    def peers_of(self, stream: ReplicaStream) -> Peers:
         return self._peers
 
     def turn(self, replica: int) -> contextlib.AbstractContextManager[None]:
@@ -179,13 +179,13 @@ class LossyReduction:
     ``steps``: length of the run, if known.
     """
 
-    def __init__(self, config: LossyConfig, one: ReplicaStream, workers: int, steps: int | None) -> None:
+    def __init__(self, config: LossyConfig, stream: ReplicaStream, workers: int, steps: int | None) -> None:
         config = config.all_reduced()
-        gradients = [bucket.grad_data for bucket in one.buckets]
-        self._stream = one.stream
+        gradients = [bucket.grad_data for bucket in stream.buckets]
+        self._stream = stream.stream
         self._workers = workers
         specs = specs_of(gradients, workers)
-        self._memory, self.groups = groups_in_memory(config, specs, one.stream, range(workers), workers, steps)
+        self._memory, self.groups = groups_in_memory(config, specs, stream.stream, range(workers), workers, steps)
         self._sums = [flat.new_empty(workers * spec.shard) for flat, spec in zip(gradients, specs, strict=True)]
         self._own: list[list[torch.Tensor]] = []  # for each worker, the sum as it would be with its own gradients alone
         self._begun: list[Transfer] = []
@@ -260,10 +260,10 @@ class VirtualReplicas(VirtualRun):
     def _add(self, ddp: Any) -> None:
         self._parameters = list(ddp.parameters())
         self.held.add(ddp)
-        for one in self.held.streams:
-            self._sums.append([torch.empty_like(bucket.grad_data) for bucket in one.buckets])
+        for stream in self.held.streams:
+            self._sums.append([torch.empty_like(bucket.grad_data) for bucket in stream.buckets])
             if not self.config.untouched("grad"):
-                self._lossy.append(LossyReduction(self.config, one, self.workers, self.steps))
+                self._lossy.append(LossyReduction(self.config, stream, self.workers, self.steps))
 
     # --- an iteration --------------------------------------------------------------------------------------------
 
@@ -299,8 +299,8 @@ class VirtualReplicas(VirtualRun):
         if self.differ:
             self.held.begin()
         with torch.no_grad():
-            for one in self._lossy:
-                one.reduce()
+            for reduction in self._lossy:
+                reduction.reduce()
             self._check(scale)
             self.begin_update()
             results = [self._update(worker, optimizer, scale) for worker in range(self.workers if self.differ else 1)]
@@ -334,7 +334,7 @@ class VirtualReplicas(VirtualRun):
                     buffer *= scale
 
     def _update(self, worker: int, optimizer: Any, scale: float | None) -> Any:
-        buffers = [[bucket.grad_data for bucket in one.buckets] for one in self.held.streams]
+        buffers = [[bucket.grad_data for bucket in stream.buckets] for stream in self.held.streams]
         with self._replica(worker):
             if self.held.own:
                 for into, own in zip(buffers, self.held.own, strict=True):
@@ -351,7 +351,7 @@ class VirtualReplicas(VirtualRun):
 
     @property
     def groups(self) -> list[LossyGroup]:
-        return [group for one in self._lossy for group in one.groups]
+        return [group for reduction in self._lossy for group in reduction.groups]
 
     @property
     def streams(self) -> list[LossyReduction]:
@@ -365,7 +365,7 @@ class VirtualReplicas(VirtualRun):
         return self._parameters[0].device
 
     def identity(self) -> dict[str, Any]:
-        sizes = bucket_sizes([(one.stream, one.pairs) for one in self.held.streams])
+        sizes = bucket_sizes([(stream.stream, stream.pairs) for stream in self.held.streams])
         return {"workers": self.workers, "--use-distributed-optimizer": "off", **sizes}
 
     def exchanged_state(self) -> None:

@@ -110,7 +110,7 @@ class Leads(Sending):
         self._main = functools.cache(
             lambda bucket: MainWeights(optimizers(), buckets[bucket], buckets[bucket].param_data)
         )
-        counted = [one for rules in self._rules if (one := rules[0].lag.counted) is not None]
+        counted = [counter for rules in self._rules if (counter := rules[0].lag.counted) is not None]
         self._sums = [Sums(LocalPeers(len(counted)), counted)] if counted else []
         self._whole: dict[int, torch.Tensor] = {}
         for worker, rules in enumerate(self._rules):
@@ -156,7 +156,7 @@ class Leads(Sending):
                     rule.lag.counted.count(bucket, rule.units, delivery)
 
 
-class Rounded(Sending):
+class Rounding(Sending):
     """The values that ``inner`` sends, as they are decoded from codes (``--param-wire``)."""
 
     changes = True

@@ -21,7 +21,7 @@ from ...hooks.exchanges import specs_of
 from ...recovery import Gradients, LossScale
 from ...transport import Transfer
 from .in_memory import groups_in_memory
-from .sending import Rounded, seen, sending_of
+from .sending import Rounding, seen, sending_of
 from .versions import Versions
 
 # Sums are added in pieces that fit into a core's cache, and each source is cleared while it is there.
@@ -77,7 +77,7 @@ class StreamBuckets:
         self.versions = Versions(buffers, self.cut["param"], units_of(self.cut["param"]), workers)
         self.sending = sending_of(self.groups, buckets, optimizers)
         if "param" in coded:
-            self.sending = Rounded(self.sending, workers, coded["param"])
+            self.sending = Rounding(self.sending, workers, coded["param"])
 
     @contextlib.contextmanager
     def turn(self, worker: int) -> Iterator[None]:
