@@ -208,8 +208,8 @@ def test_what_a_fresh_checkout_lacks_is_built(tmp_path):
     assert built.name.removeprefix("helpers_cpp") in importlib.machinery.EXTENSION_SUFFIXES
 
 
-def _disk_full_at(rank: int, iteration: int, *runs: tuple[dict, dict]):
-    """:func:`train_runs`, in which no file may become longer than 60,000 bytes while ``iteration`` is saved."""
+def _disk_full_at(rank: int, iterations: tuple[int, ...], *runs: tuple[dict, dict]):
+    """:func:`train_runs`, in which no file may become longer than 60,000 bytes while ``iterations`` are saved."""
     import resource
 
     from megatron_lossy.lab.train.checkpoint import Checkpoints
@@ -218,8 +218,11 @@ def _disk_full_at(rank: int, iteration: int, *runs: tuple[dict, dict]):
     save, before = Checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def crippled(self, folder, now, common):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60000 if now == iteration else before[0], before[1]))
-        return save(self, folder, now, common)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60000 if now in iterations else before[0], before[1]))
+        try:
+            return save(self, folder, now, common)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     Checkpoints.save = crippled
     try:
@@ -228,14 +231,22 @@ def _disk_full_at(rank: int, iteration: int, *runs: tuple[dict, dict]):
         return str(error)
 
 
-def test_a_failed_save_ends_a_run_and_the_next_one_goes_on(data, tmp_path):
-    config = TINY | data | {"save_interval": 2, "eval_iters": 0, "log_interval": 1, "save_retain": 2}
-    failing, whole = (config | {"save": str(tmp_path / name)} for name in ("failing", "whole"))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_failed_saves_that_a_run_may_have_do_not_end_it(data, tmp_path, ranks):
+    config = TINY | data | {"save_interval": 2, "eval_iters": 0, "log_interval": 1}
+    loss = {"p_grad": 0.3, "p_param": 0.3} if ranks == 2 else {}
+    failing, whole = ({"save": str(tmp_path / name), "save_retain": 2} for name in ("failing", "whole"))
+    both = (config | failing | {"save_failures": 1}, loss), (config | whole | {"save_interval": 8}, loss)
+    summaries, output = run_ranks(_disk_full_at, ranks, (4,), *both)[0]
+    assert [summary["iteration"] for summary in summaries] == [8, 8]
     why = "File too large: the checkpoint of iteration 4 was not saved; that of iteration 2 is whole"
-    assert why in run_ranks(_disk_full_at, 1, 4, (failing, {}))[0]
-    run_ranks(train_runs, 1, (failing | {"load": failing["save"]}, {}), (whole | {"save_interval": 8}, {}))
+    assert output.count("was not saved") == 1 and f"  {tmp_path / 'failing'}: {why}; the run goes on" in output
     there = {name: sorted(path.name for path in (tmp_path / name).glob("iter_*")) for name in ("failing", "whole")}
     assert there == {"failing": ["iter_0000006", "iter_0000008"], "whole": ["iter_0000008"]}
+    assert checkpoint_bytes(tmp_path / "failing", 8) == checkpoint_bytes(tmp_path / "whole", 8)
+    for at, more in (((4,), {}), ((4, 6), {"save_failures": 1})):
+        ended = run_ranks(_disk_full_at, ranks, at, (config | more | {"save": str(tmp_path / f"ended {at}")}, loss))
+        assert all(f"File too large: the checkpoint of iteration {at[-1]} was not saved" in one for one in ended)
 
 
 def test_older_checkpoints_are_removed_and_nothing_else(tmp_path):

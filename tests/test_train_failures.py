@@ -7,6 +7,7 @@ import errno
 import os
 import pickle
 import random
+import resource
 import signal
 import time
 import types
@@ -88,6 +89,37 @@ def test_an_older_checkpoint_is_named_if_there_is_one(tmp_path):
         _reading(str(tmp_path / "iter_0000004")),
     ):
         raise EOFError("Ran out of input")
+
+
+def _save_on_a_full_disk(rank: int, folder: str) -> str:
+    """Fail on both ranks, without a reason from torch; rank 1 looks for it a second later than rank 0."""
+    from megatron_lossy.lab.train import checkpoint
+
+    def write(self, aside, final, iteration, common):
+        if rank == 0:
+            aside.mkdir()
+        torch.distributed.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        raise torch.distributed.checkpoint.CheckpointException("write", {0: (RuntimeError("position"), None)})
+
+    def tried_late(aside, tried=checkpoint._tried):
+        time.sleep(rank)
+        return tried(aside)
+
+    checkpoint._tried = tried_late
+    checkpoint.Checkpoints._write = write
+    try:
+        checkpoint.Checkpoints.__new__(checkpoint.Checkpoints).save(folder, 3, {})
+    except Exception as error:
+        torch.distributed.barrier()
+        return f"{type(error).__name__} {error}"
+
+
+def test_all_ranks_know_of_a_full_disk_and_leave_nothing(tmp_path):
+    said = run_ranks(_save_on_a_full_disk, 2, str(tmp_path))
+    full = f"NotSaved [Errno {errno.EFBIG}] File too large: the checkpoint of iteration 3 was not saved: '{tmp_path}'"
+    assert said == [full, full]
+    assert not os.listdir(tmp_path)
 
 
 def _build(rank: int, folder: str, names: list[str | None]) -> list[str | None]:

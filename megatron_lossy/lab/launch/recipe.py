@@ -106,7 +106,7 @@ def _section(path: Path, name: str, value: Any) -> dict[str, Any]:
 _NOT_SAME = {
     *("ffn_hidden_size", "num_query_groups", "share_embeddings_and_output_weights", "tokenizer"),
     *("nadam_momentum_decay", "sgd_momentum", "num_distributed_optimizer_instances", "virtual_workers"),
-    *("data", "data_path", "valid_data_path", "save_retain", "sharpness_interval", "metrics_dir"),
+    *("data", "data_path", "valid_data_path", "save_retain", "save_failures", "sharpness_interval", "metrics_dir"),
 }
 _ALWAYS = {
     "normalization": "RMSNorm",
@@ -126,10 +126,10 @@ def megatron_arguments(
     ``only_megatron``: flags by name with dashes, which win. Raise :class:`UsageError` for settings that Megatron-LM
     does not support.
     """
-    if config.save_retain:
-        raise refuse(
-            "--save-retain", config.save_retain, "needs --program train; Megatron-LM has --save-retain-interval"
-        )
+    for name in ("save_retain", "save_failures"):
+        if value := getattr(config, name):
+            has = "; Megatron-LM has --save-retain-interval" if name == "save_retain" else ""
+            raise refuse(f"--{_dashed(name)}", value, f"needs --program train{has}")
     flags: dict[str, Any] = {_dashed(name): value for name, value in vars(config).items() if name not in _NOT_SAME}
     flags |= _ALWAYS
     flags["global-batch-size"] = config.global_batch_size // lossy.jobs().number  # Megatron-LM has its own job's

@@ -35,7 +35,7 @@ from ...base.files import publish, write_text
 from ...base.ledger import Patch, patched
 from ...hooks.rng import rng_state, set_rng_state
 from ...run.base import Run
-from .process import lost_contact
+from .process import OtherRankFailed, lost_contact
 
 # The file of the iterations whose checkpoints its folder's run wrote.
 _WRITTEN = "written_checkpoints.txt"
@@ -45,6 +45,10 @@ _ASIDE = ".tmp"
 _DAMAGE = (CheckpointingException, EOFError, KeyError, OSError, ValueError, pickle.UnpicklingError)
 # torch reports the same by a plain RuntimeError, and other code raises that too.
 _CUT_SHORT = re.compile("PytorchStreamReader|unexpected EOF|corrupt")
+
+
+class NotSaved(OSError):
+    """A checkpoint cannot be written. All ranks raise it, and earlier checkpoints are as they were."""
 
 
 class Checkpoints:
@@ -64,7 +68,7 @@ class Checkpoints:
     def save(self, folder: str, iteration: int, common: dict[str, Any]) -> None:
         """Write the checkpoint of ``iteration`` into ``folder``, with ``common`` values, equal on all ranks.
 
-        Raise :class:`OSError` or :class:`UsageError` if it cannot be written; earlier checkpoints are as they were.
+        Raise :class:`NotSaved`. Then the checkpoint is not there.
         """
 
         def fill(aside: Path) -> None:
@@ -72,7 +76,7 @@ class Checkpoints:
                 scheduler = self._scheduler.state_dict()
                 said = {"iteration": iteration, "ranks": _ranks(), "scheduler": scheduler, **common}
                 self._store(self._state(is_loading=False) | said, aside)
-            self._lossy.save_replicas(aside)
+            _on_all_ranks(lambda: self._lossy.save_replicas(aside))
 
         self._save(folder, iteration, fill)
 
@@ -100,30 +104,36 @@ class Checkpoints:
         try:
             self._write(aside, final, iteration, fill)
         except (Exception, CheckpointException) as error:
-            failed = machine_error(error) or _failure_in_text(error) or _tried(aside)
-            if failed is None and isinstance(error, OSError):
-                failed = error
-            if torch.distributed.get_rank() == 0:
+            agreed = error if isinstance(error, NotSaved) else None
+            failed = agreed or machine_error(error) or _failure_in_text(error) or _tried(aside)
+            first = torch.distributed.get_rank() == 0
+            everywhere = isinstance(error, NotSaved | CheckpointException) or _ranks() == 1
+            if everywhere:
+                failed = _on_any_rank(failed)  # from here no rank writes any more, and the first one may clear up
+            if first or not everywhere:
                 shutil.rmtree(aside, ignore_errors=True)
-            where = Path(folder if failed is None else failed.filename or folder)
-            if failed is None or not (where.is_relative_to(folder) or Path(folder).is_relative_to(where)):
-                raise  # of the folder of a log, say
+            if failed is None and everywhere and not first:  # the first rank has all failures
+                raise OtherRankFailed("another rank could not write the checkpoint") from None
+            if failed is None:
+                raise
+            where = Path(failed.filename or folder)
+            if agreed and not (where.is_relative_to(folder) or Path(folder).is_relative_to(where)):
+                raise OSError(failed.errno, failed.strerror, failed.filename) from None  # the folder of a log, say
             kept = "" if latest is None else f"; that of iteration {latest} is whole"
-            why = f"{failed.strerror}: the checkpoint of iteration {iteration} was not saved{kept}"
-            raise cannot("--save", folder, "written", OSError(failed.errno, why)) from None
+            what = f"{failed.strerror}: the checkpoint of iteration {iteration} was not saved{kept}"
+            raise (NotSaved if everywhere else OSError)(failed.errno, what, folder) from None
 
     def _write(self, aside: Path, final: Path, iteration: int, fill: Callable[[Path], None]) -> None:
         first = torch.distributed.get_rank() == 0
-        if first:
+
+        def begin() -> None:
             for left in final.parent.glob(f"iter_*{_ASIDE}"):  # left by a killed run
                 shutil.rmtree(left, ignore_errors=True)
             aside.mkdir(parents=True)
             if failed := _tried(aside):  # the first rank alone writes common.pt, and others would wait for it
                 raise failed
-        torch.distributed.barrier()
-        fill(aside)
-        torch.distributed.barrier()  # a rank that cannot write does not come here
-        if first:
+
+        def end() -> None:
             with open(final.parent / _WRITTEN, "a") as file:
                 file.write(f"{iteration}\n")
             # A killed run may have left a folder of this name that the tracker does not name.
@@ -132,7 +142,10 @@ class Checkpoints:
             write_text(final.parent / TRACKER, str(iteration))
             if self._keep is not None:
                 _remove_older(final.parent, iteration, self._keep)
-        torch.distributed.barrier()
+
+        _on_all_ranks(begin, first)
+        fill(aside)
+        _on_all_ranks(end, first)
 
     def _store(self, state: dict[str, Any], folder: Path) -> None:
         strategy = FullyParallelSaveStrategyWrapper(
@@ -187,9 +200,9 @@ class Checkpoints:
 def _remove_older(folder: Path, iteration: int, keep: int) -> None:
     """Remove checkpoints that the run wrote before ``iteration``, which is whole, but the last ``keep`` - 1."""
     written = set((folder / _WRITTEN).read_text().split())  # also before it was resumed
-    older = [number for number in iterations_in(folder) if number < iteration and str(number) in written]
-    for number in older[: max(0, len(older) - (keep - 1))]:
-        path = iteration_folder(folder, number)
+    older = [one for one in iterations_in(folder) if one < iteration and str(one) in written]
+    for one in older[: max(0, len(older) - (keep - 1))]:
+        path = iteration_folder(folder, one)
         aside = path.with_name(path.name + _ASIDE)
         with contextlib.suppress(OSError):  # a process that reads it, or may not delete it, keeps it for longer
             os.replace(path, aside)  # a kill must not leave half of it under its name
@@ -240,6 +253,29 @@ def _tried(folder: Path) -> OSError | None:
     return None
 
 
+def _on_all_ranks(act: Callable[[], None], here: bool = True) -> None:
+    """Call ``act`` on this rank if it is for this one, ``here``. A collective call.
+
+    If it raises :class:`OSError` on any rank, all ranks raise :class:`NotSaved`.
+    """
+    failed: OSError | None = None
+    try:
+        if here:
+            act()
+    except OSError as error:
+        failed = error
+    if failed := _on_any_rank(failed):
+        raise NotSaved(failed.errno, failed.strerror, failed.filename) from None
+
+
+def _on_any_rank(failed: OSError | None) -> OSError | None:
+    """Return ``failed``, or the first failure of another rank. A collective call of all ranks that are alive."""
+    found: list[OSError | None] = [None] * _ranks()
+    with contextlib.suppress(RuntimeError):
+        torch.distributed.all_gather_object(found, failed)
+    return failed or next(filter(None, found), None)
+
+
 @contextlib.contextmanager
 def _reading(path: str, damage: tuple[type[Exception], ...] = _DAMAGE) -> Iterator[None]:
     """Return a context in which an error of the types ``damage`` means that the checkpoint at ``path`` is damaged."""
@@ -260,8 +296,9 @@ def _reading(path: str, damage: tuple[type[Exception], ...] = _DAMAGE) -> Iterat
                 raise
             raise cause from error
         reason = " ".join(f"{type(cause).__name__}: {cause}".partition(". ")[0].split()).rstrip(": ")[:200]
-        runs = Path(path).parent
-        older = [number for number in iterations_in(runs) if iteration_folder(runs, number) < Path(path)]
+        older = [
+            one for one in iterations_in(Path(path).parent) if iteration_folder(Path(path).parent, one) < Path(path)
+        ]
         remedy = f"; to go on from iteration {older[-1]}, write that number into {TRACKER}" if older else ""
         raise refuse("--load", path, f"cannot be read ({reason}){remedy}") from None
 

@@ -194,6 +194,12 @@ class TrainConfig:
         metavar="N",
         incidental=True,
     )
+    save_failures: int = flag(
+        0,
+        "failed saves in a row after which the run goes on, and tries again at the next interval; by default the first ends it",
+        metavar="N",
+        incidental=True,
+    )
     exit_interval: int | None = flag(
         None, "save and exit at the first iteration divisible by this", type=int, metavar="N", incidental=True
     )
@@ -238,7 +244,7 @@ class TrainConfig:
             yield from self._need(name, 0 < getattr(self, name) < math.inf, "must be above 0")
         for name in ("sgd_momentum", "adam_beta1", "adam_beta2", "hidden_dropout", "attention_dropout"):
             yield from self._need(name, 0 <= getattr(self, name) < 1, "must be in [0, 1)")
-        for name in ("eval_iters", "lr_warmup_iters", "sharpness_interval"):
+        for name in ("eval_iters", "lr_warmup_iters", "sharpness_interval", "save_failures"):
             yield from self._need(name, getattr(self, name) >= 0, "must be at least 0")
         yield from self._need("seed", 0 < self.seed < 2**31, "must be in [1, 2^31 - 1]")
         decay = self.lr_decay_iters or self.train_iters
@@ -272,7 +278,8 @@ class TrainConfig:
             )
         if self.ddp_average_in_collective and self.calculate_per_token_loss:
             yield refuse("--ddp-average-in-collective", "on", "cannot be combined with --calculate-per-token-loss")
-        yield from self._need("save_retain", not self.save_retain or self.save is not None, "needs --save")
+        for name in ("save_retain", "save_failures"):
+            yield from self._need(name, not getattr(self, name) or self.save is not None, "needs --save")
         if self.sharpness_interval:
             yield from self._need(
                 "sharpness_interval", bool(self.virtual_workers), "needs all workers in one process: --virtual-workers"

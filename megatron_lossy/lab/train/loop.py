@@ -21,6 +21,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from ... import hooks
 from ...base import device
 from ...base.checkpoints import latest_iteration
+from ...base.errors import cannot
 from ...base.flags import identity
 from ...base.jobs import World, launched_ranks
 from ...config import LossyConfig
@@ -35,7 +36,7 @@ from ..virtual.island_churn import ChurningIslands
 from ..virtual.island_workers import IslandWorkers
 from ..virtual.islands import VirtualIslands
 from ..virtual.replicas import VirtualReplicas
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, NotSaved
 from .config import TrainConfig
 from .data import (
     RankBatches,
@@ -153,6 +154,7 @@ class _Run:
         self.sharpness = Sharpness(config, self.model, self.optimizer, lossy, self.train_data)
         self.checkpoints = Checkpoints(self.model, self.optimizer, self.workers.scheduler, lossy, config.save_retain)
         self.progress = Progress()
+        self.failed_saves = 0  # in a row
         self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
         self.stop = Stop(lossy, saves=config.save is not None)
         self.summary: dict[str, Any] = {}
@@ -223,7 +225,7 @@ class _Run:
                 self._evaluate()
             leave = leave or bool(stop)
             if config.save and (leave or save):
-                self._save()
+                self._save(goes_on=not (leave or last))
             if leave and not last:
                 why = f"on {signal.Signals(stop).name}" if stop else "by --exit-interval"
                 self.console.note(f"exiting {why} at iteration {progress.iteration}")
@@ -332,17 +334,30 @@ class _Run:
             self._write(record)
         self.summary["valid"] = losses
 
-    def _save(self) -> None:
+    def _save(self, goes_on: bool) -> None:
+        """Save. A run that ``goes_on`` may fail to, as often in a row as ``--save-failures`` says, and says so."""
         if self.hooked:
             self._gather_in_forward(False)
         folder, iteration = self.config.save, self.progress.iteration
         progress = [dataclasses.asdict(self.progress)]
         torch.distributed.broadcast_object_list(progress)  # the seconds differ, and rank 0's are saved
-        self.checkpoints.save(folder, iteration, {"progress": progress[0]})
+        said, failed = [f"saved checkpoint of iteration {iteration:7d} to {folder}"], None
+        try:
+            self.checkpoints.save(folder, iteration, {"progress": progress[0]})
+        except NotSaved as error:
+            said, failed = [], error
         beside = self.lossy.job_group.saved_beside(folder)
         if beside is not None:  # of which all jobs are a part
-            self.checkpoints.save_consensus(beside[0], iteration, beside[1])
-        self.console.note(f"  saved checkpoint of iteration {iteration:7d} to {folder}")
+            try:
+                self.checkpoints.save_consensus(beside[0], iteration, beside[1])
+            except NotSaved as error:
+                failed = failed or error
+        self.failed_saves = self.failed_saves + 1 if failed else 0
+        if failed and not (goes_on and self.failed_saves <= self.config.save_failures):
+            raise cannot("--save", failed.filename, "written", failed)
+        if failed:
+            said.append(f"{failed.filename}: {failed.strerror}; the run goes on (--save-failures)")
+        self.console.note("  " + "; ".join(said))
 
     def _load(self) -> bool:
         """Load the checkpoint of ``--load`` if there is one; returns whether there was."""

@@ -63,6 +63,10 @@ def handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
             signal.signal(number, before)
 
 
+class OtherRankFailed(RuntimeError):
+    """An error for a rank that cannot go on, because another rank failed and reports why."""
+
+
 def told_to_end() -> None:
     """Note that SIGTERM came. Under torchrun mostly another rank has failed, and errors of this rank follow.
 
@@ -88,7 +92,9 @@ def rank_errors(program: str) -> Iterator[None]:
             raise failed from None
         reason = " ".join(str(error).split())[:200]
         follows = True
-        if lost_contact(error):
+        if isinstance(error, OtherRankFailed):
+            text = reason
+        elif lost_contact(error):
             text = f"lost contact with another rank ({reason})"
         else:
             text, follows = f"an error\n{traceback.format_exc()}", False
