@@ -50,6 +50,7 @@ setup(
     | {
         "megatron_lossy.transport.udp": ["c/*.[ch]"],
         "megatron_lossy.base.coding": ["c/*.c"],
+        "megatron_lossy.lab.calibration": ["budget.yaml"],
         "megatron_lossy.lab.plan": ["measured.yaml"],
     },
 )

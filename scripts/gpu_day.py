@@ -68,12 +68,16 @@ def steps(options: argparse.Namespace) -> list[Step]:
     common += [f"--megatron-lm={options.megatron_lm}"] if options.megatron_lm else []
 
     def tests(name: str, share: int, files: str, chosen: str = "") -> Step:
-        paths = [f"tests/test_{name}.py" for name in files.split()]
+        paths = [f"tests/test_{one}.py" for one in files.split()]
         return Step(name, share, [*common, *paths, *(["-k", chosen] if chosen else [])])
 
-    timing = ["-m", "benchmarks.step_overhead", "--ranks", "2", "--rounds", "9", "--out", str(options.out)]
+    def program(name: str, share: int, words: str) -> Step:
+        return Step(name, share, ["-m", *words.split()])
+
+    calibration = program("calibration", 100, "megatron_lossy doctor --calibrate --json")
     first = [
         tests("ranks share a device", 30, "transport pieces streams", "2-packet or 4-packet or wait or same_bits"),
+        *([] if options.on == "cpu" else [calibration]),
         tests("hooks by value", 60, "hooks"),
         tests("FSDP2, HSDP, DDP", 50, "pytorch pytorch_ddp", "without_loss"),
         tests("datagrams", 40, "udp"),
@@ -85,14 +89,14 @@ def steps(options: argparse.Namespace) -> list[Step]:
     second = [
         tests("FSDP2 and DDP by value", 60, "pytorch pytorch_ddp", "by_value"),
         tests("islands of two ranks", 60, "islands_ranks", "of_two_ranks"),
-        Step("time of the hooks", 60, timing),
+        program("time of the hooks", 60, f"benchmarks.step_overhead --ranks 2 --rounds 9 --out {options.out}"),
     ]
     return second if options.second else first
 
 
 def missing() -> list[str]:
     """Return the missing packages, with their versions in constraints.txt."""
-    there = {distribution.name.lower() for distribution in importlib.metadata.distributions()}
+    there = {one.name.lower() for one in importlib.metadata.distributions()}
     wanted = set(PACKAGES.split()) - there
     return [line for line in (ROOT / "constraints.txt").read_text().split() if line.partition("==")[0] in wanted]
 
@@ -147,7 +151,10 @@ def end_all_with(variable: str) -> None:
 
 
 def summary(output: str) -> str:
-    """Return the count of passed tests: pytest's last line, or the last line."""
+    """Return the count of passed tests or rows: pytest's last line, the doctor's statuses, or the last line."""
+    rows = re.findall(r"^(ok|warning|problem): ", output, re.MULTILINE)
+    if rows:
+        return ", ".join(f"{rows.count(one)} {one}" for one in dict.fromkeys(rows))
     lines = [line.strip("= ") for line in output.splitlines() if line.strip()] or [""]
     return next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|skipped|error)", line)), lines[-1])
 
@@ -173,11 +180,11 @@ def main() -> int:
         due += step.share * options.minutes / 8
         run(step, due - time.monotonic(), options, variables)
         print(f"{step.status:8} {step.seconds:6.1f} s  {step.name}: {step.text}", flush=True)
-        content = {"on": options.on, "not installed": absent, "steps": list(map(asdict, todo))}
+        content = {"on": options.on, "not installed": absent, "steps": [asdict(one) for one in todo]}
         (options.out / "result.json").write_text(json.dumps(content, indent=1))
     if options.record:
         shutil.copy(ROOT / "tests" / "machines.yaml", options.out)
-    return 0 if all(step.status in ("passed", "skipped") for step in todo) else 1
+    return 0 if all(one.status in ("passed", "skipped") for one in todo) else 1
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.hooks.versions import SUPPORTED, check_version
 from megatron_lossy.lab.doctor import network
 from megatron_lossy.lab.doctor.found import apex
-from megatron_lossy.lab.doctor.step import _reason as step_reason
 from megatron_lossy.transport.udp import Settings
 from tests.programs import Program, rank_environments, run_program
 
@@ -48,13 +47,6 @@ def test_this_machine_is_ready():
     assert by_name["NVIDIA Apex"]["status"] in ("absent", "ok")
     step = by_name["gloo, cpu"]
     assert step["status"] == "ok" and "3 iterations on 2 processes" in step["text"]
-
-
-def test_the_reason_of_a_failure_is_that_of_a_rank():
-    text = "torch.distributed.ChildFailedError: both\n[rank1]: Traceback\n[rank1]: torch.OutOfMemoryError: no room\n"
-    assert step_reason(text) == "torch.OutOfMemoryError: no room"
-    text = "[rank0]: DistBackendError: NCCL error in: a.cpp\n[rank0]: Last error:\n[rank0]: Failed to CUDA calloc 608 bytes\n"
-    assert step_reason(text) == "DistBackendError: NCCL error in: a.cpp; Failed to CUDA calloc 608 bytes"
 
 
 def test_a_torch_without_places_for_exchanges_is_told(monkeypatch):

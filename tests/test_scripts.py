@@ -269,3 +269,4 @@ def test_the_lists_name_files_that_are_there(tmp_path):
         files = {gpu_day.ROOT / word for word in words if word.startswith("tests/")}
         assert files and all(file.exists() for file in files)
         assert sum(step.share for step in gpu_day.steps(options(tmp_path, second=second))) <= 480
+    assert gpu_day.summary("warning: a: b\nok: c: d\nok: e: f\n{}") == "1 warning, 2 ok"

@@ -2,7 +2,7 @@
 
 --all           Megatron's and torch's own synchronisations too; without it those beyond the unhooked step
 --kernels       kernels by place too
---write-budget  write what these rows (none given: all) cost into budget.yaml
+--write-budget  write what these rows (none given: all) cost into megatron_lossy/lab/calibration/budget.yaml
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import re
 import tempfile
 import time
 
+from megatron_lossy.lab.calibration import budget
+from megatron_lossy.lab.calibration.job import write_data
+from megatron_lossy.lab.calibration.rows import STEPS, Row, rows
 from tests.ranks import RankFailed
 
-from . import budget
 from .budget import as_line, write
 from .build import library
 from .cost import cost
-from .job import Runs, write_data
-from .rows import STEPS, Row, rows
+from .job import Runs
 from .tracker import Findings
 
 
@@ -75,8 +76,8 @@ def main() -> None:
                 if shown is not None:
                     costs[name], losses[name] = shown
                 if arguments.write_budget:
-                    kept = {row_name: costs[row_name] for row_name in rows() if row_name in costs}
-                    written = budget.Budget(kept, losses, known.reasons)
+                    kept = [one for one in rows() if one in costs]
+                    written = budget.Budget({one: costs[one] for one in kept}, losses, known.reasons)
                     write(written)
 
 

@@ -2,7 +2,9 @@
 
 import pytest
 
-from .job import Runs, write_data
+from megatron_lossy.lab.calibration.job import write_data
+
+from .job import Runs
 
 
 @pytest.fixture(scope="session", autouse=True)

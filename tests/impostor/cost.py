@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from .budget import ASIDE, Cost
-from .rows import STEPS
+from megatron_lossy.lab.calibration.budget import ASIDE, Cost
+from megatron_lossy.lab.calibration.rows import STEPS
+
 from .tracker import Findings
 
 _KINDS = {"synchronisations": "synchronisation", "blocking": "blocking copy", "pageable": "pageable copy"}

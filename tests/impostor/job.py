@@ -1,115 +1,19 @@
-"""One row on one rank of the pretended device, or of a CPU: our trainer for a few iterations."""
+"""One row on one rank of the pretended device, or of a CPU."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
+from megatron_lossy.lab.calibration import job
+from megatron_lossy.lab.calibration.rows import Row
 from tests.ranks import run_ranks
 
-from .rows import FIRST, LAST, Row
 from .tracker import Findings
 
-#: Words of the text that rows train on. They come in the order of a linear congruential generator, so that there is something
-#: to learn, and no file is needed that an installation may lack.
-_WORDS = "the loss of a packet is what gradient and weights share late mean net. As \n"
 
-
-class Values(NamedTuple):
-    """Results of a row. ``loss``: mean of all iterations, on the last stage; ``weights``: float32[...], of this rank."""
-
-    loss: float | None
-    weights: np.ndarray
-
-
-def write_data(folder: str | os.PathLike) -> dict[str, tuple[str, ...]]:
-    """Write the text of all rows into ``folder``; returns the trainer's settings that name it."""
-    from megatron_lossy.lab.data import build_tokenizer, write_indexed
-
-    number, words = 1, []
-    for _ in range(3000):
-        number = number * 1103515245 + 12345 & 0x7FFFFFFF
-        words.append(_WORDS.split(" ")[number >> 16 & 15])
-    text = " ".join(words).encode()
-    paths = {}
-    for name, part in (("data_path", text[:8000]), ("valid_data_path", text[8000:12000])):
-        path = os.path.join(folder, name)
-        write_indexed([("text", part)], path, build_tokenizer("byte"))
-        paths[name] = (path,)
-    return paths
-
-
-@contextlib.contextmanager
-def _weights_of_the_cpu() -> Iterator[None]:
-    """Make Megatron draw initial weights from the CPU's generator, which gives the same weights on every device."""
-    from megatron.core.transformer import TransformerConfig
-
-    inner = TransformerConfig.__post_init__
-
-    def post_init(config: TransformerConfig) -> None:
-        config.use_cpu_initialization = True
-        inner(config)
-
-    TransformerConfig.__post_init__ = post_init
-    try:
-        yield
-    finally:
-        TransformerConfig.__post_init__ = inner
-
-
-def run(row: Row, data: dict[str, tuple[str, ...]], begin: Callable[[], None], end: Callable[[], None]) -> Values:
-    """Train. ``begin`` and ``end`` are called around the iterations that count, each from the end of an optimizer's step.
-
-    The environment says which rank this is, as torchrun does. Raise what the trainer raises.
-    """
-    from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-
-    from megatron_lossy.config import LossyConfig
-    from megatron_lossy.lab.train.config import TrainConfig
-    from megatron_lossy.lab.train.loop import train
-
-    optimizers: list[Optimizer] = []
-    steps = 0
-
-    def stepped(optimizer: Optimizer, *_: object) -> None:
-        nonlocal steps
-        if not optimizers:
-            optimizers.append(optimizer)
-        if optimizer is not optimizers[0]:
-            return
-        steps += 1
-        if steps == FIRST - 1:
-            begin()
-        if steps == LAST:
-            end()
-
-    hook = register_optimizer_step_post_hook(stepped)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), _weights_of_the_cpu():
-            summary = train(TrainConfig(**row.settings, **data), LossyConfig(**row.lossy))
-    finally:
-        hook.remove()
-    return Values(summary.get("lm loss"), _weights(optimizers))
-
-
-def _weights(optimizers: Sequence) -> np.ndarray:
-    """Return the main weights of the first optimizer, one after the other: float32[...]."""
-    parts = [
-        weight.detach().float().cpu().numpy().reshape(-1)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for weight in group["params"]
-    ]
-    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
-
-
-def run_row(rank: int, row: Row, data: dict[str, tuple[str, ...]], pretended: bool) -> tuple[Values, Findings]:
+def run_row(rank: int, row: Row, data: dict[str, tuple[str, ...]], pretended: bool) -> tuple[job.Values, Findings]:
     """Return values of the row, and its work on the device. The iterations that count are the phase "steady"."""
     warnings.simplefilter("ignore")
     os.environ["LOCAL_RANK"] = "0"
@@ -124,7 +28,7 @@ def run_row(rank: int, row: Row, data: dict[str, tuple[str, ...]], pretended: bo
     def phase(name: str) -> None:
         tracker.phase = name
 
-    values = run(row, data, lambda: phase("steady"), lambda: phase("last"))
+    values = job.run(row, data, lambda: phase("steady"), lambda: phase("last"))
     tracker.phase = "after"
     return values, tracker.findings()
 
@@ -136,7 +40,7 @@ class Runs:
         self._data = data
         self._known: dict[tuple[str, bool], list[Any]] = {}
 
-    def __call__(self, row: Row, pretended: bool = True) -> list[tuple[Values, Findings]]:
+    def __call__(self, row: Row, pretended: bool = True) -> list[tuple[job.Values, Findings]]:
         """Return the results of :func:`run_row` by rank. Raise :class:`~tests.ranks.RankFailed`."""
         key = row.name, pretended
         if key not in self._known:

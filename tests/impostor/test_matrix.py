@@ -6,10 +6,11 @@ import warnings
 import numpy as np
 import pytest
 
-from . import budget
+from megatron_lossy.lab.calibration import budget
+from megatron_lossy.lab.calibration.rows import FEW, RULES, UNITS, WIRES, rows
+
 from .budget import as_line, beyond, places, write
 from .cost import cost
-from .rows import FEW, RULES, UNITS, WIRES, rows
 
 pytestmark = pytest.mark.shows("training on a pretended CUDA device: races, values, and the budget")
 

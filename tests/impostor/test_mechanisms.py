@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.calibration.rows import STEPS, Row, rows
 from tests.ranks import run_ranks
 from tests.rules import gradients, send, spared
 from tests.test_islands_exchange import cross
 from tests.test_priority_on_device import protection_of
 from tests.test_recovery_feedback import delivery_of, units_of
-
-from .rows import STEPS, Row, rows
 
 pytestmark = [
     pytest.mark.shows("mechanisms on a pretended device: no copy blocks, who waits", device=False),

@@ -70,6 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     step = "two-process step: on the accelerators if there are two, else on the CPU (auto, the default); on the CPU; or none"
     parser.add_argument("--step", default="auto", choices=("auto", "cpu", "none"), help=step)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    calibrate = "instead, run rows of the matrix on CUDA devices, and compare with a pretended one (docs/impostor.md)"
+    parser.add_argument("--calibrate", action="store_true", help=calibrate)
     add = parser.add_argument_group("a link between sites, measured for plan, and nothing else").add_argument
     link = "measure the link to a host that runs --serve; of two ranks of a launcher rank 0 serves at this address"
     add("--link", metavar="HOST:PORT", help=link)
@@ -103,6 +105,10 @@ def main(arguments: Sequence[str]) -> int:
         findings = examine_network(network)
         if not findings:
             return 0  # rank 0 says it
+    elif config.calibrate:
+        from ..calibration.real import calibrate
+
+        findings = calibrate()
     else:
         findings = examine(config)
     if config.json:

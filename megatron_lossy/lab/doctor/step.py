@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..environment import without_ranks
@@ -52,23 +53,12 @@ def _write_data(folder: str) -> None:
 
 
 def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:
-    """Return the last training loss, and the share of lost gradient packets. Raise ``RuntimeError`` if it fails.
-
-    The two ranks are a world of their own, wherever this process was started.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "megatron_lossy.train", *_FLAGS, "--data-path", os.path.join(folder, "data")]
-    command += ["--metrics-dir", os.path.join(folder, "run")]
-    environment = {**without_ranks(), "OMP_NUM_THREADS": "1", **ENVIRONMENT.get(kind, {})}
-    if kind == "cpu":
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "HABANA_VISIBLE_MODULES": ""}
+    """Return the last training loss, and the share of lost gradient packets."""
+    arguments = ["megatron_lossy.train", *_FLAGS, "--data-path", os.path.join(folder, "data")]
+    arguments += ["--metrics-dir", os.path.join(folder, "run")]
+    more = {"CUDA_VISIBLE_DEVICES": "", "HABANA_VISIBLE_MODULES": ""} if kind == "cpu" else {}
     path = [str(Path(checkout).resolve())] if checkout else []
-    path += [str(Path(__file__).parents[3]), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(path).rstrip(os.pathsep)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no end after {_SECONDS} s") from None
+    done = torchrun(2, arguments, path, more | ENVIRONMENT.get(kind, {}), folder)
     if done.returncode:
         raise RuntimeError(_reason(done.stderr))
     lines = Path(folder, "run", METRICS_FILE).read_text().splitlines()
@@ -76,15 +66,38 @@ def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:
     return last["lm loss"], last.get("loss rate grad", 0.0)
 
 
+def torchrun(
+    ranks: int, arguments: Sequence[str], path: Sequence[str], more: Mapping[str, str], folder: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m`` ``arguments`` on ``ranks`` ranks, a world of their own wherever this process was started.
+
+    ``path``: folders to import from first. ``more``: environment variables. Raise ``RuntimeError`` if there is no end.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**without_ranks(), "OMP_NUM_THREADS": "1", **more}
+    known = [*path, str(Path(__file__).parents[3]), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(known).rstrip(os.pathsep)
+    command += ["-m", *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no end after {_SECONDS} s") from None
+
+
 def _reason(output: str) -> str:
     """Return the most useful line of a failed launch: ours, else an exception's, else the first."""
-    lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in output.splitlines()]
-    lines = list(filter(None, lines))
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line for line in lines if "megatron_lossy.train: error: " in line]
-    # An exception of torchrun itself only names a rank.
+    return ours[0][:300] if ours else error_of_a_rank(output) or (lines or ["no output"])[0][:300]
+
+
+def error_of_a_rank(output: str) -> str | None:
+    """Return the first exception in the output of ranks and torchrun, but torchrun's own, which only names a rank."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in output.splitlines()]
     errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "Refused"))]
-    errors = [line for line in errors if "ChildFailedError" not in line]
-    first = [*ours, *errors, *lines, "no output"][0]
-    # NCCL prints last which call of a device has failed.
+    first = next((line for line in errors if "ChildFailedError" not in line), None)
+    if first is None:
+        return None
+    # NCCL says last what a device has failed at.
     last = [after for line, after in itertools.pairwise(lines) if line == "Last error:" and "NCCL" in first]
     return "; ".join([first[:300], *last[:1]])

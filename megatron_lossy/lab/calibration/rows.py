@@ -1,4 +1,8 @@
-"""The rows of the matrix: runs of our trainer of a few thousand weights, one for each way in which a step can lose something."""
+"""The rows of the matrix: training runs of a few thousand weights, one for each way in which a step can lose something.
+
+A row is a run of our trainer, so that it can be made wherever that trains: on a real device by ``doctor --calibrate``, on a
+pretended one by ``tests/impostor``.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import Any
 
-from megatron_lossy.base.errors import UsageError
-from megatron_lossy.config import LossyConfig
+from ...base.errors import UsageError
+from ...config import LossyConfig
 
 #: Iterations of a row, and those whose work is counted: the first ones allocate, compile and fill what later ones use.
 ITERATIONS, FIRST, LAST = 7, 3, 6
@@ -109,7 +113,7 @@ def _exchanges() -> Iterator[Row]:
             (overlap, bf16): set(combinations((*case, f"overlap {overlap}", f"bf16 {bf16}"), 2))
             for overlap, bf16 in ((True, False), (False, True), (True, True), (False, False))
         }
-        overlap, bf16 = max(pairs, key=lambda pair: (len(pairs[pair] - known), -times[pair]))
+        overlap, bf16 = max(pairs, key=lambda one: (len(pairs[one] - known), -times[one]))
         times[overlap, bf16] += 1
         known |= pairs[overlap, bf16]
         rule, unit, wire, send = case
@@ -206,7 +210,10 @@ def rows() -> dict[str, Row]:
     return {row.name: row for kind in kinds for row in kind()}
 
 
-#: Rows that between them pass most lines that touch the device: those of ``make test-all``.
+#: Rows of one rank, for which one device is enough.
+VIRTUAL = tuple(row.name for row in _virtual())
+
+#: Rows that between them pass most lines that touch the device: those of ``make test-all`` and of ``doctor --calibrate``.
 FEW = (
     "renormalize-shard-overlap",
     "renormalize-packet-bf16",
