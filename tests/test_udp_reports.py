@@ -349,68 +349,8 @@ def test_parity_in_any_order(arriving, must, block, parity, order):
     node.close()
 
 
-def message(world, code, step=0, tolerance=0, dropped=None, length=SHARD):
-    """Node 0 sends node 1 a message that must arrive whole, of so many bytes."""
-    sent = bytes_of(0, 2, length)
-    got = world.nodes[1].post(world.now, "grad", step, 0, [0], tolerance=tolerance, dropped=dropped, length=length)
-    world.nodes[0].send("grad", step, 0, sent, all_of(length), code, length)
-    return got, sent[1]
-
-
-def all_of(length):
-    """bool[2, UNITS]: the units of a message of so many bytes from node 0 to node 1."""
-    return np.array([[False], [True]]) & (np.arange(UNITS) * UNIT < length)
-
-
-@given(
-    st.integers(0, 12),
-    st.sampled_from([(1, 0), (10, 3), (7, 7), (40, 1)]),
-    st.floats(0, 0.4),
-    st.one_of(st.integers(1, SHARD), st.just(SHARD)),
-    st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=80, deadline=None)
-def test_what_parity_does_not_bring_back_is_lost_up_to_the_tolerance(tolerance, code, p, length, seed):
-    """Losses beyond the tolerance are all asked for, and come. Messages may be shorter."""
-    units = -(-length // UNIT)
-    layout = Layout(units, *code) if code[1] else None
-    dropped = np.random.default_rng(seed).random(units + (layout.parities if layout else 0)) < p
-    raw = dropped[:units]
-    residual = layout.residual(raw, dropped[units:]) if layout else raw
-    again = int(residual.sum()) > tolerance
-    with World(2, {"grad": [(SHARD, UNIT)]}, losing(0, 0), **REPORTED) as world:
-        got, sent = message(world, code, tolerance=tolerance, dropped=dropped, length=length)
-        world.run(lambda: got.over_at)
-        np.testing.assert_array_equal(got.arrived[0, :units], True if again else ~residual)
-        outcome = (int(raw.sum()), int(residual.sum()), again) if raw.any() else (0, 0, False)
-        assert world.nodes[1].outcome(got, 0) == outcome
-        whole = np.repeat(got.arrived[0], UNIT)[:length]
-        np.testing.assert_array_equal(got.pieces[0, :length][whole], sent[whole])
-        assert (got.pieces[0, :length][~whole] == 0xEE).all() and (got.pieces[0, length:] == 0xEE).all()
-        counted = world.nodes[1].counters(0)
-        assert (counted["units"], counted["lost"]) == (units, 0 if again else residual.sum())
-
-
-@pytest.mark.parametrize("tolerance", [0, 3, UNITS])
-def test_over_a_lossy_link_no_more_is_missing_than_may(tolerance):
-    """With losses of any kind of datagram; the sender may change its data at once."""
-    lost = asked = 0
-    with World(2, {"grad": [(SHARD, UNIT)]}, losing(0.15, 3), **REPORTED) as world:
-        for step in range(30):
-            length = SHARD if step % 2 else 30 * UNIT + step
-            sent = bytes_of(0, 2, length)
-            kept = sent.copy()
-            got = world.nodes[1].post(world.now, "grad", step, 0, [0], tolerance=tolerance, length=length)
-            world.nodes[0].send("grad", step, 0, sent, all_of(length), (10, 3), length)
-            sent[:] = 0xDD
-            world.run(lambda got=got: got.over_at)
-            missing = int((~got.arrived[0]).sum())
-            _, residual, again = world.nodes[1].outcome(got, 0)
-            assert missing <= tolerance and missing == (0 if again else residual)
-            lost, asked = lost + missing, asked + again
-            whole = np.repeat(got.arrived[0], UNIT)[:length]
-            np.testing.assert_array_equal(got.pieces[0, :length][whole], kept[1][whole])
-    assert bool(lost) == (tolerance > 0) and bool(asked) == (tolerance < UNITS)
+#: bool[2, UNITS]: all units of a message from node 0 to node 1 must arrive.
+ALL = np.array([[False], [True]]) & np.ones(UNITS, np.bool_)
 
 
 def test_a_message_that_must_arrive_whole_has_a_short_end_and_all_is_asked_for_at_once():
@@ -420,11 +360,12 @@ def test_a_message_that_must_arrive_whole_has_a_short_end_and_all_is_asked_for_a
     def link(source, destination, datagram, now):
         kind, fields = fields_of(datagram)
         said.append((now, kind, fields["index"], datagram))
-        return [now + 5 * MS]
+        return [] if kind == DATA and not fields["tag"] else [now + 5 * MS]
 
     with World(2, {"grad": [(SHARD, UNIT)]}, link, **REPORTED) as world:
-        got, _ = message(world, (1, 0), dropped=np.ones(UNITS, np.bool_))
-        begun = world.now
+        sent, begun = bytes_of(0, 2, SHARD), world.now
+        got = world.nodes[1].post(begun, "grad", 0, 0, [0])
+        world.nodes[0].send("grad", 0, 0, sent, ALL)
         world.run(lambda: got.over_at)
         assert got.arrived.all() and got.over_at - begun < 17 * MS
     ends = {(index, packet.decode(datagram)[3]) for _, kind, index, datagram in said if kind == END}
@@ -433,18 +374,17 @@ def test_a_message_that_must_arrive_whole_has_a_short_end_and_all_is_asked_for_a
     assert [index for _, index in asked] == [14, 14, 12] and len({now for now, _ in asked}) == 1
 
 
-@pytest.mark.parametrize("length", [SHARD, 25 * UNIT + 1])
-def test_a_sender_far_ahead_loses_nothing(length):
+def test_a_sender_far_ahead_loses_nothing():
     """It sends thirty messages before the first is asked for, and none is kept that is too far ahead."""
     with World(2, {"grad": [(SHARD, UNIT)]}, losing(0, 0), **REPORTED) as world:
-        sent = bytes_of(0, 2, length)
+        sent = bytes_of(0, 2, SHARD)
         for step in range(30):
-            world.nodes[0].send("grad", step, 0, sent, all_of(length), length=length)
+            world.nodes[0].send("grad", step, 0, sent, ALL)
         world.run_for(SECOND)
-        assert world.nodes[1].counters(0)["early"] == 9 * -(-length // UNIT)
+        assert world.nodes[1].counters(0)["early"] == 9 * UNITS
         for step in range(30):
-            got = world.nodes[1].post(world.now, "grad", step, 0, [0], tolerance=UNITS, length=length)
+            got = world.nodes[1].post(world.now, "grad", step, 0, [0])
             world.run(lambda got=got: got.over_at)
             assert got.arrived.all()
-            np.testing.assert_array_equal(got.pieces[0, :length], sent[1])
-            assert (got.pieces[0, length:] == 0xEE).all()
+            np.testing.assert_array_equal(got.pieces[0, :SHARD], sent[1])
+            assert (got.pieces[0, SHARD:] == 0xEE).all()

@@ -69,16 +69,14 @@ static int take_data(struct member *m, const struct header *h, const uint8_t *by
         verdict = DUPLICATE;
     } else if (s->over) {
         verdict = LATE;
-    } else if (copied != AGAIN && shall_lose(s, unit)) {
-        verdict = TAKEN;
     } else {
-        unit_arrived(x, m->rank, unit, bytes, size);
+        unit_arrived(x, m->rank, unit, bytes);
         if (!s->ended) {
             s->ready_wait = ready_base(m->flow);
             s->ready_at = now + s->ready_wait;
         } else if (s->must.count) {
             /* It may have been the last that must arrive, or make parity useful. While more comes nothing is asked for. */
-            exchange_due(x, s->must.count < x->in ? now : now + MS);
+            exchange_due(x, s->must.count < x->bucket->units ? now : now + MS);
             if (copied == AGAIN)
                 s->must.nack_at = greatest(s->must.nack_at, now + greatest(round_trip(m->flow) / 4, 5 * MS));
         }
@@ -90,10 +88,7 @@ static int take_data(struct member *m, const struct header *h, const uint8_t *by
     m->count.early += verdict == EARLY_KEPT;
     m->count.late += verdict == LATE;
     m->count.early_dropped += verdict == EARLY_DROPPED;
-    if (verdict == DUPLICATE && copied)
-        m->count.repeated++;
-    else
-        m->count.duplicate += verdict == DUPLICATE;
+    m->count.duplicate += verdict == DUPLICATE && !copied; /* copies are many */
     if (x->posted)
         exchange_settle(x);
     return verdict;
@@ -103,7 +98,6 @@ static int take_end(struct member *m, const struct header *h, const uint8_t *pay
 {
     int verdict = TAKEN;
     struct exchange *x = come_to(m, h, 1, &verdict);
-    m->count.ends++;
     if (x && !x->posted && !may_come(m->channel, h->phase, x->bucket, h->step, 1))
         verdict = LATE;
     if (verdict == LATE)
@@ -143,7 +137,6 @@ static int take_ready(struct member *m, const struct header *h, const uint8_t *p
 {
     int verdict = TAKEN;
     struct exchange *x = come_to(m, h, 0, &verdict);
-    m->count.readies++;
     if (!x)
         return verdict;
     struct dest *d = &x->dests[m->rank];
@@ -272,8 +265,6 @@ static void flow_back(struct engine *e, const struct flow *f, ns now)
 static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *p, size_t n, ns now, ns came)
 {
     uint32_t tag = tag_bytes(e);
-    e->count.datagrams_received++;
-    e->count.bytes_received += n;
     struct header h;
     if (n < HEADER + tag || n > LARGEST || !header_read(&h, p)) {
         e->count.malformed++;

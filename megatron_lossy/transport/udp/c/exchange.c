@@ -74,8 +74,6 @@ static struct exchange *exchange_new(struct channel *c, int phase, uint32_t step
     x->number = (uint16_t)bucket;
     x->phase = (uint8_t)phase;
     x->due = NEVER;
-    x->in = x->out = x->bucket->units;
-    x->in_bytes = x->bucket->shard;
     x->same = x->bucket->live;
     x->bucket->live = x;
     x->next = e->live;
@@ -109,10 +107,9 @@ static void musts_forget(struct source *s)
     free(s->must.list);
     free(s->must.told);
     free(s->must.parities);
-    free(s->drop.row);
     s->must.list = NULL;
-    s->must.told = s->must.parities = s->drop.row = NULL;
-    s->must.count = s->drop.count = s->must.parities_room = 0;
+    s->must.told = s->must.parities = NULL;
+    s->must.count = s->must.parities_room = 0;
 }
 
 static void source_forget(struct source *s)
@@ -288,7 +285,6 @@ static void source_over(struct exchange *x, uint32_t i, ns now)
     struct member *m = &x->channel->members[i];
     s->over = 1;
     s->ready_at = NEVER;
-    m->count.units += x->in;
     m->count.lost += x->bucket->units - s->got;
     musts_forget(s);
     report_lost(x, i);
@@ -300,14 +296,10 @@ static void source_over(struct exchange *x, uint32_t i, ns now)
 static ns nack_base(const struct flow *f) { return greatest(3 * round_trip(f) / 2, 5 * MS); }
 static ns ready_base(const struct flow *f) { return greatest(round_trip(f) / 2, 5 * MS); }
 
-/* `place`: a unit, or the units of a message and a parity. */
-static int shall_lose(const struct source *s, uint32_t place) { return place < s->drop.count && s->drop.row[place]; }
-
-static void unit_arrived(struct exchange *x, uint32_t i, uint32_t unit, const uint8_t *bytes, uint32_t size)
+static void unit_arrived(struct exchange *x, uint32_t i, uint32_t unit, const uint8_t *bytes)
 {
     struct source *s = &x->sources[i];
-    uint32_t room = in_unit_bytes(x, unit); /* the last unit of a message that does not fill its bucket is filled up */
-    memcpy(s->to + (uint64_t)unit * x->bucket->unit, bytes, size < room ? size : room);
+    memcpy(s->to + (uint64_t)unit * x->bucket->unit, bytes, unit_bytes(x->bucket, unit));
     s->row[unit] = 1;
     s->got++;
 }

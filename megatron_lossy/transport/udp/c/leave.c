@@ -54,12 +54,6 @@ static void address(struct output *o, const struct flow *f, uint32_t bytes, uint
     o->segment = segment;
 }
 
-/* The datagrams of a message, with copies. */
-static uint32_t entries_of(const struct dest *d)
-{
-    return d->x->out < d->x->bucket->units ? d->x->out : d->x->bucket->entries;
-}
-
 static int produce_control(struct engine *e, ns now, uint8_t *out, struct output *o)
 {
     static uint8_t zeros[LARGEST];
@@ -100,7 +94,6 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
                 continue;
             payload = list;
             size = 4 * count;
-            m->count.asked += count;
             uint32_t bytes = build(e, m, NACK, 0, k->phase, k->step, k->bucket, count, payload, size, out, now);
             address(o, f, bytes, bytes);
             return 1;
@@ -148,14 +141,13 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
     }
     f->out.force_wait = least(2 * f->out.force_wait, 2 * SECOND); /* reports were lost, or all that they would have reported */
     f->out.force_at = now + f->out.force_wait;
-    m->count.forced++;
     return FORCED;
 }
 
 static int may_begin(const struct member *m, const struct dest *d)
 {
     const struct bucket *b = d->x->bucket;
-    if (d->ready || d->position == entries_of(d)) /* parities are left */
+    if (d->ready || d->position == b->entries) /* parities are left */
         return 1;
     if (m->any_posted[d->x->phase] && (int32_t)(d->x->step - m->posted[d->x->phase]) > AHEAD)
         return 0; /* it would not be kept */
@@ -254,8 +246,8 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
     if (!room)
         return 0;
     struct train t = train_of(e, b, out);
-    uint32_t most = batch_most(f, t.datagram, room), entries = entries_of(d);
-    while (train_room(&t, most) && d->position < entries && may_begin(m, d)) {
+    uint32_t most = batch_most(f, t.datagram, room);
+    while (train_room(&t, most) && d->position < b->entries && may_begin(m, d)) {
         uint32_t unit = b->order ? b->order[d->position] : d->position, size = unit_bytes(b, unit);
         train_add(e, m, &t, DATA, b->tags ? b->tags[unit] : 0, d->x, unit, d->from + (uint64_t)unit * b->unit, size, now);
         if (!m->any_posted[d->x->phase])
@@ -266,14 +258,14 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
         }
         d->position++;
     }
-    while (train_room(&t, most) && d->position == entries && d->must.parity < d->must.parities) {
+    while (train_room(&t, most) && d->position == b->entries && d->must.parity < d->must.parities) {
         parity_bytes(d, d->must.parity, e->scratch);
         train_add(e, m, &t, PARITY, 0, d->x, d->must.parity, e->scratch, b->unit, now);
         m->count.parities++;
         d->must.parity++;
     }
     train_leaves(e, f, &t, o, now);
-    if (d->position == entries && d->must.parity == d->must.parities) {
+    if (d->position == b->entries && d->must.parity == d->must.parities) {
         end_said(e, m, d);
         dest_sent(d, now);
     }

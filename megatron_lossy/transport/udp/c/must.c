@@ -1,9 +1,8 @@
 /* Required units: those that senders of a bucket with reports name in END.
  *
  * A receiver that lacks one puts it together from PARITY, or asks for it by NACK until it is there or the deadline has passed:
- * for little of it twice in a row, so that what is sent again is sent twice, and seldom lost for another round trip. It may do
- * without some: if parity leaves no more missing than it tolerates, that is lost; else it asks for all of it. The sender keeps
- * copies, and sends again what it is asked for.
+ * for little of it twice in a row, so that what is sent again is sent twice, and seldom lost for another round trip. The sender
+ * keeps copies, and sends again what it is asked for.
  */
 
 /* The required units of each destination, and a copy of them: sources may change when all has been sent once. */
@@ -18,16 +17,13 @@ static void musts_free(struct musts *musts, uint32_t size)
     free(musts);
 }
 
-static struct musts *musts_new(const struct channel *c, const struct bucket *b, const uint8_t *const *from, const uint8_t *must,
-                               uint64_t length)
+static struct musts *musts_new(const struct channel *c, const struct bucket *b, const uint8_t *const *from, const uint8_t *must)
 {
     struct musts *result = calloc(c->size, sizeof *result);
-    uint32_t units = units_of(b, length);
-    uint64_t end = length ? length : b->shard;
     for (uint32_t i = 0; result && i < c->size; i++) {
         const uint8_t *row = must + (uint64_t)i * b->units;
         uint32_t count = 0;
-        for (uint32_t unit = 0; from[i] && unit < units; unit++)
+        for (uint32_t unit = 0; from[i] && unit < b->units; unit++)
             count += row[unit] != 0;
         if (!count)
             continue;
@@ -37,11 +33,10 @@ static struct musts *musts_new(const struct channel *c, const struct bucket *b, 
             musts_free(result, c->size);
             return NULL;
         }
-        for (uint32_t unit = 0; unit < units; unit++) {
+        for (uint32_t unit = 0; unit < b->units; unit++) {
             if (!row[unit])
                 continue;
-            uint64_t start = (uint64_t)unit * b->unit, rest = end - start;
-            memcpy(result[i].copies + (uint64_t)result[i].count * b->unit, from[i] + start, rest < b->unit ? rest : b->unit);
+            memcpy(result[i].copies + (uint64_t)result[i].count * b->unit, from[i] + (uint64_t)unit * b->unit, unit_bytes(b, unit));
             result[i].list[result[i].count++] = unit;
         }
     }
@@ -49,7 +44,7 @@ static struct musts *musts_new(const struct channel *c, const struct bucket *b, 
 }
 
 /* How many units END lists: none where all must arrive. */
-static uint32_t must_list(const struct dest *d) { return d->must.count < d->x->out ? d->must.count : 0; }
+static uint32_t must_list(const struct dest *d) { return d->must.count < d->x->bucket->units ? d->must.count : 0; }
 
 static uint32_t end_payload(const struct engine *e, const struct dest *d, uint32_t part, uint8_t *p)
 {
@@ -138,19 +133,6 @@ static int reported(struct dest *d, uint32_t part, const uint8_t *payload, uint3
     return d->report.parts == parts;
 }
 
-static void parities_drop(struct source *s, uint32_t units)
-{
-    for (struct early **link = &s->must.parity; *link;) {
-        struct early *chunk = *link;
-        if (shall_lose(s, units + chunk->unit)) {
-            *link = chunk->next;
-            free(chunk);
-        } else {
-            link = &chunk->next;
-        }
-    }
-}
-
 static int take_parity(struct member *m, const struct header *h, const uint8_t *bytes, uint32_t size)
 {
     int verdict = TAKEN;
@@ -163,8 +145,6 @@ static int take_parity(struct member *m, const struct header *h, const uint8_t *
         return LATE;
     if (index < s->must.parities_room && s->must.parities[index / 8] >> index % 8 & 1)
         return DUPLICATE;
-    if (shall_lose(s, x->in + index))
-        return TAKEN;
     /* Of what was asked for there are no more than it has units. */
     size_t known = s->must.parities_room / 8, wanted = known;
     if (index >= s->must.parities_room) /* with copies there are more of them than units */
@@ -190,17 +170,10 @@ static int take_parity(struct member *m, const struct header *h, const uint8_t *
     return TAKEN;
 }
 
-static uint32_t musts_missing(const struct source *s)
+/* How many units that must arrive are missing, once that is put together for which one parity of its group makes up. */
+static uint32_t lacks(struct exchange *x, uint32_t i)
 {
-    uint32_t missing = 0;
-    for (uint32_t k = 0; k < s->must.count; k++)
-        missing += !s->row[s->must.list[k]];
-    return missing;
-}
-
-/* Put together what one parity of its group makes up for. */
-static void repair(struct exchange *x, uint32_t i)
-{
+    uint32_t left = 0;
     struct source *s = &x->sources[i];
     const struct bucket *b = x->bucket;
     struct member *m = &x->channel->members[i];
@@ -218,32 +191,17 @@ static void repair(struct exchange *x, uint32_t i)
             continue;
         for (uint32_t k = first; k < end; k += step) {
             const uint8_t *bytes = s->to + (uint64_t)s->must.list[k] * b->unit;
-            uint32_t size = k == place ? 0 : in_unit_bytes(x, s->must.list[k]);
+            uint32_t size = k == place ? 0 : unit_bytes(b, s->must.list[k]);
             for (uint32_t n = 0; n < size; n++)
                 chunk->bytes[n] ^= bytes[n];
         }
-        unit_arrived(x, i, s->must.list[place], chunk->bytes, unit_bytes(b, s->must.list[place]));
+        unit_arrived(x, i, s->must.list[place], chunk->bytes);
         chunk->size = 0;
         m->count.repaired++;
     }
-}
-
-/* How many units that must arrive are missing, if more are than may. The first look decides, when all has come that will. */
-static uint32_t lacks(struct exchange *x, uint32_t i)
-{
-    struct source *s = &x->sources[i];
-    if (s->must.count > x->in)
-        s->must.count = x->in; /* all, which may have been said before it was known how many those are */
-    uint32_t raw = s->must.judged ? s->must.raw : musts_missing(s);
-    repair(x, i);
-    uint32_t missing = musts_missing(s);
-    if (!s->must.judged) {
-        s->must.judged = 1;
-        s->must.raw = raw;
-        s->must.residual = s->must.asked = missing;
-        s->must.again = missing > s->must.tolerance;
-    }
-    return s->must.again ? missing : 0;
+    for (uint32_t k = 0; k < s->must.count; k++)
+        left += !s->row[s->must.list[k]];
+    return left;
 }
 
 /* Ask for it: at once for all of it, as far as the sender keeps track of so much. */
@@ -287,7 +245,6 @@ static int take_nack(struct member *m, const struct header *h, const uint8_t *pa
     if (!x || !x->dests[m->rank].wanted || x->dests[m->rank].done || !m->resend.ring)
         return LATE;
     struct dest *d = &x->dests[m->rank];
-    m->count.nacks++;
     for (uint32_t k = 0; k < h->index; k++) {
         uint32_t unit = get32(payload + 4 * k), low = 0, high = d->must.count;
         while (low < high) {

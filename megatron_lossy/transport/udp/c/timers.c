@@ -24,8 +24,6 @@ static void exchange_timers(struct exchange *x, ns now)
             continue;
         }
         if (now >= ends || now >= x->deadline) {
-            if (now < ends)
-                m->count.by_deadline += x->bucket->units - s->got;
             source_over(x, i, now);
             continue;
         }
