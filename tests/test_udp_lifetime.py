@@ -356,7 +356,7 @@ int main(void)
     for (uint32_t id = 1; id <= 200; id++) {{ /* processes that come and go */
         ml_close(channel(e, id, &other, now), now);
         now += 3 * SECOND;
-        ml_timers(e, now);
+        timers(e, now);
     }}
     int flows = 0;
     for (struct flow *f = e->flows; f; f = f->next)
@@ -382,7 +382,7 @@ int main(void)
     for (uint32_t i = 0; i < 50000; i++) {{
         struct header h = {{.type = PARITY, .source = 1, .channel = 7, .step = 1, .index = i, .number = i + 1}};
         header_write(&h, datagram);
-        dropped += ml_handle(e, (void *)&other, datagram, sizeof datagram, now) == EARLY_DROPPED;
+        dropped += handle(e, (void *)&other, datagram, sizeof datagram, now, now) == EARLY_DROPPED;
     }}
     if (!dropped || e->early > e->set.memory)
         return 3;

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base import native
-from megatron_lossy.transport.udp.engine import RULES, SECOND, _declare, load
+from megatron_lossy.transport.udp.engine import RULES, SECOND
 from tests import udp_packet as packet
 from tests import udp_world
 from tests.udp_models import Source
@@ -27,7 +27,7 @@ from tests.udp_packet import (
     REPORT,
     encode,
 )
-from tests.udp_world import CHANNEL, MS, Node, World, fields_of
+from tests.udp_world import CHANNEL, MS, Node, World, fields_of, load
 
 pytestmark = pytest.mark.shows(
     "codec, cipher, completion and rate against their models in every order",
@@ -208,8 +208,8 @@ def short_epochs(tmp_path_factory):
     if compiler is None:
         pytest.skip("no C compiler")
     path = tmp_path_factory.mktemp("engine") / "short.so"
-    native.ENGINE.compile(compiler, path, ["-DEPOCH_BITS=5"])
-    return _declare(ctypes.CDLL(str(path)))
+    udp_world.HOOKED.compile(compiler, path, ["-DEPOCH_BITS=5"])
+    return udp_world.declared(path)
 
 
 @pytest.mark.parametrize("both", [True, False])

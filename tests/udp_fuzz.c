@@ -1,6 +1,6 @@
 /* Mutated datagrams against the engine's handle(): udp_fuzz COUNT SEED CIPHER. Built with the engine inside, and
  * sanitizers; ends with a line of what was refused, or with status 1 and the line. */
-#include "../megatron_lossy/transport/udp/c/engine.c"
+#include "udp_hooks.c"
 
 enum { RANKS = 3, UNIT = 64, SHARD = 10 * UNIT - 7, UNITS = 10, BUCKETS = 4, MEMORY = 200000, GUARD = 32, WINDOW = 8000, STEPS = 50 };
 

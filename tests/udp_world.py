@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import heapq
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from megatron_lossy.transport.udp.engine import RULES, SECOND, _Settings, load, pack_address
+from megatron_lossy.base.native import ENGINE
+from megatron_lossy.transport.udp.engine import RULES, SECOND, _declare, _Settings, pack_address
 from tests import udp_packet as packet
 
 MS = SECOND // 1000
@@ -26,6 +29,44 @@ class _Output(ctypes.Structure):
         ("bytes", ctypes.c_uint32),
         ("segment", ctypes.c_uint32),
     ]
+
+
+#: The engine with functions that need no socket and no thread; named by its own sources, too.
+HOOKED = dataclasses.replace(
+    ENGINE,
+    name="hooked",
+    source=Path(__file__).with_name("udp_hooks.c"),
+    options=(*ENGINE.options, f"-DENGINE={ENGINE.shipped().stem}"),
+)
+
+
+def declared(path: Path) -> ctypes.CDLL:
+    """Return the library of :data:`HOOKED` in ``path``."""
+    lib = _declare(ctypes.CDLL(str(path)))
+    pointer, i, i64, double = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+    u32, u64 = ctypes.c_uint32, ctypes.c_uint64
+    for name, result, *arguments in (
+        ("handle", i, pointer, pointer, pointer, ctypes.c_size_t, i64),
+        ("produce", i, pointer, i64, pointer, pointer),
+        ("timers", None, pointer, i64),
+        ("due", i64, pointer),
+        ("rate_new", pointer, double, double, i, double, double),
+        ("rate_free", None, pointer),
+        ("rate_sample", None, pointer, i64, i64),
+        ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double),
+        ("rate_look", None, pointer, i64, i64),
+        ("rate_shared", None, pointer, pointer),
+        ("rate_get", None, pointer, pointer),
+    ):
+        function = getattr(lib, f"ml_{name}")
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Return the engine with its hooks for tests."""
+    return declared(HOOKED.path())
 
 
 @functools.cache

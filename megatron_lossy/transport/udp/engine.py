@@ -75,7 +75,7 @@ class _Settings(ctypes.Structure):
 
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer, i, u32, u64, i64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64
-    size, text, double = ctypes.c_size_t, ctypes.c_char_p, ctypes.c_double
+    text = ctypes.c_char_p
     for name, result, *arguments in (
         ("load_cipher", i),
         ("engine_counter_names", text),
@@ -109,18 +109,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("member_counters", None, pointer, u32, pointer),
         ("engine_counters", None, pointer, pointer),
         ("member_rate", None, pointer, u32, pointer),
-        # Functions without socket and thread, for tests:
-        ("handle", i, pointer, pointer, pointer, size, i64),
-        ("produce", i, pointer, i64, pointer, pointer),
-        ("timers", None, pointer, i64),
-        ("due", i64, pointer),
-        ("rate_new", pointer, double, double, i, double, double),
-        ("rate_free", None, pointer),
-        ("rate_sample", None, pointer, i64, i64),
-        ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double),
-        ("rate_look", None, pointer, i64, i64),
-        ("rate_shared", None, pointer, pointer),
-        ("rate_get", None, pointer, pointer),
     ):
         function = getattr(lib, f"ml_{name}")
         function.restype, function.argtypes = result, arguments
