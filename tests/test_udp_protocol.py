@@ -21,7 +21,6 @@ from tests.udp_packet import (
     DATA,
     END,
     NACK,
-    PARITY,
     PROBE,
     READY,
     REPORT,
@@ -89,7 +88,7 @@ def test_what_the_numpy_codec_writes_is_read_by_the_engine(size, version, kind, 
         assert verdict == "foreign"
     else:
         fits = fields["number"] < 2**20 and fields["tag"] < 8  # values here are raw
-        if kind in (DATA, END, READY, PARITY, NACK, ASK):
+        if kind in (DATA, END, READY, NACK, ASK):
             fits &= phase < 2 and bucket < (2, 1)[phase] if phase < 2 else False
             if fits:
                 shard, unit = BUCKETS[("grad", "param")[phase]][bucket]
@@ -98,8 +97,7 @@ def test_what_the_numpy_codec_writes_is_read_by_the_engine(size, version, kind, 
                     DATA: index < units and size == min(unit, shard - index * unit),
                     END: index == units and size == 0,
                     READY: index <= 1 and size == 0,
-                    PARITY: False,  # of buckets with reports
-                    NACK: False,
+                    NACK: False,  # of buckets with reports
                     ASK: index == 0 and size == 0,
                 }[kind]
         else:

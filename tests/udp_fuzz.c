@@ -45,7 +45,7 @@ static struct channel *open_channel(struct engine *e, uint32_t rank)
 
 struct half { uint8_t guarded[RANKS][GUARD + SHARD + GUARD], arrived[RANKS * UNITS]; struct exchange *handle, *sending; };
 
-/* In one of the two buckets with reports some units must arrive, in the other one all; in blocks of two with a parity. */
+/* In one of the two buckets with reports some units must arrive, in the other one all; every second one is copied. */
 static int send_all(struct channel *c, int phase, uint32_t step, uint32_t b, const uint8_t *const *from, struct exchange **handle)
 {
     static const uint8_t must[RANKS * UNITS] = {0, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 1, 1, 0, 0, 0, 1, 0, 0, 1};

@@ -61,11 +61,11 @@ class Exchanger(Protocol):
 
 @dataclass(frozen=True)
 class Sent:
-    """Counts of a rank of ours: ``datagrams`` sent, of these ``again`` and ``parities``; protected packets lost."""
+    """Counts of a rank of ours: ``datagrams`` sent, of these ``again`` and ``copies``; protected packets lost."""
 
     datagrams: int = 0
     again: int = 0
-    parities: int = 0
+    copies: int = 0
     must: int = 0
     must_lost: int = 0
 
@@ -191,10 +191,8 @@ class Ours:
     def sent(self) -> Sent:
         """Return the counts since the beginning, to all ranks."""
         counters = [peer for group in self._groups.values() for peer in group.wire.counters().values()]
-        datagrams, again, parities = (
-            sum(one.get(name, 0) for one in counters) for name in ("sent", "resent", "parities")
-        )
-        return Sent(datagrams, again, parities, self._must, self._must_lost)
+        datagrams, again, copies = (sum(one.get(name, 0) for one in counters) for name in ("sent", "resent", "copies"))
+        return Sent(datagrams, again, copies, self._must, self._must_lost)
 
 
 @dataclass(frozen=True)

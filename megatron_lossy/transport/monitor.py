@@ -143,7 +143,6 @@ class DatagramMonitor(NetworkMonitor):
         "send_failed": "send_failed",
         "unreachable": "unreachable",
         "sent_again": "resent",
-        "put_together": "repaired",
     }
     table = ("sent", "received", "lost", "late", "duplicate", "early_dropped", "malformed", "bad_tag")
     problems: ClassVar = {

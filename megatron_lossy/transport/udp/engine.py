@@ -22,7 +22,7 @@ import numpy as np
 
 from ...base.errors import UsageError, refuse
 from ...base.native import ENGINE
-from ...config.transport import UDP_REPORT_BYTES, check_code
+from ...config.transport import UDP_REPORT_BYTES
 from ..address import resolve, speed_of
 from ..leaving import PeerLost
 from ..settings import MIB, Settings
@@ -331,7 +331,7 @@ class Channel:
                 if not (shard > 0 and 0 < unit <= settings.packet_bytes):
                     raise ValueError(f"bucket {number} of {phase}: {unit} of {shard} bytes in a datagram")
         every = ((phase, number) for phase in self.phases for number in range(len(self._buckets[phase])))
-        self._reported = frozenset(one for one in every if one in opening.reported or one[0] in opening.reported)
+        self._reported = frozenset(key for key in every if key in opening.reported or key[0] in opening.reported)
         if self._reported and settings.packet_bytes < UDP_REPORT_BYTES:
             raise ValueError(f"reports need packets of {UDP_REPORT_BYTES} bytes at least, not {settings.packet_bytes}")
         #: The hellos of all ranks, once all have come.
@@ -466,25 +466,23 @@ class Channel:
         bucket: int,
         sources: Pointers,
         must: np.ndarray | None = None,
-        code: tuple[int, int] = (1, 0),
+        copies: tuple[int, int] = (1, 0),
     ) -> Transfer:
         """Give the address of each destination's piece; ``None`` for this rank and for destinations that get nothing.
 
-        ``must`` bool[N, units], in a reported phase: the units that must arrive at each destination. Each ``code[0]``
-        of such units get ``code[1]`` packets of parity.
+        ``must`` bool[N, units], in a reported phase: the units that must arrive at each destination. Of each
+        ``copies[0]`` such units ``copies[1]`` are sent again behind the message.
         """
         key, pointers = self._key(phase, step, bucket), self._pointers(sources)
         if must is not None:
             must = np.ascontiguousarray(must, np.bool_)
             if (phase, bucket) not in self._reported or must.shape != (self.size, self._units[phase][bucket]):
                 raise ValueError(f"must {must.shape} for {phase}, bucket {bucket} of {self.name}")
-        if code != (1, 0):  # there is parity
-            check_code("code", *code, least=0, copies=True)
         handle = ctypes.c_void_p()
         with self._using(), self._lock:
             result = self._lib.ml_send(
                 self._channel, key[0], key[2], bucket, pointers,
-                None if must is None else must.ctypes.data, *code, ctypes.byref(handle),
+                None if must is None else must.ctypes.data, *copies, ctypes.byref(handle),
             )  # fmt: skip
             transfer = self._half(key, result, handle)
             transfer._sending = True

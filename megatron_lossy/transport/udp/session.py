@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ...base.errors import UsageError
 
 #: The version of the datagrams and of the entries in the store.
-PROTOCOL = 11
+PROTOCOL = 12
 PHASES = ("grad", "param")
 #: The number of each code of values in a datagram.
 CODES = {"raw": 0, "int8": 1, "int4": 2}

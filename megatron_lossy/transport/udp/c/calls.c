@@ -56,16 +56,16 @@ API int ml_post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
     return result;
 }
 
-/* `must` [size][units], or NULL: units that must arrive, of a bucket with reports; in blocks of `block` of them go
- * `parity` packets of parity. */
+/* `must` [size][units], or NULL: units that must arrive, of a bucket with reports; of `block` of them go
+ * `copies` more, in turn. */
 API int ml_send(struct channel *c, int phase, uint32_t step, uint32_t bucket, const uint8_t *const *from, const uint8_t *must,
-                uint32_t block, uint32_t parity, struct exchange **handle)
+                uint32_t block, uint32_t copies, struct exchange **handle)
 {
     struct musts *musts = NULL;
     if (must && !(musts = musts_new(c, &c->bucket[phase][bucket], from, must)))
         return -3;
     acquire(c->engine);
-    int result = send_pieces(c, phase, step, bucket, from, musts, block << 16 | parity, handle);
+    int result = send_pieces(c, phase, step, bucket, from, musts, block, copies, handle);
     release(c->engine);
     musts_free(musts, c->size);
     return result;

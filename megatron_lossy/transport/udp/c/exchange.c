@@ -34,26 +34,9 @@ static void early_release(struct exchange *x)
 {
     struct engine *e = x->channel->engine;
     x->channel->early -= x->charge;
-    e->early -= x->charge + x->parity;
+    e->early -= x->charge;
     e->count.early_bytes = e->early;
-    x->charge = x->parity = 0;
-}
-
-/* Room for parity: of an exchange that is posted only the memory of the engine limits it. */
-static int parity_charge(struct exchange *x, size_t size)
-{
-    struct engine *e = x->channel->engine;
-    if (!x->posted) {
-        if (!early_room(x->channel, size))
-            return 0;
-        early_charge(x, size);
-        return 1;
-    }
-    if (e->early + size > e->set.memory)
-        return 0;
-    x->parity += size;
-    e->early += size;
-    return 1;
+    x->charge = 0;
 }
 
 /* `early`: a peer's datagram wants it, so that it counts as memory that peers may take. */
@@ -91,30 +74,22 @@ static struct exchange *exchange_new(struct channel *c, int phase, uint32_t step
     return x;
 }
 
-static void chunks_free(struct early **list)
-{
-    while (*list) {
-        struct early *chunk = *list;
-        *list = chunk->next;
-        free(chunk);
-    }
-}
-
 /* Of what must arrive. */
 static void musts_forget(struct source *s)
 {
-    chunks_free(&s->must.parity);
     free(s->must.list);
     free(s->must.told);
-    free(s->must.parities);
     s->must.list = NULL;
-    s->must.told = s->must.parities = NULL;
-    s->must.count = s->must.parities_room = 0;
+    s->must.told = NULL;
+    s->must.count = 0;
 }
 
 static void source_forget(struct source *s)
 {
-    chunks_free(&s->early);
+    for (struct early *next; s->early; s->early = next) {
+        next = s->early->next;
+        free(s->early);
+    }
     musts_forget(s);
     if (s->own_row)
         free(s->row);
@@ -135,7 +110,7 @@ static void dest_forget(struct dest *d)
     free(d->must.copies);
     d->must.list = NULL;
     d->must.copies = NULL;
-    d->must.count = d->must.parities = 0;
+    d->must.count = d->must.repeats = 0;
 }
 
 static void exchange_free(struct exchange *x)

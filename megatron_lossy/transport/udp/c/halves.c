@@ -72,7 +72,7 @@ static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
 }
 
 static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t bucket, const uint8_t *const *from,
-                       struct musts *musts, uint32_t code, struct exchange **handle)
+                       struct musts *musts, uint32_t block, uint32_t copies, struct exchange **handle)
 {
     struct bucket *b = &c->bucket[phase][bucket];
     if (c->failed)
@@ -102,8 +102,7 @@ static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t buc
             d->must.count = musts[i].count;
             musts[i].list = NULL;
             musts[i].copies = NULL;
-            d->must.code = code;
-            d->must.parities = parities_of(d->must.count, code);
+            d->must.repeats = (uint32_t)((uint64_t)d->must.count * copies / block);
             if (d->must.count == b->units)
                 d->from = d->must.copies; /* so that the caller's memory is not needed any more */
         }

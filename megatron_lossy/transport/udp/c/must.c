@@ -1,6 +1,6 @@
 /* Required units: those that senders of a bucket with reports name in END.
  *
- * A receiver that lacks one puts it together from PARITY, or asks for it by NACK until it is there or the deadline has passed:
+ * Some of them go out several times. A receiver that lacks one asks for it by NACK until it is there or the deadline has passed:
  * for little of it twice in a row, so that what is sent again is sent twice, and seldom lost for another round trip. The sender
  * keeps copies, and sends again what it is asked for.
  */
@@ -51,10 +51,9 @@ static uint32_t end_payload(const struct engine *e, const struct dest *d, uint32
     uint32_t room = list_room(e), listed = must_list(d), from = part * room, left = from < listed ? listed - from : 0;
     uint32_t here = left < room ? left : room;
     put32(p, d->must.count && !listed ? ALL : d->must.count);
-    put32(p + 4, d->must.code);
     for (uint32_t k = 0; k < here; k++)
-        put32(p + 8 + 4 * k, d->must.list[from + k]);
-    return 8 + 4 * here;
+        put32(p + 4 + 4 * k, d->must.list[from + k]);
+    return 4 + 4 * here;
 }
 
 static void end_said(struct engine *e, struct member *m, const struct dest *d)
@@ -69,15 +68,14 @@ static int end_part(struct exchange *x, struct source *s, uint32_t part, const u
 {
     struct engine *e = x->channel->engine;
     const struct bucket *b = x->bucket;
-    if (size < 8)
+    if (size < 4)
         return -1;
-    uint32_t count = get32(p), code = get32(p + 4), room = list_room(e), all = count == ALL;
+    uint32_t count = get32(p), room = list_room(e), all = count == ALL;
     uint32_t listed = all ? 0 : count, parts = parts_of(listed, room);
     uint32_t here = part < parts ? (listed - part * room < room ? listed - part * room : room) : 0;
     if (all)
         count = b->units;
-    if (count > b->units || part >= parts || size != 8 + 4 * here || (code & 0xffff) > 255 || ((code & 0xffff) && !(code >> 16))
-        || (s->must.told && (s->must.count != count || s->must.code != code)))
+    if (count > b->units || part >= parts || size != 4 + 4 * here || (s->must.told && s->must.count != count))
         return -1;
     if (!s->must.told) {
         size_t charge = x->posted ? 0 : parts + (size_t)count * 4; /* of what waits here peers take no memory */
@@ -94,14 +92,13 @@ static int end_part(struct exchange *x, struct source *s, uint32_t part, const u
         }
         early_charge(x, charge);
         s->must.count = count;
-        s->must.code = code;
         s->must.parts_told = 0;
         for (uint32_t k = 0; all && k < count; k++)
             s->must.list[k] = k;
     }
     if (!s->must.told[part]) {
         for (uint32_t k = 0; k < here; k++)
-            s->must.list[part * room + k] = get32(p + 8 + 4 * k);
+            s->must.list[part * room + k] = get32(p + 4 + 4 * k);
         s->must.told[part] = 1;
         s->must.parts_told++;
     }
@@ -133,75 +130,13 @@ static int reported(struct dest *d, uint32_t part, const uint8_t *payload, uint3
     return d->report.parts == parts;
 }
 
-static int take_parity(struct member *m, const struct header *h, const uint8_t *bytes, uint32_t size)
+/* How many units that must arrive are missing. */
+static uint32_t lacks(const struct source *s)
 {
-    int verdict = TAKEN;
-    struct exchange *x = come_to(m, h, 1, &verdict);
-    if (!x)
-        return verdict;
-    struct source *s = &x->sources[m->rank];
-    uint32_t index = h->index;
-    if (s->over || (x->posted && !s->expected))
-        return LATE;
-    if (index < s->must.parities_room && s->must.parities[index / 8] >> index % 8 & 1)
-        return DUPLICATE;
-    /* Of what was asked for there are no more than it has units. */
-    size_t known = s->must.parities_room / 8, wanted = known;
-    if (index >= s->must.parities_room) /* with copies there are more of them than units */
-        wanted = ((size_t)(index > x->bucket->units ? index : x->bucket->units) + 8) / 8;
-    size_t charge = sizeof(struct early) + size + wanted - known;
-    struct early *chunk = malloc(sizeof *chunk + size);
-    uint8_t *bits = chunk && wanted > known ? realloc(s->must.parities, wanted) : s->must.parities;
-    if (bits)
-        s->must.parities = bits;
-    if (!chunk || !bits || !parity_charge(x, charge)) {
-        m->count.early_dropped++;
-        free(chunk);
-        return EARLY_DROPPED;
-    }
-    memset(bits + known, 0, wanted - known);
-    s->must.parities_room = (uint32_t)(8 * wanted);
-    s->must.parities[index / 8] |= (uint8_t)(1 << index % 8);
-    chunk->unit = index;
-    chunk->size = size;
-    memcpy(chunk->bytes, bytes, size);
-    chunk->next = s->must.parity;
-    s->must.parity = chunk;
-    return TAKEN;
-}
-
-/* How many units that must arrive are missing, once that is put together for which one parity of its group makes up. */
-static uint32_t lacks(struct exchange *x, uint32_t i)
-{
-    uint32_t left = 0;
-    struct source *s = &x->sources[i];
-    const struct bucket *b = x->bucket;
-    struct member *m = &x->channel->members[i];
-    for (struct early *chunk = s->must.parity; chunk; chunk = chunk->next) {
-        if (chunk->unit >= parities_of(s->must.count, s->must.code) || !chunk->size) /* no size: it has been used */
-            continue;
-        uint32_t first, step, end, missing = 0, place = 0;
-        group_of(chunk->unit, s->must.count, s->must.code, &first, &step, &end);
-        for (uint32_t k = first; k < end; k += step)
-            if (!s->row[s->must.list[k]]) {
-                missing++;
-                place = k;
-            }
-        if (missing != 1)
-            continue;
-        for (uint32_t k = first; k < end; k += step) {
-            const uint8_t *bytes = s->to + (uint64_t)s->must.list[k] * b->unit;
-            uint32_t size = k == place ? 0 : unit_bytes(b, s->must.list[k]);
-            for (uint32_t n = 0; n < size; n++)
-                chunk->bytes[n] ^= bytes[n];
-        }
-        unit_arrived(x, i, s->must.list[place], chunk->bytes);
-        chunk->size = 0;
-        m->count.repaired++;
-    }
+    uint32_t missing = 0;
     for (uint32_t k = 0; k < s->must.count; k++)
-        left += !s->row[s->must.list[k]];
-    return left;
+        missing += !s->row[s->must.list[k]];
+    return missing;
 }
 
 /* Ask for it: at once for all of it, as far as the sender keeps track of so much. */
@@ -259,14 +194,4 @@ static int take_nack(struct member *m, const struct header *h, const uint8_t *pa
     }
     m->channel->engine->blocked_until = 0;
     return TAKEN;
-}
-
-static void parity_bytes(const struct dest *d, uint32_t index, uint8_t *out)
-{
-    uint32_t first, step, end, unit = d->x->bucket->unit;
-    group_of(index, d->must.count, d->must.code, &first, &step, &end);
-    memset(out, 0, unit);
-    for (uint32_t k = first; k < end; k += step)
-        for (uint32_t n = 0; n < unit; n++)
-            out[n] ^= d->must.copies[(uint64_t)k * unit + n];
 }

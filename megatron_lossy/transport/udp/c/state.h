@@ -27,7 +27,7 @@ enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DR
     X(early_bytes) X(early_most) X(segmented)
 #define MEMBER_COUNTERS(X) \
     X(sent) X(received) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) X(asks) \
-    X(resent) X(parities) X(repaired)
+    X(resent) X(copies)
 
 #define FIELD(name) uint64_t name;
 #define NAME(name) #name ","
@@ -69,8 +69,8 @@ struct flow {
 
 /* Required units of a message that goes. */
 struct must_out {
-    uint32_t *list, count, code, parities, parity; /* parity: the next of `parities` */
-    uint8_t *copies;                               /* of the units in the list */
+    uint32_t *list, count, repeats, repeat; /* repeat: the next of `repeats` datagrams with units that have been sent once */
+    uint8_t *copies;                        /* of the units in the list */
 };
 
 struct dest {
@@ -93,13 +93,11 @@ struct early {
 
 /* Required units of a message that comes. */
 struct must_in {
-    uint32_t *list, count, code, parts_told; /* what END says */
+    uint32_t *list, count, parts_told; /* what END says */
     uint8_t *told;
     ns told_at; /* when the first part of its END came; 0: not yet */
-    struct early *parity;
-    uint8_t *parities; /* which have come, a bit each; of so many there is room for bits */
-    uint32_t parities_room, asked; /* asked: how many were missing when it was last asked for them */
-    uint8_t twice;                 /* asked once, of two times in a row */
+    uint32_t asked; /* how many were missing when it was last asked for them */
+    uint8_t twice;  /* asked once, of two times in a row */
     ns nack_at, nack_wait;
 };
 
@@ -139,7 +137,7 @@ struct exchange {
     uint32_t open, unsent, unacknowledged; /* sources not over; destinations not sent to, or that have not said done */
     ns posted_at, over_at, deadline, due;
     uint64_t order; /* in which exchanges are sent */
-    size_t charge, parity; /* of the early pool; of the engine's memory, for parity that came after the post */
+    size_t charge; /* of the early pool */
     struct source *sources;
     struct dest *dests;
 };
