@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from ..base.errors import refuse
 from ..base.exchange import BucketUnits, Stream, cut
 from ..base.registry import GRAD_RECOVERIES, MECHANISMS
 from ..config import PHASES, LossyConfig
-from ..recovery import GradRecovery, Stale
+from ..recovery import Stale
 from .base import CollectiveWire, Networks, Wire, check_links
 from .coded import coded_of, codes_of
 from .network import check_owners
@@ -74,20 +75,12 @@ def shard_bytes(
     }
 
 
-def grad_rules(config: LossyConfig, wire: Wire) -> list[GradRecovery]:
-    """Return the rule for the gradients of each bucket of ``wire``."""
-    recovery = GRAD_RECOVERIES.load(config.grad_recovery)
-    rules = [recovery(units, wire.rank) for units in wire.cut["grad"]]
+def rules_for(config: LossyConfig, phase: str, wire: Wire) -> list[Any]:
+    """Return the rule for each bucket of ``wire`` in ``phase``: a :class:`.GradRecovery`, or for parameters :class:`.Stale`."""
+    recovery = GRAD_RECOVERIES.load(config.grad_recovery) if phase == "grad" else Stale
+    rules = [recovery(units, wire.rank) for units in wire.cut[phase]]
     for mechanism in MECHANISMS.all():
-        rules = mechanism.rules(config, "grad", rules, wire)
-    return rules
-
-
-def param_rules(config: LossyConfig, wire: Wire) -> list[Stale]:
-    """Return the rule for the parameters of each bucket of ``wire``."""
-    rules = [Stale(units, wire.rank) for units in wire.cut["param"]]
-    for mechanism in MECHANISMS.all():
-        rules = mechanism.rules(config, "param", rules, wire)
+        rules = mechanism.rules(config, phase, rules, wire)
     return rules
 
 

@@ -86,7 +86,7 @@ class Sites:
         world = dist.get_world_size()
         everywhere: list[Any] = [None] * world
         dist.all_gather_object(everywhere, [tuple(dist.get_process_group_ranks(group)) for group in groups])
-        for ranks in sorted({one for those in everywhere for one in those} - self._found.keys()):
+        for ranks in sorted({ranks for groups in everywhere for ranks in groups} - self._found.keys()):
             check_blocks(ranks, self._number, world)
             self._found[ranks] = self._made(ranks, self._number)
 
@@ -126,7 +126,7 @@ class Scalars:
 
     def remove(self, sites: Sites) -> None:
         """Undo :meth:`add`."""
-        self._sites = [one for one in self._sites if one is not sites]
+        self._sites = [others for others in self._sites if others is not sites]
         if not self._sites:
             self._ledger.uninstall()
 

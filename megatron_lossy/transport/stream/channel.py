@@ -48,7 +48,7 @@ class Channel:
         self.deadline = settings.deadline
         self.paces: dict[Key, Pace] = defaultdict(lambda: Pace(settings.arrive))
         self.phases = tuple(opening.phases)
-        self._shapes = {phase: [Shape(*one) for one in opening.cut(phase)] for phase in self.phases}
+        self._shapes = {phase: [Shape(*sizes) for sizes in opening.cut(phase)] for phase in self.phases}
         self._codes = [session.CODES[opening.code(phase)] for phase in self.phases]
         every = [shape for parts in self._shapes.values() for shape in parts]
         #: Bytes of a payload at most.
@@ -84,7 +84,7 @@ class Channel:
         rows = opening.share("reached", json.dumps(missing).encode())
         for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and has the reason
             for other, why in json.loads(rows[rank]).items():
-                ends = (f"rank {one} of {self.name} ({hellos[one].where})" for one in (rank, int(other)))
+                ends = (f"rank {end} of {self.name} ({hellos[end].where})" for end in (rank, int(other)))
                 raise UsageError(
                     f"--transport stream: {' does not reach '.join(ends)}: {why}; a firewall has to let TCP connections to "
                     "--udp-port in, and --udp-interface names another path"

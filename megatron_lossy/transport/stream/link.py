@@ -172,7 +172,9 @@ class Link:
     def put(self, message: Outgoing, first: bool = False) -> None:
         """Send ``message`` behind those that wait, or before them. Called with the channel's lock."""
         if self.connection is None:  # one END of a bucket says that all before it are over
-            self._messages = deque(one for one in self._messages if not (one.dropped and one.place == message.place))
+            self._messages = deque(
+                waiting for waiting in self._messages if not (waiting.dropped and waiting.place == message.place)
+            )
         self._messages.insert(0 if first else len(self._messages), message)
         self.channel.host.ask(self.wake)
 

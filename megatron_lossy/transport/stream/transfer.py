@@ -174,7 +174,11 @@ class Transfer(Message):
     def _going(self) -> list[int]:
         """Return the ranks that live, and wait for more."""
         waiting = {} if self.over else self.leaving
-        return [rank for rank, one in waiting.items() if not (one.sent or one.dropped) and self._links[rank].lives]
+        return [
+            rank
+            for rank, message in waiting.items()
+            if not (message.sent or message.dropped) and self._links[rank].lives
+        ]
 
     def _wait(self, pending: Callable[[], list[int]], timeout: float | None) -> None:
         """Wait until nobody is ``pending``, or until the deadline. Raise TimeoutError."""
