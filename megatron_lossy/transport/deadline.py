@@ -24,8 +24,8 @@ from ..base.fetch import at_hand
 from ..config import LossyConfig
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
 from ..recovery.rows import used_here
-from .base import Latest, Networks, Transfer, draw
-from .coded import Coded
+from .base import LatestExchanges, Networks, Transfer, draw
+from .coded import CodedBuckets
 from .ends import end_for
 from .pieces import PieceWire, room_for
 from .staging import Message, Parcel, courier_of, device_of, patience_of, staged
@@ -63,7 +63,7 @@ class DeadlineWire(PieceWire):
         open_channel: Callable[..., Any],
         memory: int,
         repeats: Mapping[str, Repeats],
-        coded: Mapping[str, Coded],
+        coded: Mapping[str, CodedBuckets],
         passes: Mapping[str, int],
     ) -> None:
         super().__init__(networks, stream, members, rank, cut, coded)
@@ -100,8 +100,8 @@ class DeadlineWire(PieceWire):
                 units = window.units.stop - window.units.start
                 self._channel.copies(phase, window.number, np.zeros(units, dtype=bool), times)
         self._unreported: dict[tuple[Exchange, int], tuple[_Exchange, Must]] = {}
-        self._known = Latest()  # an _Arriving for each exchange
-        self._draws = Latest()
+        self._known = LatestExchanges()  # arrivals of each exchange
+        self._draws = LatestExchanges()
         self._numbers: dict[tuple[str, int], int] = {}
         self._agreements: dict[tuple[str, int], tuple[np.ndarray, dist.ProcessGroup]] = {}
         self._begun: _Exchange | None = None  # the latest exchange
@@ -264,10 +264,10 @@ class DeadlineWire(PieceWire):
 
     # --- deliveries ----------------------------------------------------------------------------------------------
 
-    def _arriving(self, exchange: Exchange) -> _Arriving:
+    def _arriving(self, exchange: Exchange) -> _Arrivals:
         known = self._known.get(exchange)
         if known is None:
-            known = _Arriving(exchange, self.members, self.rank, self.cut[exchange.phase])
+            known = _Arrivals(exchange, self.members, self.rank, self.cut[exchange.phase])
             self._known.put(exchange, known)
         return known
 
@@ -276,16 +276,16 @@ class DeadlineWire(PieceWire):
         return None if known is None else known.delivery()
 
     def _remember(self, delivery: Delivery) -> None:
-        known = _Arriving(delivery.exchange, self.members, self.rank, delivery.cut)
+        known = _Arrivals(delivery.exchange, self.members, self.rank, delivery.cut)
         for bucket, units in enumerate(delivery.cut):
             known.was_begun(bucket)
             known.record(bucket, delivery.incoming(units))
         self._known.put(delivery.exchange, known)
 
     def restart(self) -> None:
-        self._known = Latest()
+        self._known = LatestExchanges()
 
-    def _record(self, known: _Arriving, bucket: int, crossing: _Exchange) -> Delivery:
+    def _record(self, known: _Arrivals, bucket: int, crossing: _Exchange) -> Delivery:
         """Note which units of ``bucket`` arrived. Return a delivery of this bucket alone."""
         phase = known.exchange.phase
         arrived = crossing.arrived()
@@ -379,7 +379,7 @@ class DeadlineWire(PieceWire):
             self._unreported.clear()
 
 
-class _Arriving:
+class _Arrivals:
     """The units of ``exchange`` that have arrived so far, bucket by bucket, and the buckets that were begun."""
 
     def __init__(self, exchange: Exchange, members: Sequence[int], rank: int, cut: Sequence[BucketUnits]) -> None:
@@ -466,7 +466,7 @@ def open_wire(
     rank: int,
     cut: dict[str, Sequence[BucketUnits]],
     group: dist.ProcessGroup | None,
-    coded: Mapping[str, Coded],
+    coded: Mapping[str, CodedBuckets],
 ) -> DeadlineWire:
     """Return the wire of one group. A collective call. Raise :class:`UsageError` if ranks differ or miss each other."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)

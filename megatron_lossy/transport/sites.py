@@ -309,7 +309,7 @@ def later(works: Sequence[Any], begin: Callable[[], Transfer], tensor: torch.Ten
 
     if tensor.device.type == "cpu":  # where a wait holds up its thread
         future = _thread().submit(begun)
-        return Transfer(_Begun(future), lambda: future.result().wait(), apart=True)
+        return Transfer(_Beginning(future), lambda: future.result().wait(), apart=True)
     with aside(tensor.device):
         transfer = begun()
     transfer.apart = True
@@ -340,7 +340,7 @@ class _Thread:
 _thread = cache(_Thread)
 
 
-class _Begun:
+class _Beginning:
     """The handle of an exchange that another thread begins."""
 
     def __init__(self, future: Future[Transfer]) -> None:

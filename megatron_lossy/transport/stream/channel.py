@@ -20,8 +20,8 @@ import numpy as np
 from ...base.errors import UsageError
 from ..udp import session
 from .deadline import Pace
-from .frames import ASK, BYE, DATA, END, LIVE, OVER, Header, Malformed
-from .link import LOOKS, Link, Outgoing, Shape
+from .frames import ASK, BYE, DATA, END, LIVE, OVER, Header, MalformedFrame
+from .link import LOOKS, Link, OutgoingMessage, Shape
 from .transfer import Key, Pointers, Transfer
 
 #: The version of frames, handshakes and entries in the store.
@@ -149,7 +149,7 @@ class Channel:
             assert transfer.number == number
             for rank, address in enumerate(sources):
                 if address is not None and not self.links[rank].left:
-                    message = Outgoing(header, address, self._shapes[phase][bucket])
+                    message = OutgoingMessage(header, address, self._shapes[phase][bucket])
                     transfer.leave(rank, message)
                     self.links[rank].put(message)
             return transfer
@@ -161,10 +161,10 @@ class Channel:
         """Let ``source`` send no more of ``transfer``. Called with the lock."""
         if self.links[source].connection is not None:
             header = self._header(OVER, key, transfer.number)
-            self.links[source].put(Outgoing(header, 0, transfer.shape, dropped=True), first=True)
+            self.links[source].put(OutgoingMessage(header, 0, transfer.shape, dropped=True), first=True)
 
     def take(self, link: Link, header: Header, payload: memoryview) -> bool:
-        """Put a frame where it belongs. Return whether there was room. Raise :class:`Malformed`."""
+        """Put a frame where it belongs. Return whether there was room. Raise :class:`MalformedFrame`."""
         with self.lock:
             if header.kind == BYE:
                 link.closed = True
@@ -199,14 +199,14 @@ class Channel:
 
     def _check(self, header: Header) -> None:
         if header.phase >= len(self.phases) or header.bucket >= len(self._shapes[self.phases[header.phase]]):
-            raise Malformed(f"{header}: no such bucket")
+            raise MalformedFrame(f"{header}: no such bucket")
         shape = self._shapes[self.phases[header.phase]][header.bucket]
         if header.code != self._codes[header.phase]:
-            raise Malformed(f"{header}: another code")
+            raise MalformedFrame(f"{header}: another code")
         if header.kind == DATA:
             whole = header.units and header.first + header.units <= shape.units
             if not whole or header.size != shape.bytes_of(header.first, header.units):
-                raise Malformed(f"{header}: no units of its bucket")
+                raise MalformedFrame(f"{header}: no units of its bucket")
 
     def _place(self, link: Link, header: Header, payload: memoryview) -> None:
         transfer, counters = self._transfers[header.phase, header.bucket], link.counters
@@ -229,7 +229,7 @@ class Channel:
                 transfer.begin(link.rank)
                 if link.rank in transfer.leaving:
                     header = self._header(END, (phase, bucket), transfer.number)
-                    link.put(Outgoing(header, 0, transfer.shape, dropped=True))
+                    link.put(OutgoingMessage(header, 0, transfer.shape, dropped=True))
             self.lock.notify_all()
 
     # --- ranks that are gone ---------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class Cipher:
             self._lib.EVP_CIPHER_CTX_free(self._context)
 
 
-class Plain:
+class NoCipher:
     """``--udp-key-file none``: the same without encryption or tag."""
 
     tag_bytes = 0
