@@ -14,10 +14,11 @@ from ..base.errors import refuse
 from ..base.exchange import BucketUnits, Stream, cut
 from ..base.registry import GRAD_RECOVERIES, MECHANISMS
 from ..config import PHASES, LossyConfig
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
 from ..recovery import Stale
 from .base import CollectiveWire, Networks, Wire, check_links
 from .coded import coded_of, codes_of
-from .network import check_owners
 from .pieces import Pieces
 
 
@@ -99,7 +100,7 @@ def wire_for(
     ``steps``: length of the run, if known. ``group``: the torch process group of the members. Raise
     :class:`UsageError` if the channel cannot serve the group or a packet holds no element.
     """
-    check_owners(config)
+    check_refusals(config, Facts(virtual=False))
     if config.packet_bytes == "auto":
         why = "ranks have to agree on a number first: config = megatron_lossy.transport.settled(config), on all of them"
         raise refuse("--packet-bytes", "auto", why)
