@@ -83,10 +83,10 @@ def markdown(args: argparse.Namespace, times: dict[str, list[float]], sent: list
     paired = np.subtract(times["protected"], times["none"])
     total = {
         name: sum(getattr(counts, name) for counts in sent)
-        for name in ("datagrams", "again", "parities", "must", "must_lost")
+        for name in ("datagrams", "again", "copies", "must", "must_lost")
     }
-    more = total["again"] + total["parities"]
-    beside = f"Sent again {total['again']:,}, parity {total['parities']:,}"
+    more = total["again"] + total["copies"]
+    beside = f"Sent again {total['again']:,}, copies {total['copies']:,}"
     lines += [
         "",
         f"Protected minus not, pair by pair: median {np.median(paired):+.1f} ms.",

@@ -54,8 +54,6 @@ TESTS = (
     "tests/test_replicas.py::test_replicas_without_errors_are_megatrons",
     "tests/test_replicas.py::test_replicas_are_equal_after_a_synchronisation",
     "tests/test_pipeline_boundaries.py::test_every_message_loses_what_is_drawn_for_it",
-    "tests/test_udp_stages.py::test_every_message_loses_what_is_drawn_for_it",
-    "tests/test_udp_stages.py::test_stages_without_loss_are_megatrons",
     "tests/test_replicas.py::test_replicas_are_repaired_where_the_optimizer_reads",
 )
 #: Columns of the matrix, and the tests of each; the last takes the rest.

@@ -79,7 +79,7 @@ def telescopes(rank, config, steps, successful=lambda step: True):
         difference = max(difference, float((total[rank * shard : (rank + 1) * shard] - applied[bucket]).abs().max()))
     counters = group.wire.counters()[1 - rank] if size == 2 else {}
     group.close()
-    return {"difference": difference, **counts, "resent": counters.get("resent"), "repaired": counters.get("repaired")}
+    return {"difference": difference, **counts, "resent": counters.get("resent"), "copies": counters.get("copies")}
 
 
 def main():

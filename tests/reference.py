@@ -234,11 +234,3 @@ def block_values(payload, elements, bits, block):
         codes.append(code - 2**bits if code >= 2 ** (bits - 1) else code)
     values = [np.float32(code) * scales.view(np.float32)[k // block] for k, code in enumerate(codes)]
     return np.clip(np.array(values, np.float32), *np.array([-1, 1], np.float32) * np.finfo(np.float32).max)
-
-
-def parities_of(message, layout):
-    """uint8[parities, bytes]: the XOR of the packets of ``message`` uint8[packets, bytes] in each group, and its copies."""
-    found = np.zeros((layout.parities, message.shape[1]), dtype=np.uint8)
-    for packet, group in zip(message, layout.group):
-        found[group] ^= packet
-    return found[layout.first]

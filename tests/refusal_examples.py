@@ -6,7 +6,6 @@ PACKETS = {"loss_unit": "packet"}
 UDP = {"transport": "udp"}
 STREAM = {"transport": "stream"}
 ACT = {"p_act": 0.1}
-ACT_UDP = UDP | {"act_transport": "udp"}
 VIRTUAL = ACT | {"virtual_boundaries": (1, 3)}
 ASYNC = {"async_pipeline": True}
 STAGES = ASYNC | {"virtual_stages": 2}
@@ -179,10 +178,6 @@ ISLAND = [
 
 BOUNDARIES = [
     ({"virtual_boundaries": (1,), "lossy_links": "inter-node"}, {}, "--virtual-boundaries 1: cannot be on a node:"),
-    ({"act_transport": "udp"}, {}, "--act-transport udp: needs --transport udp"),
-    (ACT_UDP | {"virtual_boundaries": (1,)}, {}, "--act-transport udp: needs real stages: --virtual-boundaries are"),
-    (ACT_UDP | {"packet_bytes": 12}, {}, "--packet-bytes 12: must be at least 16 with --act-transport udp"),
-    (ACT_UDP, {"pipeline": 1}, "--act-transport udp: nothing is sent with one pipeline stage; needs more of them"),
     ({"p_act_grad": 0.2}, {"pipeline": 1}, "--p-act-grad 0.2: nothing is sent with one pipeline stage; needs more of"),
     (ACT, {"virtual": True}, "--p-act 0.1: needs --virtual-boundaries in one process"),
     (VIRTUAL, {"pipeline": 2}, "--virtual-boundaries 1 3: needs one pipeline stage, not 2"),

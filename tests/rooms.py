@@ -34,7 +34,6 @@ ROOMS = {
     "synchroniser": "replicas",
     "torchrun_report": "train",
     "udp": "transport",
-    "udp_stages": "boundaries",
     "virtual_stages": "async_pipeline",
     "waits": "transport",
 }

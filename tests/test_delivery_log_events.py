@@ -42,7 +42,6 @@ pytestmark = [
     pytest.mark.shows("the log of events: changed, missing and added records are noticed", device=False),
 ]
 
-UDP = {"transport": "udp", "act_transport": "udp", "udp_key_file": "none", "loss_unit": "packet"}
 #: Of messages of the tiny model.
 PACKETS = 21
 RANKS, STEPS, SIZES = 3, 9, (6, 5000, 3)
@@ -378,21 +377,6 @@ def test_virtual_workers_write_what_replicas_write(tmp_path):
         "boundary-e1-s1-c0",
     }
     assert problems_of(real) == problems_of(virtual) == []
-
-
-def test_over_udp_the_same_is_recorded_with_bitmaps(tmp_path):
-    """Drawn losses; an exchange's records are late by a forward pass, after messages of the next iteration."""
-    over_udp = dataclasses.replace(BOTH, **UDP)
-    [(metrics, _), _] = run_ranks(trained, 2, PLAIN, with_log(over_udp, tmp_path))
-    rows = boundary_rows(tmp_path)
-    assert_as_drawn(rows, PLAIN, over_udp)
-    assert problems_of(tmp_path) == []
-    for phase in ("act", "act-grad"):
-        mine = [row for row in rows if row["kind"] == phase]
-        lost, zeros, again, packets = (sum(row[name] for row in mine) for name in ("lost", "zeros", "again", "packets"))
-        assert metrics[f"loss rate {phase}"] == pytest.approx(lost / packets)
-        assert metrics[f"zero share {phase}"] == pytest.approx(zeros / packets)
-        assert metrics[f"retransmitted share {phase}"] == pytest.approx(again / len(mine))
 
 
 @pytest.mark.parametrize(("sequence", "names"), [(False, ["boundary-e0-s1-c0"]), (True, ["-t0", "-t1"])])

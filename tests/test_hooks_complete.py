@@ -10,9 +10,11 @@ import pytest
 from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.config.facts import Facts
+from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.hooks import seam
 from megatron_lossy.hooks.exchanges import check_exchanged, check_registered, warn_of_lossless
-from megatron_lossy.transport import BucketSpec, LossyGroup, check_ranks
+from megatron_lossy.transport import BucketSpec, LossyGroup
 from tests import contract, test_hooks_owner_weights, test_hooks_whole_step
 from tests.ranks import RankFailed, run_ranks
 from tests.test_transport import group_in_memory
@@ -108,10 +110,9 @@ def test_links_between_nodes_of_one_node_are_refused():
 
 def test_a_command_line_for_one_rank_is_refused():
     with pytest.raises(UsageError, match="data-parallel size 1: .*torchrun --nproc-per-node 2"):
-        check_ranks(BOTH, 1)
-    check_ranks(LossyConfig(), 1)
-    check_ranks(LossyConfig(p_grad=0.4, lossy_self=True), 1)
-    check_ranks(BOTH, 2)
+        check_refusals(BOTH, Facts(largest_group=1))
+    for config, size in ((LossyConfig(), 1), (LossyConfig(p_grad=0.4, lossy_self=True), 1), (BOTH, 2)):
+        check_refusals(config, Facts(largest_group=size))
 
 
 def test_a_group_knows_which_buckets_were_exchanged():

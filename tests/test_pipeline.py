@@ -159,7 +159,6 @@ def test_a_packet_holds_an_element():
         ({"p_act": 0.1, "act_fec": ("100,10.5,0.1", "9,1,0", "0")}, "--act-fec 100,10.5,0.1 9,1,0 0: must be"),
         ({"p_act": 0.1, "act_fec": ("9,1,0", "0")}, "--act-fec 9,1,0 0: must be"),
         ({"p_act": 0.1, "act_fec": ("maybe",)}, "--act-fec maybe: must be off, or B,C,SHARE of high"),
-        ({"p_act": 0.1, "act_transport": "x"}, "--act-transport x: must be one of torch"),
         ({"p_act": 0.1, "virtual_boundaries": (0,)}, "--virtual-boundaries 0: must be different layers, from 1 on"),
         ({"p_act": 0.1, "virtual_boundaries": (1, 1)}, "--virtual-boundaries 1 1: must be different layers"),
     ],

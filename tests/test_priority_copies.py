@@ -20,13 +20,13 @@ ALL_REDUCED = {"distributed_optimizer": False}
 
 
 def apart(rank, cases, steps, dropped=0.0):
-    """Return the distance of copies after ``steps`` of each case (settings, config); ``dropped``: share of arrivals."""
+    """Return the distance of copies after ``steps`` of each case (settings, config); ``dropped``: share of units."""
     from megatron.core import parallel_state
 
     from megatron_lossy import hooks
 
     if dropped:
-        drop_arrivals(rank, dropped)
+        drop(rank, dropped)
     found = []
     for model, config in cases:
         lossy = hooks.install(config)
@@ -50,17 +50,18 @@ def apart(rank, cases, steps, dropped=0.0):
     return found
 
 
-def drop_arrivals(rank, share):
-    """Let units count as lost when they come for the first time, each of which is sent once."""
+def drop(rank, share):
+    """Lose a share of units, each of which is sent once."""
     from megatron_lossy.transport.udp.engine import Channel
+    from tests.udp_world import send_only
 
-    random, post = np.random.default_rng(rank), Channel.post
+    random, send = np.random.default_rng(rank), Channel.send
 
-    def posted(self, phase, step, bucket, destinations, *rest, **options):
-        options["dropped"] = random.random(self._units[phase][bucket]) < share
-        return post(self, phase, step, bucket, destinations, *rest, **options)
+    def sent(self, phase, step, bucket, *rest):
+        send_only(self, phase, bucket, random.random(self._units[phase][bucket]) >= share)
+        return send(self, phase, step, bucket, *rest)
 
-    Channel.post, Channel.copies = posted, lambda *_: None
+    Channel.send, Channel.copies = sent, lambda *_: None
 
 
 def test_copies_stay_equal_with_drawn_losses():

@@ -13,10 +13,11 @@ from megatron_lossy.base.exchange import Delivery, Exchange, Lost, Stream, cut
 from megatron_lossy.base.registry import GRAD_RECOVERIES
 from megatron_lossy.channel.draws import generator
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.config.facts import Facts
+from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.mechanisms.priority.choosing import Priority, Protection, top, unit_means
 from megatron_lossy.recovery import IndexedRows, MaskedRows
 from megatron_lossy.recovery.feedback import ErrorFeedback
-from megatron_lossy.transport import check_owners
 from tests.reference import ReferenceReduce, pieces
 from tests.rules import gradients, required, send, spared
 
@@ -291,6 +292,6 @@ def test_bad_flags(flags, error):
 def test_owners_that_must_know_priorities_need_virtual_workers():
     config = LossyConfig(p_grad=0.1, loss_unit="packet", grad_priority="packet-mean")
     with pytest.raises(UsageError, match="--grad-priority packet-mean with --grad-recovery renormalize: needs virtual"):
-        check_owners(config)
-    check_owners(dataclasses.replace(config, grad_recovery="zero"))
-    check_owners(dataclasses.replace(config, grad_recovery="error-feedback"))
+        check_refusals(config, Facts(virtual=False))
+    for recovery in ("zero", "error-feedback"):
+        check_refusals(dataclasses.replace(config, grad_recovery=recovery), Facts(virtual=False))

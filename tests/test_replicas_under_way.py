@@ -13,7 +13,8 @@ from megatron_lossy.mechanisms.replicas.full_replicas import FullReplicas
 from megatron_lossy.mechanisms.replicas.monitor import ReplicaMonitor
 from megatron_lossy.mechanisms.replicas.synchroniser import Copies, Replica
 from megatron_lossy.run.monitor.drift import SAMPLE
-from megatron_lossy.transport.peers import Handle, LocalPeers, RankPeers
+from megatron_lossy.transport import Transfer
+from megatron_lossy.transport.peers import LocalPeers, RankPeers
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
 
@@ -149,7 +150,7 @@ def two_streams(rank):
 
     def sum_at_once(self, tensors):
         add(self, tensors).wait()  # so that sums are there while it is under way
-        return Handle()
+        return Transfer(None)
 
     RankPeers.sum_ = sum_at_once
     lossy = hooks.install(LossyConfig(**OVERLAP))

@@ -24,8 +24,8 @@ from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatte
 from megatron_lossy.transport.address import resolve
 from megatron_lossy.transport.settings import Settings
 from megatron_lossy.transport.stream import link
-from megatron_lossy.transport.stream.cipher import Cipher, Plain
-from megatron_lossy.transport.stream.frames import DATA, END, Header, Malformed, Reader, Writer
+from megatron_lossy.transport.stream.cipher import Cipher, NoCipher
+from megatron_lossy.transport.stream.frames import DATA, END, Header, MalformedFrame, Reader, Writer
 from megatron_lossy.transport.stream.host import Host
 from tests.ranks import RankFailed, run_ranks
 from tests.test_udp_engine import Store, in_threads
@@ -371,7 +371,7 @@ def test_a_port_that_is_taken_and_an_unknown_algorithm_are_refused():
 
 def ends(plain):
     key = bytes(range(16))
-    seal, open_ = (Plain(), Plain()) if plain else (Cipher(key, True), Cipher(key, False))
+    seal, open_ = (NoCipher(), NoCipher()) if plain else (Cipher(key, True), Cipher(key, False))
     return Writer(seal, 64), Reader(open_, 64)
 
 
@@ -386,7 +386,7 @@ def read(reader, stream, sizes):
         try:
             while (frame := reader.next()) is not None:
                 found.append((frame[0], bytes(frame[1])))
-        except Malformed:
+        except MalformedFrame:
             return found, True
     return found, False
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.transport.udp.parity import Code
+from megatron_lossy.transport.udp.repeats import Repeats
 from tests import contract
 from tests.in_lab import run_in_lab, telescopes
 from tests.ranks import run_ranks
@@ -66,9 +66,9 @@ def test_over_a_link_that_loses_a_tenth_what_matters_arrives(fec):
     for one in told:
         assert one["difference"] == 0 and one["must"] == 0 and one["lost"] > 0 and one["high"] > 0, one
         if fec == ("10", "0"):
-            assert one["resent"] > 0 and one["repaired"] == 0, one
-        else:  # it may be that parity mends everything
-            assert one["repaired"] > 0, one
+            assert one["resent"] > 0 and one["copies"] == 0, one
+        else:  # it may be that nothing has to be asked for
+            assert one["copies"] > 0, one
 
 
 @pytest.mark.parametrize("recovery", ["error-feedback", "zero"])
@@ -112,27 +112,26 @@ def test_a_model_is_trained_with_what_is_fed_back(tiny):
         assert "recovered share" not in metrics  # not known
 
 
-def test_the_code_follows_the_loss_within_the_budget():
+def test_copies_follow_the_loss_within_the_budget():
     must = np.zeros((3, 1000), dtype=bool)
     must[:, :10] = True
-    code = Code(None, 0.01)
-    assert code.of(must) == (100, 0)
+    once = Repeats(None, 0.01)
+    assert once.of(must) == (100, 0)
     for _ in range(32):
-        code.report(np.random.default_rng(0).random(must.shape) < 0.05, must)
-    block, parity = code.of(must)
-    assert block == 100 and 20 < parity <= 100
-    generous = Code(None, 0.025)
+        once.report(np.random.default_rng(0).random(must.shape) < 0.05, must)
+    assert once.of(must) == (100, 100)
+    generous = Repeats(None, 0.025)
     for _ in range(32):
         generous.report(np.random.default_rng(0).random(must.shape) < 0.05, must)
     assert 100 < generous.of(must)[1] <= 250  # some are sent three times
-    assert Code(None, 0.0).of(must) == (100, 0)
-    tight = Code(None, 0.001)
+    assert Repeats(None, 0.0).of(must) == (100, 0)
+    tight = Repeats(None, 0.001)
     tight.report(np.ones_like(must), must)
-    assert tight.of(must) == (100, 10)  # one packet of parity for ten that matter, of a thousand
-    assert Code((7, 3), 0.0).of(must) == (7, 3)
+    assert tight.of(must) == (100, 0)  # nine of ten would have none
+    assert Repeats((7, 3), 0.0).of(must) == (7, 3)
     short = np.zeros((3, 30), dtype=bool)
     short[:, 0] = True
-    assert generous.of(short) == (100, 0)  # one packet of parity would be 3.3 %
+    assert generous.of(short) == (100, 0)  # one copy would be 3.3 %
 
 
 @pytest.mark.parametrize(

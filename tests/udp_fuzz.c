@@ -1,6 +1,6 @@
 /* Mutated datagrams against the engine's handle(): udp_fuzz COUNT SEED CIPHER. Built with the engine inside, and
  * sanitizers; ends with a line of what was refused, or with status 1 and the line. */
-#include "../megatron_lossy/transport/udp/c/engine.c"
+#include "udp_hooks.c"
 
 enum { RANKS = 3, UNIT = 64, SHARD = 10 * UNIT - 7, UNITS = 10, BUCKETS = 4, MEMORY = 200000, GUARD = 32, WINDOW = 8000, STEPS = 50 };
 
@@ -43,18 +43,15 @@ static struct channel *open_channel(struct engine *e, uint32_t rank)
     return c;
 }
 
-/* Of every second message in the bucket where all must arrive; 0: all of the bucket. */
-static uint64_t length_of(int phase, uint32_t step, uint32_t b) { return !phase && b == 3 && step % 2 ? 6 * UNIT + 5 : 0; }
+struct half { uint8_t guarded[RANKS][GUARD + SHARD + GUARD], arrived[RANKS * UNITS]; struct exchange *handle, *sending; };
 
-struct half { uint64_t length; uint8_t guarded[RANKS][GUARD + SHARD + GUARD], arrived[RANKS * UNITS]; struct exchange *handle, *sending; };
-
-/* In one of the two buckets with reports some units must arrive, in the other one all; in blocks of two with a parity. */
+/* In one of the two buckets with reports some units must arrive, in the other one all; every second one is copied. */
 static int send_all(struct channel *c, int phase, uint32_t step, uint32_t b, const uint8_t *const *from, struct exchange **handle)
 {
     static const uint8_t must[RANKS * UNITS] = {0, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 1, 1, 0, 0, 0, 1, 0, 0, 1};
     static uint8_t all[RANKS * UNITS];
     memset(all, 1, sizeof all);
-    return ml_send(c, phase, step, b, length_of(phase, step, b), from, phase == 0 && b == 1 ? must : phase == 0 && b == 3 ? all : NULL, 2, 1, handle);
+    return ml_send(c, phase, step, b, from, phase == 0 && b == 1 ? must : phase == 0 && b == 3 ? all : NULL, 2, 1, handle);
 }
 
 static uint8_t right(uint32_t source, uint32_t offset) { return (uint8_t)(source * 31 + offset * 7 + 1); }
@@ -70,17 +67,15 @@ static void close_all(struct engine *engines[RANKS], struct channel *channels[RA
 static void post_all(struct channel *c, uint32_t step, struct half halves[PHASES][BUCKETS], const uint8_t *source, ns now)
 {
     const uint8_t *from[RANKS] = {NULL, source, source};
-    static const uint8_t dropped[UNITS + 4] = {0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, 0};
     for (int phase = 0; phase < PHASES; phase++)
         for (uint32_t b = 0; b < BUCKETS; b++) {
             struct half *h = &halves[phase][b];
             uint8_t *to[RANKS] = {NULL};
             memset(h, 0, sizeof *h);
             memset(h->guarded, 0xEE, sizeof h->guarded);
-            h->length = length_of(phase, step, b);
             for (uint32_t i = 1; i < RANKS; i++)
                 to[i] = h->guarded[i] + GUARD;
-            if (ml_post(c, phase, step, b, h->length, to, h->arrived, 0, step % 3, dropped, b == 3 ? sizeof dropped : 0, now, &h->handle)
+            if (ml_post(c, phase, step, b, to, h->arrived, 0, now, &h->handle)
                 || send_all(c, phase, step, b, from, &h->sending)) {
                 if (!c->failed) /* a forged last word came before */
                     fail(__LINE__);
@@ -98,7 +93,7 @@ static void check(struct half halves[PHASES][BUCKETS], int cipher)
                 for (uint32_t k = 0; k < GUARD + SHARD + GUARD; k++) {
                     const struct half *h = &halves[phase][b];
                     uint8_t value = h->guarded[i][k];
-                    int inside = i && k >= GUARD && k < GUARD + (h->length ? h->length : SHARD);
+                    int inside = i && k >= GUARD && k < GUARD + SHARD;
                     uint32_t offset = k - GUARD;
                     if (!inside || !h->arrived[i * UNITS + offset / UNIT]) {
                         if (value != 0xEE)
@@ -121,7 +116,7 @@ int main(int count_of_arguments, char **arguments)
     struct settings set = {.rate = 1e12, .reorder = MS, .peer_timeout = (ns)1 << 60, .eager = 1 << 20, .memory = MEMORY,
                            .packet = UNIT, .cipher = cipher};
     int64_t unused[3];
-    static struct half halves[2][PHASES][BUCKETS]; /* an exchange before may still be open, and had another length */
+    static struct half halves[2][PHASES][BUCKETS]; /* an exchange before may still be open */
     static uint8_t source[SHARD], pieces[RANKS][SHARD];
     struct sockaddr_in from[RANKS + 1];
     struct engine *engines[RANKS]; /* the first is fuzzed, with mutations of what the others send */

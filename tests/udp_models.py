@@ -14,8 +14,7 @@ class Source:
 
     It is over when all units have arrived; or its END has, the reorder window has passed since, and all units are there
     that END says must be; or the deadline has, which counts from the posting. A unit that comes later is late, and is not
-    applied. If no more than ``tolerance`` of those that must be there are missing when the window has passed, these are
-    lost; else all of them are asked for, and it is over when they are there.
+    applied.
     """
 
     units: int
@@ -24,8 +23,6 @@ class Source:
     posted_at: float | None = None
     ended_at: float | None = None
     must: frozenset[int] = frozenset()
-    tolerance: int = 0
-    asked: bool | None = None  # not decided
     over: bool = False
     arrived: set[int] = field(default_factory=set)
 
@@ -53,10 +50,7 @@ class Source:
         if self.posted_at is None:
             return
         if self.ended_at is not None and now >= self.ended_at + self.reorder:
-            missing = len(self.must - self.arrived)
-            if self.asked is None:
-                self.asked = missing > self.tolerance
-            self.over |= not (self.asked and missing)
+            self.over |= self.must <= self.arrived
         if self.deadline is not None and now >= self.posted_at + self.deadline:
             self.over = True
 

@@ -10,16 +10,16 @@ from megatron_lossy.transport.udp.session import CODES, HEADER_BYTES, PHASES
 
 __all__ = ["CODES", "PHASES"]
 
-VERSION = 5
-DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK = range(1, 10)
+VERSION = 6
+DATA, END, READY, REPORT, ALIVE, PROBE, NACK, ASK = range(1, 9)
 #: The most bytes of lists and reports in a datagram, if a unit is not shorter: it passes wherever IP does.
 CONTROL_BYTES = 480
 
 HEADER = np.dtype(
     [
         ("kind", "u1"),  # version in the high four bits, type in the low ones
-        # Bits 0 to 2: 1 for a unit that is sent several times, 2 if it is sent again. Bits 3 and 4 of DATA and PARITY: the code of
-        # the values (``CODES``). The others are 0.
+        # Bits 0 to 2: 1 for a unit that is sent several times, 2 if it is sent again. Bits 3 and 4 of DATA: the code of the
+        # values (``CODES``). The others are 0.
         ("tag", "u1"),
         ("source", "<u2"),  # rank in the channel
         ("channel", "<u4"),
@@ -29,7 +29,7 @@ HEADER = np.dtype(
         ("phase", "u1"),
         ("zero", "u1"),
         # DATA: unit. END: units of the message, and part. READY: 0, or 1 and part if the receiver is done. ALIVE: 1 for
-        # the last, 2 if the receiver sends nothing. PARITY: its number. NACK: number of units that it names. ASK: 0.
+        # the last, 2 if the receiver sends nothing. NACK: number of units that it names. ASK: 0.
         ("index", "<u4"),
     ]
 )
@@ -52,18 +52,14 @@ REPORT_PAYLOAD = np.dtype(
 )
 
 
-#: In a bucket with reports, an END's payload lists the units that must arrive, u4 each. In front of them stand
-#: their count in all parts, and block << 16 | parities of a block. If all units must arrive, the count is ``ALL``, and
-#: none are listed.
+#: In a bucket with reports, an END's payload lists the units that must arrive, u4 each. In front of them stands
+#: their count in all parts. If all units must arrive, the count is ``ALL``, and none are listed.
 ALL = 2**32 - 1
-END_PAYLOAD = np.dtype([("count", "<u4"), ("code", "<u4")])
 
 
-def end(units: Sequence[int] | None, block: int = 0, parity: int = 0) -> bytes:
+def end(units: Sequence[int] | None) -> bytes:
     """Return the payload of an END in one part; ``None``: all units must arrive."""
-    if units is None:
-        return np.array((ALL, block << 16 | parity), END_PAYLOAD).tobytes()
-    return np.array((len(units), block << 16 | parity), END_PAYLOAD).tobytes() + np.array(units, "<u4").tobytes()
+    return np.array([ALL] if units is None else [len(units), *units], "<u4").tobytes()
 
 
 def encode(kind: int, payload: bytes = b"", *, version: int = VERSION, **fields: int) -> bytes:

@@ -5,7 +5,7 @@
  * freed as soon as the contract allows: a sanitizer sees what the engine touches after that. Data reported as arrived are compared with
  * those sent. At the end of an epoch the network is well again: then everything must come to its end.
  * Prints what happened; status 1 and the line of what was wrong. */
-#include "../megatron_lossy/transport/udp/c/engine.c"
+#include "udp_hooks.c"
 
 enum { RANKS = 3, UNIT = 64, BUCKETS = 3, NEAR = 5, PENDING = 64, MEMORY = 150000, WAYS = 1 << 17, PACKET = 64 };
 
@@ -14,7 +14,6 @@ static const struct { int phase; uint32_t bucket, shard; } kinds[] = {
 };
 enum { KINDS = sizeof kinds / sizeof *kinds };
 static int chooses(int kind) { return kinds[kind].phase == 0 && kinds[kind].bucket > 0; }
-static int may_be_short(int kind) { return kind == 2; } /* all of it must arrive */
 
 static uint64_t state, epoch;
 static uint64_t counted[9];
@@ -71,7 +70,6 @@ static struct way arrives(void)
 struct half {
     struct exchange *handle;
     uint32_t step, deadlined;
-    uint64_t length;
     uint8_t *buffers[RANKS], *arrived; /* a buffer of its own for each other rank */
 };
 struct caller {
@@ -95,10 +93,6 @@ static uint8_t right(uint32_t from, uint32_t to, int kind, uint32_t step, uint32
 {
     return (uint8_t)(from * 31 + to * 17 + (uint32_t)kind * 101 + step * 13 + offset * 7 + epoch * 3);
 }
-
-/* Both ends compute it from the step. */
-static uint64_t length_of(int kind, uint32_t step) { return may_be_short(kind) && step % 3 == 1 ? 4 * UNIT + 5 : 0; }
-static uint64_t bytes_of(int kind, uint32_t step) { return length_of(kind, step) ? length_of(kind, step) : kinds[kind].shard; }
 
 /* Whether ranks may do without others. */
 static int bears(void) { return epoch % 5 == 4; }
@@ -175,16 +169,14 @@ static void begin_post(uint32_t rank, int kind, uint32_t step, ns deadline)
     uint32_t units = (kinds[kind].shard + UNIT - 1) / UNIT;
     uint8_t *to[RANKS] = {NULL};
     h->step = step;
-    h->length = bytes_of(kind, step);
     h->deadlined = deadline > 0;
     h->arrived = calloc(RANKS, units);
     for (uint32_t i = 0; i < RANKS; i++)
         if (i != rank) {
-            to[i] = h->buffers[i] = malloc(h->length);
-            memset(to[i], 0xEE, h->length);
+            to[i] = h->buffers[i] = malloc(kinds[kind].shard);
+            memset(to[i], 0xEE, kinds[kind].shard);
         }
-    if (ml_post(one->channel, kinds[kind].phase, step, kinds[kind].bucket, length_of(kind, step), to, h->arrived, deadline, 0, NULL, 0,
-                now, &h->handle)) {
+    if (ml_post(one->channel, kinds[kind].phase, step, kinds[kind].bucket, to, h->arrived, deadline, now, &h->handle)) {
         if (!one->channel->failed)
             fail(__LINE__, "post");
         h->handle = NULL;
@@ -205,15 +197,14 @@ static void begin_send(uint32_t rank, int kind, uint32_t step)
     for (uint32_t k = 0; k < RANKS * units; k++)
         must[k] = kind == 2 || draw(3) == 0;
     h->step = step;
-    h->length = bytes_of(kind, step);
     for (uint32_t i = 0; i < RANKS; i++)
         if (i != rank) {
-            from[i] = h->buffers[i] = malloc(h->length);
-            for (uint32_t k = 0; k < h->length; k++)
+            from[i] = h->buffers[i] = malloc(kinds[kind].shard);
+            for (uint32_t k = 0; k < kinds[kind].shard; k++)
                 h->buffers[i][k] = right(rank, i, kind, step, k);
         }
-    if (ml_send(one->channel, kinds[kind].phase, step, kinds[kind].bucket, length_of(kind, step), from, chooses(kind) ? must : NULL,
-                1 + draw(4), draw(3), &h->handle)) {
+    if (ml_send(one->channel, kinds[kind].phase, step, kinds[kind].bucket, from, chooses(kind) ? must : NULL, 1 + draw(4), draw(3),
+                &h->handle)) {
         if (!one->channel->failed)
             fail(__LINE__, "send");
         h->handle = NULL;
@@ -226,7 +217,7 @@ static void check(uint32_t rank, int kind, const struct half *h)
 {
     uint32_t units = (kinds[kind].shard + UNIT - 1) / UNIT;
     for (uint32_t i = 0; i < RANKS; i++)
-        for (uint32_t k = 0; i != rank && k < h->length; k++) {
+        for (uint32_t k = 0; i != rank && k < kinds[kind].shard; k++) {
             int arrived = h->arrived[i * units + k / UNIT];
             counted[LOST] += !arrived && k % UNIT == 0;
             if (h->buffers[i][k] != (arrived ? right(i, rank, kind, h->step, k) : 0xEE))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import heapq
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from megatron_lossy.transport.udp.engine import RULES, SECOND, _Settings, load, pack_address
+from megatron_lossy.base.native import ENGINE
+from megatron_lossy.transport.udp.engine import RULES, SECOND, _declare, _Settings, pack_address
 from tests import udp_packet as packet
 
 MS = SECOND // 1000
@@ -26,6 +29,44 @@ class _Output(ctypes.Structure):
         ("bytes", ctypes.c_uint32),
         ("segment", ctypes.c_uint32),
     ]
+
+
+#: The engine with functions that need no socket and no thread; named by its own sources, too.
+HOOKED = dataclasses.replace(
+    ENGINE,
+    name="hooked",
+    source=Path(__file__).with_name("udp_hooks.c"),
+    options=(*ENGINE.options, f"-DENGINE={ENGINE.shipped().stem}"),
+)
+
+
+def declared(path: Path) -> ctypes.CDLL:
+    """Return the library of :data:`HOOKED` in ``path``."""
+    lib = _declare(ctypes.CDLL(str(path)))
+    pointer, i, i64, double = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+    u32, u64 = ctypes.c_uint32, ctypes.c_uint64
+    for name, result, *arguments in (
+        ("handle", i, pointer, pointer, pointer, ctypes.c_size_t, i64),
+        ("produce", i, pointer, i64, pointer, pointer),
+        ("timers", None, pointer, i64),
+        ("due", i64, pointer),
+        ("rate_new", pointer, double, double, i, double, double),
+        ("rate_free", None, pointer),
+        ("rate_sample", None, pointer, i64, i64),
+        ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double),
+        ("rate_look", None, pointer, i64, i64),
+        ("rate_shared", None, pointer, pointer),
+        ("rate_get", None, pointer, pointer),
+    ):
+        function = getattr(lib, f"ml_{name}")
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Return the engine with its hooks for tests."""
+    return declared(HOOKED.path())
 
 
 @functools.cache
@@ -111,22 +152,7 @@ class Node:
         shard, unit = self.buckets[phase][bucket]
         return -(-shard // unit)
 
-    def post(
-        self,
-        now: int,
-        phase: str,
-        step: int,
-        bucket: int,
-        sources=None,
-        deadline: int = 0,
-        tolerance: int = 0,
-        dropped=None,
-        length: int = 0,
-    ) -> Exchange:
-        """Post; ``tolerance`` of the required units may be missing; ``dropped`` uint8[units + parities] counts as lost.
-
-        ``length``: bytes of the messages, if not those of the bucket.
-        """
+    def post(self, now: int, phase: str, step: int, bucket: int, sources=None, deadline: int = 0) -> Exchange:
         sources = [r for r in range(self.size) if r != self.rank] if sources is None else sources
         shard, _ = self.buckets[phase][bucket]
         guard = 64
@@ -135,9 +161,8 @@ class Node:
         pointers = [pieces[r].ctypes.data if r in sources else None for r in range(self.size)]
         handle = ctypes.c_void_p()
         result = self.lib.ml_post(
-            self.channel, packet.PHASES.index(phase), step, bucket, length, (ctypes.c_void_p * self.size)(*pointers),
-            arrived.ctypes.data, deadline, tolerance, None if dropped is None else dropped.ctypes.data,
-            0 if dropped is None else len(dropped), now, ctypes.byref(handle),
+            self.channel, packet.PHASES.index(phase), step, bucket, (ctypes.c_void_p * self.size)(*pointers),
+            arrived.ctypes.data, deadline, now, ctypes.byref(handle),
         )  # fmt: skip
         assert result == 0, result
         exchange = Exchange(arrived, pieces, handle, now)
@@ -153,10 +178,9 @@ class Node:
         data: np.ndarray,
         must: np.ndarray | None = None,
         code=(1, 0),
-        length: int = 0,
         to: Collection[int] | None = None,
     ) -> ctypes.c_void_p:
-        """``data``: uint8[size, shard], which must stay alive; ``must`` bool[size, units]; ``length``: as of :meth:`post`.
+        """``data``: uint8[size, shard], which must stay alive; ``must`` bool[size, units].
 
         ``to``: the ranks that get something; ``None``: all others.
         """
@@ -166,7 +190,7 @@ class Node:
         sources = (ctypes.c_void_p * self.size)(*pointers)
         must = None if must is None else np.ascontiguousarray(must, np.bool_)
         result = self.lib.ml_send(
-            self.channel, packet.PHASES.index(phase), step, bucket, length, sources, None if must is None else must.ctypes.data, *code,
+            self.channel, packet.PHASES.index(phase), step, bucket, sources, None if must is None else must.ctypes.data, *code,
             ctypes.byref(handle),
         )  # fmt: skip
         assert result == 0, result
@@ -175,13 +199,6 @@ class Node:
     def reports(self, handle: ctypes.c_void_p, phase: str, bucket: int) -> np.ndarray | None:
         lost = np.empty((self.size, self.units(phase, bucket)), np.bool_)
         return None if self.lib.ml_reports(handle, lost.ctypes.data) else lost
-
-    def outcome(self, exchange: Exchange, source: int) -> tuple[int, int, bool]:
-        """Return units missing when the end was known, those after repair, and whether they were asked for."""
-        out = np.empty((self.size, 3), np.uint32)
-        self.lib.ml_outcomes(exchange.handle, out.ctypes.data)
-        raw, residual, again = out[source].tolist()
-        return raw, residual, bool(again)
 
     def handle(self, now: int, source: int, datagram: bytes) -> str:
         """Return ``source``: the number of an address; ranks begin with their own."""
@@ -236,6 +253,13 @@ class Node:
     def released(self, key) -> None:
         """Nobody asks for this exchange any more."""
         self.lib.ml_release(self.exchanges.pop(key).handle)
+
+
+def send_only(channel, phase: str, bucket: int, units: np.ndarray) -> None:
+    """Let a real channel leave out all but ``units`` bool[units], unless it is asked for the others."""
+    order, tags = np.flatnonzero(units).astype(np.uint32), np.zeros(len(units), np.uint8)
+    place = channel._channel, channel.phases.index(phase), bucket
+    channel._lib.ml_copies(*place, order.ctypes.data, len(order), tags.ctypes.data)
 
 
 def fields_of(datagram: bytes) -> tuple[int, dict[str, int]]:

@@ -49,11 +49,11 @@ def our_config(flags: str, transport: str = "udp") -> LossyConfig:
 
 @dataclass(frozen=True)
 class SentCounts:
-    """Counts of a rank of ours: ``datagrams`` sent, of these ``again`` and ``parities``; protected packets lost."""
+    """Counts of a rank of ours: ``datagrams`` sent, of these ``again`` and ``copies``; protected packets lost."""
 
     datagrams: int = 0
     again: int = 0
-    parities: int = 0
+    copies: int = 0
     must: int = 0
     must_lost: int = 0
 
@@ -179,10 +179,10 @@ class OurTransport:
     def sent(self) -> SentCounts:
         """Return the counts since the beginning, to all ranks."""
         counters = [peer for group in self._groups.values() for peer in group.wire.counters().values()]
-        datagrams, again, parities = (
-            sum(counts.get(name, 0) for counts in counters) for name in ("sent", "resent", "parities")
+        datagrams, again, copies = (
+            sum(counts.get(name, 0) for counts in counters) for name in ("sent", "resent", "copies")
         )
-        return SentCounts(datagrams, again, parities, self._must, self._must_lost)
+        return SentCounts(datagrams, again, copies, self._must, self._must_lost)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ GONE = {
     "act-high-depth": "give --act-fec B,C,SHARE B,C,SHARE DEPTH",
     "act-packet-bytes": "give --packet-bytes",
     "act-retransmit": "give --act-fec off",
+    "act-transport": "messages between stages cross as Megatron sends them",
     "allow-divergence": "give a --param-sync-interval of more updates than the run has",
     "delivery-log-chunk": "a file has 1000 iterations at most, and ends at each checkpoint",
     "ema-coefficient": "give --delay-correction ema:FIRST,LAST,N",

@@ -91,8 +91,8 @@ class TransportFlags(Flags):
     )
     udp_fec: tuple[str, ...] = flag(
         ("auto",),
-        "udp: parity for packets of high priority: C packets for every B of them, which are copies if C is larger; or auto, as "
-        "much as the loss of the other packets asks for, up to PERCENT of the bytes of a message, by default 2.5",
+        "udp: copies of packets of high priority, behind the message: C for every B of them; or auto, as many as the loss of the "
+        "other packets asks for, up to PERCENT of the bytes of a message, by default 2.5",
         type=str,
         nargs="+",
         metavar="auto [PERCENT] | B C",
@@ -230,15 +230,15 @@ class TransportFlags(Flags):
             return None
         text = " ".join(map(str, self.udp_fec))
         try:
-            block, parity = (int(number) for number in self.udp_fec)
+            block, copies = (int(number) for number in self.udp_fec)
         except ValueError:
             raise refuse("--udp-fec", text, "must be auto, auto PERCENT, or B C") from None
-        check_code("--udp-fec", block, parity, least=0, copies=True)
-        return block, parity
+        check_code("--udp-fec", block, copies, least=0, copies=True)
+        return block, copies
 
     @property
     def udp_fec_budget(self) -> float:
-        """The most parity of ``--udp-fec auto``, in percent of a message. Raises :class:`UsageError`."""
+        """The most copies of ``--udp-fec auto``, in percent of a message. Raises :class:`UsageError`."""
         if self.udp_fec[0] != "auto" or len(self.udp_fec) == 1:
             return 2.5
         try:

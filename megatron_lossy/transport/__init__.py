@@ -3,7 +3,7 @@
 from .base import Network, Transfer, Wire
 from .choice import BucketSpec, cut_buckets, settled, wire_for
 from .group import LossyGroup
-from .network import check_channels, check_network, check_owners, check_ranks, find_nodes
+from .network import check_channels, check_network, find_nodes
 from .ops import check_average, lossy_all_gather, lossy_reduce_scatter
 
 __all__ = [
@@ -15,8 +15,6 @@ __all__ = [
     "check_average",
     "check_channels",
     "check_network",
-    "check_owners",
-    "check_ranks",
     "cut_buckets",
     "find_nodes",
     "lossy_all_gather",

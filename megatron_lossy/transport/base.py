@@ -21,7 +21,7 @@ from ..base.exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units
 from ..config import LossyConfig
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
 from ..recovery.base import nothing
-from .coded import Coded
+from .coded import CodedBuckets
 from .network import channel_of
 
 #: Draws of at least this many units are made ahead of time, on another thread.
@@ -125,7 +125,7 @@ class Network:
 Networks = dict[str, Network]
 
 
-class Latest:
+class LatestExchanges:
     """Keeps a value for the latest two exchanges of each phase: a draw, which could be repeated, or an observation."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class Wire(ABC):
         members: Sequence[int],
         rank: int,
         cut: dict[str, Sequence[BucketUnits]],
-        coded: Mapping[str, Coded] | None = None,
+        coded: Mapping[str, CodedBuckets] | None = None,
     ) -> None:
         self.networks = networks
         self.stream = stream
@@ -334,8 +334,8 @@ class CollectiveWire(DrawnWire):
     _thread: ThreadPoolExecutor | None = None
 
     @cached_property
-    def _latest(self) -> Latest:
-        return Latest()
+    def _latest(self) -> LatestExchanges:
+        return LatestExchanges()
 
     def foresee(self, exchange: Exchange) -> Delivery:
         known = self._latest.get(exchange)
@@ -349,7 +349,7 @@ class CollectiveWire(DrawnWire):
         self._latest.put(delivery.exchange, delivery)
 
     def restart(self) -> None:
-        self._latest = Latest()
+        self._latest = LatestExchanges()
 
     def prepare(self, exchange: Exchange) -> None:
         """Start drawing on another thread if it takes long."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,11 @@ from ..base.errors import refuse
 from ..base.exchange import BucketUnits, Stream, cut
 from ..base.registry import GRAD_RECOVERIES, MECHANISMS
 from ..config import PHASES, LossyConfig
-from ..recovery import GradRecovery, Stale
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
+from ..recovery import Stale
 from .base import CollectiveWire, Networks, Wire, check_links
 from .coded import coded_of, codes_of
-from .network import check_owners
 from .pieces import Pieces
 
 
@@ -74,20 +76,12 @@ def shard_bytes(
     }
 
 
-def grad_rules(config: LossyConfig, wire: Wire) -> list[GradRecovery]:
-    """Return the rule for the gradients of each bucket of ``wire``."""
-    recovery = GRAD_RECOVERIES.load(config.grad_recovery)
-    rules = [recovery(units, wire.rank) for units in wire.cut["grad"]]
+def rules_for(config: LossyConfig, phase: str, wire: Wire) -> list[Any]:
+    """Return the rule for each bucket of ``wire`` in ``phase``: a :class:`.GradRecovery`, or for parameters :class:`.Stale`."""
+    recovery = GRAD_RECOVERIES.load(config.grad_recovery) if phase == "grad" else Stale
+    rules = [recovery(units, wire.rank) for units in wire.cut[phase]]
     for mechanism in MECHANISMS.all():
-        rules = mechanism.rules(config, "grad", rules, wire)
-    return rules
-
-
-def param_rules(config: LossyConfig, wire: Wire) -> list[Stale]:
-    """Return the rule for the parameters of each bucket of ``wire``."""
-    rules = [Stale(units, wire.rank) for units in wire.cut["param"]]
-    for mechanism in MECHANISMS.all():
-        rules = mechanism.rules(config, "param", rules, wire)
+        rules = mechanism.rules(config, phase, rules, wire)
     return rules
 
 
@@ -106,7 +100,7 @@ def wire_for(
     ``steps``: length of the run, if known. ``group``: the torch process group of the members. Raise
     :class:`UsageError` if the channel cannot serve the group or a packet holds no element.
     """
-    check_owners(config)
+    check_refusals(config, Facts(virtual=False))
     if config.packet_bytes == "auto":
         why = "ranks have to agree on a number first: config = megatron_lossy.transport.settled(config), on all of them"
         raise refuse("--packet-bytes", "auto", why)

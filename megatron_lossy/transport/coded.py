@@ -23,7 +23,7 @@ def codes_of(config: LossyConfig) -> dict[str, BlockCode]:
     return {phase: BlockCode(bits, config.wire_block) for phase, bits in config.wire_bits.items()}
 
 
-class Coded:
+class CodedBuckets:
     """The codes of one phase of a wire. Gradients are rounded at random, parameters to nearest.
 
     ``cut``: of each bucket, in elements. ``payloads``: the same cut in bytes of codes. ``members``: the ranks of the
@@ -109,6 +109,9 @@ class Coded:
 
 def coded_of(
     config: LossyConfig, cut: Mapping[str, Sequence[BucketUnits]], members: Sequence[int], rank: int
-) -> dict[str, Coded]:
+) -> dict[str, CodedBuckets]:
     """Return the codes of each phase that ``config`` wants coded, for the rank ``rank`` of ``members``."""
-    return {phase: Coded(code, config.loss_seed, cut[phase], members, rank) for phase, code in codes_of(config).items()}
+    return {
+        phase: CodedBuckets(code, config.loss_seed, cut[phase], members, rank)
+        for phase, code in codes_of(config).items()
+    }

@@ -24,12 +24,12 @@ from ..base.fetch import at_hand
 from ..config import LossyConfig
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
 from ..recovery.rows import used_here
-from .base import Latest, Networks, Transfer, draw
-from .coded import Coded
+from .base import LatestExchanges, Networks, Transfer, draw
+from .coded import CodedBuckets
 from .ends import end_for
 from .pieces import PieceWire, room_for
 from .staging import Message, Parcel, courier_of, device_of, patience_of, staged
-from .udp.parity import Code
+from .udp.repeats import Repeats
 from .windows import Bring, Window, into_pieces, into_replica, runs, windows
 
 #: Returns bool[N, count]: the units that must arrive. An accelerator may still be choosing them.
@@ -45,8 +45,8 @@ class DeadlineWire(PieceWire):
 
     ``networks``: draws losses in addition to the real ones; with nodes, ranks of one node exchange over ``group``.
     ``open_channel(buckets, peers=ranks, reported=phases)``: a collective call. ``memory``: bytes of page-locked memory for
-    exchanges of a device; larger exchanges cross in windows. ``codes``: by phase, the code that protects the units that must
-    arrive, for phases whose senders choose. ``passes``: by phase, how often all units of a message are sent.
+    exchanges of a device; larger exchanges cross in windows. ``repeats``: by phase, the copies of units that must arrive, for
+    phases whose senders choose. ``passes``: by phase, how often all units of a message are sent.
     """
 
     observed = True
@@ -62,8 +62,8 @@ class DeadlineWire(PieceWire):
         group: dist.ProcessGroup | None,
         open_channel: Callable[..., Any],
         memory: int,
-        codes: Mapping[str, Code],
-        coded: Mapping[str, Coded],
+        repeats: Mapping[str, Repeats],
+        coded: Mapping[str, CodedBuckets],
         passes: Mapping[str, int],
     ) -> None:
         super().__init__(networks, stream, members, rank, cut, coded)
@@ -91,15 +91,17 @@ class DeadlineWire(PieceWire):
             ]
             for phase in cut
         }
-        self._codes, self._passes = codes, passes
-        self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(codes))
+        self._repeats, self._passes = repeats, passes
+        self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(repeats))
         for phase, times in passes.items():
-            for window in (one for parts in self._windows[phase] for one in parts if times > 1 and self._channel):
+            if times == 1 or self._channel is None:
+                continue
+            for window in (window for parts in self._windows[phase] for window in parts):
                 units = window.units.stop - window.units.start
                 self._channel.copies(phase, window.number, np.zeros(units, dtype=bool), times)
         self._unreported: dict[tuple[Exchange, int], tuple[_Exchange, Must]] = {}
-        self._known = Latest()  # an _Arriving for each exchange
-        self._draws = Latest()
+        self._known = LatestExchanges()  # arrivals of each exchange
+        self._draws = LatestExchanges()
         self._numbers: dict[tuple[str, int], int] = {}
         self._agreements: dict[tuple[str, int], tuple[np.ndarray, dist.ProcessGroup]] = {}
         self._begun: _Exchange | None = None  # the latest exchange
@@ -253,7 +255,7 @@ class DeadlineWire(PieceWire):
         self, phase: str, number: int, window: Window, must: Must | None, data: int, each: int, places: Sequence[int]
     ) -> None:
         required = None if must is None else must()[:, window.units]
-        more = () if required is None else (required, self._codes[phase].of(required[self.far]))
+        more = () if required is None else (required, self._repeats[phase].of(required[self.far]))
         self._channel.send(phase, number, window.number, self._to_far(data, each, places), *more)
 
     def _to_far(self, data: int, each: int, places: Sequence[int]) -> list[int | None]:
@@ -262,10 +264,10 @@ class DeadlineWire(PieceWire):
 
     # --- deliveries ----------------------------------------------------------------------------------------------
 
-    def _arriving(self, exchange: Exchange) -> _Arriving:
+    def _arriving(self, exchange: Exchange) -> _Arrivals:
         known = self._known.get(exchange)
         if known is None:
-            known = _Arriving(exchange, self.members, self.rank, self.cut[exchange.phase])
+            known = _Arrivals(exchange, self.members, self.rank, self.cut[exchange.phase])
             self._known.put(exchange, known)
         return known
 
@@ -274,16 +276,16 @@ class DeadlineWire(PieceWire):
         return None if known is None else known.delivery()
 
     def _remember(self, delivery: Delivery) -> None:
-        known = _Arriving(delivery.exchange, self.members, self.rank, delivery.cut)
+        known = _Arrivals(delivery.exchange, self.members, self.rank, delivery.cut)
         for bucket, units in enumerate(delivery.cut):
             known.was_begun(bucket)
             known.record(bucket, delivery.incoming(units))
         self._known.put(delivery.exchange, known)
 
     def restart(self) -> None:
-        self._known = Latest()
+        self._known = LatestExchanges()
 
-    def _record(self, known: _Arriving, bucket: int, crossing: _Exchange) -> Delivery:
+    def _record(self, known: _Arrivals, bucket: int, crossing: _Exchange) -> Delivery:
         """Note which units of ``bucket`` arrived. Return a delivery of this bucket alone."""
         phase = known.exchange.phase
         arrived = crossing.arrived()
@@ -351,7 +353,7 @@ class DeadlineWire(PieceWire):
         del self._unreported[exchange, bucket]
         must = chosen()
         lost[[*self.near, self.rank]] = False
-        self._codes[exchange.phase].report(lost[self.far], must[self.far])
+        self._repeats[exchange.phase].report(lost[self.far], must[self.far])
         return lost
 
     # --- output for the user -------------------------------------------------------------------------------------
@@ -377,7 +379,7 @@ class DeadlineWire(PieceWire):
             self._unreported.clear()
 
 
-class _Arriving:
+class _Arrivals:
     """The units of ``exchange`` that have arrived so far, bucket by bucket, and the buckets that were begun."""
 
     def __init__(self, exchange: Exchange, members: Sequence[int], rank: int, cut: Sequence[BucketUnits]) -> None:
@@ -464,7 +466,7 @@ def open_wire(
     rank: int,
     cut: dict[str, Sequence[BucketUnits]],
     group: dist.ProcessGroup | None,
-    coded: Mapping[str, Coded],
+    coded: Mapping[str, CodedBuckets],
 ) -> DeadlineWire:
     """Return the wire of one group. A collective call. Raise :class:`UsageError` if ranks differ or miss each other."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -474,11 +476,11 @@ def open_wire(
     drawn = [os.urandom(8).hex()]
     dist.broadcast_object_list(drawn, ranks[0], group)
     prefix, store = f"megatron_lossy/wire/{name}/{drawn[0]}", dist.distributed_c10d._get_default_store()
-    codes = {phase: str(one.code) for phase, one in coded.items()}
-    alike = repr((dtypes, ranks, [one.code for one in coded.values()]))
+    codes = {phase: str(codes.code) for phase, codes in coded.items()}
+    alike = repr((dtypes, ranks, [codes.code for codes in coded.values()]))
     open_channel = partial(end_for(config).open, name, rank, len(members), store, prefix, alike=alike, codes=codes)
-    parity = dict.fromkeys(config.chosen(), Code(config.udp_fec_code, config.udp_fec_budget / 100))
+    repeats = dict.fromkeys(config.chosen(), Repeats(config.udp_fec_code, config.udp_fec_budget / 100))
     passes = {phase: config.copies(phase) for phase in cut}
     return DeadlineWire(
-        networks, stream, members, rank, cut, dtypes, group, open_channel, config.udp_memory, parity, coded, passes
+        networks, stream, members, rank, cut, dtypes, group, open_channel, config.udp_memory, repeats, coded, passes
     )

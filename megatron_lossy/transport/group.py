@@ -20,11 +20,13 @@ from ..base.errors import UsageError
 from ..base.exchange import Delivery, Exchange, Stream
 from ..channel.corruption import Errors, scaled_unit
 from ..config import PHASES, LossyConfig
-from ..recovery import Gradients, Parameters
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
+from ..recovery import Gradients, GradRecovery, Parameters, Stale
 from ..recovery.base import Collective, Told
 from .base import Network, Transfer, Wire
-from .choice import BucketSpec, grad_rules, param_rules, wire_for
-from .network import check_ranks, find_nodes
+from .choice import BucketSpec, rules_for, wire_for
+from .network import find_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +48,8 @@ class LossyGroup:
         #: gradients and those that the optimizer sees, besides the loss scale.
         self.errors: Errors | None = None
         self.gradient_unit = 1.0
-        self.grads = grad_rules(config, wire)
-        self.params = param_rules(config, wire)
+        self.grads: list[GradRecovery] = rules_for(config, "grad", wire)
+        self.params: list[Stale] = rules_for(config, "param", wire)
         self.be_one_of(1, 0)
         #: The process group of the members, if they are not all ranks that share the buckets.
         self.members: dist.ProcessGroup | None = None
@@ -72,7 +74,7 @@ class LossyGroup:
         """
         size = dist.get_world_size(group)
         try:
-            check_ranks(config, size)
+            check_refusals(config, Facts(largest_group=size))
         except UsageError as error:
             logger.warning("%s", error)
         nodes = None if config.ranks_of_node is None else find_nodes(group, config.ranks_of_node)

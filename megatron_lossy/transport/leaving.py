@@ -22,7 +22,7 @@ def patiently(wait: Callable[[float], Any], seconds: float) -> Any:
         raise PeerLost(f"{error}: nothing for {time.monotonic() - began:.0f} s") from None
 
 
-class Leaving:
+class Departures:
     """Messages that are being sent, oldest first. ``memory``: bytes that may wait. ``patience``: seconds for each."""
 
     def __init__(self, memory: int, patience: float) -> None:

@@ -48,8 +48,8 @@ class NetworkMonitor(Observer):
     def totals(cls, peers: Iterable[Mapping[str, int]], ends: Mapping[str, int]) -> Counter[str]:
         """Return the columns of one process, from the counters of its peers, and of its sockets."""
         found: Counter[str] = Counter()
-        for one in (*peers, ends):
-            found.update(one)
+        for counters in (*peers, ends):
+            found.update(counters)
         found["refused"] = sum(found[name] for name in ("malformed", "bad_tag", "foreign", "strangers"))
         return Counter({column: found[name] for column, name in cls.columns.items()}) + Counter(
             bad_tag=found["bad_tag"]
@@ -68,7 +68,8 @@ class NetworkMonitor(Observer):
         return result
 
     def _now(self) -> Counter[str]:
-        return self.totals([peer for one in self._transports() for peer in one.counters().values()], end_counters())
+        peers = [peer for transport in self._transports() for peer in transport.counters().values()]
+        return self.totals(peers, end_counters())
 
     def observe(self, delivery) -> None:
         arrived = delivery.arrived[delivery.crossing]
@@ -143,7 +144,6 @@ class DatagramMonitor(NetworkMonitor):
         "send_failed": "send_failed",
         "unreachable": "unreachable",
         "sent_again": "resent",
-        "put_together": "repaired",
     }
     table = ("sent", "received", "lost", "late", "duplicate", "early_dropped", "malformed", "bad_tag")
     problems: ClassVar = {

@@ -17,8 +17,6 @@ from ..base.errors import cannot, refuse
 from ..base.exchange import Stream
 from ..channel import Channel, make_channel
 from ..config import PHASES, LossyConfig
-from ..config.facts import Facts
-from ..config.refusal import check_refusals
 from ..delivery_log.replay import Recorded
 
 logger = logging.getLogger(__name__)
@@ -34,19 +32,6 @@ def channel_of(config: LossyConfig, phase: str) -> Channel:
     if loss.trace is not None and loss.trace.is_dir():
         return Recorded(config, loss.trace)
     return make_channel(config, phase)
-
-
-def check_ranks(config: LossyConfig, size: int) -> None:
-    """Raise :class:`UsageError` if a data-parallel size of ``size`` can lose nothing, though ``config`` wants loss."""
-    check_refusals(config, Facts(largest_group=size))
-
-
-def check_owners(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` for flags that real ranks cannot have.
-
-    An example is a rule whose owners have the choices of all senders.
-    """
-    check_refusals(config, Facts(virtual=False))
 
 
 def check_channels(config: LossyConfig, size: int, steps: int | None) -> None:

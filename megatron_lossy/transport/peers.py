@@ -12,19 +12,7 @@ import torch.distributed as dist
 
 from ..base.fetch import Fetched, aside
 from ..recovery.rows import to_device, used_here
-
-
-class Handle:
-    """An operation under way. :meth:`wait` ends it; a second call does nothing."""
-
-    def __init__(self, end: Callable[[], object] | None = None) -> None:
-        self._end = end
-
-    def wait(self) -> None:
-        """Return when the result is there; on an accelerator, when its current stream may use it."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
+from .base import Transfer
 
 
 class Peers(ABC):
@@ -45,15 +33,15 @@ class Peers(ABC):
         """
 
     @abstractmethod
-    def sum_(self, tensors: Sequence[torch.Tensor]) -> Handle:
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         """Replace each of ``tensors``, one per local replica, by their sum over all replicas, the same bits everywhere.
 
         Tensors are contiguous, of the same length and dtype. The sum is in place and asynchronous: neither read nor
-        write them before the handle's end.
+        write them before the wait; on an accelerator its current stream may use them then.
         """
 
     @abstractmethod
-    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int) -> Handle:
+    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int) -> Transfer:
         """Replace each of ``tensors``, one per local replica, by that of replica ``source``; else as :meth:`sum_`."""
 
 
@@ -80,28 +68,22 @@ class RankPeers(Peers):
         dist.all_gather(everyone, words, group=self.group)
         return Fetched(torch.stack(everyone)).wait().view(dtype)
 
-    def sum_(self, tensors: Sequence[torch.Tensor]) -> Handle:
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         return self._exchange(tensors, partial(dist.all_reduce, group=self.group, async_op=True))
 
-    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int) -> Handle:
+    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int) -> Transfer:
         return self._exchange(
             tensors, partial(dist.broadcast, src=self._ranks[source], group=self.group, async_op=True)
         )
 
-    def _exchange(self, tensors: Sequence[torch.Tensor], begin: Callable[[torch.Tensor], dist.Work]) -> Handle:
+    def _exchange(self, tensors: Sequence[torch.Tensor], begin: Callable[[torch.Tensor], dist.Work]) -> Transfer:
         [tensor] = tensors
         if tensor.device.type == self._device.type:
-            return Handle(begin(tensor).wait)
+            return Transfer(begin(tensor))
         if self._device.type == "cuda":
-            return Handle(self._beside(tensor, begin))
+            return Transfer(None, self._beside(tensor, begin))
         there = tensor.to(self._device)
-        work = begin(there)
-
-        def end() -> None:
-            work.wait()
-            tensor.copy_(there)
-
-        return Handle(end)
+        return Transfer(begin(there), partial(tensor.copy_, there))
 
     def _beside(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], dist.Work]) -> Callable[[], object]:
         """Let ``begin`` exchange ``tensor``, in host memory, on the CUDA device. Return a function that waits."""
@@ -134,16 +116,16 @@ class LocalPeers(Peers):
         assert len(rows) == self.size
         return (Fetched(rows).wait() if isinstance(rows, torch.Tensor) else rows).copy()
 
-    def sum_(self, tensors: Sequence[torch.Tensor]) -> Handle:
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         total = tensors[0].clone()
         for tensor in tensors[1:]:
             total += tensor
         for tensor in tensors:
             tensor.copy_(total)
-        return Handle()
+        return Transfer(None)
 
-    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int) -> Handle:
+    def broadcast_(self, tensors: Sequence[torch.Tensor], source: int) -> Transfer:
         for number, tensor in enumerate(tensors):
             if number != source:
                 tensor.copy_(tensors[source])
-        return Handle()
+        return Transfer(None)

@@ -86,7 +86,7 @@ class Sites:
         world = dist.get_world_size()
         everywhere: list[Any] = [None] * world
         dist.all_gather_object(everywhere, [tuple(dist.get_process_group_ranks(group)) for group in groups])
-        for ranks in sorted({one for those in everywhere for one in those} - self._found.keys()):
+        for ranks in sorted({ranks for groups in everywhere for ranks in groups} - self._found.keys()):
             check_blocks(ranks, self._number, world)
             self._found[ranks] = self._made(ranks, self._number)
 
@@ -126,7 +126,7 @@ class Scalars:
 
     def remove(self, sites: Sites) -> None:
         """Undo :meth:`add`."""
-        self._sites = [one for one in self._sites if one is not sites]
+        self._sites = [others for others in self._sites if others is not sites]
         if not self._sites:
             self._ledger.uninstall()
 
@@ -309,7 +309,7 @@ def later(works: Sequence[Any], begin: Callable[[], Transfer], tensor: torch.Ten
 
     if tensor.device.type == "cpu":  # where a wait holds up its thread
         future = _thread().submit(begun)
-        return Transfer(_Begun(future), lambda: future.result().wait(), apart=True)
+        return Transfer(_Beginning(future), lambda: future.result().wait(), apart=True)
     with aside(tensor.device):
         transfer = begun()
     transfer.apart = True
@@ -340,7 +340,7 @@ class _Thread:
 _thread = cache(_Thread)
 
 
-class _Begun:
+class _Beginning:
     """The handle of an exchange that another thread begins."""
 
     def __init__(self, future: Future[Transfer]) -> None:

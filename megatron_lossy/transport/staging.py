@@ -92,31 +92,6 @@ def _copy_down(rows: Sequence[torch.Tensor], into: Sequence[torch.Tensor], made:
         return _mark(device)
 
 
-class Departure:
-    """A copy of ``sent``, which a device has, in page-locked ``memory``."""
-
-    def __init__(self, sent: torch.Tensor) -> None:
-        self._sent, self._made = sent, _mark(sent.device)
-        self._copied: Any = None
-        self.memory = arrival(sent)
-        if sent.device.type == "cuda":
-            self._copied = _copy_down([sent], [self.memory], self._made)
-
-    def ready(self) -> None:
-        """Wait, on any thread, until the copy is made. Call it once."""
-        if self._copied is None:
-            _copy_down([self._sent], [self.memory], self._made)
-        else:
-            # Else a thread's first call makes a context on device 0, whatever the process uses.
-            torch.cuda.set_device(self._sent.device)
-            self._copied.synchronize()
-
-
-def arrival(wanted: torch.Tensor) -> torch.Tensor:
-    """Return memory, page-locked for CUDA, for data that will be copied into ``wanted``."""
-    return torch.empty(wanted.shape, dtype=wanted.dtype, pin_memory=wanted.device.type == "cuda")
-
-
 # --- exchanges ---------------------------------------------------------------------------------------------------------
 
 

@@ -84,7 +84,7 @@ def _loses_nothing(config: LossyConfig, facts: Facts) -> bool:
     """Return whether losses are asked for although a lone rank exchanges nothing."""
     if facts.largest_group != 1 or config.jobs().several or (config.lossy_self and not config.phase("grad").lossless):
         return False
-    return draws_losses(config) or (_observed(config) and not config.uses_transport())
+    return draws_losses(config) or _observed(config)
 
 
 def _on_one_node(config: LossyConfig, facts: Facts) -> bool:
@@ -209,7 +209,7 @@ SITES = Section(
     lambda c, f: c.sites and c.ranks_of_node is not None,
     "--islands | --sites | averages every few iterations what sites exchange in each; omit one",
     lambda c, f: c.sites and c.averages,
-    "--p-act, --p-act-grad, --act-transport, --virtual-boundaries | --sites | "
+    "--p-act, --p-act-grad, --virtual-boundaries | --sites | "
     "loses messages between stages, which are all inside a site; omit it",
     lambda c, f: c.sites and c.loses_at_boundaries,
     "--async-pipeline | --sites | exchanges micro-batches of several ages; omit one",

@@ -148,11 +148,6 @@ def _stages() -> Iterator[Row]:
     for bf16 in (False, True):
         trainer = {**_STAGES, **({"bf16": True} if bf16 else {})}
         yield Row("stages" + "-bf16" * bf16, trainer, _ACT)
-    yield Row(
-        "stages-udp",
-        _STAGES,
-        {**_UDP, "p_act": 0.3, "packet_bytes": 256, "act_transport": "udp", "act_fec": ("off",)},
-    )
     yield Row("stages-and-exchanges", _STAGES, {**_ACT, **_LOST}, ranks=4)
     yield Row("stages-asynchronous", _STAGES, {"async_pipeline": True})
     yield Row("stages-asynchronous-lossy", _STAGES, {"async_pipeline": True, **_LOST}, ranks=4)

@@ -59,7 +59,6 @@ AXES = {
     "udp send failed": Axis("datagrams that could not be sent"),
     "udp unreachable": Axis("ICMP errors"),
     "udp sent again": Axis("datagrams of high priority sent again"),
-    "udp put together": Axis("datagrams of high priority put together from parity"),
     "stream sent": Axis("units sent over streams"),
     "stream received": Axis("units received over streams"),
     "stream units lost": Axis("units that had not come at the deadline"),

@@ -17,9 +17,9 @@ from ...config.facts import Facts
 from ...config.refusal import check_refusals
 from ...recovery import Gradients, GradRecovery
 from ...recovery.base import nothing, ordered_sum
-from ...transport.base import DrawnWire, Latest, Network, Networks, Transfer, check_links, draw
+from ...transport.base import DrawnWire, LatestExchanges, Network, Networks, Transfer, check_links, draw
 from ...transport.choice import BucketSpec, cut_buckets, shard_bytes
-from ...transport.coded import Coded, coded_of
+from ...transport.coded import CodedBuckets, coded_of
 from ...transport.group import LossyGroup
 from ...transport.network import consecutive_nodes
 
@@ -37,10 +37,10 @@ class Memory:
     stream: Stream
     members: Sequence[int]
     cut: dict[str, Sequence[BucketUnits]]
-    coded: Sequence[Mapping[str, Coded]] = ()
+    coded: Sequence[Mapping[str, CodedBuckets]] = ()
     shard_bytes: Mapping[str, int] = field(default_factory=dict)
-    _latest: Latest = field(default_factory=Latest)
-    _final: Latest = field(default_factory=Latest)
+    _latest: LatestExchanges = field(default_factory=LatestExchanges)
+    _final: LatestExchanges = field(default_factory=LatestExchanges)
 
     def recovered(self, exchange: Exchange, source: int, units: BucketUnits, lost: np.ndarray) -> None:
         """Note the units from ``source`` that are lost for good, ``lost`` bool[N, count]."""

@@ -17,7 +17,7 @@ from ...mechanisms.lead.lag import Sums
 from ...mechanisms.lead.part import MainWeights
 from ...run.monitor import Replicas
 from ...transport import LossyGroup
-from ...transport.coded import Coded
+from ...transport.coded import CodedBuckets
 from ...transport.group import columns
 from ...transport.peers import LocalPeers
 from .versions import Versions
@@ -161,7 +161,7 @@ class Rounding(Sending):
 
     changes = True
 
-    def __init__(self, inner: Sending, workers: int, coded: Coded) -> None:
+    def __init__(self, inner: Sending, workers: int, coded: CodedBuckets) -> None:
         super().__init__(inner.buffers, workers)
         self._inner, self._coded = inner, coded
 

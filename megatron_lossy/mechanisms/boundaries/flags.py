@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from ...base.errors import refuse
-from ...base.flags import as_text, check_choice, check_code, flag, flag_name, in_unit_interval
+from ...base.flags import as_text, check_code, flag, flag_name, in_unit_interval
 from ...base.section import Flags
 
 #: Messages between pipeline stages: forward, and backward.
@@ -18,7 +18,7 @@ class BoundaryFlags(Flags):
     """Flags of losses between stages and their recovery. Raises :class:`UsageError` for a value not allowed."""
 
     #: The flags that lose parts of messages between stages.
-    stage_losses: ClassVar[tuple[str, ...]] = ("--act-transport", "--p-act", "--p-act-grad")
+    stage_losses: ClassVar[tuple[str, ...]] = ("--p-act", "--p-act-grad")
 
     p_act: float = flag(
         0.0,
@@ -30,12 +30,6 @@ class BoundaryFlags(Flags):
     )
     p_act_grad: float = flag(
         0.0, "mean loss rate of gradients of activations between pipeline stages, in [0, 1)", metavar="P"
-    )
-    act_transport: str = flag(
-        "torch",
-        "how messages between pipeline stages cross: as Megatron sends them, minus what --p-act draws; or udp, as datagrams "
-        "that may really be lost, with --transport udp (docs/boundaries.md)",
-        choices=("torch", "udp"),
     )
     act_fec: tuple[str, ...] = flag(
         ("100,34,0.01", "100,10,0.02", "0.5"),
@@ -56,7 +50,6 @@ class BoundaryFlags(Flags):
     )
 
     def check(self) -> None:
-        check_choice(self, "act_transport")
         for name in ("p_act", "p_act_grad"):
             in_unit_interval(flag_name(BoundaryFlags, name), getattr(self, name))
         _ = self.act_recovery
@@ -67,7 +60,7 @@ class BoundaryFlags(Flags):
     @property
     def loses_at_boundaries(self) -> bool:
         """Whether messages between pipeline stages can lose anything."""
-        return self.act_transport == "udp" or any(map(self.boundary_rate, BOUNDARY_PHASES))
+        return any(map(self.boundary_rate, BOUNDARY_PHASES))
 
     @property
     def act_recovery(self) -> tuple[list[tuple[tuple[int, int], float]], float] | None:
@@ -100,10 +93,6 @@ class BoundaryFlags(Flags):
         """Return whether parts of messages between pipeline stages of real ranks can be lost."""
         return self.loses_at_boundaries and self.virtual_boundaries is None
 
-    def uses_transport(self) -> bool:
-        """Return whether messages between stages cross over ``--transport``."""
-        return self.act_transport == "udp"
-
     def changes(self) -> bool:
         return self.loses_at_boundaries
 
@@ -111,7 +100,7 @@ class BoundaryFlags(Flags):
         return self.loses_at_boundaries
 
     def idle(self) -> dict[str, tuple[bool, set[str]]]:
-        of_recovery = {own.name for own in fields(BoundaryFlags)} - {"p_act", "p_act_grad", "act_transport"}
+        of_recovery = {own.name for own in fields(BoundaryFlags)} - {"p_act", "p_act_grad"}
         return {
             "nothing between stages is lost": (self.loses_at_boundaries, of_recovery),
             f"the unit of loss is a {self.loss_unit}": (self.loses_at_boundaries, {"packet_bytes"}),
@@ -121,9 +110,6 @@ class BoundaryFlags(Flags):
         if not self.loses_at_boundaries:
             return []
         rates = f"activations {100 * self.p_act:g} %, their gradients {100 * self.p_act_grad:g} %"
-        if self.act_transport == "udp":
-            drawn = any(map(self.boundary_rate, BOUNDARY_PHASES))
-            rates = "activations and their gradients over UDP" + (f" and, drawn, {rates}" if drawn else "")
         recovery = "without parity"
         if self.act_recovery is not None:
             kinds, _ = self.act_recovery

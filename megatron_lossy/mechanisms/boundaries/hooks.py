@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ from .events import Crossed
 from .loss import Boundary, Fate
 from .messages import Message, Messages, order
 from .zero_fill import changes_nothing, elements_of, lossy, zero_fill_, zero_filled
-
-if TYPE_CHECKING:
-    from .links import StageLinks
 
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -56,19 +53,16 @@ class _Schedule:
         self.chunks = chunks
         self.micro_batches = micro_batches
         self.forward_only = forward_only
-        self._order: dict[tuple[str, bool], Iterator[tuple[int, int]]] = {}
+        self._order: dict[str, Iterator[tuple[int, int]]] = {}
 
-    def next(self, phase: str, stage: int, stages: int, sends: bool = False) -> int:
-        """Return the number of the model chunk whose message arrives next at pipeline rank ``stage`` of ``stages``.
-
-        With ``sends``: whose message leaves next.
-        """
+    def next(self, phase: str, stage: int, stages: int) -> int:
+        """Return the number of the model chunk whose message arrives next at pipeline rank ``stage`` of ``stages``."""
         if len(self.chunks) == 1:
             return 0
-        if (phase, sends) not in self._order:
+        if phase not in self._order:
             table = schedule_table(self.chunks, self.micro_batches, stages)
-            self._order[phase, sends] = iter(order(phase, table, stage == 0, stage == stages - 1, sends))
-        return next(self._order[phase, sends])[1]
+            self._order[phase] = iter(order(phase, table, stage == 0, stage == stages - 1))
+        return next(self._order[phase])[1]
 
 
 class Boundaries:
@@ -83,8 +77,6 @@ class Boundaries:
         self.on_one_node = on_one_node
         self.config: LossyConfig = run.config
         self.messages = Messages(run.config)
-        #: The links for messages that leave the node, with ``--act-transport udp``; made with the first model chunk.
-        self.links: StageLinks | None = None
         self._schedule: _Schedule | None = None
         self._known: set[type] = {type(None)}  # of communicators
 
@@ -124,20 +116,20 @@ class Boundaries:
 
     def tell(self, message: Message, fate: Fate) -> None:
         """Pass the losses of a message to the observers."""
-        event = Crossed(message, fate, self.config.delivery_log_bitmaps or self.config.act_transport == "udp")
+        event = Crossed(message, fate, self.config.delivery_log_bitmaps)
         for observer in self.run.observers:
             observer.happened(message.step, [event])
 
     # --- several stages ----------------------------------------------------------------------------------------------
 
-    def chunk(self, phase: str, group: Any, sends: bool = False) -> int | None:
-        """Return the model chunk whose message crosses next; ``None`` outside of a schedule, or without loss.
+    def chunk(self, phase: str, group: Any) -> int | None:
+        """Return the model chunk whose message arrives next; ``None`` outside of a schedule, or without loss.
 
         ``group``: that of the pipeline. Raise :class:`UsageError` if a message of training that should lose packets
         crosses outside of a schedule.
         """
         if self._schedule is not None:
-            return self._schedule.next(phase, group.rank(), group.size(), sends)
+            return self._schedule.next(phase, group.rank(), group.size())
         if torch.is_grad_enabled() and not self.messages.loss[phase].lossless:
             raise UsageError(
                 "--p-act and --p-act-grad: a message between stages was received outside of Megatron's schedules, "
@@ -265,8 +257,8 @@ def schedule(boundaries: Boundaries, original: Callable, *args: Any, **kwargs: A
         return original(*args, **kwargs)
 
 
-def patches(boundaries: Boundaries, ops: Callable = p2p_ops) -> list[Patch]:
-    """Return patches that lossy boundaries need in megatron-core. ``ops``: wraps the functions that begin messages."""
+def patches(boundaries: Boundaries) -> list[Patch]:
+    """Return patches that lossy boundaries need in megatron-core."""
     virtual = boundaries.config.virtual_boundaries is not None
     kinds = (
         ["forward_backward_no_pipelining"]
@@ -288,7 +280,7 @@ def patches(boundaries: Boundaries, ops: Callable = p2p_ops) -> list[Patch]:
         *(
             Patch(
                 target=f"{_P2P}:{name}",
-                around=partial(ops, boundaries),
+                around=partial(p2p_ops, boundaries),
                 why="zero-fills what is lost of a message between stages",
                 versions="all",
                 until=_UNTIL,

@@ -13,20 +13,17 @@ from .flags import BOUNDARY_PHASES
 from .loss import Boundary, BoundaryLoss, Fate
 
 
-def order(
-    phase: str, table: Sequence[tuple[int, int]], first: bool, last: bool, sends: bool = False
-) -> list[tuple[int, int]]:
-    """Return (micro-batch, model chunk) of each message that a rank receives, or ``sends``, in ``phase``, in order.
+def order(phase: str, table: Sequence[tuple[int, int]], first: bool, last: bool) -> list[tuple[int, int]]:
+    """Return (micro-batch, model chunk) of each message that a rank receives in ``phase``, in order.
 
     ``table``: (micro-batch, model chunk) of each forward pass of the rank, in order; backward passes go through the
     chunks from the last on. ``first``, ``last``: whether it is the first or the last pipeline rank. The first makes the
-    input of its first chunk itself, and the last the gradient of its last chunk. The chunk of a message that is sent is the one
-    whose output or input gradient it is.
+    input of its first chunk itself, and the last the gradient of its last chunk.
     """
     highest, forward = max((chunk for _, chunk in table), default=0), phase == "act"
     passes = table if forward else [(number, highest - chunk) for number, chunk in table]
-    end = highest if forward == sends else 0  # the chunk at the end of the pipeline, if this rank is there
-    at_end = last if forward == sends else first
+    end = 0 if forward else highest  # the chunk at the end of the pipeline, if this rank is there
+    at_end = first if forward else last
     return [(number, chunk) for number, chunk in passes if not (at_end and chunk == end)]
 
 

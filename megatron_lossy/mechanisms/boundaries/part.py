@@ -17,44 +17,26 @@ logger = logging.getLogger(__name__)
 
 
 class StageBoundaries(Part):
-    """Boundaries between pipeline stages that lose messages (``--p-act``, ``--p-act-grad``, ``--act-transport``)."""
+    """Boundaries between pipeline stages that lose messages (``--p-act``, ``--p-act-grad``)."""
 
     name = "boundaries"
 
     def attach(self, run: Any) -> None:
         self._run = run
         self.boundaries = hooks.Boundaries(run, run.exchanges.on_one_node)
-        run.events.on(chunk_comes=self.find_links, chunk_added=self.add_model_chunk, close=self.close)
-        if run.config.act_transport == "torch":
-            run.patches += hooks.patches(self.boundaries)
-        else:
-            from . import datagrams
+        run.events.on(chunk_comes=self.find_nodes, chunk_added=self.add_model_chunk)
+        run.patches += hooks.patches(self.boundaries)
 
-            run.patches += hooks.patches(self.boundaries, datagrams.p2p_ops)
-
-    def find_links(self, ddp: Any) -> None:
-        """Find the nodes of all ranks, and open the links between stages. A collective call."""
+    def find_nodes(self, ddp: Any) -> None:
+        """Find the nodes of all ranks. A collective call."""
         # Over all ranks, so before anything that only some of them have.
         if self._run.exchanges.find_nodes():
             _warn_if_reliable(self._run.exchanges.nodes)
-        if self._run.config.act_transport == "udp" and self.boundaries.links is None:
-            from .links import StageLinks
-
-            self.boundaries.links = StageLinks(self._run.config)
 
     def add_model_chunk(self, ddp: Any) -> None:
         """Lose messages after layers of ``ddp``, if the boundaries are virtual."""
         if self._run.config.virtual_boundaries is not None:
             self.boundaries.attach(ddp, functools.partial(data_parallel_rank, ddp))
-
-    @property
-    def carriers(self) -> Sequence[Any]:
-        return [] if self.boundaries.links is None else self.boundaries.links.all
-
-    def close(self) -> None:
-        """Close the links."""
-        if self.boundaries.links is not None:
-            self.boundaries.links.close()
 
 
 def attach_virtual(run: Any) -> None:

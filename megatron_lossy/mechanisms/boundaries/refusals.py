@@ -8,7 +8,6 @@ from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
 from ...config.refusals.core import OFF, above
-from ...config.transport import UDP_REPORT_BYTES
 from .flags import BoundaryFlags
 
 _LOSING = ", ".join(BoundaryFlags.stage_losses)
@@ -36,14 +35,6 @@ BOUNDARIES = Section(
     "Between pipeline stages",
     "--virtual-boundaries | --lossy-links inter-node | cannot be on a node: --lossy-links inter-node",
     lambda c, f: c.virtual_boundaries and c.ranks_of_node is not None,
-    "--act-transport | --transport torch or pieces | needs --transport udp",
-    lambda c, f: c.act_transport == "udp" and c.transport != "udp",
-    "--act-transport | --virtual-boundaries | needs real stages: --virtual-boundaries are in one process",
-    lambda c, f: c.act_transport == "udp" and c.virtual_boundaries is not None,
-    f"--packet-bytes | --act-transport udp | must be at least {UDP_REPORT_BYTES} with --act-transport udp",
-    lambda c, f: c.act_transport == "udp" and c.packet_range[0] < UDP_REPORT_BYTES,
-    f"{_LOSING} | one pipeline stage | nothing is sent with one pipeline stage; needs more of them",
-    lambda c, f: _of_one_stage(c, f) and c.act_transport == "udp",
     f"{_LOSING} | one pipeline stage without --virtual-boundaries | "
     "nothing is sent with one pipeline stage; needs more of them, or --virtual-boundaries",
     _of_one_stage,

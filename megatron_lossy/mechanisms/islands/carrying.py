@@ -15,7 +15,7 @@ import torch
 
 from ...config import LossyConfig
 from ...transport.ends import end_for
-from ...transport.leaving import Leaving, patiently
+from ...transport.leaving import Departures, patiently
 from .copying import PART
 from .flags import SYNC_PHASES
 from .form import SIGNAL, Codes, form_of
@@ -95,7 +95,7 @@ class IslandLink(Carrier):
         )
         self._begun = 0
         self._hurries = config.udp_deadline_seconds is not None
-        self._leaving = Leaving(config.udp_memory, patience)
+        self._leaving = Departures(config.udp_memory, patience)
         self._silent: list[int] = []  # places of islands that sent nothing of their latest message
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:

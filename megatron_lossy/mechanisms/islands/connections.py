@@ -23,7 +23,7 @@ from ...base.errors import first_line
 from ...config import LossyConfig
 from ...transport.address import resolve
 from ...transport.ends import end_for
-from ...transport.leaving import Leaving, PeerLost
+from ...transport.leaving import Departures, PeerLost
 from .carrying import Buckets
 from .copying import PART
 from .flags import SYNC_PHASES
@@ -66,7 +66,7 @@ class Pair:
         self.patience = connections.patience
         self._missed = False
         self._place = int(slot_of(connections.me) > self.slot)
-        self._leaving = Leaving(connections.memory, connections.patience)
+        self._leaving = Departures(connections.memory, connections.patience)
         self._sending = threading.Lock()
         self._channel: Any = None
         self._entry: tuple[Any, torch.Tensor] | None = None

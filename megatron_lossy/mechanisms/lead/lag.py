@@ -11,8 +11,8 @@ import torch
 from ...base import theory
 from ...base.exchange import BucketUnits, Delivery, Exchange
 from ...config import LossyConfig
-from ...transport import Wire
-from ...transport.peers import Handle, Peers
+from ...transport import Transfer, Wire
+from ...transport.peers import Peers
 
 #: Units that must have been sent before the counts are used: the share is then right to about 0.1.
 _ENOUGH = 100
@@ -107,7 +107,7 @@ class Sums:
 
     def __init__(self, peers: Peers, counted: Sequence[Counted]) -> None:
         self._peers, self._counted = peers, counted
-        self._handle = Handle()
+        self._handle = Transfer(None)
         self._adding: list[torch.Tensor] = []
 
     def begin_update(self) -> None:

@@ -14,7 +14,8 @@ import torch
 
 from ...base.fetch import Fetched
 from ...run.monitor.drift import SAMPLE
-from ...transport.peers import Handle, Peers
+from ...transport import Transfer
+from ...transport.peers import Peers
 
 #: Elements that are exchanged at once. This bounds the memory for a copy.
 PIECE = 2**22
@@ -78,7 +79,7 @@ class Piece:
         self._stride = stride if self.in_place else 1
         self._before = [sampled(replica[0], self._stride).clone() for replica in runs] if self.in_place else []
         self.result: list[torch.Tensor] = []
-        self._handle = Handle()
+        self._handle = Transfer(None)
         self._divisor = 1
 
     def launch(self, peers: Peers, target: Target) -> None:

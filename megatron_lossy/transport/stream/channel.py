@@ -20,8 +20,8 @@ import numpy as np
 from ...base.errors import UsageError
 from ..udp import session
 from .deadline import Pace
-from .frames import ASK, BYE, DATA, END, LIVE, OVER, Header, Malformed
-from .link import LOOKS, Link, Outgoing, Shape
+from .frames import ASK, BYE, DATA, END, LIVE, OVER, Header, MalformedFrame
+from .link import LOOKS, Link, OutgoingMessage, Shape
 from .transfer import Key, Pointers, Transfer
 
 #: The version of frames, handshakes and entries in the store.
@@ -48,7 +48,7 @@ class Channel:
         self.deadline = settings.deadline
         self.paces: dict[Key, Pace] = defaultdict(lambda: Pace(settings.arrive))
         self.phases = tuple(opening.phases)
-        self._shapes = {phase: [Shape(*one) for one in opening.cut(phase)] for phase in self.phases}
+        self._shapes = {phase: [Shape(*sizes) for sizes in opening.cut(phase)] for phase in self.phases}
         self._codes = [session.CODES[opening.code(phase)] for phase in self.phases]
         every = [shape for parts in self._shapes.values() for shape in parts]
         #: Bytes of a payload at most.
@@ -84,7 +84,7 @@ class Channel:
         rows = opening.share("reached", json.dumps(missing).encode())
         for rank in reversed(range(len(rows))):  # of each pair the higher rank has called, and has the reason
             for other, why in json.loads(rows[rank]).items():
-                ends = (f"rank {one} of {self.name} ({hellos[one].where})" for one in (rank, int(other)))
+                ends = (f"rank {end} of {self.name} ({hellos[end].where})" for end in (rank, int(other)))
                 raise UsageError(
                     f"--transport stream: {' does not reach '.join(ends)}: {why}; a firewall has to let TCP connections to "
                     "--udp-port in, and --udp-interface names another path"
@@ -149,7 +149,7 @@ class Channel:
             assert transfer.number == number
             for rank, address in enumerate(sources):
                 if address is not None and not self.links[rank].left:
-                    message = Outgoing(header, address, self._shapes[phase][bucket])
+                    message = OutgoingMessage(header, address, self._shapes[phase][bucket])
                     transfer.leave(rank, message)
                     self.links[rank].put(message)
             return transfer
@@ -161,10 +161,10 @@ class Channel:
         """Let ``source`` send no more of ``transfer``. Called with the lock."""
         if self.links[source].connection is not None:
             header = self._header(OVER, key, transfer.number)
-            self.links[source].put(Outgoing(header, 0, transfer.shape, dropped=True), first=True)
+            self.links[source].put(OutgoingMessage(header, 0, transfer.shape, dropped=True), first=True)
 
     def take(self, link: Link, header: Header, payload: memoryview) -> bool:
-        """Put a frame where it belongs. Return whether there was room. Raise :class:`Malformed`."""
+        """Put a frame where it belongs. Return whether there was room. Raise :class:`MalformedFrame`."""
         with self.lock:
             if header.kind == BYE:
                 link.closed = True
@@ -199,14 +199,14 @@ class Channel:
 
     def _check(self, header: Header) -> None:
         if header.phase >= len(self.phases) or header.bucket >= len(self._shapes[self.phases[header.phase]]):
-            raise Malformed(f"{header}: no such bucket")
+            raise MalformedFrame(f"{header}: no such bucket")
         shape = self._shapes[self.phases[header.phase]][header.bucket]
         if header.code != self._codes[header.phase]:
-            raise Malformed(f"{header}: another code")
+            raise MalformedFrame(f"{header}: another code")
         if header.kind == DATA:
             whole = header.units and header.first + header.units <= shape.units
             if not whole or header.size != shape.bytes_of(header.first, header.units):
-                raise Malformed(f"{header}: no units of its bucket")
+                raise MalformedFrame(f"{header}: no units of its bucket")
 
     def _place(self, link: Link, header: Header, payload: memoryview) -> None:
         transfer, counters = self._transfers[header.phase, header.bucket], link.counters
@@ -229,7 +229,7 @@ class Channel:
                 transfer.begin(link.rank)
                 if link.rank in transfer.leaving:
                     header = self._header(END, (phase, bucket), transfer.number)
-                    link.put(Outgoing(header, 0, transfer.shape, dropped=True))
+                    link.put(OutgoingMessage(header, 0, transfer.shape, dropped=True))
             self.lock.notify_all()
 
     # --- ranks that are gone ---------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def _library() -> ctypes.PyDLL:
         except OSError:
             continue
         pointer, number = ctypes.c_void_p, ctypes.c_int
-        for function, result, *arguments in (
+        for name, result, *arguments in (
             ("EVP_CIPHER_CTX_new", pointer),
             ("EVP_CIPHER_CTX_free", None, pointer),
             ("EVP_aes_128_gcm", pointer),
@@ -36,8 +36,8 @@ def _library() -> ctypes.PyDLL:
             ("EVP_CipherUpdate", number, pointer, pointer, ctypes.POINTER(number), pointer, number),
             ("EVP_CipherFinal_ex", number, pointer, pointer, ctypes.POINTER(number)),
         ):
-            one = getattr(lib, function)
-            one.restype, one.argtypes = result, arguments
+            function = getattr(lib, name)
+            function.restype, function.argtypes = result, arguments
         return lib
     needed = "needs libcrypto.so.3 or libcrypto.so.1.1: install OpenSSL, or give --udp-key-file none"
     raise refuse("--transport", "stream", needed)
@@ -92,7 +92,7 @@ class Cipher:
             self._lib.EVP_CIPHER_CTX_free(self._context)
 
 
-class Plain:
+class NoCipher:
     """``--udp-key-file none``: the same without encryption or tag."""
 
     tag_bytes = 0

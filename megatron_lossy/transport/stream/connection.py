@@ -17,8 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from .cipher import Cipher, Plain
-from .frames import ASK, LIVE, Header, Malformed, Reader, Writer
+from .cipher import Cipher, NoCipher
+from .frames import ASK, LIVE, Header, MalformedFrame, Reader, Writer
 
 _MAGIC = b"mlstream"
 _CALL = struct.Struct("<8s16sI16s32s")  # magic, channel, rank, random, proof
@@ -128,8 +128,8 @@ class Handshake:
         self._ends(None)
         ends = (b"dialer", b"listener") if dialed else (b"listener", b"dialer")
         ours, theirs = (link.channel.secret.derive(b"key", randoms, end)[:16] for end in ends)
-        seal = Plain() if link.channel.plain else Cipher(ours, sealing=True)
-        open_ = Plain() if link.channel.plain else Cipher(theirs, sealing=False)
+        seal = NoCipher() if link.channel.plain else Cipher(ours, sealing=True)
+        open_ = NoCipher() if link.channel.plain else Cipher(theirs, sealing=False)
         Connection(self._host, self._socket, link, seal, open_, dialed)
 
 
@@ -141,8 +141,8 @@ class Connection:
         host: Any,
         made: socket.socket,
         link: Any,
-        seal: Cipher | Plain,
-        open_: Cipher | Plain,
+        seal: Cipher | NoCipher,
+        open_: Cipher | NoCipher,
         dialed: bool,
     ) -> None:
         self._host, self._socket, self.link = host, made, link
@@ -185,7 +185,7 @@ class Connection:
             if events & selectors.EVENT_WRITE and not self.closed:
                 with suppress(BlockingIOError):
                     self._write()
-        except Malformed as error:
+        except MalformedFrame as error:
             self.malformed = True
             self.close(str(error))
         except OSError as error:

@@ -6,14 +6,14 @@ import ctypes
 import struct
 from typing import NamedTuple
 
-from .cipher import Cipher, Plain
+from .cipher import Cipher, NoCipher
 
 DATA, END, OVER, ASK, LIVE, BYE = range(1, 7)
 _HEADER = struct.Struct("<BBBxIIIII")
 HEADER_BYTES = _HEADER.size
 
 
-class Malformed(Exception):
+class MalformedFrame(Exception):
     """Bytes that no honest process sends: the connection has to be closed."""
 
 
@@ -37,7 +37,7 @@ class Header(NamedTuple):
 class Writer:
     """Seals frames with payloads of at most ``most`` bytes, one after another, into memory of its own."""
 
-    def __init__(self, cipher: Cipher | Plain, most: int) -> None:
+    def __init__(self, cipher: Cipher | NoCipher, most: int) -> None:
         self._cipher = cipher
         self._memory = bytearray(HEADER_BYTES + most + cipher.tag_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -53,7 +53,7 @@ class Writer:
 class Reader:
     """Finds the frames in a stream of bytes, with payloads of at most ``most`` bytes."""
 
-    def __init__(self, cipher: Cipher | Plain, most: int) -> None:
+    def __init__(self, cipher: Cipher | NoCipher, most: int) -> None:
         self._cipher, self._most = cipher, most
         self._memory = bytearray(2 * (HEADER_BYTES + most + cipher.tag_bytes))
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -83,17 +83,17 @@ class Reader:
         )
 
     def next(self) -> tuple[Header, memoryview] | None:
-        """Return the next frame with its payload; ``None``: it is not complete. Raise :class:`Malformed`."""
+        """Return the next frame with its payload; ``None``: it is not complete. Raise :class:`MalformedFrame`."""
         if self._end - self._start < HEADER_BYTES:
             return None
         header = Header(*_HEADER.unpack_from(self._memory, self._start))
         if not DATA <= header.kind <= BYE or header.size > self._most or (header.size and header.kind != DATA):
-            raise Malformed(f"{header}")
+            raise MalformedFrame(f"{header}")
         begin = self._start + HEADER_BYTES
         end = begin + header.size + self._cipher.tag_bytes
         if end > self._end:
             return None
         if not self._cipher.open(self._address + self._start, HEADER_BYTES, self._address + begin, header.size):
-            raise Malformed("a frame that is not authentic")
+            raise MalformedFrame("a frame that is not authentic")
         self._start = end
         return header, self._view[begin : begin + header.size]

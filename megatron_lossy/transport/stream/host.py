@@ -193,7 +193,7 @@ _alive: weakref.WeakSet[Host] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    for host in [one for one in _alive if not one.closed]:
+    for host in [host for host in _alive if not host.closed]:
         host.forked()
 
 

@@ -39,7 +39,7 @@ class Shape:
         return min((first + count) * self.unit, self.shard) - first * self.unit
 
 
-class Outgoing:
+class OutgoingMessage:
     """A message to one rank: the units at ``address``, and once it is :attr:`dropped` only ``header``, an END."""
 
     def __init__(self, header: Header, address: int, shape: Shape, dropped: bool = False) -> None:
@@ -80,7 +80,7 @@ class Link:
         self._lossy = 0  # looks during which the way still counts as one that loses packets
         #: Whether it is done without, and whether that is because it has closed the channel.
         self.left = self.closed = False
-        self._messages: deque[Outgoing] = deque()
+        self._messages: deque[OutgoingMessage] = deque()
         self._pause = _REDIAL[0]
 
     @property
@@ -169,10 +169,12 @@ class Link:
         self.silent = 0.0
         return self.channel.take(self, header, payload)
 
-    def put(self, message: Outgoing, first: bool = False) -> None:
+    def put(self, message: OutgoingMessage, first: bool = False) -> None:
         """Send ``message`` behind those that wait, or before them. Called with the channel's lock."""
         if self.connection is None:  # one END of a bucket says that all before it are over
-            self._messages = deque(one for one in self._messages if not (one.dropped and one.place == message.place))
+            self._messages = deque(
+                waiting for waiting in self._messages if not (waiting.dropped and waiting.place == message.place)
+            )
         self._messages.insert(0 if first else len(self._messages), message)
         self.channel.host.ask(self.wake)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..staging import Message
 from .deadline import Looks
-from .link import Link, Outgoing, Shape
+from .link import Link, OutgoingMessage, Shape
 
 #: Seconds between two looks at the ranks that are waited for.
 _SLICE = 0.2
@@ -51,7 +51,7 @@ class Transfer(Message):
         }
         #: By source: units that may still come, and by destination: what may still leave.
         self._left = {rank: 0 if self._links[rank].left else shape.units for rank in self._into}
-        self.leaving: dict[int, Outgoing] = {}
+        self.leaving: dict[int, OutgoingMessage] = {}
         self._unwanted: set[int] = set()  # ranks that take no more
         self._all = self._missing = sum(self._left.values())
         self._posted = self._latest = time.monotonic()  # the latest: when new units came
@@ -103,7 +103,7 @@ class Transfer(Message):
             self.leaving[rank].dropped = True
             self._lock.notify_all()
 
-    def leave(self, rank: int, message: Outgoing) -> None:
+    def leave(self, rank: int, message: OutgoingMessage) -> None:
         """Note that ``message`` is to be sent to ``rank``."""
         self.leaving[rank] = message
         message.dropped = rank in self._unwanted
@@ -174,7 +174,11 @@ class Transfer(Message):
     def _going(self) -> list[int]:
         """Return the ranks that live, and wait for more."""
         waiting = {} if self.over else self.leaving
-        return [rank for rank, one in waiting.items() if not (one.sent or one.dropped) and self._links[rank].lives]
+        return [
+            rank
+            for rank, message in waiting.items()
+            if not (message.sent or message.dropped) and self._links[rank].lives
+        ]
 
     def _wait(self, pending: Callable[[], list[int]], timeout: float | None) -> None:
         """Wait until nobody is ``pending``, or until the deadline. Raise TimeoutError."""

@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ...base.errors import UsageError, refuse
 from ...base.native import ENGINE
-from ...config.transport import UDP_REPORT_BYTES, check_code
+from ...config.transport import UDP_REPORT_BYTES
 from ..address import resolve, speed_of
 from ..leaving import PeerLost
 from ..settings import MIB, Settings
@@ -48,7 +48,7 @@ LEAST_WINDOW = 8
 LITTLE_BUFFER, MORE_BUFFER = 8 * MIB, "sysctl -w net.core.rmem_max=4194304"
 
 #: The names of the values of :meth:`Channel.rates`, in the order of the engine.
-_RATES = ("rate", "rtt_min", "foreign_loss", "delivered", "outstanding", "window", "limit")
+_RATES = ("rate", "rtt_min", "window", "limit")
 
 #: How often units are sent that hold copies of parameters.
 _COPIES = 3
@@ -75,7 +75,7 @@ class _Settings(ctypes.Structure):
 
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer, i, u32, u64, i64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64
-    size, text, double = ctypes.c_size_t, ctypes.c_char_p, ctypes.c_double
+    text = ctypes.c_char_p
     for name, result, *arguments in (
         ("load_cipher", i),
         ("engine_counter_names", text),
@@ -94,10 +94,9 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("linger", i, pointer, i64),
         ("close", None, pointer, i64),
         ("copies", i, pointer, i, u32, pointer, u32, pointer),
-        ("post", i, pointer, i, u32, u32, u64, pointer, pointer, i64, u32, pointer, u32, i64, ctypes.POINTER(pointer)),
-        ("outcomes", None, pointer, pointer),
+        ("post", i, pointer, i, u32, u32, pointer, pointer, i64, i64, ctypes.POINTER(pointer)),
         ("reported", i, pointer, i, u32),
-        ("send", i, pointer, i, u32, u32, u64, pointer, pointer, u32, u32, ctypes.POINTER(pointer)),
+        ("send", i, pointer, i, u32, u32, pointer, pointer, u32, u32, ctypes.POINTER(pointer)),
         ("reports", i, pointer, pointer),
         ("wait", i, pointer, i, i64),
         ("took", i64, pointer),
@@ -110,18 +109,6 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("member_counters", None, pointer, u32, pointer),
         ("engine_counters", None, pointer, pointer),
         ("member_rate", None, pointer, u32, pointer),
-        # Functions without socket and thread, for tests:
-        ("handle", i, pointer, pointer, pointer, size, i64),
-        ("produce", i, pointer, i64, pointer, pointer),
-        ("timers", None, pointer, i64),
-        ("due", i64, pointer),
-        ("rate_new", pointer, double, double, i, double, double),
-        ("rate_free", None, pointer),
-        ("rate_sample", None, pointer, i64, i64),
-        ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double),
-        ("rate_look", None, pointer, i64, i64),
-        ("rate_shared", None, pointer, pointer),
-        ("rate_get", None, pointer, pointer),
     ):
         function = getattr(lib, f"ml_{name}")
         function.restype, function.argtypes = result, arguments
@@ -344,7 +331,7 @@ class Channel:
                 if not (shard > 0 and 0 < unit <= settings.packet_bytes):
                     raise ValueError(f"bucket {number} of {phase}: {unit} of {shard} bytes in a datagram")
         every = ((phase, number) for phase in self.phases for number in range(len(self._buckets[phase])))
-        self._reported = frozenset(one for one in every if one in opening.reported or one[0] in opening.reported)
+        self._reported = frozenset(key for key in every if key in opening.reported or key[0] in opening.reported)
         if self._reported and settings.packet_bytes < UDP_REPORT_BYTES:
             raise ValueError(f"reports need packets of {UDP_REPORT_BYTES} bytes at least, not {settings.packet_bytes}")
         #: The hellos of all ranks, once all have come.
@@ -435,10 +422,6 @@ class Channel:
             raise ValueError(f"{phase} has {len(self._units[phase])} buckets, not a bucket {bucket}")
         return self.phases.index(phase), bucket, step % 2**32
 
-    def _check_length(self, phase: str, bucket: int, length: int) -> None:
-        if not 0 <= length <= self._buckets[phase][bucket][0]:
-            raise ValueError(f"{length} bytes in {phase}, bucket {bucket} of {self.name}")
-
     def _half(self, key: tuple[int, int, int], result: int, handle: ctypes.c_void_p) -> Transfer:
         """Return the transfer of ``key`` after one of its halves has begun. Called with the lock."""
         if result:
@@ -457,36 +440,21 @@ class Channel:
         return transfer
 
     def post(
-        self,
-        phase: str,
-        step: int,
-        bucket: int,
-        destinations: Pointers,
-        tolerance: int = 0,
-        dropped: np.ndarray | None = None,
-        length: int = 0,
-        within: float | None = None,
+        self, phase: str, step: int, bucket: int, destinations: Pointers, *, within: float | None = None
     ) -> Transfer:
         """Give the address for the piece of each source; ``None`` for this rank and for sources that send nothing.
 
-        ``tolerance``: of the units that must arrive from a source, this many may be missing for good. If more are
-        missing after repair, all of them are sent again. ``dropped`` bool[units + parities]: packets that count as lost
-        when they come for the first time. ``length``: bytes of each piece, if fewer than the bucket has; the units behind
-        them count as arrived. ``within``: seconds that this exchange may take, or infinity, in the place of
-        ``--udp-deadline``.
+        ``within``: seconds that this exchange may take, or infinity, in the place of ``--udp-deadline``.
         """
         key, pointers = self._key(phase, step, bucket), self._pointers(destinations)
-        self._check_length(phase, bucket, length)
         arrived = np.zeros((self.size, self._units[phase][bucket]), np.bool_)
         seconds = self._deadline(key[:2]) if within is None else within
         deadline = 0 if seconds == math.inf else int(seconds * SECOND)
-        drops = np.empty(0, np.bool_) if dropped is None else np.ascontiguousarray(dropped, np.bool_)
         handle = ctypes.c_void_p()
         with self._using(), self._lock:
             result = self._lib.ml_post(
-                self._channel, key[0], key[2], bucket, length, pointers, arrived.ctypes.data, deadline, tolerance,
-                drops.ctypes.data, len(drops), -1, ctypes.byref(handle),
-            )  # fmt: skip
+                self._channel, key[0], key[2], bucket, pointers, arrived.ctypes.data, deadline, -1, ctypes.byref(handle)
+            )
             transfer = self._half(key, result, handle)
             transfer.arrived = arrived
             return transfer
@@ -498,33 +466,23 @@ class Channel:
         bucket: int,
         sources: Pointers,
         must: np.ndarray | None = None,
-        code: tuple[int, int] = (1, 0),
-        length: int = 0,
+        copies: tuple[int, int] = (1, 0),
     ) -> Transfer:
         """Give the address of each destination's piece; ``None`` for this rank and for destinations that get nothing.
 
-        ``must`` bool[N, units], in a reported phase: the units that must arrive at each destination. Each ``code[0]``
-        of such units get ``code[1]`` packets of parity. ``length``: bytes of each piece, if fewer than the bucket has;
-        all its units must arrive.
+        ``must`` bool[N, units], in a reported phase: the units that must arrive at each destination. Of each
+        ``copies[0]`` such units ``copies[1]`` are sent again behind the message.
         """
         key, pointers = self._key(phase, step, bucket), self._pointers(sources)
-        self._check_length(phase, bucket, length)
         if must is not None:
             must = np.ascontiguousarray(must, np.bool_)
             if (phase, bucket) not in self._reported or must.shape != (self.size, self._units[phase][bucket]):
                 raise ValueError(f"must {must.shape} for {phase}, bucket {bucket} of {self.name}")
-        if length:
-            units = -(-length // self._buckets[phase][bucket][1])
-            rows = [rank for rank, pointer in enumerate(sources) if pointer is not None]
-            if must is None or not must[rows, :units].all():
-                raise ValueError(f"a shorter message of {phase}, bucket {bucket} of {self.name}: all of it must arrive")
-        if code != (1, 0):  # there is parity
-            check_code("code", *code, least=0, copies=True)
         handle = ctypes.c_void_p()
         with self._using(), self._lock:
             result = self._lib.ml_send(
-                self._channel, key[0], key[2], bucket, length, pointers,
-                None if must is None else must.ctypes.data, *code, ctypes.byref(handle),
+                self._channel, key[0], key[2], bucket, pointers,
+                None if must is None else must.ctypes.data, *copies, ctypes.byref(handle),
             )  # fmt: skip
             transfer = self._half(key, result, handle)
             transfer._sending = True
@@ -599,9 +557,8 @@ class Channel:
     def rates(self) -> dict[int, dict[str, float]]:
         """Return rates towards each peer; for a closed channel, those at its end.
 
-        ``rate``: bytes per second. ``rtt_min``: seconds. ``foreign_loss``: the share of loss that this process does not
-        cause. ``delivered``: the greatest recent rate of arrivals. ``outstanding``: DATA on the way. ``window``,
-        ``limit``: DATA that the peer's buffer holds for this process.
+        ``rate``: bytes per second. ``rtt_min``: seconds. ``window``, ``limit``: DATA that the peer's buffer holds for this
+        process.
         """
         return self._of_peers(1, _RATES, self._lib.ml_member_rate, ctypes.c_double)
 
@@ -652,14 +609,6 @@ class Channel:
         self._transfers.clear()
 
 
-class Outcome(NamedTuple):
-    """The end of a message: units that were missing, units missing after parity, and whether it was sent again."""
-
-    raw: int
-    residual: int
-    again: bool
-
-
 class Transfer(Message):
     """One exchange, from its first half on."""
 
@@ -674,7 +623,6 @@ class Transfer(Message):
         self._lib = channel._lib
         self._handle: ctypes.c_void_p | None = None
         self._users, self._dropped = 0, False
-        self._outcomes: np.ndarray | None = None  # [N, 3]
         self._sending = self._all_sent = False
         self._reports = False  # whether reports are still wanted
 
@@ -714,13 +662,6 @@ class Transfer(Message):
         if not self._wait(0, timeout):
             raise TimeoutError(f"{self}: {self._missing()} after {timeout:g} s")
         return self.arrived
-
-    def outcome(self, source: int) -> Outcome:
-        """Return the :class:`Outcome` of required units of ``source``, in a reported phase, after :meth:`wait`."""
-        if self._outcomes is None:
-            raise ValueError(f"{self}: has no outcome before it is waited for, and only where senders choose")
-        raw, residual, again = self._outcomes[source].tolist()
-        return Outcome(raw, residual, bool(again))
 
     def all_sent(self) -> bool:
         """Return whether the engine reads nothing from the sources any more. Raise :class:`PeerLost`."""
@@ -789,9 +730,6 @@ class Transfer(Message):
             if what:
                 self._all_sent = True
             elif self.took is None:
-                if (channel.phases[self.key[0]], self.key[1]) in channel._reported:
-                    self._outcomes = np.empty((channel.size, 3), np.uint32)
-                    self._lib.ml_outcomes(self._handle, self._outcomes.ctypes.data)
                 self.took = self._lib.ml_took(self._handle) / SECOND
                 channel._took.setdefault(self.key[:2], deque(maxlen=_HISTORY)).append(self.took)
             if self.took is not None and self._all_sent and not self._reports:

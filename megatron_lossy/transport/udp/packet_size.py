@@ -63,7 +63,7 @@ def _agree(config: LossyConfig) -> int:
         why = f"not all ranks came to agree within {_TOGETHER.seconds} s: all must have it, or the same number"
         raise refuse("--packet-bytes", "auto", why) from None
     addresses, mtus = zip(*(json.loads(store.get(key)) for key in keys), strict=True)
-    hosts = [other for other, one in enumerate(addresses) if addresses.index(one) == other]
+    hosts = [other for other, place in enumerate(addresses) if addresses.index(place) == other]
     lengths = candidates(min(mtus), overhead(config.udp_cipher) + (48 if ":" in address else 28))
     problems = [f"the least MTU of the interfaces is {min(mtus):,}"]
 
@@ -108,7 +108,7 @@ def candidates(mtu: int, headers: int) -> list[int]:
     """Return the lengths of packets to try, rising, where interfaces take packets of ``mtu`` bytes with ``headers``."""
     least, most = UDP_PACKETS
     top = min(max((mtu - headers) // STEP * STEP, least), most)
-    return sorted({top, *(n for one in MTUS if least <= (n := (one - headers) // STEP * STEP) < top)})
+    return sorted({top, *(n for mtu in MTUS if least <= (n := (mtu - headers) // STEP * STEP) < top)})
 
 
 def longest(lengths: Sequence[int], passes: Callable[[int], bool]) -> int:

@@ -8,26 +8,18 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ...base.errors import UsageError
 
 #: The version of the datagrams and of the entries in the store.
-PROTOCOL = 11
+PROTOCOL = 12
 PHASES = ("grad", "param")
 #: The number of each code of values in a datagram.
 CODES = {"raw": 0, "int8": 1, "int4": 2}
 HEADER_BYTES, TAG_BYTES = 28, 16
 #: For each phase and each bucket: bytes of a shard, and of a unit.
 Buckets = Mapping[str, Sequence[tuple[int, int]]]
-
-
-class Store(Protocol):
-    """The methods of torch's store that a channel needs."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ class Opening:
     name: str
     rank: int
     size: int
-    store: Store
+    store: Any  # torch's, of which ``set`` and ``get`` are called
     prefix: str
     buckets: Buckets
     peers: Collection[int] | None = None

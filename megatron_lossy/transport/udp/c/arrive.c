@@ -48,9 +48,10 @@ static int take_data(struct member *m, const struct header *h, const uint8_t *by
 {
     int verdict = TAKEN, copied = h->tag & ((1 << CODE) - 1);
     struct exchange *x = come_to(m, h, 1, &verdict);
-    if (verdict == LATE)
+    if (verdict == LATE && copied != COPIED) { /* else another one may have come */
         say_done(m, h, now);
-    m->count.late += !x && verdict == LATE;
+        m->count.late++;
+    }
     m->count.early_dropped += !x && verdict == EARLY_DROPPED;
     if (!x)
         return verdict;
@@ -69,31 +70,26 @@ static int take_data(struct member *m, const struct header *h, const uint8_t *by
         verdict = DUPLICATE;
     } else if (s->over) {
         verdict = LATE;
-    } else if (copied != AGAIN && shall_lose(s, unit)) {
-        verdict = TAKEN;
     } else {
-        unit_arrived(x, m->rank, unit, bytes, size);
+        unit_arrived(x, m->rank, unit, bytes);
         if (!s->ended) {
             s->ready_wait = ready_base(m->flow);
             s->ready_at = now + s->ready_wait;
         } else if (s->must.count) {
-            /* It may have been the last that must arrive, or make parity useful. While more comes nothing is asked for. */
-            exchange_due(x, s->must.count < x->in ? now : now + MS);
+            /* It may have been the last that must arrive. While more comes nothing is asked for. */
+            exchange_due(x, s->must.count < x->bucket->units ? now : now + MS);
             if (copied == AGAIN)
                 s->must.nack_at = greatest(s->must.nack_at, now + greatest(round_trip(m->flow) / 4, 5 * MS));
         }
         if (s->got == x->bucket->units)
             source_over(x, m->rank, now);
     }
-    if (x->posted && s->over && verdict != TAKEN)
+    if (x->posted && s->over && verdict != TAKEN && copied != COPIED)
         say_done(m, h, now);
     m->count.early += verdict == EARLY_KEPT;
     m->count.late += verdict == LATE;
     m->count.early_dropped += verdict == EARLY_DROPPED;
-    if (verdict == DUPLICATE && copied)
-        m->count.repeated++;
-    else
-        m->count.duplicate += verdict == DUPLICATE;
+    m->count.duplicate += verdict == DUPLICATE && !copied; /* copies are many */
     if (x->posted)
         exchange_settle(x);
     return verdict;
@@ -103,7 +99,6 @@ static int take_end(struct member *m, const struct header *h, const uint8_t *pay
 {
     int verdict = TAKEN;
     struct exchange *x = come_to(m, h, 1, &verdict);
-    m->count.ends++;
     if (x && !x->posted && !may_come(m->channel, h->phase, x->bucket, h->step, 1))
         verdict = LATE;
     if (verdict == LATE)
@@ -143,7 +138,6 @@ static int take_ready(struct member *m, const struct header *h, const uint8_t *p
 {
     int verdict = TAKEN;
     struct exchange *x = come_to(m, h, 0, &verdict);
-    m->count.readies++;
     if (!x)
         return verdict;
     struct dest *d = &x->dests[m->rank];
@@ -272,8 +266,6 @@ static void flow_back(struct engine *e, const struct flow *f, ns now)
 static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *p, size_t n, ns now, ns came)
 {
     uint32_t tag = tag_bytes(e);
-    e->count.datagrams_received++;
-    e->count.bytes_received += n;
     struct header h;
     if (n < HEADER + tag || n > LARGEST || !header_read(&h, p)) {
         e->count.malformed++;
@@ -292,20 +284,19 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     }
     struct member *m = &c->members[source];
     struct flow *f = m->flow;
-    int keyed = type <= READY || (type >= PARITY && type <= ASK); /* it names an exchange */
+    int keyed = type <= READY || type >= NACK; /* it names an exchange */
     int fits = keyed ? phase < PHASES && bucket < c->buckets[phase] : !phase && !bucket && !step;
     if (fits) {
         const struct bucket *b = keyed ? &c->bucket[phase][bucket] : NULL;
-        uint8_t code = type == DATA || type == PARITY ? b->code : 0;
+        uint8_t code = type == DATA ? b->code : 0;
         switch (type) {
         case DATA: fits = index < b->units && size == unit_bytes(b, index); break;
-        case END: fits = b->reports ? index >= b->units && size >= 8 && size <= e->set.packet : index == b->units && !size; break;
+        case END: fits = b->reports ? index >= b->units && size >= 4 && size <= e->set.packet : index == b->units && !size; break;
         case READY:
             fits = index <= 1 && !size;
             if (b->reports && index && index <= parts_of(b->units, bits_room(e)))
                 fits |= size == bits_bytes(e, b, index - 1);
             break;
-        case PARITY: fits = b->reports && index / 255 < b->units && size == b->unit; break;
         case NACK: fits = b->reports && index && index <= list_room(e) && size == 4 * index; break;
         case ASK: fits = !index && !size; break;
         case REPORT: fits = !index && size == REPORT_BYTES; break;
@@ -348,11 +339,11 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
             return LATE;
         f->in.control_top = number + 1;
     }
-    if (type == DATA || type == END || type == PROBE || type == PARITY)
+    if (type == DATA || type == END || type == PROBE)
         report_later(e, f, now);
-    if (type == DATA || type == PARITY)
+    if (type == DATA)
         shares(e, f, n, now);
-    if ((type == DATA || type == PARITY) && size == c->bucket[phase][bucket].unit)
+    if (type == DATA && size == c->bucket[phase][bucket].unit)
         m->full_at = now;
     if (m->lost && m->lost != LEFT && keyed && now >= m->told_at + e->pulse) { /* it has no message that it is left out */
         m->told_at = now;
@@ -362,7 +353,6 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     case DATA: verdict = take_data(m, &h, payload, size, now); break;
     case END: verdict = take_end(m, &h, payload, size, now); break;
     case READY: verdict = take_ready(m, &h, payload, size, now); break;
-    case PARITY: verdict = take_parity(m, &h, payload, size); break;
     case NACK: verdict = take_nack(m, &h, payload); break;
     case ASK: verdict = take_ask(m, &h, now); break;
     case REPORT:

@@ -1,4 +1,4 @@
-/* The interface to Python: exchanges, counters and rates; and the protocol without socket and thread, for tests and fuzzers. */
+/* The interface to Python: exchanges, counters and rates. */
 
 /* 0: everything that was sent is acknowledged. */
 API int ml_linger(struct channel *c, ns timeout)
@@ -45,32 +45,27 @@ API int ml_copies(struct channel *c, int phase, uint32_t bucket, const uint32_t 
     return busy ? -2 : 0;
 }
 
-/* 0 and a handle; -1 failed, -2 not a later step, -3 no memory. Of what must arrive of a source `tolerance` units may be
- * missing for good. `dropped` [drops]: units, and after all of them parities, that count as lost when they come. */
-/* `length`: bytes of each message, if fewer than the bucket has; 0 for all. `to` is written until ml_wait says that it is over;
- * `arrived` is read as long as there is a handle of the exchange. Neither is touched in a closed or failed channel. */
-API int ml_post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint64_t length, uint8_t *const *to,
-                uint8_t *arrived, ns deadline, uint32_t tolerance, const uint8_t *dropped, uint32_t drops, ns now,
-                struct exchange **handle)
+/* 0 and a handle; -1 failed, -2 not a later step, -3 no memory. `to` is written until ml_wait says that it is over; `arrived` is
+ * read as long as there is a handle of the exchange. Neither is touched in a closed or failed channel. */
+API int ml_post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint8_t *const *to, uint8_t *arrived, ns deadline,
+                ns now, struct exchange **handle)
 {
-    struct terms terms = {length, tolerance, drops, dropped};
     acquire(c->engine);
-    int result = post(c, phase, step, bucket, to, arrived, deadline, &terms, at(now), handle);
+    int result = post(c, phase, step, bucket, to, arrived, deadline, at(now), handle);
     release(c->engine);
     return result;
 }
 
-/* `must` [size][units], or NULL: units that must arrive, of a bucket with reports; in blocks of `block` of them go
- * `parity` packets of parity. `length`: as of ml_post; of a shorter message all units must arrive. */
-API int ml_send(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint64_t length, const uint8_t *const *from,
-                const uint8_t *must, uint32_t block, uint32_t parity, struct exchange **handle)
+/* `must` [size][units], or NULL: units that must arrive, of a bucket with reports; of `block` of them go
+ * `copies` more, in turn. */
+API int ml_send(struct channel *c, int phase, uint32_t step, uint32_t bucket, const uint8_t *const *from, const uint8_t *must,
+                uint32_t block, uint32_t copies, struct exchange **handle)
 {
     struct musts *musts = NULL;
-    const struct bucket *b = &c->bucket[phase][bucket];
-    if (must && !(musts = musts_new(c, b, from, must, length)))
+    if (must && !(musts = musts_new(c, &c->bucket[phase][bucket], from, must)))
         return -3;
     acquire(c->engine);
-    int result = send_pieces(c, phase, step, bucket, from, musts, block << 16 | parity, units_of(b, length), handle);
+    int result = send_pieces(c, phase, step, bucket, from, musts, block, copies, handle);
     release(c->engine);
     musts_free(musts, c->size);
     return result;
@@ -93,20 +88,6 @@ API int ml_reports(struct exchange *x, uint8_t *lost)
     }
     release(c->engine);
     return result;
-}
-
-/* `out` [size][3], of what had to arrive of each source: units missing when its end was known, after repair, and whether they
- * were asked for. */
-API void ml_outcomes(struct exchange *x, uint32_t *out)
-{
-    acquire(x->channel->engine);
-    for (uint32_t i = 0; i < x->channel->size; i++, out += 3) {
-        const struct source *s = &x->sources[i];
-        out[0] = s->must.raw;
-        out[1] = s->must.residual;
-        out[2] = s->must.again;
-    }
-    release(x->channel->engine);
 }
 
 /* `what`: 0 everything arrived that will; 1 nothing is read from the sources any more. 0 yes, 1 not yet, -1 failed. */
@@ -184,59 +165,14 @@ API void ml_engine_counters(struct engine *e, uint64_t *out)
     release(e);
 }
 
-/* rate (bytes/s), least round trip (s), lost share that is not ours, what came through (bytes/s), outstanding DATA; how much of
- * that its buffer holds for us: with ease, and at most */
+/* Rate (bytes/s), least round trip (s); DATA that its buffer holds for us, with ease and at most. */
 API void ml_member_rate(struct channel *c, uint32_t rank, double *out)
 {
     acquire(c->engine);
     const struct flow *f = c->members[rank].flow;
     out[0] = f->rate.rate;
     out[1] = f->rate.known ? (double)f->rate.rtt_min / 1e9 : 0.0;
-    out[2] = f->rate.rule == SHARED ? f->rate.shared.credit : f->rate.foreign;
-    out[3] = f->rate.rule == SHARED ? f->rate.shared.proven : f->rate.greatest;
-    out[4] = (double)(f->out.data - f->out.reported);
-    out[5] = f->out.window;
-    out[6] = f->out.limit;
+    out[2] = f->out.window;
+    out[3] = f->out.limit;
     release(c->engine);
-}
-
-API int ml_handle(struct engine *e, const struct sockaddr *from, const uint8_t *bytes, size_t size, ns now)
-{
-    return handle(e, from, bytes, size, now, now);
-}
-API int ml_produce(struct engine *e, ns now, uint8_t *out, struct output *o) { return produce(e, now, out, o); }
-API void ml_timers(struct engine *e, ns now) { timers(e, now); }
-API ns ml_due(const struct engine *e) { return least(e->timers_at, e->blocked_until); }
-
-API struct rate *ml_rate_new(double floor, double ceiling, int rule, double packet, double flows)
-{
-    struct rate *r = calloc(1, sizeof *r);
-    if (r)
-        rate_init(r, floor, ceiling, rule, packet, flows);
-    return r;
-}
-API void ml_rate_free(struct rate *r) { free(r); }
-API void ml_rate_sample(struct rate *r, ns now, ns rtt) { rate_sample(r, now, rtt); }
-API void ml_rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t bytes, uint64_t top, uint32_t clock, ns sent_at,
-                        double share)
-{
-    rate_report(r, now, datagrams, bytes, top, clock, sent_at, share);
-}
-API void ml_rate_look(struct rate *r, ns now, ns clock) { rate_look(r, now, clock); }
-/* Of SHARED: rate, what came through, credit, phase, whether it competes. */
-API void ml_rate_shared(const struct rate *r, double *out)
-{
-    out[0] = r->shared.rate;
-    out[1] = r->shared.proven;
-    out[2] = r->shared.credit;
-    out[3] = r->shared.phase;
-    out[4] = r->shared.competes;
-}
-API void ml_rate_get(const struct rate *r, double *out)
-{
-    out[0] = r->rate;
-    out[1] = r->foreign;
-    out[2] = r->greatest;
-    out[3] = r->known ? (double)r->rtt_min : -1.0;
-    out[4] = r->starting;
 }

@@ -25,9 +25,9 @@
 #include "shared.c"   /* rate next to others */
 #include "rate.c"     /* rate: how fast one destination may be sent to */
 #include "state.h"    /* state of flows, channels, members, buckets, exchanges */
-#include "parity.c"   /* which packets a parity is of; parts of lists */
+#include "parts.c"    /* parts of lists and reports */
 #include "exchange.c" /* exchange state: begin, early pool, end */
-#include "must.c"     /* what must arrive: lists, parity, requests */
+#include "must.c"     /* what must arrive: lists, requests */
 #include "halves.c"   /* the two halves of an exchange: posting, sending */
 #include "arrive.c"   /* what arrives: one datagram */
 #include "leave.c"    /* what leaves: the next datagrams */

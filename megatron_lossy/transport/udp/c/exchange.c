@@ -34,26 +34,9 @@ static void early_release(struct exchange *x)
 {
     struct engine *e = x->channel->engine;
     x->channel->early -= x->charge;
-    e->early -= x->charge + x->parity;
+    e->early -= x->charge;
     e->count.early_bytes = e->early;
-    x->charge = x->parity = 0;
-}
-
-/* Room for parity: of an exchange that is posted only the memory of the engine limits it. */
-static int parity_charge(struct exchange *x, size_t size)
-{
-    struct engine *e = x->channel->engine;
-    if (!x->posted) {
-        if (!early_room(x->channel, size))
-            return 0;
-        early_charge(x, size);
-        return 1;
-    }
-    if (e->early + size > e->set.memory)
-        return 0;
-    x->parity += size;
-    e->early += size;
-    return 1;
+    x->charge = 0;
 }
 
 /* `early`: a peer's datagram wants it, so that it counts as memory that peers may take. */
@@ -74,8 +57,6 @@ static struct exchange *exchange_new(struct channel *c, int phase, uint32_t step
     x->number = (uint16_t)bucket;
     x->phase = (uint8_t)phase;
     x->due = NEVER;
-    x->in = x->out = x->bucket->units;
-    x->in_bytes = x->bucket->shard;
     x->same = x->bucket->live;
     x->bucket->live = x;
     x->next = e->live;
@@ -93,31 +74,22 @@ static struct exchange *exchange_new(struct channel *c, int phase, uint32_t step
     return x;
 }
 
-static void chunks_free(struct early **list)
-{
-    while (*list) {
-        struct early *chunk = *list;
-        *list = chunk->next;
-        free(chunk);
-    }
-}
-
 /* Of what must arrive. */
 static void musts_forget(struct source *s)
 {
-    chunks_free(&s->must.parity);
     free(s->must.list);
     free(s->must.told);
-    free(s->must.parities);
-    free(s->drop.row);
     s->must.list = NULL;
-    s->must.told = s->must.parities = s->drop.row = NULL;
-    s->must.count = s->drop.count = s->must.parities_room = 0;
+    s->must.told = NULL;
+    s->must.count = 0;
 }
 
 static void source_forget(struct source *s)
 {
-    chunks_free(&s->early);
+    for (struct early *next; s->early; s->early = next) {
+        next = s->early->next;
+        free(s->early);
+    }
     musts_forget(s);
     if (s->own_row)
         free(s->row);
@@ -138,7 +110,7 @@ static void dest_forget(struct dest *d)
     free(d->must.copies);
     d->must.list = NULL;
     d->must.copies = NULL;
-    d->must.count = d->must.parities = 0;
+    d->must.count = d->must.repeats = 0;
 }
 
 static void exchange_free(struct exchange *x)
@@ -288,7 +260,6 @@ static void source_over(struct exchange *x, uint32_t i, ns now)
     struct member *m = &x->channel->members[i];
     s->over = 1;
     s->ready_at = NEVER;
-    m->count.units += x->in;
     m->count.lost += x->bucket->units - s->got;
     musts_forget(s);
     report_lost(x, i);
@@ -300,14 +271,10 @@ static void source_over(struct exchange *x, uint32_t i, ns now)
 static ns nack_base(const struct flow *f) { return greatest(3 * round_trip(f) / 2, 5 * MS); }
 static ns ready_base(const struct flow *f) { return greatest(round_trip(f) / 2, 5 * MS); }
 
-/* `place`: a unit, or the units of a message and a parity. */
-static int shall_lose(const struct source *s, uint32_t place) { return place < s->drop.count && s->drop.row[place]; }
-
-static void unit_arrived(struct exchange *x, uint32_t i, uint32_t unit, const uint8_t *bytes, uint32_t size)
+static void unit_arrived(struct exchange *x, uint32_t i, uint32_t unit, const uint8_t *bytes)
 {
     struct source *s = &x->sources[i];
-    uint32_t room = in_unit_bytes(x, unit); /* the last unit of a message that does not fill its bucket is filled up */
-    memcpy(s->to + (uint64_t)unit * x->bucket->unit, bytes, size < room ? size : room);
+    memcpy(s->to + (uint64_t)unit * x->bucket->unit, bytes, unit_bytes(x->bucket, unit));
     s->row[unit] = 1;
     s->got++;
 }

@@ -2,9 +2,6 @@
  * receiver is ready, and when it is done.
  */
 
-/* Bytes of a message, if not all of the bucket; what a receiver tolerates of each source, and what it shall lose. */
-struct terms { uint64_t length; uint32_t tolerance, drops; const uint8_t *dropped; };
-
 /* Whether more may come from a member. Its datagrams from before it left may be under way. */
 static int comes(const struct member *m, const struct source *s)
 {
@@ -12,7 +9,7 @@ static int comes(const struct member *m, const struct source *s)
 }
 
 static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint8_t *const *to, uint8_t *arrived,
-                ns deadline, const struct terms *terms, ns now, struct exchange **handle)
+                ns deadline, ns now, struct exchange **handle)
 {
     struct bucket *b = &c->bucket[phase][bucket];
     if (c->failed)
@@ -27,8 +24,6 @@ static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
     newest(c, phase, step);
     x->handles++;
     x->posted = 1;
-    x->in = units_of(b, terms->length);
-    x->in_bytes = terms->length ? terms->length : b->shard;
     x->posted_at = now;
     x->deadline = deadline > 0 ? now + deadline : NEVER;
     exchange_due(x, x->deadline);
@@ -48,20 +43,10 @@ static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
         s->expected = i != c->rank && to[i] && c->members[i].flow;
         s->to = to[i];
         x->open += s->expected;
-        s->must.tolerance = terms->tolerance;
-        if (s->expected) { /* as if what is no part of the message had come */
-            memset(row + x->in, 1, b->units - x->in);
-            s->got = b->units - x->in;
-        }
-        if (s->expected && terms->drops && (s->drop.row = malloc(terms->drops))) {
-            memcpy(s->drop.row, terms->dropped, terms->drops);
-            s->drop.count = terms->drops;
-            parities_drop(s, x->in);
-        }
         while (chunk) {
             struct early *next = chunk->next;
-            if (s->expected && chunk->unit < x->in && !shall_lose(s, chunk->unit))
-                unit_arrived(x, i, chunk->unit, chunk->bytes, chunk->size);
+            if (s->expected)
+                unit_arrived(x, i, chunk->unit, chunk->bytes);
             free(chunk);
             chunk = next;
         }
@@ -87,7 +72,7 @@ static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
 }
 
 static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t bucket, const uint8_t *const *from,
-                       struct musts *musts, uint32_t code, uint32_t units, struct exchange **handle)
+                       struct musts *musts, uint32_t block, uint32_t copies, struct exchange **handle)
 {
     struct bucket *b = &c->bucket[phase][bucket];
     if (c->failed)
@@ -102,7 +87,6 @@ static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t buc
     newest(c, phase, step);
     pthread_mutex_lock(&c->engine->tell);
     x->sending = 1;
-    x->out = units;
     x->order = c->engine->orders++;
     for (uint32_t k = 1; k < c->size; k++) {
         uint32_t i = (c->rank + k) % c->size;
@@ -118,9 +102,8 @@ static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t buc
             d->must.count = musts[i].count;
             musts[i].list = NULL;
             musts[i].copies = NULL;
-            d->must.code = code;
-            d->must.parities = parities_of(d->must.count, code);
-            if (d->must.count == units)
+            d->must.repeats = (uint32_t)((uint64_t)d->must.count * copies / block);
+            if (d->must.count == b->units)
                 d->from = d->must.copies; /* so that the caller's memory is not needed any more */
         }
         x->unsent++;

@@ -1,4 +1,4 @@
-/* Departures: datagrams of control first, then units asked for again, then DATA and PARITY in the order of the exchanges, in
+/* Departures: datagrams of control first, then units asked for again, then DATA in the order of the exchanges, in
  * turn over destinations, as far as pace and window have room.
  */
 
@@ -31,13 +31,21 @@ static struct train train_of(const struct engine *e, const struct bucket *b, uin
     return (struct train){.out = out, .datagram = HEADER + b->unit + tag_bytes(e)};
 }
 
-/* Add a unit or a parity of an exchange. */
-static void train_add(struct engine *e, struct member *m, struct train *t, int type, int priority, const struct exchange *x,
-                      uint32_t index, const uint8_t *payload, uint32_t size, ns now)
+/* Add a unit of an exchange. */
+static void train_add(struct engine *e, struct member *m, struct train *t, int priority, const struct exchange *x, uint32_t unit,
+                      const uint8_t *payload, ns now)
 {
-    t->bytes += build(e, m, type, priority | x->bucket->code << CODE, x->phase, x->step, x->number, index, payload, size,
-                      t->out + t->bytes, now);
+    t->bytes += build(e, m, DATA, priority | x->bucket->code << CODE, x->phase, x->step, x->number, unit, payload,
+                      unit_bytes(x->bucket, unit), t->out + t->bytes, now);
     t->n++;
+}
+
+/* Add a unit that must arrive, from the copy of it. */
+static void train_copy(struct engine *e, struct member *m, struct train *t, int priority, const struct dest *d, uint32_t position,
+                       ns now)
+{
+    const uint8_t *copy = d->must.copies + (uint64_t)position * d->x->bucket->unit;
+    train_add(e, m, t, priority, d->x, d->must.list[position], copy, now);
 }
 
 /* Whether there is room for another unit: only the last datagram may be shorter. */
@@ -52,12 +60,6 @@ static void address(struct output *o, const struct flow *f, uint32_t bytes, uint
     o->to_size = (uint32_t)f->to_size;
     o->bytes = bytes;
     o->segment = segment;
-}
-
-/* The datagrams of a message, with copies. */
-static uint32_t entries_of(const struct dest *d)
-{
-    return d->x->out < d->x->bucket->units ? d->x->out : d->x->bucket->entries;
 }
 
 static int produce_control(struct engine *e, ns now, uint8_t *out, struct output *o)
@@ -100,7 +102,6 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
                 continue;
             payload = list;
             size = 4 * count;
-            m->count.asked += count;
             uint32_t bytes = build(e, m, NACK, 0, k->phase, k->step, k->bucket, count, payload, size, out, now);
             address(o, f, bytes, bytes);
             return 1;
@@ -148,14 +149,13 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
     }
     f->out.force_wait = least(2 * f->out.force_wait, 2 * SECOND); /* reports were lost, or all that they would have reported */
     f->out.force_at = now + f->out.force_wait;
-    m->count.forced++;
     return FORCED;
 }
 
 static int may_begin(const struct member *m, const struct dest *d)
 {
     const struct bucket *b = d->x->bucket;
-    if (d->ready || d->position == entries_of(d)) /* parities are left */
+    if (d->ready || d->position == b->entries) /* copies are left */
         return 1;
     if (m->any_posted[d->x->phase] && (int32_t)(d->x->step - m->posted[d->x->phase]) > AHEAD)
         return 0; /* it would not be kept */
@@ -224,8 +224,7 @@ static int produce_again(struct engine *e, struct member *m, ns now, uint8_t *ou
     struct train t = train_of(e, b, out);
     uint32_t most = batch_most(f, t.datagram, room);
     while (train_room(&t, most) && m->resend.first != m->resend.last && m->resend.ring[m->resend.first % RESENDS].dest == d) {
-        uint32_t position = m->resend.ring[m->resend.first++ % RESENDS].position, unit = d->must.list[position];
-        train_add(e, m, &t, DATA, AGAIN, d->x, unit, d->must.copies + (uint64_t)position * b->unit, unit_bytes(b, unit), now);
+        train_copy(e, m, &t, AGAIN, d, m->resend.ring[m->resend.first++ % RESENDS].position, now);
         m->count.resent++;
     }
     train_leaves(e, f, &t, o, now);
@@ -254,10 +253,10 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
     if (!room)
         return 0;
     struct train t = train_of(e, b, out);
-    uint32_t most = batch_most(f, t.datagram, room), entries = entries_of(d);
-    while (train_room(&t, most) && d->position < entries && may_begin(m, d)) {
+    uint32_t most = batch_most(f, t.datagram, room);
+    while (train_room(&t, most) && d->position < b->entries && may_begin(m, d)) {
         uint32_t unit = b->order ? b->order[d->position] : d->position, size = unit_bytes(b, unit);
-        train_add(e, m, &t, DATA, b->tags ? b->tags[unit] : 0, d->x, unit, d->from + (uint64_t)unit * b->unit, size, now);
+        train_add(e, m, &t, b->tags ? b->tags[unit] : 0, d->x, unit, d->from + (uint64_t)unit * b->unit, now);
         if (!m->any_posted[d->x->phase])
             has_posted(m, d->x);
         if (!d->ready) {
@@ -266,14 +265,12 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
         }
         d->position++;
     }
-    while (train_room(&t, most) && d->position == entries && d->must.parity < d->must.parities) {
-        parity_bytes(d, d->must.parity, e->scratch);
-        train_add(e, m, &t, PARITY, 0, d->x, d->must.parity, e->scratch, b->unit, now);
-        m->count.parities++;
-        d->must.parity++;
+    while (train_room(&t, most) && d->position == b->entries && d->must.repeat < d->must.repeats) {
+        train_copy(e, m, &t, COPIED, d, d->must.repeat++ % d->must.count, now);
+        m->count.copies++;
     }
     train_leaves(e, f, &t, o, now);
-    if (d->position == entries && d->must.parity == d->must.parities) {
+    if (d->position == b->entries && d->must.repeat == d->must.repeats) {
         end_said(e, m, d);
         dest_sent(d, now);
     }

@@ -1,9 +1,8 @@
 /* Required units: those that senders of a bucket with reports name in END.
  *
- * A receiver that lacks one puts it together from PARITY, or asks for it by NACK until it is there or the deadline has passed:
- * for little of it twice in a row, so that what is sent again is sent twice, and seldom lost for another round trip. It may do
- * without some: if parity leaves no more missing than it tolerates, that is lost; else it asks for all of it. The sender keeps
- * copies, and sends again what it is asked for.
+ * Some of them go out several times. A receiver that lacks one asks for it by NACK until it is there or the deadline has passed:
+ * for little of it twice in a row, so that what is sent again is sent twice, and seldom lost for another round trip. The sender
+ * keeps copies, and sends again what it is asked for.
  */
 
 /* The required units of each destination, and a copy of them: sources may change when all has been sent once. */
@@ -18,16 +17,13 @@ static void musts_free(struct musts *musts, uint32_t size)
     free(musts);
 }
 
-static struct musts *musts_new(const struct channel *c, const struct bucket *b, const uint8_t *const *from, const uint8_t *must,
-                               uint64_t length)
+static struct musts *musts_new(const struct channel *c, const struct bucket *b, const uint8_t *const *from, const uint8_t *must)
 {
     struct musts *result = calloc(c->size, sizeof *result);
-    uint32_t units = units_of(b, length);
-    uint64_t end = length ? length : b->shard;
     for (uint32_t i = 0; result && i < c->size; i++) {
         const uint8_t *row = must + (uint64_t)i * b->units;
         uint32_t count = 0;
-        for (uint32_t unit = 0; from[i] && unit < units; unit++)
+        for (uint32_t unit = 0; from[i] && unit < b->units; unit++)
             count += row[unit] != 0;
         if (!count)
             continue;
@@ -37,11 +33,10 @@ static struct musts *musts_new(const struct channel *c, const struct bucket *b, 
             musts_free(result, c->size);
             return NULL;
         }
-        for (uint32_t unit = 0; unit < units; unit++) {
+        for (uint32_t unit = 0; unit < b->units; unit++) {
             if (!row[unit])
                 continue;
-            uint64_t start = (uint64_t)unit * b->unit, rest = end - start;
-            memcpy(result[i].copies + (uint64_t)result[i].count * b->unit, from[i] + start, rest < b->unit ? rest : b->unit);
+            memcpy(result[i].copies + (uint64_t)result[i].count * b->unit, from[i] + (uint64_t)unit * b->unit, unit_bytes(b, unit));
             result[i].list[result[i].count++] = unit;
         }
     }
@@ -49,17 +44,16 @@ static struct musts *musts_new(const struct channel *c, const struct bucket *b, 
 }
 
 /* How many units END lists: none where all must arrive. */
-static uint32_t must_list(const struct dest *d) { return d->must.count < d->x->out ? d->must.count : 0; }
+static uint32_t must_list(const struct dest *d) { return d->must.count < d->x->bucket->units ? d->must.count : 0; }
 
 static uint32_t end_payload(const struct engine *e, const struct dest *d, uint32_t part, uint8_t *p)
 {
     uint32_t room = list_room(e), listed = must_list(d), from = part * room, left = from < listed ? listed - from : 0;
     uint32_t here = left < room ? left : room;
     put32(p, d->must.count && !listed ? ALL : d->must.count);
-    put32(p + 4, d->must.code);
     for (uint32_t k = 0; k < here; k++)
-        put32(p + 8 + 4 * k, d->must.list[from + k]);
-    return 8 + 4 * here;
+        put32(p + 4 + 4 * k, d->must.list[from + k]);
+    return 4 + 4 * here;
 }
 
 static void end_said(struct engine *e, struct member *m, const struct dest *d)
@@ -74,15 +68,14 @@ static int end_part(struct exchange *x, struct source *s, uint32_t part, const u
 {
     struct engine *e = x->channel->engine;
     const struct bucket *b = x->bucket;
-    if (size < 8)
+    if (size < 4)
         return -1;
-    uint32_t count = get32(p), code = get32(p + 4), room = list_room(e), all = count == ALL;
+    uint32_t count = get32(p), room = list_room(e), all = count == ALL;
     uint32_t listed = all ? 0 : count, parts = parts_of(listed, room);
     uint32_t here = part < parts ? (listed - part * room < room ? listed - part * room : room) : 0;
     if (all)
         count = b->units;
-    if (count > b->units || part >= parts || size != 8 + 4 * here || (code & 0xffff) > 255 || ((code & 0xffff) && !(code >> 16))
-        || (s->must.told && (s->must.count != count || s->must.code != code)))
+    if (count > b->units || part >= parts || size != 4 + 4 * here || (s->must.told && s->must.count != count))
         return -1;
     if (!s->must.told) {
         size_t charge = x->posted ? 0 : parts + (size_t)count * 4; /* of what waits here peers take no memory */
@@ -99,14 +92,13 @@ static int end_part(struct exchange *x, struct source *s, uint32_t part, const u
         }
         early_charge(x, charge);
         s->must.count = count;
-        s->must.code = code;
         s->must.parts_told = 0;
         for (uint32_t k = 0; all && k < count; k++)
             s->must.list[k] = k;
     }
     if (!s->must.told[part]) {
         for (uint32_t k = 0; k < here; k++)
-            s->must.list[part * room + k] = get32(p + 8 + 4 * k);
+            s->must.list[part * room + k] = get32(p + 4 + 4 * k);
         s->must.told[part] = 1;
         s->must.parts_told++;
     }
@@ -138,112 +130,13 @@ static int reported(struct dest *d, uint32_t part, const uint8_t *payload, uint3
     return d->report.parts == parts;
 }
 
-static void parities_drop(struct source *s, uint32_t units)
-{
-    for (struct early **link = &s->must.parity; *link;) {
-        struct early *chunk = *link;
-        if (shall_lose(s, units + chunk->unit)) {
-            *link = chunk->next;
-            free(chunk);
-        } else {
-            link = &chunk->next;
-        }
-    }
-}
-
-static int take_parity(struct member *m, const struct header *h, const uint8_t *bytes, uint32_t size)
-{
-    int verdict = TAKEN;
-    struct exchange *x = come_to(m, h, 1, &verdict);
-    if (!x)
-        return verdict;
-    struct source *s = &x->sources[m->rank];
-    uint32_t index = h->index;
-    if (s->over || (x->posted && !s->expected))
-        return LATE;
-    if (index < s->must.parities_room && s->must.parities[index / 8] >> index % 8 & 1)
-        return DUPLICATE;
-    if (shall_lose(s, x->in + index))
-        return TAKEN;
-    /* Of what was asked for there are no more than it has units. */
-    size_t known = s->must.parities_room / 8, wanted = known;
-    if (index >= s->must.parities_room) /* with copies there are more of them than units */
-        wanted = ((size_t)(index > x->bucket->units ? index : x->bucket->units) + 8) / 8;
-    size_t charge = sizeof(struct early) + size + wanted - known;
-    struct early *chunk = malloc(sizeof *chunk + size);
-    uint8_t *bits = chunk && wanted > known ? realloc(s->must.parities, wanted) : s->must.parities;
-    if (bits)
-        s->must.parities = bits;
-    if (!chunk || !bits || !parity_charge(x, charge)) {
-        m->count.early_dropped++;
-        free(chunk);
-        return EARLY_DROPPED;
-    }
-    memset(bits + known, 0, wanted - known);
-    s->must.parities_room = (uint32_t)(8 * wanted);
-    s->must.parities[index / 8] |= (uint8_t)(1 << index % 8);
-    chunk->unit = index;
-    chunk->size = size;
-    memcpy(chunk->bytes, bytes, size);
-    chunk->next = s->must.parity;
-    s->must.parity = chunk;
-    return TAKEN;
-}
-
-static uint32_t musts_missing(const struct source *s)
+/* How many units that must arrive are missing. */
+static uint32_t lacks(const struct source *s)
 {
     uint32_t missing = 0;
     for (uint32_t k = 0; k < s->must.count; k++)
         missing += !s->row[s->must.list[k]];
     return missing;
-}
-
-/* Put together what one parity of its group makes up for. */
-static void repair(struct exchange *x, uint32_t i)
-{
-    struct source *s = &x->sources[i];
-    const struct bucket *b = x->bucket;
-    struct member *m = &x->channel->members[i];
-    for (struct early *chunk = s->must.parity; chunk; chunk = chunk->next) {
-        if (chunk->unit >= parities_of(s->must.count, s->must.code) || !chunk->size) /* no size: it has been used */
-            continue;
-        uint32_t first, step, end, missing = 0, place = 0;
-        group_of(chunk->unit, s->must.count, s->must.code, &first, &step, &end);
-        for (uint32_t k = first; k < end; k += step)
-            if (!s->row[s->must.list[k]]) {
-                missing++;
-                place = k;
-            }
-        if (missing != 1)
-            continue;
-        for (uint32_t k = first; k < end; k += step) {
-            const uint8_t *bytes = s->to + (uint64_t)s->must.list[k] * b->unit;
-            uint32_t size = k == place ? 0 : in_unit_bytes(x, s->must.list[k]);
-            for (uint32_t n = 0; n < size; n++)
-                chunk->bytes[n] ^= bytes[n];
-        }
-        unit_arrived(x, i, s->must.list[place], chunk->bytes, unit_bytes(b, s->must.list[place]));
-        chunk->size = 0;
-        m->count.repaired++;
-    }
-}
-
-/* How many units that must arrive are missing, if more are than may. The first look decides, when all has come that will. */
-static uint32_t lacks(struct exchange *x, uint32_t i)
-{
-    struct source *s = &x->sources[i];
-    if (s->must.count > x->in)
-        s->must.count = x->in; /* all, which may have been said before it was known how many those are */
-    uint32_t raw = s->must.judged ? s->must.raw : musts_missing(s);
-    repair(x, i);
-    uint32_t missing = musts_missing(s);
-    if (!s->must.judged) {
-        s->must.judged = 1;
-        s->must.raw = raw;
-        s->must.residual = s->must.asked = missing;
-        s->must.again = missing > s->must.tolerance;
-    }
-    return s->must.again ? missing : 0;
 }
 
 /* Ask for it: at once for all of it, as far as the sender keeps track of so much. */
@@ -287,7 +180,6 @@ static int take_nack(struct member *m, const struct header *h, const uint8_t *pa
     if (!x || !x->dests[m->rank].wanted || x->dests[m->rank].done || !m->resend.ring)
         return LATE;
     struct dest *d = &x->dests[m->rank];
-    m->count.nacks++;
     for (uint32_t k = 0; k < h->index; k++) {
         uint32_t unit = get32(payload + 4 * k), low = 0, high = d->must.count;
         while (low < high) {
@@ -302,14 +194,4 @@ static int take_nack(struct member *m, const struct header *h, const uint8_t *pa
     }
     m->channel->engine->blocked_until = 0;
     return TAKEN;
-}
-
-static void parity_bytes(const struct dest *d, uint32_t index, uint8_t *out)
-{
-    uint32_t first, step, end, unit = d->x->bucket->unit;
-    group_of(index, d->must.count, d->must.code, &first, &step, &end);
-    memset(out, 0, unit);
-    for (uint32_t k = first; k < end; k += step)
-        for (uint32_t n = 0; n < unit; n++)
-            out[n] ^= d->must.copies[(uint64_t)k * unit + n];
 }

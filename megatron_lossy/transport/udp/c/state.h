@@ -23,12 +23,11 @@ enum { SILENT = 1, REFUSED, LEFT, DEAF, IN_VAIN }; /* why a channel failed, or a
 enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DROPPED };
 
 #define ENGINE_COUNTERS(X) \
-    X(datagrams_sent) X(bytes_sent) X(datagrams_received) X(bytes_received) X(malformed) X(foreign) \
-    X(socket_overflow) X(send_blocked) X(send_failed) X(too_big) X(unreachable) X(early_bytes) X(early_most) \
-    X(segmented) X(gathered)
+    X(bytes_sent) X(malformed) X(foreign) X(socket_overflow) X(send_failed) X(too_big) X(unreachable) \
+    X(early_bytes) X(early_most) X(segmented)
 #define MEMBER_COUNTERS(X) \
-    X(sent) X(received) X(units) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) \
-    X(repeated) X(by_deadline) X(ends) X(readies) X(asks) X(forced) X(asked) X(nacks) X(resent) X(parities) X(repaired)
+    X(sent) X(received) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) X(asks) \
+    X(resent) X(copies)
 
 #define FIELD(name) uint64_t name;
 #define NAME(name) #name ","
@@ -70,8 +69,8 @@ struct flow {
 
 /* Required units of a message that goes. */
 struct must_out {
-    uint32_t *list, count, code, parities, parity; /* parity: the next of `parities` */
-    uint8_t *copies;                               /* of the units in the list */
+    uint32_t *list, count, repeats, repeat; /* repeat: the next of `repeats` datagrams with units that have been sent once */
+    uint8_t *copies;                        /* of the units in the list */
 };
 
 struct dest {
@@ -94,16 +93,11 @@ struct early {
 
 /* Required units of a message that comes. */
 struct must_in {
-    uint32_t *list, count, code, parts_told; /* what END says */
+    uint32_t *list, count, parts_told; /* what END says */
     uint8_t *told;
     ns told_at; /* when the first part of its END came; 0: not yet */
-    struct early *parity;
-    uint8_t *parities; /* which have come, a bit each; of so many there is room for bits */
-    uint32_t parities_room;
-    /* So many may be missing for good, unless they are asked for; what was missing before and after repair; what was when it was
-     * last asked for. */
-    uint32_t tolerance, raw, residual, asked;
-    uint8_t judged, again, twice; /* twice: asked once, of two times in a row */
+    uint32_t asked; /* how many were missing when it was last asked for them */
+    uint8_t twice;  /* asked once, of two times in a row */
     ns nack_at, nack_wait;
 };
 
@@ -114,7 +108,6 @@ struct source {
     uint8_t expected, over, ended, own_row;
     ns ended_at, ready_at, ready_wait;
     struct must_in must;
-    struct { uint8_t *row; uint32_t count; } drop; /* that it shall lose: units, then parities */
 };
 
 /* Losses of a source in a step, a bit for each unit: it may ask again. */
@@ -144,9 +137,7 @@ struct exchange {
     uint32_t open, unsent, unacknowledged; /* sources not over; destinations not sent to, or that have not said done */
     ns posted_at, over_at, deadline, due;
     uint64_t order; /* in which exchanges are sent */
-    uint32_t in, out; /* units of a message that comes, and that goes: all of the bucket, or the first of them */
-    uint64_t in_bytes;
-    size_t charge, parity; /* of the early pool; of the engine's memory, for parity that came after the post */
+    size_t charge; /* of the early pool */
     struct source *sources;
     struct dest *dests;
 };
@@ -237,19 +228,6 @@ static uint32_t unit_bytes(const struct bucket *b, uint32_t unit)
 {
     uint64_t rest = b->shard - (uint64_t)unit * b->unit;
     return rest < b->unit ? (uint32_t)rest : b->unit;
-}
-
-/* Of a message that comes. */
-static uint32_t in_unit_bytes(const struct exchange *x, uint32_t unit)
-{
-    uint64_t start = (uint64_t)unit * x->bucket->unit, rest = x->in_bytes > start ? x->in_bytes - start : 0;
-    return rest < x->bucket->unit ? (uint32_t)rest : x->bucket->unit;
-}
-
-/* Units of a message of so many bytes; 0: of all of the bucket. */
-static uint32_t units_of(const struct bucket *b, uint64_t length)
-{
-    return length ? (uint32_t)((length + b->unit - 1) / b->unit) : b->units;
 }
 
 static ns round_trip(const struct flow *f) { return f->rate.known ? f->rate.rtt_min : 10 * MS; }

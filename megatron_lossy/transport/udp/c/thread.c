@@ -93,10 +93,8 @@ static int transmit(struct engine *e, const struct output *o, uint32_t *sent)
         while ((result = sendmsg(e->net.socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL)) < 0 && tries++ < 4
                && (errno == EINTR || errno == ECONNREFUSED))
             read_errors(e); /* an earlier datagram's error: this one was not sent */
-        if (result < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || (errno == ENOBUFS && ++e->net.refusals < REFUSALS))) {
-            e->count.send_blocked++;
+        if (result < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || (errno == ENOBUFS && ++e->net.refusals < REFUSALS)))
             return 0;
-        }
         e->net.refusals = 0;
         if (result < 0 && size > o->segment && (errno == EIO || errno == EINVAL || errno == ENOTSUP || errno == ENOPROTOOPT)) {
             e->net.gso = 0; /* this interface or kernel does not cut: we do */
@@ -105,7 +103,6 @@ static int transmit(struct engine *e, const struct output *o, uint32_t *sent)
         if (result < 0)
             *(errno == EMSGSIZE ? &e->count.too_big : &e->count.send_failed) += 1;
         e->count.segmented += size > o->segment;
-        e->count.datagrams_sent += (size + o->segment - 1) / o->segment;
         e->count.bytes_sent += size;
         *sent += size;
     }
@@ -153,7 +150,6 @@ static int receive(struct engine *e)
                 came = at < now && at > now - SECOND ? at : now; /* that clock may have been set meanwhile */
             }
         }
-        e->count.gathered += segment < size;
         if (messages[i].msg_hdr.msg_flags & MSG_TRUNC || !size) {
             e->count.malformed++;
             continue;

@@ -16,7 +16,7 @@ static void exchange_timers(struct exchange *x, ns now)
             return;
         }
         ns ends = s->ended ? s->ended_at + reorder_window(e, m->flow) : NEVER;
-        uint32_t missing = now >= ends && now < x->deadline && s->must.count ? lacks(x, i) : 0;
+        uint32_t missing = now >= ends && now < x->deadline && s->must.count ? lacks(s) : 0;
         if (missing) {
             if (now >= s->must.nack_at)
                 ask(x, i, missing, now);
@@ -24,8 +24,6 @@ static void exchange_timers(struct exchange *x, ns now)
             continue;
         }
         if (now >= ends || now >= x->deadline) {
-            if (now < ends)
-                m->count.by_deadline += x->bucket->units - s->got;
             source_over(x, i, now);
             continue;
         }

@@ -9,9 +9,9 @@ static void put16(uint8_t *p, uint16_t v) { v = htole16(v); memcpy(p, &v, 2); }
 static void put32(uint8_t *p, uint32_t v) { v = htole32(v); memcpy(p, &v, 4); }
 static void put64(uint8_t *p, uint64_t v) { v = htole64(v); memcpy(p, &v, 8); }
 
-enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK };
-enum { VERSION = 5, HEADER = 28, TAG = 16, REPORT_BYTES = 48, LARGEST = 65507 };
-enum { AGAIN = 2 }; /* the priority of what is sent again */
+enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, NACK, ASK };
+enum { VERSION = 6, HEADER = 28, TAG = 16, REPORT_BYTES = 48, LARGEST = 65507 };
+enum { COPIED = 1, AGAIN }; /* the priority of what is sent several times, and of what is sent again */
 enum { CODE = 3, CODES = 3 }; /* raw, int8, int4 */
 #define ALL UINT32_MAX /* in END, in the place of a list: every unit must arrive */
 
