@@ -4,17 +4,10 @@ Statistical tests use fixed seeds and five standard errors: of E|mean - theta_m|
 relative one is sqrt(2 / ((N-1) d)).
 """
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-import torch
 
-from megatron_lossy.base.exchange import Stream
-from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.theory import divergence as theory
-from megatron_lossy.lab.virtual.replicas import LossyReduction
-from megatron_lossy.mechanisms.replicas.streams import ReplicaStream
 from megatron_lossy.transport.peers import LocalPeers
 from tests.full_replicas import FullReplicas
 
@@ -60,23 +53,3 @@ def test_what_is_no_argument():
     ):
         with pytest.raises(ValueError, match="must be"):
             call()
-
-
-@pytest.mark.parametrize(("size", "p"), [(2, 0.3), (3, 0.1), (4, 0.4), (8, 0.2)])
-def test_a_lossy_all_reduce_drives_replicas_apart(size, p):
-    """Simulated with the real draws and rules, within 5 standard errors over the elements."""
-    elements = 24_000
-    config = LossyConfig(p_grad=p, loss_unit="packet", packet_bytes=4, param_sync_interval=10**6)
-    bucket = SimpleNamespace(grad_data=torch.zeros(elements))
-    reduction = LossyReduction(config, ReplicaStream(Stream(), None, [(None, bucket)], []), size, None)
-    gradients = torch.from_numpy(np.random.default_rng(1).standard_normal((size, elements)).astype(np.float32))
-    run = SimpleNamespace(loss_scale=lambda: None, gapless=False)
-    for worker in range(size):
-        reduction.collect(worker, [gradients[worker] / size], 0, run)
-    reduction.reduce()
-    got = np.stack([reduction.gather(worker, 0)[0][:elements].numpy() for worker in range(size)])
-    pairs = [(got[m] - got[n]) ** 2 for m in range(size) for n in range(m)]
-    squares = np.mean(pairs, axis=0)
-    error = squares.std() / elements**0.5
-    assert abs(squares.mean() - theory.lost_all_reduce(size, p)) < 5 * error
-    assert theory.lost_all_reduce(size, 0.0) == 0

@@ -34,25 +34,6 @@ def divergence(replicas: int, sigma: float, rates: ArrayLike, dimension: int = 1
     return dimension * share(replicas) * sigma**2 * float((_responses(rates, momentum) ** 2).sum())
 
 
-def lost_all_reduce(replicas: int, p: float) -> float:
-    """Return E|theta_m - theta_n|^2 of two replicas after a step of SGD, in units of s^2 eta^2.
-
-    Both halves of its all-reduce lose the share ``p``. Local gradients are independent, with variance s^2. The owner of
-    an element has the mean of the K gradients that arrived, its own included: e = E 1/K = (1 - p^N) / (N (1-p)).
-    Another rank m has the expected weight E 1[m in K] / K = (1 - e)/(N - 1) in it, since all others are alike. So the
-    squared distance of its gradient to the mean is a = 1 + e - 2 (1 - e)/(N - 1). If neither replica owns the element,
-    one of them keeps its own gradient with probability 2p(1-p); both do with p^2, and then their squared distance is 2.
-    For the share 2/N of the elements one of the two is the owner, which has the mean. Without loss in the first half,
-    and for many replicas, the result is 2p(1-p) + 2p^2.
-    """
-    if replicas < 2 or not 0 <= p < 1:
-        raise ValueError(f"replicas = {replicas}, p = {p}: must be at least 2, and in [0, 1)")
-    e = (1 - p**replicas) / (replicas * (1 - p))
-    away = 1 + e - 2 * (1 - e) / (replicas - 1)
-    owners = 2 / replicas
-    return (1 - owners) * (2 * p * (1 - p) * away + 2 * p**2) + owners * p * away
-
-
 def _responses(rates: ArrayLike, momentum: float) -> np.ndarray:
     """Return float64[steps]: the change of the last weight per unit of each step's gradient, without its sign."""
     eta = np.asarray(rates, dtype=np.float64)

@@ -16,7 +16,6 @@ from ...config.facts import Facts
 from ...hooks.versions import main_gradients
 from ...transport import LossyGroup
 from ...transport.peers import Peers, RankPeers
-from . import lossy_all_reduce
 from .flags import ReplicaFlags
 from .held import HeldReplicas
 from .repair import Buckets
@@ -39,11 +38,9 @@ class RankReplica(HeldReplicas):
         super().attach(run)
         run.take_over = self.take_over
         run.events.on(iteration_begins=self.begin_iteration, optimizer_added=self.check_optimizer)
-        if run.config.needs_whole_optimizers() and not run.config.untouched("grad"):
-            run.patches.append(lossy_all_reduce.patch(run))
 
     def take_over(self, ddp: Any) -> list[LossyGroup] | None:
-        """Return the groups that exchange ``ddp``, if its optimizer is not distributed. A collective call."""
+        """Return no groups of shards for ``ddp`` if its optimizer is not distributed, else ``None``. A collective call."""
         if ddp.ddp_config.use_distributed_optimizer:
             return None
         run, known = self._run, len(self.streams)
@@ -53,14 +50,13 @@ class RankReplica(HeldReplicas):
         run.add_facts(Facts(workers=replicas))
         if not known:
             warn_of_one_replica(run.config, replicas)
-        lossy = [] if run.config.untouched("grad") else self.streams[known:]
-        return [lossy_all_reduce.group_of(run.exchanges, one, run.steps) for one in lossy]
+        return []
 
     def add(self, ddp: Any) -> None:
         known = len(self.streams)
         super().add(ddp)
-        for number, one in enumerate(self.streams[known:], known):
-            self._places |= {id(bucket): (number, k) for k, bucket in enumerate(one.buckets)}
+        for number, stream in enumerate(self.streams[known:], known):
+            self._places |= {id(bucket): (number, k) for k, bucket in enumerate(stream.buckets)}
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise :class:`UsageError` if the loss scale of ``optimizer`` cannot go with replicas."""
@@ -87,8 +83,8 @@ class RankReplica(HeldReplicas):
 
     # --- what a rank has -------------------------------------------------------------------------------------------
 
-    def peers_of(self, one: ReplicaStream) -> Peers:
-        return RankPeers(one.group, one.buckets[0].grad_data.device)
+    def peers_of(self, stream: ReplicaStream) -> Peers:
+        return RankPeers(stream.group, stream.buckets[0].grad_data.device)
 
     def gradients(self, stream: int) -> Buckets:
         """Return the tensors that the optimizer reads of each bucket: from megatron-core 0.17 on not only the buffer.
