@@ -54,7 +54,7 @@ class Bucket:
 
 
 def _bucket_of(parameters: Sequence[torch.nn.Parameter]) -> Bucket:
-    elements = sum(one.numel() for one in parameters)
+    elements = sum(parameter.numel() for parameter in parameters)
     return Bucket(elements, parameters[0].dtype, tuple(parameters), tuple(map(id, parameters)))
 
 
@@ -83,7 +83,7 @@ class LossyDDP(LossyRun):
     ) -> None:
         super().__init__(config, optimizers, **how)
         self.ranks: dist.ProcessGroup = model.process_group
-        self.parameters = [one for one in model.parameters() if one.requires_grad]
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         #: The final buckets, once they are known.
         self.buckets: list[Bucket] = []
         self._nodes = None
@@ -181,7 +181,7 @@ class LossyDDP(LossyRun):
         """Take the final buckets."""
         self.buckets, self._known = buckets, True
         size = self.ranks.size()
-        gradients = [torch.empty(one.elements, dtype=one.dtype, device="meta") for one in buckets]
+        gradients = [torch.empty(bucket.elements, dtype=bucket.dtype, device="meta") for bucket in buckets]
         config = self.config.drawn_with("param")  # both halves lose as gradients do
         networks = {phase: Network(config, phase, size, self._nodes) for phase in PHASES}
         specs = specs_of(gradients, size)
@@ -204,7 +204,7 @@ class LossyDDP(LossyRun):
 
     @property
     def streams(self) -> Sequence[Observed]:
-        return [_RoundExchanges(one) for one in self._lossy]
+        return [_RoundExchanges(group) for group in self._lossy]
 
     def replicas(self) -> list[Any]:
         return []  # none is sharded
@@ -213,13 +213,14 @@ class LossyDDP(LossyRun):
         """Do nothing: no parameters are under way."""
 
     def living_optimizers(self) -> list[Any]:
-        return [SimpleNamespace(optimizer=one) for one in self.optimizers]
+        return [SimpleNamespace(optimizer=optimizer) for optimizer in self.optimizers]
 
     def exchanged_weights(self, model_chunks: Any = None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def identity(self) -> dict[str, Any]:
-        return {"world size": self.ranks.size(), "parameters": sum(one.numel() for one in self.parameters)}
+        elements = sum(parameter.numel() for parameter in self.parameters)
+        return {"world size": self.ranks.size(), "parameters": elements}
 
     def exchanged_state(self) -> None:
         """Return ``None``: replicas are equal."""
@@ -228,8 +229,8 @@ class LossyDDP(LossyRun):
         """Do nothing."""
 
     def _state(self) -> dict[str, Any]:
-        numbers = {id(one): number for number, one in enumerate(self.parameters)}
-        buckets = [[numbers[one] for one in bucket.names] for bucket in self.buckets]
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        buckets = [[numbers[name] for name in bucket.names] for bucket in self.buckets]
         return {**super()._state(), "buckets": buckets if self._stay else []}
 
     def _load_state(self, state: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from .base import LossyRun
-
-_runs: weakref.WeakKeyDictionary[torch.nn.Module, LossyRun] = weakref.WeakKeyDictionary()
 
 
 def make_lossy(
@@ -67,8 +64,6 @@ def make_lossy(
         raise refuse("model", type(model).__name__, "must be a torch.nn.Module")
     if not dist.is_available() or not dist.is_initialized():
         raise refuse("model", "without a process group", "call torch.distributed.init_process_group first")
-    if any(module in _runs for module in model.modules()):
-        raise refuse("model", type(model).__name__, "is lossy already: call make_lossy once, for the whole model")
     flags = settled(flags)
     if replicate not in ("all-reduce", "islands"):
         raise refuse("replicate", replicate, "must be all-reduce or islands")
@@ -86,7 +81,6 @@ def make_lossy(
             raise refuse("model", type(model).__name__, _not_wrapped(model))
         run = _sharded(model, groups, optimizers, flags, replicate, how)
     run.begin()
-    _runs[model] = run
     return run
 
 
@@ -103,7 +97,7 @@ def _sharded(
     check_groups(groups, config)
     if not any(group.trained for group in groups):
         raise refuse("model", type(model).__name__, "has no parameter with a gradient in fully_shard")
-    check_optimizers(model, optimizers, [one for group in groups for one in group.parameters])
+    check_optimizers(model, optimizers, [parameter for group in groups for parameter in group.parameters])
     if config.sites is not None and any(group.replicated for group in groups):
         why = (
             "needs fully_shard over all ranks, with a mesh of one dimension: FSDP2 would reduce gradients between sites"
@@ -157,9 +151,9 @@ def _in_ddp(
 ) -> LossyRun:
     from .ddp import LossyDDP
 
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     check_optimizers(model, optimizers, trained)
-    largest = max(one.element_size() for one in trained)
+    largest = max(parameter.element_size() for parameter in trained)
     ranks, scaler = model.process_group.size(), how["scaler"]
     check_refusals(
         config,

@@ -42,9 +42,9 @@ class Steps:
         self._begun: dict[torch.optim.Optimizer, tuple[Kind, list[torch.Tensor]]] = {}
         me = weakref.ref(self)
         self._hooks: list[Any] = []
-        for one in optimizers:
-            self._hooks.append(one.register_step_pre_hook(partial(_before, me)))
-            self._hooks.append(one.register_step_post_hook(partial(_after, me)))
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(partial(_before, me)))
+            self._hooks.append(optimizer.register_step_post_hook(partial(_after, me)))
 
     def close(self) -> None:
         """Take the hooks away."""
@@ -84,17 +84,6 @@ class Steps:
                 "optimizer", name, "changes weights without gradients, or with a learning rate of 0; use another"
             )
         self._run.end_step(optimizer, kind)
-
-
-def within_step(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    """Return the optimizer whose step calls the function that asks, if there is one."""
-    frame = sys._getframe(1)
-    while frame := frame.f_back:  # type: ignore[assignment]
-        if frame.f_code.co_name == "wrapper":  # torch's, which calls hooks
-            for one in optimizers:
-                if frame.f_locals.get("self") is one:
-                    return one
-    return None
 
 
 def _before(me: weakref.ref[Steps], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Arguments | None:
@@ -143,20 +132,20 @@ def _kind(optimizer: torch.optim.Optimizer) -> Kind:
         return Kind.REJECTED
     for group in optimizer.param_groups:
         rate = group.get("lr")
-        if any(one.grad is not None for one in group["params"]) and (rate is None or float(rate) != 0):
+        if any(parameter.grad is not None for parameter in group["params"]) and (rate is None or float(rate) != 0):
             return Kind.UPDATE
     return Kind.IDLE
 
 
 def _values(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the values of all parameters in this process; not copies."""
-    parameters = (one.detach() for group in optimizer.param_groups for one in group["params"])
-    return [one.to_local() if hasattr(one, "to_local") else one for one in parameters]
+    tensors = (parameter.detach() for group in optimizer.param_groups for parameter in group["params"])
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
 def _copies(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [one.clone() for one in _values(optimizer)]
+    return [value.clone() for value in _values(optimizer)]
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+def _equal(before: torch.Tensor, after: torch.Tensor) -> bool:
+    return torch.allclose(before, after, rtol=0, atol=0, equal_nan=True)
