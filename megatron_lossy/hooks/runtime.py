@@ -65,7 +65,7 @@ class Lossy(Run):
         self._told_all_reduce = False
         self._checked = False  # whether all buckets that are updated are known to be exchanged
         self.job, self.jobs = (0, 1) if world is None else world.job
-        self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption)
+        self.exchanges = Exchanges(config, (self.job, self.jobs))
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
         #: Makes the groups that exchange a model chunk in the place of those of shards, a collective call, or returns ``None``.
         self.take_over: Callable[[Any], list[LossyGroup] | None] = lambda ddp: None
