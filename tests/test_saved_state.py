@@ -33,7 +33,7 @@ WALKED = {
     "recovery.base.Rule": "test_groups",
     "mechanisms.priority.protected.Protected": "test_groups",
     "mechanisms.lead.compensated.Compensated": "test_groups",
-    "mechanisms.lead.lag.Counted": "test_groups",
+    "mechanisms.lead.lag.ReceiverCounts": "test_groups",
     "recovery.feedback.ErrorFeedback": "test_groups",
     "recovery.previous.Previous": "test_groups",
     "mechanisms.replicas.synchroniser.Synchroniser": "test_full_replicas",
