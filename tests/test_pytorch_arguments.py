@@ -230,7 +230,7 @@ LINES = [
     ("model FSDPSequential: has no parameter with a gradient", lambda: lossy(fsdp.build(Tiny()).requires_grad_(False))),
     ("model root module: gathers parameters of several types (torch.bfloat16, torch.float32) together", two_types),
     ("reshard_after_forward 2: gathers from fewer ranks in the backward pass", fewer_ranks_in_the_backward_pass),
-    ("replicate all-reduce: with --islands 2", lambda: lossy(config=LossyConfig(islands=2, sync_method="parameters"))),
+    ("--islands 2: must be 1: so many groups", lambda: lossy(config=LossyConfig(islands=2, sync_method="parameters"))),
     ("optimizer AdamW: has 17 parameters, and had 16 when make_lossy was called: add them", parameters_added_later),
     ("model 1: reduces ", frozen_later),
     ("model 1: reduces ", unused),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +28,7 @@ from ..config import PHASES, LossyConfig
 from ..recovery import Gradients
 from ..run.base import Observed
 from ..run.mechanism import Event
-from ..transport import LossyGroup, Network, find_nodes, wire_for
-from ..transport.all_reduce import begin_all_reduce, specs_of
+from ..transport import BucketSpec, LossyGroup, Network, Transfer, find_nodes, wire_for
 from .base import LossyRun
 
 logger = logging.getLogger(__name__)
@@ -151,7 +150,7 @@ class LossyDDP(LossyRun):
         x = Gradients(exchange, number, gradient, gradient, loss_scale=self.loss_scale, gapless=self.gapless)
         scatter = partial(reduce_scatter_single, group=self.ranks, async_op=True)
         gather = partial(all_gather_single, group=self.ranks, async_op=True)
-        transfer = begin_all_reduce(self._lossy[0], x, scatter, gather)
+        transfer = _begin_all_reduce(self._lossy[0], x, scatter, gather)
 
         def end() -> None:
             transfer.wait()
@@ -181,10 +180,9 @@ class LossyDDP(LossyRun):
         """Take the final buckets."""
         self.buckets, self._known = buckets, True
         size = self.ranks.size()
-        gradients = [torch.empty(bucket.elements, dtype=bucket.dtype, device="meta") for bucket in buckets]
         config = self.config.drawn_with("param")  # both halves lose as gradients do
         networks = {phase: Network(config, phase, size, self._nodes) for phase in PHASES}
-        specs = specs_of(gradients, size)
+        specs = [BucketSpec(-(-bucket.elements // size), bucket.dtype, bucket.dtype) for bucket in buckets]
         wire = wire_for(config, specs, networks, range(size), self.ranks.rank(), self.stream, self.steps, self.ranks)
         self._lossy = [LossyGroup(config, wire)]
         for group, saved in zip(self._lossy, self._saved):
@@ -245,3 +243,29 @@ class LossyDDP(LossyRun):
     def restore_exchanges(self) -> None:
         """Let the hook, which torch cannot take away, average as DDP itself does."""
         self._closed_hook = True
+
+
+#: Runs a collective from ``input`` into ``output``. Returns its handle, or ``None`` if it has completed.
+_Carry = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+def _begin_all_reduce(group: LossyGroup, x: Gradients, scatter: _Carry, gather: _Carry) -> Transfer:
+    """Begin to all-reduce the gradients ``x``, whose buffer [n] changes in place. The wait for the result ends it.
+
+    In a reduce-scatter owners recover losses as always. They then send the reduced gradient to all ranks. For a unit that
+    does not arrive, a rank keeps its own gradient, so that replicas drift apart (docs/corruption.md). ``scatter(output,
+    input)``, ``gather(output, input)``: run the collectives.
+    """
+    gradient, step = x.buffer, x.exchange.step
+    shard = -(-len(gradient) // group.size)
+    sent = gradient.new_zeros(group.size * shard)
+    sent[: len(gradient)] = gradient
+    result = sent * group.size  # the sum as a rank estimates it from its own gradient
+    own = torch.empty_like(result[:shard])
+    transfer = group.reduce_scatter(replace(x, buffer=sent, output=own, collective=partial(scatter, own, sent)))
+
+    def finish(_: Any) -> None:
+        group.all_gather(x.bucket, result, own, step, partial(gather, result, own)).wait()
+        gradient.copy_(result[: len(gradient)])
+
+    return transfer.then(finish)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ...config.facts import Facts
 from ...hooks.versions import main_gradients
-from ...transport import LossyGroup
 from ...transport.peers import Peers, RankPeers
 from .flags import ReplicaFlags
 from .held import HeldReplicas
@@ -36,13 +35,16 @@ class RankReplica(HeldReplicas):
 
     def attach(self, run: Any) -> None:
         super().attach(run)
-        run.take_over = self.take_over
-        run.events.on(iteration_begins=self.begin_iteration, optimizer_added=self.check_optimizer)
+        run.events.on(
+            chunk_added=self.add_model_chunk,
+            iteration_begins=self.begin_iteration,
+            optimizer_added=self.check_optimizer,
+        )
 
-    def take_over(self, ddp: Any) -> list[LossyGroup] | None:
-        """Return no groups of shards for ``ddp`` if its optimizer is not distributed, else ``None``. A collective call."""
+    def add_model_chunk(self, ddp: Any) -> None:
+        """Register the buckets of ``ddp``, if its optimizer is not distributed."""
         if ddp.ddp_config.use_distributed_optimizer:
-            return None
+            return
         run, known = self._run, len(self.streams)
         run.around_all_reduce = self._before_reduction, self._after_reduction
         self.add(ddp)
@@ -50,7 +52,6 @@ class RankReplica(HeldReplicas):
         run.add_facts(Facts(workers=replicas))
         if not known:
             warn_of_one_replica(run.config, replicas)
-        return []
 
     def add(self, ddp: Any) -> None:
         known = len(self.streams)
