@@ -22,7 +22,7 @@ from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes
 from ...mechanisms.replicas.held import HeldReplicas
 from ...mechanisms.replicas.repair import Buckets
-from ...mechanisms.replicas.streams import Main, Mains, ReplicaStream
+from ...mechanisms.replicas.streams import Main, Mains, ReplicaStream, streams_of
 from ...mechanisms.replicas.synchroniser import Tensors
 from ...run.base import ModelChunks
 from ...transport import LossyGroup
@@ -121,8 +121,9 @@ class WorkerReplicas(HeldReplicas):
     def there(self) -> bool:
         return self._states is not None
 
-    def add(self, ddp: Any) -> None:
-        super().add(ddp)
+    def add_model_chunk(self, ddp: Any) -> None:
+        """Register the buckets of ``ddp``."""
+        self.add(streams_of(ddp))
         self._parameters += ddp.parameters()
 
     def begin(self) -> None:
@@ -187,7 +188,7 @@ class VirtualReplicas(VirtualRun):
 
     def _add(self, ddp: Any) -> None:
         self._parameters = list(ddp.parameters())
-        self.held.add(ddp)
+        self.held.add_model_chunk(ddp)
         for one in self.held.streams:
             self._sums.append([torch.empty_like(bucket.grad_data) for bucket in one.buckets])
 

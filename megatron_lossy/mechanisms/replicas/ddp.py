@@ -37,7 +37,7 @@ class DDPReplica(HeldReplicas):
 
     def add_model_chunk(self, ddp: LossyDDP) -> None:
         """Register the parameters of ``ddp``, whose buckets are not known yet."""
-        self.add_streams([ReplicaStream(ddp.stream, ddp.ranks, [], list(ddp.parameters))])
+        self.add([ReplicaStream(ddp.stream, ddp.ranks, [], list(ddp.parameters))])
         warn_of_one_replica(ddp.config, ddp.ranks.size())
 
     def know_buckets(self, ddp: LossyDDP) -> None:

@@ -24,7 +24,7 @@ from ...run.monitor.window import of_all_ranks
 from ...transport.peers import Peers
 from .full_replicas import FullReplicas
 from .repair import Buckets
-from .streams import Main, Mains, ReplicaStream, main_parameters, moments_of, renew, streams_of
+from .streams import Main, Mains, ReplicaStream, main_parameters, moments_of, renew
 from .synchroniser import Copies, Replica, Tensors
 
 
@@ -55,11 +55,7 @@ class HeldReplicas(Part, ABC):
         run.sources.append(self.happened)
         run.events.on(update_begins=self.begin_update, restart=self.restart)
 
-    def add(self, ddp: Any) -> None:
-        """Register the buckets of a model chunk."""
-        self.add_streams(streams_of(ddp))
-
-    def add_streams(self, streams: Sequence[ReplicaStream]) -> None:
+    def add(self, streams: Sequence[ReplicaStream]) -> None:
         """Register ``streams``."""
         if not self.streams:
             self._run.after_update.append(lambda _: self.finished())

@@ -18,7 +18,7 @@ from ...transport.peers import Peers, RankPeers
 from .flags import ReplicaFlags
 from .held import HeldReplicas
 from .repair import Buckets
-from .streams import Mains, ReplicaStream
+from .streams import Mains, ReplicaStream, streams_of
 from .synchroniser import Tensors
 
 logger = logging.getLogger(__name__)
@@ -47,17 +47,13 @@ class RankReplica(HeldReplicas):
             return
         run, known = self._run, len(self.streams)
         run.around_all_reduce = self._before_reduction, self._after_reduction
-        self.add(ddp)
+        self.add(streams_of(ddp))
+        for number, stream in enumerate(self.streams[known:], known):
+            self._places |= {id(bucket): (number, k) for k, bucket in enumerate(stream.buckets)}
         replicas = self.peers[known].size
         run.add_facts(Facts(workers=replicas))
         if not known:
             warn_of_one_replica(run.config, replicas)
-
-    def add(self, ddp: Any) -> None:
-        known = len(self.streams)
-        super().add(ddp)
-        for number, stream in enumerate(self.streams[known:], known):
-            self._places |= {id(bucket): (number, k) for k, bucket in enumerate(stream.buckets)}
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise :class:`UsageError` if the loss scale of ``optimizer`` cannot go with replicas."""
