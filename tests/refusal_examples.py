@@ -225,7 +225,7 @@ _HASH = "--check-weight-hash-across-dp-replicas-interval"
 REPLICAS = [
     (PARAM | AVERAGED, {}, f"--param-sync-interval 5: {_UPDATES}"),
     (PARAM | {"replica_check": "log"}, {}, f"--replica-check log: {_UPDATES}"),
-    (PARAM | NOISE, {}, f"--grad-error gaussian: {_UPDATES}"),
+    (PARAM | NOISE, {}, f"--grad-error-at broadcast: {_UPDATES}"),
     ({"grad_error": "gaussian:0.5"}, {"per_token_loss": True}, "--grad-error gaussian:0.5: gradients are sums over"),
     (
         {"grad_error": "gaussian", "grad_error_burst": (5, 0.25)},
@@ -235,7 +235,7 @@ REPLICAS = [
     (AVERAGED | {"param_sync_rule": "snr"}, {"per_token_loss": True}, "--param-sync-rule snr: gradients are sums"),
     (AVERAGED, SHARDED, f"--param-sync-interval 5: {_WHOLE}; with the distributed optimizer the all-gather already"),
     ({"replica_check": "log"}, SHARDED, f"--replica-check log: {_WHOLE}; with the distributed optimizer each"),
-    (NOISE, SHARDED, f"--grad-error gaussian: {_WHOLE}; with the distributed optimizer all ranks would"),
+    (NOISE, SHARDED, f"--grad-error-at broadcast: {_WHOLE}; with the distributed optimizer choose reduce"),
     (PARAM, FULL, "--p-param 0.1: needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"),
     (GRAD, FULL, "--p-grad 0.1: needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"),
     (GRAD, FULL | {"data_parallel": "DDP"}, "--p-grad 0.1: drives replicas apart; needs --param-sync-interval"),

@@ -226,7 +226,7 @@ REFUSED = [
     (dict(grad_error="bit-flip:1,5,4"), "--grad-error bit-flip:1,5,4: needs"),
     (dict(grad_error="none:1"), "--grad-error none:1: must be one of none, gaussian"),
     (dict(grad_error_rate=0.5), "--grad-error-rate 0.5: needs --grad-error gaussian or bit-flip, not none"),
-    (dict(grad_error="bit-flip", p_param=0.1), "--grad-error bit-flip: needs replicas"),
+    (dict(grad_error="bit-flip", p_param=0.1), "--grad-error-at broadcast: needs replicas"),
 ]  # fmt: skip
 
 
@@ -241,3 +241,4 @@ def test_bits_of_short_gradients():
     config = LossyConfig(grad_error="bit-flip:1,10,16")
     with pytest.raises(UsageError, match="--grad-error bit-flip:1,10,16: needs 0 <= LOW <= HIGH <= 15"):
         check_bits(config, 16)
+    assert LossyConfig(grad_error="bit-flip", grad_error_at="reduce", p_param=0.1).errs

@@ -9,6 +9,7 @@ import torch
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.delivery_log.verify import verify_events
+from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.lab.virtual.replicas import VirtualReplicas
 from megatron_lossy.mechanisms.replicas.held import HeldReplicas
 from tests.ranks import RankFailed, run_ranks
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.shows(
     "full replicas without errors are Megatron's, bit for bit",
     "errors are repaired to the clean run's bits: TP, PP, experts",
     "two virtual workers with full replicas are two ranks, bit for bit",
+    "errors of owners with the distributed optimizer",
 )
 
 STEPS = 6
@@ -354,3 +356,37 @@ def _replicas_of(name, replicas, ranks):
     if name.startswith(("tensor", "experts")):
         return [range(first, ranks, replicas) for first in range(apart)]
     return [range(first * replicas, (first + 1) * replicas) for first in range(apart)]
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("lossy", [{}, {"p_grad": 0.3, "p_param": 0.3}], ids=["no loss", "loss"])
+def test_errors_of_owners_with_the_distributed_optimizer(lossy, per_token, pool):
+    """A noisy step, but no divergence; virtual workers do the same, with errors in units of what ranks have.
+
+    They add up what ranks divide by their number before the sum, unless gradients are sums over tokens.
+    """
+    tiny = TinyGPT(**BUCKETS, overlap_param_gather=True, per_token_loss=per_token)
+    config = changed(grad_error_at="reduce", **lossy)
+    ranks = pool.run(owned, 2, tiny, config, 4)
+    [(virtual, rms)] = pool.run(owned, 1, tiny, config, 4, 2)
+    for worker, (told, own_rms) in enumerate(ranks):
+        same(virtual[worker], told)
+        assert own_rms == pytest.approx(rms, rel=1e-5)
+    if not lossy:
+        same(ranks[0][0], ranks[1][0])
+    [(plain, _), _] = pool.run(owned, 2, tiny, LossyConfig(**lossy), 4)
+    assert any((plain[name] != value).any() for name, value in ranks[0][0].items())
+
+
+def owned(rank, tiny, config, steps, workers=None):
+    """The replica of a rank, or those of all virtual workers; and the size of errors."""
+    lossy = VirtualCluster(config, workers) if workers else hooks.install(config)
+    run = build(tiny, lossy if workers else None)
+    for step in range(steps):
+        run.step(step)
+        if not workers:
+            run.gather()
+    metrics = lossy.metrics()
+    assert config.inert or config.lossless or metrics["loss rate grad"] > 0
+    lossy.uninstall()
+    return run.all_replica_buffers() if workers else run.replica_buffers(), metrics.get("error rms")

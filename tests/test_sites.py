@@ -313,6 +313,7 @@ def cases():
         ("pieces", BUCKETS, {"transport": "pieces"}),
         ("bf16, accumulation", {"dtype": "bf16", "accumulation": 2}, {}),
         ("fp16, overflowing at first", {"dtype": "fp16", "initial_loss_scale": 2.0**18}, {}),
+        ("noise", {}, {"grad_error": "gaussian:0.01", "grad_error_at": "reduce"}),
         ("gradients only", {}, {"p_param": 0.0}),
     ):
         yield name, {"layers": 1, **model}, dataclasses.replace(both, **more)

@@ -186,6 +186,7 @@ _ASYNC = {"async-pipeline": True, "virtual-stages": 1}
         (_ISLANDS, {"p-sync": 0.1, "loss-unit": "packet", "sync-fraction": 0.5}, {"sync_fraction": 0.5}),
         (_ASYNC, {"loss-schedule": "0:0.1"}, {"async_pipeline": True, "virtual_stages": 1}),
         (_ASYNC, {"p-act": 0.1, "p-act-grad": 0.1, "virtual-boundaries": [1]}, {"async_pipeline": True, "p_act": 0}),
+        (_ASYNC, {**NOISE, "grad-error-at": "reduce"}, {"async_pipeline": True, "grad_error": "none"}),
     ],
 )
 def test_islands_and_stages_are_clean_where_changes_refer_to(settings, level, kept):

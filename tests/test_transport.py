@@ -14,6 +14,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import BucketUnits, Delivery, Exchange, Stream
 from megatron_lossy.base.registry import MECHANISMS
 from megatron_lossy.base.section import Flags
+from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import Section
 from megatron_lossy.lab.virtual.in_memory import Memory, WorkerWire
@@ -33,7 +34,7 @@ from megatron_lossy.transport.base import CollectiveWire
 from megatron_lossy.transport.network import consecutive_nodes, find_nodes
 from tests.ranks import RankFailed, each, run_ranks
 from tests.reference import ReferenceReduce, pieces, reference_gather
-from tests.rules import delivered
+from tests.rules import delivered, reduce
 
 pytestmark = pytest.mark.shows("lossy collectives of a plain process group, N = 1 to 4")
 
@@ -280,6 +281,22 @@ def test_a_group_keeps_the_last_delivery_and_hands_it_over():
     assert not group.delivery("param", 4).arrived[0, 2, 3]
     group.restart()
     assert group.delivery("param", 4).arrived[0].sum() == arrived_of_4  # what is drawn again
+
+
+def test_errors_of_owners_grow_with_the_loss_scale():
+    """The optimizer's gradients, divided by the scale, have the same error in both paths."""
+    for p in (0.0, 0.4):
+        config = LossyConfig(p_grad=p, lossy_self=p > 0, param_sync_interval=10**6, grad_error="gaussian:0.5")
+        seen = []
+        for scale in (None, 1.0, 8.0, torch.tensor(1024.0)):
+            group = group_in_memory(config, rank=0, size=1)
+            group.errors = Errors(make_corruption(config), 0, [np.array([[0, 8]])], 32)
+            gradient = torch.arange(8.0) * (1.0 if scale is None else scale)
+            reduce(group, 0, gradient, gradient, 3, lambda: None, loss_scale=lambda s=scale: s).wait()
+            seen.append(gradient / (1.0 if scale is None else scale))
+        assert not torch.equal(seen[0], torch.arange(8.0))
+        for other in seen[1:]:
+            torch.testing.assert_close(other, seen[0])
 
 
 class Work:

@@ -13,14 +13,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands.monitor import IslandMonitor
 from megatron_lossy.mechanisms.islands.ranks import RankIslands
 from megatron_lossy.mechanisms.islands.rounds import Mean
 from megatron_lossy.mechanisms.islands.vector import Places
 from tests.ranks import run_ranks
+from tests.rules import reduce
 from tests.test_replicas import BUCKETS, full
 from tests.test_streams import Graph
+from tests.test_transport import group_in_memory
 from tests.tiny_gpt import build
 
 pytestmark = pytest.mark.shows("nothing waits for the device where the host has the answer (counted)")
@@ -108,6 +111,21 @@ def test_the_distance_to_a_mean_is_one_graph_whatever_is_lost():
             RankIslands._note(SimpleNamespace(monitor=IslandMonitor()), 0.5, sent, mean)
         graphs.append(graph.nodes)
     assert graphs[0] and all(graph == graphs[0] for graph in graphs)
+
+
+def test_the_loss_scale_of_a_shard_is_read_if_an_error_hits_it():
+    config = LossyConfig(grad_error="gaussian:0.1", grad_error_rate=0.3)
+    group = group_in_memory(config, rank=1)
+    group.errors = Errors(make_corruption(config), 1, [np.array([[0, 8]])], 32)
+    scale, hits = torch.full((), 1024.0), 0
+    for step in range(40):
+        buffer, shard = torch.ones(24), torch.ones(8)
+        with Waits() as waits:
+            reduce(group, 0, buffer, shard, step, lambda: None, loss_scale=lambda: scale).wait()
+        [reduction] = group.errors.take(step)
+        assert waits.found["__float__"] == len(reduction.hits)
+        hits += len(reduction.hits)
+    assert 0 < hits < 40
 
 
 def count_reads(rank, tiny, config, steps):

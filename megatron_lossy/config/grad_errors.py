@@ -20,7 +20,7 @@ class ErrorFlags(Flags):
     grad_error: str = flag(
         "none",
         "what happens to a reduced gradient: nothing; Gaussian noise, STD its standard deviation in units of the gradient that the "
-        "optimizer of full replicas sees; flipped bits, one in each of K elements of a stream (1), "
+        "optimizer sees; flipped bits, one in each of K elements of a stream (1), "
         "among the bits LOW to HIGH, from 0, the lowest of the mantissa (all) (docs/corruption.md)",
         metavar="{none,gaussian[:STD],bit-flip[:K[,LOW,HIGH]]}",
         group="errors in gradients",
@@ -46,7 +46,8 @@ class ErrorFlags(Flags):
     )
     grad_error_at: str = flag(
         "broadcast",
-        "broadcast: each rank has errors of its own; reduce: the reduction itself is wrong, in the same way at all ranks",
+        "broadcast: each rank has errors of its own, which needs full replicas; reduce: the reduction itself is wrong, with "
+        "the distributed optimizer at each owner's shard, otherwise in the same way at all ranks",
         choices=("broadcast", "reduce"),
     )
     grad_error_ranks: tuple[int, ...] | None = flag(
@@ -119,7 +120,7 @@ class ErrorFlags(Flags):
         return self.errs and self.grad_error_at == "broadcast"
 
     def needs_whole_optimizers(self) -> bool:
-        return self.errs
+        return self.errs_apart
 
     def acts(self) -> bool:
         return self.errs

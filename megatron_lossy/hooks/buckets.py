@@ -112,6 +112,22 @@ def errors_in(
     return Errors(corruption, rank, ranges, width, records, _add_up_of(stream, buckets[0]))
 
 
+def errors_of_owner(
+    corruption: Corruption, stream: Stream, pairs: Sequence[tuple[Any, Any]], shards: int, shard: int, owner: int
+) -> Errors:
+    """Return the errors in the gradients that a rank owns with the distributed optimizer.
+
+    It owns shard ``shard`` of ``shards`` of each bucket. ``pairs``: Megatron's (buffer, bucket). ``owner``: the rank in
+    the full group, over all optimizer instances. Raise :class:`UsageError` for bits that gradients do not have.
+    """
+    ranges = []
+    for buffer, bucket in pairs:
+        size = bucket.grad_data.numel() // shards
+        inside = np.clip(used_ranges(buffer, bucket) - shard * size, 0, size)
+        ranges.append(inside[inside[:, 0] < inside[:, 1]])
+    return errors_in(corruption, stream, [bucket for _, bucket in pairs], ranges, owner)
+
+
 def _add_up_of(stream: Stream, bucket: Any) -> Callable[[np.ndarray], np.ndarray] | None:
     """Return a function that adds up over the tensor-parallel ranks of ``stream``; ``None`` if there is one."""
     group = tensor_group(stream.kind == "expert")

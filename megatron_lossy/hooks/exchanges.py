@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from ..base.errors import UsageError
 from ..base.exchange import Stream
+from ..channel.corruption import Corruption
 from ..config import PHASES, LossyConfig
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
 from ..transport.sites import Scalars, Sites, make_group
-from .buckets import apart, buckets_by_stream, replicated_units
+from .buckets import apart, buckets_by_stream, errors_of_owner, replicated_units
 from .seam import Slot, attach, slot_of
 from .versions import optimizers, pipeline_stage, tensor_group
 
@@ -29,11 +30,12 @@ class Exchanges:
     ``job``: the number of this training job, and the number of equal jobs; no two lose the same.
     """
 
-    def __init__(self, config: LossyConfig, job: tuple[int, int]) -> None:
+    def __init__(self, config: LossyConfig, job: tuple[int, int], corruption: Corruption) -> None:
         self.config = config
         #: The node of each rank of the world, with ``--lossy-links inter-node``; ``None`` until they are found.
         self.nodes: list[int] | None = None
         self._job, self._jobs = job
+        self._corruption = corruption
         self._networks: dict[tuple[str, tuple[int, ...]], Network] = {}
         self._sites, self._of_scalars = Sites(config.sites), Sites(config.sites)
         self.scalars = Scalars(self._of_scalars)
@@ -71,13 +73,15 @@ class Exchanges:
             check_average("--ddp-average-in-collective", part)
         ranks = dist.get_process_group_ranks(full)
         members = [self._job * len(ranks) + ranks.index(rank) for rank in dist.get_process_group_ranks(part)]
-        specs = specs_of(buckets, len(members))
+        owner, specs = members[dist.get_rank(part)], specs_of(buckets, len(members))
         networks = {phase: self._network(phase, ranks) for phase in PHASES}
         group = make_group(config, specs, networks, members, stream, steps, part, self._sites.of(part))
         share_copies(group, buckets)
         for number, (_, bucket) in enumerate(buckets):
             attach(bucket.grad_data, Slot(group, number))
             attach(bucket.param_data, Slot(group, number))
+        if config.errs and len(ranks) > 1:
+            group.errors = errors_of_owner(self._corruption, group.stream, buckets, group.shards, group.own, owner)
         return group
 
     def _network(self, phase: str, ranks: list[int]) -> Network:

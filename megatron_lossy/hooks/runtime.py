@@ -65,7 +65,7 @@ class Lossy(Run):
         self._told_all_reduce = False
         self._checked = False  # whether all buckets that are updated are known to be exchanged
         self.job, self.jobs = (0, 1) if world is None else world.job
-        self.exchanges = Exchanges(config, (self.job, self.jobs))
+        self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption)
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
         #: Called with a bucket group before its all-reduce, and after it.
         self.around_all_reduce: tuple[Callable[[Any], None], Callable[[Any], None]] | None = None

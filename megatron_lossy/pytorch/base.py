@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from ..base.errors import refuse
 from ..base.exchange import Stream
+from ..channel.corruption import Errors, check_bits
 from ..config import LossyConfig
 from ..run.base import Run
 from ..run.saved import REPLICAS, check_identity, flags_of, read, write
@@ -155,6 +157,15 @@ class LossyRun(Run):
 
     def loss_scale(self) -> float | None:
         return self._scale
+
+    def errors_of(self, dtypes: Sequence[torch.dtype], ranges: Sequence[np.ndarray], rank: int) -> Errors:
+        """Return the errors in the gradients that ``rank`` has, in ``ranges`` int64[k, 2] of buckets of ``dtypes``.
+
+        Raise :class:`UsageError` for bits that gradients do not have.
+        """
+        width = min(8 * dtype.itemsize for dtype in dtypes)
+        check_bits(self.config, width)
+        return Errors(self.corruption, rank, ranges, width, self.config.delivery_log is not None, None)
 
     def note_update(self) -> None:
         """Note that an optimizer has changed the weights."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..base.device import all_gather_single
 from ..base.registry import MECHANISMS
+from ..channel.corruption import Errors
 from ..config import PHASES, LossyConfig
 from ..run.base import Observed
 from ..run.replicas import Held, RankReplicas, load_stale_state, stale_state
@@ -70,6 +71,8 @@ class LossyFSDP(LossyRun):
     def _add(self, stream: ShardedStream) -> None:
         lossy = self._group_of(stream)
         self._lossy.append(lossy)
+        if self.config.errs and len(stream.all_ranks) > 1:
+            lossy.errors = self._errors_of(stream, lossy)
         for number, group in enumerate(stream.groups):
             self._gathers.append(Gather(self, group, lossy, number))
             rule = lossy.params[number]
@@ -90,6 +93,16 @@ class LossyFSDP(LossyRun):
         specs = [group.spec for group in sharded.groups]
         site = self._sites.of(sharded.ranks)
         return make_group(self.config, specs, networks, members, stream, self.steps, sharded.ranks, site)
+
+    def _errors_of(self, stream: ShardedStream, lossy: LossyGroup) -> Errors:
+        ranges = []
+        for group in stream.groups:
+            shard = group.spec.shard
+            inside = np.clip(group.used(gradients=True) - lossy.own * shard, 0, shard)
+            ranges.append(inside[inside[:, 0] < inside[:, 1]])
+        dtypes = [group.spec.grad_dtype for group in stream.groups]
+        rank = lossy.wire.members[lossy.rank] if lossy.members is None else lossy.own
+        return self.errors_of(dtypes, ranges, rank)
 
     # --- an update -------------------------------------------------------------------------------------------------
 

@@ -186,7 +186,9 @@ class Run(ABC):
 
     def happened(self) -> list[Any]:
         """Return the events of this iteration besides its exchanges; see :meth:`Observer.happened`."""
-        return [event for source in self.sources for event in source(self.iteration)]
+        errors = [group.errors for group in self.groups if group.errors is not None]
+        beside = [event for source in self.sources for event in source(self.iteration)]
+        return [*(reduction for one in errors for reduction in one.take(self.iteration)), *beside]
 
     # --- a training program ----------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..base.errors import UsageError
 from ..base.exchange import Delivery, Exchange, Stream
+from ..channel.corruption import Errors, scaled_unit
 from ..config import PHASES, LossyConfig
 from ..recovery import Gradients, Parameters
 from ..recovery.base import Collective, Told
@@ -41,6 +42,10 @@ class LossyGroup:
         self.wire = wire
         self.stream, self.size, self.rank = wire.stream, wire.size, wire.rank
         self._lossless = {phase: wire.lossless(phase) for phase in PHASES}
+        #: The errors of the gradients that this rank owns, after their reduction; and the factor between these
+        #: gradients and those that the optimizer sees, besides the loss scale.
+        self.errors: Errors | None = None
+        self.gradient_unit = 1.0
         self.grads = grad_rules(config, wire)
         self.params = param_rules(config, wire)
         self.be_one_of(1, 0)
@@ -122,9 +127,11 @@ class LossyGroup:
         """
         self._begin_step(x.bucket, x.exchange.step)
         if self._lossless["grad"]:
-            return Transfer(x.collective())
-        self._note_made(x.exchange, x.bucket)
-        return self.wire.reduce_scatter(x, self.grads[x.bucket])
+            transfer = Transfer(x.collective())
+        else:
+            self._note_made(x.exchange, x.bucket)
+            transfer = self.wire.reduce_scatter(x, self.grads[x.bucket])
+        return transfer if self.errors is None else transfer.then(lambda _: self._hit(x, self.errors))
 
     def note_all_reduce(self, bucket: int, step: int, x: Callable[[], Gradients]) -> None:
         """Note that the gradients ``x()`` of ``bucket`` in ``step`` are about to be all-reduced: all of them arrive."""
@@ -146,6 +153,13 @@ class LossyGroup:
         exchange = Exchange("param", self.stream, step)
         self._note_made(exchange, bucket)
         return self.wire.all_gather(Parameters(exchange, bucket, buffer, sent, collective), self.params[bucket])
+
+    def _hit(self, x: Gradients, errors: Errors) -> None:
+        def unit() -> float | torch.Tensor:
+            scale = x.loss_scale()
+            return self.gradient_unit if scale is None else scaled_unit(self.gradient_unit, scale)
+
+        errors.hit(x.exchange, x.bucket, x.output, unit)
 
     def put_stale_aside(self, bucket: int, buffer: torch.Tensor, step: int) -> Callable[[], None] | None:
         """Keep the values of ``buffer`` that differ from the owners' weights of ``step``, before a reliable gather.

@@ -56,14 +56,16 @@ class VirtualCluster(VirtualRun):
         return buffers_for(self.workers)
 
     def _add(self, ddp: Any) -> None:
+        # Ranks divide by their number before the sum, unless gradients are sums over tokens.
+        unit = 1.0 if ddp.config.calculate_per_token_loss else float(self.workers)
         sites = self.config.members(self.workers)
         self._inside = self.workers // sites
         for name, _, pairs in buckets_by_stream(ddp):
             for place in range(self._inside):
                 of_place = replace(name, expert_rank=name.expert_rank * self._inside + place)
                 stream = StreamBuckets(
-                    self.config, pairs, of_place, sites, self.steps, self.living_optimizers, self._members, self._ranks,
-                    self._inside, place,
+                    self.config, pairs, of_place, sites, unit, self.corruption, self.steps, self.living_optimizers,
+                    self._members, self._ranks, self._inside, place,
                 )  # fmt: skip
                 self._streams.append(stream)
 

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from ...base.exchange import Delivery, Exchange, Stream, units_of
+from ...channel.corruption import Corruption
 from ...config import LossyConfig
+from ...hooks.buckets import errors_of_owner
 from ...hooks.exchanges import specs_of
 from ...recovery import Gradients, LossScale
 from ...transport import Transfer
@@ -30,7 +32,8 @@ class StreamBuckets:
     """The buckets of one stream: their losses and rules for every worker, the sum, and the replicas.
 
     ``pairs``: Megatron's (buffer, bucket) in canonical order. ``workers``: the number of those that exchange: with sites
-    these, of ``ranks_inside`` workers each, and the stream is that of those at ``place`` in them. ``steps``:
+    these, of ``ranks_inside`` workers each, and the stream is that of those at ``place`` in them. ``unit``: the sums of the
+    workers' gradients relative to those of ranks. ``corruption``: decides which errors hit the owners. ``steps``:
     length of the run, if known. ``optimizers``: returns Megatron's, once they exist. ``members``: the workers' ranks
     among ``ranks``; by default there are no others. Raises :class:`UsageError` if the loss flags do not fit.
     """
@@ -41,6 +44,8 @@ class StreamBuckets:
         pairs: list[Any],
         stream: Stream,
         workers: int,
+        unit: float,
+        corruption: Corruption,
         steps: int | None,
         optimizers: Callable[[], list[Any]],
         members: range | None = None,
@@ -57,6 +62,9 @@ class StreamBuckets:
         self.cut = self._memory.cut
         for group in self.groups:
             group.be_one_of(ranks_inside, place)
+            if config.errs and group.shards > 1:
+                group.errors = errors_of_owner(corruption, stream, pairs, group.shards, group.own, group.own)
+                group.gradient_unit = unit
         self.sums = [torch.empty_like(seen(self.groups[0], bucket.grad_data)).view(-1) for bucket in buckets]
         # Owners that add up pieces do so in float32, and round once.
         coded = self._memory.coded[0]

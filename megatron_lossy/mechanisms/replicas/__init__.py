@@ -41,7 +41,7 @@ class Replicas(Mechanism):
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:
         config = run.config
-        if not config.needs_whole_optimizers():
+        if not (config.errs or config.needs_whole_optimizers()):
             return []
         from .monitor import ReplicaMonitor
 

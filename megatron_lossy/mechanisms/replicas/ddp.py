@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...channel.corruption import Errors, check_bits
+from ...channel.corruption import Errors
 from ...transport.peers import Peers, RankPeers
 from .held import HeldReplicas
 from .ranks import warn_of_one_replica
@@ -47,10 +47,8 @@ class DDPReplica(HeldReplicas):
         self._errors = [[self.errors_of(self.streams[0], rank) for rank in ranks]]
 
     def errors_of(self, stream: ReplicaStream, rank: int) -> Errors:
-        width = min(8 * bucket.dtype.itemsize for bucket in self._final) if self._final else 32
-        check_bits(self._run.config, width)
-        records = self._run.config.delivery_log is not None
-        return Errors(self._corruption, rank, [bucket.ranges for bucket in self._final], width, records, None)
+        dtypes = [bucket.dtype for bucket in self._final] or [torch.float32]
+        return self._run.errors_of(dtypes, [bucket.ranges for bucket in self._final], rank)
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 

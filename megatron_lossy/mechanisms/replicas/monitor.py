@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class ReplicaMonitor(Observer):
     """Metrics of full replicas. ``interval``: iterations between looks.
 
-    ``replicas()``: the full replicas, or ``None`` before the optimizer exists.
+    ``replicas()``: the full replicas, or ``None`` with the distributed optimizer.
     """
 
     def __init__(self, replicas: Callable[[], FullReplicas | None], interval: int) -> None:
