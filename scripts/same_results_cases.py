@@ -233,7 +233,7 @@ def _mechanisms() -> Iterator[Case]:
     errors = "--grad-error gaussian --grad-error-relative 1"
     replicas = {
         "averaged": f"{errors} --param-sync-interval 2 --param-sync-rule snr --replica-check log",
-        "lossy, averaged late": f"--p-grad 0.3 {UNITS['packet']} --param-sync-interval 2 --param-sync-overlap",
+        "averaged late": f"{errors} --param-sync-interval 2 --param-sync-overlap",
         "repaired, bf16": "--grad-error bit-flip --grad-error-rate 0.5 --replica-check repair --bf16",
     }
     forms["virtual"] = (0, "--virtual-workers 2")

@@ -144,7 +144,7 @@ class Training:
 
     def replicas(self) -> list[Any]:
         """Return this rank's replicas of all buckets."""
-        return [one.replica.float().cpu().numpy().copy() for one in self.lossy._sharded]
+        return [one.replica.float().cpu().numpy().copy() for one in self.lossy._gathers]
 
 
 def resumed(make: Callable[[], Any], again: Callable[[], Any], steps: int, of_first: bool = False) -> tuple[Any, Any]:
@@ -201,7 +201,7 @@ def record(rank: int, tiny: Tiny, config: Any, steps: int) -> list[dict[str, Any
         for one in rounds:
             last = one == rounds[-1]
             buckets = []
-            for sharded, old, new in zip(lossy._sharded, before, after):
+            for sharded, old, new in zip(lossy._gathers, before, after):
                 number = lossy._lossy.index(sharded.lossy)
                 entered, left = sent[number][one, sharded.number]
                 buckets.append(

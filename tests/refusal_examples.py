@@ -232,7 +232,8 @@ REPLICAS = [
     ({"replica_check": "log"}, SHARDED, f"--replica-check log: {_WHOLE}; with the distributed optimizer each"),
     (NOISE, SHARDED, f"--grad-error-at broadcast: {_WHOLE}; with the distributed optimizer choose reduce"),
     (PARAM, FULL, "--p-param 0.1: needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"),
-    (GRAD, FULL, "--p-grad 0.1: drives replicas apart without the distributed optimizer; needs --param-sync-interval"),
+    (GRAD, FULL, "--p-grad 0.1: needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"),
+    (GRAD, FULL | {"data_parallel": "DDP"}, "--p-grad 0.1: drives replicas apart; needs --param-sync-interval"),
     (NOISE, FULL | {"fp16": True}, f"--fp16 on: {_APART}"),
     (AVERAGED, FULL | {"loss_scale": 64.0}, f"--loss-scale 64: {_APART}"),
     (AVERAGED, FULL | on("--optimizer-cpu-offload"), "--optimizer-cpu-offload: replicas are averaged where they are"),
@@ -264,14 +265,6 @@ PRIORITY = [
     (FEEDBACK, {"per_token_loss": True}, "--grad-recovery error-feedback with --transport udp: gets the report of"),
     (FEEDBACK, {"pipeline": 2, "tied": True}, "--grad-recovery error-feedback with --transport udp: gets the report"),
     (FEEDBACK | {"udp_deadline": "50"}, {"tensor": 2}, "--udp-deadline 50: would keep other residuals on each"),
-]
-
-LEAD = [
-    (
-        GRAD | {"param_sync_interval": 10**6, "param_send": "compensated"},
-        FULL,
-        "--param-send compensated: no parameters are sent, and the second half of an all-reduce",
-    )
 ]
 
 COMPRESSION = [
@@ -311,6 +304,5 @@ EXAMPLES = [
     *ASYNC_PIPELINE,
     *REPLICAS,
     *PRIORITY,
-    *LEAD,
     *COMPRESSION,
 ]

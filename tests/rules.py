@@ -4,7 +4,7 @@ import numpy as np
 
 from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.mechanisms.priority.choosing import Priority, Protection
-from megatron_lossy.mechanisms.priority.protected import Required, Spared
+from megatron_lossy.mechanisms.priority.protected import RequiringRule, SparingRule
 from megatron_lossy.recovery import Gradients
 
 NONE = Protection()
@@ -26,12 +26,12 @@ def reduce(group, bucket, buffer, output, step, *more, **options):
 
 def spared(rule, protection=NONE):
     """``rule``, whose sender spares from drawn losses what ``protection`` says."""
-    return Spared(rule, Priority(protection, rule.units, rule.rank))
+    return SparingRule(rule, Priority(protection, rule.units, rule.rank))
 
 
 def required(rule, protection=NONE):
     """``rule``, whose sender names the units that must arrive to the network."""
-    return Required(rule, Priority(protection, rule.units, rule.rank))
+    return RequiringRule(rule, Priority(protection, rule.units, rule.rank))
 
 
 def send(rule, buffer, delivery, x=None):

@@ -13,7 +13,7 @@ from megatron_lossy.hooks.buckets import own_shard
 from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.lab import theory
 from megatron_lossy.lab.virtual.in_memory import LossyWorkers
-from megatron_lossy.mechanisms.lead.lag import Counted
+from megatron_lossy.mechanisms.lead.lag import ReceiverCounts
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather
 from tests.ranks import run_ranks
 from tests.test_transport import group_in_memory
@@ -259,7 +259,7 @@ def test_counted_lag_is_that_of_the_losses():
     """600 steps of 50 packets from two senders: five standard errors (false alarm 6e-7)."""
     p = 0.4
     group = group_in_memory(LossyConfig(p_param=p, loss_unit="packet", packet_bytes=4), rank=1, shard=50)
-    counted, units = Counted(), group.params[0].units
+    counted, units = ReceiverCounts(), group.params[0].units
     for step in range(600):
         delivery = group.delivery("param", step)
         counted.count(0, units, delivery)

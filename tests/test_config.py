@@ -98,12 +98,12 @@ def test_schedule_is_a_step_function():
 
 def test_bursts_of_one_phase_of_two_are_used():
     assert parse("--loss-model", "bernoulli", "gilbert-elliott:8").phase("param").burst == 8.0
-    gradients = LossyConfig(p_grad=0.1, loss_model=("bernoulli", "gilbert-elliott:8")).all_reduced()
+    gradients = LossyConfig(p_grad=0.1, loss_model=("bernoulli", "gilbert-elliott:8")).drawn_with("param")
     assert gradients.phase("param") == gradients.phase("grad") == LossyConfig(p_grad=0.1).phase("grad")
 
 
 def test_both_halves_of_an_all_reduce_have_the_schedule_of_gradients():
-    halves = LossyConfig(loss_schedule=("0:0.1,5:0", "0:0.4")).all_reduced()
+    halves = LossyConfig(loss_schedule=("0:0.1,5:0", "0:0")).drawn_with("param")
     for phase in ("grad", "param"):
         assert [Bernoulli(halves.phase(phase), 0).rate(step) for step in (0, 4, 5)] == [0.1, 0.1, 0]
 

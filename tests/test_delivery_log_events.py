@@ -29,7 +29,7 @@ from megatron_lossy.mechanisms.boundaries.events import Crossed, totals
 from megatron_lossy.mechanisms.boundaries.loss import Boundary
 from megatron_lossy.mechanisms.boundaries.messages import Messages
 from megatron_lossy.mechanisms.replicas.full_replicas import Mismatch
-from megatron_lossy.mechanisms.replicas.synchroniser import Synced
+from megatron_lossy.mechanisms.replicas.synchroniser import Synchronisation
 from megatron_lossy.run.base import make_observers
 from tests.boundaries import boundary_lost, boundary_rows, event_rows
 from tests.ranks import run_ranks
@@ -75,8 +75,8 @@ def errors_of(config, ranks):
             found[rank] = errors[rank].take(step)
             if rank == 0 and step % 4 == 3:
                 found[rank] += [
-                    Mismatch(Stream(), 1, (2,), "majority"),
-                    Synced({"dense-e0-s0-c0": "mean"}, 4, 4, 0.1, 0),
+                    Mismatch(Stream().name, 1, (2,), "majority"),
+                    Synchronisation({"dense-e0-s0-c0": "mean"}, 4, 4, 0.1, 0),
                 ]
         return found
 

@@ -88,13 +88,11 @@ def every_patch():
     from megatron_lossy.hooks.runtime import Lossy
     from megatron_lossy.lab.launch import agent
     from megatron_lossy.mechanisms.islands import megatron_training as island_training
-    from megatron_lossy.mechanisms.replicas import lossy_all_reduce
     from megatron_lossy.plugin import _command_line_patches, _program_patches
 
     run = Lossy(LossyConfig(eval_weights="both", sites=2, p_grad=0.1))
     return [
         *megatron_core.patches(run),
-        lossy_all_reduce.patch(run),
         *megatron_training.flag_patches(),
         *megatron_training.patches(run),
         *island_training.patches(None),

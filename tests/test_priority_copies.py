@@ -16,7 +16,6 @@ PACKETS = {"loss_unit": "packet", "packet_bytes": 256}
 CHOSEN = {"grad_priority": "packet-mean:0.1"}
 FEEDBACK = {"grad_recovery": "error-feedback", **CHOSEN}
 WINDOWS = {"udp_memory": 2**16}
-ALL_REDUCED = {"distributed_optimizer": False}
 
 
 def apart(rank, cases, steps, dropped=0.0):
@@ -70,7 +69,6 @@ def test_copies_stay_equal_with_drawn_losses():
         ({}, LossyConfig(grad_recovery="zero", **CHOSEN, **lossy)),
         ({}, LossyConfig(**FEEDBACK, **lossy)),
         ({}, LossyConfig(transport="pieces", **FEEDBACK, **lossy)),
-        (ALL_REDUCED, LossyConfig(param_sync_interval=2, **FEEDBACK, **lossy)),
     ]
     for found in run_ranks(apart, 4, cases, 6):
         assert all(worst == 0 and moved > 1e-3 and lost["grad"] > 0 for worst, moved, lost in found), found

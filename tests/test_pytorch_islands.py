@@ -23,14 +23,14 @@ ISLANDS = LossyConfig(islands=2, sync_method="parameters", sync_fraction=1.0, sy
 class Island(fsdp.Training):
     """A model that two of four ranks shard; the other two have another copy."""
 
-    def __init__(self, config, replicate="islands"):
+    def __init__(self, config):
         self.tiny = Tiny()
         mesh = init_device_mesh(self.tiny.where, (2, 2), mesh_dim_names=("replicate", "shard"))
         self.model = fsdp.build(self.tiny, mesh["shard"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.lossy = None
         if config is not None:
-            self.lossy = make_lossy(self.model, self.optimizer, config, replicate=replicate)
+            self.lossy = make_lossy(self.model, self.optimizer, config)
 
 
 def trained(rank, config, steps):
@@ -139,7 +139,7 @@ def refusals(rank):
                 Island(config)
             else:
                 model = fsdp.build(Tiny(replicas=2))
-                make_lossy(model, torch.optim.SGD(model.parameters(), lr=0.1), config, replicate="islands")
+                make_lossy(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
         except UsageError as error:
             said.append(str(error))
         dist.barrier()
@@ -149,4 +149,4 @@ def refusals(rank):
 def test_a_wrong_mesh_is_refused_in_one_line(pool):
     for first, second in pool.run(refusals, 4):
         assert first == "--islands 4: must be 2: so many groups of ranks shard the model"
-        assert second.startswith("replicate islands: needs a mesh of one dimension, fully_shard(…, mesh=mesh[")
+        assert second.startswith("--islands 2: needs a mesh of one dimension, fully_shard(…, mesh=mesh[")

@@ -242,7 +242,7 @@ def traffic(rank, tiny, config, steps):
     for step in range(1, steps + 1):
         run.step(step)
     sent = {phase: (count - first[phase]) / steps for phase, count in run.lossy.sent_bytes.items()}
-    shards = sum(one.group.spec.shard_of("param") * 4 for one in run.lossy._sharded)
+    shards = sum(one.group.spec.shard_of("param") * 4 for one in run.lossy._gathers)
     run.lossy.close()
     return sent, (dist.get_world_size() - 1) * shards
 
@@ -265,7 +265,7 @@ def used(rank):
     run = Training(Tiny(), BOTH)
     run.step(0)
     found = []
-    for one in run.lossy._sharded:
+    for one in run.lossy._gathers:
         ranges = one.group.used()
         assert (ranges[1:, 0] >= ranges[:-1, 1]).all() and ranges.min() >= 0
         found.append((int(np.diff(ranges).sum()), sum(p.numel() for p in one.group.parameters), len(one.replica)))

@@ -330,7 +330,9 @@ def written(rank, when):
     with torch.no_grad():
         for one in run.model.parameters():
             one.fill_(100.0)
-    with pytest.raises(RuntimeError, match="were written, and not by the optimizer: call weights_changed"):
+    with pytest.raises(
+        RuntimeError, match="were written, and not by a step of the optimizer that has ended: call weights_changed"
+    ):
         if when == "before a step":
             run.optimizer.step()
         else:

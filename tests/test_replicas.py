@@ -8,8 +8,7 @@ import torch
 
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.lab.delivery_log.verify import verify, verify_events
+from megatron_lossy.lab.delivery_log.verify import verify_events
 from megatron_lossy.lab.virtual import VirtualCluster
 from megatron_lossy.lab.virtual.replicas import VirtualReplicas
 from megatron_lossy.mechanisms.replicas.held import HeldReplicas
@@ -21,13 +20,12 @@ pytestmark = pytest.mark.shows(
     "full replicas without errors are Megatron's, bit for bit",
     "errors are repaired to the clean run's bits: TP, PP, experts",
     "two virtual workers with full replicas are two ranks, bit for bit",
-    "lost all-reduces; errors of owners with the distributed optimizer",
+    "errors of owners with the distributed optimizer",
 )
 
 STEPS = 6
 TRAINED = ("loss", "norm", "weights")
 NOISE = LossyConfig(grad_error="gaussian", grad_error_relative=1.0)
-LOST = LossyConfig(p_grad=0.3, param_sync_interval=10**6)
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4000}
 
 
@@ -127,19 +125,6 @@ CASES = {
     "repaired by mean": (full(), changed(replica_check="repair")),
     "only said": (full(), changed(replica_check="log")),
     "per token": (full(per_token_loss=True), NOISE),
-    "lost": (full(), LOST),
-    "lost packets, buckets, bf16": (
-        HALVES,
-        dataclasses.replace(LOST, loss_unit="packet", packet_bytes=256, param_sync_interval=2, param_sync_overlap=True),
-    ),
-    "lost in pieces, errors as well": (
-        full(accumulation=2),
-        changed(p_grad=0.3, transport="pieces", loss_unit="bucket", grad_recovery="zero", param_sync_interval=3),
-    ),
-    "lost, previous, compared": (
-        full(per_token_loss=False),
-        dataclasses.replace(LOST, grad_recovery="previous", replica_check="log", loss_model=("gilbert-elliott",)),
-    ),
     "drift": (full(), changed(drift_interval=1, param_sync_interval=4)),
 }
 
@@ -173,19 +158,6 @@ def test_one_replica_has_no_errors(pool):
     for name in flags:
         same(virtual[name]["weights"][0], real[name]["weights"])
         same(real[name]["weights"], real["plain"]["weights"])
-
-
-def test_what_an_all_reduce_lost_can_be_drawn_again(tmp_path, pool):
-    """A log has digests of packets in the place of bitmaps, also of the half that loses at the rate of gradients."""
-    config = dataclasses.replace(LOST, loss_unit="packet", packet_bytes=64, delivery_log=str(tmp_path))
-    pool.run(on_ranks, 1, [("lost", full(), config)], 3, 2)
-    log = DeliveryLogFolder(tmp_path)
-    verdict = verify(log)
-    assert verdict.problems == [] and verdict.rows == 2 * 2 * 3
-    rows = log.files[0].read(0)
-    assert (rows.lost[rows.phase == "param"] > 0).all() and not rows.bitmap.is_valid().to_numpy(
-        zero_copy_only=False
-    ).any()
 
 
 @pytest.mark.parametrize("at", ["broadcast", "reduce"])

@@ -38,7 +38,7 @@ class Replicas:
             ]
             copies.append(Copies(name, LocalPeers(self.count), replicas))
         models = [lambda k=k: [own[k] for own in self.model.values()] for k in range(self.count)]
-        self.together = FullReplicas(LossyConfig(**flags), [], copies, lambda sums: sums, self.renew, models)
+        self.together = FullReplicas(LossyConfig(**flags), copies, lambda sums: sums, self.renew, models)
 
     def renew(self, names):
         for name in names:
@@ -132,14 +132,14 @@ def test_the_size_of_errors_is_a_root_mean_square_over_noise():
 
 def test_a_sample_does_not_follow_the_columns_of_a_matrix():
     numbers = torch.arange(32768 * 1024, dtype=torch.int32)
-    places = average.sampled(numbers, average.stride_of(len(numbers)))
+    places = average.sample(numbers, average.stride_of(len(numbers)))
     assert len(places) == pytest.approx(SAMPLE, rel=0.01)
     assert len(set((places % 1024).tolist())) == 1024
     one = torch.zeros(32768, 1024)
     one[:, 1::2] = 1
     pair = [[one.view(-1)], [torch.zeros(32768 * 1024)]]
     copies = [Copies("dense", LocalPeers(2), [Replica(lambda own=own: own) for own in pair])]
-    together = FullReplicas(LossyConfig(), [], copies, lambda sums: sums, lambda names: None, [])
+    together = FullReplicas(LossyConfig(), copies, lambda sums: sums, lambda names: None, [])
     assert together.divergence() == pytest.approx(1, rel=0.01)
 
 

@@ -31,9 +31,9 @@ CPU = torch.device("cpu")
 WALKED = {
     "transport.group.LossyGroup": "test_groups",
     "recovery.base.Rule": "test_groups",
-    "mechanisms.priority.protected.Protected": "test_groups",
+    "mechanisms.priority.protected.ProtectedRule": "test_groups",
     "mechanisms.lead.compensated.Compensated": "test_groups",
-    "mechanisms.lead.lag.Counted": "test_groups",
+    "mechanisms.lead.lag.ReceiverCounts": "test_groups",
     "recovery.feedback.ErrorFeedback": "test_groups",
     "recovery.previous.Previous": "test_groups",
     "mechanisms.replicas.synchroniser.Synchroniser": "test_full_replicas",

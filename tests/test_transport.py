@@ -18,7 +18,7 @@ from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import Section
 from megatron_lossy.lab.virtual.in_memory import Memory, WorkerWire
-from megatron_lossy.mechanisms.priority.protected import Spared
+from megatron_lossy.mechanisms.priority.protected import SparingRule
 from megatron_lossy.recovery.base import Zero
 from megatron_lossy.run.mechanism import Mechanism
 from megatron_lossy.transport import (
@@ -244,7 +244,7 @@ class Mine(Mechanism):
 def test_a_mechanism_may_replace_the_rules_of_a_group(monkeypatch):
     config = LossyConfig(p_grad=0.5, grad_recovery="zero", grad_priority="packet-mean", loss_unit="packet")
     found = MECHANISMS.all()
-    assert type(group_in_memory(config, 0).grads[0]) is Spared
+    assert type(group_in_memory(config, 0).grads[0]) is SparingRule
     monkeypatch.setattr(MECHANISMS, "all", lambda: [*found, Mine])
     group = group_in_memory(config, 0)
     assert [type(rule) for rule in group.grads] == [Zero] and group.told() == []

@@ -67,8 +67,6 @@ class Lossy(Run):
         self.job, self.jobs = (0, 1) if world is None else world.job
         self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption)
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
-        #: Makes the groups that exchange a model chunk in the place of those of shards, a collective call, or returns ``None``.
-        self.take_over: Callable[[Any], list[LossyGroup] | None] = lambda ddp: None
         #: Called with a bucket group before its all-reduce, and after it.
         self.around_all_reduce: tuple[Callable[[Any], None], Callable[[Any], None]] | None = None
         MECHANISMS.attach(self)
@@ -89,10 +87,9 @@ class Lossy(Run):
         self.events.chunk_comes(ddp)
         self.exchanges.find_nodes()
         number_model_chunk(ddp, len(self._chunks))
-        groups = self.take_over(ddp)
-        if groups is None:
-            self._gathers, groups = True, self.exchanges.of_shards(ddp, self.steps)
-        self._chunks[ddp] = groups
+        sharded = ddp.ddp_config.use_distributed_optimizer
+        self._gathers |= sharded
+        self._chunks[ddp] = self.exchanges.of_shards(ddp, self.steps) if sharded else []
         self.events.chunk_added(ddp)
 
     @property

@@ -37,11 +37,11 @@ def config_of(config: Any) -> LossyConfig:
 def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers that were given: one, several, or one that wraps another. Raise :class:`UsageError`."""
     given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    found = [_innermost(one) for one in given]
-    for one in found:
-        if not isinstance(one, torch.optim.Optimizer):
-            raise refuse("optimizer", type(one).__name__, "must be a torch.optim.Optimizer, or a list of them")
-        if isinstance(one, torch.optim.LBFGS):
+    found = [_innermost(wrapper) for wrapper in given]
+    for inner in found:
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise refuse("optimizer", type(inner).__name__, "must be a torch.optim.Optimizer, or a list of them")
+        if isinstance(inner, torch.optim.LBFGS):
             raise refuse(
                 "optimizer", "LBFGS", "evaluates weights within a step, which no exchange would send; choose another"
             )
@@ -59,7 +59,8 @@ def _innermost(optimizer: Any) -> Any:
 
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, torch.nn.Parameter]:
     """Return all parameters of ``optimizers``, by their id."""
-    return {id(one): one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {id(parameter): parameter for group in groups for parameter in group["params"]}
 
 
 def check_optimizers(
@@ -69,10 +70,10 @@ def check_optimizers(
 
     The optimizer may also have others of the model that are never exchanged (``ignored_params``).
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    of_model = set(map(id, model.parameters()))
     exchanged = {id(parameter): parameter for parameter in known}
     held = parameters_of(optimizers)
-    foreign = [one for key, one in held.items() if key not in exchanged and key not in names]
+    foreign = held.keys() - exchanged.keys() - of_model
     if foreign:
         raise refuse(
             "optimizer",
@@ -80,8 +81,7 @@ def check_optimizers(
             f"has {len(foreign)} of {len(held)} parameters that are not the model's: make it from model.parameters(), after "
             "fully_shard or DistributedDataParallel",
         )
-    missing = [key for key, one in exchanged.items() if one.requires_grad and key not in held]
-    if len(missing) == sum(one.requires_grad for one in exchanged.values()):
+    if not any(parameter.requires_grad and key in held for key, parameter in exchanged.items()):
         raise refuse("optimizer", type(optimizers[0]).__name__, "has none of the parameters that the model exchanges")
 
 
@@ -111,20 +111,20 @@ def check_torch() -> None:
 
 def check_groups(groups: Sequence[ParameterGroup], config: LossyConfig) -> None:
     """Raise :class:`UsageError` for a parameter group that cannot lose anything, or only wrongly."""
-    for one in groups:
-        if not one.sharded:
+    for group in groups:
+        if not group.sharded:
             why = "is of replicate(), which shards nothing, so that no parameters cross; use DistributedDataParallel"
-            raise refuse("model", one.name, why)
-        own = [type(exchange) for exchange in one.exchanges]
+            raise refuse("model", group.name, why)
+        own = [type(exchange) for exchange in group.exchanges]
         if any(kind.__module__.startswith(__package__) for kind in own):
-            raise refuse("model", one.name, "is lossy already: call make_lossy once, for the whole model")
+            raise refuse("model", group.name, "is lossy already: call make_lossy once, for the whole model")
         foreign = [kind.__name__ for kind in own if kind.__name__ not in ("DefaultAllGather", "DefaultReduceScatter")]
         if foreign:
             calls = "set_symm_mem_for_comm, set_allocate_memory_from_process_group_for_comm and set_custom_all_gather"
-            raise refuse("model", one.name, f"has exchanges of its own ({', '.join(foreign)}): omit {calls}")
-        if one.gathers_elsewhere is not None:
+            raise refuse("model", group.name, f"has exchanges of its own ({', '.join(foreign)}): omit {calls}")
+        if group.gathers_elsewhere is not None:
             why = "gathers from fewer ranks in the backward pass; give True or False"
-            raise refuse("reshard_after_forward", one.gathers_elsewhere, why)
-        if one.quantizes and not config.untouched("param"):
-            raise refuse("model", one.name, "gathers quantized parameters: stale bytes would be read at new scales")
-        _ = one.spec
+            raise refuse("reshard_after_forward", group.gathers_elsewhere, why)
+        if group.quantizes and not config.untouched("param"):
+            raise refuse("model", group.name, "gathers quantized parameters: stale bytes would be read at new scales")
+        _ = group.spec

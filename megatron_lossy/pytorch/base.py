@@ -69,7 +69,7 @@ class LossyRun(Run):
         self._closed = False
         self._steps = Steps(self.optimizers, self)
         me = weakref.ref(self)  # a program may drop the run before its end
-        self._at_exit = lambda: _call(me, "close_observers")
+        self._at_exit = lambda: _close_observers(me)
         atexit.register(self._at_exit)
 
     def begin(self) -> None:
@@ -260,7 +260,7 @@ class LossyRun(Run):
         """Give the model the exchanges that it had before."""
 
 
-def _call(me: weakref.ref[LossyRun], verb: str, *arguments: Any) -> None:
+def _close_observers(me: weakref.ref[LossyRun]) -> None:
     run = me()
     if run is not None:
-        getattr(run, verb)(*arguments)
+        run.close_observers()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +22,13 @@ import torch.distributed as dist
 
 from ..base.device import all_gather_single, reduce_scatter_single
 from ..base.errors import refuse
-from ..base.exchange import Delivery, Exchange
+from ..base.exchange import Exchange
 from ..base.registry import MECHANISMS
 from ..config import PHASES, LossyConfig
 from ..recovery import Gradients
 from ..run.base import Observed
 from ..run.mechanism import Event
-from ..transport import LossyGroup, Network, find_nodes, wire_for
-from ..transport.all_reduce import begin_all_reduce, specs_of
+from ..transport import BucketSpec, LossyGroup, Network, Transfer, find_nodes, wire_for
 from .base import LossyRun
 
 logger = logging.getLogger(__name__)
@@ -54,19 +53,8 @@ class Bucket:
 
 
 def _bucket_of(parameters: Sequence[torch.nn.Parameter]) -> Bucket:
-    elements = sum(one.numel() for one in parameters)
+    elements = sum(parameter.numel() for parameter in parameters)
     return Bucket(elements, parameters[0].dtype, tuple(parameters), tuple(map(id, parameters)))
-
-
-class _RoundExchanges:
-    """The exchanges of ``group``, for observers: those of a round before the buckets were final lost nothing."""
-
-    def __init__(self, group: LossyGroup) -> None:
-        self._group = group
-
-    def delivery(self, phase: str, step: int) -> Delivery | None:
-        """See :class:`megatron_lossy.run.base.Observed`."""
-        return None if self._group.not_made(phase, step) else self._group.delivery(phase, step)
 
 
 class LossyDDP(LossyRun):
@@ -83,7 +71,7 @@ class LossyDDP(LossyRun):
     ) -> None:
         super().__init__(config, optimizers, **how)
         self.ranks: dist.ProcessGroup = model.process_group
-        self.parameters = [one for one in model.parameters() if one.requires_grad]
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         #: The final buckets, once they are known.
         self.buckets: list[Bucket] = []
         self._nodes = None
@@ -151,7 +139,7 @@ class LossyDDP(LossyRun):
         x = Gradients(exchange, number, gradient, gradient, loss_scale=self.loss_scale, gapless=self.gapless)
         scatter = partial(reduce_scatter_single, group=self.ranks, async_op=True)
         gather = partial(all_gather_single, group=self.ranks, async_op=True)
-        transfer = begin_all_reduce(self._lossy[0], x, scatter, gather)
+        transfer = _begin_all_reduce(self._lossy[0], x, scatter, gather)
 
         def end() -> None:
             transfer.wait()
@@ -181,10 +169,9 @@ class LossyDDP(LossyRun):
         """Take the final buckets."""
         self.buckets, self._known = buckets, True
         size = self.ranks.size()
-        gradients = [torch.empty(one.elements, dtype=one.dtype, device="meta") for one in buckets]
         config = self.config.drawn_with("param")  # both halves lose as gradients do
         networks = {phase: Network(config, phase, size, self._nodes) for phase in PHASES}
-        specs = specs_of(gradients, size)
+        specs = [BucketSpec(-(-bucket.elements // size), bucket.dtype, bucket.dtype) for bucket in buckets]
         wire = wire_for(config, specs, networks, range(size), self.ranks.rank(), self.stream, self.steps, self.ranks)
         self._lossy = [LossyGroup(config, wire)]
         for group, saved in zip(self._lossy, self._saved):
@@ -204,7 +191,8 @@ class LossyDDP(LossyRun):
 
     @property
     def streams(self) -> Sequence[Observed]:
-        return [_RoundExchanges(one) for one in self._lossy]
+        # A round before the buckets were final lost nothing.
+        return [group for group in self._lossy if not group.not_made("grad", self.iteration)]
 
     def replicas(self) -> list[Any]:
         return []  # none is sharded
@@ -213,13 +201,14 @@ class LossyDDP(LossyRun):
         """Do nothing: no parameters are under way."""
 
     def living_optimizers(self) -> list[Any]:
-        return [SimpleNamespace(optimizer=one) for one in self.optimizers]
+        return [SimpleNamespace(optimizer=optimizer) for optimizer in self.optimizers]
 
     def exchanged_weights(self, model_chunks: Any = None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def identity(self) -> dict[str, Any]:
-        return {"world size": self.ranks.size(), "parameters": sum(one.numel() for one in self.parameters)}
+        elements = sum(parameter.numel() for parameter in self.parameters)
+        return {"world size": self.ranks.size(), "parameters": elements}
 
     def exchanged_state(self) -> None:
         """Return ``None``: replicas are equal."""
@@ -228,8 +217,8 @@ class LossyDDP(LossyRun):
         """Do nothing."""
 
     def _state(self) -> dict[str, Any]:
-        numbers = {id(one): number for number, one in enumerate(self.parameters)}
-        buckets = [[numbers[one] for one in bucket.names] for bucket in self.buckets]
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        buckets = [[numbers[name] for name in bucket.names] for bucket in self.buckets]
         return {**super()._state(), "buckets": buckets if self._stay else []}
 
     def _load_state(self, state: Any) -> None:
@@ -244,3 +233,29 @@ class LossyDDP(LossyRun):
     def restore_exchanges(self) -> None:
         """Let the hook, which torch cannot take away, average as DDP itself does."""
         self._closed_hook = True
+
+
+#: Runs a collective from ``input`` into ``output``. Returns its handle, or ``None`` if it has completed.
+_Carry = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+def _begin_all_reduce(group: LossyGroup, x: Gradients, scatter: _Carry, gather: _Carry) -> Transfer:
+    """Begin to all-reduce the gradients ``x``, whose buffer [n] changes in place. The wait for the result ends it.
+
+    In a reduce-scatter owners recover losses as always. They then send the reduced gradient to all ranks. For a unit that
+    does not arrive, a rank keeps its own gradient, so that replicas drift apart (docs/corruption.md). ``scatter(output,
+    input)``, ``gather(output, input)``: run the collectives.
+    """
+    gradient, step = x.buffer, x.exchange.step
+    shard = -(-len(gradient) // group.size)
+    sent = gradient.new_zeros(group.size * shard)
+    sent[: len(gradient)] = gradient
+    result = sent * group.size  # the sum as a rank estimates it from its own gradient
+    own = torch.empty_like(result[:shard])
+    transfer = group.reduce_scatter(replace(x, buffer=sent, output=own, collective=partial(scatter, own, sent)))
+
+    def finish(_: Any) -> None:
+        group.all_gather(x.bucket, result, own, step, partial(gather, result, own)).wait()
+        gradient.copy_(result[: len(gradient)])
+
+    return transfer.then(finish)

@@ -8,7 +8,7 @@ frees after use.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from ..base.exchange import Exchange
 from ..recovery import Gradients
 from ..transport import LossyGroup, Transfer
 from .layout import ParameterGroup
-from .steps import within_step
 
 
 class Handle(dist.Work):
@@ -47,22 +46,35 @@ def handle_of(transfer: Transfer, async_op: bool) -> Handle | None:
 class Gather:
     """The gather of one parameter group, bucket ``number`` of ``lossy``. ``clock``: the run, :class:`.LossyFSDP`.
 
+    ``reduce``: the group's reduce-scatter. ``before``: the exchanges that the group had.
+
     The first gather is reliable; so is one after weights were loaded. After an update, one gather sends something.
     Until the next update the replica answers, without a byte.
     """
 
     def __init__(self, clock: Any, group: ParameterGroup, lossy: LossyGroup, number: int) -> None:
         self._clock = clock
-        self._group = group
-        self._lossy = lossy
-        self._number = number
-        #: This rank's replica [N * shard], once it has been gathered.
-        self.replica: torch.Tensor | None = None
+        self.group = group
+        self.lossy = lossy
+        self.number = number
+        self.reduce = Reduce(clock, group, lossy, number)
+        self.before = group.exchanges
         self._restarts: int | None = None  # the run's count of restarts, when the replica was gathered
         self._update: int | None = None  # the update that was gathered
         self._version = 0  # of this rank's shard, when optimizers and mechanisms had last written it
-        #: Bytes that this rank has sent to others, and gathers that were answered from the replica.
-        self.sent_bytes = self.answered = 0
+        #: Bytes that this rank has sent to others.
+        self.sent_bytes = 0
+
+    @cached_property
+    def replica(self) -> torch.Tensor:
+        """[N * shard]: this rank's replica; before the first gather an empty one of zeros."""
+        size = self.lossy.shards * self.group.spec.shard_of("param")
+        return torch.zeros(size, dtype=self.group.spec.param_dtype, device=self.group.device)
+
+    @property
+    def made(self) -> bool:
+        """Whether the replica has been gathered."""
+        return self._restarts is not None
 
     @property
     def fresh(self) -> bool:
@@ -72,25 +84,22 @@ class Gather:
     @property
     def own(self) -> torch.Tensor:
         """[shard]: this rank's part of the replica."""
-        assert self.replica is not None
-        return self.replica.chunk(self._lossy.shards)[self._lossy.own]
+        return self.replica.chunk(self.lossy.shards)[self.lossy.own]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the replica, into which FSDP2 copies this rank's shard before it calls for the gather."""
         self._clock.gathering()
         self._check(size, dtype)
-        if self.replica is None:
-            self.replica = torch.empty(*size, dtype=dtype, device=device)
-        elif not self.fresh:
+        if not self.fresh:
             self._clock.updated()
         return self.replica
 
     def _check(self, size: Sequence[int], dtype: torch.dtype) -> None:
-        wanted, spec = self._lossy.shards * self._group.spec.shard_of("param"), self._group.spec
+        wanted, spec = self.lossy.shards * self.group.spec.shard_of("param"), self.group.spec
         if (*size,) != (wanted,) or dtype != spec.param_dtype:
             raise refuse(
                 "model",
-                self._group.name,
+                self.group.name,
                 f"gathers {size[0]} elements of {dtype}; when make_lossy was called it had {wanted} of {spec.param_dtype}: "
                 "change the model, and its mesh and types, before",
             )
@@ -104,39 +113,29 @@ class Gather:
         if first:
             self.note_weights()
         else:
-            self._check_optimizer()
             self.check_weights()
         if self.fresh:
-            self.answered += 1
             return handle_of(Transfer(None), async_op)
         self._restarts, self._update = self._clock.restarts, self._clock.update
         if first or self._clock.update is None:
-            self.sent_bytes += (self._lossy.shards - 1) * input_tensor.nbytes
+            self.sent_bytes += (self.lossy.shards - 1) * input_tensor.nbytes
             transfer = Transfer(collective())
         else:
-            self.sent_bytes += self._lossy.sent_bytes("param", self._number, input_tensor)
-            transfer = self._lossy.all_gather(self._number, output_tensor, input_tensor, self._clock.update, collective)
+            self.sent_bytes += self.lossy.sent_bytes("param", self.number, input_tensor)
+            transfer = self.lossy.all_gather(self.number, output_tensor, input_tensor, self._clock.update, collective)
         return handle_of(transfer, async_op)
 
     def note_weights(self) -> None:
         """Note that this rank's shard is as optimizers and mechanisms left it."""
-        self._version = self._group.version
+        self._version = self.group.version
 
     def check_weights(self) -> None:
         """Raise an error if other code has written this rank's shard, unless the next gather is reliable anyway."""
-        if self._group.version != self._version and self._restarts == self._clock.restarts:
+        if self.group.version != self._version and self._restarts == self._clock.restarts:
             raise RuntimeError(
-                f"the weights of {self._group.name} were written, and not by the optimizer: call weights_changed() of what "
-                "make_lossy returned, on all ranks, after writing them"
+                f"the weights of {self.group.name} were written, and not by a step of the optimizer that has ended: call "
+                "weights_changed() of what make_lossy returned, on all ranks, after writing them"
             )
-
-    def _check_optimizer(self) -> None:
-        if self._group.version == self._version:
-            return
-        optimizer = within_step(self._clock.optimizers)
-        if optimizer is not None:
-            why = "evaluates other weights within a step, which no exchange would send; choose another"
-            raise refuse("optimizer", type(optimizer).__name__, why)
 
 
 class Reduce:
@@ -144,9 +143,9 @@ class Reduce:
 
     def __init__(self, clock: Any, group: ParameterGroup, lossy: LossyGroup, number: int) -> None:
         self._clock = clock
-        self._group = group
-        self._lossy = lossy
-        self._number = number
+        self.group = group
+        self.lossy = lossy
+        self.number = number
         #: Bytes that this rank has sent to others.
         self.sent_bytes = 0
 
@@ -165,26 +164,26 @@ class Reduce:
         """Reduce ``input_tensor`` [N * shard] of all ranks, and put this rank's shard into ``output_tensor`` [shard]."""
         self._check(input_tensor)
         if op == dist.ReduceOp.PREMUL_SUM:  # of set_gradient_divide_factor; torchtitan sets 1 everywhere
-            input_tensor.mul_(1 / self._group.divide_factor)
+            input_tensor.mul_(1 / self.group.divide_factor)
             op = dist.ReduceOp.SUM
         averaged = op == dist.ReduceOp.AVG
         assert averaged or op == dist.ReduceOp.SUM
         self._clock.reducing(self)
-        self.sent_bytes += self._lossy.sent_bytes("grad", self._number, output_tensor)
+        self.sent_bytes += self.lossy.sent_bytes("grad", self.number, output_tensor)
         collective = partial(reduce_scatter_single, output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        exchange, clock = Exchange("grad", self._lossy.stream, self._clock.iteration), self._clock
+        exchange, clock = Exchange("grad", self.lossy.stream, self._clock.iteration), self._clock
         x = Gradients(
-            exchange, self._number, input_tensor, output_tensor, collective, averaged, clock.loss_scale, clock.gapless
+            exchange, self.number, input_tensor, output_tensor, collective, averaged, clock.loss_scale, clock.gapless
         )
-        transfer = self._lossy.reduce_scatter(x)
-        return handle_of(transfer.then(lambda _: self._lossy.keep_lost(x.bucket, x.exchange.step)), async_op)
+        transfer = self.lossy.reduce_scatter(x)
+        return handle_of(transfer.then(lambda _: self.lossy.keep_lost(x.bucket, x.exchange.step)), async_op)
 
     def _check(self, sent: torch.Tensor) -> None:
-        wanted, spec = self._lossy.shards * self._group.spec.shard, self._group.spec
+        wanted, spec = self.lossy.shards * self.group.spec.shard, self.group.spec
         if sent.numel() != wanted or sent.dtype != spec.grad_dtype:
             raise refuse(
                 "model",
-                self._group.name,
+                self.group.name,
                 f"reduces {sent.numel()} elements of {sent.dtype}; its parameters with requires_grad have {wanted} of "
                 f"{spec.grad_dtype}: freeze before make_lossy, and give unused ones a gradient "
                 "(set_reduce_scatter_unused_params)",

@@ -22,29 +22,11 @@ from ..run.replicas import Held, RankReplicas, load_stale_state, stale_state
 from ..transport import LossyGroup, Network, find_nodes
 from ..transport.sites import Scalars, Sites, make_group
 from .base import LossyRun
-from .exchanges import Gather, Reduce
+from .exchanges import Gather
 from .layout import ParameterGroup, ShardedStream, streams_of
 
 #: Of all models of this process.
 _scalars = Scalars()
-
-
-class _ShardedGroup:
-    """One parameter group and its exchanges: bucket ``number`` of ``lossy``."""
-
-    def __init__(self, group: ParameterGroup, lossy: LossyGroup, number: int, gather: Gather, reduce: Reduce) -> None:
-        self.group, self.lossy, self.number = group, lossy, number
-        self.gather, self.reduce = gather, reduce
-        self.before = group.exchanges
-
-    @property
-    def replica(self) -> torch.Tensor:
-        """[N * shard]: this rank's replica; before the first gather an empty one of zeros."""
-        if self.gather.replica is None:
-            spec = self.group.spec
-            size = self.lossy.shards * spec.shard_of("param")
-            self.gather.replica = torch.zeros(size, dtype=spec.param_dtype, device=self.group.device)
-        return self.gather.replica
 
 
 class LossyFSDP(LossyRun):
@@ -70,36 +52,35 @@ class LossyFSDP(LossyRun):
         self.islands = islands
         self._sites = Sites(config.sites)
         self._event: torch.Event | None = None
-        self._sharded: list[_ShardedGroup] = []
+        self._gathers: list[Gather] = []
         self._lossy: list[LossyGroup] = []
         MECHANISMS.attach(self)
-        self._streams = streams_of([one for one in groups if one.trained])
+        self._streams = streams_of([group for group in groups if group.trained])
         ranks = [stream.ranks for stream in self._streams]
         self._sites.open(ranks)
         self._of_scalars = Sites(config.sites)
         self._of_scalars.open([dist.group.WORLD, *ranks])
         for stream in self._streams:
             self._add(stream)
-        for one in self._sharded:
-            one.group.exchange_by(one.gather, one.reduce)
+        for gather in self._gathers:
+            gather.group.exchange_by(gather, gather.reduce)
         self.events.built()
         if config.sites is not None:
             _scalars.add(self._of_scalars)
 
-    def _add(self, one: ShardedStream) -> None:
-        lossy = self._group_of(one)
+    def _add(self, stream: ShardedStream) -> None:
+        lossy = self._group_of(stream)
         self._lossy.append(lossy)
-        if self.config.errs and len(one.all_ranks) > 1:
-            lossy.errors = self._errors_of(one, lossy)
-        for number, group in enumerate(one.groups):
-            gather = Gather(self, group, lossy, number)
-            self._sharded.append(_ShardedGroup(group, lossy, number, gather, Reduce(self, group, lossy, number)))
+        if self.config.errs and len(stream.all_ranks) > 1:
+            lossy.errors = self._errors_of(stream, lossy)
+        for number, group in enumerate(stream.groups):
+            self._gathers.append(Gather(self, group, lossy, number))
             rule = lossy.params[number]
             if not rule.exact and group.spec.param_dtype != torch.float32:
                 rule.weights = group.weights  # type: ignore[attr-defined]  # 16 bits are sent, 32 are updated
 
-    def _group_of(self, one: ShardedStream) -> LossyGroup:
-        ranks = one.all_ranks
+    def _group_of(self, sharded: ShardedStream) -> LossyGroup:
+        ranks = sharded.all_ranks
         nodes = None
         if self.config.ranks_of_node is not None:
             everywhere = find_nodes(None, self.config.ranks_of_node)
@@ -107,19 +88,19 @@ class LossyFSDP(LossyRun):
         size = self.config.members(self.jobs * len(ranks))
         networks = {phase: Network(self.config, phase, size, nodes) for phase in PHASES}
         first = self.job * len(ranks)  # no two islands lose the same
-        members = [first + ranks.index(rank) for rank in dist.get_process_group_ranks(one.ranks)]
-        stream = replace(self.stream, chunk=one.stream.chunk)
-        specs = [group.spec for group in one.groups]
-        site = self._sites.of(one.ranks)
-        return make_group(self.config, specs, networks, members, stream, self.steps, one.ranks, site)
+        members = [first + ranks.index(rank) for rank in dist.get_process_group_ranks(sharded.ranks)]
+        stream = replace(self.stream, chunk=sharded.stream.chunk)
+        specs = [group.spec for group in sharded.groups]
+        site = self._sites.of(sharded.ranks)
+        return make_group(self.config, specs, networks, members, stream, self.steps, sharded.ranks, site)
 
-    def _errors_of(self, one: ShardedStream, lossy: LossyGroup) -> Errors:
+    def _errors_of(self, stream: ShardedStream, lossy: LossyGroup) -> Errors:
         ranges = []
-        for group in one.groups:
+        for group in stream.groups:
             shard = group.spec.shard
             inside = np.clip(group.used(gradients=True) - lossy.own * shard, 0, shard)
             ranges.append(inside[inside[:, 0] < inside[:, 1]])
-        dtypes = [group.spec.grad_dtype for group in one.groups]
+        dtypes = [group.spec.grad_dtype for group in stream.groups]
         rank = lossy.wire.members[lossy.rank] if lossy.members is None else lossy.own
         return self.errors_of(dtypes, ranges, rank)
 
@@ -127,9 +108,9 @@ class LossyFSDP(LossyRun):
 
     def begin_update(self) -> None:
         super().begin_update()
-        for one in self._sharded:
-            if one.gather.replica is not None:
-                one.lossy.params[one.number].before_update(one.gather.own)
+        for gather in self._gathers:
+            if gather.made:
+                gather.lossy.params[gather.number].before_update(gather.own)
 
     def note_update(self) -> None:
         if self.device.type == "cuda":
@@ -137,12 +118,12 @@ class LossyFSDP(LossyRun):
             self._event.record()
 
     def note_weights(self) -> None:
-        for one in self._sharded:
-            one.gather.note_weights()
+        for gather in self._gathers:
+            gather.note_weights()
 
     def check_weights(self) -> None:
-        for one in self._sharded:
-            one.gather.check_weights()
+        for gather in self._gathers:
+            gather.check_weights()
 
     def updated(self) -> None:
         """Let the current stream wait for the last update; gathered weights left the replica before it."""
@@ -152,17 +133,17 @@ class LossyFSDP(LossyRun):
     def check_exchanges(self) -> None:
         if max(lossy.size for lossy in self._lossy) > 1:  # torch exchanges nothing with a lone rank
             super().check_exchanges()
-        for one in self._sharded:
-            if one.group.exchanges != (one.gather, one.reduce):
+        for gather in self._gathers:
+            if gather.group.exchanges != (gather, gather.reduce):
                 raise RuntimeError(
-                    f"the exchanges of {one.group.name} were replaced after make_lossy, so that they would lose nothing"
+                    f"the exchanges of {gather.group.name} were replaced after make_lossy, so that they would lose nothing"
                 )
 
     # --- what every run answers ------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        return self._sharded[0].group.device
+        return self._gathers[0].group.device
 
     @property
     def groups(self) -> list[LossyGroup]:
@@ -177,32 +158,32 @@ class LossyFSDP(LossyRun):
             RankReplicas(
                 lossy,
                 lossy.members or stream.ranks,
-                [lossy.view(one.replica) for one in self._sharded if one.lossy is lossy],
+                [lossy.view(gather.replica) for gather in self._gathers if gather.lossy is lossy],
                 partial(_used, stream.groups, lossy),
             )
             for stream, lossy in zip(self._streams, self._lossy, strict=True)
         ]
 
     def settle(self) -> None:
-        for one in self._sharded:
-            if not one.gather.fresh:
-                [module, *_] = one.group.modules
+        for gather in self._gathers:
+            if not gather.fresh:
+                [module, *_] = gather.group.modules
                 module.reshard()  # else torch takes its memory for gathered
                 module.unshard()
                 module.reshard()
 
     def reshard(self) -> None:
         """Let torch take all weights from the replicas the next time."""
-        for one in self._sharded:
-            one.group.modules[0].reshard()
+        for gather in self._gathers:
+            gather.group.modules[0].reshard()
 
     def own_weights(self) -> list[torch.Tensor]:
         """Return this rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
-        return [piece for one in self._sharded for piece in one.group.pieces()]
+        return [piece for gather in self._gathers for piece in gather.group.pieces()]
 
     def gathered(self) -> list[tuple[dist.ProcessGroup, torch.Tensor, torch.Tensor]]:
         """Return each parameter group's ranks, this rank's replica, and float32 [shard], the part that it owns."""
-        return [(one.group.ranks, one.replica, one.group.weights()) for one in self._sharded]
+        return [(gather.group.ranks, gather.replica, gather.group.weights()) for gather in self._gathers]
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -221,10 +202,10 @@ class LossyFSDP(LossyRun):
         if self.update is not None and not self.config.untouched("param"):
             self.settle()
             with torch.no_grad():
-                for one in self._sharded:
-                    put_back = one.lossy.put_stale_aside(one.number, one.replica, self.update)
+                for gather in self._gathers:
+                    put_back = gather.lossy.put_stale_aside(gather.number, gather.replica, self.update)
                     if put_back is not None:
-                        all_gather_single(one.replica, one.gather.own, group=one.group.ranks)
+                        all_gather_single(gather.replica, gather.own, group=gather.group.ranks)
                         restore.append(put_back)
         try:
             with self.opened():
@@ -252,13 +233,13 @@ class LossyFSDP(LossyRun):
 
     def identity(self) -> dict[str, Any]:
         sizes = {
-            f"group {one.group.name}": f"{one.group.spec.shard_of('param')} elements of {one.group.spec.param_dtype}"
-            for one in self._sharded
+            f"group {group.name}": f"{group.spec.shard_of('param')} elements of {group.spec.param_dtype}"
+            for group in (gather.group for gather in self._gathers)
         }
         return {"world size": dist.get_world_size(), **sizes}
 
     def _held(self) -> list[Held]:
-        return [Held(one.lossy, one.number, one.replica) for one in self._sharded]
+        return [Held(gather.lossy, gather.number, gather.replica) for gather in self._gathers]
 
     def exchanged_state(self) -> Any:
         if self.update is not None:
@@ -274,9 +255,9 @@ class LossyFSDP(LossyRun):
     def restore_exchanges(self) -> None:
         for hook in self._loading:
             hook.remove()
-        for one in self._sharded:
-            if one.group.exchanges == (one.gather, one.reduce):
-                one.group.exchange_by(*one.before)
+        for gather in self._gathers:
+            if gather.group.exchanges == (gather, gather.reduce):
+                gather.group.exchange_by(*gather.before)
         if self.config.sites is not None:
             _scalars.remove(self._of_scalars)
 
@@ -284,8 +265,8 @@ class LossyFSDP(LossyRun):
     def sent_bytes(self) -> dict[str, int]:
         """Bytes that this rank has sent to others in both phases, by counting what it gave to collectives."""
         return {
-            "param": sum(one.gather.sent_bytes for one in self._sharded),
-            "grad": sum(one.reduce.sent_bytes for one in self._sharded),
+            "param": sum(gather.sent_bytes for gather in self._gathers),
+            "grad": sum(gather.reduce.sent_bytes for gather in self._gathers),
         }
 
 
@@ -296,4 +277,4 @@ def _loaded(me: weakref.ref[LossyFSDP], module: torch.nn.Module, incompatible: A
 
 
 def _used(groups: Sequence[ParameterGroup], lossy: LossyGroup) -> list[np.ndarray]:
-    return [lossy.seen(one.used(), one.spec.shard_of("param")) for one in groups]
+    return [lossy.seen(group.used(), group.spec.shard_of("param")) for group in groups]

@@ -32,7 +32,7 @@ class ParameterGroup:
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """The sharded parameters, as an optimizer has them."""
-        return [one.sharded_param for one in self._group.fsdp_params]
+        return [parameter.sharded_param for parameter in self._group.fsdp_params]
 
     @property
     def trained(self) -> bool:
@@ -66,9 +66,8 @@ class ParameterGroup:
     def tensor_parallel(self) -> bool:
         """Whether a parameter is also sharded, or copied, over other ranks than :attr:`all_ranks`."""
         data = self._group.mesh_info.mesh.ndim
-        return any(
-            getattr(one, "device_mesh", None) is not None and one.device_mesh.ndim > data for one in self.parameters
-        )
+        meshes = (getattr(parameter, "device_mesh", None) for parameter in self.parameters)
+        return any(mesh is not None and mesh.ndim > data for mesh in meshes)
 
     @property
     def device(self) -> torch.device:
@@ -80,7 +79,7 @@ class ParameterGroup:
     @cached_property
     def spec(self) -> BucketSpec:
         """The bucket. Parameters without a gradient are gathered, and not reduced."""
-        dtypes = {self._gathered_as(one) for one in self.parameters}
+        dtypes = {self._gathered_as(parameter) for parameter in self.parameters}
         if len(dtypes) > 1:
             several = ", ".join(sorted(map(str, dtypes)))
             raise refuse(
@@ -88,8 +87,8 @@ class ParameterGroup:
             )
         [dtype] = dtypes
         sizes = [
-            (math.prod(one.padded_sharded_param_size), one.sharded_param.requires_grad)
-            for one in self._group.fsdp_params
+            (math.prod(parameter.padded_sharded_param_size), parameter.sharded_param.requires_grad)
+            for parameter in self._group.fsdp_params
         ]
         reduced = sum(size for size, trained in sizes if trained)
         return BucketSpec(reduced, self._group.mp_policy.reduce_dtype or dtype, dtype, sum(size for size, _ in sizes))
@@ -98,16 +97,16 @@ class ParameterGroup:
         wanted = self._group.mp_policy.param_dtype
         return wanted if wanted is not None and parameter.is_floating_point() else parameter.dtype
 
-    def used(self, gradients: bool = False) -> np.ndarray:
-        """Return int64[k, 2]: the ranges in N shards that hold parameters, or gradients; the rest is padding."""
+    def used(self) -> np.ndarray:
+        """Return int64[k, 2]: the ranges in N shards that hold parameters; the rest is padding."""
         ranges, size = [], self.ranks.size()
-        parameters = [one for one in self._group.fsdp_params if one.sharded_param.requires_grad or not gradients]
-        shard = sum(math.prod(one.padded_sharded_param_size) for one in parameters)
+        parameters = self._group.fsdp_params
+        shard = sum(math.prod(parameter.padded_sharded_param_size) for parameter in parameters)
         for rank in range(size):
             offset = rank * shard
-            for one in parameters:
-                padded, dim = one.padded_sharded_param_size, one.fsdp_placement.dim
-                rows = min(max(one._orig_size[dim] - rank * padded[dim], 0), padded[dim]) if padded else 1
+            for parameter in parameters:
+                padded, dim = parameter.padded_sharded_param_size, parameter.fsdp_placement.dim
+                rows = min(max(parameter._orig_size[dim] - rank * padded[dim], 0), padded[dim]) if padded else 1
                 held = math.prod(padded) // padded[dim] * rows if padded and padded[dim] else 0
                 ranges.append((offset, offset + held))
                 offset += math.prod(padded)
@@ -115,17 +114,18 @@ class ParameterGroup:
 
     def weights(self) -> torch.Tensor:
         """Return float32 [shard]: this rank's shard as the optimizer has it, with padding."""
-        return torch.cat([one._sharded_param_data.detach().float().to(self.device) for one in self._group.fsdp_params])
+        return torch.cat([piece.float().to(self.device) for piece in self.pieces()])
 
     def pieces(self) -> list[torch.Tensor]:
         """Return this rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
-        return [one._sharded_param_data.detach() for one in self._group.fsdp_params]
+        return [parameter._sharded_param_data.detach() for parameter in self._group.fsdp_params]
 
     @property
     def version(self) -> int:
         """A number that grows with each change of this rank's shard in place, other than through ``.data``."""
         # An operation counts where it was called: on the parameter, or on its local part.
-        return sum(one.sharded_param._version + one._sharded_local_tensor._version for one in self._group.fsdp_params)
+        tensors = ((own.sharded_param, own._sharded_local_tensor) for own in self._group.fsdp_params)
+        return sum(tensor._version for pair in tensors for tensor in pair)
 
     # --- FSDP2's places for exchanges ------------------------------------------------------------------------------
 
@@ -155,7 +155,8 @@ class ParameterGroup:
     @property
     def quantizes(self) -> bool:
         """Whether parameters are gathered in a form of their own, such as float8 with scales."""
-        return any(hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in self._group.fsdp_params)
+        local = (parameter._sharded_local_tensor for parameter in self._group.fsdp_params)
+        return any(hasattr(tensor, "fsdp_pre_all_gather") for tensor in local)
 
 
 @dataclass(frozen=True)
@@ -204,8 +205,8 @@ def _groups_of(state: Any) -> list[Any]:
 def streams_of(groups: list[ParameterGroup]) -> list[ShardedStream]:
     """Return the streams of ``groups``: one for each group of ranks, numbered in the order in which they come first."""
     by_ranks: dict[tuple[int, ...], list[ParameterGroup]] = {}
-    for one in groups:
-        by_ranks.setdefault(tuple(dist.get_process_group_ranks(one.ranks)), []).append(one)
+    for group in groups:
+        by_ranks.setdefault(tuple(dist.get_process_group_ranks(group.ranks)), []).append(group)
     return [
         ShardedStream(Stream(chunk=number), own[0].ranks, own[0].all_ranks, own)
         for number, own in enumerate(by_ranks.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +27,12 @@ if TYPE_CHECKING:
 
     from .base import LossyRun
 
-_runs: weakref.WeakKeyDictionary[torch.nn.Module, LossyRun] = weakref.WeakKeyDictionary()
-
 
 def make_lossy(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     config: LossyConfig | Mapping[str, Any] | str | PathLike[str],
     *,
-    replicate: str = "all-reduce",
     scaler: Any = None,
     steps: int | None = None,
     gapless: bool = False,
@@ -49,10 +45,8 @@ def make_lossy(
     Args:
         model: the whole model, with ``fully_shard`` on parts of it or on all, or in ``DistributedDataParallel``.
         optimizer: those that update its parameters; each step of all of them is an update.
-        config: loss flags; or a mapping of them, the name of a preset, or a YAML file.
-        replicate: between groups of ranks that each shard a copy of the model, gradients are reduced as FSDP2 does it on a
-            mesh of two dimensions (``all-reduce``); or ``islands``: each group trains by itself, sharded over the inner
-            dimension of the mesh alone, and weights are averaged as ``--islands`` and ``--sync-method`` say.
+        config: loss flags; or a mapping of them, the name of a preset, or a YAML file. With ``islands`` each group of ranks
+            that shards a copy of the model over the inner dimension of a mesh trains by itself, and weights are averaged.
         scaler: a ``GradScaler`` in use, for rules that keep gradients over steps.
         steps: the length of the run, if known, to refuse a trace that is too short.
         gapless: promises that each round of gradients exchanges all buckets, and that only ``scaler`` rejects a step, so
@@ -67,16 +61,7 @@ def make_lossy(
         raise refuse("model", type(model).__name__, "must be a torch.nn.Module")
     if not dist.is_available() or not dist.is_initialized():
         raise refuse("model", "without a process group", "call torch.distributed.init_process_group first")
-    if any(module in _runs for module in model.modules()):
-        raise refuse("model", type(model).__name__, "is lossy already: call make_lossy once, for the whole model")
     flags = settled(flags)
-    if replicate not in ("all-reduce", "islands"):
-        raise refuse("replicate", replicate, "must be all-reduce or islands")
-    if flags.jobs().several != (replicate == "islands"):
-        number = flags.jobs().number
-        raise refuse(
-            "replicate", replicate, f"with --islands {number} must be {'islands' if number > 1 else 'all-reduce'}"
-        )
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         run: LossyRun = _in_ddp(model, optimizers, flags, how)
     else:
@@ -84,9 +69,8 @@ def make_lossy(
         groups = parameter_groups(model)
         if not groups:
             raise refuse("model", type(model).__name__, _not_wrapped(model))
-        run = _sharded(model, groups, optimizers, flags, replicate, how)
+        run = _sharded(model, groups, optimizers, flags, how)
     run.begin()
-    _runs[model] = run
     return run
 
 
@@ -95,7 +79,6 @@ def _sharded(
     groups: list[ParameterGroup],
     optimizers: list[torch.optim.Optimizer],
     config: LossyConfig,
-    replicate: str,
     how: dict[str, Any],
 ) -> LossyRun:
     from .fsdp import LossyFSDP
@@ -103,13 +86,13 @@ def _sharded(
     check_groups(groups, config)
     if not any(group.trained for group in groups):
         raise refuse("model", type(model).__name__, "has no parameter with a gradient in fully_shard")
-    check_optimizers(model, optimizers, [one for group in groups for one in group.parameters])
+    check_optimizers(model, optimizers, [parameter for group in groups for parameter in group.parameters])
     if config.sites is not None and any(group.replicated for group in groups):
         why = (
             "needs fully_shard over all ranks, with a mesh of one dimension: FSDP2 would reduce gradients between sites"
         )
         raise refuse("--sites", config.sites, why)
-    islands = _islands(groups) if replicate == "islands" else None
+    islands = _islands(groups, config.jobs().number) if config.jobs().several else None
     specs = [group.spec for group in groups]
     check_refusals(
         config,
@@ -131,21 +114,21 @@ def _sharded(
     return run
 
 
-def _islands(groups: list[ParameterGroup]) -> list[list[int]]:
-    """Return the ranks of each group that shards a copy of the model. A collective call of all ranks."""
+def _islands(groups: list[ParameterGroup], number: int) -> list[list[int]]:
+    """Return the ranks of each of ``number`` groups that shard a copy of the model. A collective call of all ranks."""
     if any(group.replicated for group in groups):
         why = 'needs a mesh of one dimension, fully_shard(…, mesh=mesh["shard"]): FSDP2 would reduce gradients between islands'
-        raise refuse("replicate", "islands", why)
+        raise refuse("--islands", number, why)
     mine = sorted({tuple(dist.get_process_group_ranks(group.ranks)) for group in groups})
     if len(mine) > 1:
-        raise refuse("replicate", "islands", f"needs one mesh for all of the model, which has {len(mine)}")
+        raise refuse("--islands", number, f"needs one mesh for all of the model, which has {len(mine)}")
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine[0])
     found = sorted(set(everywhere))
     if len({len(ranks) for ranks in found}) > 1 or sorted(rank for ranks in found for rank in ranks) != list(
         range(dist.get_world_size())
     ):
-        raise refuse("replicate", "islands", f"needs equal groups of all ranks, and the mesh has {found}")
+        raise refuse("--islands", number, f"needs equal groups of all ranks, and the mesh has {found}")
     return [list(ranks) for ranks in found]
 
 
@@ -157,9 +140,9 @@ def _in_ddp(
 ) -> LossyRun:
     from .ddp import LossyDDP
 
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     check_optimizers(model, optimizers, trained)
-    largest = max(one.element_size() for one in trained)
+    largest = max(parameter.element_size() for parameter in trained)
     ranks, scaler = model.process_group.size(), how["scaler"]
     check_refusals(
         config,

@@ -39,12 +39,12 @@ class Steps:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], run: Any) -> None:
         self._run = weakref.proxy(run)
-        self._begun: dict[torch.optim.Optimizer, tuple[Kind, list[torch.Tensor]]] = {}
+        self._begun: dict[torch.optim.Optimizer, Kind] = {}
         me = weakref.ref(self)
         self._hooks: list[Any] = []
-        for one in optimizers:
-            self._hooks.append(one.register_step_pre_hook(partial(_before, me)))
-            self._hooks.append(one.register_step_post_hook(partial(_after, me)))
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(partial(_before, me)))
+            self._hooks.append(optimizer.register_step_post_hook(partial(_after, me)))
 
     def close(self) -> None:
         """Take the hooks away."""
@@ -71,30 +71,13 @@ class Steps:
         if hasattr(optimizer, "found_inf"):
             self._run.check_scaler()
         self._run.use_gradients(kind)
-        self._begun[optimizer] = kind, _copies(optimizer) if kind is Kind.IDLE else []
+        self._begun[optimizer] = kind
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """End a step."""
-        name = type(optimizer).__name__
         if optimizer not in self._begun:
-            raise refuse("optimizer", name, "did not call its closure; call step() without one")
-        kind, copies = self._begun.pop(optimizer)
-        if not all(map(_equal, copies, _values(optimizer) if copies else [])):
-            raise refuse(
-                "optimizer", name, "changes weights without gradients, or with a learning rate of 0; use another"
-            )
-        self._run.end_step(optimizer, kind)
-
-
-def within_step(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    """Return the optimizer whose step calls the function that asks, if there is one."""
-    frame = sys._getframe(1)
-    while frame := frame.f_back:  # type: ignore[assignment]
-        if frame.f_code.co_name == "wrapper":  # torch's, which calls hooks
-            for one in optimizers:
-                if frame.f_locals.get("self") is one:
-                    return one
-    return None
+            raise refuse("optimizer", type(optimizer).__name__, "did not call its closure; call step() without one")
+        self._run.end_step(optimizer, self._begun.pop(optimizer))
 
 
 def _before(me: weakref.ref[Steps], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Arguments | None:
@@ -143,20 +126,6 @@ def _kind(optimizer: torch.optim.Optimizer) -> Kind:
         return Kind.REJECTED
     for group in optimizer.param_groups:
         rate = group.get("lr")
-        if any(one.grad is not None for one in group["params"]) and (rate is None or float(rate) != 0):
+        if any(parameter.grad is not None for parameter in group["params"]) and (rate is None or float(rate) != 0):
             return Kind.UPDATE
     return Kind.IDLE
-
-
-def _values(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the values of all parameters in this process; not copies."""
-    parameters = (one.detach() for group in optimizer.param_groups for one in group["params"])
-    return [one.to_local() if hasattr(one, "to_local") else one for one in parameters]
-
-
-def _copies(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [one.clone() for one in _values(optimizer)]
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)

@@ -35,7 +35,7 @@ def distance(found, expected):
     "real stages compute what the definition says: stashes, overlap, TP 2",
     "priorities chosen on an accelerator are those of NumPy",
     "errors are repaired to the clean run's bits: TP, PP, experts",
-    "lost all-reduces; errors of owners with the distributed optimizer",
+    "errors of owners with the distributed optimizer",
 )
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in FEW else pytest.mark.nightly) for name in rows()]

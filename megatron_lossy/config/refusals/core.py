@@ -13,8 +13,6 @@ from ..refusal import Condition, Section
 from ..transport import OBSERVED
 
 OFF = "needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"
-#: Why flags about parameters do not go with gradients that are lost in an all-reduce.
-NO_PARAMETERS = f"no parameters are sent, and the second half of an all-reduce is no place for it; {OFF}"
 ONE_EMBEDDING = "give --untie-embeddings-and-output-weights, and no --mtp-num-layers"
 _LAYER_WISE = "layer-wise optimizers gather differently; choose adam or sgd"
 _ONE_DRAW = "a captured graph repeats one draw for ever"
@@ -173,7 +171,7 @@ TRANSPORT = Section(
     lambda c, f: f.virtual and _observed(c),
     "--transport | LossyWorkers | must be torch or pieces: workers of one process exchange in memory",
     lambda c, f: f.in_memory and _observed(c),
-    f"--transport | no distributed optimizer | carries no all-reduce; {OFF}; choose pieces or torch",
+    f"--transport | no distributed optimizer | carries no all-reduce; {OFF}",
     lambda c, f: f.distributed_optimizer is False and _observed(c),
     "--udp-port | the ranks of a host | "
     "must be at most {last}: each of the {facts.ranks_of_host} ranks of a node takes the next one",

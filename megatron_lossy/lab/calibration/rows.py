@@ -136,7 +136,6 @@ def _replicas() -> Iterator[Row]:
     noise = dict(grad_error="gaussian", grad_error_relative=0.1, param_sync_interval=2)
     yield Row("replicas-noise", _REPLICAS, noise)
     yield Row("replicas-noise-under-way", _REPLICAS, {**noise, "param_sync_overlap": True, "param_sync_rule": "snr"})
-    yield Row("replicas-lossy", _REPLICAS, {**_LOST, "p_param": 0.0, "param_sync_interval": 2})
     yield Row(
         "errors-in-the-reduce",
         _OVERLAP,

@@ -18,20 +18,16 @@ from typing import Any
 import torch
 
 from ...base.errors import refuse
-from ...base.exchange import Delivery, Exchange
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes
 from ...mechanisms.replicas.held import HeldReplicas
 from ...mechanisms.replicas.repair import Buckets
-from ...mechanisms.replicas.streams import Main, Mains, ReplicaStream
+from ...mechanisms.replicas.streams import Main, Mains, ReplicaStream, streams_of
 from ...mechanisms.replicas.synchroniser import Tensors
-from ...recovery import Gradients
-from ...run.base import ModelChunks, Run
-from ...transport import LossyGroup, Transfer
-from ...transport.all_reduce import padded, specs_of
+from ...run.base import ModelChunks
+from ...transport import LossyGroup
 from ...transport.peers import LocalPeers, Peers
 from .base import VirtualRun
-from .in_memory import groups_in_memory
 
 
 @dataclass
@@ -125,8 +121,9 @@ class WorkerReplicas(HeldReplicas):
     def there(self) -> bool:
         return self._states is not None
 
-    def add(self, ddp: Any) -> None:
-        super().add(ddp)
+    def add_model_chunk(self, ddp: Any) -> None:
+        """Register the buckets of ``ddp``."""
+        self.add(streams_of(ddp))
         self._parameters += ddp.parameters()
 
     def begin(self) -> None:
@@ -172,73 +169,6 @@ class WorkerReplicas(HeldReplicas):
         super().restart(iteration)
 
 
-class LossyReduction:
-    """All-reduces of one stream that lose data between ``workers``: :mod:`megatron_lossy.transport.all_reduce` in one process.
-
-    Workers bring their gradients one after another, and may ask for the result twice, so that the halves are apart here.
-    ``steps``: length of the run, if known.
-    """
-
-    def __init__(self, config: LossyConfig, stream: ReplicaStream, workers: int, steps: int | None) -> None:
-        config = config.all_reduced()
-        gradients = [bucket.grad_data for bucket in stream.buckets]
-        self._stream = stream.stream
-        self._workers = workers
-        specs = specs_of(gradients, workers)
-        self._memory, self.groups = groups_in_memory(config, specs, stream.stream, range(workers), workers, steps)
-        self._sums = [flat.new_empty(workers * spec.shard) for flat, spec in zip(gradients, specs, strict=True)]
-        self._own: list[list[torch.Tensor]] = []  # for each worker, the sum as it would be with its own gradients alone
-        self._begun: list[Transfer] = []
-
-    def collect(self, worker: int, gradients: list[torch.Tensor], step: int, run: Run) -> None:
-        """Take the ``gradients`` of ``worker`` in ``step``, scaled as ranks scale them. Call it in the order of the
-        workers. ``run``: theirs.
-        """
-        if worker == 0:
-            self._own = []
-        own = []
-        for number, (gradient, total) in enumerate(zip(gradients, self._sums, strict=True)):
-            sent = padded(gradient, self._workers)
-            own.append(sent * self._workers)
-            shard = len(total) // self._workers
-            output = total[worker * shard : (worker + 1) * shard]
-
-            def add(sent: torch.Tensor = sent, total: torch.Tensor = total) -> None:
-                if worker:
-                    total += sent
-                else:
-                    total.copy_(sent)
-
-            exchange = Exchange("grad", self._stream, step)
-            x = Gradients(exchange, number, sent, output, add, False, run.loss_scale, run.gapless)
-            self._begun.append(self.groups[worker].reduce_scatter(x))
-        self._own.append(own)
-
-    def reduce(self) -> None:
-        """Let every owner correct its shard of the sum."""
-        for transfer in self._begun:
-            transfer.wait()
-        self._begun = []
-
-    def gather(self, worker: int, step: int) -> list[torch.Tensor]:
-        """Return the reduced gradients of all buckets as ``worker`` gets them, without padding at the end."""
-        for number, (mine, total) in enumerate(zip(self._own[worker], self._sums, strict=True)):
-            shard = len(total) // self._workers
-            sent = total[worker * shard : (worker + 1) * shard]
-
-            def copy(into: torch.Tensor = mine, total: torch.Tensor = total) -> None:
-                into.copy_(total)
-
-            self.groups[worker].all_gather(number, mine, sent, step, copy).wait()
-        return self._own[worker]
-
-    def delivery(self, phase: str, step: int) -> Delivery | None:
-        """Return the delivery at all workers in ``step``; ``None`` in a phase without loss."""
-        if self.groups[0].lossless(phase):
-            return None
-        return self._memory.foresee(Exchange(phase, self._stream, step))
-
-
 class VirtualReplicas(VirtualRun):
     """Workers that each have all of the optimizer. While nothing can make them differ, one stands for all."""
 
@@ -248,9 +178,8 @@ class VirtualReplicas(VirtualRun):
         self.add_part(self.held)
         self._sums: list[list[torch.Tensor]] = []  # by stream and bucket
         self._collected = 0
-        self._lossy: list[LossyReduction] = []  # by stream, if gradients are lost
         #: Whether workers can ever differ.
-        self.differ = workers > 1 and config.drives_apart
+        self.differ = workers > 1 and config.errs_apart
 
     # --- building ------------------------------------------------------------------------------------------------
 
@@ -259,11 +188,9 @@ class VirtualReplicas(VirtualRun):
 
     def _add(self, ddp: Any) -> None:
         self._parameters = list(ddp.parameters())
-        self.held.add(ddp)
+        self.held.add_model_chunk(ddp)
         for stream in self.held.streams:
             self._sums.append([torch.empty_like(bucket.grad_data) for bucket in stream.buckets])
-            if not self.config.untouched("grad"):
-                self._lossy.append(LossyReduction(self.config, stream, self.workers, self.steps))
 
     # --- an iteration --------------------------------------------------------------------------------------------
 
@@ -279,16 +206,11 @@ class VirtualReplicas(VirtualRun):
             if not self._transformer.calculate_per_token_loss:
                 for bucket in buckets:
                     bucket.grad_data *= 1.0 / self.workers  # as each rank does
-            if self._lossy:
-                gradients = [bucket.grad_data for bucket in buckets]
-                self._lossy[stream].collect(worker, gradients, self.iteration, self)
-            else:
-                for bucket, into in zip(buckets, sums, strict=True):
-                    if self._collected:
-                        into += bucket.grad_data
-                    else:
-                        into.copy_(bucket.grad_data)
-            for bucket in buckets:
+            for bucket, into in zip(buckets, sums, strict=True):
+                if self._collected:
+                    into += bucket.grad_data
+                else:
+                    into.copy_(bucket.grad_data)
                 bucket.grad_data.zero_()
         self._collected += 1
 
@@ -299,8 +221,6 @@ class VirtualReplicas(VirtualRun):
         if self.differ:
             self.held.begin()
         with torch.no_grad():
-            for reduction in self._lossy:
-                reduction.reduce()
             self._check(scale)
             self.begin_update()
             results = [self._update(worker, optimizer, scale) for worker in range(self.workers if self.differ else 1)]
@@ -325,10 +245,8 @@ class VirtualReplicas(VirtualRun):
     def _reduce(self, worker: int, into: list[list[torch.Tensor]], scale: float | None) -> None:
         """Put the reduced gradients, as ``worker`` gets them, into ``into``."""
         for stream, sums in enumerate(self._sums):
-            if self._lossy:
-                sums = self._lossy[stream].gather(worker, self.iteration)
             for bucket, (buffer, reduced) in enumerate(zip(into[stream], sums, strict=True)):
-                buffer.copy_(reduced[: len(buffer)])
+                buffer.copy_(reduced)
                 self.held.hit(stream, worker, bucket, buffer)
                 if scale is not None:
                     buffer *= scale
@@ -351,11 +269,11 @@ class VirtualReplicas(VirtualRun):
 
     @property
     def groups(self) -> list[LossyGroup]:
-        return [group for reduction in self._lossy for group in reduction.groups]
+        return []
 
     @property
-    def streams(self) -> list[LossyReduction]:
-        return self._lossy
+    def streams(self) -> list[Any]:
+        return []
 
     def replicas(self) -> list[Any]:
         return []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from ...hooks.buckets import used_in
 from ...mechanisms.lead.compensated import Compensated
 from ...mechanisms.lead.lag import Sums
-from ...mechanisms.lead.part import MainWeights
+from ...mechanisms.lead.part import main_weights
 from ...run.monitor import Replicas
 from ...transport import LossyGroup
 from ...transport.coded import CodedBuckets
@@ -107,9 +106,7 @@ class Leads(Sending):
         super().__init__([self._of_stream(bucket.param_data) for bucket in buckets], len(groups))
         self._groups = groups
         self._rules = [[rule for rule in group.params if isinstance(rule, Compensated)] for group in groups]
-        self._main = functools.cache(
-            lambda bucket: MainWeights(optimizers(), buckets[bucket], buckets[bucket].param_data)
-        )
+        self._main = [main_weights(optimizers, bucket, bucket.param_data) for bucket in buckets]
         counted = [counter for rules in self._rules if (counter := rules[0].lag.counted) is not None]
         self._sums = [Sums(LocalPeers(len(counted)), counted)] if counted else []
         self._whole: dict[int, torch.Tensor] = {}
@@ -122,7 +119,7 @@ class Leads(Sending):
 
     @contextlib.contextmanager
     def _optimizers_weights(self) -> Iterator[None]:
-        self._whole = {bucket: self._of_stream(self._main(bucket)()) for bucket in range(len(self.buffers))}
+        self._whole = {bucket: self._of_stream(weights()) for bucket, weights in enumerate(self._main)}
         try:
             yield
         finally:

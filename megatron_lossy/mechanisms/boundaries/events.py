@@ -45,15 +45,11 @@ class Crossed:
             "repaired": fate.raw - fate.residual,
             "again": fate.again,
             "zeros": zeros,
-            "bitmap": _bitmap(fate) if zeros and self.bitmaps else None,
+            "bitmap": schema.pack(~fate.lost[None])[0].tobytes() if zeros and self.bitmaps else None,
             "layer": message.boundary.layer,
             "layers": message.boundary.layers,
         }
         return [row]
-
-
-def _bitmap(fate: Fate) -> bytes:
-    return schema.pack(~fate.lost[None])[0].tobytes()
 
 
 class BoundaryEvents(Kinds):
@@ -126,9 +122,9 @@ class BoundaryMonitor(Observer):
         self._window = Window([f"{phase} {column}" for phase in BOUNDARY_PHASES for column in _COLUMNS])
 
     def happened(self, iteration: int, what: Sequence[Any]) -> None:
-        for one in what:
-            if isinstance(one, Crossed):
-                fate, phase = one.fate, one.message.phase
+        for event in what:
+            if isinstance(event, Crossed):
+                fate, phase = event.fate, event.message.phase
                 counts = (fate.lost.size, fate.raw, int(fate.lost.sum()), 1, fate.again)
                 self._window.add(**{f"{phase} {column}": value for column, value in zip(_COLUMNS, counts)})
 

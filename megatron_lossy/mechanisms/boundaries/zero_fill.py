@@ -62,7 +62,7 @@ class _Lossy(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, lost: np.ndarray, lost_gradients: np.ndarray, elements: int
     ) -> torch.Tensor:
-        ctx.fill = [one for one in (lost, lost_gradients) if not changes_nothing(one, tensor.device)]
+        ctx.fill = [mask for mask in (lost, lost_gradients) if not changes_nothing(mask, tensor.device)]
         ctx.elements = elements
         return zero_filled(tensor, lost, elements)  # a view could not be changed in place
 

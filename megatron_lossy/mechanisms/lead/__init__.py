@@ -17,7 +17,6 @@ class Lead(Mechanism):
 
     name = "lead"
     Flags = LeadFlags
-    table = "megatron_lossy.mechanisms.lead.refusals:LEAD"
 
     @classmethod
     def attach(cls, run: Any) -> None:

@@ -28,7 +28,7 @@ class Lag:
     def __init__(self, config: LossyConfig, wire: Wire) -> None:
         self._given, self._wire = config.lead, wire
         known = self._given is not None or self._by_law(0) is not None
-        self.counted = None if known else Counted()
+        self.counted = None if known else ReceiverCounts()
 
     def _by_law(self, step: int) -> tuple[float, float] | None:
         return self._wire.lag(Exchange("param", self._wire.stream, step))
@@ -44,7 +44,7 @@ class Lag:
         return theory.lead(*lag)
 
 
-class Counted:
+class ReceiverCounts:
     """Losses and ages of the parameters that this rank receives since the run began, in units.
 
     ``sums``: of this rank. ``coming``: the sums over all ranks; the caller that adds them up sets it. They count from
@@ -102,10 +102,11 @@ class Counted:
 class Sums:
     """The counts of the receivers of a stream, added up: those of real ranks, or of all virtual workers.
 
-    ``counted``: of the replicas of this process, one for each of ``peers.local``. Counts are whole numbers, so that their sums have the same bits in any order.
+    ``counted``: of the replicas of this process, one for each of ``peers.local``. Counts are whole numbers, so that their
+    sums have the same bits in any order.
     """
 
-    def __init__(self, peers: Peers, counted: Sequence[Counted]) -> None:
+    def __init__(self, peers: Peers, counted: Sequence[ReceiverCounts]) -> None:
         self._peers, self._counted = peers, counted
         self._handle = Transfer(None)
         self._adding: list[torch.Tensor] = []
@@ -116,14 +117,14 @@ class Sums:
         That may take until the next update, without a wait.
         """
         self.finish()
-        for one in self._counted:
-            one.begin_update()
-        self._adding = [torch.from_numpy(one.sums.copy()) for one in self._counted]
+        for counts in self._counted:
+            counts.begin_update()
+        self._adding = [torch.from_numpy(counts.sums.copy()) for counts in self._counted]
         self._handle = self._peers.sum_(self._adding)
 
     def finish(self) -> None:
         """Wait for the sums that are under way, for the next update."""
         self._handle.wait()
-        for one, sums in zip(self._counted, self._adding):
-            one.coming = sums.numpy()
+        for counts, sums in zip(self._counted, self._adding):
+            counts.coming = sums.numpy()
         self._adding = []

@@ -39,7 +39,8 @@ class LeadPart(Part):
             if rules[0].weights is not None:  # of an earlier chunk
                 continue
             for rule, bucket in zip(rules, buckets, strict=True):
-                rule.weights = self._main_weights(bucket, own_shard(bucket, group.own, group.shards))
+                own = own_shard(bucket, group.own, group.shards)
+                rule.weights = main_weights(self._run.living_optimizers, bucket, own)
             if (counted := rules[0].lag.counted) is not None:
                 self._sums.append(Sums(RankPeers(ranks, buckets[0].param_data.device), [counted]))
 
@@ -49,11 +50,6 @@ class LeadPart(Part):
             rules = [rule for rule in group.params if isinstance(rule, Compensated)]
             if rules:
                 yield group, rules, ranks, [bucket for _, bucket in pairs]
-
-    def _main_weights(self, bucket: Any, own: torch.Tensor) -> Callable[[], torch.Tensor]:
-        # The optimizer comes after DDP.
-        found = functools.cache(lambda: MainWeights(self._run.living_optimizers(), bucket, own))
-        return lambda: found()()
 
     def begin_update(self) -> None:
         """Keep the weights before the update."""
@@ -72,20 +68,23 @@ class LeadPart(Part):
             self._run.settle()  # else the lead of a gather that is still to come would be lost
 
 
-class MainWeights:
-    """A function that returns the float32 weights, in ``optimizers``, of the shard ``own`` [shard] of ``bucket``.
+def main_weights(optimizers: Callable[[], Iterable[Any]], bucket: Any, own: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return a function that returns the float32 weights of the shard ``own`` [shard] of ``bucket``, with padding.
 
-    Includes padding. Raises :class:`UsageError` where an optimizer keeps such weights to itself.
+    ``optimizers()``: Megatron's, which come after DDP. The function raises :class:`UsageError` where an optimizer keeps
+    such weights to itself.
     """
+    shard = own.detach()
 
-    def __init__(self, optimizers: Iterable[Any], bucket: Any, own: torch.Tensor) -> None:
-        self._own = own.detach()
-        self._pieces = (
-            [] if own.dtype == torch.float32 else main_pieces(optimizers, bucket, own, "--param-send compensated")
-        )
+    @functools.cache
+    def pieces() -> list[tuple[int, torch.Tensor]]:
+        whole = shard.dtype == torch.float32
+        return [] if whole else main_pieces(optimizers(), bucket, shard, "--param-send compensated")
 
-    def __call__(self) -> torch.Tensor:
-        result = self._own.float()
-        for start, piece in self._pieces:
+    def weights() -> torch.Tensor:
+        result = shard.float()
+        for start, piece in pieces():
             result[start : start + piece.numel()] = piece.view(-1)
         return result
+
+    return weights

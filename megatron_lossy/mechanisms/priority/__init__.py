@@ -25,9 +25,9 @@ class Priorities(Mechanism):
     def rules(cls, config: LossyConfig, phase: str, rules: list[Any], wire: Wire) -> list[Any]:
         if phase != "grad" or not config.at_sender:
             return rules
-        from .protected import protected
+        from .protected import protected_rules
 
-        return protected(config, rules, wire)
+        return protected_rules(config, rules, wire)
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:

@@ -1,8 +1,8 @@
 """Rules whose senders choose the units that have to arrive (``--grad-priority``, ``error-feedback``).
 
 A network can recover some of its losses, by parity or by sending again. It does so for the units that matter most. Only
-their sender can choose these. If losses are drawn, the sender removes the other lost units itself (:class:`Spared`). If
-a network loses them, the sender names the units that must arrive (:class:`Required`). The rule inside has no part in
+their sender can choose these. If losses are drawn, the sender removes the other lost units itself (:class:`SparingRule`). If
+a network loses them, the sender names the units that must arrive (:class:`RequiringRule`). The rule inside has no part in
 this.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Protected(GradRecovery):
+class ProtectedRule(GradRecovery):
     """``rule`` with a ``priority`` that chooses the units that have to arrive."""
 
     #: bool[N, count]: the units of the latest exchange that must arrive, if a network loses them.
@@ -58,7 +58,7 @@ class Protected(GradRecovery):
         self.rule.after(shard, delivery, kept, x)
 
     @property
-    def protected(self) -> Protected:
+    def protected(self) -> ProtectedRule:
         """This rule: see :attr:`GradRecovery.protected`."""
         return self  # kept as an attribute, it would keep payloads until garbage is collected
 
@@ -85,7 +85,7 @@ class Protected(GradRecovery):
         self.rule.load_state_dict(state, device)
 
 
-class Spared(Protected):
+class SparingRule(ProtectedRule):
     """The rule for drawn losses: chosen units arrive even if the draw loses them."""
 
     rounds = True
@@ -134,7 +134,7 @@ class Spared(Protected):
         self.after(x.output, delivery, kept, x)
 
 
-class Required(Protected):
+class RequiringRule(ProtectedRule):
     """The rule for losses of a network: chosen units must arrive; other losses are reported."""
 
     #: The units of the latest exchange that were lost for good, once they are reported.
@@ -192,7 +192,7 @@ class Required(Protected):
         self._sent, self._late = None, []
 
 
-def protected(config: LossyConfig, rules: Sequence[GradRecovery], wire: Wire) -> list[GradRecovery]:
+def protected_rules(config: LossyConfig, rules: Sequence[GradRecovery], wire: Wire) -> list[GradRecovery]:
     """Return ``rules`` for gradients on ``wire``, with the priorities that the flags ask for.
 
     Raise :class:`UsageError` for rules with a verb of their own that would not be called.
@@ -203,7 +203,7 @@ def protected(config: LossyConfig, rules: Sequence[GradRecovery], wire: Wire) ->
             raise refuse("--grad-priority", config.grad_priority, why)
     if config.grad_priority == "none":
         _warn_of_no_priority(config)
-    kind, protection = Required if wire.observed else Spared, protection_of(config)
+    kind, protection = RequiringRule if wire.observed else SparingRule, protection_of(config)
     return [kind(rule, Priority(protection, rule.units, rule.rank)) for rule in rules]
 
 
@@ -240,8 +240,8 @@ class PriorityMonitor(Observer):
         )
 
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
-        for one in self._told():
-            self._window.add(**vars(one))
+        for record in self._told():
+            self._window.add(**vars(record))
 
     def metrics(self) -> dict[str, float]:
         total = self._window.close()

@@ -46,22 +46,19 @@ class Divergence:
     apart: float = 0.0
     mean: float = 0.0
 
-    def __add__(self, other: Divergence) -> Divergence:
-        return Divergence(self.apart + other.apart, self.mean + other.mean)
-
     def known(self) -> Divergence:
         """Return itself."""
         return self
 
 
-class Coming:
+class PendingDivergence:
     """A divergence that the device works out. ``found``: makes it of the values of ``tensor``."""
 
     def __init__(self, tensor: torch.Tensor, found: Callable[[np.ndarray], Divergence]) -> None:
         self._fetched, self._found = Fetched(tensor), found
 
     def known(self) -> Divergence:
-        """Return itself."""
+        """Return the divergence, once it is here."""
         return self._found(self._fetched.wait())
 
 
@@ -77,7 +74,7 @@ class Piece:
         self._runs = runs
         self.in_place = in_place and len(runs[0]) == 1
         self._stride = stride if self.in_place else 1
-        self._before = [sampled(replica[0], self._stride).clone() for replica in runs] if self.in_place else []
+        self._before = [sample(replica[0], self._stride).clone() for replica in runs] if self.in_place else []
         self.result: list[torch.Tensor] = []
         self._handle = Transfer(None)
         self._divisor = 1
@@ -110,7 +107,7 @@ class Piece:
         for k, number in enumerate(peers.local):
             if not target.chosen[number]:
                 continue
-            result = sampled(self.result[k], self._stride)
+            result = sample(self.result[k], self._stride)
             before = self._before[k] if self.in_place else torch.cat(list(self._runs[k]))
             scale = len(self.result[k]) / max(1, len(result))
             apart.append(_norm(result - before) * scale**0.5)
@@ -142,7 +139,7 @@ def stride_of(population: int) -> int:
     return max(1, population // SAMPLE) | 1  # odd, so that it does not follow the columns of a matrix
 
 
-def sampled(flat: torch.Tensor, stride: int) -> torch.Tensor:
+def sample(flat: torch.Tensor, stride: int) -> torch.Tensor:
     """Return every ``stride``-th element of ``flat``, from half a stride on."""
     return flat[stride // 2 :: stride]
 
@@ -171,7 +168,9 @@ def pieces(replicas: Sequence[Sequence[torch.Tensor]], in_place: bool = False) -
         yield Piece(runs, in_place, stride)
 
 
-def measured(target: Target, norms: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> Divergence | Coming:
+def divergence_of(
+    target: Target, norms: Sequence[tuple[torch.Tensor, torch.Tensor] | None]
+) -> Divergence | PendingDivergence:
     """Return the divergence of pieces, from their :meth:`Piece.differences`.
 
     The mean is at hand only if replicas were averaged. If one was copied, the distances d of the n replicas from it
@@ -189,7 +188,7 @@ def measured(target: Target, norms: Sequence[tuple[torch.Tensor, torch.Tensor] |
         apart, mean = (float((column.astype(np.float64) ** 2).sum()) for column in columns)
         return Divergence(factor * apart / n, mean / n)
 
-    return Coming(torch.stack([torch.stack(list(column)) for column in zip(*kept, strict=True)]), found)
+    return PendingDivergence(torch.stack([torch.stack(list(column)) for column in zip(*kept, strict=True)]), found)
 
 
 def _kind(flat: torch.Tensor) -> tuple[torch.dtype, torch.device]:

@@ -37,7 +37,7 @@ class DDPReplica(HeldReplicas):
 
     def add_model_chunk(self, ddp: LossyDDP) -> None:
         """Register the parameters of ``ddp``, whose buckets are not known yet."""
-        self.add_streams([ReplicaStream(ddp.stream, ddp.ranks, [], list(ddp.parameters))])
+        self.add([ReplicaStream(ddp.stream, ddp.ranks, [], list(ddp.parameters))])
         warn_of_one_replica(ddp.config, ddp.ranks.size())
 
     def know_buckets(self, ddp: LossyDDP) -> None:
@@ -46,7 +46,7 @@ class DDPReplica(HeldReplicas):
         ranks = self.peers[0].local if self._run.config.grad_error_at == "broadcast" else [0]
         self._errors = [[self.errors_of(self.streams[0], rank) for rank in ranks]]
 
-    def errors_of(self, one: ReplicaStream, rank: int) -> Errors:
+    def errors_of(self, stream: ReplicaStream, rank: int) -> Errors:
         dtypes = [bucket.dtype for bucket in self._final] or [torch.float32]
         return self._run.errors_of(dtypes, [bucket.ranges for bucket in self._final], rank)
 
@@ -69,13 +69,14 @@ class DDPReplica(HeldReplicas):
 
     # --- what a rank has -------------------------------------------------------------------------------------------
 
-    def peers_of(self, one: ReplicaStream) -> Peers:
-        return RankPeers(one.group, one.parameters[0].device)
+    def peers_of(self, stream: ReplicaStream) -> Peers:
+        return RankPeers(stream.group, stream.parameters[0].device)
 
     def gradients(self, stream: int) -> Buckets:
         """Return the gradients of each bucket, which DDP has copied to their parameters."""
-        grads = ([one.grad for one in bucket.parameters if one.grad is not None] for bucket in self._final)
-        return [[tensors for tensors in grads if tensors]]
+        grads = ([parameter.grad for parameter in bucket.parameters] for bucket in self._final)
+        present = ([gradient for gradient in tensors if gradient is not None] for tensors in grads)
+        return [[tensors for tensors in present if tensors]]
 
     def models(self, mains: Mains) -> Sequence[Tensors]:
         return []

@@ -11,7 +11,7 @@ from ...base.flags import check_choice, flag, refuse_unused
 from ...base.section import Flags
 
 if TYPE_CHECKING:
-    from ...config import LossyConfig
+    pass
 
 
 #: The longest interval of ``snr`` and ``divergence``.
@@ -99,11 +99,13 @@ class ReplicaFlags(Flags):
             if own.name.startswith("param_sync_"):
                 refuse_unused(self, own.name, "needs --param-sync-interval")
 
-    def all_reduced(self) -> LossyConfig:
-        """Return the flags of both halves of an all-reduce, each with the losses of ``--p-grad``.
+    def drawn_with(self, phase: str) -> Any:
+        """Return the flags that exchanges of ``phase`` lose by; the second half of an all-reduce loses as the first.
 
-        Flags of errors and of full replicas have their defaults.
+        Flags of errors and of full replicas then have their defaults.
         """
+        if not self.phase(phase).lossless:
+            return self
         from ...config.grad_errors import ErrorFlags
 
         reset: dict[str, Any] = {
@@ -115,10 +117,6 @@ class ReplicaFlags(Flags):
             "loss_schedule": None if self.loss_schedule is None else self.loss_schedule[:1],
         }
         return replace(self, **reset, **grad)
-
-    def drawn_with(self, phase: str) -> Any:
-        """Return the flags that exchanges of ``phase`` lose by; the second half of an all-reduce loses as the first."""
-        return self.all_reduced() if self.phase(phase).lossless else self
 
     def acts(self) -> bool:
         return self.synchronises or self.replica_check != "none"

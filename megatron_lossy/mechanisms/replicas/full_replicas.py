@@ -15,48 +15,37 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...base.exchange import Stream
 from ...base.fetch import Fetched
 from ...config import LossyConfig
-from ...transport.peers import Peers
-from .average import sampled, stride_of
+from .average import sample, stride_of
 from .flags import ReplicaFlags
-from .repair import Buckets, compare, repair
-from .synchroniser import Copies, Synced, Synchroniser
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """The reduced gradients of one stream."""
-
-    stream: Stream
-    peers: Peers
-    buckets: Callable[[], Buckets]
+from .repair import compare, repair
+from .synchroniser import Copies, Synchronisation, Synchroniser
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A report that replicas had different gradients in ``bucket`` of ``stream``.
+    """A report that replicas had different gradients in ``bucket`` of the stream called ``stream``.
 
     ``outside``: replicas outside the largest class; all if there is no largest class. ``repaired``: "majority", "mean",
     or "" if nothing was repaired.
     """
 
-    stream: Stream
+    stream: str
     bucket: int
     outside: tuple[int, ...]
     repaired: str
 
     def rows(self) -> list[dict[str, Any]]:
         """Return rows for the log of events: one for each replica that differed."""
-        row = {"stream": self.stream.name, "bucket": self.bucket, "kind": "mismatch", "action": self.repaired}
+        row = {"stream": self.stream, "bucket": self.bucket, "kind": "mismatch", "action": self.repaired}
         return [{**row, "rank": rank} for rank in self.outside]
 
 
 class FullReplicas:
     """The replicas of this process, out of N that all update everything. All verbs are collective calls of the world.
 
-    ``gradients``, ``copies``: for each stream. ``total``: adds up float64[k] over all processes of the world.
+    ``copies``: for each stream. ``total``: adds up float64[k] over all processes of the world.
     ``renew``: copies the main parameters of the named streams into the model's weights. ``models``: for each local
     replica, weights that are copies of main parameters.
     """
@@ -64,15 +53,13 @@ class FullReplicas:
     def __init__(
         self,
         config: LossyConfig,
-        gradients: Sequence[Gradients],
         copies: Sequence[Copies],
         total: Callable[[np.ndarray], np.ndarray],
         renew: Callable[[Collection[str]], None],
         models: Sequence[Callable[[], Sequence[torch.Tensor]]],
     ) -> None:
         self._config = config
-        self._gradients = [one for one in gradients if one.peers.size > 1]
-        self._copies = [one for one in copies if one.peers.size > 1]
+        self._copies = [stream for stream in copies if stream.peers.size > 1]
         self._total = total
         self._renew = renew
         self._models = models
@@ -91,19 +78,19 @@ class FullReplicas:
         mode = self._config.replica_check
         if mode == "none":
             return
-        for one in self._gradients:
-            buckets = one.buckets()
-            compared = compare(one.peers, buckets)
-            if compared.equal:
+        for stream in self._copies:
+            buckets = stream.gradients()
+            comparison = compare(stream.peers, buckets)
+            if comparison.equal:
                 continue
-            outside = {bucket: tuple(compared.outside(bucket)) for bucket in compared.differing.tolist()}
+            outside = {bucket: tuple(comparison.outside(bucket)) for bucket in comparison.differing.tolist()}
             if mode == "abort":
                 parts = [f"bucket {bucket} (ranks {' '.join(map(str, ranks))})" for bucket, ranks in outside.items()]
-                name, where = one.stream.name, ", ".join(parts)
-                raise SystemExit(f"--replica-check abort: replicas have different gradients of {name} in {where}")
-            done = repair(one.peers, buckets, compared) if mode == "repair" else {}
+                where = f"{stream.name} in {', '.join(parts)}"
+                raise SystemExit(f"--replica-check abort: replicas have different gradients of {where}")
+            done = repair(stream.peers, buckets, comparison) if mode == "repair" else {}
             self._mismatches += [
-                Mismatch(one.stream, bucket, ranks, done.get(bucket, "")) for bucket, ranks in outside.items()
+                Mismatch(stream.name, bucket, ranks, done.get(bucket, "")) for bucket, ranks in outside.items()
             ]
 
     def arrive(self, gradient: Sequence[Sequence[float]] | None) -> None:
@@ -116,10 +103,10 @@ class FullReplicas:
         if changed:
             self._renew(changed)
 
-    def take(self) -> list[Mismatch | Synced]:
+    def take(self) -> list[Mismatch | Synchronisation]:
         """Return the events since the last call. The process that has the first replica reports mismatches."""
-        first = {one.stream for one in self._gradients if 0 in one.peers.local}
-        mismatches = [one for one in self._mismatches if one.stream in first]
+        first = {stream.name for stream in self._copies if 0 in stream.peers.local}
+        mismatches = [mismatch for mismatch in self._mismatches if mismatch.stream in first]
         self._mismatches = []
         return [*mismatches, *self._synchroniser.take()]
 
@@ -144,13 +131,17 @@ class FullReplicas:
         """
         with torch.no_grad():
             self._synchroniser.state_dict()  # ends exchanges in flight
-            apart = [one for one in self._copies if not compare(one.peers, _whole(one)).equal]
+            apart = []
+            for stream in self._copies:
+                tensors = [[[tensor.detach() for tensor in replica]] for replica in stream.tensors()]
+                if not compare(stream.peers, tensors).equal:
+                    apart.append(stream)
             # The model's weights do not have the result of an exchange in flight yet.
             differ = self._total(np.array([float(bool(apart) or self._synchroniser.moves)]))[0] > 0
             kept = self._keep() if differ else []
             if differ:
                 Synchroniser(_ONCE, apart, self._total).finished()
-                self._renew([one.name for one in self._copies])
+                self._renew([stream.name for stream in self._copies])
         try:
             yield
         finally:
@@ -159,7 +150,7 @@ class FullReplicas:
                     tensor.copy_(value)
 
     def _keep(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        held = [tensor for one in self._copies for replica in _everything(one) for tensor in replica]
+        held = [tensor for stream in self._copies for replica in stream.tensors() for tensor in replica]
         held += [tensor for model in self._models for tensor in model()]
         return [(tensor, tensor.clone()) for tensor in held]
 
@@ -171,12 +162,12 @@ class FullReplicas:
         if self._synchroniser.under_way:
             return None
         apart = mean = 0.0
-        for one in self._copies:
-            rows = np.stack([_sampled(parameters) for parameters in one.parameters()])
-            values = one.peers.gather(rows)
+        for stream in self._copies:
+            rows = np.stack([_sample(parameters) for parameters in stream.parameters()])
+            values = stream.peers.gather(rows)
             center = values.mean(axis=0)
-            local = len(one.replicas) / one.peers.size
-            population = sum(tensor.numel() for tensor in one.parameters()[0])
+            local = len(stream.replicas) / stream.peers.size
+            population = sum(tensor.numel() for tensor in stream.parameters()[0])
             scale = local * population / max(1, values.shape[1])
             apart += scale * float(((values - center) ** 2).sum(axis=1).mean())
             mean += scale * float((center**2).sum())
@@ -188,15 +179,15 @@ class FullReplicas:
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state of the replicas of this process, and of the exchange under way."""
         synchroniser = self._synchroniser.state_dict()
-        replicas = [[[tensor.clone() for tensor in replica] for replica in _everything(one)] for one in self._copies]
+        replicas = [[[tensor.clone() for tensor in replica] for replica in stream.tensors()] for stream in self._copies]
         models = [[tensor.clone() for tensor in model()] for model in self._models]
         return {"synchroniser": synchroniser, "replicas": replicas, "models": models}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
         with torch.no_grad():
-            for one, replicas in zip(self._copies, state["replicas"], strict=True):
-                for tensors, values in zip(_everything(one), replicas, strict=True):
+            for stream, replicas in zip(self._copies, state["replicas"], strict=True):
+                for tensors, values in zip(stream.tensors(), replicas, strict=True):
                     _copy(tensors, values)
             for model, values in zip(self._models, state["models"], strict=True):
                 _copy(model(), values)
@@ -211,21 +202,13 @@ class FullReplicas:
 _ONCE = ReplicaFlags(param_sync_interval=1, param_sync_state="all", param_sync_always=True)
 
 
-def _everything(one: Copies) -> list[list[torch.Tensor]]:
-    return [[*parameters, *state] for parameters, state in zip(one.parameters(), one.state(), strict=True)]
-
-
-def _whole(one: Copies) -> Buckets:
-    return [[[tensor.detach() for tensor in replica]] for replica in _everything(one)]
-
-
 def _copy(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
 
 
-def _sampled(parameters: Sequence[torch.Tensor]) -> np.ndarray:
+def _sample(parameters: Sequence[torch.Tensor]) -> np.ndarray:
     """Return float64: about :data:`SAMPLE` coordinates spread evenly over ``parameters``."""
     stride = stride_of(sum(tensor.numel() for tensor in parameters))
-    parts = [sampled(tensor.detach().view(-1), stride) for tensor in parameters]
+    parts = [sample(tensor.detach().view(-1), stride) for tensor in parameters]
     return Fetched(torch.cat(parts)).wait().astype(np.float64)

@@ -22,9 +22,9 @@ from ...hooks.buckets import errors_in
 from ...run.mechanism import Part
 from ...run.monitor.window import of_all_ranks
 from ...transport.peers import Peers
-from .full_replicas import FullReplicas, Gradients
+from .full_replicas import FullReplicas
 from .repair import Buckets
-from .streams import Main, Mains, ReplicaStream, main_parameters, moments_of, renew, streams_of
+from .streams import Main, Mains, ReplicaStream, main_parameters, moments_of, renew
 from .synchroniser import Copies, Replica, Tensors
 
 
@@ -55,26 +55,22 @@ class HeldReplicas(Part, ABC):
         run.sources.append(self.happened)
         run.events.on(update_begins=self.begin_update, restart=self.restart)
 
-    def add(self, ddp: Any) -> None:
-        """Register the buckets of a model chunk."""
-        self.add_streams(streams_of(ddp))
-
-    def add_streams(self, streams: Sequence[ReplicaStream]) -> None:
+    def add(self, streams: Sequence[ReplicaStream]) -> None:
         """Register ``streams``."""
         if not self.streams:
             self._run.after_update.append(lambda _: self.finished())
-        for one in streams:
-            peers = self.peers_of(one)
+        for stream in streams:
+            peers = self.peers_of(stream)
             ranks = peers.local if self._run.config.grad_error_at == "broadcast" else [0] * len(peers.local)
-            self.streams.append(one)
+            self.streams.append(stream)
             self.peers.append(peers)
-            self._errors.append([self.errors_of(one, rank) for rank in ranks])
+            self._errors.append([self.errors_of(stream, rank) for rank in ranks])
 
-    def errors_of(self, one: ReplicaStream, rank: int) -> Errors:
-        """Return the errors in the gradients that ``rank`` receives of a stream."""
-        return errors_in(self._corruption, one.stream, one.buckets, one.ranges, rank)
+    def errors_of(self, stream: ReplicaStream, rank: int) -> Errors:
+        """Return the errors in the gradients that ``rank`` receives of ``stream``."""
+        return errors_in(self._corruption, stream.stream, stream.buckets, stream.ranges, rank)
 
-    # --- differences of real and virtual runs; by default those of the one replica of a real rank ----------------------------------------------------------------------
+    # --- differences of real and virtual runs; by default those of the one replica of a real rank -----------------
 
     @property
     def there(self) -> bool:
@@ -82,8 +78,8 @@ class HeldReplicas(Part, ABC):
         return bool(self.streams)
 
     @abstractmethod
-    def peers_of(self, one: ReplicaStream) -> Peers:
-        """Return all replicas of a stream."""
+    def peers_of(self, stream: ReplicaStream) -> Peers:
+        """Return all replicas of ``stream``."""
 
     def turn(self, replica: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model and its optimizer have the state of ``replica``."""
@@ -112,17 +108,16 @@ class HeldReplicas(Part, ABC):
         """The replicas here and their peers, once the optimizer exists; ``None`` if there are none that may differ."""
         if self._together is None and self.there:
             mains = main_parameters(self._run.living_optimizers())
-            gradients, copies = [], []
-            for number, (one, peers) in enumerate(zip(self.streams, self.peers, strict=True)):
-                gradients.append(Gradients(one.stream, peers, partial(self.gradients, number)))
-                replicas = [self._replica(replica, one, mains) for replica in range(len(peers.local))]
-                copies.append(Copies(one.stream.name, peers, replicas))
+            copies = []
+            for number, (stream, peers) in enumerate(zip(self.streams, self.peers, strict=True)):
+                replicas = [self._replica(replica, stream, mains) for replica in range(len(peers.local))]
+                copies.append(Copies(stream.stream.name, peers, replicas, partial(self.gradients, number)))
             config, renews = self._run.config, partial(self._renew, mains)
-            self._together = FullReplicas(config, gradients, copies, total, renews, self.models(mains))
+            self._together = FullReplicas(config, copies, total, renews, self.models(mains))
         return self._together
 
-    def _replica(self, replica: int, one: ReplicaStream, mains: Mains) -> Replica:
-        known = [parameter for parameter in one.parameters if parameter in mains]
+    def _replica(self, replica: int, stream: ReplicaStream, mains: Mains) -> Replica:
+        known = [parameter for parameter in stream.parameters if parameter in mains]
         own = [mains[parameter] for parameter in known]
 
         def state(which: int) -> list[torch.Tensor]:
@@ -187,13 +182,13 @@ class HeldReplicas(Part, ABC):
         return [own for own, peers in zip(sums, self.peers, strict=True) if peers.size > 1]
 
     def happened(self, iteration: int) -> list[Any]:
-        """Return the events of ``iteration``: :class:`Reduction`, :class:`Mismatch`, :class:`Synced`."""
+        """Return the events of ``iteration``: :class:`Reduction`, :class:`Mismatch`, :class:`Synchronisation`."""
         everywhere = self._run.config.grad_error_at == "reduce"  # all have the same, and the first one reports it
         reductions = [
-            one
+            reduction
             for errors, peers in zip(self._errors, self.peers, strict=True)
             for number, own in zip(peers.local, errors, strict=True)
-            for one in own.take(iteration)
+            for reduction in own.take(iteration)
             if not everywhere or number == 0
         ]
         return [*reductions, *([] if self.together is None else self.together.take())]

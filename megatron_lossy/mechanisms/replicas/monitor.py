@@ -11,7 +11,7 @@ from ...delivery_log.events import Kinds
 from ...run.monitor import Look, Observer
 from ...run.monitor.window import Window
 from .full_replicas import FullReplicas, Mismatch
-from .synchroniser import Synced
+from .synchroniser import Synchronisation
 
 if TYPE_CHECKING:
     import pyarrow
@@ -31,19 +31,19 @@ class ReplicaMonitor(Observer):
         self._divergence: float | None = None
 
     def happened(self, iteration: int, what: Sequence[Any]) -> None:
-        for one in what:
-            if isinstance(one, Reduction):
-                for event in (hit.event for hit in one.hits):
-                    noisy, flips = event.kind == "gaussian", len(event.bits)
-                    self._window.add(hits=1, squares=event.std**2, noisy=noisy, flips=flips)
-            elif isinstance(one, Mismatch):
+        for event in what:
+            if isinstance(event, Reduction):
+                for error in (hit.event for hit in event.hits):
+                    noisy, flips = error.kind == "gaussian", len(error.bits)
+                    self._window.add(hits=1, squares=error.std**2, noisy=noisy, flips=flips)
+            elif isinstance(event, Mismatch):
                 self._window.add(mismatches=1)
-                if one.repaired:
-                    self._window.add(**{one.repaired: 1})
-            elif isinstance(one, Synced):
-                self._syncs += any(kind in ("majority", "mean", "first") for kind in one.kinds.values())
-                self._window.add(**{"not finite": one.not_finite})
-                self._divergence = one.divergence
+                if event.repaired:
+                    self._window.add(**{event.repaired: 1})
+            elif isinstance(event, Synchronisation):
+                self._syncs += any(kind in ("majority", "mean", "first") for kind in event.kinds.values())
+                self._window.add(**{"not finite": event.not_finite})
+                self._divergence = event.divergence
 
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
         replicas = self._replicas()

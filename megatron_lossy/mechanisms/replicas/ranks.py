@@ -14,13 +14,11 @@ import torch.distributed as dist
 
 from ...config.facts import Facts
 from ...hooks.versions import main_gradients
-from ...transport import LossyGroup
 from ...transport.peers import Peers, RankPeers
-from . import lossy_all_reduce
 from .flags import ReplicaFlags
 from .held import HeldReplicas
 from .repair import Buckets
-from .streams import Mains, ReplicaStream
+from .streams import Mains, ReplicaStream, streams_of
 from .synchroniser import Tensors
 
 logger = logging.getLogger(__name__)
@@ -37,30 +35,25 @@ class RankReplica(HeldReplicas):
 
     def attach(self, run: Any) -> None:
         super().attach(run)
-        run.take_over = self.take_over
-        run.events.on(iteration_begins=self.begin_iteration, optimizer_added=self.check_optimizer)
-        if run.config.needs_whole_optimizers() and not run.config.untouched("grad"):
-            run.patches.append(lossy_all_reduce.patch(run))
+        run.events.on(
+            chunk_added=self.add_model_chunk,
+            iteration_begins=self.begin_iteration,
+            optimizer_added=self.check_optimizer,
+        )
 
-    def take_over(self, ddp: Any) -> list[LossyGroup] | None:
-        """Return the groups that exchange ``ddp``, if its optimizer is not distributed. A collective call."""
+    def add_model_chunk(self, ddp: Any) -> None:
+        """Register the buckets of ``ddp``, if its optimizer is not distributed."""
         if ddp.ddp_config.use_distributed_optimizer:
-            return None
+            return
         run, known = self._run, len(self.streams)
         run.around_all_reduce = self._before_reduction, self._after_reduction
-        self.add(ddp)
+        self.add(streams_of(ddp))
+        for number, stream in enumerate(self.streams[known:], known):
+            self._places |= {id(bucket): (number, k) for k, bucket in enumerate(stream.buckets)}
         replicas = self.peers[known].size
         run.add_facts(Facts(workers=replicas))
         if not known:
             warn_of_one_replica(run.config, replicas)
-        lossy = [] if run.config.untouched("grad") else self.streams[known:]
-        return [lossy_all_reduce.group_of(run.exchanges, one, run.steps) for one in lossy]
-
-    def add(self, ddp: Any) -> None:
-        known = len(self.streams)
-        super().add(ddp)
-        for number, one in enumerate(self.streams[known:], known):
-            self._places |= {id(bucket): (number, k) for k, bucket in enumerate(one.buckets)}
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise :class:`UsageError` if the loss scale of ``optimizer`` cannot go with replicas."""
@@ -87,8 +80,8 @@ class RankReplica(HeldReplicas):
 
     # --- what a rank has -------------------------------------------------------------------------------------------
 
-    def peers_of(self, one: ReplicaStream) -> Peers:
-        return RankPeers(one.group, one.buckets[0].grad_data.device)
+    def peers_of(self, stream: ReplicaStream) -> Peers:
+        return RankPeers(stream.group, stream.buckets[0].grad_data.device)
 
     def gradients(self, stream: int) -> Buckets:
         """Return the tensors that the optimizer reads of each bucket: from megatron-core 0.17 on not only the buffer.

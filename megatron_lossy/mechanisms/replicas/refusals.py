@@ -80,9 +80,11 @@ REPLICAS = Section(
     lambda c, f: f.distributed_optimizer and c.errs_apart,
     f"--p-param | no distributed optimizer | {OFF}",
     lambda c, f: f.distributed_optimizer is False and not c.phase("param").lossless,
-    "--p-grad | no distributed optimizer | drives replicas apart without the distributed optimizer; "
+    f"--p-grad | no distributed optimizer | {OFF}",
+    lambda c, f: f.distributed_optimizer is False and not (f.data_parallel or c.phase("grad").lossless),
+    "--p-grad | DistributedDataParallel | drives replicas apart; "
     "needs --param-sync-interval, of more updates than the run has if they may drift",
-    lambda c, f: f.distributed_optimizer is False and not (c.untouched("grad") or c.synchronises),
+    lambda c, f: f.data_parallel == "DDP" and not (c.phase("grad").lossless or c.synchronises),
     f"--fp16 = {{scale}} | replicas that differ | {_OVERFLOWS}",
     _scale,
     f"--loss-scale = {{facts.loss_scale:g}} | replicas that differ | {_OVERFLOWS}",

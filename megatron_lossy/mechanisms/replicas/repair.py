@@ -16,7 +16,7 @@ from ...transport.peers import Peers
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """Fingerprints of gradients. ``fingerprints``: int64[N, B], of the B buckets of each replica."""
 
     fingerprints: np.ndarray
@@ -42,13 +42,13 @@ class Compared:
 Buckets = Sequence[Sequence[Sequence[torch.Tensor]]]
 
 
-def compare(peers: Peers, buckets: Buckets) -> Compared:
+def compare(peers: Peers, buckets: Buckets) -> Comparison:
     """Compare the gradients of all replicas."""
     rows = torch.stack([torch.stack([fingerprint(bucket) for bucket in replica]) for replica in buckets])
-    return Compared(peers.gather(rows))
+    return Comparison(peers.gather(rows))
 
 
-def repair(peers: Peers, buckets: Buckets, compared: Compared) -> dict[int, str]:
+def repair(peers: Peers, buckets: Buckets, comparison: Comparison) -> dict[int, str]:
     """Make the gradients of all replicas equal, in place. Return the action, by the number of the bucket.
 
     ``majority``: the lowest replica of the largest class sent its gradient. ``mean``: no class was the largest, and
@@ -57,8 +57,8 @@ def repair(peers: Peers, buckets: Buckets, compared: Compared) -> dict[int, str]
     """
     done = {}
     alone = []
-    for bucket in compared.differing.tolist():
-        right = largest_class(compared.fingerprints[:, bucket])
+    for bucket in comparison.differing.tolist():
+        right = largest_class(comparison.fingerprints[:, bucket])
         if right is None:
             alone.append(bucket)
             continue

@@ -21,17 +21,18 @@ Mains = dict[torch.nn.Parameter, Main]
 def main_parameters(optimizers: Iterable[Any]) -> Mains:
     """Return the float32 tensors and optimizers of all parameters that are updated."""
     result: Mains = {}
-    for one in optimizers:
-        if one.optimizer is None:  # a stage without parameters of a kind
+    for optimizer in optimizers:
+        if optimizer.optimizer is None:  # a stage without parameters of a kind
             continue
         pairs: list[tuple[Any, Any]] = []
-        for model, main in zip(getattr(one, "float16_groups", ()), getattr(one, "fp32_from_float16_groups", ())):
+        copied = getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ())
+        for model, main in zip(*copied):
             pairs += zip(model, main, strict=True)
         mains = {id(main) for _, main in pairs}
-        for group in one.optimizer.param_groups:
+        for group in optimizer.optimizer.param_groups:
             pairs += [(parameter, parameter) for parameter in group["params"] if id(parameter) not in mains]
         for model, main in pairs:
-            result[model] = (main, one.optimizer)
+            result[model] = (main, optimizer.optimizer)
     return result
 
 
@@ -83,7 +84,7 @@ def renew(streams: Iterable[ReplicaStream], names: Collection[str], mains: Mains
 
     Megatron's own copy takes all streams, but main parameters of other streams may hold sums.
     """
-    for one in streams:
-        for parameter in one.parameters if one.stream.name in names else ():
+    for stream in streams:
+        for parameter in stream.parameters if stream.stream.name in names else ():
             if parameter in mains and mains[parameter][0] is not parameter:
                 parameter.data.copy_(mains[parameter][0].data)

@@ -21,9 +21,9 @@ import torch
 
 from ...base.fingerprint import fingerprint, finite
 from ...transport.peers import Peers
-from .average import Coming, Divergence, Piece, Target, measured, pieces
+from .average import Divergence, PendingDivergence, Piece, Target, divergence_of, pieces
 from .flags import LONGEST, ReplicaFlags
-from .repair import majority
+from .repair import Buckets, majority
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +47,15 @@ class Replica:
 
 @dataclass(frozen=True)
 class Copies:
-    """The N replicas of one stream. ``replicas``: those of this process, one for each of ``peers.local``."""
+    """The N replicas of one stream. ``replicas``: those of this process, one for each of ``peers.local``.
+
+    ``gradients()``: their reduced gradients.
+    """
 
     name: str
     peers: Peers
     replicas: Sequence[Replica]
+    gradients: Callable[[], Buckets] = list
 
     def parameters(self) -> list[Sequence[torch.Tensor]]:
         """Return the parameters of each local replica."""
@@ -65,9 +69,13 @@ class Copies:
         """Return all tensors of each local replica besides the parameters."""
         return [[*replica.moments(), *replica.others()] for replica in self.replicas]
 
+    def tensors(self) -> list[list[torch.Tensor]]:
+        """Return all tensors of each local replica."""
+        return [[*parameters, *state] for parameters, state in zip(self.parameters(), self.state(), strict=True)]
+
 
 @dataclass(frozen=True)
-class Synced:
+class Synchronisation:
     """A synchronisation that has arrived.
 
     ``kinds``: for each stream "equal", "majority", "mean", "first", or "nothing" if no replica was finite. ``updates``:
@@ -96,7 +104,7 @@ class _Part:
     target: Target | None
     parameters: list[Piece] = field(default_factory=list)
     moments: list[Piece] = field(default_factory=list)
-    divergence: Divergence | Coming = field(default_factory=Divergence)
+    divergence: Divergence | PendingDivergence = field(default_factory=Divergence)
     not_finite: int = 0
 
     @property
@@ -126,7 +134,7 @@ class Synchroniser:
         self._total = total
         self._since = 0
         self._flight: _Flight | None = None
-        self._happened: list[Synced] = []
+        self._happened: list[Synchronisation] = []
         self._warned = False
         self.interval = Interval(config)
 
@@ -180,7 +188,7 @@ class Synchroniser:
             flight, self._flight = self._flight, None
             self._end(flight, gradient)
 
-    def take(self) -> list[Synced]:
+    def take(self) -> list[Synchronisation]:
         """Return the synchronisations that arrived since the last call."""
         happened, self._happened = self._happened, []
         return happened
@@ -205,7 +213,7 @@ class Synchroniser:
         part = _Part(target.kind, target, not_finite=lost)
         in_place = overlaps and all(replica.aside for replica in stream.replicas)
         part.parameters, norms = self._exchange(peers, target, pieces(stream.parameters(), in_place), overlaps)
-        part.divergence = measured(target, norms)
+        part.divergence = divergence_of(target, norms)
         if target.kind == "majority":
             self._exchange(peers, target, pieces(stream.state()), False)
             return part
@@ -228,8 +236,8 @@ class Synchroniser:
             device = parameters[0].device
             # Moments that are not finite would spoil the parameters of a replica again with its next update.
             rows.append(torch.stack([fingerprint(compared, device), finite(parameters + moments, device).long()]))
-        told = stream.peers.gather(torch.stack(rows))
-        return told[:, 0], told[:, 1].astype(bool)
+        gathered = stream.peers.gather(torch.stack(rows))
+        return gathered[:, 0], gathered[:, 1].astype(bool)
 
     def _target(self, fingerprints: np.ndarray, whole: np.ndarray) -> Target | None:
         if not whole.any():
@@ -260,10 +268,10 @@ class Synchroniser:
         return launched, norms
 
     @staticmethod
-    def _length(stream: Copies) -> Coming:
-        squares = [torch.linalg.vector_norm(one.detach()).double() ** 2 for one in stream.parameters()[0]]
+    def _length(stream: Copies) -> PendingDivergence:
+        squares = [torch.linalg.vector_norm(tensor.detach()).double() ** 2 for tensor in stream.parameters()[0]]
         local = len(stream.replicas) / stream.peers.size
-        return Coming(torch.stack(squares).sum(), lambda square: Divergence(0.0, local * float(square)))
+        return PendingDivergence(torch.stack(squares).sum(), lambda square: Divergence(0.0, local * float(square)))
 
     def _end(self, flight: _Flight, gradient: Sequence[Sequence[float]] | None) -> None:
         for stream, part in zip(self._streams, flight.parts, strict=True):
@@ -275,7 +283,7 @@ class Synchroniser:
                 norms.append(piece.differences(stream.peers, part.target))
             if part.parameters:
                 assert part.target is not None
-                part.divergence = measured(part.target, norms)
+                part.divergence = divergence_of(part.target, norms)
             for piece in part.parameters + part.moments:
                 assert part.target is not None
                 piece.write(stream.peers, part.target)
@@ -283,7 +291,7 @@ class Synchroniser:
 
     def _decide(self, flight: _Flight, gradient: Sequence[Sequence[float]] | None) -> None:
         divergences = [part.divergence.known() for part in flight.parts]
-        apart, mean = sum(one.apart for one in divergences), sum(one.mean for one in divergences)
+        apart, mean = sum(part.apart for part in divergences), sum(part.mean for part in divergences)
         local = 0.0
         if self.interval.needs_gradient:
             assert gradient is not None, "the length of the local gradients was wanted"
@@ -293,7 +301,8 @@ class Synchroniser:
         self.interval.arrived(flight.updates, apart, mean, local)
         kinds = {stream.name: part.kind for stream, part in zip(self._streams, flight.parts, strict=True)}
         not_finite = sum(part.not_finite for part in flight.parts)
-        self._happened.append(Synced(kinds, flight.updates, self.interval.current, relative(apart, mean), not_finite))
+        r = relative(apart, mean)
+        self._happened.append(Synchronisation(kinds, flight.updates, self.interval.current, r, not_finite))
 
     # --- saved state -----------------------------------------------------------------------------------------------
 
