@@ -141,21 +141,6 @@ def test_what_is_sent_and_what_owners_keep(name, pool):
         assert seen  # leads that arrived
 
 
-def owners(rank, tiny, config):
-    lossy = hooks.install(config)
-    run = build(tiny)
-    for step in range(3):
-        run.step(step)
-        with lossy.owner_weights(run.model):
-            for bucket, slot in buckets_of(run):
-                rule = slot.group.params[slot.bucket]
-                exact = rule.weights().to(bucket.param_data.dtype)
-                parts = [torch.empty_like(exact) for _ in range(slot.group.size)]
-                torch.distributed.all_gather(parts, exact.contiguous())
-                assert torch.equal(torch.cat(parts), bucket.param_data)
-    lossy.uninstall()
-
-
 def without_main_weights(rank):
     lossy = hooks.install(COMPENSATED)
     run = build(TinyGPT(dtype="bf16"))
@@ -170,11 +155,6 @@ def without_main_weights(rank):
 
 def test_an_optimizer_that_keeps_its_weights_to_itself_is_refused():
     run_ranks(without_main_weights, 2)
-
-
-@pytest.mark.parametrize("overlap", [{}, OVERLAPPED], ids=["plain", "overlapped"])
-def test_owners_weights_never_have_a_lead(overlap, pool):
-    pool.run(owners, 3, TinyGPT(dtype="bf16", **overlap), COMPENSATED)
 
 
 @pytest.mark.parametrize(

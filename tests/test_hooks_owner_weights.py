@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import tempfile
 
 import numpy as np
 import pytest
@@ -45,11 +44,13 @@ def inside_and_after(rank, tiny, config):
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize(("world", "send"), [(1, "plain"), (3, "plain"), (2, "compensated")])
+@pytest.mark.parametrize(
+    ("world", "send", "dtype"), [(1, "plain", "fp32"), (3, "plain", "fp32"), (2, "compensated", "bf16")]
+)
 @pytest.mark.slow
-def test_owner_weights_do_not_disturb_training(overlap, world, send, pool):
+def test_owner_weights_do_not_disturb_training(overlap, world, send, dtype, pool):
     """Also where what arrived is ahead of the owners' weights."""
-    tiny, config = OVERLAPS[overlap], dataclasses.replace(CONFIG, param_send=send)
+    tiny, config = dataclasses.replace(OVERLAPS[overlap], dtype=dtype), dataclasses.replace(CONFIG, param_send=send)
     expected = [final for final, _ in pool.run(plain, world, tiny, config, 4)]
     stale = 0
     for rank, (seen, final) in enumerate(pool.run(inside_and_after, world, tiny, config)):
@@ -105,21 +106,11 @@ def refused(rank, *args):
 @pytest.mark.parametrize("unit", ["shard", "packet"])
 @pytest.mark.parametrize("rule", ["renormalize", "previous"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_replicas_are_saved_and_restored(overlap, rule, unit, pool):
+def test_replicas_are_saved_and_restored(overlap, rule, unit, tmp_path, pool):
     config = dataclasses.replace(CONFIG, grad_recovery=rule, loss_unit=unit)
-    with tempfile.TemporaryDirectory() as folder:
-        saved = pool.run(save_and_go_on, 2, OVERLAPS[overlap], config, folder)
-        weights = [weights for weights, _ in saved]
-        again = pool.run(resume, 2, OVERLAPS[overlap], config, folder, weights)
-        assert again == [report for _, report in saved]
-        for message in pool.run(refused, 3, OVERLAPS[overlap], config, folder, None):
-            assert "world size was 2 there and is 3 here" in message or "is missing" in message
-        other = dataclasses.replace(config, loss_unit="bucket")
-        for message in pool.run(refused, 2, OVERLAPS[overlap], other, folder, weights):
-            assert f"--loss-unit was {unit} there and is bucket here" in message
-    with tempfile.TemporaryDirectory() as folder:
-        for message in pool.run(refused, 2, OVERLAPS[overlap], config, folder, weights):
-            assert "saved without replicas" in message
+    saved = pool.run(save_and_go_on, 2, OVERLAPS[overlap], config, str(tmp_path))
+    again = pool.run(resume, 2, OVERLAPS[overlap], config, str(tmp_path), [weights for weights, _ in saved])
+    assert again == [report for _, report in saved]
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -162,6 +153,7 @@ def replicas(tmp_path_factory, pool):
         ({"loss_seed": 7}, {}, "--loss-seed was 1234 there and is 7 here"),
         ({"loss_model": ("gilbert-elliott",)}, {}, "--loss-model was bernoulli there and is gilbert-elliott here"),
         ({"packet_bytes": 500}, {}, "--packet-bytes was 1000 there and is 500 here"),
+        ({"loss_unit": "bucket"}, {}, "--loss-unit was packet there and is bucket here"),
         ({}, {"tensor": 2}, "--tensor-model-parallel-size was 1 there and is 2 here"),
         ({}, {"instances": 2}, "optimizer instances of dense-e0-s0-c0 was 1 there and is 2 here"),
         (
@@ -178,6 +170,14 @@ def test_replicas_of_another_run_are_refused(replicas, flags, model, difference,
     tiny, other = dataclasses.replace(OVERLAPS["both"], **model), dataclasses.replace(config, **flags)
     for message in pool.run(refused, 2, tiny, other, folder, None):
         assert re.match(f"--save-replicas with {folder}: {difference}; without", message)
+
+
+def test_replicas_of_other_ranks_and_none_are_refused(replicas, tmp_path, pool):
+    config, folder, weights, _ = replicas
+    for message in pool.run(refused, 3, OVERLAPS["both"], config, folder, None):
+        assert "world size was 2 there and is 3 here" in message or "is missing" in message
+    for message in pool.run(refused, 2, OVERLAPS["both"], config, str(tmp_path), weights):
+        assert "saved without replicas" in message
 
 
 def test_what_does_not_change_a_run_may_differ(replicas, pool):
