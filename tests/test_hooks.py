@@ -91,12 +91,6 @@ def test_every_rule_and_unit(rule, unit, pool):
     assert lost["grad"] and lost["param"]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_with_several_survivors(rule, pool):
-    config = dataclasses.replace(BOTH, grad_recovery=rule)
-    contract_holds(TinyGPT(**OVERLAPS["grads"]), world=4, config=config, pool=pool)
-
-
 @pytest.mark.on_cuda
 @pytest.mark.shows("priority and error feedback by value")
 @pytest.mark.parametrize(
