@@ -251,7 +251,8 @@ def test_full_replicas_that_can_differ_have_no_loss_scale():
         ({"loss_scale": 64.0}, ""),  # Megatron scales none in float32
     ):
         for flags in (NOISE, {"p_grad": 0.1, "param_sync_interval": 10**6}, {"param_sync_interval": 2}):
-            assert refused(LossyConfig(**flags), **settings).startswith(line), settings
+            told = refused(LossyConfig(**flags), **settings)
+            assert told.startswith(line) and bool(told) == bool(line), settings
         assert refused(repaired, **settings) == refused(alike, **settings) == ""
 
 
@@ -285,11 +286,6 @@ def test_hashes_of_weights_are_compared_where_replicas_cannot_differ():
     ):
         told = refused(LossyConfig(**flags), check_weight_hash_across_dp_replicas_interval=5)
         assert told.startswith(line) if wrong else told == "", flags
-
-
-def test_full_replicas_may_drift_apart():
-    """With an interval of more updates than the run has."""
-    assert refused(LossyConfig(p_grad=0.1, param_sync_interval=10**6), train_iters=5) == ""
 
 
 @pytest.mark.parametrize("flags", [{"p_param": 0.1}, {"transport": "udp"}])
