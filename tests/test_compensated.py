@@ -45,13 +45,6 @@ SETTINGS = {
 }
 
 
-class Deferred:
-    """The handle of a collective that does nothing before it is waited for, as gloo's reduce-scatter copies."""
-
-    def __init__(self, act):
-        self.wait = act
-
-
 def buckets_of(run):
     for chunk in run.model:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
@@ -304,27 +297,16 @@ def test_a_lead_follows_a_schedule():
 
 def descend(config, gain, beta1, workers, steps):
     """Adam's momentum on quadratics, one per weight, with gradients at the replicas: the mean square of the weights."""
-    shard = 10
-    groups = [group_in_memory(config, rank, workers, shard) for rank in range(workers)]
-    replicas = [torch.ones(workers * shard) for _ in groups]
-    own = [replica[rank * shard : (rank + 1) * shard] for rank, replica in enumerate(replicas)]
-    moment = torch.zeros(workers * shard)
+    lossy = LossyWorkers(config, [BucketSpec(10)], workers)
+    replicas = [torch.ones(workers * 10) for _ in range(workers)]
+    own = [replica.chunk(workers)[rank] for rank, replica in enumerate(replicas)]
+    moment = torch.zeros(workers * 10)
     for step in range(steps):
         moment = beta1 * moment + (1 - beta1) * torch.stack(replicas).mean(dim=0)
-        for rank, group in enumerate(groups):
-            group.params[0].before_update(own[rank])
-            own[rank] -= gain * moment[rank * shard : (rank + 1) * shard]
-        sent = []
-        transfers = [
-            group.all_gather(
-                0, replica, part, step, lambda replica=replica, sent=sent: Deferred(lambda: replica.copy_(sent[0]))
-            )
-            for group, replica, part in zip(groups, replicas, own, strict=True)
-        ]
-        sent.append(torch.cat(own))
-        for transfer in transfers:
-            transfer.wait()
-        if not torch.isfinite(sent[0]).all():
+        for mine, part in zip(own, moment.chunk(workers), strict=True):
+            mine -= gain * part
+        lossy.all_gather(0, replicas, own, step)
+        if not torch.isfinite(torch.cat(own)).all():
             break
     return torch.cat(own).square().mean().item()
 

@@ -24,7 +24,7 @@ from megatron_lossy.transport import LossyGroup, Network, check_channels
 from megatron_lossy.transport.base import CollectiveWire
 from tests.programs import run_program
 from tests.ranks import run_ranks
-from tests.rules import reduce
+from tests.rules import assert_same, reduce
 
 pytestmark = [
     pytest.mark.shows("recorded losses are replayed bit for bit, by ranks and virtual workers"),
@@ -174,15 +174,6 @@ def table(folder):
     return pq.read_table(folder).sort_by([(name, "ascending") for name in order])
 
 
-def assert_same_history(recorded, replayed):
-    for (loss, norm, *weights), (again, norm_again, *weights_again) in zip(recorded, replayed, strict=True):
-        assert (loss, norm) == (again, norm_again)
-        for one, other in zip(weights, weights_again, strict=True):
-            for mine, theirs in zip(np.ravel(one), np.ravel(other), strict=True):
-                for key in mine:
-                    np.testing.assert_array_equal(mine[key], theirs[key])
-
-
 @pytest.mark.on_cuda
 @pytest.mark.shows("recorded losses are replayed bit for bit, by ranks and virtual workers")
 @pytest.mark.slow
@@ -194,7 +185,7 @@ def test_replays_of_real_and_virtual_runs_are_bit_identical_and_their_logs_equal
     [virtual] = run_ranks(record_and_replay, 1, tmp_path / "virtual", RANKS)
     for name in RULES:
         for results in [*real, virtual]:
-            assert_same_history(*results[name])
+            assert_same(*results[name])
         logs = [table(tmp_path / kind / name) for kind in ("real", "virtual")]
         assert logs[0].equals(logs[1]) and len(logs[0]) > 0
         links = RANKS * (RANKS - 1) + (RANKS if name == "bucket" else 0) / 2  # own gradients with --lossy-self

@@ -10,6 +10,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from tests.contract import installed, plain
 from tests.ranks import run_ranks
+from tests.rules import assert_same
 from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows(
@@ -55,13 +56,11 @@ def test_owner_weights_do_not_disturb_training(overlap, world, send, dtype, pool
     stale = 0
     for rank, (seen, final) in enumerate(pool.run(inside_and_after, world, tiny, config)):
         for before, owners, inside, after in seen:
-            for name in owners:
-                np.testing.assert_array_equal(inside[name], owners[name])
-                if before is not None:
-                    np.testing.assert_array_equal(before[name], after[name])
-                stale += np.count_nonzero(after[name] != owners[name])
-        for name, value in final.items():
-            np.testing.assert_array_equal(value, expected[rank][name])
+            assert_same(inside, owners)
+            if before is not None:
+                assert_same(before, after)
+            stale += sum(np.count_nonzero(after[name] != owners[name]) for name in owners)
+        assert_same(final, expected[rank])
     assert bool(stale) == (world > 1)
 
 
