@@ -15,7 +15,7 @@ import pytest
 from benchmarks import beside_tcp, common, fsdp_step, island_step, param_sync, run_wan, step_overhead, udp_exchange
 from benchmarks.exchange.contestants import Done
 from benchmarks.exchange.results import Cell, Share, markdown, table_of
-from benchmarks.exchange.rows import LOSSES, PARTS, QUICK, Row, choose
+from benchmarks.exchange.rows import LOSSES, PARTS, QUICK, choose
 from benchmarks.lab import Counters
 from megatron_lossy.base.errors import UsageError
 from tests.programs import run_program
@@ -125,15 +125,6 @@ def test_the_grid_is_whole_and_can_be_chosen_from():
         choose(["grid"], None, None, [0], False)
 
 
-@of_exchanges
-def test_queues_and_ideal_times_of_a_row():
-    """100 Mbit/s at 20 ms hold 250 kB, a tenth of which is 2 ms; 4 MB take 320 ms there, and 10 ms to arrive."""
-    tenth, whole = (next(row for row in PARTS["rate"] if (row.rate, row.queue) == (100, queue)) for queue in (2, 20))
-    assert (tenth.link().queue, whole.link().queue) == (25_000, 250_000)
-    assert whole.ideal == 330
-    assert Row("rate", 20, 0, 40, ranks=8).shard * 7 * 4 == pytest.approx(40e6, rel=1e-5)
-
-
 def cell(name="tcp bbr", phase="reduce-scatter", row=QUICK[1], times=(0.1, 0.3, 0.2), too_slow=None):
     made = Cell(row, name, phase, too_slow)
     for time in times:
@@ -157,6 +148,7 @@ def test_what_is_measured_of_an_exchange():
 @of_exchanges
 def test_tables_of_exchanges():
     limited = PARTS["queue"][0]
+    assert limited.link().queue == 250_000
     cells = [cell(), cell(phase="all-gather"), cell("gloo reno", times=(), too_slow=20.0), cell(row=limited)]
     share = Share(["ours", "tcp bbr"], [150.0, 50.0], limited)
     text = markdown(cells, [share], ["something is missing"], ["Date: today"])
