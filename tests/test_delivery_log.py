@@ -22,7 +22,6 @@ from megatron_lossy.delivery_log.schema import RUN, Meta, file_name, pack, unpac
 from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
 from megatron_lossy.transport import LossyGroup, Network, check_channels
 from megatron_lossy.transport.base import CollectiveWire
-from tests.programs import run_program
 from tests.ranks import run_ranks
 from tests.rules import assert_same, reduce
 
@@ -31,7 +30,6 @@ pytestmark = [
     pytest.mark.shows("the log: killed and resumed runs, damaged files, pandas, DuckDB", device=False),
 ]
 
-ROOT = Path(__file__).parents[1]
 UNITS = {
     "shard": {},
     "bucket": {"loss_unit": "bucket"},
@@ -249,8 +247,7 @@ def test_a_stream_that_began_after_the_first_file_is_known(tmp_path):
     folder = DeliveryLogFolder(tmp_path)
     assert late.name not in folder.ranks[0][0].meta.streams
     assert folder.size(late.name) == 2 and (late.name, 0) in folder.writers
-    verified = run_program("megatron_lossy.delivery_log", "verify", tmp_path)
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert verdict(tmp_path).problems == []
     replay = LossyConfig(loss_model=("trace",), trace=str(tmp_path))
     Network(replay, "param", 2).channel.check("param", late, 2, None, None)
 
@@ -360,11 +357,6 @@ def test_a_flag_that_a_log_does_not_know_had_its_default(tmp_path, unit):
             claim_delivery_log(dataclasses.replace(config, **changes), 3, True, run)
     write(tmp_path, config, 3, 9, first=5, ranks=range(3))
     assert verdict(tmp_path).problems == [] and verdict(tmp_path).usable == dict.fromkeys(range(3), (0, 8))
-
-
-def command(*arguments):
-    """``python -m megatron_lossy.delivery_log``."""
-    return run_program("megatron_lossy.delivery_log", *arguments)
 
 
 def verdict(folder):
@@ -553,16 +545,19 @@ def test_summary_counts_rates(tmp_path):
     assert "flags: --p-grad 0.4 --p-param 0.3 --loss-unit bucket" in text
 
 
-def test_the_command_line(tmp_path):
+def test_the_command_line(tmp_path, rows):
+    def command(name):
+        return rows.run("megatron_lossy.delivery_log", name, tmp_path)
+
     config = LossyConfig(**LOSSY, **UNITS["digests"], delivery_log="later")
-    write(tmp_path / "log", config, 3, 6, streams=(Stream(), Stream("expert")))
-    done = command("summary", tmp_path / "log")
+    write(tmp_path, config, 3, 6, streams=(Stream(), Stream("expert")))
+    done = command("summary")
     assert done.returncode == 0 and "grad, expert-e0-s0-c0, 3 ranks" in done.stdout
-    done = command("verify", tmp_path / "log")
+    done = command("verify")
     assert done.returncode == 0 and "iterations 0 to 5 are usable for all ranks" in done.stdout
-    [path] = (tmp_path / "log").glob("*.parquet")
+    [path] = tmp_path.glob("*.parquet")
     truncate(path)
-    done = command("verify", tmp_path / "log")
+    done = command("verify")
     assert done.returncode == 1 and f"{path.name}, row 0, iteration 0: " in done.stdout
-    done = command("summary", tmp_path / "log")
+    done = command("summary")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and path.name in done.stderr
