@@ -202,18 +202,10 @@ def test_random_streams_are_separate_and_survive_recomputation():
 
 
 def _exchange_tokens(rank):
-    """Losses of a model whose experts get their tokens by an all-to-all."""
-    from tests import tiny_gpt
+    """Losses of a model whose experts get their tokens by an all-to-all, as those of sequences of several lengths do."""
+    from tests.tiny_gpt import TinyGPT, build
 
-    plain = tiny_gpt._transformer_config
-
-    def dispatching(config):
-        transformer = plain(config)
-        transformer.moe_token_dispatcher_type = "alltoall"
-        return transformer
-
-    tiny_gpt._transformer_config = dispatching
-    run = tiny_gpt.build(tiny_gpt.TinyGPT(expert=2, experts=4, overlap_grad_reduce=True))
+    run = build(TinyGPT(expert=2, experts=4, overlap_grad_reduce=True, lengths=(16,)))
     reports = [run.step(step) for step in range(8)]
     assert all(report["success"] and np.isfinite(report["grad_norm"]) for report in reports)
     return [report["loss"] for report in reports]
