@@ -18,6 +18,7 @@ from megatron_lossy.lab.train.saved import check_folders
 from tests.observed_stages import in_whole, observed_run
 from tests.programs import start_ranks
 from tests.ranks import run_ranks
+from tests.test_islands_train import whole_and_parts
 from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, train_runs
 
 pytestmark = pytest.mark.shows(
@@ -39,8 +40,8 @@ def furthest(real, expected):
     """The largest difference of any weight after any iteration."""
     pairs = [
         (a[name], b[name])
-        for one, other in zip(real, expected, strict=True)
-        for a, b in zip(one, other, strict=True)
+        for mine, theirs in zip(real, expected, strict=True)
+        for a, b in zip(mine, theirs, strict=True)
         for name in b
     ]
     assert pairs
@@ -113,21 +114,12 @@ CONTINUED = {
 @pytest.mark.parametrize(("ranks", "settings", "loss"), CONTINUED.values(), ids=CONTINUED)
 @pytest.mark.slow
 def test_resumed_run_equals_uninterrupted_one(data, tmp_path, ranks, settings, loss):
-    base = TINY | data | settings
+    """Stopped while the pipe fills, in between, and while it drains."""
     flags = ASYNC | loss | {"save_replicas": True}
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    again = base | {"save": str(twice), "load": str(twice)}
-    results = run_ranks(
-        train_runs,
-        ranks,
-        (base | {"save": str(once)}, flags),
-        (again | {"exit_interval": 1}, flags),  # while the pipe fills
-        (again | {"exit_interval": 5}, flags),
-        (again | {"exit_interval": 7}, flags),  # while it drains
-        (again, flags),
-    )
-    whole, *parts = results[0][0]
+    runs = whole_and_parts(tmp_path, TINY | data | settings, flags, 1, 5, 7)
+    whole, *parts = run_ranks(train_runs, ranks, *runs)[0][0]
     assert [part["iteration"] for part in parts] == [1, 5, 7, 8] and whole["finished"] and parts[-1]["finished"]
+    once, twice = tmp_path / "whole", tmp_path / "parts"
     assert recorded_losses(once) == recorded_losses(twice)
     assert checkpoint_bytes(once, 8) == checkpoint_bytes(twice, 8)
     assert saved_replicas(once, 8) == saved_replicas(twice, 8)
@@ -173,10 +165,8 @@ def test_every_transport_carries_the_exchanges_of_stages(data, tmp_path):
 
 def test_without_saved_replicas_all_versions_start_as_the_newest(data, tmp_path):
     base = TINY | data | {"pipeline_model_parallel_size": 2, "log_interval": 1, "eval_iters": 0}
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    again = base | {"save": str(twice), "load": str(twice)}
-    run_ranks(train_runs, 2, (base | {"save": str(once)}, ASYNC), (again | {"exit_interval": 4}, ASYNC), (again, ASYNC))
-    whole, resumed = ([row["lm loss"] for row in read_records(folder, "train")] for folder in (once, twice))
+    run_ranks(train_runs, 2, *whole_and_parts(tmp_path, base, ASYNC, 4))
+    whole, resumed = ([row["lm loss"] for row in read_records(tmp_path / name, "train")] for name in ("whole", "parts"))
     assert whole[:4] == resumed[:4]
     # The next batch went forward through the first stage before the last update there, or after it.
     assert whole[4] != resumed[4] and max(abs(a - b) for a, b in zip(whole, resumed)) < 0.3
