@@ -207,11 +207,9 @@ CONTENT = "its rows are not those that were written"
 #: By name: what was recorded, the number of the file, its change, and the problem.
 TAMPERED = {
     "size of noise": ("noise", 0, first_of("gaussian", std=0.25), CONTENT),
-    "no bits": ("flips", 0, first_of("bit-flip", bits=None), CONTENT),
     "iteration": ("flips", 0, first_of("bit-flip", iteration=7), "has records of iteration 7"),
     "a missing error": ("flips", 0, without("bit-flip"), CONTENT),
     "all is missing": ("noise", 0, list.clear, CONTENT),
-    "kind": ("noise", 1, first_of("sync", kind="rest"), CONTENT),
     "no bitmap": ("bitmaps", 1, first_of(lambda row: row["bitmap"], bitmap=None), CONTENT),
 }
 
