@@ -150,23 +150,6 @@ def test_an_optimizer_that_keeps_its_weights_to_itself_is_refused():
     run_ranks(without_main_weights, 2)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"param_send": "compensated:x"}, "--param-send compensated:x: must be plain"),
-        ({"param_send": "compensated:-1"}, "--param-send compensated:-1: must be plain"),
-        ({"param_send": "compensated:inf"}, "--param-send compensated:inf: must be plain"),
-        ({"param_send": "compensated:0.5,1"}, "--param-send compensated:0.5,1: must be plain"),
-        ({"param_send": "compensated:0.5,0.1,2"}, "--param-send compensated:0.5,0.1,2: must be plain"),
-        ({"param_send": "plain:0.5"}, "--param-send plain:0.5: must be plain, compensated"),
-        ({"param_send": "twice"}, "--param-send twice: must be plain, compensated"),
-    ],
-)
-def test_bad_leads_are_refused(flags, message):
-    with pytest.raises(UsageError, match=message.replace("[", r"\[")):
-        dataclasses.replace(COMPENSATED, **flags)
-
-
 def test_the_lead_follows_the_loss_model(tmp_path):
     """From the flags, at the rate of the step, over the receivers of an owner."""
 
