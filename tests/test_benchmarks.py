@@ -82,8 +82,6 @@ def test_param_sync():
     steps = step_overhead.ratios(told["times"]["steps"])
     assert list(steps) == list(param_sync.variants(2)) and steps["megatron-core"]["ratio"] == 1
     assert "2 launches of 4 rounds" in text
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    assert len(rows) == 2 + 6 + 2 + len(param_sync.TABLE_1) and len({len(row) for row in rows}) == 1
     # 18.9 % in the paper's words; by its own table it is 12.0 % at 32 workers and 17.9 % at 4.
     assert "| 32 | 23.4 % | 12.0 % | 50.0 % |" in text and "| 4 | 20.9 % | 17.9 % | 50.0 % |" in text
 
@@ -91,15 +89,11 @@ def test_param_sync():
 @pytest.mark.slow
 def test_island_step():
     settings = island_step.IslandSettings(**TINY, steps=2)
-    told, text = run_ranks(on_ranks, 2, "island_step", settings, 2, grouped=False)[0]
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    assert [len(row) for row in rows] == [6] * (2 + len(island_step.VARIANTS))
+    told, _ = run_ranks(on_ranks, 2, "island_step", settings, 2, grouped=False)[0]
     megabytes = told["megabytes"]
     names = ("5 %, 10 late, mixing", "5 %, 10 late, mixing, bf16", "1 %, 10 late, mixing")
     five, bf16, one = (megabytes[name]["sent"] for name in names)
     assert bf16 == five / 2 and one == pytest.approx(five / 5, rel=0.1)
-    assert megabytes["megatron-core"]["sent"] is None
-    assert told["wait"].keys() == set(island_step.VARIANTS) - {step_overhead.BASELINE, step_overhead.AGAIN}
 
 
 # --- exchanges over emulated links, and the training over one: rows, numbers, refusals, whole runs -------------------
