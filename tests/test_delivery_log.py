@@ -40,11 +40,11 @@ SHARDS = (5, 17, 60)  # elements of the shards of three buckets
 LOSSY = {"p_grad": 0.4, "p_param": 0.3}
 
 
-def write(folder, config, size, steps, skipped=(), streams=(Stream(),), first=0, ranks=None, chunk=1000):
+def write(folder, config, size, steps, skipped=(), streams=(Stream(),), first=0, ranks=None, chunk=1000, as_rank=None):
     """Log ``steps`` iterations of ``size`` ranks, one log for all receivers or, with ``ranks``, one for each.
 
-    A file has ``chunk`` of them. In iterations in ``skipped`` the optimizer made no update. Return bool[N, N, units], receivers
-    first, by exchange.
+    ``as_rank``: the writer of a file, if it is none of these. A file has ``chunk`` iterations. In those in ``skipped``
+    the optimizer made no update. Return bool[N, N, units], receivers first, by exchange.
     """
     config = dataclasses.replace(config, delivery_log=str(folder))
     units, total = cut(SHARDS, [4] * 3, config.loss_unit, config.packet_bytes)
@@ -52,7 +52,7 @@ def write(folder, config, size, steps, skipped=(), streams=(Stream(),), first=0,
     everyone = np.arange(size)
     logs = []
     for rank in [None] if ranks is None else ranks:
-        log = DeliveryLog(config, rank)
+        log = DeliveryLog(config, rank if as_rank is None else as_rank)
         log.iterations = chunk
         if first:
             log.restart(first)
@@ -320,18 +320,12 @@ def test_a_folder_with_another_run_is_refused(tmp_path):
 
 def of_an_earlier_version(folder):
     """Take from the log in ``folder`` every flag that has its default, as if there had been none."""
-    import pyarrow.parquet as pq
-
     default = json.loads(json.dumps(dataclasses.asdict(LossyConfig())))
     note = json.loads((folder / RUN).read_text())
     note["loss"] = {name: value for name, value in note["loss"].items() if value != default[name]}
     (folder / RUN).write_text(json.dumps(note))
     for path in folder.glob("*.parquet"):
-        file = pq.ParquetFile(path)
-        table, meta = file.read(), Meta.decode(file.metadata.metadata)
-        with pq.ParquetWriter(path, file.schema_arrow, store_schema=False) as writer:
-            writer.write_table(table)
-            writer.add_key_value_metadata(dataclasses.replace(meta, loss=note["loss"]).encode())
+        rewrite(path, note=lambda meta: dataclasses.replace(meta, loss=note["loss"]))
     return note["loss"]
 
 
@@ -405,17 +399,17 @@ def test_what_precedes_a_broken_file_is_usable(tmp_path, damage):
     assert "\n" not in str(error.value)
 
 
-def rewrite(path, change):
-    """Write the file again with rows that ``change`` changed, and otherwise as it was."""
+def rewrite(path, change=list, note=lambda meta: meta):
+    """Write the file again, and otherwise as it was, with rows that ``change`` changed, or with another note."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(path)
-    rows, metadata = file.read().to_pylist(), file.metadata.metadata
+    rows, meta = file.read().to_pylist(), Meta.decode(file.metadata.metadata)
     change(rows)
     with pq.ParquetWriter(path, file.schema_arrow, store_schema=False) as writer:
         writer.write_table(pa.Table.from_pylist(rows, file.schema_arrow))
-        writer.add_key_value_metadata({key: value for key, value in metadata.items() if key == b"megatron_lossy"})
+        writer.add_key_value_metadata(note(meta).encode())
 
 
 @pytest.mark.parametrize("unit", ["shard", "digests"])
@@ -513,16 +507,7 @@ def test_what_several_ranks_recorded_counts_once(tmp_path):
     config = LossyConfig(**LOSSY, loss_unit="bucket")
     write(tmp_path, config, 3, 4, ranks=range(3))
     once = [rows.source.tolist() for rows in scan(DeliveryLogFolder(tmp_path))]
-    log = DeliveryLog(dataclasses.replace(config, delivery_log=str(tmp_path)), writer=7)
-    units, total = cut(SHARDS, [4] * 3, config.loss_unit, config.packet_bytes)
-    networks = {phase: Network(config, phase, 3) for phase in ("grad", "param")}
-    for step in range(4):
-        for phase, network in networks.items():
-            exchange = Exchange(phase, Stream(), step)
-            arrived = network.delivered_links(exchange, np.arange(3), np.array([1, 1, 1]), total)
-            log.observe(Delivery(exchange, np.arange(3), [1], arrived[None], units))
-        log.finish_iteration(step, True, list)
-    log.close()
+    write(tmp_path, config, 3, 4, ranks=[1], as_rank=7)
     assert len(list(tmp_path.glob("rank_00007*.parquet"))) == 1
     assert [rows.source.tolist() for rows in scan(DeliveryLogFolder(tmp_path))] == once
 
