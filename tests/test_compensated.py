@@ -45,7 +45,7 @@ SETTINGS = {
 
 
 class Leads:
-    """What others get of owners' weights, for ``contract.check``: the float32 ones and a lead, rounded once."""
+    """Values that others get of owners, for ``contract.check``: float32 weights and a lead, rounded once."""
 
     def __init__(self, config, dtype):
         self.c, self.r = map(np.float32, group_in_memory(config, rank=1).params[0].lag.lead(5))

@@ -1,6 +1,7 @@
 """Coded exchanges: virtual workers, ranks and NumPy, to the bit; every rule and overlap; what crosses in bytes."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -212,17 +213,12 @@ def test_bytes_are_really_saved():
             assert 40_000 / counted["param"] == pytest.approx(saved[1], rel=0.01)
 
 
-class Run:
-    def __init__(self, groups, config):
-        self.groups, self.config = groups, config
-
-
 @pytest.mark.parametrize(("flags", "omega"), [({"grad_wire": "int8"}, 6e-5), ({"grad_wire": "int4"}, 0.0205)])
 def test_metrics_are_bytes_and_rounding(flags, omega):
     """omega is kappa^2 / (6 L^2); kappa^2 of 32 normal values is about 5."""
     config = LossyConfig(**CODED | {"packet_bytes": 100} | flags)
     lossy = LossyWorkers(config, [BucketSpec(3200)], 4)
-    monitor = WireMonitor(Run(lossy.groups, config))
+    monitor = WireMonitor(SimpleNamespace(groups=lossy.groups, config=config))
     for step in range(3):
         grads = [torch.randn(4 * 3200, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
         lossy.reduce_scatter(0, [torch.empty(3200) for _ in range(4)], grads, step)
@@ -241,7 +237,7 @@ def test_metrics_are_bytes_and_rounding(flags, omega):
 def test_one_line_where_codes_round_much_away(caplog):
     config = LossyConfig(**CODED | {"grad_wire": "int4", "packet_bytes": 300, "wire_block": 256})
     lossy = LossyWorkers(config, [BucketSpec(2560)], 2)
-    monitor = WireMonitor(Run(lossy.groups, config))
+    monitor = WireMonitor(SimpleNamespace(groups=lossy.groups, config=config))
     for step in range(3):
         # One element of a block far above the others.
         grads = [torch.randn(2 * 2560, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
