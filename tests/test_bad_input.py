@@ -185,6 +185,7 @@ LAUNCHER = [
     Case("docter", "SCRIPT docter: must be a Python file, *copy, coordinator, did you mean doctor\n"),
     Case("text.txt --loss-preset papr", "--loss-preset papr: must be a file or one of asyncmesh"),
     Case("text.txt --p-grad 2", "--p-grad 2.0: must be in [0, 1)"),
+    Case("other/doctor --p-grad 2", "--p-grad 2.0: must be in [0, 1)"),  # a script of this name
     Case("text.txt --loss-preset smart --loss-unit shard", "--grad-priority packet-mean:0.01 (of the preset smart"),
     Case("text.txt --loss-model trace --trace none", "--trace none: must be a folder that", ranks=2),
     Case("refusals leads", "SECTION leads: must be one of core, pytorch, transport"),
@@ -248,6 +249,7 @@ def world(tmp_path_factory) -> Path:
     (folder / "other/study.json").write_text(
         '{"title": "Theirs", "command": "python -m megatron_lossy.lab theirs.yaml", "runs": []}'
     )
+    (folder / "other/doctor").write_text("print('ran')")
     (folder / "old/loss_table.md").write_text("old")
     (folder / "broken/metrics/metrics.jsonl").write_text("{\n")
     run_ranks(write_data, 1, str(folder / "data"))

@@ -24,7 +24,7 @@ from scripts.update_docs import METRICS
 from tests.ranks import run_ranks
 from tests.slurm_cluster import free_ports
 from tests.test_plugin_megatron_lm import ENVIRONMENT, LOSS, MODEL, TORCHRUN
-from tests.trainer import TINY, read_records, train_runs, write_data
+from tests.trainer import TINY, read_records, train_runs
 
 prometheus_client = pytest.importorskip("prometheus_client")
 pytestmark = pytest.mark.shows("metrics for Prometheus; dashboard and alerts name existing ones", device=False)
@@ -123,10 +123,8 @@ def watched(rank, config, loss):
         exporter.Exporter.close = close
 
 
-def test_a_run_serves_what_its_last_records_say(tmp_path):
-    run_ranks(write_data, 1, str(tmp_path))
-    paths = {name: (str(tmp_path / split),) for name, split in (("data_path", "train"), ("valid_data_path", "valid"))}
-    config = TINY | paths | {"metrics_dir": str(tmp_path / "run")}
+def test_a_run_serves_what_its_last_records_say(data, tmp_path):
+    config = TINY | data | {"metrics_dir": str(tmp_path / "run")}
     loss = {"p_grad": 0.5, "p_param": 0.5, "metrics_port": free_ports(1)[0], "eval_weights": "both"}
     (_, seen), (_, nothing) = run_ranks(watched, 2, config, loss)
     last = read_records(tmp_path / "run", "train")[-1]
