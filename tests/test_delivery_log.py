@@ -20,10 +20,15 @@ from megatron_lossy.delivery_log import writer
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder, log_files
 from megatron_lossy.delivery_log.schema import RUN, Meta, file_name, pack, unpack
 from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
+from megatron_lossy.lab.delivery_log.summary import scan, summarize, summary_text
+from megatron_lossy.lab.delivery_log.verify import verify
 from megatron_lossy.transport import LossyGroup, Network, check_channels
 from megatron_lossy.transport.base import CollectiveWire
 from tests.ranks import run_ranks
 from tests.rules import assert_same, reduce
+from tests.test_virtual import trained
+from tests.tiny_gpt import TinyGPT
+from tests.trainer import TINY, train_runs
 
 pytestmark = [
     pytest.mark.shows("recorded losses are replayed bit for bit, by ranks and virtual workers"),
@@ -151,11 +156,6 @@ def configs(folder):
 
 
 def record_and_replay(rank, folder, workers=None):
-    import torch
-
-    from tests.test_virtual import trained
-    from tests.tiny_gpt import TinyGPT
-
     results = {}
     for name, recording, replay in configs(folder):
         recorded = trained(rank, TinyGPT(**MODEL), recording, STEPS, workers)
@@ -191,13 +191,6 @@ def test_replays_of_real_and_virtual_runs_are_bit_identical_and_their_logs_equal
         assert len(logs[0]) == links * exchanges
 
 
-def history_of(rank, config):
-    from tests.test_virtual import trained
-    from tests.tiny_gpt import TinyGPT
-
-    return trained(rank, TinyGPT(**MODEL), config, STEPS, None)
-
-
 @pytest.mark.on_cuda
 @pytest.mark.shows("a CPU's log is replayed on a GPU, and the other way")
 def test_a_log_is_replayed_on_another_device(tmp_path, ranks_on):
@@ -207,17 +200,16 @@ def test_a_log_is_replayed_on_another_device(tmp_path, ranks_on):
         folder = tmp_path / f"{len(tables)}"
         folder.mkdir()
         name, recording, replay = next(configs(folder))
-        recorded = run_ranks(history_of, 2, recording, on=there)
-        for one, other in zip(recorded, run_ranks(history_of, 2, replay, on=here), strict=True):
-            for (loss, norm, *_), (loss_again, norm_again, *_) in zip(one, other, strict=True):
+        recorded = run_ranks(trained, 2, TinyGPT(**MODEL), recording, STEPS, on=there)
+        again = run_ranks(trained, 2, TinyGPT(**MODEL), replay, STEPS, on=here)
+        for mine, theirs in zip(recorded, again, strict=True):
+            for (loss, norm, *_), (loss_again, norm_again, *_) in zip(mine, theirs, strict=True):
                 assert (loss_again, norm_again) == pytest.approx((loss, norm), rel=1e-3)
         tables.append(table(folder / name))
     assert tables[0].equals(tables[1]) and len(tables[0]) > 0
 
 
 def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(data, tmp_path):
-    from tests.trainer import TINY, train_runs
-
     base = TINY | data | {"eval_iters": 0, "eval_interval": 1000}
     once, twice = ({**LOSSY, "delivery_log": str(tmp_path / name)} for name in ("once", "twice"))
     again = base | {"save": str(tmp_path / "run"), "load": str(tmp_path / "run")}
@@ -354,8 +346,6 @@ def test_a_flag_that_a_log_does_not_know_had_its_default(tmp_path, unit):
 
 
 def verdict(folder):
-    from megatron_lossy.lab.delivery_log.verify import verify
-
     return verify(DeliveryLogFolder(folder))
 
 
@@ -502,8 +492,6 @@ def test_pandas_and_duckdb_read_it(tmp_path):
 
 def test_what_several_ranks_recorded_counts_once(tmp_path):
     """Peers of tensor parallelism receive the same, and each writes it."""
-    from megatron_lossy.lab.delivery_log.summary import scan
-
     config = LossyConfig(**LOSSY, loss_unit="bucket")
     write(tmp_path, config, 3, 4, ranks=range(3))
     once = [rows.source.tolist() for rows in scan(DeliveryLogFolder(tmp_path))]
@@ -513,8 +501,6 @@ def test_what_several_ranks_recorded_counts_once(tmp_path):
 
 
 def test_summary_counts_rates(tmp_path):
-    from megatron_lossy.lab.delivery_log.summary import summarize, summary_text
-
     config = LossyConfig(**LOSSY, loss_unit="bucket", delivery_log="later")
     truth = write(tmp_path, config, 4, 30, skipped={7}, chunk=3)
     found = summarize(DeliveryLogFolder(tmp_path))

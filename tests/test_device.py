@@ -11,20 +11,24 @@ import time
 import types
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from megatron_lossy.base import device
+from megatron_lossy.base.device import cpu, optimizer
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.mechanisms.islands.world import IslandWorld
 from megatron_lossy.run.monitor.window import of_all_ranks
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
 from tests.ranks import run_ranks
-from tests.trainer import ROOT
+from tests.tiny_gpt import TinyGPT, build
+from tests.trainer import ROOT, TINY, TrainConfig
 
 pytestmark = pytest.mark.shows(
     "Megatron on CPU: stand-ins, random streams, experts, overflows",
@@ -50,8 +54,6 @@ def _attributes(targets):
 
 
 def _install_and_undo(rank):
-    from megatron_lossy.base.device import cpu, optimizer
-
     patches = [*cpu.patches(), *optimizer.patches()]
     targets = [patch.target for patch in patches]
     before = _attributes(targets)
@@ -154,9 +156,6 @@ def test_stand_ins_behave_as_their_originals():
 
 
 def _random_streams(rank):
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-
     device.prepare()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     messages = []
@@ -203,8 +202,6 @@ def test_random_streams_are_separate_and_survive_recomputation():
 
 def _exchange_tokens(rank):
     """Losses of a model whose experts get their tokens by an all-to-all, as those of sequences of several lengths do."""
-    from tests.tiny_gpt import TinyGPT, build
-
     run = build(TinyGPT(expert=2, experts=4, overlap_grad_reduce=True, lengths=(16,)))
     reports = [run.step(step) for step in range(8)]
     assert all(report["success"] and np.isfinite(report["grad_norm"]) for report in reports)
@@ -219,8 +216,6 @@ def test_experts_that_exchange_tokens_train():
 
 
 def _overflow(rank):
-    from tests.tiny_gpt import TinyGPT, build
-
     outcomes = {}
     for dtype, scale in (("fp32", 8.0), ("bf16", 8.0), ("fp16", None)):
         run = build(TinyGPT(dtype=dtype, loss_scale=scale))
@@ -297,7 +292,6 @@ def node(monkeypatch):
 def test_a_rank_takes_the_device_of_its_local_rank_before_any_group(node, monkeypatch, kind, backend):
     """A rank of the second node, say. Simulated: nobody has run several accelerators."""
     from megatron_lossy.lab.train.model import world
-    from tests.trainer import TINY, TrainConfig
 
     accelerators = node(kind, 8, RANK=11, LOCAL_RANK=3, WORLD_SIZE=16)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
@@ -334,7 +328,6 @@ def test_ranks_share_devices_where_nccl_lets_them(node):
 def test_a_rank_without_a_device_is_refused(node, tmp_path, kind, count, environment, message):
     """By the trainer, before any process group and before anything is written."""
     from megatron_lossy.lab.train.loop import train
-    from tests.trainer import TINY, TrainConfig
 
     accelerators = node(kind, count, RANK=0, **environment)
     settings = {"data_path": ("x",), "eval_iters": 0, "save": str(tmp_path / "run")}
@@ -346,11 +339,10 @@ def test_a_rank_without_a_device_is_refused(node, tmp_path, kind, count, environ
 
 @takes_its_device
 def test_every_process_group_of_ours_is_made_on_the_ranks_device():
-    root = Path(__file__).parents[1]
-    files = [*root.glob("megatron_lossy/**/*.py"), *root.glob("benchmarks/*.py")]
+    files = [*ROOT.glob("megatron_lossy/**/*.py"), *ROOT.glob("benchmarks/*.py")]
     calls = ("dist.init_process_group(", "distributed.init_process_group(")
     found = [file for file in files if any(call in file.read_text() for call in calls)]
-    assert found == [root / "megatron_lossy" / "base" / "device" / "__init__.py"]
+    assert found == [ROOT / "megatron_lossy" / "base" / "device" / "__init__.py"]
 
 
 # --- ranks that torchrun starts again, with one store that outlives them (megatron_lossy/base/device/attempt.py) -----
@@ -367,9 +359,6 @@ def served():
 
 def attempt(rank: int, port: int, late: list[float], islands: int, wait: timedelta = WAIT) -> list[float]:
     """Return the sums of a group of this attempt, and of one between islands. A rank comes ``late`` by seconds."""
-    from megatron_lossy.base import device
-    from megatron_lossy.mechanisms.islands.world import IslandWorld
-
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     device.prepare()
     time.sleep(late[rank])
@@ -425,8 +414,6 @@ def test_the_old_names_of_collectives_are_in_one_file():
 
 
 def own_loop(rank: int) -> None:
-    import numpy as np
-
     warnings.simplefilter("error", FutureWarning)
     warnings.simplefilter("error", DeprecationWarning)
     group = LossyGroup.create(LossyConfig(p_grad=0.1, p_param=0.1), [BucketSpec(4)])

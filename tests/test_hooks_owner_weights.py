@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
@@ -84,8 +85,6 @@ def _continue(run, lossy):
 
 def resume(rank, tiny, config, folder, weights):
     """The third iteration; without a ``folder`` from the owners' weights, with no stale replica."""
-    import torch
-
     with installed(config) as lossy:
         run = build(tiny)
         for name, buffer in run._buffers() if weights else ():
