@@ -13,6 +13,7 @@ import pytest
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.async_pipeline.workers import StageWorkers
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.lab.train.saved import check_folders
 from tests.observed_stages import in_whole, observed_run
@@ -190,7 +191,6 @@ def test_evaluating_and_saving_change_nothing(data, tmp_path):
 
 def signalled_run(rank, *run):
     """As :func:`train_runs` of one run, whose second stage gets a signal to stop in its fifth iteration."""
-    from megatron_lossy.lab.async_pipeline.workers import StageWorkers
 
     def iterate(self, *arguments, original=StageWorkers.iterate):
         if rank == 1 and self._iteration == 4:

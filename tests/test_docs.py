@@ -13,6 +13,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.loss_flags import with_preset
 from megatron_lossy.config.refusal import Refused, check_refusals
+from megatron_lossy.lab.studies.design import Design
 from megatron_lossy.lab.studies.folder import RECORD
 from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments
 from megatron_lossy.lab.train.facts import of_trainer
@@ -145,8 +146,6 @@ def test_the_pages_that_are_read_first_are_short():
 
 
 def test_every_key_of_a_study_file_is_explained():
-    from megatron_lossy.lab.studies.design import Design
-
     page = (ROOT / "docs" / "study.md").read_text()
     table = page.partition("## What a study file can have")[2].partition("## ")[0]
     for field in dataclasses.fields(Design):

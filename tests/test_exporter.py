@@ -108,19 +108,17 @@ def test_promtool_accepts_the_rules():
 
 def watched(rank, config, loss):
     """Train, and scrape before the run ends."""
-    from megatron_lossy.run import exporter
-
-    seen, close = {}, exporter.Exporter.close
+    seen, close = {}, Exporter.close
 
     def scrape_and_close(self):
         seen.update(scraped(loss["metrics_port"]))
         close(self)
 
-    exporter.Exporter.close = scrape_and_close
+    Exporter.close = scrape_and_close
     try:
         return train_runs(rank, (config, loss))[0][0], seen
     finally:
-        exporter.Exporter.close = close
+        Exporter.close = close
 
 
 def test_a_run_serves_what_its_last_records_say(data, tmp_path):
