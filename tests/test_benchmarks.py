@@ -18,7 +18,7 @@ from benchmarks.exchange.results import Cell, Share, markdown, table_of
 from benchmarks.exchange.rows import LOSSES, PARTS, QUICK, choose
 from benchmarks.lab import Counters
 from megatron_lossy.base.errors import UsageError
-from tests.programs import run_program
+from tests.programs import ROOT, run_program
 from tests.ranks import run_ranks
 from tests.test_lab import needs_lab
 
@@ -101,8 +101,6 @@ def test_island_step():
 
 of_exchanges = pytest.mark.shows("measured exchanges over emulated links: rows, tables, refusals", device=False)
 over_a_wide_area = pytest.mark.shows("training over an emulated wide-area link")
-
-ROOT = Path(__file__).parents[1]
 
 
 @of_exchanges

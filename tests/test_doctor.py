@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +17,9 @@ from megatron_lossy.hooks.versions import SUPPORTED, check_version
 from megatron_lossy.lab.doctor import network
 from megatron_lossy.lab.doctor.found import apex
 from megatron_lossy.transport.udp import Settings
-from tests.programs import Program, rank_environments, run_program
+from tests.programs import ROOT, Program, rank_environments, run_program
 
 pytestmark = pytest.mark.shows("the doctor: this machine, a lossy step, datagrams and streams between ranks")
-
-ROOT = Path(__file__).parents[1]
 
 
 def doctor(*arguments):

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 import yaml
@@ -24,12 +23,11 @@ from scripts.update_docs import METRICS
 from tests.ranks import run_ranks
 from tests.slurm_cluster import free_ports
 from tests.test_plugin_megatron_lm import ENVIRONMENT, LOSS, MODEL, TORCHRUN
-from tests.trainer import TINY, read_records, train_runs
+from tests.trainer import ROOT, TINY, read_records, train_runs
 
 prometheus_client = pytest.importorskip("prometheus_client")
 pytestmark = pytest.mark.shows("metrics for Prometheus; dashboard and alerts name existing ones", device=False)
 
-ROOT = Path(__file__).parents[1]
 OPS = ROOT / "configs/ops"
 NAMES = {prometheus_name(name) for name in METRICS}
 
