@@ -8,6 +8,8 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -166,8 +168,6 @@ def record_and_replay(rank, folder, workers=None):
 
 def table(folder):
     """All rows of a log, in an order that does not depend on who wrote them."""
-    import pyarrow.parquet as pq
-
     order = ["iteration", "phase", "stream", "bucket", "destination", "source"]
     return pq.read_table(folder).sort_by([(name, "ascending") for name in order])
 
@@ -270,8 +270,6 @@ def test_a_restart_drops_what_comes_after_the_checkpoint_and_nothing_else(tmp_pa
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_row_group_holds_whole_iterations(tmp_path, monkeypatch, resumed):
     """Also where it is full in the middle of one."""
-    import pyarrow.parquet as pq
-
     config = LossyConfig(**LOSSY, delivery_log="later")
     monkeypatch.setattr(writer, "_GROUP_BYTES", 1)
     streams = (Stream(), Stream("expert", 1))
@@ -364,8 +362,6 @@ def truncate(path):
 
 
 def flip_bits(path):
-    import pyarrow.parquet as pq
-
     column = pq.read_metadata(path).row_group(0).column(8)
     content = bytearray(path.read_bytes())
     content[column.data_page_offset + column.total_compressed_size // 2] ^= 0xFF
@@ -391,9 +387,6 @@ def test_what_precedes_a_broken_file_is_usable(tmp_path, damage):
 
 def rewrite(path, change=list, note=lambda meta: meta):
     """Write the file again, and otherwise as it was, with rows that ``change`` changed, or with another note."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     file = pq.ParquetFile(path)
     rows, meta = file.read().to_pylist(), Meta.decode(file.metadata.metadata)
     change(rows)
