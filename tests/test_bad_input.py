@@ -215,15 +215,15 @@ LAUNCHER = [
     Case("plan --mbit 1 --rtt 1 --step 1 --parameters 70B", "--device h100: has 79.6 GiB, pipeline stage 0 needs"),
     Case("plan --mbit 1 --rtt 1 --metrics none", "--metrics none: cannot be read: No such file"),
 ]
-#: Commands, the names that they give themselves, and their cases.
+#: Commands and their cases.
 PROGRAMS = {
-    "megatron_lossy.train": ("megatron_lossy.train", TRAIN),
-    "megatron_lossy.data": ("megatron_lossy.data", DATA),
-    "megatron_lossy.lab": ("megatron_lossy.lab", STUDIES),
-    "megatron_lossy.report": ("megatron_lossy.report", REPORT),
-    "megatron_lossy.delivery_log": ("megatron_lossy.delivery_log", DELIVERY_LOG),
-    "megatron_lossy.launch": ("megatron_lossy.launch", LAUNCH),
-    "megatron_lossy": ("megatron-lossy", LAUNCHER),
+    "megatron_lossy.train": TRAIN,
+    "megatron_lossy.data": DATA,
+    "megatron_lossy.lab": STUDIES,
+    "megatron_lossy.report": REPORT,
+    "megatron_lossy.delivery_log": DELIVERY_LOG,
+    "megatron_lossy.launch": LAUNCH,
+    "megatron_lossy": LAUNCHER,
 }
 
 
@@ -289,26 +289,23 @@ def _parameters(programs: bool) -> list:
     """Return cases of several ranks and of crippled machines, which need programs of their own, or the others."""
     return [
         pytest.param(program, case, id=f"{program.removeprefix('megatron_lossy.')} {case.command[-60:]} {case.cripple}")
-        for program, (_, cases) in PROGRAMS.items()
+        for program, cases in PROGRAMS.items()
         for case in cases
         if programs == bool(case.ranks or case.cripple)
     ]
 
 
 def _one_line_and_nothing_lost_or_left(world: Path, program: str, case: Case, run: Callable) -> None:
-    name, _ = PROGRAMS[program]
-    module, *words = program.split()
-    words += case.command.replace("FLAGS", " ".join(as_flags(SETTINGS))).split()
-    if name == "megatron_lossy.train":
-        words = [*as_flags(SETTINGS), *words]
+    name = "megatron-lossy" if program == "megatron_lossy" else program
+    needed = as_flags(SETTINGS) if program == "megatron_lossy.train" else []
     before = _content(world)
-    done = run(module, *words, folder=world)
+    done = run(program, *needed, *case.command.split(), folder=world)
     after = _content(world)
     line = re.escape(f"{name}: error: {case.line}").replace(r"\*", ".*")
     assert re.match(line, done.stderr), done.stderr
     assert (done.stderr.count("\n"), done.returncode) == (1, case.status), done.stderr
     assert not after.keys() - before.keys()
-    assert {name: after.get(name) for name in before} == before
+    assert {path: after.get(path) for path in before} == before
 
 
 @pytest.mark.parametrize(("program", "case"), _parameters(programs=False))
