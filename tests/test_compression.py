@@ -103,11 +103,11 @@ def test_parameters_against_the_reference():
         for bucket, shard in enumerate(SHARDS):
             fresh = np.array([gradients(step, rank, 1, shard) for rank in range(size)])
             old = np.array([replicas[bucket].numpy().reshape(size, shard) for replicas in mine])
-            crossing = np.array([decoded(one, 8, elements) for one in fresh])
+            crossing = np.array([decoded(values, 8, elements) for values in fresh])
             units = [slice(a, a + elements) for a in range(0, shard, elements)]
             expected = reference_gather(old, crossing, arrived[bucket], units)
             expected[range(size), range(size)] = fresh
-            own = [torch.from_numpy(one.copy()) for one in fresh]
+            own = [torch.from_numpy(values.copy()) for values in fresh]
             lossy.all_gather(bucket, [replicas[bucket] for replicas in mine], own, step)
             for rank in range(size):
                 got = mine[rank][bucket].numpy().reshape(size, shard)
@@ -241,8 +241,8 @@ def test_one_line_where_codes_round_much_away(caplog):
     for step in range(3):
         # One element of a block far above the others.
         grads = [torch.randn(2 * 2560, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-        for one in grads:
-            one[::256] *= 15
+        for gradient in grads:
+            gradient[::256] *= 15
         lossy.reduce_scatter(0, [torch.empty(2560) for _ in range(2)], grads, step)
         assert monitor.metrics()["wire rounding"] > 0.2
     [record] = caplog.records

@@ -133,7 +133,8 @@ def test_what_the_interface_takes_is_said(monkeypatch, address, mtu, status, tex
     monkeypatch.setattr("megatron_lossy.transport.address.mtu_of", lambda _: mtu)
     engine = SimpleNamespace(address=address, datagram=1408 + 44, settings=Settings())
     found = network._packets(engine)
-    assert [one.status for one in found] == ([status] if status else []) and all(text in one.text for one in found)
+    assert [finding.status for finding in found] == [status] * bool(status)
+    assert all(text in finding.text for finding in found)
 
 
 def test_without_a_launcher_the_engine_of_this_host_is_looked_at():

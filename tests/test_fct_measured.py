@@ -39,7 +39,7 @@ def test_the_model_agrees_with_ns3(scheme):
     for row in rows:
         model, number = make_scheme(scheme, SCHEMES[scheme], row["timeout"]), range(int(row["flows"]))
         losses = [Losses(row["rate"], int(row["seed"]), flow, row["burst"] or None) for flow in number]
-        flows = [model.flow(Way(), int(row["packets"]), one) for one in losses]
+        flows = [model.flow(Way(), int(row["packets"]), lost) for lost in losses]
         times = np.array([flow.time for flow in flows])
         assert (times.mean(), np.percentile(times, 99)) == pytest.approx((row["ns3_mean"], row["ns3_p99"]), rel=1e-3)
         assert sum(flow.again for flow in flows) == row["ns3_again"], row
