@@ -93,6 +93,13 @@ def test_nvidias_apex_is_told_from_pypis(tmp_path, monkeypatch):
     assert apex().status == "ok"
 
 
+def distribution(folder, name, version):
+    """Write the metadata of an installed distribution."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
 def test_the_range_of_megatron_core_is_that_of_the_hooks():
     [text] = re.findall(r'"(megatron-core[^"]*)"', (ROOT / "pyproject.toml").read_text().partition("optional")[0])
     core = Requirement(text).specifier
