@@ -165,6 +165,14 @@ def test_results_are_not_written_over(tmp_path):
         assert "is there already; --replace" in done.stderr
 
 
+@of_exchanges
+@pytest.mark.parametrize("program", ["udp_priority", "udp_soak", "udp_exchange", "run_wan"])
+def test_without_root_one_line(program, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert importlib.import_module(f"benchmarks.{program}").main(["--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "skipped: a lab needs root, for network namespaces\n"
+
+
 @pytest.mark.shows("exchanges over an emulated link are measured", device=False)
 @pytest.mark.programs
 @needs_lab
