@@ -21,6 +21,7 @@ from tests.reference import ReferenceReduce, block_payload, block_values, hashed
 from tests.rules import assert_same, assert_workers_are_ranks
 from tests.test_hooks import OVERLAPS
 from tests.test_transport import deliveries, gradients
+from tests.test_udp_on_a_device import LITTLE, on_a_device
 from tests.test_virtual import real_runs, virtual_runs
 
 pytestmark = pytest.mark.shows(
@@ -247,3 +248,24 @@ def test_one_line_where_codes_round_much_away(caplog):
         assert monitor.metrics()["wire rounding"] > 0.2
     [record] = caplog.records
     assert "--grad-wire int4: int4 rounds away what a loss of" in record.message
+
+
+@pytest.mark.shows("codes on a pretended device: a CPU's bits, and no wait")
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"grad_wire": "int4", "param_wire": "raw", "grad_recovery": "previous"},
+        {"transport": "pieces", "grad_recovery": "renormalize-remote"},
+        LITTLE,
+    ],
+    ids=["udp", "int4 alone", "pieces", "windows"],
+)
+def test_codes_of_a_device_are_those_of_a_cpu(flags):
+    """No race between streams, and no wait of the thread that computes."""
+    of_device = {"packet_bytes": 68, "wire_block": 64, "grad_wire": "int8", "param_wire": "int8"}
+    for equal, faults, counts, _ in on_a_device(2, **of_device | flags):
+        assert equal and not faults, faults
+        here = {kind: count for (kind, aside), count in counts.items() if kind == "synchronisation" and not aside}
+        assert not here, counts
