@@ -52,18 +52,18 @@ def _put(functions):
         setattr(owner, name, function)
 
 
-def record(rank, tiny, config, steps, overflows=None, without=(), gapless=False, unhooked=None):
+def record(rank, tiny, config, steps, overflows=None, without=(), gapless=False, unhooked=None, gathers=1):
     """Train ``steps`` iterations with loss; returns one list of bucket records per iteration.
 
     ``overflows``: iteration to data-parallel rank whose gradients become infinite. ``without``: iterations that have
     no exchange; ``None`` stands for them in the list. ``gapless``: as of the hooks. ``unhooked``: the phase ("grad",
-    "param") that goes past the hooks.
+    "param") that goes past the hooks. ``gathers``: how often an overlapped gather is made.
     """
     with installed(config, gapless=gapless) as lossy:
-        return _record(rank, lossy, tiny, steps, overflows or {}, without, unhooked)
+        return _record(rank, lossy, tiny, steps, overflows or {}, without, unhooked, gathers)
 
 
-def _record(rank, lossy, tiny, steps, overflows, without, unhooked):
+def _record(rank, lossy, tiny, steps, overflows, without, unhooked, gathers):
     run = build(tiny)
     if unhooked == "grad":
         pgb.dist_reduce_scatter_func = torch.distributed.reduce_scatter_tensor
@@ -95,9 +95,9 @@ def _record(rank, lossy, tiny, steps, overflows, without, unhooked):
             lossy.skip_iteration()
             iterations.append(None)
             continue
-        before = [bucket.param_data.float().cpu().numpy().copy() for bucket, _ in places]
+        before = [(bucket.param_data.float().cpu().numpy().copy(), _main(bucket)) for bucket, _ in places]
         report = run.step(step, overflow_on=overflows.get(step))
-        if tiny.overlap_param_gather:
+        for _ in range(gathers if tiny.overlap_param_gather else 0):
             run.gather()
         iterations.append(
             {
@@ -110,12 +110,20 @@ def _record(rank, lossy, tiny, steps, overflows, without, unhooked):
                         "reduced": reduced[id(bucket)],
                         "before": old,
                         "after": bucket.param_data.float().cpu().numpy().copy(),
+                        "mains": (main, _main(bucket)),
                     }
-                    for (bucket, place), old in zip(places, before)
+                    for (bucket, place), (old, main) in zip(places, before)
                 ],
             }
         )
     return iterations
+
+
+def _main(bucket):
+    """Return the float32 weights of the own shard, where a rule sends more than these in their type; else ``None``."""
+    slot = slot_of(bucket.param_data)
+    weights = getattr(slot.group.params[slot.bucket], "weights", None)
+    return None if weights is None else weights().cpu().numpy().copy()
 
 
 def _places(lossy, run):
@@ -168,6 +176,7 @@ def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6, cr
     """Assert that every reduced shard and every replica is what the reference says. Return numbers of losses.
 
     ``crossing``: what others get of owners' weights, a function of (bucket, weights before, weights); else these.
+    ``mains`` of its bucket: by rank, the float32 weights of the own shard before and after.
     """
     reduce, lost = {}, defaultdict(int)
     for step in range(len(recorded[0])):
@@ -209,7 +218,10 @@ def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6, cr
                 expected = before
                 if success:
                     own = np.arange(size)
-                    sent = owners if crossing is None else crossing(place, before[own, own], owners)
+                    sent = owners
+                    if crossing is not None:
+                        mains = [members[rank]["mains"] for rank in group]
+                        sent = crossing(place | {"mains": mains}, before[own, own], owners)
                     expected = reference_gather(before, sent, arrived, units)
                     expected[own, own] = owners
                 np.testing.assert_array_equal(after, expected)

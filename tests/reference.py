@@ -164,14 +164,6 @@ def boundary_residual(packets, block, parity, lost):
     return residual
 
 
-def residual_rate(p, size):
-    """Share of data packets that stay lost of independent losses with rate ``p``, in groups of ``size`` and a parity.
-
-    A lost packet stays so unless all the ``size`` others are there: p (1 - (1-p)^size).
-    """
-    return -np.asarray(p, np.float64) * np.expm1(size * np.log1p(-np.asarray(p, np.float64)))
-
-
 # --- codes in blocks -------------------------------------------------------------------------------------------------
 
 

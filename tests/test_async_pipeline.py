@@ -7,17 +7,25 @@ import os
 import re
 import signal
 import time
+import warnings
 
 import numpy as np
 import pytest
+import torch
+from megatron.core import parallel_state
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.async_pipeline.workers import StageWorkers
+from megatron_lossy.lab.train import loop
 from megatron_lossy.lab.train.config import TrainConfig
+from megatron_lossy.lab.train.metrics import Console
 from megatron_lossy.lab.train.saved import check_folders
-from tests.observed_stages import in_whole, observed_run
+from megatron_lossy.lab.train.workers import Workers
 from tests.programs import start_ranks
 from tests.ranks import run_ranks
+from tests.rules import assert_same
+from tests.test_islands_train import whole_and_parts
 from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, train_runs
 
 pytestmark = pytest.mark.shows(
@@ -35,16 +43,56 @@ COMPARED = TINY | dict(lr_decay_style="constant", lr_warmup_iters=0, adam_eps=1e
 COMPARED |= dict(weight_decay=0.0, hidden_dropout=0.0, eval_iters=0, train_iters=6, log_interval=1)
 
 
-def furthest(real, expected):
-    """The largest difference of any weight after any iteration."""
-    pairs = [
-        (a[name], b[name])
-        for one, other in zip(real, expected, strict=True)
-        for a, b in zip(one, other, strict=True)
-        for name in b
-    ]
-    assert pairs
-    return max(float(np.abs(a - b).max()) for a, b in pairs)
+def in_whole(name, before):
+    """Return the whole model's name of the parameter ``name`` of a stage, with ``before`` layers before the stage."""
+    return re.sub(r"(?<=layers\.)\d+", lambda number: str(int(number[0]) + before), name)
+
+
+def weights_of(chunk):
+    named = ((name.removeprefix("module."), p) for name, p in chunk.module.named_parameters())
+    return {name: p.detach().float().numpy().copy() for name, p in named}
+
+
+def observed_run(rank, config, loss, first=None):
+    """Train; the weights of this rank's stage before the first iteration and after each, by name.
+
+    ``logged``: on rank 0, (loss, norm of the gradient) of each log line. ``first``: the weights of the whole model to start
+    from; default random ones. With virtual stages the stage is the whole model.
+    """
+    warnings.simplefilter("ignore")
+    seen = {"weights": [], "logged": []}
+
+    class Observed(Console):
+        def note(self, text):
+            pass
+
+        def train(self, record, *_):
+            seen["logged"].append((record["lm loss"], record["grad norm"]))
+
+        def valid(self, record):
+            pass
+
+    workers = Workers if config.get("virtual_workers") else StageWorkers
+
+    def iterate(self, *arguments, original=workers.iterate):
+        [chunk] = self._chunks
+        if not seen["weights"]:
+            seen["weights"].append(weights_of(chunk))
+        result = original(self, *arguments)
+        seen["weights"].append(weights_of(chunk))
+        return result
+
+    def build_model(config, vocab_size, original=loop.build_model):
+        [chunk] = original(config, vocab_size)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        before = stage * config.num_layers // config.pipeline_model_parallel_size
+        for name, parameter in chunk.module.named_parameters() if first else ():
+            parameter.data.copy_(torch.from_numpy(first[in_whole(name.removeprefix("module."), before)]))
+        return [chunk]
+
+    workers.iterate, loop.build_model = iterate, build_model
+    loop.train(TrainConfig(**config), LossyConfig(**loss), Observed())
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -68,9 +116,8 @@ def test_ranks_are_the_virtual_stages(data, stages, ranks, settings):
         {in_whole(name, s * each): w for s in range(stages) for name, w in seen[s]["weights"][n].items()}
         for n in range(config["train_iters"] + 1)
     ]
-    assert whole[0].keys() == expected["weights"][0].keys()
-    assert furthest([whole], [expected["weights"]]) == 0
-    assert furthest([whole[:1]], [expected["weights"][-1:]]) > 1e-2
+    assert_same(whole, expected["weights"])
+    assert max(np.abs(whole[-1][name] - before).max() for name, before in whole[0].items()) > 1e-2
     np.testing.assert_allclose(seen[0]["logged"], expected["logged"], rtol=1e-5)
 
 
@@ -113,21 +160,12 @@ CONTINUED = {
 @pytest.mark.parametrize(("ranks", "settings", "loss"), CONTINUED.values(), ids=CONTINUED)
 @pytest.mark.slow
 def test_resumed_run_equals_uninterrupted_one(data, tmp_path, ranks, settings, loss):
-    base = TINY | data | settings
+    """Stopped while the pipe fills, in between, and while it drains."""
     flags = ASYNC | loss | {"save_replicas": True}
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    again = base | {"save": str(twice), "load": str(twice)}
-    results = run_ranks(
-        train_runs,
-        ranks,
-        (base | {"save": str(once)}, flags),
-        (again | {"exit_interval": 1}, flags),  # while the pipe fills
-        (again | {"exit_interval": 5}, flags),
-        (again | {"exit_interval": 7}, flags),  # while it drains
-        (again, flags),
-    )
-    whole, *parts = results[0][0]
+    runs = whole_and_parts(tmp_path, TINY | data | settings, flags, 1, 5, 7)
+    whole, *parts = run_ranks(train_runs, ranks, *runs)[0][0]
     assert [part["iteration"] for part in parts] == [1, 5, 7, 8] and whole["finished"] and parts[-1]["finished"]
+    once, twice = tmp_path / "whole", tmp_path / "parts"
     assert recorded_losses(once) == recorded_losses(twice)
     assert checkpoint_bytes(once, 8) == checkpoint_bytes(twice, 8)
     assert saved_replicas(once, 8) == saved_replicas(twice, 8)
@@ -173,10 +211,8 @@ def test_every_transport_carries_the_exchanges_of_stages(data, tmp_path):
 
 def test_without_saved_replicas_all_versions_start_as_the_newest(data, tmp_path):
     base = TINY | data | {"pipeline_model_parallel_size": 2, "log_interval": 1, "eval_iters": 0}
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    again = base | {"save": str(twice), "load": str(twice)}
-    run_ranks(train_runs, 2, (base | {"save": str(once)}, ASYNC), (again | {"exit_interval": 4}, ASYNC), (again, ASYNC))
-    whole, resumed = ([row["lm loss"] for row in read_records(folder, "train")] for folder in (once, twice))
+    run_ranks(train_runs, 2, *whole_and_parts(tmp_path, base, ASYNC, 4))
+    whole, resumed = ([row["lm loss"] for row in read_records(tmp_path / name, "train")] for name in ("whole", "parts"))
     assert whole[:4] == resumed[:4]
     # The next batch went forward through the first stage before the last update there, or after it.
     assert whole[4] != resumed[4] and max(abs(a - b) for a, b in zip(whole, resumed)) < 0.3
@@ -200,7 +236,6 @@ def test_evaluating_and_saving_change_nothing(data, tmp_path):
 
 def signalled_run(rank, *run):
     """As :func:`train_runs` of one run, whose second stage gets a signal to stop in its fifth iteration."""
-    from megatron_lossy.lab.async_pipeline.workers import StageWorkers
 
     def iterate(self, *arguments, original=StageWorkers.iterate):
         if rank == 1 and self._iteration == 4:

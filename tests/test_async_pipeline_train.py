@@ -1,11 +1,9 @@
-"""Virtual stages in the training program: continued runs, islands of them, flags and what is refused."""
+"""Virtual stages in the training program: continued runs, and islands of them."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_lossy.base.errors import UsageError
-from megatron_lossy.config import LossyConfig, given
 from tests.ranks import run_ranks
 from tests.test_islands_train import flat, islands_of, losses_of, train_all, weights_of, whole_and_parts
 from tests.trainer import TINY, recorded_losses, train_runs
@@ -81,20 +79,3 @@ def test_looking_ahead_wins_back_what_staleness_costs(tmp_path):
     won = [late - ahead for late, ahead in zip(losses[1::3], losses[2::3], strict=True)]
     assert min(cost) > 0.2 and min(won) > 0.1
     assert sum(won) > 0.4 * sum(cost)
-
-
-refuses = pytest.mark.shows("flags and models that an asynchronous pipeline refuses", device=False)
-
-TWO_STAGES = {"async_pipeline": True, "virtual_stages": 2}
-
-
-@refuses
-def test_without_the_flag_nothing_changes():
-    off = LossyConfig()
-    assert off.lossless and off.inert and not given(off)
-    staged = LossyConfig(**TWO_STAGES)
-    assert not staged.lossless and given(staged) == TWO_STAGES
-    assert staged.describe() == "asynchronous pipeline of 2 virtual stages"
-    assert "asynchronous pipeline" in LossyConfig(**TWO_STAGES, p_grad=0.1).describe()
-    with pytest.raises(UsageError, match="^--virtual-stages 0: must be at least 1"):
-        LossyConfig(async_pipeline=True, virtual_stages=0)

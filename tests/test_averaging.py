@@ -110,14 +110,6 @@ def test_deviations_contract_by_the_gain_once_in_n_rounds(gain):
         torch.testing.assert_close(after, before * (1 - float(gain)) ** cycles, atol=3e-6, rtol=0)
 
 
-def test_drawn_subsets_leave_1_minus_f_of_the_squared_deviation():
-    config = flags(sync_subset="bernoulli", sync_fraction=0.3)
-    weights = start(size=40_000)
-    before = spread(weights).square().sum()
-    left = spread(simulate(config, weights, 1)).square().sum() / before
-    assert left.item() == pytest.approx(1 - 0.3, abs=5 * np.sqrt(0.21 * (1 + 2 / 3) / 40_000))
-
-
 def growth_of(gain, overlap):
     """Return the long-run factor on a deviation per visit: the largest root of z^(q+1) - z^q + g."""
     polynomial = np.zeros(overlap + 2)
@@ -203,9 +195,10 @@ def test_the_bound_of_drawn_subsets_at_its_ends():
 def test_no_gain_that_is_chosen_or_allowed_diverges(subset, fraction, delay):
     config = flags(sync_fraction=fraction, sync_delay=delay, sync_subset=subset)
     steps = round(50 / fraction)  # each element is visited 50 times
-    for one in (config, dataclasses.replace(config, delay_correction=f"mixing:{0.9 * stability_bound(config)!r}")):
-        check_refusals(one, Facts(workers=8))
-        left = spread(simulate(one, start(size=400), steps)).square().mean()
+    allowed = dataclasses.replace(config, delay_correction=f"mixing:{0.9 * stability_bound(config)!r}")
+    for flagged in (config, allowed):
+        check_refusals(flagged, Facts(workers=8))
+        left = spread(simulate(flagged, start(size=400), steps)).square().mean()
         assert left < 0.05 * spread(start(size=400)).square().mean()
 
 
@@ -390,35 +383,21 @@ def test_the_deviation_under_local_noise():
     assert np.mean(before[settled]) == pytest.approx(1 / 0.2 * 0.25 * 3 / 4, rel=0.03)
 
 
-def test_equal_gaps_keep_islands_closer_than_drawn_ones():
-    spreads = {}
-    for kind in ("cyclic", "bernoulli"):
-        config = flags(sync_subset=kind, sync_fraction=0.05)
-        spreads[kind] = spread(simulate(config, torch.zeros(4, 3000), 200, noise(6))).square().mean().item()
-    assert spreads["cyclic"] < 0.65 * spreads["bernoulli"]
-
-
-def test_without_delay_all_corrections_are_the_mean():
-    base = {"sync_fraction": 0.3, "sync_interval": 2}
-    runs = [
-        simulate(flags(**base, **how), start(), 30, noise(7))
-        for how in (
-            {"delay_correction": "none"},
-            {"delay_correction": "ema"},
-            {"delay_correction": "mixing:1"},
-            {"delay_correction": "mixing"},
-            {"delay_correction": "smith"},
-        )
-    ]
-    assert all(torch.equal(run, runs[0]) for run in runs)
-
-
-def test_a_coefficient_of_one_is_mixing_with_gain_one():
-    base = {"sync_fraction": 0.3, "sync_delay": 2}
-    ema = simulate(flags(**base, delay_correction="ema:1.0,1.0,1000"), start(), 30, noise(8))
-    mixing = simulate(flags(**base, delay_correction="mixing:1"), start(), 30, noise(8))
-    assert torch.equal(ema, mixing)
-    assert not torch.equal(mixing, simulate(flags(**base, delay_correction="mixing:0.9"), start(), 30, noise(8)))
+@pytest.mark.parametrize(
+    ("when", "alike"),
+    [
+        ({"sync_interval": 2}, ["mixing:1", "mixing", "ema", "smith", "none"]),
+        ({"sync_delay": 2}, ["mixing:1", "ema:1.0,1.0,1000"]),
+    ],
+)
+def test_corrections_that_are_the_same(when, alike):
+    """Without delay all are the mean; with it, a coefficient of one is mixing with a gain of one."""
+    first, *runs, different = (
+        simulate(flags(sync_fraction=0.3, delay_correction=how, **when), start(), 30, noise(8))
+        for how in (*alike, "mixing:0.9")
+    )
+    assert all(torch.equal(run, first) for run in runs)
+    assert not torch.equal(different, first)
 
 
 def test_identical_islands_are_one():

@@ -15,10 +15,10 @@ import pytest
 from benchmarks import beside_tcp, common, fsdp_step, island_step, param_sync, run_wan, step_overhead, udp_exchange
 from benchmarks.exchange.contestants import RankTimes
 from benchmarks.exchange.results import Cell, Share, markdown, table_of
-from benchmarks.exchange.rows import LOSSES, PARTS, QUICK, Row, choose
+from benchmarks.exchange.rows import LOSSES, PARTS, QUICK, choose
 from benchmarks.lab import Counters
 from megatron_lossy.base.errors import UsageError
-from tests.programs import run_program
+from tests.programs import ROOT, run_program
 from tests.ranks import run_ranks
 from tests.test_lab import needs_lab
 
@@ -80,8 +80,6 @@ def test_param_sync():
     steps = step_overhead.ratios(told["times"]["steps"])
     assert list(steps) == list(param_sync.variants(2)) and steps["megatron-core"]["ratio"] == 1
     assert "2 launches of 4 rounds" in text
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    assert len(rows) == 2 + 6 + 2 + len(param_sync.TABLE_1) and len({len(row) for row in rows}) == 1
     # 18.9 % in the paper's words; by its own table it is 12.0 % at 32 workers and 17.9 % at 4.
     assert "| 32 | 23.4 % | 12.0 % | 50.0 % |" in text and "| 4 | 20.9 % | 17.9 % | 50.0 % |" in text
 
@@ -89,15 +87,11 @@ def test_param_sync():
 @pytest.mark.slow
 def test_island_step():
     settings = island_step.IslandSettings(**TINY, steps=2)
-    told, text = run_ranks(on_ranks, 2, "island_step", settings, 2, grouped=False)[0]
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    assert [len(row) for row in rows] == [6] * (2 + len(island_step.VARIANTS))
+    told, _ = run_ranks(on_ranks, 2, "island_step", settings, 2, grouped=False)[0]
     megabytes = told["megabytes"]
     names = ("5 %, 10 late, mixing", "5 %, 10 late, mixing, bf16", "1 %, 10 late, mixing")
     five, bf16, one = (megabytes[name]["sent"] for name in names)
     assert bf16 == five / 2 and one == pytest.approx(five / 5, rel=0.1)
-    assert megabytes["megatron-core"]["sent"] is None
-    assert told["wait"].keys() == set(island_step.VARIANTS) - {step_overhead.BASELINE, step_overhead.AGAIN}
 
 
 # --- exchanges over emulated links, and the training over one: rows, numbers, refusals, whole runs -------------------
@@ -105,8 +99,6 @@ def test_island_step():
 
 of_exchanges = pytest.mark.shows("measured exchanges over emulated links: rows, tables, refusals", device=False)
 over_a_wide_area = pytest.mark.shows("training over an emulated wide-area link")
-
-ROOT = Path(__file__).parents[1]
 
 
 @of_exchanges
@@ -121,15 +113,6 @@ def test_the_grid_is_whole_and_can_be_chosen_from():
         choose(["grid"], None, [2], None, False)
     with pytest.raises(UsageError, match="--megabytes 0: must be above 0"):
         choose(["grid"], None, None, [0], False)
-
-
-@of_exchanges
-def test_queues_and_ideal_times_of_a_row():
-    """100 Mbit/s at 20 ms hold 250 kB, a tenth of which is 2 ms; 4 MB take 320 ms there, and 10 ms to arrive."""
-    tenth, whole = (next(row for row in PARTS["rate"] if (row.rate, row.queue) == (100, queue)) for queue in (2, 20))
-    assert (tenth.link().queue, whole.link().queue) == (25_000, 250_000)
-    assert whole.ideal == 330
-    assert Row("rate", 20, 0, 40, ranks=8).shard * 7 * 4 == pytest.approx(40e6, rel=1e-5)
 
 
 def cell(name="tcp bbr", phase="reduce-scatter", row=QUICK[1], times=(0.1, 0.3, 0.2), too_slow=None):
@@ -155,6 +138,7 @@ def test_what_is_measured_of_an_exchange():
 @of_exchanges
 def test_tables_of_exchanges():
     limited = PARTS["queue"][0]
+    assert limited.link().queue == 250_000
     cells = [cell(), cell(phase="all-gather"), cell("gloo reno", times=(), too_slow=20.0), cell(row=limited)]
     share = Share(["ours", "tcp bbr"], [150.0, 50.0], limited)
     text = markdown(cells, [share], ["something is missing"], ["Date: today"])
@@ -177,6 +161,14 @@ def test_results_are_not_written_over(tmp_path):
         done = run_program(program, "--out", str(tmp_path))
         assert done.returncode == 2 and done.stderr.endswith(" it\n") and done.stderr.count("\n") == 1
         assert "is there already; --replace" in done.stderr
+
+
+@of_exchanges
+@pytest.mark.parametrize("program", ["udp_priority", "udp_soak", "udp_exchange", "run_wan"])
+def test_without_root_one_line(program, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert importlib.import_module(f"benchmarks.{program}").main(["--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "skipped: a lab needs root, for network namespaces\n"
 
 
 @pytest.mark.shows("exchanges over an emulated link are measured", device=False)

@@ -9,16 +9,15 @@ import torch
 from megatron_lossy import hooks
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.hooks.buckets import own_shard
-from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.lab import theory
 from megatron_lossy.lab.virtual.in_memory import LossyWorkers
 from megatron_lossy.mechanisms.lead.lag import ReceiverCounts
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather
+from tests import contract
 from tests.ranks import run_ranks
 from tests.test_transport import group_in_memory
 from tests.test_virtual import assert_virtual_is_real, trained
-from tests.tiny_gpt import TinyGPT, build, missing
+from tests.tiny_gpt import DTYPES, TinyGPT, build, missing
 
 pytestmark = pytest.mark.shows(
     "leads sent and weights kept by value, in every setting",
@@ -45,115 +44,38 @@ SETTINGS = {
 }
 
 
-class Deferred:
-    """The handle of a collective that does nothing before it is waited for, as gloo's reduce-scatter copies."""
+class Leads:
+    """Values that others get of owners, for ``contract.check``: float32 weights and a lead, rounded once."""
 
-    def __init__(self, act):
-        self.wait = act
+    def __init__(self, config, dtype):
+        self.c, self.r = map(np.float32, group_in_memory(config, rank=1).params[0].lag.lead(5))
+        self.dtype, self.leads, self.ahead = dtype, {}, 0
 
+    def rounded(self, weights):
+        return torch.from_numpy(weights).to(self.dtype).float().numpy()
 
-def buckets_of(run):
-    for chunk in run.model:
-        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-            for bucket in group.buckets:
-                yield bucket, slot_of(bucket.param_data)
-
-
-def record(rank, tiny, config, steps):
-    """After each step, for every bucket: float32 weights of the own shard, its buffer, and the replica before and after."""
-    lossy = hooks.install(config)
-    run = build(tiny)
-    history = []
-    for step in range(steps):
-        places = list(buckets_of(run))
-        if step == 0:
-            first = [slot.group.params[slot.bucket].weights().cpu().numpy().copy() for _, slot in places]
-        before = [bucket.param_data.clone() for bucket, _ in places]
-        report = run.step(step)
-        if tiny.overlap_param_gather:
-            run.gather()
-            run.gather()  # a repeated gather sends the same
-        history.append(
-            [
-                {
-                    "group": slot.group.wire.members,
-                    "rank": slot.group.rank,
-                    "main": slot.group.params[slot.bucket].weights().cpu().numpy().copy(),
-                    "own": own_shard(bucket, slot.group.rank, slot.group.size).float().cpu().numpy().copy(),
-                    "old": old.float().cpu().numpy().copy(),
-                    "new": bucket.param_data.float().cpu().numpy().copy(),
-                    "arrived": slot.group.delivery("param", lossy.update).incoming(slot.group.params[slot.bucket].units)
-                    if lossy.update is not None
-                    else None,
-                    "elements": slot.group.params[slot.bucket].units.elements,
-                    "lead": slot.group.params[slot.bucket].lag.lead(step),
-                    "success": report["success"],
-                    "dtype": bucket.param_data.dtype,
-                }
-                for (bucket, slot), old in zip(places, before)
-            ]
-        )
-    lossy.uninstall()
-    return first, history
+    def __call__(self, place, before, owners):
+        bucket = place["stream"], place["number"], tuple(place["group"])
+        old, new = np.array(place["mains"]).swapaxes(0, 1)
+        np.testing.assert_array_equal(owners, self.rounded(new))  # an owner's shard is its own, without a lead
+        lead = self.c * (new - old) + self.r * self.leads.get(bucket, np.float32(0))
+        self.leads[bucket] = lead
+        self.ahead += np.count_nonzero(self.rounded(new + lead) != owners)
+        return self.rounded(new + lead)
 
 
 @pytest.mark.on_cuda
 @pytest.mark.shows("leads sent and weights kept by value, in every setting")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_sent_and_what_owners_keep(name, pool):
+    """On every rank to the last bit, also where an update is skipped, and after a second gather."""
     world, tiny, config = SETTINGS[name]
     if missing(tiny):
         pytest.skip(missing(tiny))
-    recorded = pool.run(record, world, tiny, config, 6)
-    seen = 0
-    sent = {}  # by rank and place: float32 lead and weights
-    for rank, (first, _) in enumerate(recorded):
-        for place, weights in enumerate(first):
-            sent[rank, place] = (np.zeros_like(weights), weights)
-    for step in range(6):
-        for rank, (_, history) in enumerate(recorded):
-            for place, now in enumerate(history[step]):
-                lead, before = sent[rank, place]
-                if now["success"]:
-                    c, r = now["lead"]
-                    lead = np.float32(c) * (now["main"] - before) + np.float32(r) * lead
-                    sent[rank, place] = (lead, now["main"])
-                # The owner's shard is its own, rounded once.
-                exact = torch.from_numpy(now["main"]).to(now["dtype"]).float().numpy()
-                np.testing.assert_array_equal(now["own"], exact)
-                size = len(now["group"])
-                np.testing.assert_array_equal(now["own"], now["new"].reshape(size, -1)[now["rank"]])
-                if not now["success"]:
-                    np.testing.assert_array_equal(now["old"], now["new"])
-        if world == 2:
-            for rank, (_, history) in enumerate(recorded):
-                for place, now in enumerate(history[step]):
-                    if not now["success"]:
-                        continue
-                    other = 1 - rank
-                    lead, main = sent[other, place]
-                    value = torch.from_numpy(main + lead).to(now["dtype"]).float().numpy()
-                    there = np.repeat(now["arrived"][other], now["elements"])[: main.size]
-                    old, new = (now[what].reshape(2, -1)[other] for what in ("old", "new"))
-                    np.testing.assert_array_equal(new, np.where(there, value, old))
-                    seen += int((there & (value != main)).sum())
-    if world == 2:
-        assert seen  # leads that arrived
-
-
-def owners(rank, tiny, config):
-    lossy = hooks.install(config)
-    run = build(tiny)
-    for step in range(3):
-        run.step(step)
-        with lossy.owner_weights(run.model):
-            for bucket, slot in buckets_of(run):
-                rule = slot.group.params[slot.bucket]
-                exact = rule.weights().to(bucket.param_data.dtype)
-                parts = [torch.empty_like(exact) for _ in range(slot.group.size)]
-                torch.distributed.all_gather(parts, exact.contiguous())
-                assert torch.equal(torch.cat(parts), bucket.param_data)
-    lossy.uninstall()
+    recorded = pool.run(contract.record, world, tiny, config, 6, None, (), False, None, 2)
+    leads = Leads(config, DTYPES[tiny.dtype])
+    lost = contract.check(recorded, config, crossing=leads)
+    assert lost["grad"] and lost["param"] and leads.ahead
 
 
 def without_main_weights(rank):
@@ -170,28 +92,6 @@ def without_main_weights(rank):
 
 def test_an_optimizer_that_keeps_its_weights_to_itself_is_refused():
     run_ranks(without_main_weights, 2)
-
-
-@pytest.mark.parametrize("overlap", [{}, OVERLAPPED], ids=["plain", "overlapped"])
-def test_owners_weights_never_have_a_lead(overlap, pool):
-    pool.run(owners, 3, TinyGPT(dtype="bf16", **overlap), COMPENSATED)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"param_send": "compensated:x"}, "--param-send compensated:x: must be plain"),
-        ({"param_send": "compensated:-1"}, "--param-send compensated:-1: must be plain"),
-        ({"param_send": "compensated:inf"}, "--param-send compensated:inf: must be plain"),
-        ({"param_send": "compensated:0.5,1"}, "--param-send compensated:0.5,1: must be plain"),
-        ({"param_send": "compensated:0.5,0.1,2"}, "--param-send compensated:0.5,0.1,2: must be plain"),
-        ({"param_send": "plain:0.5"}, "--param-send plain:0.5: must be plain, compensated"),
-        ({"param_send": "twice"}, "--param-send twice: must be plain, compensated"),
-    ],
-)
-def test_bad_leads_are_refused(flags, message):
-    with pytest.raises(UsageError, match=message.replace("[", r"\[")):
-        dataclasses.replace(COMPENSATED, **flags)
 
 
 def test_the_lead_follows_the_loss_model(tmp_path):
@@ -324,27 +224,16 @@ def test_a_lead_follows_a_schedule():
 
 def descend(config, gain, beta1, workers, steps):
     """Adam's momentum on quadratics, one per weight, with gradients at the replicas: the mean square of the weights."""
-    shard = 10
-    groups = [group_in_memory(config, rank, workers, shard) for rank in range(workers)]
-    replicas = [torch.ones(workers * shard) for _ in groups]
-    own = [replica[rank * shard : (rank + 1) * shard] for rank, replica in enumerate(replicas)]
-    moment = torch.zeros(workers * shard)
+    lossy = LossyWorkers(config, [BucketSpec(10)], workers)
+    replicas = [torch.ones(workers * 10) for _ in range(workers)]
+    own = [replica.chunk(workers)[rank] for rank, replica in enumerate(replicas)]
+    moment = torch.zeros(workers * 10)
     for step in range(steps):
         moment = beta1 * moment + (1 - beta1) * torch.stack(replicas).mean(dim=0)
-        for rank, group in enumerate(groups):
-            group.params[0].before_update(own[rank])
-            own[rank] -= gain * moment[rank * shard : (rank + 1) * shard]
-        sent = []
-        transfers = [
-            group.all_gather(
-                0, replica, part, step, lambda replica=replica, sent=sent: Deferred(lambda: replica.copy_(sent[0]))
-            )
-            for group, replica, part in zip(groups, replicas, own, strict=True)
-        ]
-        sent.append(torch.cat(own))
-        for transfer in transfers:
-            transfer.wait()
-        if not torch.isfinite(sent[0]).all():
+        for mine, part in zip(own, moment.chunk(workers), strict=True):
+            mine -= gain * part
+        lossy.all_gather(0, replicas, own, step)
+        if not torch.isfinite(torch.cat(own)).all():
             break
     return torch.cat(own).square().mean().item()
 

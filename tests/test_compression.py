@@ -1,6 +1,7 @@
 """Coded exchanges: virtual workers, ranks and NumPy, to the bit; every rule and overlap; what crosses in bytes."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, l
 from tests import test_transport_in_memory as in_memory
 from tests.ranks import each, run_ranks
 from tests.reference import ReferenceReduce, block_payload, block_values, hashed_uniforms, reference_gather
-from tests.rules import assert_workers_are_ranks
+from tests.rules import assert_same, assert_workers_are_ranks
 from tests.test_hooks import OVERLAPS
 from tests.test_transport import deliveries, gradients
+from tests.test_udp_on_a_device import LITTLE, on_a_device
 from tests.test_virtual import real_runs, virtual_runs
 
 pytestmark = pytest.mark.shows(
@@ -66,7 +68,8 @@ def test_gradients_against_the_reference(rule, bits):
                     u = hashed_uniforms([int(word) for word in keys[owner]], 256 * bucket, shard)
                     crossing[source, owner] = decoded(sent[source, owner], bits, elements, u)
             outputs = [torch.empty(shard) for _ in range(size)]
-            lossy.reduce_scatter(bucket, outputs, [torch.from_numpy(one.copy()).view(-1) for one in grads], step)
+            inputs = [torch.from_numpy(mine.copy()).view(-1) for mine in grads]
+            lossy.reduce_scatter(bucket, outputs, inputs, step)
             got = np.array([output.numpy() / size for output in outputs])
             if rule == "error-feedback":
                 residual = np.where(expand(arrived[bucket], elements, shard), 0, sent).astype(np.float32)
@@ -101,11 +104,11 @@ def test_parameters_against_the_reference():
         for bucket, shard in enumerate(SHARDS):
             fresh = np.array([gradients(step, rank, 1, shard) for rank in range(size)])
             old = np.array([replicas[bucket].numpy().reshape(size, shard) for replicas in mine])
-            crossing = np.array([decoded(one, 8, elements) for one in fresh])
+            crossing = np.array([decoded(values, 8, elements) for values in fresh])
             units = [slice(a, a + elements) for a in range(0, shard, elements)]
             expected = reference_gather(old, crossing, arrived[bucket], units)
             expected[range(size), range(size)] = fresh
-            own = [torch.from_numpy(one.copy()) for one in fresh]
+            own = [torch.from_numpy(values.copy()) for values in fresh]
             lossy.all_gather(bucket, [replicas[bucket] for replicas in mine], own, step)
             for rank in range(size):
                 got = mine[rank][bucket].numpy().reshape(size, shard)
@@ -136,14 +139,11 @@ def test_workers_are_ranks_bit_for_bit(size, dtype):
         both = in_memory.simulated(size, config, dtype, False)
         raw = dataclasses.replace(config, grad_wire="raw", param_wire="raw", packet_bytes=128)
         other = in_memory.simulated(size, raw, dtype, False)
-        differs = False
-        for step in range(in_memory.STEPS):
-            for rank in range(size):
-                for bucket in range(len(in_memory.SHARDS)):
-                    got = both[step][rank][bucket]
-                    np.testing.assert_array_equal(got, ranks[rank][number][step][bucket], f"{config} {step}")
-                    differs |= not np.array_equal(got, other[step][rank][bucket])
-        assert differs, config  # or the codes did nothing
+        for rank in range(size):
+            assert_same([workers[rank] for workers in both], ranks[rank][number], str(config))
+        assert any(not np.array_equal(a[0][0], b[0][0]) for a, b in zip(both, other)), (
+            config
+        )  # or the codes did nothing
 
 
 def megatron_cases():
@@ -214,17 +214,12 @@ def test_bytes_are_really_saved():
             assert 40_000 / counted["param"] == pytest.approx(saved[1], rel=0.01)
 
 
-class Run:
-    def __init__(self, groups, config):
-        self.groups, self.config = groups, config
-
-
 @pytest.mark.parametrize(("flags", "omega"), [({"grad_wire": "int8"}, 6e-5), ({"grad_wire": "int4"}, 0.0205)])
 def test_metrics_are_bytes_and_rounding(flags, omega):
     """omega is kappa^2 / (6 L^2); kappa^2 of 32 normal values is about 5."""
     config = LossyConfig(**CODED | {"packet_bytes": 100} | flags)
     lossy = LossyWorkers(config, [BucketSpec(3200)], 4)
-    monitor = WireMonitor(Run(lossy.groups, config))
+    monitor = WireMonitor(SimpleNamespace(groups=lossy.groups, config=config))
     for step in range(3):
         grads = [torch.randn(4 * 3200, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
         lossy.reduce_scatter(0, [torch.empty(3200) for _ in range(4)], grads, step)
@@ -243,13 +238,34 @@ def test_metrics_are_bytes_and_rounding(flags, omega):
 def test_one_line_where_codes_round_much_away(caplog):
     config = LossyConfig(**CODED | {"grad_wire": "int4", "packet_bytes": 300, "wire_block": 256})
     lossy = LossyWorkers(config, [BucketSpec(2560)], 2)
-    monitor = WireMonitor(Run(lossy.groups, config))
+    monitor = WireMonitor(SimpleNamespace(groups=lossy.groups, config=config))
     for step in range(3):
         # One element of a block far above the others.
         grads = [torch.randn(2 * 2560, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-        for one in grads:
-            one[::256] *= 15
+        for gradient in grads:
+            gradient[::256] *= 15
         lossy.reduce_scatter(0, [torch.empty(2560) for _ in range(2)], grads, step)
         assert monitor.metrics()["wire rounding"] > 0.2
     [record] = caplog.records
     assert "--grad-wire int4: int4 rounds away what a loss of" in record.message
+
+
+@pytest.mark.shows("codes on a pretended device: a CPU's bits, and no wait")
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"grad_wire": "int4", "param_wire": "raw", "grad_recovery": "previous"},
+        {"transport": "pieces", "grad_recovery": "renormalize-remote"},
+        LITTLE,
+    ],
+    ids=["udp", "int4 alone", "pieces", "windows"],
+)
+def test_codes_of_a_device_are_those_of_a_cpu(flags):
+    """No race between streams, and no wait of the thread that computes."""
+    of_device = {"packet_bytes": 68, "wire_block": 64, "grad_wire": "int8", "param_wire": "int8"}
+    for equal, faults, counts, _ in on_a_device(2, **of_device | flags):
+        assert equal and not faults, faults
+        here = {kind: count for (kind, aside), count in counts.items() if kind == "synchronisation" and not aside}
+        assert not here, counts

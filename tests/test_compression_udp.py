@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,9 +11,9 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import BucketSpec, LossyGroup
 from megatron_lossy.transport.ends import end_for
 from tests.ranks import each, run_ranks
-from tests.rules import assert_same_runs
+from tests.rules import assert_same
 from tests.test_hooks import OVERLAPS
-from tests.test_transport import STEPS, exchange_grads, gather_params
+from tests.test_transport import exchange_grads, gather_params
 from tests.test_udp import assert_replayed, final_weights
 from tests.test_virtual import real_runs
 from tests.tiny_gpt import TinyGPT
@@ -49,13 +48,7 @@ def test_the_public_collectives_give_what_pieces_give(size, pool):
             pool.run(each, size, exchange, [(size, config, shards, True) for config in both])
             for both in (configs, pieces)
         )
-        for number, config in enumerate(configs):
-            for rank in range(size):
-                for step in range(STEPS):
-                    for bucket in range(len(shards)):
-                        np.testing.assert_array_equal(
-                            mine[rank][number][step][bucket], theirs[rank][number][step][bucket], str(config)
-                        )
+        assert_same(mine, theirs)
 
 
 def cases(**flags):
@@ -73,7 +66,7 @@ def cases(**flags):
 
 
 def test_megatron_over_udp_is_megatron_in_pieces(pool):
-    assert_same_runs(pool.run(real_runs, 3, list(cases())), pool.run(real_runs, 3, list(cases(transport="pieces"))))
+    assert_same(pool.run(real_runs, 3, list(cases())), pool.run(real_runs, 3, list(cases(transport="pieces"))))
 
 
 @pytest.mark.parametrize("rule", ["renormalize", pytest.param("previous", marks=pytest.mark.slow)])

@@ -52,6 +52,7 @@ def test_flags_are_grouped_by_mechanism(cls):
         (["--p-param", "inf"], "--p-param inf"),
         (["--packet-bytes", "0"], "--packet-bytes 0"),
         (["--loss-seed", "-1"], "--loss-seed -1"),
+        (["--async-pipeline", "--virtual-stages", "0"], "--virtual-stages 0: must be at least 1"),
         (["--drift-interval", "-1"], "--drift-interval -1: must be at least 0"),
         (["--delivery-log-bitmaps"], "--delivery-log-bitmaps on: needs --delivery-log"),
         (["--loss-model", "per-link"], "per-link:FILE"),
@@ -70,6 +71,15 @@ def test_flags_are_grouped_by_mechanism(cls):
         (["--loss-schedule", "0:1.5"], "--loss-schedule 0:1.5"),
         (["--loss-schedule", "often"], "--loss-schedule often"),
         (["--lossy-self", "--grad-recovery", "renormalize-remote"], "--lossy-self"),
+        (["--metrics-port", "0"], "--metrics-port 0: must be in"),
+        (["--metrics-port", "65536"], "--metrics-port 65536: must be in"),
+        (["--param-send", "compensated:x"], "--param-send compensated:x: must be plain"),
+        (["--param-send", "compensated:-1"], "--param-send compensated:-1: must be plain"),
+        (["--param-send", "compensated:inf"], "--param-send compensated:inf: must be plain"),
+        (["--param-send", "compensated:0.5,1"], "--param-send compensated:0.5,1: must be plain"),
+        (["--param-send", "compensated:0.5,0.1,2"], "--param-send compensated:0.5,0.1,2: must be plain"),
+        (["--param-send", "plain:0.5"], "--param-send plain:0.5: must be plain, compensated"),
+        (["--param-send", "twice"], "--param-send twice: must be plain, compensated"),
         (["--loss-model", "trace", "--trace", "x", "--loss-correlation", "source"], "--loss-correlation source"),
     ],
 )
@@ -186,9 +196,12 @@ def test_the_first_line_of_islands_says_what_they_lose(flags, lost):
     assert next(part for part in said if part.startswith("2 islands")).endswith(f", {lost}")
 
 
-def test_the_first_line_has_losses_of_the_network_and_drawn_ones():
+def test_the_first_line_has_losses_of_the_network_and_drawn_ones_and_stages():
     said = LossyConfig(transport="udp", p_grad=0.1).describe()
     assert said.startswith("what the network loses, and gradients 10 %, parameters 0 %; bernoulli, seed ")
+    stages = {"async_pipeline": True, "virtual_stages": 2}
+    assert LossyConfig(**stages).describe() == "asynchronous pipeline of 2 virtual stages"
+    assert "asynchronous pipeline" in LossyConfig(**stages, p_grad=0.1).describe()
 
 
 def test_megatrons_parser_says_what_unknown_flags_may_be_meant_for(capsys):

@@ -8,6 +8,8 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,18 +22,21 @@ from megatron_lossy.delivery_log import writer
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder, log_files
 from megatron_lossy.delivery_log.schema import RUN, Meta, file_name, pack, unpack
 from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
+from megatron_lossy.lab.delivery_log.summary import scan, summarize, summary_text
+from megatron_lossy.lab.delivery_log.verify import verify
 from megatron_lossy.transport import LossyGroup, Network, check_channels
 from megatron_lossy.transport.base import CollectiveWire
-from tests.programs import run_program
 from tests.ranks import run_ranks
-from tests.rules import reduce
+from tests.rules import assert_same, reduce
+from tests.test_virtual import trained
+from tests.tiny_gpt import TinyGPT
+from tests.trainer import TINY, train_runs
 
 pytestmark = [
     pytest.mark.shows("recorded losses are replayed bit for bit, by ranks and virtual workers"),
     pytest.mark.shows("the log: killed and resumed runs, damaged files, pandas, DuckDB", device=False),
 ]
 
-ROOT = Path(__file__).parents[1]
 UNITS = {
     "shard": {},
     "bucket": {"loss_unit": "bucket"},
@@ -42,11 +47,11 @@ SHARDS = (5, 17, 60)  # elements of the shards of three buckets
 LOSSY = {"p_grad": 0.4, "p_param": 0.3}
 
 
-def write(folder, config, size, steps, skipped=(), streams=(Stream(),), first=0, ranks=None, chunk=1000):
+def write(folder, config, size, steps, skipped=(), streams=(Stream(),), first=0, ranks=None, chunk=1000, as_rank=None):
     """Log ``steps`` iterations of ``size`` ranks, one log for all receivers or, with ``ranks``, one for each.
 
-    A file has ``chunk`` of them. In iterations in ``skipped`` the optimizer made no update. Return bool[N, N, units], receivers
-    first, by exchange.
+    ``as_rank``: the writer of a file, if it is none of these. A file has ``chunk`` iterations. In those in ``skipped``
+    the optimizer made no update. Return bool[N, N, units], receivers first, by exchange.
     """
     config = dataclasses.replace(config, delivery_log=str(folder))
     units, total = cut(SHARDS, [4] * 3, config.loss_unit, config.packet_bytes)
@@ -54,7 +59,7 @@ def write(folder, config, size, steps, skipped=(), streams=(Stream(),), first=0,
     everyone = np.arange(size)
     logs = []
     for rank in [None] if ranks is None else ranks:
-        log = DeliveryLog(config, rank)
+        log = DeliveryLog(config, rank if as_rank is None else as_rank)
         log.iterations = chunk
         if first:
             log.restart(first)
@@ -153,11 +158,6 @@ def configs(folder):
 
 
 def record_and_replay(rank, folder, workers=None):
-    import torch
-
-    from tests.test_virtual import trained
-    from tests.tiny_gpt import TinyGPT
-
     results = {}
     for name, recording, replay in configs(folder):
         recorded = trained(rank, TinyGPT(**MODEL), recording, STEPS, workers)
@@ -168,19 +168,8 @@ def record_and_replay(rank, folder, workers=None):
 
 def table(folder):
     """All rows of a log, in an order that does not depend on who wrote them."""
-    import pyarrow.parquet as pq
-
     order = ["iteration", "phase", "stream", "bucket", "destination", "source"]
     return pq.read_table(folder).sort_by([(name, "ascending") for name in order])
-
-
-def assert_same_history(recorded, replayed):
-    for (loss, norm, *weights), (again, norm_again, *weights_again) in zip(recorded, replayed, strict=True):
-        assert (loss, norm) == (again, norm_again)
-        for one, other in zip(weights, weights_again, strict=True):
-            for mine, theirs in zip(np.ravel(one), np.ravel(other), strict=True):
-                for key in mine:
-                    np.testing.assert_array_equal(mine[key], theirs[key])
 
 
 @pytest.mark.on_cuda
@@ -194,19 +183,12 @@ def test_replays_of_real_and_virtual_runs_are_bit_identical_and_their_logs_equal
     [virtual] = run_ranks(record_and_replay, 1, tmp_path / "virtual", RANKS)
     for name in RULES:
         for results in [*real, virtual]:
-            assert_same_history(*results[name])
+            assert_same(*results[name])
         logs = [table(tmp_path / kind / name) for kind in ("real", "virtual")]
         assert logs[0].equals(logs[1]) and len(logs[0]) > 0
         links = RANKS * (RANKS - 1) + (RANKS if name == "bucket" else 0) / 2  # own gradients with --lossy-self
         exchanges = 2 * STEPS * (logs[0]["bucket"].to_numpy().max() + 1 or 1)
         assert len(logs[0]) == links * exchanges
-
-
-def history_of(rank, config):
-    from tests.test_virtual import trained
-    from tests.tiny_gpt import TinyGPT
-
-    return trained(rank, TinyGPT(**MODEL), config, STEPS, None)
 
 
 @pytest.mark.on_cuda
@@ -218,17 +200,16 @@ def test_a_log_is_replayed_on_another_device(tmp_path, ranks_on):
         folder = tmp_path / f"{len(tables)}"
         folder.mkdir()
         name, recording, replay = next(configs(folder))
-        recorded = run_ranks(history_of, 2, recording, on=there)
-        for one, other in zip(recorded, run_ranks(history_of, 2, replay, on=here), strict=True):
-            for (loss, norm, *_), (loss_again, norm_again, *_) in zip(one, other, strict=True):
+        recorded = run_ranks(trained, 2, TinyGPT(**MODEL), recording, STEPS, on=there)
+        again = run_ranks(trained, 2, TinyGPT(**MODEL), replay, STEPS, on=here)
+        for mine, theirs in zip(recorded, again, strict=True):
+            for (loss, norm, *_), (loss_again, norm_again, *_) in zip(mine, theirs, strict=True):
                 assert (loss_again, norm_again) == pytest.approx((loss, norm), rel=1e-3)
         tables.append(table(folder / name))
     assert tables[0].equals(tables[1]) and len(tables[0]) > 0
 
 
 def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(data, tmp_path):
-    from tests.trainer import TINY, train_runs
-
     base = TINY | data | {"eval_iters": 0, "eval_interval": 1000}
     once, twice = ({**LOSSY, "delivery_log": str(tmp_path / name)} for name in ("once", "twice"))
     again = base | {"save": str(tmp_path / "run"), "load": str(tmp_path / "run")}
@@ -258,8 +239,7 @@ def test_a_stream_that_began_after_the_first_file_is_known(tmp_path):
     folder = DeliveryLogFolder(tmp_path)
     assert late.name not in folder.ranks[0][0].meta.streams
     assert folder.size(late.name) == 2 and (late.name, 0) in folder.writers
-    verified = run_program("megatron_lossy.delivery_log", "verify", tmp_path)
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert verdict(tmp_path).problems == []
     replay = LossyConfig(loss_model=("trace",), trace=str(tmp_path))
     Network(replay, "param", 2).channel.check("param", late, 2, None, None)
 
@@ -290,8 +270,6 @@ def test_a_restart_drops_what_comes_after_the_checkpoint_and_nothing_else(tmp_pa
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_row_group_holds_whole_iterations(tmp_path, monkeypatch, resumed):
     """Also where it is full in the middle of one."""
-    import pyarrow.parquet as pq
-
     config = LossyConfig(**LOSSY, delivery_log="later")
     monkeypatch.setattr(writer, "_GROUP_BYTES", 1)
     streams = (Stream(), Stream("expert", 1))
@@ -332,18 +310,12 @@ def test_a_folder_with_another_run_is_refused(tmp_path):
 
 def of_an_earlier_version(folder):
     """Take from the log in ``folder`` every flag that has its default, as if there had been none."""
-    import pyarrow.parquet as pq
-
     default = json.loads(json.dumps(dataclasses.asdict(LossyConfig())))
     note = json.loads((folder / RUN).read_text())
     note["loss"] = {name: value for name, value in note["loss"].items() if value != default[name]}
     (folder / RUN).write_text(json.dumps(note))
     for path in folder.glob("*.parquet"):
-        file = pq.ParquetFile(path)
-        table, meta = file.read(), Meta.decode(file.metadata.metadata)
-        with pq.ParquetWriter(path, file.schema_arrow, store_schema=False) as writer:
-            writer.write_table(table)
-            writer.add_key_value_metadata(dataclasses.replace(meta, loss=note["loss"]).encode())
+        rewrite(path, note=lambda meta: dataclasses.replace(meta, loss=note["loss"]))
     return note["loss"]
 
 
@@ -371,14 +343,7 @@ def test_a_flag_that_a_log_does_not_know_had_its_default(tmp_path, unit):
     assert verdict(tmp_path).problems == [] and verdict(tmp_path).usable == dict.fromkeys(range(3), (0, 8))
 
 
-def command(*arguments):
-    """``python -m megatron_lossy.delivery_log``."""
-    return run_program("megatron_lossy.delivery_log", *arguments)
-
-
 def verdict(folder):
-    from megatron_lossy.lab.delivery_log.verify import verify
-
     return verify(DeliveryLogFolder(folder))
 
 
@@ -397,8 +362,6 @@ def truncate(path):
 
 
 def flip_bits(path):
-    import pyarrow.parquet as pq
-
     column = pq.read_metadata(path).row_group(0).column(8)
     content = bytearray(path.read_bytes())
     content[column.data_page_offset + column.total_compressed_size // 2] ^= 0xFF
@@ -422,17 +385,14 @@ def test_what_precedes_a_broken_file_is_usable(tmp_path, damage):
     assert "\n" not in str(error.value)
 
 
-def rewrite(path, change):
-    """Write the file again with rows that ``change`` changed, and otherwise as it was."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def rewrite(path, change=list, note=lambda meta: meta):
+    """Write the file again, and otherwise as it was, with rows that ``change`` changed, or with another note."""
     file = pq.ParquetFile(path)
-    rows, metadata = file.read().to_pylist(), file.metadata.metadata
+    rows, meta = file.read().to_pylist(), Meta.decode(file.metadata.metadata)
     change(rows)
     with pq.ParquetWriter(path, file.schema_arrow, store_schema=False) as writer:
         writer.write_table(pa.Table.from_pylist(rows, file.schema_arrow))
-        writer.add_key_value_metadata({key: value for key, value in metadata.items() if key == b"megatron_lossy"})
+        writer.add_key_value_metadata(note(meta).encode())
 
 
 @pytest.mark.parametrize("unit", ["shard", "digests"])
@@ -525,28 +485,15 @@ def test_pandas_and_duckdb_read_it(tmp_path):
 
 def test_what_several_ranks_recorded_counts_once(tmp_path):
     """Peers of tensor parallelism receive the same, and each writes it."""
-    from megatron_lossy.lab.delivery_log.summary import scan
-
     config = LossyConfig(**LOSSY, loss_unit="bucket")
     write(tmp_path, config, 3, 4, ranks=range(3))
     once = [rows.source.tolist() for rows in scan(DeliveryLogFolder(tmp_path))]
-    log = DeliveryLog(dataclasses.replace(config, delivery_log=str(tmp_path)), writer=7)
-    units, total = cut(SHARDS, [4] * 3, config.loss_unit, config.packet_bytes)
-    networks = {phase: Network(config, phase, 3) for phase in ("grad", "param")}
-    for step in range(4):
-        for phase, network in networks.items():
-            exchange = Exchange(phase, Stream(), step)
-            arrived = network.delivered_links(exchange, np.arange(3), np.array([1, 1, 1]), total)
-            log.observe(Delivery(exchange, np.arange(3), [1], arrived[None], units))
-        log.finish_iteration(step, True, list)
-    log.close()
+    write(tmp_path, config, 3, 4, ranks=[1], as_rank=7)
     assert len(list(tmp_path.glob("rank_00007*.parquet"))) == 1
     assert [rows.source.tolist() for rows in scan(DeliveryLogFolder(tmp_path))] == once
 
 
 def test_summary_counts_rates(tmp_path):
-    from megatron_lossy.lab.delivery_log.summary import summarize, summary_text
-
     config = LossyConfig(**LOSSY, loss_unit="bucket", delivery_log="later")
     truth = write(tmp_path, config, 4, 30, skipped={7}, chunk=3)
     found = summarize(DeliveryLogFolder(tmp_path))
@@ -562,16 +509,19 @@ def test_summary_counts_rates(tmp_path):
     assert "flags: --p-grad 0.4 --p-param 0.3 --loss-unit bucket" in text
 
 
-def test_the_command_line(tmp_path):
+def test_the_command_line(tmp_path, rows):
+    def command(name):
+        return rows.run("megatron_lossy.delivery_log", name, tmp_path)
+
     config = LossyConfig(**LOSSY, **UNITS["digests"], delivery_log="later")
-    write(tmp_path / "log", config, 3, 6, streams=(Stream(), Stream("expert")))
-    done = command("summary", tmp_path / "log")
+    write(tmp_path, config, 3, 6, streams=(Stream(), Stream("expert")))
+    done = command("summary")
     assert done.returncode == 0 and "grad, expert-e0-s0-c0, 3 ranks" in done.stdout
-    done = command("verify", tmp_path / "log")
+    done = command("verify")
     assert done.returncode == 0 and "iterations 0 to 5 are usable for all ranks" in done.stdout
-    [path] = (tmp_path / "log").glob("*.parquet")
+    [path] = tmp_path.glob("*.parquet")
     truncate(path)
-    done = command("verify", tmp_path / "log")
+    done = command("verify")
     assert done.returncode == 1 and f"{path.name}, row 0, iteration 0: " in done.stdout
-    done = command("summary", tmp_path / "log")
+    done = command("summary")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and path.name in done.stderr

@@ -1,8 +1,10 @@
 """Parts of the documentation that are made from the code must be current."""
 
 import dataclasses
+import math
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,11 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.loss_flags import with_preset
 from megatron_lossy.config.refusal import Refused, check_refusals
+from megatron_lossy.lab.studies.design import Design
 from megatron_lossy.lab.studies.folder import RECORD
 from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments
 from megatron_lossy.lab.train.facts import of_trainer
 from scripts.update_docs import PAGES, RESULTS, ROOT, current, links
-from tests.pages import PAGES as SHOWN
-from tests.pages import combinations, commands
 from tests.trainer import TINY, as_flags
 
 pytestmark = pytest.mark.shows("pages are current, their links and headings exist", device=False)
@@ -41,6 +42,41 @@ def test_what_is_made_elsewhere_is_current(page):
     assert text.count("<!-- end -->") == sum(
         text.count(f"<!-- {kind}: ") for kind in ("flags", "table", "list", "made", "refusals")
     )
+
+
+#: Pages whose commands and flags are read.
+SHOWN = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
+
+
+def commands(page: Path) -> Iterator[tuple[str, int, list[str]]]:
+    """Yield the module, the number of ranks and the arguments of each command of ``page`` that takes loss flags."""
+    for block in BLOCK.findall(page.read_text()):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = re.sub(r"(^|\s)#.*|--config …|[…'\"]", " ", line).split()
+            for place, word in enumerate(words[:-1]):
+                if word == "-m" and words[place + 1] in ("megatron_lossy", "megatron_lossy.train"):
+                    yield words[place + 1], ranks_of(" ".join(words[:place])), words[place + 2 :]
+
+
+def ranks_of(before: str) -> int:
+    """Return the ranks that the words before a program start, or say that there are."""
+    before = before.replace("{nodes}", "2")
+    return math.prod(map(int, re.findall(r"(?:--nproc-per-node |--nnodes |WORLD_SIZE=)(\d+)", before)))
+
+
+def combinations(page: Path) -> Iterator[list[str]]:
+    """Yield flags with values in the text of ``page``, several at once; where one reads what to type, one as well.
+
+    Names in the place of values, as in a table of flags, are left out.
+    """
+    text = re.sub(r"<!-- (flags|refusals):.*?<!-- end -->", "", BLOCK.sub("", page.read_text()), flags=re.DOTALL)
+    for code in re.findall(r"`(--[^`]+)`", text):
+        words = code.replace("…", "").split()
+        flags = [word for word in words if word.startswith("--")]
+        several = len(flags) > 1 or (page.name == "README.md" and len(words) > 1)
+        if several and words[-1] != "--udp-deadline" and not any(re.fullmatch("[A-Z]", word) for word in words):
+            yield words
 
 
 def _taken(words, *more):
@@ -145,8 +181,6 @@ def test_the_pages_that_are_read_first_are_short():
 
 
 def test_every_key_of_a_study_file_is_explained():
-    from megatron_lossy.lab.studies.design import Design
-
     page = (ROOT / "docs" / "study.md").read_text()
     table = page.partition("## What a study file can have")[2].partition("## ")[0]
     for field in dataclasses.fields(Design):

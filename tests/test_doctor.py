@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,20 +17,18 @@ from megatron_lossy.hooks.versions import SUPPORTED, check_version
 from megatron_lossy.lab.doctor import network
 from megatron_lossy.lab.doctor.found import apex
 from megatron_lossy.transport.udp import Settings
-from tests.programs import Program, rank_environments, run_program
+from tests.programs import ROOT, Program, rank_environments, run_program
 
 pytestmark = pytest.mark.shows("the doctor: this machine, a lossy step, datagrams and streams between ranks")
 
-ROOT = Path(__file__).parents[1]
 
-
-def doctor(*arguments, command=("doctor",), cwd=ROOT):
+def doctor(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "megatron_lossy", *command, *map(str, arguments)],
+        [sys.executable, "-m", "megatron_lossy", "doctor", *map(str, arguments)],
         capture_output=True,
         text=True,
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
 
 
@@ -55,7 +52,7 @@ def test_a_torch_without_places_for_exchanges_is_told(monkeypatch):
     from megatron_lossy.lab.doctor.found import versions
 
     monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter")
-    [finding] = [one for one in versions(None) if one.name == "FSDP2"]
+    [finding] = [finding for finding in versions(None) if finding.name == "FSDP2"]
     assert finding.status == "absent"
     assert "has no FSDPModule.set_custom_all_gather; needs 2.9 or later; DDP works" in finding.text
 
@@ -79,12 +76,6 @@ def test_what_megatron_lm_imports_is_one_extra(tmp_path):
     done = doctor("--megatron-lm", tmp_path)
     assert done.returncode == 1 and "No module named 'six_of_nobody'" in done.stdout
     assert "comes with the extra megatron-lm of this package: pip install -e '.[megatron-lm]'" in done.stdout
-
-
-def test_a_script_may_be_called_doctor(tmp_path):
-    (tmp_path / "doctor").write_text("print('ran')")
-    done = doctor("--p-grad", "2", command=("./doctor",), cwd=tmp_path)
-    assert done.returncode == 2 and "--p-grad 2.0: must be in [0, 1)" in done.stderr
 
 
 def test_nvidias_apex_is_told_from_pypis(tmp_path, monkeypatch):
@@ -149,7 +140,8 @@ def test_what_the_interface_takes_is_said(monkeypatch, address, mtu, status, tex
     monkeypatch.setattr("megatron_lossy.transport.address.mtu_of", lambda _: mtu)
     engine = SimpleNamespace(address=address, datagram=1408 + 44, settings=Settings())
     found = network._packets(engine)
-    assert [one.status for one in found] == ([status] if status else []) and all(text in one.text for one in found)
+    assert [finding.status for finding in found] == [status] * bool(status)
+    assert all(text in finding.text for finding in found)
 
 
 def test_without_a_launcher_the_engine_of_this_host_is_looked_at():

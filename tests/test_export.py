@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from megatron_lossy.base.errors import UsageError
+from megatron_lossy.lab.data import build_tokenizer
 from megatron_lossy.lab.export import main
+from megatron_lossy.lab.train.config import TrainConfig
+from megatron_lossy.lab.train.data import build_datasets
+from megatron_lossy.lab.train.model import world
 from tests.ranks import run_ranks
 from tests.trainer import TINY, train_runs
 
@@ -16,11 +20,6 @@ ISLANDS = {"islands": 2, "sync_method": "parameters", "save_consensus": True}
 
 def evaluated(rank, config):
     """The samples of the evaluation of a run with ``config``."""
-    from megatron_lossy.lab.data import build_tokenizer
-    from megatron_lossy.lab.train.config import TrainConfig
-    from megatron_lossy.lab.train.data import build_datasets
-    from megatron_lossy.lab.train.model import world
-
     config = TrainConfig(**config)
     with world(config, None):
         _, valid = build_datasets(config, build_tokenizer("byte"))

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 import yaml
@@ -24,12 +23,11 @@ from scripts.update_docs import METRICS
 from tests.ranks import run_ranks
 from tests.slurm_cluster import free_ports
 from tests.test_plugin_megatron_lm import ENVIRONMENT, LOSS, MODEL, TORCHRUN
-from tests.trainer import TINY, read_records, train_runs, write_data
+from tests.trainer import ROOT, TINY, read_records, train_runs
 
 prometheus_client = pytest.importorskip("prometheus_client")
 pytestmark = pytest.mark.shows("metrics for Prometheus; dashboard and alerts name existing ones", device=False)
 
-ROOT = Path(__file__).parents[1]
 OPS = ROOT / "configs/ops"
 NAMES = {prometheus_name(name) for name in METRICS}
 
@@ -108,25 +106,21 @@ def test_promtool_accepts_the_rules():
 
 def watched(rank, config, loss):
     """Train, and scrape before the run ends."""
-    from megatron_lossy.run import exporter
-
-    seen, close = {}, exporter.Exporter.close
+    seen, close = {}, Exporter.close
 
     def scrape_and_close(self):
         seen.update(scraped(loss["metrics_port"]))
         close(self)
 
-    exporter.Exporter.close = scrape_and_close
+    Exporter.close = scrape_and_close
     try:
         return train_runs(rank, (config, loss))[0][0], seen
     finally:
-        exporter.Exporter.close = close
+        Exporter.close = close
 
 
-def test_a_run_serves_what_its_last_records_say(tmp_path):
-    run_ranks(write_data, 1, str(tmp_path))
-    paths = {name: (str(tmp_path / split),) for name, split in (("data_path", "train"), ("valid_data_path", "valid"))}
-    config = TINY | paths | {"metrics_dir": str(tmp_path / "run")}
+def test_a_run_serves_what_its_last_records_say(data, tmp_path):
+    config = TINY | data | {"metrics_dir": str(tmp_path / "run")}
     loss = {"p_grad": 0.5, "p_param": 0.5, "metrics_port": free_ports(1)[0], "eval_weights": "both"}
     (_, seen), (_, nothing) = run_ranks(watched, 2, config, loss)
     last = read_records(tmp_path / "run", "train")[-1]
@@ -175,12 +169,6 @@ def test_megatron_lm_serves_what_its_log_says(megatron_lm, tmp_path):
     for name in ("lm loss", "grad norm", "loss rate grad", "loss rate param"):
         printed = float(re.findall(rf"\b{name}: ([\d.E+-]+)", said)[-1])
         assert seen[(prometheus_name(name), ())] == pytest.approx(printed, abs=2e-3), name
-
-
-@pytest.mark.parametrize("port", [0, -1, 65536])
-def test_a_port_out_of_range_is_refused(port):
-    with pytest.raises(UsageError, match=f"--metrics-port {port}: must be in"):
-        LossyConfig(metrics_port=port)
 
 
 def test_a_missing_package_is_one_line_before_the_run(monkeypatch):

@@ -1,4 +1,4 @@
-"""Completion times between data centers: closed forms, slow counts of one message, the command."""
+"""Completion times between data centers: closed forms, losses, the command, and every scheme against ns-3."""
 
 import csv
 
@@ -10,10 +10,9 @@ from benchmarks.fct.schemes import Adaptive, Losses, Path, SelectiveRepeat, Smar
 from megatron_lossy.base.errors import UsageError
 from tests.programs import ROOT, run_program
 
-pytestmark = pytest.mark.shows("completion times by hand, in closed form, of every scheme", device=False)
+pytestmark = pytest.mark.shows("completion times without loss in closed form; the losses of a message", device=False)
 
 PATH = Path()
-FAR = Path(delay=1e5)  # where no packet is sent again before all are sent
 
 
 def test_the_path():
@@ -35,86 +34,6 @@ def test_without_loss(packets):
     between = (packets - 1) // 100 * 10 * PATH.slot
     for scheme in (Uniform(100, 10), Tolerant(100, 10)):
         assert scheme.flow(PATH, packets, none).time == pytest.approx(plain + between)
-
-
-class Given(Losses):
-    """Losses that are written down."""
-
-    def __init__(self, data, parities=(), again=(), high=()):
-        self._data, self._parities, self._again, self._high = data, parities, again, high
-
-    def first(self, data, parities):
-        lost, lost_parity = np.zeros(data, dtype=bool), np.zeros(len(parities), dtype=bool)
-        lost[list(self._data)] = True
-        lost_parity[list(self._parities)] = True
-        return lost, lost_parity
-
-    def again(self, data):
-        result = np.ones(data, dtype=int)
-        for packet, times in self._again:
-            result[packet] = times
-        return result
-
-    def important(self, data, count):
-        assert len(self._high) == count
-        return np.array(self._high)
-
-
-def slots(count, path=FAR):
-    return count * path.slot
-
-
-def test_selective_repeat_by_hand():
-    """One lost: asked for when the next one arrives. The last one lost: an RTO. Lost again: an RTO more."""
-    scheme = SelectiveRepeat(timeout=3)
-    told = FAR.latency + FAR.control
-    for losses, sent_again, packets in [
-        (Given([4]), slots(6) + told, 1),
-        (Given([4, 5, 6]), slots(8) + told + slots(2), 3),  # all are asked for at once, and sent after each other
-        (Given([9]), slots(10) + 3 * FAR.rtt, 1),
-        (Given([4], again=[(4, 2)]), slots(6) + told + slots(1) + 3 * FAR.rtt, 2),
-        (Given([8, 9]), slots(10) + 3 * FAR.rtt, 2),
-        (Given(range(10)), slots(10) + 3 * FAR.rtt, 10),
-    ]:
-        flow = scheme.flow(FAR, 10, losses)
-        # A packet is sent in the next whole slot, each time.
-        assert 0 <= flow.time - (sent_again + slots(1) + FAR.latency) < slots(2) + 1e-6, (losses._data, flow)
-        assert flow.again == packets
-
-
-def test_uniform_by_hand():
-    """Two blocks of 10 and 2 parities; one of a group is replaced when its parity arrives, two are asked for."""
-    scheme, told = Uniform(10, 2), FAR.latency + FAR.control
-    assert scheme.flow(FAR, 20, Given([3])).time == pytest.approx(slots(22) + FAR.latency)
-    assert scheme.flow(FAR, 20, Given([13])).time == pytest.approx(slots(24) + FAR.latency)
-    assert scheme.flow(FAR, 20, Given([12])).time == pytest.approx(slots(23) + FAR.latency)
-    flow = scheme.flow(FAR, 20, Given([2, 4]))  # of one group: known when the block's last parity is there
-    assert 0 <= flow.time - (slots(12) + told + slots(2) + FAR.latency) < slots(1) + 1e-6
-    flow = scheme.flow(FAR, 20, Given([2, 4], parities=[1]))  # which is lost: the next packet shows it
-    assert 0 <= flow.time - (slots(13) + told + slots(2) + FAR.latency) < slots(1) + 1e-6
-    flow = scheme.flow(FAR, 20, Given([12, 14], parities=[3]))  # nothing follows
-    assert 0 <= flow.time - (slots(24) + 2 * FAR.rtt + slots(2) + FAR.latency) < slots(1) + 1e-6
-
-
-def test_smart_by_hand():
-    """Packets of high priority have parity behind the data; others are never waited for."""
-    scheme = Smart(100, 50, fraction=0.2)  # four of twenty, in two groups
-    flow = scheme.flow(FAR, 20, Given([0, 1, 19], high=[3, 6, 9, 12]))
-    assert flow.time == pytest.approx(slots(20) + FAR.latency) and flow.zeros == 3
-    flow = scheme.flow(FAR, 20, Given([3], high=[3, 6, 9, 12]))
-    assert flow.time == pytest.approx(slots(21) + FAR.latency) and (flow.zeros, flow.again) == (0, 0)
-    flow = scheme.flow(FAR, 20, Given([3, 9, 10], high=[3, 6, 9, 12]))  # both of the first group
-    assert flow.again == 2 and flow.zeros == 1
-    assert 0 <= flow.time - (slots(22) + FAR.latency + FAR.control + slots(2) + FAR.latency) < slots(1) + 1e-6
-
-
-def test_tolerant_by_hand():
-    scheme = Tolerant(10, 2, bound=0.1)  # of twenty packets two
-    flow = scheme.flow(FAR, 20, Given([2, 4]))
-    assert flow.time == pytest.approx(slots(24) + FAR.latency) and (flow.zeros, flow.again) == (2, 0)
-    flow = scheme.flow(FAR, 20, Given([2, 4, 6]))  # three of one group: more than two
-    assert (flow.zeros, flow.again) == (0, 3)
-    assert 0 <= flow.time - (slots(24) + FAR.latency + FAR.control + slots(3) + FAR.latency) < slots(1) + 1e-6
 
 
 @pytest.mark.parametrize("burst", [None, 6.0])
@@ -199,3 +118,32 @@ def test_the_command(tmp_path):
 def test_shipped_studies(file):
     settings = read(str(file), {})
     assert settings.paper and set(settings.paper) <= set(settings.schemes) and len(settings.conditions) > 50
+
+
+#: Results of ns-3 for the same losses (docs/fct.md).
+ROWS = list(csv.DictReader((ROOT / "benchmarks/results/fct_ns3_2026-11-22.csv").open()))
+SCHEMES = {
+    "SR": {"recovery": "selective-repeat"},
+    "LoWAR (100,10)": {"recovery": "uniform", "block": 100, "parity": 10},
+    "SMART gradients (100,50)": {"recovery": "smart", "block": 100, "parity": 50},
+    "SMART gradients (100,10), 10 % high": {"recovery": "smart", "block": 100, "parity": 10, "fraction": 0.1},
+    "SMART activations (100,10)": {"recovery": "tolerant", "block": 100, "parity": 10},
+}
+
+
+@pytest.mark.shows("completion times against ns-3, message by message", device=False)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_model_agrees_with_ns3(scheme):
+    rows = [
+        {name: float(text) for name, text in row.items() if name != "scheme"} for row in ROWS if row["scheme"] == scheme
+    ]
+    assert {row["packets"] for row in rows} >= {256, 1024} and {row["rate"] for row in rows} >= {0, 0.01, 0.05}
+    assert sum(row["ns3_again"] for row in rows) > 10  # something was sent again
+    for row in rows:
+        model, number = make_scheme(scheme, SCHEMES[scheme], row["timeout"]), range(int(row["flows"]))
+        losses = [Losses(row["rate"], int(row["seed"]), flow, row["burst"] or None) for flow in number]
+        flows = [model.flow(PATH, int(row["packets"]), lost) for lost in losses]
+        times = np.array([flow.time for flow in flows])
+        assert (times.mean(), np.percentile(times, 99)) == pytest.approx((row["ns3_mean"], row["ns3_p99"]), rel=1e-3)
+        assert sum(flow.again for flow in flows) == row["ns3_again"], row
+        assert sum(flow.zeros for flow in flows) == row["ns3_zeros"], row

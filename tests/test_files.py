@@ -30,16 +30,6 @@ def umask():
     os.umask(old)
 
 
-@pytest.mark.parametrize("old", [None, "old\n"])
-def test_text_is_written_over_what_is_there(tmp_path, old):
-    path = tmp_path / "page.md"
-    if old is not None:
-        path.write_text(old)
-    write_text(path, "σ² ≥ 0, 日本語\n")
-    assert path.read_bytes() == "σ² ≥ 0, 日本語\n".encode()
-    assert names(tmp_path) == ["page.md"]
-
-
 def test_text_is_utf_8_in_every_locale(tmp_path):
     program = "import sys; from megatron_lossy.base.files import write_text; write_text(sys.argv[1], '\\u00b1')"
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -84,8 +74,9 @@ def test_permissions_are_those_of_open(tmp_path, umask, mask):
     assert mode(tmp_path / "new") == 0o666 & ~mask
     (tmp_path / "old").write_text("text")
     (tmp_path / "old").chmod(0o751)
-    write_text(tmp_path / "old", "other")
+    write_text(tmp_path / "old", "other\n")
     assert mode(tmp_path / "old") == 0o751
+    assert (tmp_path / "old").read_bytes() == b"other\n" and names(tmp_path) == ["new", "old"]
 
 
 def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_afterwards(tmp_path, monkeypatch):

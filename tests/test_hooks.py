@@ -16,7 +16,7 @@ from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.transport import BucketSpec, LossyGroup, check_average, lossy_reduce_scatter, ops
 from tests import contract
 from tests.ranks import run_ranks
-from tests.rules import assert_same_weights
+from tests.rules import assert_same
 from tests.tiers import few_at_once
 from tests.tiny_gpt import TinyGPT, build, missing
 
@@ -69,7 +69,7 @@ def test_without_loss_it_is_megatron_bit_for_bit(overlap, dtype, pool, unhooked)
     expected = unhooked.run(contract.plain, 2, tiny, None, 4)
     later = LossyConfig(loss_schedule=("0:0,1000:0.5",), loss_unit="packet")
     for config in (LossyConfig(), later, dataclasses.replace(later, grad_recovery="error-feedback")):
-        assert_same_weights(pool.run(contract.plain, 2, tiny, config, 4), expected)
+        assert_same(pool.run(contract.plain, 2, tiny, config, 4), expected)
 
 
 # --- loss, by value ------------------------------------------------------------------------------------------------
@@ -91,12 +91,6 @@ def test_every_rule_and_unit(rule, unit, pool):
     assert lost["grad"] and lost["param"]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_with_several_survivors(rule, pool):
-    config = dataclasses.replace(BOTH, grad_recovery=rule)
-    contract_holds(TinyGPT(**OVERLAPS["grads"]), world=4, config=config, pool=pool)
-
-
 @pytest.mark.on_cuda
 @pytest.mark.shows("priority and error feedback by value")
 @pytest.mark.parametrize(
@@ -115,7 +109,7 @@ def test_with_every_packet_of_high_priority_it_is_megatron(rule, pool, unhooked)
     tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])
     config = dataclasses.replace(FEEDBACK, p_param=0.0, grad_recovery=rule, grad_priority="packet-mean:1.0")
     mine, theirs = pool.run(contract.plain, 2, tiny, config, 4), unhooked.run(contract.plain, 2, tiny, None, 4)
-    assert_same_weights(mine, theirs)
+    assert_same(mine, theirs)
 
 
 SETTINGS = {

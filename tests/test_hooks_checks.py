@@ -74,24 +74,26 @@ def test_settings_that_cannot_be_right_are_refused(name, value, flags, line):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "layer_wise"), [("muon", None), ("dist_muon", None), ("muon", True), ("muon", False), ("soap", True)]
+    ("optimizer", "sharded", "layer_wise"),
+    [
+        ("muon", False, None),
+        ("dist_muon", False, None),
+        ("muon", False, True),
+        ("muon", False, False),
+        ("soap", False, True),
+        ("adam", True, False),
+        ("sgd", True, False),
+        ("fusedadamw", True, None),  # Habana's
+    ],
 )
-def test_a_layer_wise_optimizer_is_named_and_not_what_megatron_turned_off_for_it(optimizer, layer_wise):
+def test_a_layer_wise_optimizer_is_named_and_not_what_megatron_turned_off_for_it(optimizer, sharded, layer_wise):
     """As Megatron's own validation leaves the arguments: before 0.18, and after."""
     arguments = Arguments()
-    arguments.optimizer, arguments.use_distributed_optimizer = optimizer, False
+    arguments.optimizer, arguments.use_distributed_optimizer = optimizer, sharded
     if layer_wise is not None:
         arguments.use_layer_wise_distributed_optimizer = layer_wise
-    with pytest.raises(UsageError, match=f"^--optimizer {optimizer}: layer-wise .* choose adam or sgd"):
-        check_arguments(arguments, LossyConfig(p_grad=0.1))
-
-
-def test_adam_of_a_megatron_with_layer_wise_optimizers_and_of_habana_pass():
-    for optimizer, layer_wise in (("adam", False), ("sgd", False), ("fusedadamw", None)):
-        arguments = Arguments()
-        arguments.optimizer = optimizer
-        if layer_wise is not None:
-            arguments.use_layer_wise_distributed_optimizer = layer_wise
+    line = f"^--optimizer {optimizer}: layer-wise .* choose adam or sgd"
+    with contextlib.nullcontext() if sharded else pytest.raises(UsageError, match=line):
         check_arguments(arguments, LossyConfig(p_grad=0.1))
 
 
@@ -201,11 +203,8 @@ def test_settings_of_a_yaml_file_are_checked_too(monkeypatch):
 def test_one_rank_says_what_is_lost(rank, island, lines, monkeypatch, capsys):
     """The first, and of islands the first one's."""
     monkeypatch.setattr(megatron_training, "usage_errors", contextlib.nullcontext)
-    for module, name in (
-        (megatron_training, "_claim_delivery_log"),
-        (megatron_training, "check_run"),
-    ):
-        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    for name in ("_claim_delivery_log", "check_run"):
+        monkeypatch.setattr(megatron_training, name, lambda *_, **__: None)
     lossy = Lossy(LossyConfig(p_grad=0.1))
     if island is not None:
         lossy.job, lossy.jobs = island, 2
@@ -252,7 +251,8 @@ def test_full_replicas_that_can_differ_have_no_loss_scale():
         ({"loss_scale": 64.0}, ""),  # Megatron scales none in float32
     ):
         for flags in (NOISE, {"param_sync_interval": 2}):
-            assert refused(LossyConfig(**flags), **settings).startswith(line), settings
+            told = refused(LossyConfig(**flags), **settings)
+            assert told.startswith(line) and bool(told) == bool(line), settings
         assert refused(repaired, **settings) == refused(alike, **settings) == ""
 
 

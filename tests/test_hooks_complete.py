@@ -26,12 +26,18 @@ BOTH = LossyConfig(p_grad=0.4, p_param=0.4)
 OVERLAPPED = TinyGPT(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=3000)
 
 
-def steps(rank, how, tiny, config, world=None):
-    """Two steps of a model to which ``how`` happened; returns what was logged."""
+def logged():
+    """Return a list that gets the messages of this process."""
     told = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     logging.getLogger("megatron_lossy").addHandler(handler)
+    return told
+
+
+def steps(rank, how, tiny, config, world=None):
+    """Two steps of a model to which ``how`` happened; returns what was logged."""
+    told = logged()
     late = how == "hooked late"
     run = build(tiny) if late else None
     lossy = hooks.install(config)
@@ -61,45 +67,34 @@ def test_what_would_lose_nothing_is_refused_at_a_step(how, error):
         run_ranks(steps, 2, how, TinyGPT(), BOTH)
 
 
-@pytest.mark.parametrize("tiny", [TinyGPT(), OVERLAPPED], ids=["plain", "overlapped"])
-def test_nothing_is_said_where_all_is_exchanged(tiny):
-    assert run_ranks(steps, 2, "as always", tiny, BOTH) == [[], []]
+def nothing_of(stream, reason="its group has one rank", phases=("grad", "param")):
+    return [f"nothing of {stream} is lost in phase {phase}: {reason}" for phase in phases]
 
 
-def test_one_rank_is_told_that_nothing_is_lost():
-    [told] = run_ranks(steps, 1, "as always", TinyGPT(), BOTH)
-    named = "nothing of dense-e0-s0-c0 is lost in phase {}: its group has one rank"
-    assert told == [named.format(phase) for phase in ("grad", "param")]
+ONE_NODE = "all ranks of its group are on one node (--lossy-links inter-node)"
+FULL = TinyGPT(distributed_optimizer=False)
+ONE_REPLICA = "does nothing: there is one data-parallel rank"
+#: By name: the model, the flags, and what each rank says.
+SAID = {
+    "all is exchanged": (TinyGPT(), BOTH, [[], []]),
+    "all is exchanged, overlapped": (OVERLAPPED, BOTH, [[], []]),
+    "one rank": (TinyGPT(), BOTH, [nothing_of("dense-e0-s0-c0")]),
+    "experts of one rank": (TinyGPT(expert=2, experts=4), BOTH, [nothing_of(f"expert-e{n}-s0-c0") for n in range(2)]),
+    "groups inside nodes": (
+        TinyGPT(pipeline=2, tied=False, accumulation=2),
+        LossyConfig(p_grad=0.4, lossy_links="inter-node:2"),
+        [nothing_of("dense-e0-s0-c0", ONE_NODE, ["grad"]), [], nothing_of("dense-e0-s1-c0", ONE_NODE, ["grad"]), []],
+    ),
+    "one replica, averaged": (FULL, LossyConfig(param_sync_interval=1), [[f"--param-sync-interval {ONE_REPLICA}"]]),
+    "two replicas, averaged": (FULL, LossyConfig(param_sync_interval=1), [[], []]),
+    "one replica, checked": (FULL, LossyConfig(replica_check="log"), [[f"--replica-check {ONE_REPLICA}"]]),
+    "two replicas, checked": (FULL, LossyConfig(replica_check="log"), [[], []]),
+}
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [({"param_sync_interval": 1}, "--param-sync-interval"), ({"replica_check": "log"}, "--replica-check")],
-)
-def test_one_replica_is_told_that_it_has_no_others(flags, named):
-    config = LossyConfig(**flags)
-    [told] = run_ranks(steps, 1, "as always", TinyGPT(distributed_optimizer=False), config)
-    assert told == [f"{named} does nothing: there is one data-parallel rank"]
-    assert run_ranks(steps, 2, "as always", TinyGPT(distributed_optimizer=False), config) == [[], []]
-
-
-def test_experts_of_one_rank_are_named():
-    tiny = TinyGPT(expert=2, experts=4)
-    told = run_ranks(steps, 2, "as always", tiny, BOTH)
-    for rank in range(2):
-        assert told[rank] == [
-            f"nothing of expert-e{rank}-s0-c0 is lost in phase {phase}: its group has one rank"
-            for phase in ("grad", "param")
-        ]
-
-
-def test_a_group_inside_a_node_is_named():
-    tiny = TinyGPT(pipeline=2, tied=False, accumulation=2)
-    config = LossyConfig(p_grad=0.4, lossy_links="inter-node:2")
-    told = run_ranks(steps, 4, "as always", tiny, config)
-    reason = "all ranks of its group are on one node (--lossy-links inter-node)"
-    stages = [[f"nothing of dense-e0-s{stage}-c0 is lost in phase grad: {reason}"] for stage in range(2)]
-    assert told == [stages[0], [], stages[1], []]
+@pytest.mark.parametrize(("tiny", "config", "said"), SAID.values(), ids=SAID)
+def test_where_nothing_can_be_lost_the_first_rank_of_a_group_says_so(tiny, config, said):
+    assert run_ranks(steps, len(said), "as always", tiny, config) == said
 
 
 def test_links_between_nodes_of_one_node_are_refused():
@@ -141,10 +136,7 @@ def test_a_stage_without_trainable_parameters_is_left_alone():
 
 
 def alone(rank):
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("megatron_lossy").addHandler(handler)
+    told = logged()
     LossyGroup.create(BOTH, [BucketSpec(4)])
     return told
 

@@ -2,15 +2,16 @@
 
 import dataclasses
 import re
-import tempfile
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from tests.contract import installed, plain
 from tests.ranks import run_ranks
+from tests.rules import assert_same
 from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows(
@@ -45,22 +46,22 @@ def inside_and_after(rank, tiny, config):
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize(("world", "send"), [(1, "plain"), (3, "plain"), (2, "compensated")])
+@pytest.mark.parametrize(
+    ("world", "send", "dtype"), [(1, "plain", "fp32"), (3, "plain", "fp32"), (2, "compensated", "bf16")]
+)
 @pytest.mark.slow
-def test_owner_weights_do_not_disturb_training(overlap, world, send, pool):
+def test_owner_weights_do_not_disturb_training(overlap, world, send, dtype, pool):
     """Also where what arrived is ahead of the owners' weights."""
-    tiny, config = OVERLAPS[overlap], dataclasses.replace(CONFIG, param_send=send)
+    tiny, config = dataclasses.replace(OVERLAPS[overlap], dtype=dtype), dataclasses.replace(CONFIG, param_send=send)
     expected = [final for final, _ in pool.run(plain, world, tiny, config, 4)]
     stale = 0
     for rank, (seen, final) in enumerate(pool.run(inside_and_after, world, tiny, config)):
         for before, owners, inside, after in seen:
-            for name in owners:
-                np.testing.assert_array_equal(inside[name], owners[name])
-                if before is not None:
-                    np.testing.assert_array_equal(before[name], after[name])
-                stale += np.count_nonzero(after[name] != owners[name])
-        for name, value in final.items():
-            np.testing.assert_array_equal(value, expected[rank][name])
+            assert_same(inside, owners)
+            if before is not None:
+                assert_same(before, after)
+            stale += sum(np.count_nonzero(after[name] != owners[name]) for name in owners)
+        assert_same(final, expected[rank])
     assert bool(stale) == (world > 1)
 
 
@@ -83,15 +84,15 @@ def _continue(run, lossy):
 
 
 def resume(rank, tiny, config, folder, weights):
-    import torch
-
+    """The third iteration; without a ``folder`` from the owners' weights, with no stale replica."""
     with installed(config) as lossy:
         run = build(tiny)
         for name, buffer in run._buffers() if weights else ():
             buffer.param_data.copy_(torch.from_numpy(weights[rank][name]))
         run.optimizer.reload_model_params()
         lossy.set_iteration(2)
-        lossy.load_replicas(folder)
+        if folder is not None:
+            lossy.load_replicas(folder)
         return _continue(run, lossy)
 
 
@@ -105,21 +106,11 @@ def refused(rank, *args):
 @pytest.mark.parametrize("unit", ["shard", "packet"])
 @pytest.mark.parametrize("rule", ["renormalize", "previous"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_replicas_are_saved_and_restored(overlap, rule, unit, pool):
+def test_replicas_are_saved_and_restored(overlap, rule, unit, tmp_path, pool):
     config = dataclasses.replace(CONFIG, grad_recovery=rule, loss_unit=unit)
-    with tempfile.TemporaryDirectory() as folder:
-        saved = pool.run(save_and_go_on, 2, OVERLAPS[overlap], config, folder)
-        weights = [weights for weights, _ in saved]
-        again = pool.run(resume, 2, OVERLAPS[overlap], config, folder, weights)
-        assert again == [report for _, report in saved]
-        for message in pool.run(refused, 3, OVERLAPS[overlap], config, folder, None):
-            assert "world size was 2 there and is 3 here" in message or "is missing" in message
-        other = dataclasses.replace(config, loss_unit="bucket")
-        for message in pool.run(refused, 2, OVERLAPS[overlap], other, folder, weights):
-            assert f"--loss-unit was {unit} there and is bucket here" in message
-    with tempfile.TemporaryDirectory() as folder:
-        for message in pool.run(refused, 2, OVERLAPS[overlap], config, folder, weights):
-            assert "saved without replicas" in message
+    saved = pool.run(save_and_go_on, 2, OVERLAPS[overlap], config, str(tmp_path))
+    again = pool.run(resume, 2, OVERLAPS[overlap], config, str(tmp_path), [weights for weights, _ in saved])
+    assert again == [report for _, report in saved]
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -129,21 +120,8 @@ def test_what_a_network_lost_is_lost_when_its_replicas_are_restored(overlap, tmp
     saved = run_ranks(save_and_go_on, 2, OVERLAPS[overlap], config, str(tmp_path))
     again = run_ranks(resume, 2, OVERLAPS[overlap], config, str(tmp_path), [weights for weights, _ in saved])
     assert again == [report for _, report in saved]
-    owners = run_ranks(from_owners, 2, OVERLAPS[overlap], [weights for weights, _ in saved])
+    owners = run_ranks(resume, 2, OVERLAPS[overlap], LossyConfig(), None, [weights for weights, _ in saved])
     assert all(mine != theirs for mine, theirs in zip(again, owners, strict=True)), "nothing was stale"
-
-
-def from_owners(rank, tiny, weights):
-    """The third iteration without stale replicas."""
-    import torch
-
-    with installed(LossyConfig()) as lossy:
-        run = build(tiny)
-        for name, buffer in run._buffers():
-            buffer.param_data.copy_(torch.from_numpy(weights[rank][name]))
-        run.optimizer.reload_model_params()
-        lossy.set_iteration(2)
-        return _continue(run, lossy)
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +140,7 @@ def replicas(tmp_path_factory, pool):
         ({"loss_seed": 7}, {}, "--loss-seed was 1234 there and is 7 here"),
         ({"loss_model": ("gilbert-elliott",)}, {}, "--loss-model was bernoulli there and is gilbert-elliott here"),
         ({"packet_bytes": 500}, {}, "--packet-bytes was 1000 there and is 500 here"),
+        ({"loss_unit": "bucket"}, {}, "--loss-unit was packet there and is bucket here"),
         ({}, {"tensor": 2}, "--tensor-model-parallel-size was 1 there and is 2 here"),
         ({}, {"instances": 2}, "optimizer instances of dense-e0-s0-c0 was 1 there and is 2 here"),
         (
@@ -178,6 +157,14 @@ def test_replicas_of_another_run_are_refused(replicas, flags, model, difference,
     tiny, other = dataclasses.replace(OVERLAPS["both"], **model), dataclasses.replace(config, **flags)
     for message in pool.run(refused, 2, tiny, other, folder, None):
         assert re.match(f"--save-replicas with {folder}: {difference}; without", message)
+
+
+def test_replicas_of_other_ranks_and_none_are_refused(replicas, tmp_path, pool):
+    config, folder, weights, _ = replicas
+    for message in pool.run(refused, 3, OVERLAPS["both"], config, folder, None):
+        assert "world size was 2 there and is 3 here" in message or "is missing" in message
+    for message in pool.run(refused, 2, OVERLAPS["both"], config, str(tmp_path), weights):
+        assert "saved without replicas" in message
 
 
 def test_what_does_not_change_a_run_may_differ(replicas, pool):

@@ -6,12 +6,19 @@ The model is a linear regression, whose gradient NumPy can compute by itself fro
 import numpy as np
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import MegatronModule
 
+from megatron_lossy import hooks
+from megatron_lossy.base import device
 from megatron_lossy.base.exchange import Exchange, Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import Network
 from tests.reference import ReferenceAdamW, ReferenceReduce, pieces, reference_gather
 from tests.rules import delivered
+from tests.tiny_gpt import TinyGPT, _transformer_config
 
 pytestmark = pytest.mark.shows("whole steps with stale replicas and AdamW against plain NumPy")
 
@@ -32,14 +39,6 @@ def start():
 
 def real(rank, config):
     """Replicas (padded bucket) before and after every step."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer.module import MegatronModule
-
-    from megatron_lossy import hooks
-    from megatron_lossy.base import device
-    from tests.tiny_gpt import TinyGPT, _transformer_config
 
     class Linear(MegatronModule):
         def __init__(self, transformer):

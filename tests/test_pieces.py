@@ -20,7 +20,7 @@ from megatron_lossy.recovery.base import ordered_sum
 from tests import contract
 from tests.ranks import each, run_ranks
 from tests.reference import ReferenceReduce
-from tests.rules import assert_same_weights, assert_workers_are_ranks
+from tests.rules import assert_same, assert_workers_are_ranks
 from tests.rules import gradients as record
 from tests.test_hooks import BOTH, FEEDBACK, FEW_SETTINGS, OVERLAPS, RULES, SETTINGS, contract_holds
 from tests.test_transport import (
@@ -141,7 +141,7 @@ def test_between_two_ranks_it_is_the_same_as_torch(rates, dtype, pool):
     config = dataclasses.replace(PIECES, **rates)
     mine = pool.run(contract.plain, 2, tiny, config, 4)
     theirs = pool.run(contract.plain, 2, tiny, dataclasses.replace(config, transport="torch"), 4)
-    assert_same_weights(mine, theirs)
+    assert_same(mine, theirs)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])

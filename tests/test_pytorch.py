@@ -8,7 +8,7 @@ import pytest
 from megatron_lossy.config import LossyConfig
 from tests import contract, fsdp
 from tests.fsdp import Tiny
-from tests.rules import assert_same_weights as same
+from tests.rules import assert_same as same
 from tests.tiers import few_at_once
 
 pytestmark = pytest.mark.shows("FSDP2: without loss every bit is torch's", "FSDP2: every rule and unit by value")

@@ -19,9 +19,9 @@ from tests import contract, fsdp
 from tests.between_sites import crossings
 from tests.ranks import run_ranks
 from tests.reference import hashed_uniforms
-from tests.rules import assert_same_weights
+from tests.rules import assert_same
 from tests.test_compression import decoded
-from tests.test_delivery_log import MODEL, STEPS, assert_same_history, table, verdict
+from tests.test_delivery_log import MODEL, STEPS, table, verdict
 from tests.test_hooks_owner_weights import OVERLAPS, inside_and_after, resume, save_and_go_on
 from tests.test_monitor import drift_real, drift_virtual, flat, only_drift
 from tests.test_virtual import BUCKETS, real_runs, trained, virtual_runs
@@ -165,7 +165,7 @@ def test_every_setting_of_megatron(name, pool):
 def test_a_rank_a_site_is_no_site_bit_for_bit(pool):
     flat = dataclasses.replace(BOTH, sites=None)
     mine, theirs = (pool.run(contract.plain, 2, TinyGPT(**BUCKETS), config, 4) for config in (BOTH, flat))
-    assert_same_weights(mine, theirs)
+    assert_same(mine, theirs)
 
 
 def test_pieces(pool):
@@ -178,7 +178,7 @@ def test_what_loses_nothing_gives_the_weights_of_pieces_and_of_the_flat_exchange
     tiny, sites = TinyGPT(optimizer="sgd", **BUCKETS), {"sites": 2, "loss_unit": "packet"}
     configs = (LossyConfig(**network, **sites), LossyConfig(transport="pieces", **sites), None)
     mine, pieces, theirs = (pool.run(contract.plain, 4, tiny, one, 3) for one in configs)
-    assert_same_weights(mine, pieces)
+    assert_same(mine, pieces)
     for (weights, _), (expected, _) in zip(mine, theirs):
         for name, value in expected.items():
             np.testing.assert_allclose(weights[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
@@ -386,7 +386,7 @@ def test_a_replay_is_the_recorded_run_and_logs_of_real_and_virtual_runs_are_equa
     real = run_ranks(log_and_replay, 4, str(tmp_path / "real"))
     [virtual] = run_ranks(log_and_replay, 1, str(tmp_path / "virtual"), 4)
     for results in [*real, virtual]:
-        assert_same_history(*results)
+        assert_same(*results)
     logs = [table(tmp_path / kind) for kind in ("real", "virtual")]
     assert verdict(tmp_path / "real").problems == []
     assert logs[0].equals(logs[1]) and set(logs[0]["source"].to_pylist()) == {0, 1}

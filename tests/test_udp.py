@@ -11,7 +11,7 @@ from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.lab.virtual import VirtualCluster
 from tests import contract
 from tests.ranks import run_ranks
-from tests.rules import assert_same_runs, assert_same_weights
+from tests.rules import assert_same
 from tests.test_hooks import BOTH, FEW_SETTINGS, OVERLAPS, RULES, SETTINGS, contract_holds
 from tests.test_transport import STEPS, exchange_grads, gather_params
 from tests.test_virtual import real_runs
@@ -74,7 +74,7 @@ def test_every_rule_and_overlap_gives_what_pieces_give(name, network, pool):
         for dtype, overlap in (("fp32", "both"), ("bf16", "both"), ("bf16", "none"))
     ]
     pieces = [(key, tiny, dataclasses.replace(BOTH, transport="pieces", **flags)) for key, tiny, _ in chosen]
-    assert_same_runs(pool.run(real_runs, 3, chosen), pool.run(real_runs, 3, pieces))
+    assert_same(pool.run(real_runs, 3, chosen), pool.run(real_runs, 3, pieces))
 
 
 @pytest.mark.on_cuda
@@ -84,7 +84,7 @@ def test_without_loss_between_two_ranks_it_is_megatron(network, pool, unhooked):
     tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])
     mine = pool.run(contract.plain, 2, tiny, LossyConfig(**network), 4)
     theirs = unhooked.run(contract.plain, 2, tiny, None, 4)
-    assert_same_weights(mine, theirs)
+    assert_same(mine, theirs)
 
 
 #: Exchanges end before all has arrived, whatever the network does: some of it is really lost.

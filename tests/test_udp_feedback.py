@@ -13,7 +13,7 @@ from megatron_lossy.transport.udp.repeats import Repeats
 from tests import contract
 from tests.in_lab import run_in_lab, telescopes
 from tests.ranks import run_ranks
-from tests.rules import assert_same_weights
+from tests.rules import assert_same
 from tests.test_hooks import OVERLAPS
 from tests.test_lab import needs_lab
 from tests.test_recovery_feedback_ranks import unfinished
@@ -76,7 +76,7 @@ def test_without_loss_it_is_megatron(recovery):
     tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])
     config = dataclasses.replace(FEEDBACK, grad_recovery=recovery, grad_priority="packet-mean:0.1")
     mine, theirs = run_ranks(contract.plain, 2, tiny, config, 4), run_ranks(contract.plain, 2, tiny, None, 4)
-    assert_same_weights(mine, theirs)
+    assert_same(mine, theirs)
 
 
 def losses(rank, tiny, config, steps):

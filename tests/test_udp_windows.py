@@ -19,7 +19,7 @@ from megatron_lossy.transport.windows import runs, windows
 from tests import contract
 from tests.in_lab import telescopes
 from tests.ranks import run_ranks
-from tests.rules import assert_same_runs, assert_same_weights
+from tests.rules import assert_same
 from tests.test_hooks import BOTH, OVERLAPS, RULES, SETTINGS
 from tests.test_udp import HURRIED, assert_replayed, final_weights
 from tests.test_udp_feedback import HURRIED as HURRIED_FEEDBACK
@@ -80,7 +80,7 @@ def test_windows_change_no_value(way, pool):
     whole_runs = [(name, tiny, dataclasses.replace(WHOLE, **flags)) for name, tiny, flags in chosen]
     found = run_ranks(run, 3, real_runs, cut_runs)
     assert min(count for _, count in found) > 8
-    assert_same_runs([mine for mine, _ in found], pool.run(real_runs, 3, whole_runs))
+    assert_same([mine for mine, _ in found], pool.run(real_runs, 3, whole_runs))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -90,7 +90,7 @@ def test_every_setting_of_megatron(name, pool):
     world, tiny = SETTINGS[name]
     mine = run_ranks(as_on_a_device, world, contract.plain, tiny, CUT, 4)
     theirs = pool.run(contract.plain, world, tiny, WHOLE, 4)
-    assert_same_weights(mine, theirs)
+    assert_same(mine, theirs)
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_ranks_of_a_node_exchange_beside_the_windows(pool):
     tiny = {"dtype": "bf16", **OVERLAPS["both"]}
     whole = dataclasses.replace(WHOLE, lossy_links="inter-node:2")
     mine = run_ranks(as_on_a_device, 4, real_runs, [("", tiny, dataclasses.replace(whole, **LITTLE))])
-    assert_same_runs(mine, pool.run(real_runs, 4, [("", tiny, whole)]))
+    assert_same(mine, pool.run(real_runs, 4, [("", tiny, whole)]))
 
 
 def test_what_was_lost_in_windows_is_replayed_bit_for_bit(tmp_path, pool):

@@ -30,7 +30,7 @@ from megatron_lossy.base import device
 from megatron_lossy.hooks.versions import dense_buffers
 from megatron_lossy.lab.virtual import VirtualRun
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ def _known(function: Callable, **arguments: Any) -> dict[str, Any]:
 
 
 def _transformer_config(config: TinyGPT) -> TransformerConfig:
-    dtype = _DTYPES[config.dtype]
+    dtype = DTYPES[config.dtype]
     return TransformerConfig(
         num_layers=config.layers,
         hidden_size=config.hidden,
@@ -374,7 +374,7 @@ def _optimizer(config: TinyGPT, model: list[DistributedDataParallel]) -> Any:
             adam_beta1={"adam": 0.9, "sgd": 0.0}[config.optimizer],
             adam_eps=epsilon,
             clip_grad=config.clip_grad,
-            params_dtype=_DTYPES[config.dtype],
+            params_dtype=DTYPES[config.dtype],
             bf16=config.dtype == "bf16",
             fp16=config.dtype == "fp16",
             loss_scale=config.loss_scale,

@@ -28,6 +28,7 @@ class Case(NamedTuple):
     wire: str
     scale: float | None
     dtype: torch.dtype
+    priority: str | None = None
 
 
 def cases() -> Iterator[Case]:
@@ -63,6 +64,7 @@ def exchange(
     lossy: dict[str, Any] = dict(p_grad=0.4, p_param=0.4, grad_recovery=case.rule, loss_unit=case.unit)
     lossy |= {"transport": case.wire} | ({"packet_bytes": packet_bytes} if case.unit == "packet" else {})
     lossy |= {"udp_interface": "lo"} if case.wire == "udp" else {}
+    lossy |= {} if case.priority is None else {"grad_priority": case.priority}
     group = LossyGroup.create(LossyConfig(**lossy, loss_seed=seed), [BucketSpec(shard, case.dtype, case.dtype)])
     random = torch.Generator().manual_seed(rank)
     grads, out = (torch.empty(n * shard, dtype=case.dtype, device=device) for n in (size, 1))

@@ -2,17 +2,13 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.calibration.rows import STEPS, Row, rows
 from tests.ranks import run_ranks
-from tests.rules import gradients, send, spared
 from tests.test_islands_exchange import cross
-from tests.test_priority_on_device import protection_of
-from tests.test_recovery_feedback import delivery_of, units_of
 
 pytestmark = [
     pytest.mark.shows("mechanisms on a pretended device: no copy blocks, who waits", device=False),
@@ -78,79 +74,6 @@ def test_who_waits(found, row, here, aside):
     counted = waits(findings)
     assert counted.pop("aside", 0) <= aside
     assert sum(counted.values()) - 2 <= here, counted
-
-
-CASES = [
-    (name, kind, share, own, size, shard, elements, scale)
-    for name in ("error-feedback", "zero")
-    for kind, share in (("packet-mean", 0.2), ("element-quantile", 0.3), ("none", 0.0))
-    for own, size, shard, elements in ((False, 2, 30, 4), (True, 3, 21, 7), (False, 2, 5, 9))
-    for scale in (None, 8.0)
-]
-
-
-def choices(rank):
-    """By case, whether bits, records and lost units are those of a CPU; and the waits of all cases, by phase."""
-    from .device import install
-    from .tracker import Tracker
-
-    tracker = Tracker()
-    install(tracker)
-    from megatron_lossy.base.registry import GRAD_RECOVERIES
-
-    wrong = []
-    for case in CASES:
-        name, kind, share, own, size, shard, elements, scale = case
-        units, results = units_of(shard, elements), []
-        for device in ("cpu", "cuda"):
-            random = np.random.default_rng(1)
-            rules = [
-                spared(GRAD_RECOVERIES.load(name)(units, size - 1), protection_of(kind, share, own)) for _ in range(3)
-            ]
-            result = []
-            for step in range(4):
-                sent, buffers = [], []
-                for rule in rules:
-                    # Whole numbers: their sums are the same in any order.
-                    buffer = torch.from_numpy(random.integers(-9, 10, size * shard).astype(np.float32))
-                    if step == 2:
-                        buffer[3] = torch.inf
-                    arrives = random.random((size, units.count)) > 0.5
-                    arrives[size - 1] |= not own
-                    there = buffer.pin_memory().to(device, non_blocking=True) if device == "cuda" else buffer
-                    factor = scale if scale is None or device == "cpu" else torch.full((), scale, device=device)
-                    tracker.phase = "backward"
-                    send(
-                        rule,
-                        there,
-                        delivery_of(step, size, size - 1, units, arrives),
-                        gradients(step, loss_scale=factor),
-                    )
-                    tracker.phase = "between"
-                    sent.append(arrives)
-                    buffers.append(there)
-                tracker.phase = "end of step"
-                for rule in rules:
-                    rule.finish_step(step, step != 1)
-                tracker.phase = "between"
-                result += [buffer.cpu().view(torch.int32).tolist() for buffer in buffers]
-                result += [(vars(rule.told), rule.final.mask.tolist()) for rule in rules]
-            results.append(result)
-        if results[0] != results[1]:
-            wrong.append(case)
-    counted = Counter()
-    for count, times in tracker.counts.items():
-        if count.kind in ("synchronisation", "blocking copy", "pageable copy"):
-            counted[count.phase] += times
-    return wrong, counted, tracker.findings().faults
-
-
-def test_choices_on_the_device_are_those_of_a_cpu():
-    """To the last bit. Of three buckets, the host waits at the end of a step at most once, and never before."""
-    [(wrong, waits_of, faults)] = run_ranks(choices, 1, grouped=False)
-    assert wrong == [] and faults == []
-    assert waits_of["backward"] == 0
-    assert 0 < waits_of["end of step"] <= 4 * len(CASES)
 
 
 def means(rank):
