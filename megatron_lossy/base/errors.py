@@ -176,6 +176,11 @@ def cannot(flag: str, path: str | os.PathLike[str], verb: str, error: OSError) -
     return refuse(flag, path, f"cannot be {verb}: {error.strerror or error}")
 
 
+def host_port(host: str, port: int) -> str:
+    """Return HOST:PORT, with an address of IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_unread(error: BaseException) -> bool:
     """Return whether ``error`` means that the output of this program has been closed."""
     return isinstance(error, BrokenPipeError) and any(map(_has_no_reader, (sys.stdout, sys.stderr)))

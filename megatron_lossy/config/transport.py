@@ -140,16 +140,16 @@ class TransportFlags(Flags):
         if self.transport != "udp" and self.packet_bytes == "auto":
             why = "needs --transport udp; with others, as in a replay of its log, give the number"
             raise refuse("--packet-bytes", "auto", why)
+        used = {self.transport, "stream" if self.streams() else self.transport}
         for own in fields(TransportFlags):
-            given = getattr(self, own.name) != own.default
-            used = {self.transport, "stream" if self.streams() else self.transport}
-            if given and not used & {*(needed := _transports_of(own.name))}:
+            needed = _transports_of(own.name)
+            if used.isdisjoint(needed):
                 refuse_unused(self, own.name, f"needs --transport {' or '.join(needed)}")
-        if self.observed or self.streams():
+        if not used.isdisjoint(OBSERVED):
             self._check_network()
-        if self.transport == "udp":
+        if "udp" in used:
             self._check_datagrams()
-        if self.transport == "stream" or self.streams():
+        if "stream" in used:
             self._check_streams()
 
     def _check_network(self: Any) -> None:

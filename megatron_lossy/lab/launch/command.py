@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...base.checkpoints import latest_iteration
-from ...base.errors import STOPPED, UsageError, refuse
+from ...base.errors import STOPPED, UsageError, host_port, refuse
 from ...mechanisms.islands.membership.store import check_url
 from .options import LaunchConfig, first_host
 from .plan import PROGRAM, Plan
@@ -157,8 +157,7 @@ def several(plan: Plan, arguments: Sequence[str], about: Sequence[str]) -> int:
     own = [one for one in arguments if one not in ("--run", "--dry-run")]
     jobs = [[sys.executable, "-m", PROGRAM, *own, "--island", str(job)] for job in range(plan.jobs.number)]
     [(host, port), *_], _, _, ours = check_url(plan.lossy.rendezvous or "")
-    bind = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    coordinator = [sys.executable, "-m", "megatron_lossy", "coordinator", "--bind", bind]
+    coordinator = [sys.executable, "-m", "megatron_lossy", "coordinator", "--bind", host_port(host, port)]
     services = [[*coordinator, "--key-file", plan.lossy.udp_key_file or ""]] if ours else []
     if not plan.launch.run or plan.launch.dry_run:
         print("\n".join(about))
