@@ -19,8 +19,6 @@ from ..ledger import Patch
 
 _CPU = torch.device("cpu")
 
-_VERSIONS = "megatron-core 0.11 to 0.20"
-_UNTIL = "Megatron trains on CPU"
 
 # The constructors that Megatron calls with device="cuda".
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
@@ -149,9 +147,9 @@ def _compile(original: Callable, model: Any = None, **options: Any) -> Any:
     return model if str(getattr(model, "__module__", "")).startswith("megatron.") else original(model, **options)
 
 
-def _around(target: str, around: Callable, why: str, until: str = _UNTIL, **options: Any) -> Patch:
+def _around(target: str, around: Callable, why: str, **options: Any) -> Patch:
     """Return a patch that calls ``around`` with the original."""
-    return Patch(target=target, around=around, why=why, versions=_VERSIONS, until=until, **options)
+    return Patch(target=target, around=around, why=why, **options)
 
 
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
@@ -165,7 +163,7 @@ def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
             replacement.__defaults__,
             replacement.__closure__,
         )
-    return Patch(target=target, value=lambda: replacement, why=why, versions=_VERSIONS, until=_UNTIL, **options)
+    return Patch(target=target, value=lambda: replacement, why=why, **options)
 
 
 def import_patches() -> list[Patch]:
@@ -224,7 +222,6 @@ def patches() -> list[Patch]:
             "megatron.core.fp8_utils:_quantize_param_shard_impl",
             _quantize,
             "the update of parameters that are not fp8 goes through it too",
-            "0.12 is no longer supported",
             optional=True,
         ),
         _patch("torch._dynamo.config:disable", True, "compiling for the CPU takes longer than small runs do"),

@@ -15,9 +15,6 @@ import torch
 
 from ..ledger import Ledger, Patch
 
-_VERSIONS = "Megatron-LM 0.13 to 0.20"
-_UNTIL = "Megatron trains on CPU"
-
 
 def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **{"allow_no_cuda": True, **kwargs})
@@ -58,7 +55,7 @@ def _async_loop(*args: Any, **kwargs: Any) -> None:
 
 
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
-    return Patch(target=target, value=lambda: replacement, why=why, versions=_VERSIONS, until=_UNTIL, **options)
+    return Patch(target=target, value=lambda: replacement, why=why, **options)
 
 
 def patches() -> list[Patch]:
@@ -68,15 +65,11 @@ def patches() -> list[Patch]:
             target="megatron.training.training:initialize_megatron",
             around=_initialize_megatron,
             why="pretrain() asserts that CUDA is available",
-            versions=_VERSIONS,
-            until=_UNTIL,
         ),
         Patch(
             target="megatron.training.training:build_train_valid_test_data_iterators",
             around=_build_iterators,
             why="data loaders draw from the CPU's generator, which must reach dropout as the checkpoint left it",
-            versions=_VERSIONS,
-            until=_UNTIL,
         ),
         _patch("torch.cuda:device_count", lambda: 1, "without devices no parallel groups are initialised"),
         _patch("torch.cuda:memory_stats", _no_memory, "logged to TensorBoard on request"),

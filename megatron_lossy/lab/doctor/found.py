@@ -194,7 +194,7 @@ def hook_targets(training: bool) -> list[Finding]:
         if own:
             findings.append(Finding("hooks", module, "ok", f"{found} attributes would be replaced{absent}"))
     return findings + [
-        Finding("hooks", check.target.partition(":")[2], "problem", check.problem) for check in checks if not check.ok
+        Finding("hooks", check.target.partition(":")[2], "problem", check.problem) for check in checks if check.problem
     ]
 
 

@@ -81,6 +81,4 @@ def patch(run: Run) -> Patch:
         target="megatron.core.distributed.param_and_grad_buffer:torch",
         make=changed,
         why="this module's all-reduce of gradients, and no other, becomes one that loses data",
-        versions="all",
-        until="Megatron calls its all-reduce by a name of its own",
     )
