@@ -42,17 +42,13 @@ def bucket_sizes(streams: Sequence[tuple[Stream, Sequence[tuple[Any, Any]]]]) ->
     """Return size and dtypes of every bucket in words, by its name. ``streams``: each with (buffer, bucket) pairs."""
     return {
         f"bucket {number} of {stream.name}": (
-            f"{bucket.grad_data.numel()} elements ({bucket.grad_data.dtype}, {_param_dtype(bucket)})"
+            # Without the distributed optimizer parameters are in no buffer.
+            f"{bucket.grad_data.numel()} elements ({bucket.grad_data.dtype}, "
+            f"{(bucket.params_list[0] if bucket.param_data is None else bucket.param_data).dtype})"
         )
         for stream, pairs in streams
         for number, (_, bucket) in enumerate(pairs)
     }
-
-
-def _param_dtype(bucket: Any) -> torch.dtype:
-    # Without the distributed optimizer parameters are in no buffer.
-    data = bucket.param_data
-    return (bucket.params_list[0] if data is None else data).dtype
 
 
 def apart(stream: Stream, stage: int, tensor: ProcessGroup | None) -> Stream:

@@ -220,7 +220,8 @@ def training_log(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any) ->
         loss = (given.get("loss_dict") or {}).get("lm loss")
         if loss is not None and lossy.events.logged:
             lossy.events.logged(float(loss))
-        if lossy.config.metrics_port is not None and _is_last_rank():
+        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1  # it writes to TensorBoard, too
+        if lossy.config.metrics_port is not None and last:
             values = {"lm loss": loss, "grad norm": given.get("grad_norm")}
             known = {name: float(value) for name, value in values.items() if value is not None}
             exported = _exporter(lossy.config.metrics_port + lossy.job)
@@ -240,11 +241,6 @@ def _write(metrics: dict[str, float], iteration: int) -> None:
         wandb.log(metrics, iteration)
     values = " | ".join(f"{name}: {value:.4g}" for name, value in metrics.items())
     print_rank_last(f" exchanges up to iteration {iteration:8d} | {values} |")
-
-
-def _is_last_rank() -> bool:
-    """Return whether this is the rank that Megatron lets write to TensorBoard."""
-    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
 
 class _Recorder:

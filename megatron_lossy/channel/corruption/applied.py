@@ -116,13 +116,11 @@ def _flip(buffer: torch.Tensor, event: Event, lengths: Sequence[int], firsts: Se
     # The words are signed: the highest bit alone is the least number.
     masks = [(1 << bit) - (1 << width if bit == width - 1 else 0) for bit in event.bits]
     whole = buffer.view({16: torch.int16, 32: torch.int32, 64: torch.int64}[width])
-    where = _on_device(torch.from_numpy(places), buffer.device)
-    whole[where] = whole[where] ^ _on_device(torch.tensor(masks, dtype=whole.dtype), buffer.device)
-
-
-def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``tensor`` on ``device``. CUDA copies page-locked memory without a wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    where, flipped = torch.from_numpy(places), torch.tensor(masks, dtype=whole.dtype)
+    if buffer.is_cuda:  # which copies page-locked memory without a wait
+        where, flipped = where.pin_memory(), flipped.pin_memory()
+    where, flipped = (tensor.to(buffer.device, non_blocking=buffer.is_cuda) for tensor in (where, flipped))
+    whole[where] = whole[where] ^ flipped
 
 
 @dataclass(frozen=True)
