@@ -159,7 +159,7 @@ class Ledger:
         """
         ours = [new for *_, new in self._installed]
         for patch, owner, attribute, *_ in self._installed:
-            if not any(_get(owner, attribute) is one for one in ours):
+            if not any(_get(owner, attribute) is new for new in ours):
                 raise RuntimeError(
                     f"cannot remove the patch of {patch.target}: something else replaced it after us; remove that first"
                 )

@@ -121,7 +121,7 @@ class Channel(ABC):
 _BETWEEN_PASSES = 0x9E3779B97F4A7C15
 
 
-class Repeated(Channel):
+class Repetition(Channel):
     """Sends each unit of a message several times: it is lost if all ``passes``, channels of their own, lose it."""
 
     name = "repeated"
@@ -134,7 +134,7 @@ class Repeated(Channel):
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> np.ndarray:
-        found = [one.delivered_links(exchange, sources, destinations, units) for one in self._passes]
+        found = [channel.delivered_links(exchange, sources, destinations, units) for channel in self._passes]
         return np.logical_or.reduce(found)
 
     def steps(self, phase: str, stream: Stream) -> int | None:
@@ -150,5 +150,5 @@ def make_channel(config: LossyConfig, phase: str) -> Channel:
     kind, copies = CHANNELS.load(loss.model), config.copies(phase)
     if copies == 1 or not kind.redrawable:  # the record is of the final arrivals
         return kind(loss, config.loss_seed, together)
-    seeds = [(config.loss_seed + one * _BETWEEN_PASSES) % 2**64 for one in range(copies)]
-    return Repeated([kind(loss, seed, together) for seed in seeds])
+    seeds = [(config.loss_seed + number * _BETWEEN_PASSES) % 2**64 for number in range(copies)]
+    return Repetition([kind(loss, seed, together) for seed in seeds])

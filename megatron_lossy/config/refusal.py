@@ -39,14 +39,14 @@ class Refusal:
     why: str
     when: Condition
 
-    def error(self, config: Any, facts: Facts, found: object) -> Refused | None:
+    def error(self, config: Any, facts: Facts, found: object) -> RefusalError | None:
         """Return the error for ``config`` in a run with ``facts``, of which :attr:`when` returned ``found``."""
         flag = self._given(config)
         if flag is None:
             return None
         values = {"config": config, "facts": facts, **(found if isinstance(found, Mapping) else {})}
         value = _value(config, flag) if self.value is None else self.value.format(**values)
-        return Refused(self, f"{flag} {value}".rstrip() + f": {self.why.format(**values)}")
+        return RefusalError(self, f"{flag} {value}".rstrip() + f": {self.why.format(**values)}")
 
     def cells(self) -> tuple[str, str, str]:
         """Return the row of a table: flags, the setting that excludes them, and why; an ellipsis for each value."""
@@ -59,7 +59,7 @@ class Refusal:
         return next((flag for flag in self.flags if vars(config)[_name(flag)] != fields[_name(flag)].default), None)
 
 
-class Refused(UsageError):
+class RefusalError(UsageError):
     """The error of a row of the table. ``refusal`` is that row."""
 
     def __init__(self, refusal: Refusal, text: str) -> None:
@@ -92,14 +92,18 @@ def sections(ours: bool = False) -> list[Section]:
 
 
 def check_refusals(config: Any, facts: Facts = _NOTHING_KNOWN) -> None:
-    """Raise the :class:`Refused` of the first row that applies to the loss flags ``config`` in a run with ``facts``.
+    """Raise the :class:`RefusalError` of the first row that applies to the loss flags ``config`` in a run with ``facts``.
 
     Rows about typed values come before those about values of files, presets and defaults. Rows of mechanisms that the
     flags do not ask for (:attr:`.Flags.triggers`) cannot apply.
     """
     first = None
     known = {name for name, value in vars(facts).items() if value is not None}
-    asked = [one for one in MECHANISMS.all() if one.Flags in config.used or known & {*one.Flags.trigger_facts}]
+    asked = [
+        mechanism
+        for mechanism in MECHANISMS.all()
+        if mechanism.Flags in config.used or known & {*mechanism.Flags.trigger_facts}
+    ]
     for section in (*REFUSALS.all(), *(mechanism.refusals() for mechanism in asked)):
         for row in section.rows:
             found = row.when(config, facts)

@@ -26,7 +26,7 @@ from ..base.exchange import Delivery, Exchange
 from ..base.registry import MECHANISMS
 from ..config import PHASES, LossyConfig
 from ..recovery import Gradients
-from ..run.base import Observed
+from ..run.base import ObservedExchanges
 from ..run.mechanism import Event
 from ..transport import LossyGroup, Network, find_nodes, wire_for
 from ..transport.all_reduce import begin_all_reduce, specs_of
@@ -65,7 +65,7 @@ class _RoundExchanges:
         self._group = group
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
-        """See :class:`megatron_lossy.run.base.Observed`."""
+        """See :class:`megatron_lossy.run.base.ObservedExchanges`."""
         return None if self._group.not_made(phase, step) else self._group.delivery(phase, step)
 
 
@@ -203,7 +203,7 @@ class LossyDDP(LossyRun):
         return self._lossy
 
     @property
-    def streams(self) -> Sequence[Observed]:
+    def streams(self) -> Sequence[ObservedExchanges]:
         return [_RoundExchanges(one) for one in self._lossy]
 
     def replicas(self) -> list[Any]:

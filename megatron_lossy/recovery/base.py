@@ -80,7 +80,7 @@ class Parameters:
 
 
 @dataclass
-class Told:
+class SentUnits:
     """A record of the units of one bucket that a rank sent in a step.
 
     ``high``: units of high priority. ``lost``: units that the network lost; ``recovered`` of these arrived after all,

@@ -90,7 +90,7 @@ class Previous(GradRecovery):
             if not Previous._warned:
                 Previous._warned = True
                 logger.warning(
-                    "--grad-recovery %s: step %d was not used, which nobody had announced; "
+                    "--grad-recovery %s: step %d was not used, against expectation; "
                     "what the step after it loses counts as zero (said once)",
                     self.name,
                     step,

@@ -21,7 +21,7 @@ from ..base.exchange import Delivery, Exchange, Stream
 from ..channel.corruption import Errors, scaled_unit
 from ..config import PHASES, LossyConfig
 from ..recovery import Gradients, Parameters
-from ..recovery.base import Collective, Told
+from ..recovery.base import Collective, SentUnits
 from .base import Network, Transfer, Wire
 from .choice import BucketSpec, grad_rules, param_rules, wire_for
 from .network import check_ranks, find_nodes
@@ -212,7 +212,7 @@ class LossyGroup:
         """
         self.wire.restore(Exchange("param", self.stream, step), lost)
 
-    def told(self) -> list[Told]:
+    def told(self) -> list[SentUnits]:
         """Return the records of the units that this rank sent in the latest step that is over, bucket by bucket."""
         protected = (rule.protected for rule in self.grads if rule.protected is not None)
         return [rule.told for rule in protected if rule.told is not None]

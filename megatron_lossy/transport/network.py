@@ -20,7 +20,7 @@ from ..channel import Channel, make_channel
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..delivery_log.replay import Recorded
+from ..delivery_log.replay import Recording
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def channel_of(config: LossyConfig, phase: str) -> Channel:
     """Return the channel of ``phase``, which may replay a run. Raise :class:`UsageError` for unreadable files."""
     loss = config.phase(phase)
     if loss.trace is not None and loss.trace.is_dir():
-        return Recorded(config, loss.trace)
+        return Recording(config, loss.trace)
     return make_channel(config, phase)
 
 
