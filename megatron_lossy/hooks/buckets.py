@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..base.exchange import BucketUnits, Stream
-from ..channel.corruption import Corruption, Errors, check_bits
+from ..channel.corruption import Corruption, Errors
 from ..transport.peers import RankPeers
 from .versions import dense_buffers, expert_rank, full_group, model_chunk, pipeline_stage, tensor_group
 
@@ -99,13 +99,13 @@ def errors_in(
 ) -> Errors:
     """Return the errors in the gradients that ``rank`` has of ``buckets``, those of ``stream``.
 
-    ``ranges``: for each bucket int64[k, 2], the ranges that hold them. Raise :class:`UsageError` for bits that gradients
-    do not have.
+    ``ranges``: for each bucket int64[k, 2], the ranges that hold them. Raise as :class:`.Errors`.
     """
-    width = min(8 * bucket.grad_data.element_size() for bucket in buckets)
-    check_bits(corruption.config, width)
-    records = corruption.config.delivery_log is not None
-    return Errors(corruption, rank, ranges, width, records, _add_up_of(stream, buckets[0]))
+    width, group = min(8 * bucket.grad_data.element_size() for bucket in buckets), tensor_group(stream.kind == "expert")
+    if group is None:
+        return Errors(corruption, rank, ranges, width)
+    peers = RankPeers(group, buckets[0].grad_data.device)  # they have the other parts of each gradient
+    return Errors(corruption, rank, ranges, width, lambda sums: peers.gather(sums[None]).sum(axis=0))
 
 
 def errors_of_owner(
@@ -114,7 +114,7 @@ def errors_of_owner(
     """Return the errors in the gradients that a rank owns with the distributed optimizer.
 
     It owns shard ``shard`` of ``shards`` of each bucket. ``pairs``: Megatron's (buffer, bucket). ``owner``: the rank in
-    the full group, over all optimizer instances. Raise :class:`UsageError` for bits that gradients do not have.
+    the full group, over all optimizer instances. Raise as :class:`.Errors`.
     """
     ranges = []
     for buffer, bucket in pairs:
@@ -122,12 +122,3 @@ def errors_of_owner(
         inside = np.clip(used_ranges(buffer, bucket) - shard * size, 0, size)
         ranges.append(inside[inside[:, 0] < inside[:, 1]])
     return errors_in(corruption, stream, [bucket for _, bucket in pairs], ranges, owner)
-
-
-def _add_up_of(stream: Stream, bucket: Any) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return a function that adds up over the tensor-parallel ranks of ``stream``; ``None`` if there is one."""
-    group = tensor_group(stream.kind == "expert")
-    if group is None:
-        return None
-    peers = RankPeers(group, bucket.grad_data.device)
-    return lambda sums: peers.gather(sums[None]).sum(axis=0)
