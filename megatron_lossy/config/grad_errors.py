@@ -122,9 +122,6 @@ class ErrorFlags(Flags):
     def acts(self) -> bool:
         return self.errs
 
-    def taints(self) -> bool:
-        return self.errs
-
     def notes_beside(self) -> list[str]:
         if not self.errs:
             return []
