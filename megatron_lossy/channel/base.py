@@ -73,11 +73,6 @@ class Channel(ABC):
         return schedule or f"{100 * flags.get(RATES[phase], 0.0):g} %"
 
     @classmethod
-    def highest_rate(cls, loss: PhaseLoss) -> float | None:
-        """Return the highest mean loss rate of a step; ``None`` if the flags do not determine it."""
-        return max(loss.schedule.rates) if cls.redrawable else None
-
-    @classmethod
     def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float] | None:
         """Return drift in the steady state at the rate of ``step``: to the owner, and between two receivers.
 

@@ -175,11 +175,6 @@ class GradRecovery(Rule):
     def check(cls, config: LossyConfig) -> None:
         """Raise :class:`UsageError` if the rule cannot go with other flags."""
 
-    @classmethod
-    def kept_share(cls, lost: float) -> float:
-        """Return elements kept between steps, per element of the gradients. ``lost``: the share that a step loses."""
-        return 0.0
-
 
 class Zero(GradRecovery):
     """``zero``: a lost unit counts as zero, the naive baseline. Expectation (g_own + (1-p) sum of others) / N."""

@@ -44,10 +44,6 @@ class ErrorFeedback(GradRecovery):
         self._payloads: dict[int, tuple[torch.Tensor, bool]] = {}  # late steps: the payload, and whether it counts
         self._ages: np.ndarray | None = None  # number of steps that a unit has been in the residual
 
-    @classmethod
-    def kept_share(cls, lost: float) -> float:
-        return 2 * lost
-
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> None:
         self.correct(buffer, x)
         self.remove(buffer, lost, delivery, x)

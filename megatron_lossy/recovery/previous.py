@@ -38,10 +38,6 @@ class Previous(GradRecovery):
         self._pending: tuple[int, torch.Tensor] | None = None  # the same gradients after a step that may not count
         self._step: int | None = None  # the latest exchange
 
-    @classmethod
-    def kept_share(cls, lost: float) -> float:
-        return 2 * lost  # the substitutes of this step and of the next
-
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> None:
         step = x.exchange.step
         self._count_pending(step)
