@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         if script in ("doctor", "export", "plan"):  # a script of that name is ./doctor
             sys.exit(lab_module(script, script).main(rest))
         if script == "refusals":
-            from .config.refusals.listing import main as refusals
+            from .config.refusal import main as refusals
 
             refusals(rest)
             return

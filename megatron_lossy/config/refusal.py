@@ -8,11 +8,13 @@ come first, in the order of :data:`megatron_lossy.base.registry.REFUSALS`, then 
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..base.errors import UsageError, origin_of
+from ..base.errors import ArgumentParser, UsageError, origin_of, refuse
 from ..base.flags import shown
 from ..base.registry import MECHANISMS, REFUSALS
 from .facts import Facts
@@ -123,3 +125,34 @@ def _value(config: Any, flag: str) -> str:
     if _name(flag) not in vars(config):
         return ""
     return shown(vars(config)[_name(flag)])
+
+
+# --- in the terminal -------------------------------------------------------------------------------------------------
+
+#: The names of the columns.
+HEAD = ("flag", "not with", "why")
+
+
+def main(arguments: list[str]) -> None:
+    """``python -m megatron_lossy refusals``: print the table, or some of its sections."""
+    known = {section.name: section for section in sections() if section.rows}
+    parser = ArgumentParser(
+        prog="python -m megatron_lossy refusals",
+        description="List which flags do not go together, in the order in which they are checked. The ellipsis is a value.",
+    )
+    parser.add_argument("section", nargs="*", metavar="SECTION", help=", ".join(known))
+    chosen = parser.parse_args(arguments).section or list(known)
+    for name in chosen:
+        if name not in known:
+            raise refuse("SECTION", name, "must be one of " + ", ".join(known))
+    width = shutil.get_terminal_size((120, 24)).columns
+    print("\n\n".join(as_text(known[name], width) for name in chosen))
+
+
+def as_text(section: Section, width: int) -> str:
+    """Return ``section`` for a terminal: a paragraph for each row."""
+    rows = (
+        textwrap.fill(" | ".join(row.cells()), width, subsequent_indent="    ", break_on_hyphens=False)
+        for row in section.rows
+    )
+    return "\n".join([f"{section.about} ({section.name})", " | ".join(HEAD), *rows])
