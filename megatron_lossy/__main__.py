@@ -7,7 +7,7 @@ Under torchrun, mpirun or srun, for example
 ``python -m megatron_lossy doctor`` checks whether this machine is ready for that. ``python -m megatron_lossy refusals``
 lists the flags that do not go together. Without a checkout of this project, ``python -m megatron_lossy copy FOLDER``
 puts the configurations, the launchers' scripts and the patches into FOLDER. ``python -m megatron_lossy coordinator`` serves
-where islands agree who is there.
+the store in which islands agree on their members.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ USAGE = (
     "python -m megatron_lossy export FOLDER --hf OUT makes a model of transformers of a checkpoint of our trainer; "
     "python -m megatron_lossy refusals [SECTION] lists which flags do not go together; "
     "python -m megatron_lossy copy FOLDER puts configurations and the launchers' scripts there; "
-    "python -m megatron_lossy coordinator [--help] serves where islands agree who is there"
+    "python -m megatron_lossy coordinator [--help] serves the store in which islands agree on their members"
 )
 
 _COMMANDS = ("plan", "doctor", "export", "refusals", "copy", "coordinator")
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         if script in ("doctor", "export", "plan"):  # a script of that name is ./doctor
             sys.exit(lab_module(script, script).main(rest))
         if script == "refusals":
-            from .config.refusals.listing import main as refusals
+            from .config.refusal import main as refusals
 
             refusals(rest)
             return

@@ -186,16 +186,14 @@ def _add_distributed_args(original: Callable, parser: Any) -> Any:
 
 
 def _command_line_patches() -> list[Patch]:
-    from .base.ledger import Patch, Takes
+    from .base.ledger import Patch, Signature
 
     return [
         Patch(
             target="megatron.training.arguments:_add_distributed_args",
             around=_add_distributed_args,
             why="a script may put its command line together after it has imported megatron.training",
-            versions="all",
-            until="Megatron loads plugins",
-            takes=Takes(("parser",), others=()),
+            takes=Signature(("parser",), others=()),
         )
     ]
 
@@ -214,8 +212,6 @@ def _program_patches() -> list[Patch]:
             target=f"megatron.training{module}:pretrain",
             around=_pretrain,
             why="no launcher is around the script to report wrong input and to complete the records",
-            versions="all",
-            until="Megatron loads plugins",
         )
         for module in ("", ".training")  # scripts import it from either
     ]

@@ -33,8 +33,7 @@ from megatron_lossy.base.flags import as_text, flag_groups, flag_name
 from megatron_lossy.base.registry import MECHANISMS
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.loss_flags import presets, title
-from megatron_lossy.config.refusal import Section, sections
-from megatron_lossy.config.refusals.listing import HEAD
+from megatron_lossy.config.refusal import HEAD, Section, sections
 from megatron_lossy.lab.report import LossTable
 from megatron_lossy.lab.report.scalars import AXES
 from megatron_lossy.lab.studies.commands import recorded

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import KINDS, Exchange, Stream
-from megatron_lossy.base.registry import CHANNELS
 from megatron_lossy.channel import make_channel
 from megatron_lossy.channel.draws import Uniforms
 from megatron_lossy.channel.gilbert_elliott import GilbertElliott
@@ -250,13 +249,6 @@ def test_a_phase_without_a_matrix_is_never_late(tmp_path):
     config = LossyConfig(loss_model=(f"per-link:{path}", "bernoulli"))
     assert make_channel(config, "param").lag(0, 0, np.array([1]), 1) == (0.0, 0.0)
     assert make_channel(config, "grad").lag(0, 0, np.array([1]), 1)[0] == 0.1
-
-
-def test_the_highest_rate_of_bursts_is_told_by_a_rate_and_not_by_four_parameters():
-    bursts = LossyConfig(p_grad=0.2, loss_model=("gilbert-elliott",))
-    given = LossyConfig(loss_model=("gilbert-elliott:0.1,0.4,0.0,1.0",))
-    kind = CHANNELS.load("gilbert-elliott")
-    assert kind.highest_rate(bursts.phase("grad")) == 0.2 and kind.highest_rate(given.phase("grad")) is None
 
 
 def test_receivers_that_lose_together():

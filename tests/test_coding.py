@@ -129,9 +129,3 @@ def test_more_parity_fails_less_often(p, packets, bound):
     assert all(0 <= chance <= 1 for chance in chances)
     slack = 0.02 if int(bound * packets) else 1e-9  # the sum over few groups is not quite normal
     assert all(more <= less + slack for less, more in itertools.pairwise(chances))
-
-
-@pytest.mark.parametrize("flags", [{"block": 0}, {"bound": 1.0}, {"bound": -0.1}, {"budget": -0.5}, {"budget": np.inf}])
-def test_bad_codes(flags):
-    with pytest.raises(UsageError, match="must be (in|at least)"):
-        AdaptiveCode(**flags)

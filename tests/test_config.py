@@ -224,13 +224,12 @@ def test_every_question_to_a_section_has_an_answer_of_all_together():
     questions = {name for name, value in vars(Flags).items() if callable(value) and name[0] != "_"}
     assert questions <= vars(LossyConfig).keys()
     config = LossyConfig(grad_error="gaussian", grad_error_relative=1.0, p_act=0.1, loss_correlation="source")
-    assert config.taints() and not LossyConfig().taints()
     assert config.notes_beside() and config.notes() and "no losses are drawn" in config.idle()
 
 
 def answers(config):
     """Return all answers of ``config``, and its sentences about flags that do nothing."""
-    questions = ("exchanges", "changes", "acts", "draws", "notes", "notes_beside", "needs_whole_optimizers", "taints")
+    questions = ("exchanges", "changes", "acts", "draws", "notes", "notes_beside", "needs_whole_optimizers")
     return [getattr(config, name)() for name in (*questions, "check", "describe")]
 
 

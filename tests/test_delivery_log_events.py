@@ -62,7 +62,7 @@ def errors_of(config, ranks):
     """A function of a step that returns the events of each rank; the first bucket has no gradient now and then."""
     corruption = make_corruption(config)
     runs = [np.array([[0, size]]) for size in SIZES]
-    errors = {rank: Errors(corruption, rank, runs, 32, records=True) for rank in ranks}
+    errors = {rank: Errors(corruption, rank, runs, 32) for rank in ranks}
 
     def events(step):
         drawn = torch.Generator().manual_seed(step)

@@ -68,7 +68,6 @@ def _install_and_undo(rank):
         "kinds": kinds,
         "same": [target for target in targets if during[target] is before[target]],
         "unrestored": [target for target in targets if after[target] is not before[target]],
-        "unexplained": [patch.target for patch in patches if not (patch.why and patch.versions and patch.until)],
     }
 
 
@@ -78,7 +77,6 @@ def test_patches_come_only_with_prepare_and_go_without_a_trace():
     assert result["kinds"] == ["cpu", "cpu", "gloo", "cpu"]
     assert result["same"] in ([], ["megatron.core.transformer.moe.moe_utils:te_general_gemm"])  # None for none
     assert not result["unrestored"]
-    assert not result["unexplained"]
 
 
 @pytest.mark.programs

@@ -14,7 +14,7 @@ from megatron_lossy.base.flags import add_flags, from_namespace
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.loss_flags import with_preset
-from megatron_lossy.config.refusal import Refused, check_refusals
+from megatron_lossy.config.refusal import RefusalError, check_refusals
 from megatron_lossy.lab.studies.design import Design
 from megatron_lossy.lab.studies.folder import RECORD
 from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments
@@ -109,7 +109,7 @@ def test_combinations_of_flags_of_pages_are_not_refused(page):
     for words in combinations(page):
         try:
             check_refusals(_taken(words), Facts(workers=8, virtual=False, train_iters=10**4))
-        except Refused:
+        except RefusalError:
             if page.name == "README.md":
                 raise
             check_refusals(_taken(words), Facts(virtual=True, train_iters=10**4))

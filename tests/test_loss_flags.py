@@ -10,7 +10,7 @@ import yaml
 
 from megatron_lossy import plugin
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.base.flags import GONE, flag_groups, flag_name
+from megatron_lossy.base.flags import flag_groups, flag_name
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.loss_flags import (
@@ -26,7 +26,7 @@ from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.lab.launch.plan import make_plan
 from megatron_lossy.lab.studies import commands
 from megatron_lossy.lab.train.__main__ import main as train
-from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments, setting_arguments
+from megatron_lossy.lab.train.arguments import configurations, make_parser, read_arguments
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.lab.train.facts import of_trainer
 from tests.programs import run_program
@@ -82,15 +82,6 @@ def test_help_all_has_every_flag(capsys):
     assert not ended.value.code
     trained = {flag_name(TrainConfig, f.name) for f in dataclasses.fields(TrainConfig)}
     assert flags_in(capsys.readouterr().out) == trained | set(ALL.values())
-
-
-@pytest.mark.parametrize("name", GONE)
-def test_what_became_of_a_flag_is_said(name):
-    assert f"--{name}" not in ALL.values()
-    with pytest.raises(UsageError, match=f"^unrecognized arguments: --{name} 1; it is gone: {re.escape(GONE[name])}$"):
-        make_parser("test", "").parse_args([f"--{name}", "1"])
-    with pytest.raises(UsageError, match=f"^unknown key {name}; it is gone: "):
-        setting_arguments({name: 1})
 
 
 def test_what_help_hides_is_accepted_and_proposed():

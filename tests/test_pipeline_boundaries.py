@@ -459,7 +459,6 @@ def test_the_hooks_go():
     before = [schedules.forward_backward_pipelining_without_interleaving, schedules.forward_backward_no_pipelining]
     lossy = hooks.install(BOTH)
     assert schedules.forward_backward_pipelining_without_interleaving is not before[0]
-    assert "_batched_p2p_ops" in lossy.ledger.report()
     lossy.uninstall()
     after = [schedules.forward_backward_pipelining_without_interleaving, schedules.forward_backward_no_pipelining]
     assert before == after

@@ -85,7 +85,7 @@ def test_a_broken_promise_is_said_and_gives_zeros(event, caplog, monkeypatch):
     with caplog.at_level(logging.WARNING):
         run.iteration(1, event)
     [record] = caplog.records
-    assert "step 1 was not used, which nobody had announced" in record.message
+    assert "step 1 was not used, against expectation" in record.message
     run.last[:] = 0
     run.iteration(2, "exchanged")
 

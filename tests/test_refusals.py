@@ -13,7 +13,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.registry import MECHANISMS, REFUSALS
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
-from megatron_lossy.config.refusal import Refused, Section, check_refusals, sections
+from megatron_lossy.config.refusal import RefusalError, Section, check_refusals, sections
 from megatron_lossy.hooks.facts import of_arguments, of_model
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.lab.train.facts import of_trainer
@@ -35,7 +35,7 @@ def refused(flags, facts):
     """The error of ``flags`` in a run with ``facts``; ``None`` if there is none."""
     try:
         check_refusals(LossyConfig(**flags), Facts(**facts))
-    except Refused as error:
+    except RefusalError as error:
         return error
     return None
 

@@ -102,9 +102,9 @@ class Collector:
 
     def note(self, error: UsageError) -> None:
         """Add ``error``, or all errors that it contains."""
-        known = {str(one) for one in self.found}
+        known = {str(earlier) for earlier in self.found}
         more = error.found if isinstance(error, Problems) else [error]
-        self.found += [one for one in more if str(one) not in known]
+        self.found += [new for new in more if str(new) not in known]
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -174,6 +174,11 @@ def cannot(flag: str, path: str | os.PathLike[str], verb: str, error: OSError) -
     if error.errno in MACHINE_ERRORS:
         return OSError(error.errno, error.strerror, os.fspath(path))
     return refuse(flag, path, f"cannot be {verb}: {error.strerror or error}")
+
+
+def host_port(host: str, port: int) -> str:
+    """Return HOST:PORT, with an address of IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_unread(error: BaseException) -> bool:
@@ -273,9 +278,9 @@ def a_rank_of_this_node_ended() -> bool:
     import psutil  # type: ignore[import-untyped]
 
     with contextlib.suppress(psutil.Error):
-        ranks = [one for one in psutil.Process(os.getppid()).children() if one.status() != psutil.STATUS_ZOMBIE]
+        ranks = [rank for rank in psutil.Process(os.getppid()).children() if rank.status() != psutil.STATUS_ZOMBIE]
         return len(ranks) < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return True  # it is gone itself
+    return True  # torchrun itself has ended
 
 
 def _first_of_node() -> bool:

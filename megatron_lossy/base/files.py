@@ -16,6 +16,9 @@ from pathlib import Path
 
 from .errors import cannot, machine_error, refuse
 
+#: The least bytes of a secret: as many as an AES-128 key has.
+_KEY_BYTES = 16
+
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write ``text`` to ``path`` as UTF-8, over an older file. Once this returns, it is on disk."""
@@ -67,6 +70,20 @@ def writing(flag: str, path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise cannot(flag, path, "written", error) from None
+
+
+def read_key(path: str, flag: str, advice: str = "") -> bytes:
+    """Return the secret in the file ``path``, which ``flag`` names. ``advice``: against one that is too short.
+
+    Raise :class:`UsageError` if the file cannot be read or is too short.
+    """
+    try:
+        key = Path(path).read_bytes()
+    except OSError as error:
+        raise cannot(flag, path, "read", error) from None
+    if len(key) < _KEY_BYTES:
+        raise refuse(flag, path, f"has {len(key)} bytes, and a secret needs {_KEY_BYTES} at least{advice}")
+    return key
 
 
 def check_folder(flag: str, folder: str | os.PathLike[str] | None) -> None:

@@ -15,37 +15,6 @@ from .errors import UsageError, refuse
 
 Config = TypeVar("Config")
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
-#: Flags of earlier versions, and what became of each.
-GONE = {
-    "act-fec-high": "give --act-fec B,C,SHARE B,C,SHARE DEPTH",
-    "act-fec-low": "give --act-fec B,C,SHARE B,C,SHARE DEPTH",
-    "act-high-depth": "give --act-fec B,C,SHARE B,C,SHARE DEPTH",
-    "act-packet-bytes": "give --packet-bytes",
-    "act-retransmit": "give --act-fec off",
-    "act-transport": "messages between stages cross as Megatron sends them",
-    "allow-divergence": "give a --param-sync-interval of more updates than the run has",
-    "delivery-log-chunk": "a file has 1000 iterations at most, and ends at each checkpoint",
-    "ema-coefficient": "give --delay-correction ema:FIRST,LAST,N",
-    "grad-error-bits": "give --grad-error bit-flip:K,LOW,HIGH",
-    "grad-error-flips": "give --grad-error bit-flip:K",
-    "grad-error-std": "give --grad-error gaussian:STD",
-    "hostfile": "start launch/torchrun.sh on every node",
-    "island-poll": "islands ask once a second",
-    "keep-checkpoints": "give --save-retain",
-    "mixing-gain": "give --delay-correction mixing:A or smith:A",
-    "param-priority": "parameters have no priority any more",
-    "param-sync-bounds": "intervals stay within 1 and 1000",
-    "param-sync-source": "give --param-sync-state params:first or all:first",
-    "save-failures": "the first failed save ends a run",
-    "udp-cipher": "give --udp-key-file none",
-    "udp-eager-bytes": "it follows --udp-memory",
-    "udp-copies": "give --packet-copies",
-    "udp-flows": "give --udp-rate shared:K",
-    "udp-rate-control": "give --udp-rate RULE RATE",
-    "udp-reorder": "overtaken datagrams have an eighth of a round trip",
-    "udp-threads": "a process has one socket and one thread",
-    "weight-stashing": "weights are always kept for the backward pass",
-}
 _FIRST_CLAUSE = re.compile(r"(?:[\w-]+(?:, [\w-]+)*: )?[^;:]*?(?=[;:]| \([a-z]|$)")
 
 
@@ -108,7 +77,7 @@ def differences(cls: type, saved: Mapping[str, Any], here: Mapping[str, Any]) ->
 
 
 def _plain(value: Any) -> Any:
-    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def of_flags(cls: type[Config], settings: Mapping[str, Any]) -> Config:
@@ -194,11 +163,7 @@ def flag_groups(cls: Any) -> dict[str, list[dataclasses.Field[Any]]]:
 
 
 def did_you_mean(words: Iterable[str], known: Iterable[str]) -> str:
-    """Return a hint about unknown ``words``: what became of one, or the nearest known names; empty if none is near."""
-    words = list(words)
-    for word in words:
-        if (became := GONE.get(word.partition("=")[0].lstrip("-").replace("_", "-"))) is not None:
-            return f"; it is gone: {became}"
+    """Return a hint about unknown ``words``: the nearest known names; empty if none is near."""
     names = {name.lstrip("-"): name for name in known}
     close = [difflib.get_close_matches(word.partition("=")[0].lstrip("-"), names, n=1) for word in words]
     found = list(dict.fromkeys(names[near[0]] for near in close if near))
@@ -216,7 +181,7 @@ def _with_hint(parser: argparse.ArgumentParser, refuse_as: Callable[[str], Any],
 
 
 def hint_at_flags(parser: argparse.ArgumentParser) -> None:
-    """Make ``parser`` propose known flags for unknown ones, or explain what became of them."""
+    """Make ``parser`` propose known flags for unknown ones."""
     if "error" not in vars(parser):
         parser.error = functools.partial(_with_hint, parser, parser.error)  # type: ignore[method-assign]
 
@@ -252,13 +217,9 @@ def add_flags(
             except argparse.ArgumentError:
                 action: Any = parser._option_string_actions[name]
                 other = action.container.title
-                raise UsageError(f"{name}: {_owner(cls, f.name)} has it, and so has the group {other!r}") from None
+                owner = next(c for c in reversed(cls.__mro__) if f.name in getattr(c, "__dataclass_fields__", ()))
+                raise UsageError(f"{name}: {full_name(owner)} has it, and so has the group {other!r}") from None
     return parser
-
-
-def _owner(cls: type, name: str) -> str:
-    """Return the class that brings the field ``name`` of ``cls``, with its module."""
-    return full_name(next(one for one in reversed(cls.__mro__) if name in getattr(one, "__dataclass_fields__", ())))
 
 
 def full_name(cls: type) -> str:

@@ -1,8 +1,7 @@
 """The ledger of all changes in other packages' modules.
 
-One :class:`Patch` per changed attribute names the target, the reason, the versions of megatron-core, and when the patch
-can go. Installing checks that all targets exist and take the parameters that replacements rely on; it applies all
-patches or none. Uninstalling refuses to remove another package's later patch.
+One :class:`Patch` per changed attribute names the target and the reason. Installing checks that all targets exist and
+take the parameters that replacements rely on; it applies all patches or none. Uninstalling refuses to remove another package's later patch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import UsageError
 
@@ -22,7 +21,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 @dataclass(frozen=True)
-class Takes:
+class Signature:
     """The parameters that a replacement relies on.
 
     ``first``: the leading positional ones by name, with ``|`` between the names that versions give to the same one;
@@ -40,9 +39,10 @@ class Takes:
 
     def fits(self, function: Callable) -> bool:
         """Return whether ``function`` takes these parameters. Wrappers with any parameters fit."""
-        parameters = _parameters(function)
-        if parameters is None:
+        signature = _signature(function)
+        if signature is None:
             return False
+        parameters = signature.parameters.values()
         kinds = {parameter.kind for parameter in parameters}
         if inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD in kinds:
             return True
@@ -56,26 +56,11 @@ class Takes:
         return rest.issuperset(self.named) and (self.others is None or rest <= set(self.named) | set(self.others))
 
 
-def _parameters(function: Callable) -> list[inspect.Parameter] | None:
+def _signature(function: Any) -> inspect.Signature | None:
     try:
-        return list(inspect.signature(function).parameters.values())
+        return inspect.signature(function)
     except (TypeError, ValueError):
         return None
-
-
-def signature_of(function: Any) -> str:
-    """Return the parameters of ``function`` by name, or "unknown"."""
-    parameters = _parameters(function) if callable(function) else None
-    if parameters is None:
-        return "unknown"
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    optional = inspect.Parameter.empty
-    return "({})".format(
-        ", ".join(
-            stars.get(parameter.kind, "") + parameter.name + ("" if parameter.default is optional else "=")
-            for parameter in parameters
-        )
-    )
 
 
 _MISSING = object()
@@ -88,21 +73,18 @@ class Patch:
     ``target`` is ``module:attribute.path``. Exactly one of three arguments gives its new value. ``around`` is a plain
     function that is called in its place with the original (``None`` if absent and ``create``) before the arguments.
     ``value`` is a function without arguments that returns the new value. ``make`` is a function that makes the new
-    value from the original. ``why``: the reason; ``versions``: the versions that need it; ``until``: when it can go.
-    ``takes``: the parts of the original's signature that it relies on. ``optional`` skips a target that this version
-    does not have.
+    value from the original. ``why``: the reason. ``takes``: the parts of the original's signature that it relies on.
+    ``optional`` skips a target that this version does not have.
     """
 
     target: str
     why: str
-    versions: str
-    until: str
     around: Callable[..., Any] | None = None
     value: Callable[[], Any] | None = None
     make: Callable[[Any], Any] | None = None
     optional: bool = False
     create: bool = False
-    takes: Takes | None = None
+    takes: Signature | None = None
 
     def __post_init__(self) -> None:
         assert sum(kind is not None for kind in (self.around, self.value, self.make)) == 1, self.target
@@ -127,25 +109,12 @@ def _method(function: Callable[..., Any]) -> Any:
     return lambda *args, **kwargs: function(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class Check:
-    """The fit of a patch to this Megatron.
-
-    ``signature``: of the target, if it is there and the patch relies on one. ``problem``: one line that names target,
-    version and signature; empty if the patch can go in, or is not needed with this version.
-    """
+class Check(NamedTuple):
+    """The fit of a patch: whether its ``target`` was found, and one line about a ``problem``, empty if there is none."""
 
     target: str
     found: bool
-    signature: str
-    why: str
-    versions: str
     problem: str
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing speaks against the patch."""
-        return not self.problem
 
 
 class Ledger:
@@ -169,10 +138,10 @@ class Ledger:
             raise RuntimeError(f"{self.name} patches are already installed")
         resolved = []
         for patch in patches:
-            checked = check(patch)
-            if not checked.ok:
-                raise UsageError(checked.problem)
-            if checked.found or patch.create:
+            _, found, problem = check(patch)
+            if problem:
+                raise UsageError(problem)
+            if found or patch.create:
                 resolved.append((patch, *_resolve(patch)))
         try:
             for patch, owner, attribute, original in resolved:
@@ -190,7 +159,7 @@ class Ledger:
         """
         ours = [new for *_, new in self._installed]
         for patch, owner, attribute, *_ in self._installed:
-            if not any(_get(owner, attribute) is one for one in ours):
+            if not any(_get(owner, attribute) is new for new in ours):
                 raise RuntimeError(
                     f"cannot remove the patch of {patch.target}: something else replaced it after us; remove that first"
                 )
@@ -206,13 +175,6 @@ class Ledger:
             else:
                 setattr(owner, attribute, original)
         self._installed.clear()
-
-    def report(self) -> str:
-        """Return the installed patches with their reasons, one line each."""
-        lines = [f"{self.name}: {len(self._installed)} attributes replaced"]
-        for patch, *_ in self._installed:
-            lines.append(f"  {patch.target}  ({patch.versions}; until {patch.until}): {patch.why}")
-        return "\n".join(lines)
 
 
 @contextlib.contextmanager
@@ -235,25 +197,20 @@ def _get(owner: Any, attribute: str) -> Any:
 
 def check(patch: Patch) -> Check:
     """Return the fit of ``patch``, without applying it. Imports the module of its target."""
-    problem, found, signature = "", True, ""
+    found, problem = True, ""
     try:
         owner, attribute, original = _resolve(patch)
     except (ImportError, AttributeError) as error:
-        found = False
-        if not patch.optional:
-            problem = f"{error}"
+        found, problem = False, "" if patch.optional else str(error)
     else:
         found = original is not _MISSING
         if not found and not patch.create and not patch.optional:
             problem = "no such attribute"
-        if found and patch.takes is not None:
-            function = getattr(owner, attribute)
-            signature = signature_of(function)
-            if not patch.takes.fits(function):
-                problem = f"it takes {signature}, not {patch.takes}"
+        if found and patch.takes is not None and not patch.takes.fits(getattr(owner, attribute)):
+            problem = f"it takes {_signature(getattr(owner, attribute)) or 'unknown parameters'}, not {patch.takes}"
     if problem:
         problem = f"cannot patch {patch.target} of {_megatron()}: {problem} (patched because: {patch.why})"
-    return Check(patch.target, found, signature, patch.why, patch.versions, problem)
+    return Check(patch.target, found, problem)
 
 
 def _megatron() -> str:

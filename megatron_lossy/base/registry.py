@@ -96,8 +96,8 @@ class Mechanisms(Registry):
 
     def attach(self, run: Any) -> None:
         """Attach all mechanisms to ``run``; none if its flags are inert."""
-        for one in () if run.config.inert else self.all():
-            one.attach(run)
+        for mechanism in () if run.config.inert else self.all():
+            mechanism.attach(run)
 
     def drop(self, mechanism: Any, why: str) -> None:
         """Leave ``mechanism`` out from now on, and postpone a :class:`UsageError` that says ``why``."""
@@ -109,7 +109,7 @@ class Mechanisms(Registry):
         section = getattr(loaded, "Flags", None)
         if not (isinstance(section, type) and issubclass(section, Flags)):
             raise AttributeError("its attribute Flags must be a subclass of megatron_lossy.base.section.Flags")
-        unset = [one.name for one in dataclasses.fields(section) if one.default is dataclasses.MISSING]
+        unset = [own.name for own in dataclasses.fields(section) if own.default is dataclasses.MISSING]
         if unset:
             raise AttributeError(f"{unset[0]} of its attribute Flags must have a default")
 

@@ -66,7 +66,3 @@ class Flags:
     def needs_whole_optimizers(self) -> bool:
         """Return whether the flags need full replicas: each rank with all of the optimizer."""
         return False
-
-    def taints(self) -> bool:
-        """Return whether a run with these flags is no baseline, even if nothing is lost and nothing is late."""
-        return False

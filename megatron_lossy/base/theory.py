@@ -69,8 +69,6 @@ def lead(share: float, mean_age: float) -> Lead:
     Only these two are needed, and receivers can count them. r is cut off to [0, 0.95]: bursts of more than about 20
     updates are then undone in part, and losses that avoid each other a little more than undone.
     """
-    if not 0 <= share < 1 or not mean_age >= share:
-        raise ValueError(f"share = {share}, mean_age = {mean_age}: needs 0 <= share < 1 and mean_age >= share")
     if not share:
         return Lead()
     c = share / (1 - share)
@@ -91,8 +89,6 @@ def stability_bound(overlap: int) -> float:
     q a + (pi + a)/2 = pi, so a = pi / (2q + 1) (Levin and May, 1976). The proof of the paper's theorem 4 takes the
     noise since the exchange began as independent of the deviation at that time, and so finds every gain below 2 stable.
     """
-    if overlap < 0:
-        raise ValueError(f"overlap = {overlap}: must be at least 0")
     return 2 * math.sin(math.pi / (2 * (2 * overlap + 1)))
 
 
@@ -102,8 +98,6 @@ def critical_gain(overlap: int) -> float:
 
     z^(q+1) - z^q + g = 0 has its double real root at z = q / (q + 1), and this is g at that root.
     """
-    if overlap < 0:
-        raise ValueError(f"overlap = {overlap}: must be at least 0")
     return overlap**overlap / (overlap + 1) ** (overlap + 1)
 
 
@@ -117,7 +111,6 @@ def stability_bound_drawn(fraction: float, delay: int) -> float:
     which cos(ak) and sin(ak) solve. Noise dies out if it begets less than itself: tan(a/2) tan(pi/4 + c/2) < f/(1-f).
     With f = 1 this is the bound of fixed gaps; without delay it is 2.
     """
-    _check_drawn(fraction, delay)
     low, high = 0.0, math.pi / (2 * delay + 1)  # c is pi/2 at ``high``; beyond it the mean diverges
     for _ in range(60):
         a = (low + high) / 2
@@ -128,13 +121,7 @@ def stability_bound_drawn(fraction: float, delay: int) -> float:
 
 def critical_gain_drawn(fraction: float, delay: int) -> float:
     """Return :func:`critical_gain` of the mean with ``bernoulli``, at most 1. ``delay``: as for its stability bound."""
-    _check_drawn(fraction, delay)
     return min(1.0, critical_gain(delay) / fraction)
-
-
-def _check_drawn(fraction: float, delay: int) -> None:
-    if not 0 < fraction <= 1 or delay < 0:
-        raise ValueError(f"fraction = {fraction}, delay = {delay}: must be in (0, 1], and at least 0")
 
 
 def bytes_sent(elements: int, islands: int, itemsize: float = 4, receivers: int | None = None) -> float:

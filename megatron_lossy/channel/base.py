@@ -73,11 +73,6 @@ class Channel(ABC):
         return schedule or f"{100 * flags.get(RATES[phase], 0.0):g} %"
 
     @classmethod
-    def highest_rate(cls, loss: PhaseLoss) -> float | None:
-        """Return the highest mean loss rate of a step; ``None`` if the flags do not determine it."""
-        return max(loss.schedule.rates) if cls.redrawable else None
-
-    @classmethod
     def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float] | None:
         """Return drift in the steady state at the rate of ``step``: to the owner, and between two receivers.
 
@@ -121,7 +116,7 @@ class Channel(ABC):
 _BETWEEN_PASSES = 0x9E3779B97F4A7C15
 
 
-class Repeated(Channel):
+class Repetition(Channel):
     """Sends each unit of a message several times: it is lost if all ``passes``, channels of their own, lose it."""
 
     name = "repeated"
@@ -134,7 +129,7 @@ class Repeated(Channel):
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> np.ndarray:
-        found = [one.delivered_links(exchange, sources, destinations, units) for one in self._passes]
+        found = [channel.delivered_links(exchange, sources, destinations, units) for channel in self._passes]
         return np.logical_or.reduce(found)
 
     def steps(self, phase: str, stream: Stream) -> int | None:
@@ -150,5 +145,5 @@ def make_channel(config: LossyConfig, phase: str) -> Channel:
     kind, copies = CHANNELS.load(loss.model), config.copies(phase)
     if copies == 1 or not kind.redrawable:  # the record is of the final arrivals
         return kind(loss, config.loss_seed, together)
-    seeds = [(config.loss_seed + one * _BETWEEN_PASSES) % 2**64 for one in range(copies)]
-    return Repeated([kind(loss, seed, together) for seed in seeds])
+    seeds = [(config.loss_seed + number * _BETWEEN_PASSES) % 2**64 for number in range(copies)]
+    return Repetition([kind(loss, seed, together) for seed in seeds])

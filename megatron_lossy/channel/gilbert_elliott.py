@@ -81,10 +81,6 @@ class GilbertElliott(DrawnChannel):
         return super().label(flags, phase)
 
     @classmethod
-    def highest_rate(cls, loss: PhaseLoss) -> float | None:
-        return None if loss.transitions is not None else super().highest_rate(loss)
-
-    @classmethod
     def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float] | None:
         return _drift(cls(loss, seed=0).parameters(step), units)
 

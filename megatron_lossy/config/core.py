@@ -113,7 +113,7 @@ class CoreFlags(Flags):
     p_param: float = flag(0.0, "mean loss rate of parameter all-gathers, in [0, 1)", metavar="P", basic=True)
     loss_model: tuple[str, ...] = flag(
         ("bernoulli",),
-        "who loses what, bernoulli, gilbert-elliott, per-link or trace; gilbert-elliott:B: bursts of B units on average (4 without "
+        "model of losses, bernoulli, gilbert-elliott, per-link or trace; gilbert-elliott:B: bursts of B units on average (4 without "
         "B), everything lost in the bad state and nothing in the good one; gilbert-elliott:PGB,PBG,LG,LB: P(good to bad), P(bad "
         "to good), loss when good, loss when bad, in the place of a rate; per-link:FILE: a rate per link, from an N x N matrix, "
         "row = source, column = destination (.npy, or text with blanks or commas); one value for both phases, or two: gradients, "

@@ -105,14 +105,11 @@ class ErrorFlags(Flags):
         ranks = self.grad_error_ranks
         if ranks is not None and (not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks)):
             raise refuse("--grad-error-ranks", as_text(ranks), "must be different ranks, from 0 on")
-        self._refuse_errors_of_others()
-        GRAD_ERRORS.load(self.error_kind).check(self)
-
-    def _refuse_errors_of_others(self) -> None:
         for name in ("grad_error_rate", "grad_error_at", "grad_error_ranks") if self.error_kind == "none" else ():
             refuse_unused(self, name, "needs --grad-error gaussian or bit-flip, not none")
         for name in ("grad_error_relative", "grad_error_burst") if self.error_kind != "gaussian" else ():
             refuse_unused(self, name, f"needs --grad-error gaussian, not {self.error_kind}")
+        GRAD_ERRORS.load(self.error_kind).check(self)
 
     @property
     def errs_apart(self) -> bool:
@@ -123,9 +120,6 @@ class ErrorFlags(Flags):
         return self.errs_apart
 
     def acts(self) -> bool:
-        return self.errs
-
-    def taints(self) -> bool:
         return self.errs
 
     def notes_beside(self) -> list[str]:

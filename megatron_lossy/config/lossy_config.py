@@ -156,9 +156,6 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     def needs_whole_optimizers(self) -> bool:
         return any(self._answers(Flags.needs_whole_optimizers))
 
-    def taints(self) -> bool:
-        return any(self._answers(Flags.taints))
-
     def notes(self) -> list[str]:
         return [note for notes in self._answers(Flags.notes) for note in notes]
 

@@ -8,11 +8,13 @@ come first, in the order of :data:`megatron_lossy.base.registry.REFUSALS`, then 
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..base.errors import UsageError, origin_of
+from ..base.errors import ArgumentParser, UsageError, origin_of, refuse
 from ..base.flags import shown
 from ..base.registry import MECHANISMS, REFUSALS
 from .facts import Facts
@@ -39,14 +41,14 @@ class Refusal:
     why: str
     when: Condition
 
-    def error(self, config: Any, facts: Facts, found: object) -> Refused | None:
+    def error(self, config: Any, facts: Facts, found: object) -> RefusalError | None:
         """Return the error for ``config`` in a run with ``facts``, of which :attr:`when` returned ``found``."""
         flag = self._given(config)
         if flag is None:
             return None
         values = {"config": config, "facts": facts, **(found if isinstance(found, Mapping) else {})}
         value = _value(config, flag) if self.value is None else self.value.format(**values)
-        return Refused(self, f"{flag} {value}".rstrip() + f": {self.why.format(**values)}")
+        return RefusalError(self, f"{flag} {value}".rstrip() + f": {self.why.format(**values)}")
 
     def cells(self) -> tuple[str, str, str]:
         """Return the row of a table: flags, the setting that excludes them, and why; an ellipsis for each value."""
@@ -59,7 +61,7 @@ class Refusal:
         return next((flag for flag in self.flags if vars(config)[_name(flag)] != fields[_name(flag)].default), None)
 
 
-class Refused(UsageError):
+class RefusalError(UsageError):
     """The error of a row of the table. ``refusal`` is that row."""
 
     def __init__(self, refusal: Refusal, text: str) -> None:
@@ -92,14 +94,18 @@ def sections(ours: bool = False) -> list[Section]:
 
 
 def check_refusals(config: Any, facts: Facts = _NOTHING_KNOWN) -> None:
-    """Raise the :class:`Refused` of the first row that applies to the loss flags ``config`` in a run with ``facts``.
+    """Raise the :class:`RefusalError` of the first row that applies to the loss flags ``config`` in a run with ``facts``.
 
     Rows about typed values come before those about values of files, presets and defaults. Rows of mechanisms that the
     flags do not ask for (:attr:`.Flags.triggers`) cannot apply.
     """
     first = None
     known = {name for name, value in vars(facts).items() if value is not None}
-    asked = [one for one in MECHANISMS.all() if one.Flags in config.used or known & {*one.Flags.trigger_facts}]
+    asked = [
+        mechanism
+        for mechanism in MECHANISMS.all()
+        if mechanism.Flags in config.used or known & {*mechanism.Flags.trigger_facts}
+    ]
     for section in (*REFUSALS.all(), *(mechanism.refusals() for mechanism in asked)):
         for row in section.rows:
             found = row.when(config, facts)
@@ -119,3 +125,34 @@ def _value(config: Any, flag: str) -> str:
     if _name(flag) not in vars(config):
         return ""
     return shown(vars(config)[_name(flag)])
+
+
+# --- in the terminal -------------------------------------------------------------------------------------------------
+
+#: The names of the columns.
+HEAD = ("flag", "not with", "why")
+
+
+def main(arguments: list[str]) -> None:
+    """``python -m megatron_lossy refusals``: print the table, or some of its sections."""
+    known = {section.name: section for section in sections() if section.rows}
+    parser = ArgumentParser(
+        prog="python -m megatron_lossy refusals",
+        description="List which flags do not go together, in the order in which they are checked. The ellipsis is a value.",
+    )
+    parser.add_argument("section", nargs="*", metavar="SECTION", help=", ".join(known))
+    chosen = parser.parse_args(arguments).section or list(known)
+    for name in chosen:
+        if name not in known:
+            raise refuse("SECTION", name, "must be one of " + ", ".join(known))
+    width = shutil.get_terminal_size((120, 24)).columns
+    print("\n\n".join(as_text(known[name], width) for name in chosen))
+
+
+def as_text(section: Section, width: int) -> str:
+    """Return ``section`` for a terminal: a paragraph for each row."""
+    rows = (
+        textwrap.fill(" | ".join(row.cells()), width, subsequent_indent="    ", break_on_hyphens=False)
+        for row in section.rows
+    )
+    return "\n".join([f"{section.about} ({section.name})", " | ".join(HEAD), *rows])

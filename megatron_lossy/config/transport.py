@@ -140,16 +140,18 @@ class TransportFlags(Flags):
         if self.transport != "udp" and self.packet_bytes == "auto":
             why = "needs --transport udp; with others, as in a replay of its log, give the number"
             raise refuse("--packet-bytes", "auto", why)
+        used = {self.transport, "stream" if self.streams() else self.transport}
         for own in fields(TransportFlags):
-            given = getattr(self, own.name) != own.default
-            used = {self.transport, "stream" if self.streams() else self.transport}
-            if given and not used & {*(needed := _transports_of(own.name))}:
+            needed = _transports_of(own.name)
+            if used.isdisjoint(needed):
                 refuse_unused(self, own.name, f"needs --transport {' or '.join(needed)}")
-        if self.observed or self.streams():
+        if not used.isdisjoint(OBSERVED):
             self._check_network()
-        if self.transport == "udp":
-            self._check_datagrams()
-        if self.transport == "stream" or self.streams():
+        if "udp" in used:
+            if self.udp_rate_rule[0] == "fixed" and self.udp_bytes_per_second is None:
+                raise refuse("--udp-rate", "fixed", "needs a rate, such as fixed 300mbit")
+            _ = self.udp_bytes_per_second, self.udp_fec_code, self.udp_fec_budget
+        if "stream" in used:
             self._check_streams()
 
     def _check_network(self: Any) -> None:
@@ -162,11 +164,6 @@ class TransportFlags(Flags):
             raise refuse("--udp-memory", self.udp_memory, "must be at least 2^16")
         if not 1 <= self.udp_peer_timeout < math.inf:
             raise refuse("--udp-peer-timeout", self.udp_peer_timeout, "must be seconds of at least 1")
-
-    def _check_datagrams(self: Any) -> None:
-        if self.udp_rate_rule[0] == "fixed" and self.udp_bytes_per_second is None:
-            raise refuse("--udp-rate", "fixed", "needs a rate, such as fixed 300mbit")
-        _ = self.udp_bytes_per_second, self.udp_fec_code, self.udp_fec_budget
 
     def _check_streams(self: Any) -> None:
         if not 0.5 <= self.deadline_share <= 1:  # NaN fails too
@@ -249,10 +246,6 @@ class TransportFlags(Flags):
             text = " ".join(map(str, self.udp_fec))
             raise refuse("--udp-fec", text, "must be auto and at most one number, percent in [0, 100]") from None
         return percent
-
-    def udp_least_memory(self: Any, size: int) -> int:
-        """Return the least ``--udp-memory`` for a group of ``size`` ranks: windows of a packet both ways for each."""
-        return UDP_WINDOWS * 2 * size * self.packet_range[1]
 
     @property
     def packet_range(self: Any) -> tuple[int, int]:

@@ -299,7 +299,7 @@ class DeliveryLogFolder:
         result: dict[tuple[str, int], list[int]] = {}
         for rank, streams in self.streams.items():
             for name, phases in streams.items():
-                for destination in {one for cut in phases.values() for one in cut.receivers}:
+                for destination in {rank for cut in phases.values() for rank in cut.receivers}:
                     result.setdefault((name, destination), []).append(rank)
         return result
 

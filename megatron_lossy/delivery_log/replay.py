@@ -21,7 +21,7 @@ from .reader import BadLog, DeliveryLogFolder, Links, LogFile
 from .schema import check_pyarrow, digests, pack
 
 
-class Redrawn:
+class Redraws:
     """Fills in the losses of rows without bitmaps."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Redrawn:
         return wrong
 
 
-class Recorded(Channel):
+class Recording(Channel):
     """Loses exactly the units that a recorded run lost, whatever the seed.
 
     An exchange that the recorded run did not make (gradients that Megatron all-reduced, an update that an overflow
@@ -80,7 +80,7 @@ class Recorded(Channel):
         super().__init__(config.phase("grad"), config.loss_seed)
         check_pyarrow("--trace", path)
         self.path = path
-        self._redrawn = Redrawn()
+        self._redrawn = Redraws()
         self._steps: dict[Stream, int] = {}
         self._names: dict[Stream, Stream] = {}
         self._kept: OrderedDict[tuple[LogFile, Exchange], tuple[Links, np.ndarray] | None] = OrderedDict()
@@ -134,7 +134,7 @@ class Recorded(Channel):
     def _other_replay(self, phase: str) -> str:
         """Return advice on replaying a run that lost only in exchanges of a mechanism, and nothing in ``phase``."""
         exchanges = self._config.exchanges()
-        others = [one.name for one in MECHANISMS.all() if set(one.phases) & set(exchanges)]
+        others = [mechanism.name for mechanism in MECHANISMS.all() if set(mechanism.phases) & set(exchanges)]
         if not others or not self._config.phase(phase).lossless:
             return ""
         models = " ".join("bernoulli" if name in PHASES else "trace" for name in exchanges)

@@ -1,16 +1,18 @@
-"""Megatron's buckets: their streams, the places of parameters in them, and the errors that hit their gradients."""
+"""Megatron's buckets: their streams, the places of parameters in them, their main weights (the optimizer's, in float32,
+whose copies in the buffers that are sent may have 16 bits), and the errors that hit their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from ..base.errors import UsageError
 from ..base.exchange import BucketUnits, Stream
-from ..channel.corruption import Corruption, Errors, check_bits
+from ..channel.corruption import Corruption, Errors
 from ..transport.peers import RankPeers
 from .versions import dense_buffers, expert_rank, full_group, model_chunk, pipeline_stage, tensor_group
 
@@ -42,17 +44,13 @@ def bucket_sizes(streams: Sequence[tuple[Stream, Sequence[tuple[Any, Any]]]]) ->
     """Return size and dtypes of every bucket in words, by its name. ``streams``: each with (buffer, bucket) pairs."""
     return {
         f"bucket {number} of {stream.name}": (
-            f"{bucket.grad_data.numel()} elements ({bucket.grad_data.dtype}, {_param_dtype(bucket)})"
+            # Without the distributed optimizer parameters are in no buffer.
+            f"{bucket.grad_data.numel()} elements ({bucket.grad_data.dtype}, "
+            f"{(bucket.params_list[0] if bucket.param_data is None else bucket.param_data).dtype})"
         )
         for stream, pairs in streams
         for number, (_, bucket) in enumerate(pairs)
     }
-
-
-def _param_dtype(bucket: Any) -> torch.dtype:
-    # Without the distributed optimizer parameters are in no buffer.
-    data = bucket.param_data
-    return (bucket.params_list[0] if data is None else data).dtype
 
 
 def apart(stream: Stream, stage: int, tensor: ProcessGroup | None) -> Stream:
@@ -95,6 +93,29 @@ def own_shard(bucket: Any, rank: int, size: int) -> torch.Tensor:
     return bucket.param_data.chunk(size)[rank]
 
 
+def main_pieces(optimizers: Iterable[Any], bucket: Any, own: torch.Tensor, flag: str) -> list[tuple[int, torch.Tensor]]:
+    """Return (offset, float32 weight) for each weight of ``optimizers`` that ``own`` copies, without padding.
+
+    ``flag``: needs them. Raise :class:`UsageError` where an optimizer keeps such weights to itself.
+    """
+    first = (own.data_ptr() - bucket.param_data.data_ptr()) // own.element_size()
+    pieces = []
+    for optimizer in optimizers:
+        groups = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
+        for parameter, main in ((p, m) for group in groups for p, m in zip(*group, strict=True)):
+            number, _, of_bucket = optimizer.model_param_gbuf_map[parameter]
+            if optimizer.buffers[number].buckets[of_bucket] is not bucket:
+                continue
+            if main is None:
+                raise UsageError(
+                    f"{flag} with --use-precision-aware-optimizer: the optimizer keeps its float32 weights to itself; turn "
+                    "one off"
+                )
+            start = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"].start
+            pieces.append((start - first, main.detach()))
+    return pieces
+
+
 # --- errors in their gradients ---------------------------------------------------------------------------------------
 
 
@@ -103,13 +124,13 @@ def errors_in(
 ) -> Errors:
     """Return the errors in the gradients that ``rank`` has of ``buckets``, those of ``stream``.
 
-    ``ranges``: for each bucket int64[k, 2], the ranges that hold them. Raise :class:`UsageError` for bits that gradients
-    do not have.
+    ``ranges``: for each bucket int64[k, 2], the ranges that hold them. Raise as :class:`.Errors`.
     """
-    width = min(8 * bucket.grad_data.element_size() for bucket in buckets)
-    check_bits(corruption.config, width)
-    records = corruption.config.delivery_log is not None
-    return Errors(corruption, rank, ranges, width, records, _add_up_of(stream, buckets[0]))
+    width, group = min(8 * bucket.grad_data.element_size() for bucket in buckets), tensor_group(stream.kind == "expert")
+    if group is None:
+        return Errors(corruption, rank, ranges, width)
+    peers = RankPeers(group, buckets[0].grad_data.device)  # they have the other parts of each gradient
+    return Errors(corruption, rank, ranges, width, lambda sums: peers.gather(sums[None]).sum(axis=0))
 
 
 def errors_of_owner(
@@ -118,7 +139,7 @@ def errors_of_owner(
     """Return the errors in the gradients that a rank owns with the distributed optimizer.
 
     It owns shard ``shard`` of ``shards`` of each bucket. ``pairs``: Megatron's (buffer, bucket). ``owner``: the rank in
-    the full group, over all optimizer instances. Raise :class:`UsageError` for bits that gradients do not have.
+    the full group, over all optimizer instances. Raise as :class:`.Errors`.
     """
     ranges = []
     for buffer, bucket in pairs:
@@ -126,12 +147,3 @@ def errors_of_owner(
         inside = np.clip(used_ranges(buffer, bucket) - shard * size, 0, size)
         ranges.append(inside[inside[:, 0] < inside[:, 1]])
     return errors_in(corruption, stream, [bucket for _, bucket in pairs], ranges, owner)
-
-
-def _add_up_of(stream: Stream, bucket: Any) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return a function that adds up over the tensor-parallel ranks of ``stream``; ``None`` if there is one."""
-    group = tensor_group(stream.kind == "expert")
-    if group is None:
-        return None
-    peers = RankPeers(group, bucket.grad_data.device)
-    return lambda sums: peers.gather(sums[None]).sum(axis=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from ..base.errors import check_package
-from ..channel.corruption import warn_of_one_rank
 from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
@@ -31,7 +30,8 @@ def check_run(config: LossyConfig, facts: Facts) -> None:
     """
     assert facts.workers is not None, "how many ranks there are is known where a run starts"
     check_refusals(config, facts)
-    warn_of_one_rank(config, facts.workers)
+    if config.errs and facts.workers == 1:
+        logger.warning("--grad-error with one data-parallel rank: nothing is reduced, so that no error happens")
     warn_of_instances(config, facts.optimizer_instances or 1)
     if config.sites is not None and facts.timing_level:
         logger.warning(

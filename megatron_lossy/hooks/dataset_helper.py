@@ -26,7 +26,7 @@ def build_helper(checkout: Path | None = None) -> None:
         if found is None or found.origin is None:
             return  # there is no Megatron either
         folder = Path(found.origin).with_name("datasets")
-    if any((folder / f"helpers_cpp{one}").exists() for one in importlib.machinery.EXTENSION_SUFFIXES):
+    if any((folder / f"helpers_cpp{ending}").exists() for ending in importlib.machinery.EXTENSION_SUFFIXES):
         return
     command = ["make", "-C", str(folder), f"LIBEXT={suffix}"]
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])

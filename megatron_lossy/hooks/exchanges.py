@@ -128,7 +128,7 @@ def check_registered(optimizer: Any, chunks: Sequence[Any]) -> None:
             "no model was wrapped in Megatron's DistributedDataParallel since the hooks were installed, so that nothing "
             "can be lost: call hooks.install() before the model is wrapped"
         )
-    for buffer in (buffer for one in optimizers(optimizer) for buffer in getattr(one, "buffers", ())):
+    for buffer in (buffer for part in optimizers(optimizer) for buffer in getattr(part, "buffers", ())):
         for number, bucket in enumerate(buffer.buckets):
             if slot_of(bucket.grad_data) is None or slot_of(bucket.param_data) is None:
                 raise UsageError(

@@ -49,7 +49,8 @@ def of_arguments(args: Any, jobs: int = 1) -> Facts:
     half = _half(args)
     in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", None)
     length = getattr(args, "train_iters", None)
-    ranks = _data_parallel_ranks(args)
+    size = getattr(args, "data_parallel_size", None)  # unknown before Megatron has found it
+    ranks = None if size is None else size * _size(args, "context_parallel_size")
     return Facts(
         workers=None if ranks is None else ranks * jobs,
         virtual=False,
@@ -148,12 +149,6 @@ def _switches(settings: Any, names: tuple[str, ...]) -> frozenset[str]:
 def _size(args: Any, name: str) -> int:
     """Return the size ``name`` of a kind of parallelism; --yaml-cfg has them in a section of their own."""
     return getattr(args, name, None) or getattr(getattr(args, "model_parallel", None), name, None) or 1
-
-
-def _data_parallel_ranks(args: Any) -> int | None:
-    """Return ranks that shard the optimizer; ``None`` before Megatron has found their number."""
-    size = getattr(args, "data_parallel_size", None)
-    return None if size is None else size * _size(args, "context_parallel_size")
 
 
 def _expert_data_parallel_ranks(args: Any) -> int:

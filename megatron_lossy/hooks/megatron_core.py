@@ -6,16 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..base.ledger import Patch, Takes
+from ..base.ledger import Patch, Signature
 from . import seam
 from .runtime import Lossy
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
-_UNTIL = "Megatron offers hooks around its data-parallel collectives"
 
-_REDUCE_SCATTER = Takes(("output|output_tensor", "input|input_tensor", "op", "group", "async_op"))
-_ALL_GATHER = Takes(("output_tensor|output", "input_tensor|input", "group", "async_op"))
+_REDUCE_SCATTER = Signature(("output|output_tensor", "input|input_tensor", "op", "group", "async_op"))
+_ALL_GATHER = Signature(("output_tensor|output", "input_tensor|input", "group", "async_op"))
 
 
 def after_init(note: Callable[[Any], None], original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -39,60 +38,46 @@ def patches(run: Lossy) -> list[Patch]:
             target=f"{_BUFFER}:dist_reduce_scatter_func",
             around=partial(seam.reduce_scatter, run),
             why="removes from the send buffer what will not arrive",
-            versions="all",
-            until=_UNTIL,
             takes=_REDUCE_SCATTER,
         ),
         Patch(
             target=f"{_BUFFER}:reduce_scatter_with_fp32_accumulation",
             around=partial(seam.reduce_scatter, run),
             why="DDP rebinds dist_reduce_scatter_func to it when it is built",
-            versions="0.16 and later",
-            until=_UNTIL,
-            optional=True,
+            optional=True,  # from 0.16 on
             takes=_REDUCE_SCATTER,
         ),
         Patch(
             target=f"{_BUFFER}:dist_all_gather_func",
             around=partial(seam.all_gather, run),
             why="puts aside the units that will stay stale",
-            versions="all",
-            until=_UNTIL,
             takes=_ALL_GATHER,
         ),
         Patch(
             target=f"{_BUFFER}:_coalescing_manager",
             around=seam.coalescing_manager,
             why="the collectives run, and recovery follows, when this context exits or its handle is waited for",
-            versions="all",
-            until=_UNTIL,
-            takes=Takes(("group", "device", "async_ops"), others=()),
+            takes=Signature(("group", "device", "async_ops"), others=()),
         ),
         Patch(
             target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
             around=partial(after_init, run.add_model_chunk),
             why="learns which buckets exist, in canonical order",
-            versions="all",
-            until=_UNTIL,
-            takes=Takes(("self", "config", "ddp_config", "module")),
+            takes=Signature(("self", "config", "ddp_config", "module")),
         ),
         Patch(
             target=f"{_BUFFER}:_ParamAndGradBucketGroup.start_grad_sync",
             make=partial(seam.grad_sync, run),
             why="sees which buckets are all-reduced: with force_all_reduce they lose nothing; without the distributed "
             "optimizer errors follow",
-            versions="all",
-            until=_UNTIL,
-            takes=Takes(("self",), others=("force_all_reduce",)),
+            takes=Signature(("self",), others=("force_all_reduce",)),
         ),
         *(
             Patch(
                 target=f"{_OPTIMIZER}:{class_name}.__init__",
                 around=partial(after_init, run.add_optimizer),
                 why="learns the loss scale, without which rules keep gradients, and where the weights are that are updated",
-                versions="all",
-                until="the optimizer can be found from DDP",
-                takes=Takes(("self", "optimizer", "config", argument)),
+                takes=Signature(("self", "optimizer", "config", argument)),
             )
             for class_name, argument in (("MixedPrecisionOptimizer", "grad_scaler"), ("FP32Optimizer", "init_state_fn"))
         ),
@@ -101,9 +86,7 @@ def patches(run: Lossy) -> list[Patch]:
                 target=f"{_OPTIMIZER}:{class_name}.{method}",
                 around=partial(step, run, applies),
                 why=why,
-                versions="all",
-                until="Megatron counts steps in its core",
-                takes=Takes(("self",), others=()),
+                takes=Signature(("self",), others=()),
             )
             for class_name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
             for method, applies, why in (

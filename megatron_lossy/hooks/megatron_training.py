@@ -18,7 +18,7 @@ import torch
 from ..base.checkpoints import names_checkpoint
 from ..base.device.attempt import with_attempt_store
 from ..base.errors import usage_errors
-from ..base.ledger import Patch, Takes
+from ..base.ledger import Patch, Signature
 from ..config import LossyConfig
 from ..config.loss_flags import add_loss_flags
 from ..delivery_log.writer import claim_delivery_log
@@ -43,9 +43,7 @@ def flag_patches() -> list[Patch]:
             target=f"{_ARGUMENTS}:_add_distributed_args",
             around=_add_distributed_args,
             why="adds the loss flags to Megatron's own",
-            versions="all",
-            until="Megatron loads plugins' flags",
-            takes=Takes(("parser",), others=()),
+            takes=Signature(("parser",), others=()),
         )
     ]
 
@@ -56,9 +54,7 @@ def patches(lossy: Lossy) -> list[Patch]:
         target=f"{_TRAINING}:evaluate",
         around=partial(evaluate, lossy),
         why="evaluates with the weights that --eval-weights asks for",
-        versions="all",
-        until="Megatron evaluates through a hook",
-        takes=Takes(("forward_step_func", "data_iterator", "model")),
+        takes=Signature(("forward_step_func", "data_iterator", "model")),
     )
     return [
         *(
@@ -66,10 +62,8 @@ def patches(lossy: Lossy) -> list[Patch]:
                 target=target,
                 around=partial(validate_args, lossy),
                 why="refuses settings of the command line or --yaml-cfg that cannot go with loss before any process group exists",
-                versions="all",
-                until="Megatron validates plugins' flags",
                 optional=target != f"{_ARGUMENTS}:validate_args",
-                takes=Takes(("args",)),
+                takes=Signature(("args",)),
             )
             for target in (
                 f"{_ARGUMENTS}:validate_args",
@@ -83,9 +77,7 @@ def patches(lossy: Lossy) -> list[Patch]:
                 target=f"{module}:save_checkpoint",
                 around=partial(save_checkpoint, lossy),
                 why="checkpoints hold the owners' weights",
-                versions="all",
-                until="Megatron gathers parameters before a save",
-                takes=Takes(("iteration", "model"), named=("non_persistent_ckpt",)),
+                takes=Signature(("iteration", "model"), named=("non_persistent_ckpt",)),
             )
             for module in (_CHECKPOINTING, _TRAINING)
         ),
@@ -93,9 +85,7 @@ def patches(lossy: Lossy) -> list[Patch]:
             target=f"{_TRAINING}:load_checkpoint",
             around=partial(load_checkpoint, lossy),
             why="draws continue at the loaded iteration",
-            versions="all",
-            until="Megatron passes the iteration to its core",
-            takes=Takes(("ddp_model|model", "optimizer")),
+            takes=Signature(("ddp_model|model", "optimizer")),
         ),
         *([] if lossy.config.eval_weights == "replica" and lossy.jobs == 1 else [evaluation]),
         *lossy.training_patches,
@@ -103,24 +93,18 @@ def patches(lossy: Lossy) -> list[Patch]:
             target="torch.distributed:init_process_group",
             around=init_process_group,
             why="after a restart by torchrun, groups may not find the addresses of ranks that are gone",
-            versions="all",
-            until="torch distinguishes attempts in the store that torchrun shares",
         ),
         Patch(
             target=f"{_TRAINING}:training_log",
             around=partial(training_log, lossy),
             why="writes the monitors' values along with Megatron's own",
-            versions="all",
-            until="Megatron logs plugins' values",
-            takes=Takes(named=("iteration",)),
+            takes=Signature(named=("iteration",)),
         ),
         Patch(
             target=f"{_TRAINING}:dummy_train_step",
             around=partial(dummy_train_step, lossy),
             why="iterations without an optimizer step (--iterations-to-skip) count as well",
-            versions="0.12 and later",
-            until="Megatron passes the iteration to its core",
-            optional=True,
+            optional=True,  # from 0.12 on
         ),
     ]
 
@@ -236,7 +220,8 @@ def training_log(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any) ->
         loss = (given.get("loss_dict") or {}).get("lm loss")
         if loss is not None and lossy.events.logged:
             lossy.events.logged(float(loss))
-        if lossy.config.metrics_port is not None and _is_last_rank():
+        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1  # it writes to TensorBoard, too
+        if lossy.config.metrics_port is not None and last:
             values = {"lm loss": loss, "grad norm": given.get("grad_norm")}
             known = {name: float(value) for name, value in values.items() if value is not None}
             exported = _exporter(lossy.config.metrics_port + lossy.job)
@@ -256,11 +241,6 @@ def _write(metrics: dict[str, float], iteration: int) -> None:
         wandb.log(metrics, iteration)
     values = " | ".join(f"{name}: {value:.4g}" for name, value in metrics.items())
     print_rank_last(f" exchanges up to iteration {iteration:8d} | {values} |")
-
-
-def _is_last_rank() -> bool:
-    """Return whether this is the rank that Megatron lets write to TensorBoard."""
-    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
 
 class _Recorder:

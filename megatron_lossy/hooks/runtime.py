@@ -20,7 +20,7 @@ from ..base.registry import MECHANISMS
 from ..config import LossyConfig
 from ..recovery import Gradients
 from ..run.base import ModelChunks, Run
-from ..run.replicas import Held, RankReplicas, load_stale_state, stale_state
+from ..run.replicas import BucketReplica, RankReplicas, load_stale_state, stale_state
 from ..transport import LossyGroup
 from .buckets import bucket_sizes, buckets_by_stream, own_shard, used_in
 from .exchanges import Exchanges, check_exchanged, check_registered, warn_of_lossless
@@ -273,9 +273,9 @@ class Lossy(Run):
         """Return the buckets of all model chunks."""
         return [bucket for ddp in self.chunks for group in _bucket_groups(ddp) for bucket in group.buckets]
 
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[BucketReplica]:
         slots = ((slot_of(bucket.param_data), bucket.param_data) for bucket in self.buckets())
-        return [Held(slot.group, slot.bucket, replica) for slot, replica in slots]
+        return [BucketReplica(slot.group, slot.bucket, replica) for slot, replica in slots]
 
     def exchanged_state(self) -> list[Any]:
         return stale_state(self._held(), self.update)

@@ -122,7 +122,7 @@ def model_chunk(ddp: torch.nn.Module) -> int:
 def optimizers(optimizer: Any) -> list[Any]:
     """Return the optimizers that ``optimizer`` chains; itself if it is no chain."""
     chained = getattr(optimizer, "chained_optimizers", None)
-    return [optimizer] if chained is None else [one for part in chained for one in optimizers(part)]
+    return [optimizer] if chained is None else [inner for part in chained for inner in optimizers(part)]
 
 
 def innermost(module: torch.nn.Module) -> torch.nn.Module:

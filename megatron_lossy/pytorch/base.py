@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..base.errors import refuse
 from ..base.exchange import Stream
-from ..channel.corruption import Errors, check_bits
+from ..channel.corruption import Errors
 from ..config import LossyConfig
 from ..run.base import Run
 from ..run.saved import REPLICAS, check_identity, flags_of, read, write
@@ -161,11 +161,9 @@ class LossyRun(Run):
     def errors_of(self, dtypes: Sequence[torch.dtype], ranges: Sequence[np.ndarray], rank: int) -> Errors:
         """Return the errors in the gradients that ``rank`` has, in ``ranges`` int64[k, 2] of buckets of ``dtypes``.
 
-        Raise :class:`UsageError` for bits that gradients do not have.
+        Raise as :class:`.Errors`.
         """
-        width = min(8 * dtype.itemsize for dtype in dtypes)
-        check_bits(self.config, width)
-        return Errors(self.corruption, rank, ranges, width, self.config.delivery_log is not None, None)
+        return Errors(self.corruption, rank, ranges, min(8 * dtype.itemsize for dtype in dtypes))
 
     def note_update(self) -> None:
         """Note that an optimizer has changed the weights."""

@@ -26,7 +26,7 @@ from ..base.exchange import Exchange
 from ..base.registry import MECHANISMS
 from ..config import PHASES, LossyConfig
 from ..recovery import Gradients
-from ..run.base import Observed
+from ..run.base import ObservedExchanges
 from ..run.mechanism import Event
 from ..transport import BucketSpec, LossyGroup, Network, Transfer, find_nodes, wire_for
 from .base import LossyRun
@@ -190,7 +190,7 @@ class LossyDDP(LossyRun):
         return self._lossy
 
     @property
-    def streams(self) -> Sequence[Observed]:
+    def streams(self) -> Sequence[ObservedExchanges]:
         # A round before the buckets were final lost nothing.
         return [group for group in self._lossy if not group.not_made("grad", self.iteration)]
 

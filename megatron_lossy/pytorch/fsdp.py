@@ -17,8 +17,8 @@ from ..base.device import all_gather_single
 from ..base.registry import MECHANISMS
 from ..channel.corruption import Errors
 from ..config import PHASES, LossyConfig
-from ..run.base import Observed
-from ..run.replicas import Held, RankReplicas, load_stale_state, stale_state
+from ..run.base import ObservedExchanges
+from ..run.replicas import BucketReplica, RankReplicas, load_stale_state, stale_state
 from ..transport import LossyGroup, Network, find_nodes
 from ..transport.sites import Scalars, Sites, make_group
 from .base import LossyRun
@@ -150,7 +150,7 @@ class LossyFSDP(LossyRun):
         return self._lossy
 
     @property
-    def streams(self) -> Sequence[Observed]:
+    def streams(self) -> Sequence[ObservedExchanges]:
         return self._lossy
 
     def replicas(self) -> list[RankReplicas]:
@@ -238,8 +238,8 @@ class LossyFSDP(LossyRun):
         }
         return {"world size": dist.get_world_size(), **sizes}
 
-    def _held(self) -> list[Held]:
-        return [Held(gather.lossy, gather.number, gather.replica) for gather in self._gathers]
+    def _held(self) -> list[BucketReplica]:
+        return [BucketReplica(gather.lossy, gather.number, gather.replica) for gather in self._gathers]
 
     def exchanged_state(self) -> Any:
         if self.update is not None:

@@ -80,7 +80,7 @@ class Parameters:
 
 
 @dataclass
-class Told:
+class SentUnits:
     """A record of the units of one bucket that a rank sent in a step.
 
     ``high``: units of high priority. ``lost``: units that the network lost; ``recovered`` of these arrived after all,
@@ -174,11 +174,6 @@ class GradRecovery(Rule):
     @classmethod
     def check(cls, config: LossyConfig) -> None:
         """Raise :class:`UsageError` if the rule cannot go with other flags."""
-
-    @classmethod
-    def kept_share(cls, lost: float) -> float:
-        """Return elements kept between steps, per element of the gradients. ``lost``: the share that a step loses."""
-        return 0.0
 
 
 class Zero(GradRecovery):

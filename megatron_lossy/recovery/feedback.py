@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ..base.exchange import BucketUnits, Delivery, Lost
-from .base import Gradients, GradRecovery, Told
+from .base import Gradients, GradRecovery, SentUnits
 from .rows import Saved, times
 
 if TYPE_CHECKING:
@@ -43,10 +43,6 @@ class ErrorFeedback(GradRecovery):
         self._pending: tuple[int, Lost, Saved] | None = None  # the residual of a step that may not count
         self._payloads: dict[int, tuple[torch.Tensor, bool]] = {}  # late steps: the payload, and whether it counts
         self._ages: np.ndarray | None = None  # number of steps that a unit has been in the residual
-
-    @classmethod
-    def kept_share(cls, lost: float) -> float:
-        return 2 * lost
 
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> None:
         self.correct(buffer, x)
@@ -94,7 +90,7 @@ class ErrorFeedback(GradRecovery):
             if counts:
                 self._residuals.append((lost, self.rows.take(payload, self.units, lost)))
 
-    def note(self, told: Told, lost: Lost) -> None:
+    def note(self, told: SentUnits, lost: Lost) -> None:
         """Complete ``told``, the record of the units of the latest exchange."""
         told.oldest = int(self._aged(lost).max(initial=0))
         if told.residual > told.payload - told.residual and not ErrorFeedback._warned:
@@ -115,7 +111,7 @@ class ErrorFeedback(GradRecovery):
         if successful:
             counted = self._pending is not None and self._pending[0] == step
             if counted or step in self._payloads:  # the added residual has been sent
-                self._residuals = [one for one in self._residuals if not any(one is added for added in self._added)]
+                self._residuals = [kept for kept in self._residuals if not any(kept is added for added in self._added)]
             if counted:
                 assert self._pending is not None
                 _, lost, kept = self._pending

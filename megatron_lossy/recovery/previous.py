@@ -38,10 +38,6 @@ class Previous(GradRecovery):
         self._pending: tuple[int, torch.Tensor] | None = None  # the same gradients after a step that may not count
         self._step: int | None = None  # the latest exchange
 
-    @classmethod
-    def kept_share(cls, lost: float) -> float:
-        return 2 * lost  # the substitutes of this step and of the next
-
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> None:
         step = x.exchange.step
         self._count_pending(step)
@@ -90,7 +86,7 @@ class Previous(GradRecovery):
             if not Previous._warned:
                 Previous._warned = True
                 logger.warning(
-                    "--grad-recovery %s: step %d was not used, which nobody had announced; "
+                    "--grad-recovery %s: step %d was not used, against expectation; "
                     "what the step after it loses counts as zero (said once)",
                     self.name,
                     step,

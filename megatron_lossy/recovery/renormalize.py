@@ -30,9 +30,6 @@ class Renormalize(GradRecovery):
 
     name = "renormalize"
 
-    def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> None:
-        self.rows.zero_(buffer, self.units, lost)
-
     def after(self, shard: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
         survivors = delivery.survivors(self.units)
         self.rows.scale_(shard, self.units, len(delivery.sources) / np.maximum(survivors, 1))

@@ -32,7 +32,7 @@ from .saved import REPLICAS, flags_of, read, write
 ModelChunks = Sequence[torch.nn.Module] | torch.nn.Module
 
 
-class Observed(Protocol):
+class ObservedExchanges(Protocol):
     """Exchanges that are observed together."""
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
@@ -107,7 +107,7 @@ class Run(ABC):
 
     def part(self, name: str) -> Any:
         """Return the part of the mechanism of that name; ``None`` if it has none."""
-        return next((one for one in self.parts if one.name == name), None)
+        return next((part for part in self.parts if part.name == name), None)
 
     @property
     def speaks(self) -> bool:
@@ -155,11 +155,11 @@ class Run(ABC):
     @property
     def carriers(self) -> list[Any]:
         """Senders of datagrams, if there are any: the transports of the groups, and those of mechanisms."""
-        return [*(group.wire for group in self.groups), *(carrier for one in self.parts for carrier in one.carriers)]
+        return [*(group.wire for group in self.groups), *(carrier for part in self.parts for carrier in part.carriers)]
 
     @property
     @abstractmethod
-    def streams(self) -> Sequence[Observed]:
+    def streams(self) -> Sequence[ObservedExchanges]:
         """Exchanges with deliveries of their own: the groups of a real rank, the streams of a virtual cluster."""
 
     @property
@@ -188,7 +188,7 @@ class Run(ABC):
         """Return the events of this iteration besides its exchanges; see :meth:`Observer.happened`."""
         errors = [group.errors for group in self.groups if group.errors is not None]
         beside = [event for source in self.sources for event in source(self.iteration)]
-        return [*(reduction for one in errors for reduction in one.take(self.iteration)), *beside]
+        return [*(reduction for own in errors for reduction in own.take(self.iteration)), *beside]
 
     # --- a training program ----------------------------------------------------------------------------------------
 
@@ -340,7 +340,7 @@ class Run(ABC):
         ``parts``: the states of mechanisms, by name. ``replicas``: the state of the exchanges, or the whole state of the
         replicas if a mechanism keeps it, whose name is ``keeper``.
         """
-        states = {one.name: one.state_dict() for one in self.parts}
+        states = {part.name: part.state_dict() for part in self.parts}
         parts = {name: state for name, state in states.items() if state is not None}
         if self.keeper is not None and (whole := self.keeper.replica_state()) is not None:
             return {"parts": parts, "keeper": self.keeper.name, "replicas": whole}
@@ -403,7 +403,7 @@ class Run(ABC):
         load_states(self.observers, state["observers"])
 
     def _whole_identity(self) -> dict[str, Any]:
-        parts = {name: value for one in self.parts for name, value in one.identity().items()}
+        parts = {name: value for part in self.parts for name, value in part.identity().items()}
         return {**self.identity(), **parts, **self._flags}
 
 
@@ -425,4 +425,4 @@ def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
         observers.append(DeliveryLog(config, writer))
     if logs and any(kinds.happen(config) for kinds in all_kinds()):
         observers.append(EventLog(config, writer))
-    return observers + [one for mechanism in MECHANISMS.all() for one in mechanism.observers(run, writer)]
+    return observers + [observer for mechanism in MECHANISMS.all() for observer in mechanism.observers(run, writer)]

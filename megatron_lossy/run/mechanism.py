@@ -38,8 +38,6 @@ class Mechanism:
     phases: ClassVar[Mapping[str, int]] = {}
     #: The axis for each metric of its observers in reports: its label, with the unit, and whether it is logarithmic.
     axes: ClassVar[Mapping[str, tuple[str, bool]]] = {}
-    #: Flags, and values with which its part has patches, so that these can be checked.
-    patched: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def refusals(cls) -> Section:

@@ -43,7 +43,7 @@ class RankReplicas(Replicas):
 
 
 @dataclass(frozen=True)
-class Held:
+class BucketReplica:
     """This rank's ``replica`` [N * shard] of a bucket: that of number ``bucket`` in ``group``."""
 
     group: LossyGroup
@@ -56,38 +56,38 @@ class Held:
         return self.group.view(self.replica)
 
 
-def stale_state(held: Sequence[Held], update: int | None) -> list[Any]:
+def stale_state(held: Sequence[BucketReplica], update: int | None) -> list[Any]:
     """Return the stale units of each bucket after ``update``, bool[N, count], and their values; ``None`` without any.
 
     If units that arrived do not hold the owners' weights either, also all values of the bucket.
     """
     stale = []
-    for one in held:
-        delivery = one.group.delivery("param", update) if update is not None else None
-        rule = one.group.params[one.bucket]
+    for part in held:
+        delivery = part.group.delivery("param", update) if update is not None else None
+        rule = part.group.params[part.bucket]
         lost = delivery.lost_here(rule.units) if delivery is not None else None
-        whole = (one.view.clone(),) if lost is not None and not rule.exact else ()
+        whole = (part.view.clone(),) if lost is not None and not rule.exact else ()
         if lost is None or not (lost.mask.any() or whole):
             stale.append(None)
         else:
-            values = rows_for(one.replica.device).take(one.view, rule.units, lost)
+            values = rows_for(part.replica.device).take(part.view, rule.units, lost)
             stale.append((torch.from_numpy(lost.mask), values, *whole))
     return stale
 
 
-def load_stale_state(held: Sequence[Held], update: int | None, state: Sequence[Any]) -> None:
+def load_stale_state(held: Sequence[BucketReplica], update: int | None, state: Sequence[Any]) -> None:
     """Restore :func:`stale_state` in the replicas ``held``, all those of their groups. With sites a collective call."""
-    lost: dict[LossyGroup, dict[int, np.ndarray]] = {one.group: {} for one in held}
-    for one, saved in zip(held, state, strict=True):
+    lost: dict[LossyGroup, dict[int, np.ndarray]] = {part.group: {} for part in held}
+    for part, saved in zip(held, state, strict=True):
         with torch.no_grad():
-            view = one.view
+            view = part.view
             if saved is not None:
                 missed, values, *whole = saved
-                mask = lost[one.group][one.bucket] = missed.cpu().numpy()
+                mask = lost[part.group][part.bucket] = missed.cpu().numpy()
                 for replica in whole:
                     view.copy_(replica)
-                rows_for(view.device).put_(view, one.group.params[one.bucket].units, Lost(mask), values)
-            one.group.put_view(one.replica, view)
+                rows_for(view.device).put_(view, part.group.params[part.bucket].units, Lost(mask), values)
+            part.group.put_view(part.replica, view)
     for group, by_bucket in lost.items():
         if update is not None and not group.lossless("param"):
             group.restore(update, by_bucket)

@@ -23,7 +23,7 @@ from ..config import PHASES, LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
-from ..recovery.base import Collective, Told
+from ..recovery.base import Collective, SentUnits
 from .base import Network, Transfer, Wire
 from .choice import BucketSpec, rules_for, wire_for
 from .network import find_nodes
@@ -214,7 +214,7 @@ class LossyGroup:
         """
         self.wire.restore(Exchange("param", self.stream, step), lost)
 
-    def told(self) -> list[Told]:
+    def told(self) -> list[SentUnits]:
         """Return the records of the units that this rank sent in the latest step that is over, bucket by bucket."""
         protected = (rule.protected for rule in self.grads if rule.protected is not None)
         return [rule.told for rule in protected if rule.told is not None]

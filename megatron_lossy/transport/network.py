@@ -13,16 +13,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..base.errors import cannot, refuse
+from ..base.errors import refuse
 from ..base.exchange import Stream
+from ..base.files import read_key
 from ..channel import Channel, make_channel
 from ..config import PHASES, LossyConfig
-from ..delivery_log.replay import Recorded
+from ..delivery_log.replay import Recording
 
 logger = logging.getLogger(__name__)
 
-#: The least number of bytes of the secret of all ranks: as many as an AES-128 key has.
-LEAST_BYTES = 16
 _NOTHING = "no link leaves a node, and nothing can be lost"
 
 
@@ -30,7 +29,7 @@ def channel_of(config: LossyConfig, phase: str) -> Channel:
     """Return the channel of ``phase``, which may replay a run. Raise :class:`UsageError` for unreadable files."""
     loss = config.phase(phase)
     if loss.trace is not None and loss.trace.is_dir():
-        return Recorded(config, loss.trace)
+        return Recording(config, loss.trace)
     return make_channel(config, phase)
 
 
@@ -78,14 +77,9 @@ def read_key_file(path: str | None) -> bytes | None:
     """
     if path in (None, "none"):
         return None
-    try:
-        key, mode = Path(path).read_bytes(), stat.S_IMODE(Path(path).stat().st_mode)
-    except OSError as error:
-        raise cannot("--udp-key-file", path, "read", error) from None
-    if len(key) < LEAST_BYTES:
-        new = "(set -C; umask 077; head -c 32 /dev/urandom > new.key)"  # -C: no file that is there is overwritten
-        allowed = f"has {len(key)} bytes, and a secret needs {LEAST_BYTES} at least; give another file: {new}"
-        raise refuse("--udp-key-file", path, allowed)
+    new = "(set -C; umask 077; head -c 32 /dev/urandom > new.key)"  # -C: no file that is there is overwritten
+    key = read_key(path, "--udp-key-file", f"; give another file: {new}")
+    mode = stat.S_IMODE(Path(path).stat().st_mode)
     if mode & 0o077 and os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a host says so
         _say_open(path, mode)
     return key

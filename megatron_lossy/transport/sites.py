@@ -22,7 +22,7 @@ from ..base.device import all_gather_single, reduce_scatter_single
 from ..base.errors import refuse
 from ..base.exchange import Stream
 from ..base.fetch import aside
-from ..base.ledger import Ledger, Patch, Takes
+from ..base.ledger import Ledger, Patch, Signature
 from ..config import LossyConfig
 from ..recovery import Gradients
 from ..recovery.base import Collective
@@ -137,10 +137,8 @@ class Scalars:
             target=target,
             around=self.functional if functional else self.all_reduce,
             why="norms, losses and flags cross between sites once, and not as often as a ring of all ranks does",
-            versions="all",
-            until="sums over all ranks are made in two levels",
             optional=functional,
-            takes=Takes(("self", "reduceOp", "group") if functional else ("tensor", "op", "group", "async_op")),
+            takes=Signature(("self", "reduceOp", "group") if functional else ("tensor", "op", "group", "async_op")),
         )
 
     def all_reduce(

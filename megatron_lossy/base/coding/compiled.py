@@ -33,7 +33,7 @@ def library() -> Any:
 
 def serves(*tensors: torch.Tensor) -> bool:
     """Return whether the library can work on ``tensors`` [R, n]: of a CPU, their rows without gaps."""
-    fits = all(one.device.type == "cpu" and (one.stride(1) == 1 or one.shape[1] == 1) for one in tensors)
+    fits = all(rows.device.type == "cpu" and (rows.stride(1) == 1 or rows.shape[1] == 1) for rows in tensors)
     return fits and library() is not None
 
 

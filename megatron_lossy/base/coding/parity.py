@@ -19,7 +19,6 @@ from functools import cached_property
 
 import numpy as np
 
-from ..errors import refuse
 from ..flags import check_code
 
 
@@ -116,12 +115,6 @@ class AdaptiveCode:
     def __init__(
         self, block: int = 100, bound: float = 0.0, budget: float = 0.5, failures: float = 1e-3, messages: int = 32
     ) -> None:
-        if not 1 <= block < 2**16:
-            raise refuse("block", block, "must be in [1, 65535]")
-        if not 0 <= bound < 1:
-            raise refuse("bound", bound, "must be in [0, 1)")
-        if not 0 <= budget < math.inf:
-            raise refuse("budget", budget, "must be at least 0")
         self.block = block
         self.bound = bound
         self.most = min(int(budget * block), 255)

@@ -19,8 +19,6 @@ from ..ledger import Patch
 
 _CPU = torch.device("cpu")
 
-_VERSIONS = "megatron-core 0.11 to 0.20"
-_UNTIL = "Megatron trains on CPU"
 
 # The constructors that Megatron calls with device="cuda".
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
@@ -75,24 +73,13 @@ class StreamContext:
         _streams.pop()
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def nothing(*_: Any, **__: Any) -> None:
     pass
-
-
-def _current_device() -> torch.device:
-    # Megatron only passes this on as a device, and CUDA's index would not serve as one.
-    return _CPU
-
-
-def _is_cuda(device: Any) -> bool:
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    return isinstance(device, torch.device) and device.type == "cuda"
 
 
 def _factory(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     """Wrap a constructor of tensors: a CUDA device becomes the CPU, which has no pinned memory either."""
-    if "device" in kwargs and _is_cuda(kwargs["device"]):
+    if str(kwargs.get("device")).startswith("cuda"):
         kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
     return original(*args, **kwargs)
@@ -149,12 +136,7 @@ def _compile(original: Callable, model: Any = None, **options: Any) -> Any:
     return model if str(getattr(model, "__module__", "")).startswith("megatron.") else original(model, **options)
 
 
-def _around(target: str, around: Callable, why: str, until: str = _UNTIL, **options: Any) -> Patch:
-    """Return a patch that calls ``around`` with the original."""
-    return Patch(target=target, around=around, why=why, versions=_VERSIONS, until=until, **options)
-
-
-def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
+def replaced(target: str, replacement: Any, why: str, **options: Any) -> Patch:
     """Return a patch whose new value is ``replacement``."""
     if isinstance(replacement, types.FunctionType):
         # torch.compile keeps one rule per function object: no two names may share one.
@@ -165,13 +147,13 @@ def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
             replacement.__defaults__,
             replacement.__closure__,
         )
-    return Patch(target=target, value=lambda: replacement, why=why, versions=_VERSIONS, until=_UNTIL, **options)
+    return Patch(target=target, value=lambda: replacement, why=why, **options)
 
 
 def import_patches() -> list[Patch]:
     """Return the attributes that are replaced before megatron.core is imported on a machine without an accelerator."""
     why = "Megatron's functions run eagerly on CPU, and their decorators would import the compiler, for 1.5 s"
-    return [_around("torch:compile", _compile, why)]
+    return [Patch(target="torch:compile", around=_compile, why=why)]
 
 
 def patches() -> list[Patch]:
@@ -182,54 +164,54 @@ def patches() -> list[Patch]:
     state = "the random state of dropout is that of the CPU's generator"
     rng = "megatron.core.tensor_parallel.random"
     return [
-        _patch("torch.cuda:current_device", _current_device, "buffers are created on torch.cuda.current_device()"),
-        _patch("torch.cuda:set_device", _nothing, "there is one device"),
-        _patch("torch.cuda:synchronize", _nothing, "work is done when a call returns"),
-        _patch("torch.cuda:Stream", CpuStream, streams),
-        _patch("torch.cuda:stream", StreamContext, streams),
-        _patch("torch.cuda:current_stream", lambda device=None: _streams[-1], streams),
-        _patch("torch.cuda:default_stream", lambda device=None: _streams[0], streams),
-        _patch("torch.cuda:Event", Event, events),
-        _patch("torch.cuda:empty_cache", _nothing, memory),
-        _patch("torch.cuda:manual_seed", torch.manual_seed, state),
-        _patch("torch.cuda:get_rng_state", _get_rng_state, state),
-        _patch("torch.cuda:set_rng_state", _set_rng_state, state),
-        _patch("torch.cuda.random:get_rng_state", _get_rng_state, state),
-        _patch(f"{rng}:_get_cuda_rng_state", _get_rng_state, state, optional=True),
-        _patch(f"{rng}:_set_cuda_rng_state", _set_rng_state, state),
-        _patch(f"{rng}:CudaRNGStatesTracker.fork", _fork_rng, state),
-        _patch(
+        # Megatron only passes this on as a device, and CUDA's index would not serve as one.
+        replaced("torch.cuda:current_device", lambda: _CPU, "buffers are created on torch.cuda.current_device()"),
+        replaced("torch.cuda:set_device", nothing, "there is one device"),
+        replaced("torch.cuda:synchronize", nothing, "work is done when a call returns"),
+        replaced("torch.cuda:Stream", CpuStream, streams),
+        replaced("torch.cuda:stream", StreamContext, streams),
+        replaced("torch.cuda:current_stream", lambda device=None: _streams[-1], streams),
+        replaced("torch.cuda:default_stream", lambda device=None: _streams[0], streams),
+        replaced("torch.cuda:Event", Event, events),
+        replaced("torch.cuda:empty_cache", nothing, memory),
+        replaced("torch.cuda:manual_seed", torch.manual_seed, state),
+        replaced("torch.cuda:get_rng_state", _get_rng_state, state),
+        replaced("torch.cuda:set_rng_state", _set_rng_state, state),
+        replaced("torch.cuda.random:get_rng_state", _get_rng_state, state),
+        replaced(f"{rng}:_get_cuda_rng_state", _get_rng_state, state, optional=True),
+        replaced(f"{rng}:_set_cuda_rng_state", _set_rng_state, state),
+        replaced(f"{rng}:CudaRNGStatesTracker.fork", _fork_rng, state),
+        replaced(
             "torch:Tensor.cuda", lambda tensor, *_, **__: tensor, "moves tensors and modules to the GPU", create=True
         ),
-        _patch(
+        replaced(
             "torch:Tensor.type",
             _tensor_type,
             "optimizers sort parameters, and clipping checks gradients, by 'torch.cuda.*' type names",
             create=True,
         ),
-        _patch(
+        replaced(
             "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
             _to_host,
             "all-to-all takes its split sizes as numbers, not as a tensor",
             optional=True,
         ),
-        _patch(
+        replaced(
             "megatron.core.transformer.moe.moe_utils:te_general_gemm",
             None,
             "the router reads a name that 0.16 defines only where Transformer Engine is installed",
             optional=True,
             create=True,
         ),
-        _around(
-            "megatron.core.fp8_utils:_quantize_param_shard_impl",
-            _quantize,
-            "the update of parameters that are not fp8 goes through it too",
-            "0.12 is no longer supported",
+        Patch(
+            target="megatron.core.fp8_utils:_quantize_param_shard_impl",
+            around=_quantize,
+            why="the update of parameters that are not fp8 goes through it too",
             optional=True,
         ),
-        _patch("torch._dynamo.config:disable", True, "compiling for the CPU takes longer than small runs do"),
+        replaced("torch._dynamo.config:disable", True, "compiling for the CPU takes longer than small runs do"),
         *(
-            _around(f"torch:{name}", _factory, 'scalars and masks are created with device="cuda"')
+            Patch(target=f"torch:{name}", around=_factory, why='scalars and masks are created with device="cuda"')
             for name in _FACTORIES
         ),
     ]

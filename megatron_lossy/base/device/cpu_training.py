@@ -14,26 +14,13 @@ from typing import Any
 import torch
 
 from ..ledger import Ledger, Patch
-
-_VERSIONS = "Megatron-LM 0.13 to 0.20"
-_UNTIL = "Megatron trains on CPU"
-
-
-def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **{"allow_no_cuda": True, **kwargs})
+from . import cpu
+from .cpu import nothing, replaced
 
 
 def _build_iterators(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         return original(*args, **kwargs)
-
-
-def _no_memory(device: Any = None) -> dict[str, int]:
-    return collections.defaultdict(int)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 def _async_loop(*args: Any, **kwargs: Any) -> None:
@@ -42,8 +29,6 @@ def _async_loop(*args: Any, **kwargs: Any) -> None:
     Megatron goes on when it has copied the weights from the device. On CPU that copies nothing.
     """
     from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
-
-    from . import cpu
 
     torch_patches = [patch for patch in patches() if patch.target.startswith("torch.cuda:")]
     Ledger("the writer of asynchronous checkpoints on CPU").install([*cpu.patches(), *torch_patches])
@@ -57,37 +42,33 @@ def _async_loop(*args: Any, **kwargs: Any) -> None:
     async_utils.PersistentAsyncCaller.async_loop(*args, **kwargs)
 
 
-def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
-    return Patch(target=target, value=lambda: replacement, why=why, versions=_VERSIONS, until=_UNTIL, **options)
-
-
 def patches() -> list[Patch]:
     """Return every attribute that megatron.training needs replaced on a machine without an accelerator."""
     return [
         Patch(
             target="megatron.training.training:initialize_megatron",
-            around=_initialize_megatron,
+            around=lambda original, *args, **kwargs: original(*args, **{"allow_no_cuda": True, **kwargs}),
             why="pretrain() asserts that CUDA is available",
-            versions=_VERSIONS,
-            until=_UNTIL,
         ),
         Patch(
             target="megatron.training.training:build_train_valid_test_data_iterators",
             around=_build_iterators,
             why="data loaders draw from the CPU's generator, which must reach dropout as the checkpoint left it",
-            versions=_VERSIONS,
-            until=_UNTIL,
         ),
-        _patch("torch.cuda:device_count", lambda: 1, "without devices no parallel groups are initialised"),
-        _patch("torch.cuda:memory_stats", _no_memory, "logged to TensorBoard on request"),
-        _patch(
+        replaced("torch.cuda:device_count", lambda: 1, "without devices no parallel groups are initialised"),
+        replaced(
+            "torch.cuda:memory_stats",
+            lambda device=None: collections.defaultdict(int),
+            "logged to TensorBoard on request",
+        ),
+        replaced(
             "megatron.training.arguments:get_device_arch_version",
             lambda: 10,
             "GPUs before generation 10 need CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor parallelism",
             optional=True,
         ),
         *(
-            _patch(
+            replaced(
                 f"megatron.training.{module}:is_real_cuda_device_available",
                 lambda: True,
                 "HabanaAI's asks for Gaudi's software where torch is not built for CUDA",
@@ -95,11 +76,11 @@ def patches() -> list[Patch]:
             )
             for module in ("arguments", "initialize", "training")
         ),
-        _patch(
+        replaced(
             "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.async_loop",
             staticmethod(_async_loop),
             "the process of --use-persistent-ckpt-worker starts without these patches",
             optional=True,
         ),
-        _patch("megatron.legacy.fused_kernels:load", _nothing, "builds CUDA kernels with nvcc", optional=True),
+        replaced("megatron.legacy.fused_kernels:load", nothing, "builds CUDA kernels with nvcc", optional=True),
     ]

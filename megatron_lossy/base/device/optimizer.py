@@ -62,8 +62,6 @@ def patches() -> list[Patch]:
             target=f"{_MODULE}:DistributedOptimizer.{name}",
             around=around,
             why=why,
-            versions="megatron-core 0.11 to 0.20",
-            until="Megatron loads checkpoints without Transformer Engine and Apex",
         )
         for name, around, why in (
             ("state_dict", _state_dict, "a checkpoint is loaded before torch's Adam has state"),

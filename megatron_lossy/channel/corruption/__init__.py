@@ -5,5 +5,4 @@ Training* (PAFT), Definition 2.1 and section 5; flipped bits are ours (docs/corr
 """
 
 from .applied import REDUCED, SPARED, Errors, Hit, Reduction, apply, digest, scaled_unit
-from .base import Corruption, Event, make_corruption, warn_of_one_rank
-from .bit_flip import check_bits
+from .base import Corruption, Event, make_corruption

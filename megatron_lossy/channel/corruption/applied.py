@@ -17,6 +17,7 @@ import numpy as np
 from ...base.exchange import Exchange, Stream
 from ...base.fetch import Fetched
 from .base import LARGEST, Corruption, Event
+from .bit_flip import check_bits
 
 if TYPE_CHECKING:
     import torch
@@ -116,13 +117,11 @@ def _flip(buffer: torch.Tensor, event: Event, lengths: Sequence[int], firsts: Se
     # The words are signed: the highest bit alone is the least number.
     masks = [(1 << bit) - (1 << width if bit == width - 1 else 0) for bit in event.bits]
     whole = buffer.view({16: torch.int16, 32: torch.int32, 64: torch.int64}[width])
-    where = _on_device(torch.from_numpy(places), buffer.device)
-    whole[where] = whole[where] ^ _on_device(torch.tensor(masks, dtype=whole.dtype), buffer.device)
-
-
-def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``tensor`` on ``device``. CUDA copies page-locked memory without a wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    where, flipped = torch.from_numpy(places), torch.tensor(masks, dtype=whole.dtype)
+    if buffer.is_cuda:  # which copies page-locked memory without a wait
+        where, flipped = where.pin_memory(), flipped.pin_memory()
+    where, flipped = (tensor.to(buffer.device, non_blocking=buffer.is_cuda) for tensor in (where, flipped))
+    whole[where] = whole[where] ^ flipped
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,8 @@ class Errors:
     """Applies errors to the gradients of ``rank`` in one stream.
 
     ``ranges``: for each bucket int64[k, 2], the first and last + 1 of each run of elements without padding. ``width``:
-    bits of an element. ``records``: whether digests are wanted. ``add_up``: see :func:`apply`.
+    bits of an element; of several dtypes, of the shortest. ``add_up``: see :func:`apply`. Raise :class:`UsageError` for
+    bits that gradients do not have.
     """
 
     def __init__(
@@ -178,15 +178,15 @@ class Errors:
         rank: int,
         ranges: Sequence[np.ndarray],
         width: int,
-        records: bool = False,
         add_up: AddUp | None = None,
     ) -> None:
+        check_bits(corruption.config, width)
         self._corruption = corruption
         self._rank = rank
         self._ranges = [[(int(first), int(last)) for first, last in runs] for runs in ranges]
         self._sizes = [sum(last - first for first, last in runs) for runs in self._ranges]
         self._width = width
-        self._records = records
+        self._records = corruption.config.delivery_log is not None
         self._add_up = add_up
         self._reduced: Exchange | None = None
         self._told = False

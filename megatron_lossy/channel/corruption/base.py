@@ -5,7 +5,6 @@ Definition 2.1 of PAFT: rank m receives g + e_m in place of the reduced gradient
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from ...base.registry import GRAD_ERRORS
 from ...config import LossyConfig
 from ...config.grad_errors import ErrorFlags
 from ..draws import Uniforms
-
-logger = logging.getLogger(__name__)
 
 #: Purposes of draws: whether an error happens, its noise, the elements and the bits that it hits.
 HAPPENS, NOISE, ELEMENTS, BITS = 16, 17, 18, 19
@@ -95,12 +92,6 @@ class Nothing(Corruption):
 
     def draw(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
         return []
-
-
-def warn_of_one_rank(config: ErrorFlags, ranks: int) -> None:
-    """Warn that no error can happen if there is only one of ``ranks``."""
-    if config.errs and ranks == 1:
-        logger.warning("--grad-error with one data-parallel rank: nothing is reduced, so that no error happens")
 
 
 def make_corruption(config: LossyConfig) -> Corruption:

@@ -10,13 +10,12 @@ from ...channel.corruption.bit_flip import ALLOWED_BITS
 from .. import LossyConfig
 from ..facts import Facts
 from ..refusal import Condition, Section
-from ..transport import OBSERVED
+from ..transport import OBSERVED, UDP_WINDOWS
 
 OFF = "needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"
 ONE_EMBEDDING = "give --untie-embeddings-and-output-weights, and no --mtp-num-layers"
 _LAYER_WISE = "layer-wise optimizers gather differently; choose adam or sgd"
 _ONE_DRAW = "a captured graph repeats one draw for ever"
-_OLDEST_TORCH = (2, 8)
 _LAST_PORT = 65535
 
 
@@ -37,10 +36,6 @@ def switches(text: str, refused: Callable[[LossyConfig], object], whys: Mapping[
         yield lambda c, f, flag=flag: flag in f.switches and refused(c)  # type: ignore[misc]
 
 
-def _adds_up_steps(config: LossyConfig) -> bool:
-    return not config.untouched("grad") and GRAD_RECOVERIES.load(config.grad_recovery).carries_over
-
-
 def _too_small(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
     """Return the bytes of the largest element that crosses, if they are known and no packet holds it."""
     if config.loss_unit != "packet" or config.lossless or facts.gradient_bytes is None or facts.weight_bytes is None:
@@ -52,11 +47,6 @@ def _too_small(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
 def _tensor_copies(facts: Facts) -> bool:
     """Return whether tensor-parallel ranks have copies of parameters, without Megatron, which marks them."""
     return bool(facts.data_parallel and above(facts.tensor, 1))
-
-
-def _older_torch(facts: Facts) -> bool:
-    """Return whether torch fails in a coalescing context without a collective of its own."""
-    return facts.torch is not None and tuple(map(int, facts.torch.split(".")[:2])) < _OLDEST_TORCH
 
 
 def _observed(config: LossyConfig) -> bool:
@@ -74,7 +64,8 @@ def _beyond_ports(config: LossyConfig, facts: Facts) -> Mapping[str, Any] | None
 
 def _less_memory(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
     """Return the least ``--udp-memory``, if it is more."""
-    least = config.udp_least_memory(facts.largest_group or 0) if _observed(config) else 0
+    # Windows of a packet both ways for each rank of a group.
+    least = UDP_WINDOWS * 2 * (facts.largest_group or 0) * config.packet_range[1] if _observed(config) else 0
     return {"least": least} if config.udp_memory < least else None
 
 
@@ -85,10 +76,6 @@ def _loses_nothing(config: LossyConfig, facts: Facts) -> bool:
     return draws_losses(config) or _observed(config)
 
 
-def _on_one_node(config: LossyConfig, facts: Facts) -> bool:
-    return bool(facts.virtual and config.ranks_of_node is not None)
-
-
 def _missing_rank(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
     """Return the first of ``--grad-error-ranks`` that does not exist."""
     ranks = config.grad_error_ranks or ()
@@ -97,8 +84,8 @@ def _missing_rank(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None
 
 def _uneven_sites(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
     """Return the number of data-parallel ranks, if sites do not divide it."""
-    data = facts.workers and facts.workers // (facts.context or 1)
-    return {"data": data} if config.sites and data and data % config.sites else None
+    data = (facts.workers or 0) // (facts.context or 1)
+    return {"data": data} if config.sites and data % config.sites else None
 
 
 CORE = Section(
@@ -135,7 +122,7 @@ CORE = Section(
     "--grad-recovery | --calculate-per-token-loss | "
     "mixes gradients of several steps, which --calculate-per-token-loss makes sums "
     "over as many tokens as each step has; choose another rule or omit that flag",
-    lambda c, f: f.per_token_loss and _adds_up_steps(c),
+    lambda c, f: f.per_token_loss and not c.untouched("grad") and GRAD_RECOVERIES.load(c.grad_recovery).carries_over,
 )
 
 PYTORCH = Section(
@@ -166,7 +153,8 @@ TRANSPORT = Section(
     "cannot be: the own shard never crosses the network",
     lambda c, f: _observed(c) and c.lossy_self,
     "--transport | torch before 2.8 | needs torch 2.8 or later under Megatron, this is {facts.torch}",
-    lambda c, f: c.transport != "torch" and _older_torch(f),
+    # Older ones fail in a coalescing context without a collective of its own.
+    lambda c, f: c.transport != "torch" and f.torch and tuple(map(int, f.torch.split(".")[:2])) < (2, 8),
     "--transport | --virtual-workers | needs real ranks: virtual workers exchange in memory; choose pieces",
     lambda c, f: f.virtual and _observed(c),
     "--transport | LossyWorkers | must be torch or pieces: workers of one process exchange in memory",
@@ -185,10 +173,10 @@ WORKERS = Section(
     "workers",
     "Ranks and virtual workers",
     "--lossy-links | --virtual-workers, without N | needs inter-node:N with --virtual-workers",
-    lambda c, f: _on_one_node(c, f) and not c.ranks_of_node,
+    lambda c, f: f.virtual and c.ranks_of_node == 0,
     "--lossy-links | no more --virtual-workers | "
     "puts all {facts.workers} ranks on one node: no link leaves a node, and nothing can be lost",
-    lambda c, f: f.workers is not None and _on_one_node(c, f) and 1 < f.workers <= c.ranks_of_node,
+    lambda c, f: f.workers is not None and f.virtual and 1 < f.workers <= (c.ranks_of_node or 0),
     "--ddp-param-name-patterns-for-fp32-local-accumulation | --virtual-workers | "
     "virtual workers take gradients from Megatron's buffers; needs real ranks",
     lambda c, f: f.virtual and f.gradients_beside_buffers,

@@ -114,8 +114,6 @@ class Stages(Part):
                 target=f"megatron.core.optimizer.optimizer:{name}",
                 around=around,
                 why="a stage of an asynchronous pipeline has its own gradients alone",
-                versions="all",
-                until="never: Megatron has one stage here",
             )
             for name, around in replacements.items()
         ]

@@ -17,7 +17,7 @@ from ...base.exchange import Exchange, Stream
 from ...config import RATES
 from ...delivery_log.events import content, event_files, read_events
 from ...delivery_log.reader import BadLog, DeliveryLogFolder, LogFile, LogPath, LogRows
-from ...delivery_log.replay import Redrawn
+from ...delivery_log.replay import Redraws
 from ...delivery_log.schema import Meta
 
 
@@ -85,14 +85,14 @@ def _check_source(file: LogFile | LogPath, meta: Meta, first: Meta) -> None:
 def verify(folder: DeliveryLogFolder) -> Verdict:
     """Read all deliveries; check rows, bitmaps, digests, gaps, missing ranks, and that ranks agree."""
     verdict = Verdict()
-    redrawn = Redrawn()
+    redrawn = Redraws()
     for rank, files in folder.ranks.items():
         verdict.usable[rank] = _check_files(rank, files, lambda file: _check_file(file, folder, redrawn), verdict)
     verdict.problems += _missing_ranks(folder)
     return verdict
 
 
-def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redrawn) -> int:
+def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redraws) -> int:
     first = _first_note(folder)
     _check_source(file, file.meta, file.meta if first is None else first)
     count = 0
@@ -105,7 +105,7 @@ def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redrawn) -> i
 
 
 def _check_exchange(
-    file: LogFile, rows: LogRows, key: tuple[int, str, str], folder: DeliveryLogFolder, redrawn: Redrawn
+    file: LogFile, rows: LogRows, key: tuple[int, str, str], folder: DeliveryLogFolder, redrawn: Redraws
 ) -> None:
     iteration, phase, stream = key
 

@@ -94,7 +94,7 @@ def _reason(output: str) -> str:
 def error_of_a_rank(output: str) -> str | None:
     """Return the first exception in the output of ranks and torchrun, but torchrun's own, which only names a rank."""
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in output.splitlines()]
-    errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception", "Refused"))]
+    errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
     first = next((line for line in errors if "ChildFailedError" not in line), None)
     if first is None:
         return None

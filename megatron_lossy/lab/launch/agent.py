@@ -53,8 +53,6 @@ def _noting_ends(statuses: list[int | None]) -> Patch:
         target="torch.distributed.elastic.multiprocessing.api:SubprocessContext._close",
         around=close,
         why="torchrun's exception for a signal has no statuses of ranks",
-        versions="torch 2.6 and later",
-        until="torchrun ends with status 0 after ranks that do",
         optional=True,
     )
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...base.checkpoints import latest_iteration
-from ...base.errors import STOPPED, refuse
+from ...base.errors import STOPPED, host_port, refuse
 from ...mechanisms.islands.membership.store import check_url
 from .options import LaunchConfig
 from .plan import PROGRAM, Plan
@@ -135,8 +135,7 @@ def several(plan: Plan, arguments: Sequence[str], about: Sequence[str]) -> int:
     own = [word for word in arguments if word not in ("--run", "--dry-run")]
     jobs = [[sys.executable, "-m", PROGRAM, *own, "--island", str(job)] for job in range(plan.jobs.number)]
     [(host, port), *_], _, _, ours = check_url(plan.lossy.rendezvous or "")
-    bind = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    coordinator = [sys.executable, "-m", "megatron_lossy", "coordinator", "--bind", bind]
+    coordinator = [sys.executable, "-m", "megatron_lossy", "coordinator", "--bind", host_port(host, port)]
     services = [[*coordinator, "--key-file", plan.lossy.udp_key_file or ""]] if ours else []
     if not plan.launch.run or plan.launch.dry_run:
         print("\n".join(about))

@@ -45,7 +45,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...base.registry import CHANNELS, GRAD_RECOVERIES
+from ...base.registry import GRAD_RECOVERIES
 from ...config import PHASES, LossyConfig
 from ..data import padded_vocab_size
 from ..train.config import TrainConfig
@@ -219,9 +219,8 @@ def _loss(
     rule = GRAD_RECOVERIES.load(lossy.grad_recovery)
     if lossy.observed and rule.foresight and shards > 1:
         grad = 1.0  # only drawn losses can be foreseen
-    kept = rule.kept_share(1 if masked else grad)
-    if grad and kept:
-        components["last gradients"] = kept * weights * _GRADIENT
+    if grad and (rule.carries_over or rule.feeds_back):  # what this step loses, and the next
+        components["last gradients"] = 2 * (1 if masked else grad) * weights * _GRADIENT
     if masked and (grad or param):  # the selection covers one shard at a time
         components["selection"] = weights / shards * (_GRADIENT if grad else compute)
     return components
@@ -249,10 +248,9 @@ def _share(lossy: LossyConfig, phase: str, shards: int) -> float:
     loss = lossy.phase(phase)
     if loss.lossless:
         return 0.0
-    rate = CHANNELS.load(loss.model).highest_rate(loss)
-    if rate is None:
+    if loss.sets_rate:
         return 1.0
-    others = shards - 1
+    rate, others = max(loss.schedule.rates), shards - 1
     spread = 0.0 if lossy.loss_unit == "packet" else 4 * math.sqrt(rate * (1 - rate) / others)
     return min(1.0, rate + spread) * others / shards
 

@@ -20,8 +20,10 @@ import numpy as np
 from ...base.errors import refuse
 from ...base.flags import of_flags
 from ...base.registry import CHANNELS, MECHANISMS
-from ...config import SECTIONS, LossyConfig, split_model, value_of
+from ...config import LossyConfig, split_model, value_of
+from ...config.grad_errors import ErrorFlags
 from ...config.transport import OBSERVED
+from ...mechanisms.replicas.flags import ReplicaFlags
 
 WEIGHTS = ("replica", "owner", "consensus")
 LOSS = "lm loss"
@@ -77,7 +79,9 @@ class Run:
     @property
     def clean(self) -> bool:
         """Whether nothing was lost or wrong in the run: the baseline."""
-        return self.lossless and not any(of_flags(section, self.config).taints() for section in SECTIONS)
+        errors, replicas = of_flags(ErrorFlags, self.config), of_flags(ReplicaFlags, self.config)
+        averages = replicas.synchronises and replicas.param_sync_always  # which changes equal replicas too
+        return self.lossless and not errors.errs and not averages
 
     @property
     def diverged(self) -> bool:

@@ -216,8 +216,6 @@ def _in_this_process() -> contextlib.AbstractContextManager[None]:
         why="writes from threads instead of forked processes. Of a rank that is killed, those live on and hold "
         "its sockets, so that no other rank notices; and the process of their queue takes seconds to start, "
         "and dies of the SIGTERM on which we save",
-        versions="all; from 0.18 on only the queue has a process",
-        until="Megatron saves synchronously without processes",
     )
     return patched("synchronous checkpoints of megatron-core", threads)
 

@@ -85,7 +85,7 @@ class TensorBoardWriter:
         self._writer.close()
 
 
-#: Takes the records of a run.
+#: Signature the records of a run.
 Writer = JsonLinesWriter | TensorBoardWriter
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...base.ledger import Patch, Takes, patched
+from ...base.ledger import Patch, Signature, patched
 from ...config import LossyConfig
 from ...hooks.buckets import bucket_sizes, buckets_by_stream
 from ...run.base import ModelChunks
@@ -75,8 +75,6 @@ class VirtualCluster(VirtualRun):
             target="megatron.core.optimizer.optimizer:get_grad_norm_fp32",
             around=partial(get_grad_norm_fp32, buffers, self.workers, self._inside),
             why="adds up the gradient norm shard by shard, as the ranks do, so that clipping rounds alike",
-            versions="all",
-            until="never: Megatron has one rank here",
         )
         return patched("virtual cluster", norm)
 
@@ -274,23 +272,18 @@ def buffers_for(workers: int) -> contextlib.AbstractContextManager[None]:
         return layout
 
     why = "buckets must be padded for as many shards as there are virtual workers"
-    until = "Megatron takes the padding of buckets as an argument"
     return patched(
         "layout of virtual workers",
         Patch(
             target="megatron.core.distributed.distributed_data_parallel:_ParamAndGradBuffer",
             make=padded,
             why=why,
-            versions="before 0.18; later it is given the layout",
-            until=until,
         ),
         Patch(
             target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
             around=compute_layout,
             why=why,
-            versions="0.18 and later",
-            until=until,
             optional=True,
-            takes=Takes(("params", "bucket_size", "data_parallel_world_size")),
+            takes=Signature(("params", "bucket_size", "data_parallel_world_size")),
         ),
     )

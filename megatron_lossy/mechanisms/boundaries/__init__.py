@@ -20,7 +20,6 @@ class Boundaries(Mechanism):
     Flags = BoundaryFlags
     table = "megatron_lossy.mechanisms.boundaries.refusals:BOUNDARIES"
     phases: ClassVar[Mapping[str, int]] = {"act": 2, "act-grad": 3}
-    patched: ClassVar[Mapping[str, Any]] = {"p_act": 0.1}
 
     @classmethod
     def attach(cls, run: Any) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...base.errors import UsageError
-from ...base.ledger import Patch, Takes
+from ...base.ledger import Patch, Signature
 from ...config import LossyConfig
 from ...hooks.facts import of_communicator
 from ...hooks.versions import data_parallel_rank, decoder_layers, innermost, schedule_table, sequence_parallel_rank
@@ -29,8 +29,7 @@ from .zero_fill import changes_nothing, elements_of, lossy, zero_fill_, zero_fil
 
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_UNTIL = "Megatron offers hooks around messages between stages"
-_OPS = Takes(
+_OPS = Signature(
     named=(
         "tensor_send_prev",
         "tensor_recv_prev",
@@ -271,9 +270,7 @@ def patches(boundaries: Boundaries) -> list[Patch]:
                 target=f"{_SCHEDULES}:{kind}",
                 around=partial(schedule, boundaries),
                 why="counts messages between stages from the start of a schedule on",
-                versions="all",
-                until=_UNTIL,
-                takes=Takes(named=("model", "num_microbatches", "forward_only")),
+                takes=Signature(named=("model", "num_microbatches", "forward_only")),
             )
             for kind in kinds
         ),
@@ -282,8 +279,6 @@ def patches(boundaries: Boundaries) -> list[Patch]:
                 target=f"{_P2P}:{name}",
                 around=partial(p2p_ops, boundaries),
                 why="zero-fills what is lost of a message between stages",
-                versions="all",
-                until=_UNTIL,
                 takes=_OPS,
             )
             for name in (() if virtual else ("_p2p_ops", "_batched_p2p_ops"))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...base.errors import first_line
+from ...base.errors import first_line, host_port
 from ...config import LossyConfig
 from ...transport.address import resolve
 from ...transport.ends import end_for
@@ -335,7 +335,7 @@ class Connections:
                 self._listener = socket.create_server((address, 0), family=family)
             port = self._listener.getsockname()[1]
             threading.Thread(target=self._answer, args=[self._listener], daemon=True).start()
-        return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        return host_port(address, port)
 
     @staticmethod
     def _answer(listener: socket.socket) -> None:

@@ -23,12 +23,11 @@ import torch
 from ...base import device
 from ...base.errors import refuse
 from ...base.flags import as_text
-from ...base.ledger import Patch, Takes
+from ...base.ledger import Patch, Signature
 from .elastic import ElasticIslands
 from .ranks import RankIslands
 
 _FOLDERS = ("save", "tensorboard_dir", "non_persistent_global_ckpt_dir")
-_UNTIL = "Megatron supports several jobs in one launch"
 #: Of Megatron's arguments, those that all islands must have alike: of the model, the batch, the optimizer and its schedule.
 _ALIKE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "num_experts"),
@@ -48,12 +47,10 @@ def patches(islands: RankIslands) -> list[Patch]:
             target=f"megatron.{module}.data_samplers:{name}.__init__",
             around=partial(sampler, islands),
             why="a rank takes its samples by its number among the ranks of all islands",
-            versions=versions,
-            until=_UNTIL,
             optional=True,
-            takes=Takes(named=("consumed_samples", "data_parallel_rank", "data_parallel_size")),
+            takes=Signature(named=("consumed_samples", "data_parallel_rank", "data_parallel_size")),
         )
-        for module, versions in (("legacy.data", "below 0.16"), ("training.datasets", "0.16 and later"))
+        for module in ("legacy.data", "training.datasets")  # below 0.16, and later
         for name in ("MegatronPretrainingSampler", "MegatronPretrainingRandomSampler")
     ]
     return [
@@ -62,16 +59,12 @@ def patches(islands: RankIslands) -> list[Patch]:
             target="megatron.training.training:get_train_valid_test_num_samples",
             around=partial(number_of_samples, islands),
             why="all islands together read as many times the samples of one",
-            versions="all",
-            until=_UNTIL,
         ),
         Patch(
             target="megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
             around=partial(signals_received, islands),
             why="islands that get a signal stop after the same iteration",
-            versions="all",
-            until=_UNTIL,
-            takes=Takes(("self",), others=()),
+            takes=Signature(("self",), others=()),
         ),
     ]
 
@@ -142,9 +135,7 @@ def train_patch(train: Callable) -> Patch:
         target="megatron.training.training:train",
         around=train,
         why="the learning rate follows iterations that are skipped since other islands have made them",
-        versions="0.12 and later",
-        until="Megatron can go on at a later iteration",
-        takes=Takes(("forward_step_func", "model", "optimizer", "opt_param_scheduler")),
+        takes=Signature(("forward_step_func", "model", "optimizer", "opt_param_scheduler")),
     )
 
 

@@ -19,7 +19,7 @@ from ...base.errors import refuse
 from ...base.exchange import Exchange, Stream
 from ...channel.draws import choosing_numbers
 from ...config import LossyConfig
-from ...hooks.main_weights import main_pieces
+from ...hooks.buckets import main_pieces
 from ...recovery.rows import to_device
 
 

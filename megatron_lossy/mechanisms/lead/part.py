@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ...hooks.buckets import own_shard
-from ...hooks.main_weights import main_pieces
+from ...hooks.buckets import main_pieces, own_shard
 from ...run.mechanism import Part
 from ...transport import LossyGroup
 from ...transport.peers import RankPeers

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...base.exchange import BucketUnits, Exchange, Lost
 from ...base.fetch import Fetched, at_hand, is_here
-from ...recovery.base import Told
+from ...recovery.base import SentUnits
 from ...recovery.rows import to_device, unit_views
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Priority:
         self.rank = rank
         #: bool[N, count], by destination: units that always have high priority, whatever their values; None for none.
         self.always: np.ndarray | None = None
-        self._told = Told()
+        self._told = SentUnits()
         self._sums = np.zeros((0, units.count))
         self._untold: tuple[Any, Any] | None = (
             None  # importance and choice of the latest exchange, not in its record yet
@@ -63,14 +63,14 @@ class Priority:
         self._unsettled: Lost | None = None  # units that the network loses, chosen or not
 
     @property
-    def told(self) -> Told:
+    def told(self) -> SentUnits:
         """The record of the latest exchange."""
         if self._untold is not None:
             sizes, high = map(at_hand, self._untold)
             self._untold = None
             crossing = self._crossing(len(sizes))
             self._sums = np.where(np.isfinite(sizes), sizes, 0.0) * lengths(self.units)
-            self._told = Told(
+            self._told = SentUnits(
                 units=int(crossing.sum()) * self.units.count,
                 high=int(high.sum()),
                 payload=float(self._sums[crossing].sum()),
@@ -119,9 +119,9 @@ class Priority:
         self.tell(Lost(final))
         return Lost(final)
 
-    def take_told(self) -> Told:
+    def take_told(self) -> SentUnits:
         """Return the record of the latest exchange, once; an empty record if there was none since."""
-        told, self._told = self.told, Told()
+        told, self._told = self.told, SentUnits()
         return told
 
     def tell(self, final: Lost) -> None:

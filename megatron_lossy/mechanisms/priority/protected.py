@@ -19,7 +19,7 @@ from ...base.errors import refuse
 from ...base.exchange import Delivery, Exchange, Lost
 from ...base.fetch import Fetched
 from ...channel.draws import generator
-from ...recovery.base import Gradients, GradRecovery, Told, add_up
+from ...recovery.base import Gradients, GradRecovery, SentUnits, add_up
 from ...run.monitor import Look, Observer, Window
 from .choosing import SAMPLE, Priority, Protection
 
@@ -38,7 +38,7 @@ class ProtectedRule(GradRecovery):
     #: bool[N, count]: the units of the latest exchange that must arrive, if a network loses them.
     must: np.ndarray | Fetched | None = None
     #: The record of the latest ended step.
-    told: Told | None = None
+    told: SentUnits | None = None
 
     def __init__(self, rule: GradRecovery, priority: Priority) -> None:
         super().__init__(rule.units, rule.rank)
@@ -232,7 +232,7 @@ class PriorityMonitor(Observer):
     ``told()``: the records of the latest exchange, one for each bucket.
     """
 
-    def __init__(self, told: Callable[[], Iterable[Told]]) -> None:
+    def __init__(self, told: Callable[[], Iterable[SentUnits]]) -> None:
         self._told = told
         self._window = Window(
             ["units", "high", "lost", "recovered", "left", "residual", "payload"],

@@ -124,9 +124,6 @@ class ReplicaFlags(Flags):
     def needs_whole_optimizers(self) -> bool:
         return self.synchronises or self.replica_check != "none"
 
-    def taints(self) -> bool:
-        return self.synchronises and self.param_sync_always  # equal replicas that are averaged are not unchanged
-
     @property
     def drives_apart(self) -> bool:
         """Whether full replicas can receive different gradients: each has errors of its own, or some lose gradients."""

@@ -120,14 +120,14 @@ class Observer:
 
 def states_of(observers: Sequence[Observer]) -> dict[str, Any]:
     """Return the states that are not empty, by the observer's package and class."""
-    return {_key(full_name(type(one))): state for one in observers if (state := one.state_dict())}
+    return {_key(full_name(type(observer))): state for observer in observers if (state := observer.state_dict())}
 
 
 def load_states(observers: Sequence[Observer], states: dict[str, Any]) -> None:
     """Restore :func:`states_of`; observers without a saved state start anew."""
-    for one in observers:
-        if (key := _key(full_name(type(one)))) in states:
-            one.load_state_dict(states[key])
+    for observer in observers:
+        if (key := _key(full_name(type(observer)))) in states:
+            observer.load_state_dict(states[key])
 
 
 def _key(name: str) -> str:
@@ -137,7 +137,7 @@ def _key(name: str) -> str:
 
 def metrics_of(observers: Sequence[Observer]) -> dict[str, float]:
     """Return the measurements since the last call; a run without any loses nothing. A collective call."""
-    result = {} if any(one.rates for one in observers) else {f"loss rate {phase}": 0.0 for phase in PHASES}
-    for one in observers:
-        result |= one.metrics()
+    result = {} if any(observer.rates for observer in observers) else {f"loss rate {phase}": 0.0 for phase in PHASES}
+    for observer in observers:
+        result |= observer.metrics()
     return result

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...base.errors import UsageError
+from ...base.errors import UsageError, host_port
 
 #: The version of the datagrams and of the entries in the store.
 PROTOCOL = 12
@@ -100,8 +100,7 @@ class Hello:
 
     @property
     def where(self) -> str:
-        host = f"[{self.address}]" if ":" in self.address else self.address
-        return f"{host}:{self.port}"
+        return host_port(self.address, self.port)
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....base.errors import ArgumentParser, cannot, refuse
+from ....base.errors import ArgumentParser, cannot, host_port, refuse
+from ....base.files import read_key
 from .messages import Beat, Entry, Slot, read
-from .store import PORT, read_key, server_context, split_address
+from .store import PORT, server_context, split_address
 
 #: Bytes of the head of a request, of its body, of a key, of a value, of all keys and values; keys; connections.
 HEAD, BODY, KEY, VALUE, ALL, KEYS, CONNECTIONS = 1 << 14, 1 << 18, 256, 1 << 16, 64 << 20, 20_000, 512
@@ -263,8 +264,7 @@ async def serve(
             except OSError as error:
                 raise refuse(flag, f"{host}:{port}", f"nothing can listen there: {error.strerror or error}") from None
             stack.callback(listening.close)
-            host, port = listening.sockets[0].getsockname()[:2]
-            say(f"{name}{f'[{host}]' if ':' in host else host}:{port}")
+            say(name + host_port(*listening.sockets[0].getsockname()[:2]))
         await end.wait()
 
 
@@ -286,7 +286,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="a page and /metrics, which anybody can read there; none: neither; default %(default)s",
     )
     options = parser.parse_args(arguments)
-    key = read_key(options.key_file)
+    key = read_key(options.key_file, "--key-file")
     page = None if options.page == "none" else split_address(options.page, "--page")
     bind = split_address(options.bind, "--bind")
     asyncio.run(serve(bind, key, Path(options.journal), page, lambda line: print(line, flush=True)))

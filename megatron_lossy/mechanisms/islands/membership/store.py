@@ -287,19 +287,6 @@ def _access(path: str, flag: str) -> dict[str, str]:
 
 #: The name in the certificate, instead of a host's.
 NAME = "megatron-lossy"
-#: Bytes of a key file, at least.
-_LEAST = 16
-
-
-def read_key(path: str, flag: str = "--key-file") -> bytes:
-    """Return the bytes of the key file. Raise :class:`UsageError` about ``flag`` if it cannot be read, or is too short."""
-    try:
-        key = Path(path).read_bytes()
-    except OSError as error:
-        raise cannot(flag, path, "read", error) from None
-    if len(key) < _LEAST:
-        raise refuse(flag, path, f"has {len(key)} bytes, and a secret needs {_LEAST} at least")
-    return key
 
 
 def client_context(key: bytes) -> ssl.SSLContext:
