@@ -23,7 +23,6 @@ from megatron_lossy.lab.delivery_log.verify import verify, verify_events
 from megatron_lossy.mechanisms.boundaries import datagrams
 from megatron_lossy.mechanisms.boundaries import links as stages
 from megatron_lossy.mechanisms.boundaries.loss import BoundaryLoss
-from megatron_lossy.mechanisms.boundaries.messages import order
 from megatron_lossy.transport.ends import close_ends
 from tests import contract
 from tests.boundaries import boundary_rows
@@ -219,23 +218,6 @@ def test_with_sequence_parallelism_each_peer_has_losses_of_its_own():
     tiny = TinyGPT(tensor=2, pipeline=2, accumulation=2, tied=False, sequence_parallel=True)
     zeros = check(run_ranks(record, 4, tiny, DRAWN), tiny, DRAWN)
     assert zeros["act"] and zeros["act-grad"]
-
-
-@pytest.mark.parametrize("group", [1, 2, 3])
-def test_what_one_stage_sends_the_next_one_receives(group):
-    """In the same order, of each link of a ring of three with two chunks; pure."""
-    table = [
-        (number, chunk)
-        for first in range(0, 7, group)
-        for chunk in range(2)
-        for number in range(first, min(first + group, 7))
-    ]
-    for stage in range(3):
-        ends, next_ends = (stage == 0, stage == 2), (stage == 2, stage == 1)
-        leaving = [(number, chunk + (stage == 2)) for number, chunk in order("act", table, *ends, sends=True)]
-        assert leaving == order("act", table, *next_ends)
-        back = [(number, chunk - (stage == 2)) for number, chunk in order("act-grad", table, *next_ends, sends=True)]
-        assert back == order("act-grad", table, *ends)
 
 
 def observed(ranks, tiny, config, steps, itemsize=4):
