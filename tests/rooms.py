@@ -35,7 +35,6 @@ ROOMS = {
     "torchrun_report": "train",
     "udp": "transport",
     "udp_stages": "boundaries",
-    "virtual_stages": "async_pipeline",
     "waits": "transport",
 }
 
