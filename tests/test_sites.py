@@ -27,9 +27,8 @@ from tests.test_monitor import drift_real, drift_virtual, flat, only_drift
 from tests.test_virtual import BUCKETS, real_runs, trained, virtual_runs
 from tests.test_virtual_train import OVERLAP as BUCKETS_OF_TRAINER
 from tests.test_virtual_train import losses_of, run_both
-from tests.test_virtual_train import weights as weights_of
 from tests.tiny_gpt import TinyGPT, build
-from tests.trainer import TINY, train_runs
+from tests.trainer import TINY, train_runs, weights_of
 
 pytestmark = pytest.mark.shows("losses between sites by value; one replica in each site")
 
@@ -414,17 +413,6 @@ def test_fsdp2_by_value(rule, pool):
     recorded = pool.run(fsdp.record, 4, fsdp.Tiny(), config, 4)
     lost = contract.check(between_sites(recorded, config, averaged=True), config, averaged=True)
     assert lost["grad"] and lost["param"]
-
-
-def copies(rank):
-    with pytest.raises(UsageError) as error:
-        fsdp.Training(fsdp.Tiny(replicas=2), BOTH)
-    return str(error.value)
-
-
-def test_fsdp2_over_a_mesh_of_two_dimensions_is_refused(pool):
-    for message in pool.run(copies, 4):
-        assert message.startswith("--sites 2: needs fully_shard over all ranks, with a mesh of one dimension")
 
 
 # --- our trainer ---------------------------------------------------------------------------------------------------
