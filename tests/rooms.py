@@ -34,7 +34,6 @@ ROOMS = {
     "synchroniser": "replicas",
     "torchrun_report": "train",
     "udp": "transport",
-    "virtual_stages": "async_pipeline",
     "waits": "transport",
 }
 

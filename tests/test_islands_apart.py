@@ -7,7 +7,6 @@ import re
 import signal
 import time
 from dataclasses import replace
-from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
@@ -17,7 +16,7 @@ from megatron_lossy.mechanisms.islands.membership.messages import Slot, read, wr
 from megatron_lossy.mechanisms.islands.membership.store import open_store
 from tests.coordinator import KEY
 from tests.programs import Program, rank_environments, run_program
-from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records
+from tests.trainer import TINY, as_flags, read_records, weights_of
 
 pytestmark = [pytest.mark.shows("islands that are launches of their own: start, death, return"), pytest.mark.programs]
 
@@ -73,10 +72,6 @@ class Run:
         return ends
 
 
-def weights(folder: Path) -> dict[str, bytes]:
-    return {k: v for k, v in checkpoint_bytes(folder, latest_iteration(folder)).items() if "rng" not in k}
-
-
 def shown(server, name: str, slot: int) -> float:
     """Return a metric of an island in the coordinator's ``/metrics``."""
     with urlopen(f"http://127.0.0.1:{server.page}/metrics", timeout=60) as answer:
@@ -108,10 +103,10 @@ def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve,
     run.start(0, 1, 2, **({} if "transport" in loss else {"udp_peer_timeout": 600}))  # a silent one is waited for 60 s
     run.all_finish()
     for slot in range(3):
-        assert weights(tmp_path / "one" / f"island_{slot}") == weights(tmp_path / "apart" / f"island_{slot}")
-    assert weights(tmp_path / "apart" / "island_0") != weights(tmp_path / "apart" / "island_1")
+        assert weights_of(tmp_path / "one" / f"island_{slot}") == weights_of(tmp_path / "apart" / f"island_{slot}")
+    assert weights_of(tmp_path / "apart" / "island_0") != weights_of(tmp_path / "apart" / "island_1")
     if "save_consensus" in loss:
-        assert weights(tmp_path / "one" / "consensus") == weights(tmp_path / "apart" / "consensus")
+        assert weights_of(tmp_path / "one" / "consensus") == weights_of(tmp_path / "apart" / "consensus")
         own = [read_records(tmp_path / "apart" / f"island_{slot}", "valid") for slot in range(3)]
         assert {record["weights"] for records in own for record in records} == {"replica", "consensus"}
 
@@ -275,7 +270,7 @@ def test_tensor_parallel_ranks_average_as_in_one_launch_over_datagrams_and_in_8_
     run.start(0, 1, 2)
     for slot, (_, printed, _) in run.all_finish().items():
         assert len(re.findall(r"copies of [1-9]\d* parameters are equal", printed)) == 2, printed
-        assert weights(tmp_path / "one" / f"island_{slot}") == weights(tmp_path / "apart" / f"island_{slot}")
+        assert weights_of(tmp_path / "one" / f"island_{slot}") == weights_of(tmp_path / "apart" / f"island_{slot}")
 
 
 @pytest.mark.nightly

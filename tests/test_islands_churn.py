@@ -23,8 +23,8 @@ from scripts.spells import share_away, spells
 from tests.churning_rows import ChurningRows, speed_of_mean
 from tests.ranks import run_ranks
 from tests.reference import mean_among
-from tests.test_islands_train import SMALL, flat, islands_of, losses_of, train_all, weights_of
-from tests.trainer import train_runs
+from tests.test_islands_train import SMALL, flat, islands_of, losses_of, train_all
+from tests.trainer import train_runs, weights_of
 from tests.vectors import STREAM, rounds_of
 
 pytestmark = pytest.mark.shows("islands that come and go: epochs, means, returns, replayed, continued")

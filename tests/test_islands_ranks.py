@@ -19,7 +19,7 @@ from megatron_lossy.lab.delivery_log.verify import verify
 from megatron_lossy.mechanisms.islands.ranks import rewind
 from tests.ranks import RankFailed, run_ranks
 from tests.test_islands_train import whole_and_parts
-from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs
+from tests.trainer import TINY, checkpoint_bytes, in_iteration, read_records, train_runs
 
 pytestmark = pytest.mark.shows(
     "islands of 1 and 2 ranks are virtual ones, bit for bit",
@@ -212,17 +212,7 @@ def timeless(record: dict) -> dict:
 
 def die(rank: int, run: tuple[dict, dict]) -> None:
     """The last rank is gone in its fourth iteration, without a word."""
-    from megatron_lossy.lab.train.workers import Workers
-
-    iterate, made = Workers.iterate, []
-
-    def mortal(self, *args):
-        made.append(1)
-        if rank == 3 and len(made) == 4:
-            os._exit(1)
-        return iterate(self, *args)
-
-    Workers.iterate = mortal
+    in_iteration(4, lambda made: os._exit(1) if rank == 3 else None)
     train_runs(rank, run)
 
 

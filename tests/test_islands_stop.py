@@ -15,14 +15,11 @@ import torch
 
 from megatron_lossy.base import device
 from megatron_lossy.base.checkpoints import latest_iteration
-from megatron_lossy.mechanisms.islands.monitor import IslandMonitor
-from megatron_lossy.mechanisms.islands.ranks import RankIslands
-from megatron_lossy.mechanisms.islands.rounds import Mean
 from megatron_lossy.mechanisms.islands.world import IslandWorld, Stopping
 from tests.ranks import run_ranks
 from tests.test_islands_exchange import Table
 from tests.test_islands_ranks import LATE, SMALL, TWO
-from tests.trainer import read_records, train_runs
+from tests.trainer import in_iteration, read_records, train_runs
 
 pytestmark = pytest.mark.shows(
     "islands end after the same iteration, also with datagrams lost", "an island that stands still holds up nobody"
@@ -30,21 +27,6 @@ pytestmark = pytest.mark.shows(
 
 DATAGRAMS = {"transport": "udp", "udp_deadline": "50", "udp_peer_timeout": 120.0}
 LONG = SMALL | {"train_iters": 400, "eval_iters": 0, "micro_batch_size": 2, "num_layers": 1}
-
-
-def in_iteration(number: int, act) -> None:
-    """Let ``act(made)`` be called before each iteration from ``number`` on, in this process."""
-    from megatron_lossy.lab.train.loop import _Run
-
-    step, made = _Run._step, []
-
-    def watched(self, batches):
-        made.append(1)
-        if len(made) >= number:
-            act(len(made))
-        return step(self, batches)
-
-    _Run._step = watched
 
 
 def stand_still(rank: int, folder: str, run: tuple[dict, dict]) -> int:
@@ -166,32 +148,6 @@ def test_all_stop_after_the_same_iteration_whoever_hears_it_when(seed):
         assert ended[0] == (length, 0)
     else:
         assert ended[0][0] >= min(told.values())
-
-
-def test_who_waits_to_know_the_last_iteration_says_how_long():
-    """The thread of one of two islands is late with its answer."""
-    table = Table(2)
-
-    class Late(Seat):
-        def largest(self, value: int, patience: object = None) -> int:
-            if self.island and value not in (0, 15):  # the second question
-                time.sleep(0.5)
-            return super().largest(value)
-
-    first, second = (Stopping(Late(table, island)) for island in range(2))
-    first.hear(15)
-    second.hear(15)
-    while first._most is None:
-        time.sleep(0.01)
-    islands = object.__new__(RankIslands)
-    islands.monitor = IslandMonitor()
-    with islands._waiting():
-        number, last = first.begin()
-    assert (number, last) == (15, 1)
-    islands.monitor.used(0.0, torch.zeros(1, 1), Mean(torch.zeros(1), None))
-    assert islands.monitor.metrics()["sync wait"] > 0.3
-    pool = ThreadPoolExecutor(2)
-    list(pool.map(Stopping.leave, (first, second)))
 
 
 def hear_late(rank: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.train.config import TrainConfig
 from megatron_lossy.lab.train.saved import check_folders, in_folders_of_job
 from tests.ranks import run_ranks
-from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs
+from tests.trainer import TINY, read_records, recorded_losses, train_runs, weights_of
 
 pytestmark = pytest.mark.shows("islands in one process: reductions, continued, speeds")
 
@@ -36,10 +36,6 @@ def whole_and_parts(folder: Path, settings: dict, loss: dict, *stops: int) -> li
     parts = settings | {"save": str(folder / "parts"), "load": str(folder / "parts")}
     stopped = [(parts | {"exit_interval": stop}, loss) for stop in stops]
     return [(settings | {"save": str(folder / "whole")}, loss), *stopped, (parts, loss)]
-
-
-def weights_of(folder: Path) -> dict[str, bytes]:
-    return {k: v for k, v in checkpoint_bytes(folder, latest_iteration(folder)).items() if "rng" not in k}
 
 
 def islands_of(folder: Path) -> dict:

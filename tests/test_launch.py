@@ -42,7 +42,7 @@ from megatron_lossy.lab.train.arguments import configurations, make_parser, read
 from megatron_lossy.lab.train.config import TrainConfig
 
 from .ranks import run_ranks
-from .trainer import TINY, read_records, write_data
+from .trainer import TINY, read_records
 
 pytestmark = pytest.mark.shows(
     "configurations: sizes, memory, flags, dry runs, refusals",
@@ -56,11 +56,9 @@ TINY_FILE = ROOT / "configs/tiny/llama_1m.yaml"
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data(data):
     """A folder with the data sets train and valid."""
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return folder
+    return Path(data["data_path"][0]).parent
 
 
 def arguments(file, data, out, *more):

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from .ranks import run_ranks
 from .slurm_cluster import ROOT, free_ports, missing, slurm_cluster
-from .trainer import read_records, recorded_losses, write_data
+from .trainer import read_records, recorded_losses
 
 pytestmark = [
     pytest.mark.shows("the job script in a real Slurm: preempted, limited, in an array"),
@@ -30,11 +29,9 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data(data):
     """A folder with the data sets train and valid."""
-    folder = tmp_path_factory.mktemp("data")
-    run_ranks(write_data, 1, str(folder))
-    return folder
+    return Path(data["data_path"][0]).parent
 
 
 @pytest.fixture(scope="module")

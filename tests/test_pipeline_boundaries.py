@@ -19,7 +19,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.hooks.facts import of_communicator, of_model
+from megatron_lossy.hooks.facts import of_communicator
 from megatron_lossy.hooks.versions import decoder_layers
 from megatron_lossy.lab.delivery_log.verify import verify, verify_events
 from megatron_lossy.lab.virtual import VirtualCluster
@@ -397,31 +397,6 @@ def test_evaluation_of_virtual_workers(pool):
         real = [losses[0] for losses in pool.run(evaluated, 2, config)]
         assert pool.run(evaluated, 1, config, 2) == [real]
         assert (real != without) == in_eval
-
-
-def refused(rank, tiny, config):
-    """Megatron's model refuses it, and ring exchange too."""
-    lossy, said = hooks.install(config), []
-    try:
-        model = build(tiny).model[0]
-        model.config.use_ring_exchange_p2p = True
-        check_refusals(config, of_model(model))
-    except UsageError as error:
-        said.append(str(error))
-    lossy.uninstall()
-    return said
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"packet_bytes": 3}, "--packet-bytes 3: must hold at least one element of 4 bytes"),
-        ({}, "--use-ring-exchange-p2p on: nothing can be lost at stage"),
-    ],
-)
-def test_what_cannot_be_right_is_refused(flags, message, pool):
-    for [line] in pool.run(refused, 2, PLAIN, LossyConfig(**vars(BOTH) | flags)):
-        assert line.startswith(message)
 
 
 def outside(rank):

@@ -255,7 +255,11 @@ MODELS = st.fixed_dictionaries(
 )
 
 
-def launcher_takes_the_recommended(folder, link, model):
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(link=LINKS, model=MODELS)
+def test_the_launcher_takes_what_is_recommended(tmp_path, link, model):
     ranks = model["--tp"] * model["--pp"] * model["more"]
     flags = link | {name: value for name, value in model.items() if name != "more"} | {"--ranks-per-site": ranks}
     words = [str(word) for pair in flags.items() for word in pair]
@@ -268,30 +272,14 @@ def launcher_takes_the_recommended(folder, link, model):
         senders = 1 if "sites" in best.settings else ranks
         rate = float(best.settings["udp-rate"].removesuffix("kbit"))
         assert senders * (rate - 1) <= 900 * found.link.mbit
-    found.write(folder / "plan.yaml", "plan")
+    found.write(tmp_path / "plan.yaml", "plan")
     own = ["--program", "train", "--data", "stdlib", "--tokenizer", "byte", "--rdzv-endpoint", "host:1"]
     status = None
     try:
-        launch(["--config", str(folder / "plan.yaml"), *own, "--out", str(folder), "--dry-run"])
+        launch(["--config", str(tmp_path / "plan.yaml"), *own, "--out", str(tmp_path), "--dry-run"])
     except SystemExit as end:
         status = end.code
     assert not status, (words, best.flags)
-
-
-_ANY = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
-
-
-@settings(max_examples=60, **_ANY)
-@given(link=LINKS, model=MODELS)
-def test_the_launcher_takes_what_is_recommended(tmp_path, link, model):
-    launcher_takes_the_recommended(tmp_path, link, model)
-
-
-@pytest.mark.nightly
-@settings(max_examples=500, **_ANY)
-@given(link=LINKS, model=MODELS)
-def test_the_launcher_takes_what_is_recommended_500_times(tmp_path, link, model):
-    launcher_takes_the_recommended(tmp_path, link, model)
 
 
 def test_the_page_shows_what_the_plan_says(tmp_path, monkeypatch, capsys):

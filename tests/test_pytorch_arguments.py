@@ -194,6 +194,18 @@ def tensor_parallel_over_udp():
     lossy(model, config=LossyConfig(transport="udp"))
 
 
+def islands(model, count):
+    """A model whose copies are ``count`` islands, by the flag."""
+    config = LossyConfig(islands=count, sync_method="parameters")
+    make_lossy(model, adam(model), config, replicate="islands")
+
+
+def two_copies():
+    """A model that two of four ranks shard; the other two have another copy."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return fsdp.build(Tiny(), mesh["shard"])
+
+
 def of_ddp(config=test_pytorch_ddp.LOSSY, **how):
     return test_pytorch_ddp.Training(config, how=how)
 
@@ -239,6 +251,15 @@ LINES = [
     ("scaler None: a GradScaler is in use, and --grad-recovery previous keeps gradients over steps:", scaler_unknown),
     ("optimizer SGD: steps during the backward pass, where no update ends; step after it", step_in_the_backward_pass),
     ("--transport udp: loses other units of each copy of a parameter", tensor_parallel_over_udp),
+    ("--islands 4: must be 2: so many groups of ranks shard the model", lambda: islands(two_copies(), 4)),
+    (
+        "replicate islands: needs a mesh of one dimension, fully_shard(",
+        lambda: islands(fsdp.build(Tiny(replicas=2)), 2),
+    ),
+    (
+        "--sites 2: needs fully_shard over all ranks, with a mesh of one dimension",
+        lambda: lossy(fsdp.build(Tiny(replicas=2)), config=dataclasses.replace(BOTH, sites=2)),
+    ),
     ("--p-param 0.1: each replica updates all parameters, and sends none", lambda: of_ddp(LossyConfig(p_param=0.1))),
     ("model DistributedDataParallel: has a communication hook already", hooked_ddp),
     ("model DistributedDataParallel: has a communication hook already", ddp_twice),

@@ -6,10 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.pytorch import make_lossy
 from tests import fsdp
@@ -129,24 +127,3 @@ def test_over_udp(pool):
     config = dataclasses.replace(LATE, transport="udp", packet_bytes=64)
     results = pool.run(trained, 4, config, 6)
     assert all(np.isfinite(losses).all() for losses, *_ in results)
-
-
-def refusals(rank):
-    said = []
-    for config, replicas in ((dataclasses.replace(ISLANDS, islands=4), 1), (ISLANDS, 2)):
-        try:
-            if replicas == 1:
-                Island(config)
-            else:
-                model = fsdp.build(Tiny(replicas=2))
-                make_lossy(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
-        except UsageError as error:
-            said.append(str(error))
-        dist.barrier()
-    return said
-
-
-def test_a_wrong_mesh_is_refused_in_one_line(pool):
-    for first, second in pool.run(refusals, 4):
-        assert first == "--islands 4: must be 2: so many groups of ranks shard the model"
-        assert second.startswith("--islands 2: needs a mesh of one dimension, fully_shard(…, mesh=mesh[")

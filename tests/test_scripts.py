@@ -1,4 +1,4 @@
-"""The scripts of whoever maintains this: ``compat.py``, ``same_results.py``, ``mutants.py``."""
+"""The scripts of a maintainer: ``compat.py``, ``same_results.py``, ``mutants.py``, ``gpu_day.py``, ``words.py``."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts import gpu_day, mutants
+from scripts import gpu_day, mutants, words
 from scripts.compat import CONTRACT, HEADER, _table, merged
 
 pytestmark = pytest.mark.shows(
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.shows(
     "`same_results.py` prints the differences",
     "what `make mutants` changes",
     "`gpu_day.py` goes on after failures",
+    "refused idioms are found in code, comments and pages",
     device=False,
 )
 
@@ -270,3 +271,21 @@ def test_the_lists_name_files_that_are_there(tmp_path):
         assert files and all(file.exists() for file in files)
         assert sum(step.share for step in gpu_day.steps(options(tmp_path, second=second))) <= 480
     assert gpu_day.summary("warning: a: b\nok: c: d\nok: e: f\n{}") == "1 warning, 2 ok"
+
+
+# --- idioms that make lint refuses (words.py) -------------------------------------------------------------------------
+
+
+REFUSED = {
+    "function.py": ('def f() -> int:\n    """The number."""\n    # Fine.\n    # What is lost is gone.\n', [2, 4]),
+    "property.py": ('@property\ndef f() -> int:\n    """The number of ``told``. What now?"""\nx = "gave up"\n', []),
+    "page.md": ("# What it is\n\n`told`\n\nA rank\ngives\nup. Who waits?\n", [7]),
+    "code.c": ("int told; /* one\n * that hears */\n// Whoever waits.\n", [2, 3]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_idioms_are_refused_where_words_are(tmp_path, name):
+    path, (text, lines) = tmp_path / name, REFUSED[name]
+    path.write_text(text)
+    assert [int(line.removeprefix(f"{path}:").partition(":")[0]) for line in words.refused(path)] == lines

@@ -25,9 +25,6 @@ from tests.test_delivery_log import MODEL, STEPS, table, verdict
 from tests.test_hooks_owner_weights import OVERLAPS, inside_and_after, resume, save_and_go_on
 from tests.test_monitor import drift_real, drift_virtual, flat, only_drift
 from tests.test_virtual import BUCKETS, real_runs, trained, virtual_runs
-from tests.test_virtual_train import OVERLAP as BUCKETS_OF_TRAINER
-from tests.test_virtual_train import losses_of, run_both
-from tests.test_virtual_train import weights as weights_of
 from tests.tiny_gpt import TinyGPT, build
 from tests.trainer import TINY, train_runs
 
@@ -416,39 +413,7 @@ def test_fsdp2_by_value(rule, pool):
     assert lost["grad"] and lost["param"]
 
 
-def copies(rank):
-    with pytest.raises(UsageError) as error:
-        fsdp.Training(fsdp.Tiny(replicas=2), BOTH)
-    return str(error.value)
-
-
-def test_fsdp2_over_a_mesh_of_two_dimensions_is_refused(pool):
-    for message in pool.run(copies, 4):
-        assert message.startswith("--sites 2: needs fully_shard over all ranks, with a mesh of one dimension")
-
-
 # --- our trainer ---------------------------------------------------------------------------------------------------
-
-
-def numbers(record):
-    return {name: value for name, value in record if not isinstance(value, str)}
-
-
-@pytest.mark.slow
-def test_four_ranks_train_as_four_virtual_workers(data, tmp_path):
-    """The checkpoint to the last bit; logged losses are sums of four in another order."""
-    loss = {
-        "p_grad": 0.3,
-        "p_param": 0.3,
-        "loss_unit": "packet",
-        "packet_bytes": 256,
-        "sites": 2,
-        "eval_weights": "both",
-    }
-    [(real, virtual)] = run_both(4, data, tmp_path, {"sites": (BUCKETS_OF_TRAINER, loss)}).values()
-    assert weights_of(virtual) == weights_of(real)
-    for one, other in zip(losses_of(virtual), losses_of(real), strict=True):
-        assert numbers(one) == pytest.approx(numbers(other), rel=1e-6)
 
 
 @pytest.mark.slow

@@ -1,24 +1,17 @@
-"""``--udp-deadline auto`` of streams: what it cuts on simulated links, on links that stall, and of a rank that stands still for a while."""
+"""``--udp-deadline auto`` of streams: what it cuts on simulated links and on links that stall."""
 
 import math
-import os
 import random
-import signal
 import threading
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.lab import Lab, Link
-from megatron_lossy.config import LossyConfig
-from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatter
 from megatron_lossy.transport.stream import link
 from megatron_lossy.transport.stream.deadline import Looks, Pace
-from tests.ranks import run_ranks
 from tests.test_lab import needs_lab
 from tests.test_stream import LONG, UNIT, UNITS, Ranks, until
 
@@ -183,50 +176,3 @@ def test_the_kernel_counts_what_comes_behind_missing_packets():
         lab.set(Link(delay=0.001, loss=0.02))
         assert all(arrived.all() for arrived in ranks.exchange(3))
         assert lose() == [True, True]
-
-
-# --- real ranks ----------------------------------------------------------------------------------------------------------
-
-SHARD = 10_000_000  # 40 MB
-
-
-def slow(rank, size, config):
-    """The lost units of each of twelve steps. In the last one rank 1 is stopped amid its message, and goes on after more than a second."""
-    group = LossyGroup.create(config, [BucketSpec(SHARD)])
-    store, lost, channel = dist.distributed_c10d._get_default_store(), [], group.wire._channel
-    store.set(f"process {rank}", str(os.getpid()))
-    grads, output = torch.ones(size * SHARD), torch.empty(SHARD)
-
-    def release():
-        until(lambda: channel.links[1].silent > 1)
-        os.kill(int(store.get("process 1")), signal.SIGCONT)
-
-    for step in range(12):
-        dist.barrier()
-        if step == 11:
-            threading.Thread(target=release).start() if rank == 0 else stop_amid(channel.links[0])
-        grads.fill_(1.0)
-        lossy_reduce_scatter(group, 0, output, grads, step)
-        lost.append(1 - group.delivery("grad", step).arrived.mean())
-        assert bool((output == size).all())
-    group.close()
-    return lost
-
-
-def stop_amid(sending):
-    """Stop this process at the fifth frame of the next message."""
-    frames, next_frame = [], sending.next_frame
-
-    def stops(writer):
-        frames.append(next_frame(writer))
-        if len(frames) == 5:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return frames[-1]
-
-    sending.next_frame = stops
-
-
-def test_a_rank_that_is_slow_for_a_while_loses_no_more_than_is_accepted():
-    """Forty megabytes, over the loopback, where the kernel drops packets only if a busy receiver leaves it no room."""
-    config = LossyConfig(transport="stream", packet_bytes=1400, udp_peer_timeout=600)
-    assert all(sum(shares) <= 0.01 * 12 for shares in run_ranks(slow, 2, 2, config))

@@ -1,6 +1,5 @@
 """Properties of an accelerator, simulated on a CPU: copies that wait, HPU's graphs."""
 
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,10 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lossy.base.exchange import Delivery, Exchange, Lost, Stream, cut
 from megatron_lossy.base.registry import GRAD_RECOVERIES
-from megatron_lossy.config import LossyConfig
 from megatron_lossy.recovery import MaskedRows, base, rows
-from megatron_lossy.transport import Network
-from megatron_lossy.transport.base import CollectiveWire
 from tests.rules import gradients, send
 
 pytestmark = pytest.mark.shows("HPU's graphs stay (simulated)")
@@ -56,30 +52,6 @@ def test_a_copy_to_cuda_does_not_wait():
         assert not busy.query()
     torch.cuda.synchronize()
     assert copied.sum().item() == 499999500000
-
-
-def test_places_are_narrow_and_worked_out_where_losses_are_drawn(monkeypatch):
-    """Not on the thread that launches collectives."""
-    threads = []
-    work_out = CollectiveWire._work_out
-
-    def noted(self, delivery):
-        work_out(self, delivery)
-        threads.append((threading.current_thread().name, delivery))
-
-    monkeypatch.setattr(CollectiveWire, "_work_out", noted)
-    parts, units = cut([200_000], [4], "packet", 4)
-    config = LossyConfig(p_grad=0.2)
-    transport = CollectiveWire({"grad": Network(config, "grad", 2)}, Stream(), range(2), 0, {"grad": parts})
-    key = Exchange("grad", Stream(), 0)
-    transport.prepare(key)
-    delivery = transport.foresee(key)
-    [(name, prepared)] = threads
-    assert name.startswith("megatron-lossy-draws") and prepared is delivery
-    lost = delivery.lost_there(parts[0])
-    shards, places = lost._places[(0, units)]
-    assert shards.dtype == places.dtype == np.int32 and np.array_equal(np.nonzero(lost.mask)[1], places)
-    assert delivery.survivors(parts[0]) is delivery._known[("survivors", 0, units)]
 
 
 class Graph(TorchDispatchMode):

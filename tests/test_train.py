@@ -22,11 +22,22 @@ from megatron_lossy.lab.train.data import same_everywhere
 from megatron_lossy.lab.train.saved import check_folders
 from tests.programs import Program
 from tests.ranks import RankFailed, run_ranks
-from tests.trainer import ROOT, TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, run_module, train_runs
+from tests.trainer import (
+    ROOT,
+    TINY,
+    as_flags,
+    checkpoint_bytes,
+    in_iteration,
+    read_records,
+    recorded_losses,
+    run_module,
+    train_runs,
+)
 
 pytestmark = pytest.mark.shows("the trainer: resumed, overlaps, TP 2, PP 2, SIGTERM, Ctrl-C")
 
 
+VIRTUAL = {"virtual_workers": 4}
 LOSS = dict(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64, eval_weights="both", save_replicas=True)
 
 
@@ -135,21 +146,11 @@ def _interrupt(rank: int, config: dict, number: int) -> tuple:
     """Run; rank 1 alone gets signal ``number`` in an iteration. Return the log of megatron-core."""
     import logging
 
-    from megatron_lossy.lab.train import loop
-
     logged = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("megatron").addHandler(handler)
-
-    step = loop._Run._step
-
-    def step_and_signal(self, batches):
-        if rank == 1 and self.progress.iteration == 4:
-            os.kill(os.getpid(), number)
-        return step(self, batches)
-
-    loop._Run._step = step_and_signal
+    in_iteration(5, lambda made: os.kill(os.getpid(), number) if rank == 1 and made == 5 else None)
     return *train_runs(rank, (config, {})), logged
 
 
@@ -167,13 +168,7 @@ def test_a_signal_saves_on_all_ranks(data, tmp_path, number):
 
 def _interrupt_twice(rank: int, config: dict) -> None:
     """A run that gets Ctrl-C twice in one iteration."""
-    from megatron_lossy.lab.train import loop
-
-    def signals(self, batches):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    loop._Run._step = signals
+    in_iteration(1, lambda made: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
     train_runs(rank, (config, {}))
 
 
@@ -457,6 +452,19 @@ def test_wrong_yaml(tmp_path, text, message):
         ({"pipeline_model_parallel_size": 3}, 3, "--num-layers 2: must be divisible by 3 pipeline stages"),
         ({"tensor_model_parallel_size": 4}, 4, "--num-query-groups 2: must be divisible by 4 tensor-parallel ranks"),
         ({"num_distributed_optimizer_instances": 2}, 1, "--num-distributed-optimizer-instances 2: must divide the 1 "),
+        ({"optimizer": "sgd", "sgd_momentum": 1.0}, 1, "--sgd-momentum 1.0: must be in"),
+        ({"nadam_momentum_decay": 0.1}, 1, "--nadam-momentum-decay 0.1: needs --optimizer nadam"),
+        ({"optimizer": "nadam", "nadam_momentum_decay": -1}, 1, "--nadam-momentum-decay -1: must be at least 0"),
+        (VIRTUAL | {"tensor_model_parallel_size": 2}, 1, "--tensor-model-parallel-size 2: must be 1 with --virtual-w"),
+        (VIRTUAL | {"pipeline_model_parallel_size": 2}, 1, "--pipeline-model-parallel-size 2: must be 1 with --virt"),
+        (VIRTUAL | {"num_distributed_optimizer_instances": 2}, 1, "--num-distributed-optimizer-instances 2: must be 1"),
+        (VIRTUAL, 2, "--virtual-workers 4: all share one device: needs 1 process, not 2"),
+        ({"virtual_workers": 3}, 1, "--global-batch-size 8: must be divisible by --micro-batch-size 2 x 3 data-"),
+        ({"virtual_workers": 0}, 1, "--virtual-workers 0: must be at least 1"),
+        ({"sharpness_interval": 5}, 1, "--sharpness-interval 5: needs all workers in one process"),
+        (VIRTUAL | {"sharpness_interval": 5, "bf16": True}, 1, "--sharpness-interval 5: needs weights in float32"),
+        (VIRTUAL | {"sharpness_interval": 5, "use_distributed_optimizer": False}, 1, "--sharpness-interval 5: needs o"),
+        (VIRTUAL | {"sharpness_interval": -1}, 1, "--sharpness-interval -1: must be at least 0"),
     ],
 )
 def test_wrong_settings(change, ranks, message):

@@ -301,61 +301,17 @@ def test_completion_is_the_models_in_long_orders(events, deadline, must):
 # ---- Rate ----
 
 
-def rates_of(rule, ceiling, reports):
-    """The engine's rates after each of ``reports``, and the values in the end."""
-    lib, out = load(), (ctypes.c_double * 5)()
-    c = lib.ml_rate_new(4e6, ceiling, RULES[rule], 1000, 1.0)
-    now, datagrams, top, rates = SECOND, 0, 0, []
-    for passed, numbers, share, rtt in reports:
-        now += passed
-        top += numbers
-        datagrams += int(numbers * share)
-        if rtt is not None:
-            lib.ml_rate_sample(c, now, MS + rtt)
-        lib.ml_rate_report(c, now, datagrams, datagrams * 1000, top, now // 1000 % 2**32, 0, 0.0)
-        lib.ml_rate_get(c, out)
-        rates.append(out[0])
-    lib.ml_rate_free(c)
-    return rates, list(out)
-
-
 def test_a_fixed_rate_is_what_was_said():
+    lib, out = load(), (ctypes.c_double * 5)()
     for ceiling in (1e6, 1e10):
-        assert set(rates_of("fixed", ceiling, [(MS, 300, share, 40 * MS) for share in (1, 0, 0.5)])[0]) == {ceiling}
-
-
-#: Histories of a dedicated link with a queue (ns) and a loss, and the rule's means: of its rates (MB/s), and of the loss that is foreign.
-HISTORIES = [
-    (0, 0.0, 348.16, 0.0),
-    (0, 0.05, 322.21, 0.0094372),
-    (0, 0.4, 88.205, 0.060124),
-    (1 * MS, 0.05, 304.88, 0.010094),
-    (1 * MS, 0.4, 80.747, 0.064213),
-    (5 * MS, 0.0, 103.22, 0.0),
-    (5 * MS, 0.05, 101.56, 0.010965),
-    (5 * MS, 0.4, 66.255, 0.066896),
-]
-
-
-@pytest.mark.parametrize(("queue", "loss", "mean", "foreign"), HISTORIES)
-def test_the_rate_of_a_dedicated_link_is_what_it_was(queue, loss, mean, foreign):
-    """Histories in which it rises, meets queues and losses, and recovers."""
-    draw, rates, lost = random.Random(3), [], []
-    for _ in range(10):
-        reports = [
-            (
-                draw.randrange(9 * MS),
-                draw.randrange(400),
-                1 - loss * draw.random(),
-                draw.choice([None, draw.randrange(queue + 1)]),
-            )
-            for _ in range(100)
-        ]
-        found, end = rates_of("dedicated", 1e9, reports)
-        rates += found
-        lost.append(end[1])
-    assert np.mean(rates) / 1e6 == pytest.approx(mean, rel=0.001)
-    assert np.mean(lost) == pytest.approx(foreign, rel=0.001)
+        rate, datagrams = lib.ml_rate_new(4e6, ceiling, RULES["fixed"], 1000, 1.0), 0
+        for number, share in enumerate((1, 0, 0.5), start=1):
+            now, datagrams = SECOND + number * MS, datagrams + int(300 * share)
+            lib.ml_rate_sample(rate, now, 41 * MS)
+            lib.ml_rate_report(rate, now, datagrams, datagrams * 1000, 300 * number, now // 1000, 0, 0.0)
+            lib.ml_rate_get(rate, out)
+            assert out[0] == ceiling
+        lib.ml_rate_free(rate)
 
 
 # ---- Exchanges between several ----

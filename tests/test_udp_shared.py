@@ -3,10 +3,6 @@
 import ctypes
 import dataclasses
 import random
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,76 +11,11 @@ from benchmarks import congestion
 from benchmarks.lab.bottleneck import Bottleneck, Flow, run
 from megatron_lossy.base import native
 from megatron_lossy.transport.udp.engine import RULES, SECOND
-from tests.test_lab import needs_lab
 from tests.udp_world import MS, World, load
 
 pytestmark = pytest.mark.shows("rates next to others: the rule on links and at a bottleneck", device=False)
 
 PHASES = ("starts", "grows", "dips")
-
-
-def course(seed, seconds, capacity, loss, queue, trip, share=0.0, as_flows=1, longer=0.0):
-    """The rule of the engine on one link: the mean of its rates (MB/s), and what it came to.
-
-    ``capacity``: bytes/s; ``queue``, ``trip``: seconds; after 3 s the way there is ``longer``; pauses come at random.
-    """
-    lib = load()
-    rate = lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, as_flows)
-    random_, out = random.Random(seed), (ctypes.c_double * 5)()
-    now, free, link, clock = SECOND, 0, 0, 3
-    sent_at: list[int] = []
-    came, top, report_at = 0, 0, 0
-    reports, rates, seen = [], [], set()
-    while now < (1 + seconds) * SECOND:
-        lib.ml_rate_look(rate, now, now + clock)
-        lib.ml_rate_shared(rate, out)
-        rates.append(out[0])
-        batch = max(int(out[0] / 4000 / 1500), 1)
-        for _ in range(batch):
-            sent_at.append(now)
-            if max(link - now, 0) <= queue * SECOND:
-                link = max(link, now) + int(1500 * SECOND / capacity)
-                if random_.random() >= loss:
-                    came, top = came + 1, len(sent_at)
-                    if link >= report_at:
-                        report_at = link + 2 * MS
-                        landed = link + int(longer * SECOND) * (now > 4 * SECOND)
-                        reports.append((landed + int(trip * SECOND / 2), came, top, landed))
-        free = max(free, now - MS // 4) + int(batch * 1500 * SECOND / out[0])
-        now = max(free, now + 1) + (random_.randrange(300) * MS if random_.random() < 0.0005 else 0)
-        while reports and reports[0][0] <= now:
-            at, arrived, highest, landed = reports.pop(0)
-            sent = sent_at[highest - 1]
-            lib.ml_rate_sample(rate, at, at - sent + int(trip * SECOND / 2))
-            lib.ml_rate_report(rate, at, arrived, 1500 * arrived, highest, landed // 1000 % 2**32, sent, share)
-            lib.ml_rate_shared(rate, out)
-            seen |= {PHASES[int(out[3])], "competes" if out[4] else "alone", "credit" if out[2] else "none"}
-    lib.ml_rate_free(rate)
-    return float(np.mean(rates)) / 1e6, seen
-
-
-#: Seeds, bytes/s, losses, queues, round trips, what receivers say, numbers of flows; and the mean rates of the rule in 5 s (MB/s).
-COURSES = [
-    (0, 1e6, 0.0, 0.002, 0.02, 0.0, 1, 0.97269),
-    (1, 3e6, 0.01, 0.002, 0.1, 0.0, 1, 2.0894),
-    (2, 3e6, 0.1, 0.05, 0.02, 1e6, 4, 2.3473),
-    (3, 1e6, 0.0, 0.05, 0.001, 0.0, 4, 1.0249),
-    (4, 3e6, 0.0, 0.05, 0.1, 1e6, 1, 3.0645),
-    (5, 1e6, 0.1, 0.002, 0.001, 0.0, 1, 0.41322),
-    (6, 12.5e6, 0.05, 0.002, 0.02, 0.0, 1, 6.1424),
-]
-
-
-@pytest.mark.parametrize(("seed", "capacity", "loss", "queue", "trip", "share", "flows", "mean"), COURSES)
-def test_the_rule_is_what_it_was(seed, capacity, loss, queue, trip, share, flows, mean):
-    assert course(seed, 5, capacity, loss, queue, trip, share, flows)[0] == pytest.approx(mean, rel=0.01)
-
-
-def test_the_rule_comes_to_every_phase():
-    seen = set()
-    for loss, queue, capacity, longer in ((0.05, 0.002, 12.5e6, 0.0), (0.0, 0.1, 3e6, 0.05)):
-        seen |= course(1, 8, capacity, loss, queue, 0.02, longer=longer)[1]
-    assert seen == {*PHASES, "competes", "alone", "credit", "none"}
 
 
 #: Without a compiler there is an engine that was built before, but no packet model.
@@ -277,29 +208,6 @@ def test_several_senders_use_a_link_together():
     own, used = engines_share_a_link("shared", 3)
     assert own < 0.04
     assert used > 0.6
-
-
-def overflowed(rule, folder):
-    """Shares of what two ranks of each site sent to two of the other that did not fit the queue, by the link's counters."""
-    folder.mkdir()
-    command = [
-        sys.executable, "-m", "benchmarks.lab", "--rtt", "20", "--rate", "100", "--queue", "2",
-        "--sites", "2", "2", "--",
-        "env", "RANK={node}", "WORLD_SIZE={nodes}", sys.executable, "-m", "tests.udp_flood", rule, "8", str(folder),
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = re.findall(r"(\d+) packets, .* (\d+) did not fit", done.stderr)
-    return [int(lost) / int(packets) for packets, lost in found]
-
-
-@pytest.mark.slow
-@needs_lab
-def test_real_engines_lose_little_over_an_emulated_link(tmp_path):
-    """100 Mbit/s, 20 ms, a queue of 2 ms, and a machine that may be busy, which delays packets: the bound is wider."""
-    shared, dedicated = (overflowed(rule, tmp_path / rule) for rule in ("shared", "dedicated"))
-    assert max(shared) < 0.1
-    assert min(dedicated) > 2 * max(shared)
 
 
 @pytest.mark.parametrize("trip", [20, 100])

@@ -10,9 +10,8 @@ import pytest
 
 from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.base.errors import UsageError
-from megatron_lossy.lab.train.config import TrainConfig
 from tests.ranks import RankFailed, run_ranks
-from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs
+from tests.trainer import TINY, checkpoint_bytes, in_iteration, read_records, recorded_losses, train_runs, weights_of
 
 pytestmark = pytest.mark.shows("virtual workers in the trainer: as ranks, killed, resumed, 1 to 64")
 
@@ -41,11 +40,6 @@ def losses_of(folder: Path) -> list[tuple]:
     return [tuple(pair for pair in record if "loss rate" not in pair[0]) for record in recorded_losses(folder)]
 
 
-def weights(folder: Path) -> dict[str, bytes]:
-    """Return the owners' weights and the optimizer's moments in the last checkpoint."""
-    return {k: v for k, v in checkpoint_bytes(folder, latest_iteration(folder)).items() if "rng" not in k}
-
-
 @pytest.mark.slow
 def test_two_workers_train_as_two_ranks_bit_for_bit(data, tmp_path):
     """Losses, gradient norms, both validation losses and the checkpoint, with dropout."""
@@ -66,8 +60,8 @@ def test_two_workers_train_as_two_ranks_bit_for_bit(data, tmp_path):
             del case[1]["p_grad"], case[1]["p_param"]
     for name, (real, virtual) in run_both(2, data, tmp_path, cases).items():
         assert losses_of(virtual) == losses_of(real), name
-        assert weights(virtual) == weights(real), name
-        assert any("exp_avg" in key for key in weights(real))
+        assert weights_of(virtual) == weights_of(real), name
+        assert any("exp_avg" in key for key in weights_of(real))
     replica, owner = (record["lm loss"] for record in read_records(tmp_path / "packets virtual", "valid")[-2:])
     assert replica != owner
 
@@ -89,17 +83,8 @@ def die_in_second_save(rank: int, config: dict, loss: dict) -> None:
 
 
 def signalled(rank: int, config: dict, loss: dict) -> list:
-    """Return a run that gets SIGTERM while it computes iteration 6."""
-    from megatron_lossy.lab.train import loop
-
-    step = loop._Run._step
-
-    def step_and_signal(self, batches):
-        if self.progress.iteration == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, batches)
-
-    loop._Run._step = step_and_signal
+    """Return a run that gets SIGTERM while it computes iteration 6, its fourth."""
+    in_iteration(4, lambda made: os.kill(os.getpid(), signal.SIGTERM) if made == 4 else None)
     return train_runs(rank, (config, loss))
 
 
@@ -141,7 +126,7 @@ def test_resumed_without_replicas_as_ranks_are(data, tmp_path):
         run = TINY | data | {"save": str(folders[name]), "load": str(folders[name]), "virtual_workers": workers}
         run_ranks(train_runs, ranks, (run | {"exit_interval": 3}, loss), (run, loss))
     assert losses_of(folders["virtual"]) == losses_of(folders["real"])
-    assert weights(folders["virtual"]) == weights(folders["real"])
+    assert weights_of(folders["virtual"]) == weights_of(folders["real"])
 
     base = TINY | data | {"load": str(folders["virtual"]), "train_iters": 10, "eval_iters": 0}
     for ranks, workers in ((1, 4), (1, 2), (2, None)):
@@ -176,15 +161,6 @@ def test_replicas_of_other_runs_are_refused(data, tmp_path):
     assert text.startswith(f"--save-replicas with {folder}: that checkpoint has no replicas of virtual workers")
 
 
-def test_a_diverging_run_stops_and_leaves_the_process_usable(data, tmp_path):
-    base = TINY | data | {"virtual_workers": 4, "eval_iters": 0, "lr_warmup_iters": 0, "log_interval": 1}
-    wild = base | {"lr": 1e30, "clip_grad": 0.0, "save": str(tmp_path / "wild")}
-    [([broken, fine], _)] = run_ranks(train_runs, 1, (wild, LOSS), (base, LOSS))
-    assert not broken["finished"] and "is nan" in broken["diverged"] and broken["iteration"] < 8
-    assert read_records(tmp_path / "wild", "train")[-1]["lm loss"] is None
-    assert fine["finished"] and fine["lm loss"] < 5.6
-
-
 @pytest.mark.slow
 def test_one_worker_and_sixty_four(data, tmp_path):
     """Without loss N workers are plain accumulation; with it they train, at any N."""
@@ -214,21 +190,3 @@ def test_one_worker_and_sixty_four(data, tmp_path):
     for record in read_records(tmp_path / "64 lossy", "train"):
         assert record["loss rate grad"] == pytest.approx(0.1, abs=0.02)
         assert record["loss rate param"] == pytest.approx(0.1, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("change", "processes", "message"),
-    [
-        ({"tensor_model_parallel_size": 2}, 1, "--tensor-model-parallel-size 2: must be 1 with --virtual-workers"),
-        ({"pipeline_model_parallel_size": 2}, 1, "--pipeline-model-parallel-size 2: must be 1 with --virtual-w"),
-        ({"num_distributed_optimizer_instances": 2}, 1, "--num-distributed-optimizer-instances 2: must be 1 with"),
-        ({}, 2, "--virtual-workers 4: all share one device: needs 1 process, not 2"),
-        ({"virtual_workers": 3}, 1, "--global-batch-size 8: must be divisible by --micro-batch-size 2 x 3 data-"),
-        ({"virtual_workers": 0}, 1, "--virtual-workers 0: must be at least 1"),
-    ],
-)
-def test_refused(change, processes, message):
-    with pytest.raises(UsageError) as caught:
-        config = {"virtual_workers": 4, "data_path": ("x",), "valid_data_path": ("y",)}
-        TrainConfig(**TINY | config | change).check_world(processes)
-    assert str(caught.value).startswith(message)

@@ -19,12 +19,9 @@ from megatron_lossy.mechanisms.islands.monitor import IslandMonitor
 from megatron_lossy.mechanisms.islands.ranks import RankIslands
 from megatron_lossy.mechanisms.islands.rounds import Mean
 from megatron_lossy.mechanisms.islands.vector import Places
-from tests.ranks import run_ranks
 from tests.rules import reduce
-from tests.test_replicas import BUCKETS, full
 from tests.test_streams import Graph
 from tests.test_transport import group_in_memory
-from tests.tiny_gpt import build
 
 pytestmark = pytest.mark.shows("nothing waits for the device where the host has the answer (counted)")
 
@@ -126,37 +123,3 @@ def test_the_loss_scale_of_a_shard_is_read_if_an_error_hits_it():
         assert waits.found["__float__"] == len(reduction.hits)
         hits += len(reduction.hits)
     assert 0 < hits < 40
-
-
-def count_reads(rank, tiny, config, steps):
-    """Return the number of reads of the loss scale for errors, and the errors."""
-    from megatron_lossy import hooks
-    from megatron_lossy.channel.corruption import Reduction
-
-    lossy = hooks.install(config)
-    run = build(tiny)
-    replica, read, hits = lossy.part("replicas"), [], []
-    unit, happened = replica.unit, replica.happened
-    replica.unit = lambda: read.append(1) or unit()
-
-    def taken(step):
-        found = happened(step)
-        hits.extend(hit for one in found if isinstance(one, Reduction) for hit in one.hits)
-        return found
-
-    lossy.sources[lossy.sources.index(happened)] = taken
-    for step in range(steps):
-        run.step(step)
-    return len(read), len(hits)
-
-
-def test_the_loss_scale_of_replicas_is_read_where_an_error_hits():
-    config = LossyConfig(
-        grad_error="gaussian",
-        grad_error_relative=0.1,
-        grad_error_rate=0.4,
-        grad_error_ranks=(1,),
-        replica_check="repair",
-    )
-    (never, none), (read, hits) = run_ranks(count_reads, 2, full(dtype="bf16", loss_scale=64.0, **BUCKETS), config, 5)
-    assert (never, none) == (0, 0) and read == hits > 0

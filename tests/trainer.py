@@ -11,6 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from megatron_lossy.base.checkpoints import latest_iteration
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.train.config import TrainConfig
 
@@ -62,6 +63,21 @@ def train_runs(rank: int, *runs: tuple[dict, dict]):
     return summaries, output.getvalue()
 
 
+def in_iteration(number: int, act) -> None:
+    """Call ``act(made)`` before each iteration from ``number`` on, counted from 1, in this process."""
+    from megatron_lossy.lab.train.loop import _Run
+
+    step, made = _Run._step, []
+
+    def watched(self, batches):
+        made.append(1)
+        if len(made) >= number:
+            act(len(made))
+        return step(self, batches)
+
+    _Run._step = watched
+
+
 def read_records(folder: Path, kind: str) -> list[dict]:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record for record in records if record["kind"] == kind]
@@ -88,6 +104,12 @@ def checkpoint_bytes(folder: Path, iteration: int) -> dict:
     }
     dcp.load(state, checkpoint_id=str(path))
     return {key: value.reshape(-1).view(torch.uint8).numpy().tobytes() for key, value in state.items()}
+
+
+def weights_of(folder: Path) -> dict[str, bytes]:
+    """Return the owners' weights and the optimizer's moments in the last checkpoint."""
+    found = checkpoint_bytes(folder, latest_iteration(folder))
+    return {name: value for name, value in found.items() if "rng" not in name}
 
 
 def as_flags(config: dict) -> list[str]:
