@@ -143,7 +143,7 @@ def test_the_price_of_islands_besides_computing_is_that_of_the_record():
 
 
 def test_a_reliable_exchange_takes_a_round_trip_more_for_each_time_that_something_is_sent_again():
-    """Of 10,000 packets a hundredth is lost, then a hundredth of that, and then one that is there after a third time."""
+    """A hundredth of 10,000 packets is lost, then a hundredth of that, and then one that is there after a third time."""
     lossy, clean = Link(1000, 0.1, 0.01), Link(1000, 0.1)
     assert trips_again("stream", lossy, 10_000 * 1448) == pytest.approx(2)
     assert trips_again("udp", lossy, 1e7) == trips_again("torch", clean, 1e7) == 0

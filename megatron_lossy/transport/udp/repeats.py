@@ -1,4 +1,4 @@
-"""How often units that must arrive are sent, as far as it depends on what the network has lost."""
+"""The number of times that units that must arrive are sent, as far as it depends on what the network has lost."""
 
 from __future__ import annotations
 
