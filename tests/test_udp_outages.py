@@ -188,9 +188,9 @@ def test_the_list_of_what_must_arrive_is_taken_though_no_memory_is_left():
     assert node.counters(1)["early_dropped"] > 100
     posted = node.post(SECOND, "grad", 0, 0)
     must = list(range(0, 600, 2))
-    room = CONTROL_BYTES // 4 - 2
+    room = CONTROL_BYTES // 4 - 1
     for part in range(-(-len(must) // room)):
-        payload = np.array([len(must), 0, *must[part * room : (part + 1) * room]], "<u4").tobytes()
+        payload = np.array([len(must), *must[part * room : (part + 1) * room]], "<u4").tobytes()
         end = encode(END, payload, source=1, channel=CHANNEL, index=600 + part, number=next(number))
         assert node.handle(SECOND, 1, end) == "taken"
     node.timers(SECOND + 20 * MS)
