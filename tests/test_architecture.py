@@ -173,6 +173,6 @@ def test_few_verbs_have_one_implementer():
         for verb in names_in(base.body)
         if verb[0] != "_"
     }
-    assert count["Mechanism.table"] >= 7 and count["Part.attach"] >= 5
+    assert count["Mechanism.table"] >= 6 and count["Part.attach"] >= 5
     alone = [verb for verb, found in count.items() if found == 1]
     assert len(alone) <= LONE_VERBS, alone

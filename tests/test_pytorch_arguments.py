@@ -197,7 +197,7 @@ def tensor_parallel_over_udp():
 def islands(model, count):
     """A model whose copies are ``count`` islands, by the flag."""
     config = LossyConfig(islands=count, sync_method="parameters")
-    make_lossy(model, adam(model), config, replicate="islands")
+    make_lossy(model, adam(model), config)
 
 
 def two_copies():
@@ -253,7 +253,7 @@ LINES = [
     ("--transport udp: loses other units of each copy of a parameter", tensor_parallel_over_udp),
     ("--islands 4: must be 2: so many groups of ranks shard the model", lambda: islands(two_copies(), 4)),
     (
-        "replicate islands: needs a mesh of one dimension, fully_shard(",
+        "--islands 2: needs a mesh of one dimension, fully_shard(",
         lambda: islands(fsdp.build(Tiny(replicas=2)), 2),
     ),
     (

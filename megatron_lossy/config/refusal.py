@@ -88,9 +88,9 @@ def _row(text: Any, when: Any) -> Refusal:
 
 
 def sections(ours: bool = False) -> list[Section]:
-    """Return all sections of the table, in its one order. ``ours``: without those of other packages."""
+    """Return all sections of the table with rows, in its one order. ``ours``: without those of other packages."""
     core, mechanisms = (REFUSALS.ours(), MECHANISMS.ours()) if ours else (REFUSALS.all(), MECHANISMS.all())
-    return [*core, *(mechanism.refusals() for mechanism in mechanisms)]
+    return [section for section in (*core, *(mechanism.refusals() for mechanism in mechanisms)) if section.rows]
 
 
 def check_refusals(config: Any, facts: Facts = _NOTHING_KNOWN) -> None:
@@ -135,7 +135,7 @@ HEAD = ("flag", "not with", "why")
 
 def main(arguments: list[str]) -> None:
     """``python -m megatron_lossy refusals``: print the table, or some of its sections."""
-    known = {section.name: section for section in sections() if section.rows}
+    known = {section.name: section for section in sections()}
     parser = ArgumentParser(
         prog="python -m megatron_lossy refusals",
         description="List which flags do not go together, in the order in which they are checked. The ellipsis is a value.",

@@ -97,10 +97,12 @@ class ParameterGroup:
         wanted = self._group.mp_policy.param_dtype
         return wanted if wanted is not None and parameter.is_floating_point() else parameter.dtype
 
-    def used(self) -> np.ndarray:
-        """Return int64[k, 2]: the ranges in N shards that hold parameters; the rest is padding."""
+    def used(self, gradients: bool = False) -> np.ndarray:
+        """Return int64[k, 2]: the ranges in N shards that hold parameters, or gradients; the rest is padding."""
         ranges, size = [], self.ranks.size()
         parameters = self._group.fsdp_params
+        if gradients:
+            parameters = [parameter for parameter in parameters if parameter.sharded_param.requires_grad]
         shard = sum(math.prod(parameter.padded_sharded_param_size) for parameter in parameters)
         for rank in range(size):
             offset = rank * shard
