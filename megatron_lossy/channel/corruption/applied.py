@@ -118,9 +118,9 @@ def _flip(buffer: torch.Tensor, event: Event, lengths: Sequence[int], firsts: Se
     masks = [(1 << bit) - (1 << width if bit == width - 1 else 0) for bit in event.bits]
     whole = buffer.view({16: torch.int16, 32: torch.int32, 64: torch.int64}[width])
     where, flipped = torch.from_numpy(places), torch.tensor(masks, dtype=whole.dtype)
-    if buffer.is_cuda:  # which copies page-locked memory without a wait
-        where, flipped = where.pin_memory(), flipped.pin_memory()
-    where, flipped = (tensor.to(buffer.device, non_blocking=buffer.is_cuda) for tensor in (where, flipped))
+    if buffer.device.type == "cuda":  # which copies page-locked memory without a wait
+        where, flipped = (tensor.pin_memory().to(buffer.device, non_blocking=True) for tensor in (where, flipped))
+    where, flipped = where.to(buffer.device), flipped.to(buffer.device)
     whole[where] = whole[where] ^ flipped
 
 
