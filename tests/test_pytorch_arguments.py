@@ -141,6 +141,14 @@ class Decays(torch.optim.SGD):
             one.mul_(0.9)
 
 
+def changed_at_a_learning_rate_of_0():
+    run = Training(Tiny(), None)
+    optimizer = Decays(run.model.parameters(), lr=0.0)
+    lossy(run.model, optimizer)
+    run.loss(0).backward()
+    optimizer.step()
+
+
 def closure_not_called():
     run = Training(Tiny(), None)
     optimizer = Decays(run.model.parameters(), lr=0.1)
@@ -246,6 +254,7 @@ LINES = [
     ("optimizer AdamW: has 17 parameters, and had 16 when make_lossy was called: add them", parameters_added_later),
     ("model 1: reduces ", frozen_later),
     ("model 1: reduces ", unused),
+    ("optimizer Decays: changes weights without gradients, or with a learning rate", changed_at_a_learning_rate_of_0),
     ("optimizer Decays: did not call its closure; call step() without one", closure_not_called),
     ("optimizer TakesScaler: takes grad_scaler, and does not show which steps it skips", scaler_within_the_optimizer),
     ("scaler None: a GradScaler is in use, and --grad-recovery previous keeps gradients over steps:", scaler_unknown),

@@ -39,7 +39,7 @@ class Steps:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], run: Any) -> None:
         self._run = weakref.proxy(run)
-        self._begun: dict[torch.optim.Optimizer, Kind] = {}
+        self._begun: dict[torch.optim.Optimizer, tuple[Kind, list[torch.Tensor]]] = {}
         me = weakref.ref(self)
         self._hooks: list[Any] = []
         for optimizer in optimizers:
@@ -71,13 +71,19 @@ class Steps:
         if hasattr(optimizer, "found_inf"):
             self._run.check_scaler()
         self._run.use_gradients(kind)
-        self._begun[optimizer] = kind
+        self._begun[optimizer] = kind, _copies(optimizer) if kind is Kind.IDLE else []
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """End a step."""
+        name = type(optimizer).__name__
         if optimizer not in self._begun:
-            raise refuse("optimizer", type(optimizer).__name__, "did not call its closure; call step() without one")
-        self._run.end_step(optimizer, self._begun.pop(optimizer))
+            raise refuse("optimizer", name, "did not call its closure; call step() without one")
+        kind, copies = self._begun.pop(optimizer)
+        if not all(map(_equal, copies, _values(optimizer) if copies else [])):
+            raise refuse(
+                "optimizer", name, "changes weights without gradients, or with a learning rate of 0; use another"
+            )
+        self._run.end_step(optimizer, kind)
 
 
 def _before(me: weakref.ref[Steps], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Arguments | None:
@@ -129,3 +135,17 @@ def _kind(optimizer: torch.optim.Optimizer) -> Kind:
         if any(parameter.grad is not None for parameter in group["params"]) and (rate is None or float(rate) != 0):
             return Kind.UPDATE
     return Kind.IDLE
+
+
+def _values(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the values of all parameters in this process; not copies."""
+    tensors = (parameter.detach() for group in optimizer.param_groups for parameter in group["params"])
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+
+
+def _copies(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value.clone() for value in _values(optimizer)]
+
+
+def _equal(before: torch.Tensor, after: torch.Tensor) -> bool:
+    return torch.allclose(before, after, rtol=0, atol=0, equal_nan=True)
