@@ -76,5 +76,7 @@ def refused(path: Path) -> Iterator[str]:
 if __name__ == "__main__":
     listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.split("\n")
     paths = map(Path, sys.argv[1:] or [name for name in listed if not name.startswith("benchmarks/results/")])
-    texts = [path for path in paths if path.suffix in (".py", *TEXTS) and path.name not in ("words.py", "test_scripts.py")]
+    texts = [
+        path for path in paths if path.suffix in (".py", *TEXTS) and path.name not in ("words.py", "test_scripts.py")
+    ]
     sys.exit("\n".join(line for path in texts if path.is_file() for line in refused(path)) or None)

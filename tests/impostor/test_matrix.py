@@ -30,7 +30,6 @@ def distance(found, expected):
     "`--transport pieces`: by value against NumPy, in every setting of Megatron",
     "over UDP drawn losses give what pieces give, in every setting",
     "every message by value: both directions, interleaved, TP 2, sequences",
-    "messages between stages over UDP: by value, TP 2, interleaved, late stages",
     "what a network loses between islands is neither added nor used",
     "real stages compute what the definition says: stashes, overlap, TP 2",
     "priorities chosen on an accelerator are those of NumPy",
