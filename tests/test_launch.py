@@ -42,7 +42,7 @@ from megatron_lossy.lab.train.arguments import configurations, make_parser, read
 from megatron_lossy.lab.train.config import TrainConfig
 
 from .ranks import run_ranks
-from .trainer import TINY, read_records
+from .trainer import TINY, read_records, write_data
 
 pytestmark = pytest.mark.shows(
     "configurations: sizes, memory, flags, dry runs, refusals",
@@ -56,9 +56,11 @@ TINY_FILE = ROOT / "configs/tiny/llama_1m.yaml"
 
 
 @pytest.fixture(scope="module")
-def data(data):
+def data(tmp_path_factory):
     """A folder with the data sets train and valid."""
-    return Path(data["data_path"][0]).parent
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    return folder
 
 
 def arguments(file, data, out, *more):

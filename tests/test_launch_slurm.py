@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from .ranks import run_ranks
 from .slurm_cluster import ROOT, free_ports, missing, slurm_cluster
-from .trainer import read_records, recorded_losses
+from .trainer import read_records, recorded_losses, write_data
 
 pytestmark = [
     pytest.mark.shows("the job script in a real Slurm: preempted, limited, in an array"),
@@ -29,9 +30,11 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def data(data):
+def data(tmp_path_factory):
     """A folder with the data sets train and valid."""
-    return Path(data["data_path"][0]).parent
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    return folder
 
 
 @pytest.fixture(scope="module")

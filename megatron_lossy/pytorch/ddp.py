@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..base.device import all_gather_single, reduce_scatter_single
 from ..base.errors import refuse
-from ..base.exchange import Exchange
+from ..base.exchange import Delivery, Exchange
 from ..base.registry import MECHANISMS
 from ..config import PHASES, LossyConfig
 from ..recovery import Gradients
@@ -55,6 +55,17 @@ class Bucket:
 def _bucket_of(parameters: Sequence[torch.nn.Parameter]) -> Bucket:
     elements = sum(parameter.numel() for parameter in parameters)
     return Bucket(elements, parameters[0].dtype, tuple(parameters), tuple(map(id, parameters)))
+
+
+class _RoundExchanges:
+    """The exchanges of ``group``, for observers: those of a round before the buckets were final lost nothing."""
+
+    def __init__(self, group: LossyGroup) -> None:
+        self._group = group
+
+    def delivery(self, phase: str, step: int) -> Delivery | None:
+        """See :class:`megatron_lossy.run.base.ObservedExchanges`."""
+        return None if self._group.not_made(phase, step) else self._group.delivery(phase, step)
 
 
 class LossyDDP(LossyRun):
@@ -191,8 +202,7 @@ class LossyDDP(LossyRun):
 
     @property
     def streams(self) -> Sequence[ObservedExchanges]:
-        # A round before the buckets were final lost nothing.
-        return [group for group in self._lossy if not group.not_made("grad", self.iteration)]
+        return [_RoundExchanges(group) for group in self._lossy]
 
     def replicas(self) -> list[Any]:
         return []  # none is sharded

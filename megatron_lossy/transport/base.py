@@ -68,6 +68,8 @@ class Transfer:
         return self._result
 
     def __getattr__(self, name: str) -> Any:
+        if "work" not in self.__dict__:  # a copy that is being made
+            raise AttributeError(name)
         return getattr(self.__dict__["work"], name)
 
 
