@@ -105,13 +105,13 @@ def in_ddp_by_closure(rank, config, steps):
         losses.append(run.optimizer.step(closure).item())
     weights = run.weights()
     run.lossy.close()
-    return weights, losses, {}
+    return weights, losses
 
 
 def test_a_closure_in_ddp_gives_the_bits_of_a_loop(pool):
     config = dataclasses.replace(test_pytorch_ddp.LOSSY, param_sync_interval=3)
     expected = pool.run(test_pytorch_ddp.plain, 2, config, 7, {})
-    same(pool.run(in_ddp_by_closure, 2, config, 7), expected)
+    same(pool.run(in_ddp_by_closure, 2, config, 7), [run[:2] for run in expected])
 
 
 def nested(rank, config, steps):
