@@ -137,7 +137,7 @@ class Talk:
         self._meeting, self._wanted, self._former, self._slot = meeting, wanted, former, slot_of(other)
         self._own, self._others = f"{nonce} {other}", f"{nonce} {me}"
         self._leads = slot_of(me) < self._slot
-        self.session = ""
+        self.session = former
 
     def __enter__(self) -> Talk:
         with self._meeting.changed:
