@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ class Among:
         epoch: Epoch,
         number: int,
         slot: int,
-        connections: Connections,
+        connections: Connections | None,
         pairs: Mapping[int, Pair],
         loses: Callable[[Pair, float], None],
     ) -> None:
@@ -48,6 +48,24 @@ class Among:
         """See :meth:`.Pair.hold`."""
         for pair in self.pairs.values():
             pair.hold(users)
+
+    def means(self, shards: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+        """Return the means of ``shards``, in host memory, over the senders, added up in their order. Raise :class:`PeerLost`.
+
+        ``count``: the number of these means, which rises and is the same on all senders.
+        """
+        assert self.connections is not None
+        number = count * sum(map(Connections.parts, shards)) % 2**31
+        others, found = {slot: self.pairs[slot] for slot in self.senders if slot != self.slot}, []
+        for own in shards:
+            theirs = self.connections.swap(others, number, own)
+            first, *rest = (theirs.get(slot, own) for slot in self.senders)
+            total = first.clone()
+            for shard in rest:
+                total += shard
+            found.append(total / len(self.senders))
+            number += Connections.parts(own)
+        return found
 
 
 class Lane(Carrier):
@@ -75,6 +93,7 @@ class Lane(Carrier):
         """See :class:`.Carrier`. An island that does not send gets nothing."""
         assert self.among is not None, self.exchange
         if self.among.place is None:
+            assert self.among.connections is not None
             units = -(-pieces.shape[1] // self.among.connections.buckets.packet)
             return torch.zeros_like(pieces), np.zeros((len(pieces), units), dtype=bool)
         return self._cross(0, dict(zip(self.among.senders, pieces)))
@@ -86,8 +105,9 @@ class Lane(Carrier):
 
     def _cross(self, phase: int, rows: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, np.ndarray]:
         """Send each of ``rows``, by slot, if this island sends, and get one of each sender."""
-        among, buckets = self.among, self.among.connections.buckets  # type: ignore[union-attr]
-        assert among is not None
+        among = self.among
+        assert among is not None and among.connections is not None
+        buckets = among.connections.buckets
         senders, count = among.senders, len(next(iter(rows.values())))
         bucket, items = buckets.exchange(self._shard, self._turn, len(senders))
         like = next(iter(rows.values()))

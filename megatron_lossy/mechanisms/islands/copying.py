@@ -30,8 +30,8 @@ Carry = Callable[[torch.Tensor], None]
 #: Bytes that cross at once: the patience is for so many.
 PART = 2**20
 _DIGEST_BYTES = 16
-#: Step counts that some optimizers keep in their groups, and others with the moments.
-_STEP = "step"
+#: The name of step counts, which some optimizers keep in their groups, and others with the moments.
+STEP = "step"
 
 
 class Copy(NamedTuple):
@@ -118,8 +118,8 @@ def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str
                 f"{number}/state/{index}/{name}": _held(value) for name, value in kept.items() if value is not None
             }
         for index, group in enumerate(state["param_groups"]):
-            if _STEP in group:
-                found[f"{number}/groups/{index}/{_STEP}"] = _held(group[_STEP])
+            if STEP in group:
+                found[f"{number}/groups/{index}/{STEP}"] = _held(group[STEP])
     return found
 
 
@@ -169,6 +169,11 @@ class Rejoining:
     def came(self) -> int:
         """The number of the latest epoch of which a copy has come; -1: there is none."""
         return max(list(self.copies), default=-1)
+
+    def without_values(self, epoch: int) -> tuple[Copy, int] | None:
+        """Return the copy of the epoch number ``epoch`` and its source, without values; ``None`` if it is not here."""
+        copy, source = self.copies.get(epoch, (None, -1))
+        return None if copy is None else (copy._replace(values={}), source)
 
     def take(self, epoch: int) -> tuple[Copy, int]:
         """Return the copy of the epoch number ``epoch`` and its source, and keep it no longer, nor older ones."""

@@ -20,6 +20,9 @@ from .presence import Present
 from .rules import Result, make_rule
 from .vector import Places, Subset, Vector, read_at, write_at
 
+#: Visits of a rank without elements, or of an island that does not listen.
+MANY = 2**31
+
 
 class Mean(NamedTuple):
     """The result of an exchange. ``values`` [k]: the owners' means.
@@ -184,7 +187,7 @@ class MemberRounds(Rounds[Between]):
 
     def visits(self, island: int) -> int:
         """Return the least number of times that an element of a listener was set."""
-        return int(self._set[island].min())
+        return int(self._set[island].min()) if self.subset.size else MANY
 
     def restart(self, island: int) -> None:
         """Let ``island`` begin again, without the exchanges under way."""

@@ -144,11 +144,11 @@ class Subset:
         self._block, self._seed, self.stream = config.sync_block, seed, stream
         self.size = size
         self._blocks = -(-size // config.sync_block)
-        if self._fraction * size < config.islands:
+        if size and self._fraction * size < config.islands:  # a rank may have none
             least = f"must be at least {config.islands / size:.3g}"
             why = f"of {size} elements is less than one for each of {config.islands} islands to average; {least}"
             raise refuse("--sync-fraction", self._fraction, why)
-        if self._kind != "bernoulli" and self._blocks < self._parts:
+        if size and self._kind != "bernoulli" and self._blocks < self._parts:
             most = (size - 1) // (self._parts - 1)
             why = f"makes {self._blocks} blocks of {size} elements, fewer than {self._parts} parts; must be at most {most}"
             raise refuse("--sync-block", self._block, why)
