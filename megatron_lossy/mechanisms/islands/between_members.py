@@ -1,4 +1,4 @@
-"""Exchanges among the members of epochs: :class:`.between_ranks.BetweenRanks` for islands that come and go."""
+"""Exchanges among the members of epochs: :class:`.between_ranks.RankExchanges` for islands that come and go."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...config import LossyConfig
-from .between_ranks import BetweenRanks, Brought, Crossed, Parties, Task, Waiting
+from .between_ranks import CopyMark, Outcome, Parties, RankExchanges, Task, Waiting
 from .carrying import Carrier
 from .connections import Connections, Crossing, Pair
 from .flags import SYNC_PHASES
@@ -22,7 +22,7 @@ from .vector import Places
 _LONGER = 1.5
 
 
-class Among:
+class EpochView:
     """The members of ``epoch``, number ``number`` of the island ``slot``, as that sees them.
 
     ``pairs``: its connections with the others, by slot. ``loses``: is called on a thread with one of them of which a message does not
@@ -75,7 +75,7 @@ class Lane(Carrier):
 
     def __init__(
         self,
-        among: Among | None,
+        among: EpochView | None,
         shard: int = 0,
         turn: int = 0,
         exchange: int = -1,
@@ -145,7 +145,7 @@ class Lane(Carrier):
         return received[:, :count], arrived
 
 
-class BetweenMembers(BetweenRanks):
+class MemberExchanges(RankExchanges):
     """``shard``: the number of this vector on its rank.
 
     ``among()``: the epoch of the exchange that begins; ``None``: everything of it is lost. ``ended``: is called on a thread with the
@@ -156,7 +156,7 @@ class BetweenMembers(BetweenRanks):
         self,
         *arguments: Any,
         shard: int,
-        among: Callable[[], Among | None],
+        among: Callable[[], EpochView | None],
         ended: Callable[[int, int, float], None],
     ) -> None:
         config, stream, island, steps, told = arguments
@@ -164,7 +164,7 @@ class BetweenMembers(BetweenRanks):
         self._shard, self._now, self._ended = shard, among, ended
 
     def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Waiting:
-        """See :meth:`BetweenRanks.begin`. An exchange has the same lane on all islands, whatever they have made before."""
+        """See :meth:`RankExchanges.begin`. An exchange has the same lane on all islands, whatever they have made before."""
         self._begun = (step + 1) // self._config.sync_interval - 1
         return super().begin(step, sent, places)
 
@@ -175,7 +175,7 @@ class BetweenMembers(BetweenRanks):
         among.hold(1)
         return Parties(among.senders, among.place, Lane(among, self._shard, turn, exchange, self._config))
 
-    def _cross(self, task: Task) -> Crossed:
+    def _cross(self, task: Task) -> Outcome:
         lane = task.parties.carrier
         assert isinstance(lane, Lane), lane
         if lane.among is None:
@@ -189,10 +189,10 @@ class BetweenMembers(BetweenRanks):
         return crossed
 
 
-def _nothing(task: Task) -> Crossed:
+def _nothing(task: Task) -> Outcome:
     """Return an exchange of which nothing arrives."""
     pieces, owners = task.pieces, len(task.parties.senders)
     values = torch.zeros(owners * pieces.shard, device=pieces.device)
     mean = Mean(values, torch.zeros_like(values, dtype=torch.bool))
     nothing = np.zeros((owners, pieces.units.count), dtype=bool)
-    return Crossed(mean, Brought(pieces.device), [nothing, nothing])
+    return Outcome(mean, CopyMark(pieces.device), [nothing, nothing])

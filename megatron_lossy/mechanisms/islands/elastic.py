@@ -31,11 +31,11 @@ from ...recovery.rows import to_device
 from ...transport.leaving import PeerLost
 from ...transport.network import read_key_file
 from . import first_rank
-from .between_members import Among, BetweenMembers
-from .between_ranks import BetweenRanks
+from .between_members import EpochView, MemberExchanges
+from .between_ranks import RankExchanges
 from .connections import Connections, Pair
 from .copying import Rejoining, source_of
-from .first_rank import FirstRank, Lost
+from .first_rank import FirstRank, LostSlot
 from .membership.messages import Entry, read, slot_of
 from .membership.protocol import Local
 from .membership.store import check_url, open_store
@@ -57,7 +57,7 @@ _SUMS = 4
 _RECENT = 20
 
 
-class Known(NamedTuple):
+class EntryRole(NamedTuple):
     """An entry, and the role in it."""
 
     entry: Entry
@@ -73,10 +73,10 @@ class ElasticIslands(RankIslands):
         super().__init__(config, world)  # type: ignore[arg-type]
         self._slot = world.island
         self._entered = False  # the run
-        self._current: Among | None = None  # the epoch of the latest exchange, if this island is in one
+        self._current: EpochView | None = None  # the epoch of the latest exchange, if this island is in one
         self._standing = Standing(config.overlap)
         self._connections: Connections | None = None  # none on a rank that exchanges nothing
-        self._known: list[Known] = []  # by all ranks
+        self._known: list[EntryRole] = []  # by all ranks
         self._taken_up = 0  # how many of them
         self._served = -1  # the number of the latest one in which copies were sent
         self._jump = 0  # the iteration to go on with; 0: the next one
@@ -171,7 +171,7 @@ class ElasticIslands(RankIslands):
         for text, role in texts:
             entry = read(Entry, text)
             assert entry is not None, text
-            self._known.append(Known(entry, role))
+            self._known.append(EntryRole(entry, role))
             if self._connections is not None:
                 self._connections.among(entry)
 
@@ -192,7 +192,7 @@ class ElasticIslands(RankIslands):
                 "it has copied another one" if self.config.rejoin == "copy" else "means have set its weights",
             )
         if self.config.rejoin == "copy" and self._connections is not None:
-            senders = [slot_of(one) for one in entry.senders]
+            senders = [slot_of(member) for member in entry.senders]
             source = source_of(self._slot, senders, self.config.islands)
             self._rejoining.receive(self._connections.among(entry)[source], number)
         exchange = now // self.config.sync_interval
@@ -280,9 +280,9 @@ class ElasticIslands(RankIslands):
 
         return finish
 
-    def _among(self, exchange: int) -> Among | None:
+    def _among(self, exchange: int) -> EpochView | None:
         """Return the epoch that ``exchange`` is made in: the newest that has begun."""
-        begun = [number for number, one in enumerate(self._known) if one.entry.first <= exchange]
+        begun = [number for number, known in enumerate(self._known) if known.entry.first <= exchange]
         if not begun:
             return None
         entry = self._known[begun[-1]].entry
@@ -290,9 +290,9 @@ class ElasticIslands(RankIslands):
             return self._current
         pairs = dict[int, Pair]()
         if self._connections is not None:
-            self._connections.keep([one.entry for one in self._known[begun[-1] :]])
+            self._connections.keep([known.entry for known in self._known[begun[-1] :]])
             pairs = self._connections.among(entry)
-        return Among(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._loses)
+        return EpochView(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._loses)
 
     def _loses(self, pair: Pair, waited: float) -> None:
         """Note, on a thread, that ``pair`` was waited for in vain."""
@@ -371,19 +371,19 @@ class ElasticIslands(RankIslands):
     def leave(self) -> None:
         """The others need not wait until a death is noticed.
 
-        Raise :class:`Lost` if another island has the slot, and :class:`SystemExit` if a signal came before the end of the run.
+        Raise :class:`LostSlot` if another island has the slot, and :class:`SystemExit` if a signal came before the end of the run.
         """
         ends = None if self._first_rank is None else self._first_rank.ends
         self._end()
         if self._replaced:
-            raise ends or Lost(f"--island {self._slot}: a later start has taken this slot")
+            raise ends or LostSlot(f"--island {self._slot}: a later start has taken this slot")
         if self._signal and self._run.iteration != self._run.steps:
             raise SystemExit(STOPPED)
 
     # --- building ----------------------------------------------------------------------------------------------------
 
-    def _crossing(self, number: int, subset: Subset) -> BetweenRanks:
-        return BetweenMembers(
+    def _crossing(self, number: int, subset: Subset) -> RankExchanges:
+        return MemberExchanges(
             self.config,
             subset.stream,
             self._slot,
@@ -394,13 +394,13 @@ class ElasticIslands(RankIslands):
             ended=self._diary.ended,
         )
 
-    def _vector(self, one: Any) -> Vector:
+    def _vector(self, optimizer: Any) -> Vector:
         ranks = self.config.sync_ranks
         if ranks is None:
-            return super()._vector(one)
-        return PartVector(one, ranks, one.buffers[0].data_parallel_group, self._run.device)
+            return super()._vector(optimizer)
+        return PartVector(optimizer, ranks, optimizer.buffers[0].data_parallel_group, self._run.device)
 
-    def _make_rounds(self, *arguments: Any) -> Rounds[BetweenRanks]:
+    def _make_rounds(self, *arguments: Any) -> Rounds[RankExchanges]:
         kind = MemberRounds if self.config.sync_ranks is None else PartRounds
         return kind(*arguments, presence=self._standing)
 

@@ -16,7 +16,7 @@ import torch
 
 from ...config import LossyConfig
 from .form import Rest
-from .presence import Present
+from .presence import Presence
 from .rules import Result, make_rule
 from .vector import Places, Subset, Vector, read_at, write_at
 
@@ -177,7 +177,7 @@ class Rounds(Generic[Between]):
 class MemberRounds(Rounds[Between]):
     """``presence``: the islands that are there. Other arguments: those of :class:`.Rounds`."""
 
-    def __init__(self, *arguments: Any, presence: Present) -> None:
+    def __init__(self, *arguments: Any, presence: Presence) -> None:
         super().__init__(*arguments)
         self._presence = presence
         #: The islands that took part in each exchange under way, by the iteration before it.

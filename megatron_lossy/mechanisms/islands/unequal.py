@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from . import copying
-from .copying import STEP, Held
+from .copying import STEP, HostCopy
 from .rounds import Between, MemberRounds
 from .vector import Segment, Vector
 
@@ -101,19 +101,19 @@ class PartVector(Vector):
                 piece.rounded.copy_(values)
 
     @torch.no_grad()
-    def held_state(self, name: str) -> dict[str, Held | float]:
+    def held_state(self, name: str) -> dict[str, HostCopy | float]:
         """Return the part of the weights, as they were gathered, and of the optimizer's state, each named after ``name``."""
-        found: dict[str, Held | float] = {f"{name}/weights": Held(self._copy)}
+        found: dict[str, HostCopy | float] = {f"{name}/weights": HostCopy(self._copy)}
         states = [self._state.get(piece.main, {}) for piece in self._pieces]
         for key, value in self._example().items():
             if isinstance(value, torch.Tensor) and value.dim():
-                found[f"{name}/moments/{key}"] = Held(self._gather([state[key] for state in states]))
+                found[f"{name}/moments/{key}"] = HostCopy(self._gather([state[key] for state in states]))
             elif value is not None:
-                found[f"{name}/counts/{key}"] = Held(value) if isinstance(value, torch.Tensor) else value
+                found[f"{name}/counts/{key}"] = HostCopy(value) if isinstance(value, torch.Tensor) else value
         for index, group in enumerate(self._optimizer.optimizer.param_groups):
             if STEP in group:
                 step = group[STEP]
-                found[f"{name}/groups/{index}"] = Held(step) if isinstance(step, torch.Tensor) else step
+                found[f"{name}/groups/{index}"] = HostCopy(step) if isinstance(step, torch.Tensor) else step
         return found
 
     @torch.no_grad()
@@ -204,12 +204,12 @@ def _small(value: Any) -> Any:
     return value.detach().reshape(-1)[:1].cpu() if isinstance(value, torch.Tensor) and value.dim() else value
 
 
-def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str, Held | float]:
+def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str, HostCopy | float]:
     """Return :func:`.copying.held_state`, also of parts. A collective call of the island."""
     parts = [vector for vector in vectors if isinstance(vector, PartVector)]
     if not parts:
         return copying.held_state(vectors, optimizers)
-    found = dict[str, Held | float]()
+    found = dict[str, HostCopy | float]()
     for number, part in enumerate(parts):
         found |= part.held_state(str(number))
     return found

@@ -227,9 +227,9 @@ class Vector:
 
     def _parts(self, places: Places | None) -> list[tuple[Segment, Part]]:
         if places is None:
-            return [(one, Part(slice(one.start, one.stop), 0, 1, None)) for one in self._segments]
+            return [(segment, Part(slice(segment.start, segment.stop), 0, 1, None)) for segment in self._segments]
         if places is not self._known[0]:  # the same are read, changed and written
-            stretches = [(one.start, one.stop) for one in self._segments]
+            stretches = [(segment.start, segment.stop) for segment in self._segments]
             self._known = (places, [(self._segments[number], part) for number, part in places.parts(stretches)])
         return self._known[1]
 
