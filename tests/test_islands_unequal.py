@@ -20,7 +20,7 @@ pytestmark = [
 
 TWO = {"islands": 2, "sync_method": "parameters"}
 TRAINED = MODEL | {"global_batch_size": 12, "hidden_dropout": 0.0}
-SGD = {"optimizer": "sgd", "sgd_momentum": 0.5, "clip_grad": 0.0}
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.5, "lr": 0.5, "lr_warmup_iters": 0}
 
 
 def weights(folder):
@@ -57,12 +57,12 @@ def test_the_mean_of_islands_of_2_and_3_ranks_is_that_of_their_weights(data, tmp
         np.testing.assert_array_equal(value, second[name])
         np.testing.assert_allclose(value, (own[0][name] + own[1][name]) / 2, rtol=1e-4, atol=1e-6)
         changed = max(changed, np.abs(own[0][name] - own[1][name]).max())
-    assert changed > 1e-3  # or the mean would be either
+    assert changed > 1e-4  # or the mean would be either
 
 
 @pytest.mark.parametrize("more", [{"bf16": True}, {"sync_dtype": "int8", "transport": "udp"}], ids=["bf16", "int8"])
 def test_an_island_comes_back_with_fewer_ranks(data, tmp_path, serve, more):
-    """It copies weights and moments of an island of 2 ranks onto its 3, and later of that onto 2."""
+    """It copies weights and moments: each rank that exchanges has its part of them."""
     settings = data | more | {"train_iters": 300, "eval_interval": 300, "log_interval": 10, "sync_ranks": 2}
     run = started(serve(), settings | {"save_replicas": True}, 2, 3)
     run.until(0, r"iteration +30/")

@@ -19,7 +19,7 @@ from .rounds import Between, MemberRounds
 from .vector import Segment, Vector
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """Consecutive elements of a tensor of one rank, and the place of the first one in the part of another."""
 
     piece: int
@@ -80,9 +80,12 @@ class PartVector(Vector):
         everywhere: list[Any] = [None] * group.size()
         own = [(piece.start, piece.start + piece.main.numel()) for piece in self._pieces]
         dist.all_gather_object(everywhere, own, group=group)
+        assert sum(stop - start for theirs in everywhere for start, stop in theirs) == whole, (
+            "elements of no rank, or of two"
+        )
         #: By rank, what of this one's pieces is in its part, and what of its pieces is in this one's.
-        self._sent = [list(_runs(own, *bounds[other : other + 2])) for other in range(group.size())]
-        self._received = [list(_runs(theirs, *bounds[rank : rank + 2])) for theirs in everywhere]
+        self._sent = [list(_stretches(own, *bounds[other : other + 2])) for other in range(group.size())]
+        self._received = [list(_stretches(theirs, *bounds[rank : rank + 2])) for theirs in everywhere]
         self._copy = torch.zeros(bounds[rank + 1] - bounds[rank], device=device)
         super().__init__([Segment(0, self._copy, None)], len(self._copy), device)
         self.gather_weights()
@@ -159,44 +162,47 @@ class PartVector(Vector):
 
     def _gather(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return this rank's part of the elements that all ranks have in ``tensors``, one for each piece."""
-        rows = [tensors[run.piece].reshape(-1)[run.first : run.first + run.length] for run in _all(self._sent)]
+        rows = [
+            tensors[stretch.piece].reshape(-1)[stretch.first : stretch.first + stretch.length]
+            for stretch in _all(self._sent)
+        ]
         values = torch.zeros_like(self._copy)
         received = self._cross(rows, self._sent, self._received)
-        for run, row in zip(_all(self._received), received, strict=True):
-            values[run.place : run.place + run.length] = row
+        for stretch, row in zip(_all(self._received), received, strict=True):
+            values[stretch.place : stretch.place + stretch.length] = row
         return values
 
     def _scatter(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return new elements for each piece of this rank. ``values``: of the part."""
         found = [torch.zeros(piece.main.numel(), device=self._copy.device) for piece in self._pieces]
         values = values.to(self._copy.device)
-        rows = [values[run.place : run.place + run.length] for run in _all(self._received)]
+        rows = [values[stretch.place : stretch.place + stretch.length] for stretch in _all(self._received)]
         received = self._cross(rows, self._received, self._sent)
-        for run, row in zip(_all(self._sent), received, strict=True):
-            found[run.piece][run.first : run.first + run.length] = row
+        for stretch, row in zip(_all(self._sent), received, strict=True):
+            found[stretch.piece][stretch.first : stretch.first + stretch.length] = row
         return found
 
     def _cross(
-        self, rows: Sequence[torch.Tensor], out: Sequence[Sequence[Run]], back: Sequence[Sequence[Run]]
+        self, rows: Sequence[torch.Tensor], out: Sequence[Sequence[Stretch]], back: Sequence[Sequence[Stretch]]
     ) -> Sequence[torch.Tensor]:
-        """Send ``rows``, one for each run of ``out``, to its rank. Return a row for each run of ``back``."""
-        given, taken = ([sum(run.length for run in runs) for runs in side] for side in (out, back))
+        """Send ``rows``, one for each stretch of ``out``, to its rank. Return a row for each stretch of ``back``."""
+        given, taken = ([sum(stretch.length for stretch in stretches) for stretches in side] for side in (out, back))
         sent = torch.cat([self._copy.new_zeros(0), *rows])
         received = self._copy.new_zeros(sum(taken))
         dist.all_to_all_single(received, sent, taken, given, group=self._group)
-        return received.split([run.length for run in _all(back)])
+        return received.split([stretch.length for stretch in _all(back)])
 
 
-def _runs(pieces: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[Run]:
-    """Yield the runs of ``pieces``, (first, last + 1) each, in the part from ``start`` to ``stop``."""
+def _stretches(pieces: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[Stretch]:
+    """Yield the stretches of ``pieces``, (first, last + 1) each, in the part from ``start`` to ``stop``."""
     for number, (first, last) in enumerate(pieces):
         low, high = max(first, start), min(last, stop)
         if low < high:
-            yield Run(number, low - first, high - low, low - start)
+            yield Stretch(number, low - first, high - low, low - start)
 
 
-def _all(by_rank: Sequence[Sequence[Run]]) -> list[Run]:
-    return [run for runs in by_rank for run in runs]
+def _all(by_rank: Sequence[Sequence[Stretch]]) -> list[Stretch]:
+    return [stretch for stretches in by_rank for stretch in stretches]
 
 
 def _small(value: Any) -> Any:
