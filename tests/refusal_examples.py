@@ -16,6 +16,7 @@ FEEDBACK = UDP | {"grad_recovery": "error-feedback"}
 ISLANDS = {"islands": 2, "sync_method": "parameters"}
 CHURN = {"island_schedule": "events"}
 APART = ISLANDS | {"rendezvous": "etcd://host/run", "island": 1}
+PARTS = APART | {"sync_ranks": 2}
 OUTER = {"islands": 2, "sync_method": "diloco"}
 EMA = ISLANDS | {"delay_correction": "ema"}
 FULL = {"distributed_optimizer": False}
@@ -136,6 +137,10 @@ ISLAND = [
     (APART, {"virtual": True}, "--rendezvous etcd://host/run: is for real ranks"),
     (APART, {"virtual": False, "saves": True}, "--save: keeps who is there, and who listens, with --save-replicas"),
     (APART | {"async_pipeline": True}, {}, "--rendezvous etcd://host/run: cannot go with --async-pipeline"),
+    (PARTS, {"flushes": True}, "--sync-ranks 2: needs python -m megatron_lossy.train"),
+    (PARTS, {"tensor": 2}, "--sync-ranks 2: needs ranks that are whole replicas"),
+    (PARTS, {"workers": 2}, "--sync-ranks 2: must be at most 1, the ranks of this island"),
+    (PARTS | {"eval_weights": "both"}, {}, "--sync-ranks 2: cannot go with --save-consensus and --eval-weights both"),
     (APART | {"island_speeds": (1.0, 2.0)}, {}, "--island-speeds 1.0 2.0: cannot go with --rendezvous"),
     (ISLANDS | CHURN | PACKETS | {"delivery_log": "log", "p_sync": 0.1}, {}, "--delivery-log log: cannot go with"),
     (

@@ -31,13 +31,13 @@ class Run:
     def __init__(self, server, settings, ranks=1, module="tests.quick_islands"):
         # Machines may be busy.
         own = {"rendezvous": server.url(), "udp_key_file": server.folder / "key", "island_patience": 60}
-        self._settings, self._ranks, self._module = settings | own, ranks, module
+        self._settings, self.ranks, self._module = settings | own, ranks, module
         self.islands: dict[int, list[Program]] = {}
 
     def start(self, *slots, **more):
         for slot in slots:
             words = as_flags(self._settings | {"island": slot} | more)
-            places = rank_environments(self._ranks) if self._ranks > 1 else [{}]
+            places = rank_environments(self.ranks) if self.ranks > 1 else [{}]
             self.islands[slot] = [Program(self._module, *words, **place) for place in places]
 
     def kill(self, slot):

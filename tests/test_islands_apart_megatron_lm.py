@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_lossy.mechanisms.islands.megatron_training import Skipped, alike
+from megatron_lossy.mechanisms.islands.megatron_training import SkippedIterations, alike
 from tests.test_islands_megatron_lm import losses
 from tests.test_plugin_megatron_lm import ENVIRONMENT, MODEL, PRINTED, pretrain
 
@@ -111,7 +111,7 @@ def test_iterations_to_skip_are_those_given_and_those_behind_and_are_saved_as_a_
         asked.append(1)
         return len(asked) < 3
 
-    skipped = Skipped([7], ahead)
+    skipped = SkippedIterations([7], ahead)
     assert 5 in skipped and 6 in skipped and 7 in skipped and 8 not in skipped and len(asked) == 4
     assert type(pickle.loads(pickle.dumps(skipped))) is list and list(skipped) == [7]
     skipped.extend([9])

@@ -12,9 +12,9 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands import connections as module
-from megatron_lossy.mechanisms.islands.between_members import Among, Lane
+from megatron_lossy.mechanisms.islands.between_members import EpochView, Lane
 from megatron_lossy.mechanisms.islands.connections import Connections
-from megatron_lossy.mechanisms.islands.copying import PART, Held, receive_copy, send_copy
+from megatron_lossy.mechanisms.islands.copying import PART, HostCopy, receive_copy, send_copy
 from megatron_lossy.mechanisms.islands.membership.messages import Entry, Preparation, write
 from megatron_lossy.mechanisms.islands.presence import epoch_of
 from megatron_lossy.transport.leaving import PeerLost
@@ -64,7 +64,7 @@ class Islands:
 
         def one(slot):
             loses = lambda pair, waited: self.lost.append((slot, pair.slot))
-            lane = Lane(Among(epoch_of(ENTRY), 0, slot, self.all[slot], self.pairs(slot), loses), 0, 0, number)
+            lane = Lane(EpochView(epoch_of(ENTRY), 0, slot, self.all[slot], self.pairs(slot), loses), 0, 0, number)
             pieces = torch.full((ISLANDS, SIZE // ISLANDS), float(value + slot))
             received, arrived = lane.scatter(pieces)
             gathered, came = lane.gather(received[slot])
@@ -148,7 +148,7 @@ def test_a_copy_and_sums_and_an_entry_cross_by_the_same_connection(islands, tran
     run.connect()
     there, back = run.pairs(0)[1], run.pairs(1)[0]
     values = {"weights": torch.randn(PART // 3), "step": 3.0}
-    held = {"weights": Held(values["weights"]), "step": 3.0}
+    held = {"weights": HostCopy(values["weights"]), "step": 3.0}
     sent, received = count(1), count(1)
     digest = run.pool.submit(send_copy, lambda part: there.put("copy", next(sent), part, 60.0), held, 12)
     copy = receive_copy(lambda part: back.get("copy", next(received), part, 60.0))

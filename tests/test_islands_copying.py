@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_lossy.mechanisms.islands.copying import (
     PART,
-    Damaged,
-    Held,
+    DamagedCopy,
+    HostCopy,
     held_state,
     put_state,
     receive_copy,
@@ -59,7 +59,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8
 def test_all_comes_bit_for_bit(kinds, seed):
     torch.manual_seed(seed)
     tensors = {f"t{n}": (100 * torch.randn(shape)).to(dtype) for n, (dtype, shape) in enumerate(kinds)}
-    copy, digest = across({name: Held(one) for name, one in tensors.items()} | {"step": 3, "rate": 0.5}, made=12)
+    copy, digest = across({name: HostCopy(one) for name, one in tensors.items()} | {"step": 3, "rate": 0.5}, made=12)
     assert copy.made == 12 and copy.digest == digest
     assert copy.values["step"] == 3 and copy.values["rate"] == 0.5
     for name, one in tensors.items():
@@ -69,17 +69,17 @@ def test_all_comes_bit_for_bit(kinds, seed):
 
 @pytest.mark.parametrize("byte", [0, 1, 399, 400, 800])
 def test_a_flipped_bit_is_found(byte):
-    values = {"a": Held(torch.randn(100)), "b": Held(torch.randn(101))}
+    values = {"a": HostCopy(torch.randn(100)), "b": HostCopy(torch.randn(101))}
     wire = Wire()
     send_copy(wire.send, values, 7)
     header = wire._sent - 4 * 201
-    with pytest.raises(Damaged, match="[ab] is not what was sent"):
+    with pytest.raises(DamagedCopy, match="[ab] is not what was sent"):
         across(values, flip=header + byte)
 
 
 def test_what_is_held_is_the_state_at_that_time():
     values = torch.ones(10)
-    held = Held(values)
+    held = HostCopy(values)
     values.zero_()
     copy, _ = across({"w": held})
     assert copy.values["w"].sum() == 10

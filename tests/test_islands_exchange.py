@@ -18,7 +18,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
 from megatron_lossy.mechanisms.islands import mean as means_in_memory
 from megatron_lossy.mechanisms.islands import vector as vectors
-from megatron_lossy.mechanisms.islands.between_ranks import BetweenRanks
+from megatron_lossy.mechanisms.islands.between_ranks import RankExchanges
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
 from megatron_lossy.mechanisms.islands.form import SIGNAL, form_of
 from megatron_lossy.mechanisms.islands.mean import InMemory
@@ -78,7 +78,7 @@ def cross(config: LossyConfig, sent: torch.Tensor, step: int, units: int = 0, fo
 
     def one(island: int):
         carriers = [AtTable(table, island, units, forgets)]
-        crossing = BetweenRanks(config, STREAM, island, carriers, None, told[island].append)
+        crossing = RankExchanges(config, STREAM, island, carriers, None, told[island].append)
         mean = crossing.begin(step, sent[island : island + 1]).wait()
         crossing.close()
         return mean
@@ -90,7 +90,7 @@ def cross(config: LossyConfig, sent: torch.Tensor, step: int, units: int = 0, fo
 def test_a_shard_may_be_shorter_than_a_datagram():
     """The signal to stop, behind its last element, is in the same one."""
     config = LossyConfig(islands=2, sync_method="parameters", loss_unit="packet", packet_bytes=64)
-    crossing = BetweenRanks(config, STREAM, 0, [AtTable(Table(2), 0, 0, False)], None, print)
+    crossing = RankExchanges(config, STREAM, 0, [AtTable(Table(2), 0, 0, False)], None, print)
     [units], _ = cut([5], [4], "packet", 64)
     values = crossing._heard(torch.zeros(2, 6), units, None, np.array([[True], [False]]))
     assert values.shape == (2, 5)
@@ -126,7 +126,7 @@ def test_of_what_leaves_a_device_is_told_later(monkeypatch):
     table = Table(2)
     later = []
     crossings = [
-        BetweenRanks(config, STREAM, island, [AtTable(table, island, 0, False)], None, later.append)
+        RankExchanges(config, STREAM, island, [AtTable(table, island, 0, False)], None, later.append)
         for island in (0, 1)
     ]
     waiting = [crossing.begin(0, sent[island : island + 1]) for island, crossing in enumerate(crossings)]

@@ -47,6 +47,11 @@ class Jobs:
         """The launches of the run."""
         return self.number if self.apart else 1
 
+    @property
+    def parts(self) -> int:
+        """The parts of consecutive samples that a global batch is cut into, one for each job; 1: all ranks take samples in turns."""
+        return 1
+
     def folder(self, path: str | os.PathLike[str], job: int) -> str:
         """Return the folder of ``job``, of real ranks, in the folder ``path`` of the run."""
         return folder_of(path, self.name, job) if self.several else os.fspath(path)

@@ -134,17 +134,22 @@ def _cache_folder(config: TrainConfig, *samples: int) -> Path:
 class RankBatches:
     """The micro-batches of data-parallel rank ``rank`` of ``size``, from global sample ``consumed`` on, as an iterator.
 
+    ``parts``: of consecutive samples in each global batch, which as many groups of equally many consecutive ranks take.
     Each is a dictionary of tensors [micro-batch, sequence] on the device of the rank: ``tokens``, ``labels``,
     ``position_ids`` (int64) and ``loss_mask`` (float32). Reading a sample costs microseconds (a slice of a mapped
     file), so that no worker process is needed.
     """
 
-    def __init__(self, dataset: GPTDataset, config: TrainConfig, consumed: int, rank: int, size: int) -> None:
+    def __init__(
+        self, dataset: GPTDataset, config: TrainConfig, consumed: int, rank: int, size: int, parts: int = 1
+    ) -> None:
         self._dataset = dataset
         self._size = config.micro_batch_size
-        self._rank = rank
-        self._stride = self._size * size
-        self._consumed = consumed
+        part, self._rank = divmod(rank, size // parts)
+        self._stride = self._size * (size // parts)
+        self._part = self._left = config.global_batch_size // parts
+        self._others = config.global_batch_size - self._part
+        self._consumed = consumed + part * self._part
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return self
@@ -157,6 +162,9 @@ class RankBatches:
         first = self._consumed + self._rank * self._size
         samples = [self._dataset[index] for index in range(first, first + self._size)]
         self._consumed += self._stride
+        self._left -= self._stride
+        if self._left <= 0:
+            self._consumed, self._left = self._consumed + self._others, self._part
         return on_device(samples, device.current_device())
 
 

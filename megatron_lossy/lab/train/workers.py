@@ -51,7 +51,8 @@ class Workers:
 
     def batches(self, dataset: GPTDataset, consumed: int) -> list[RankBatches]:
         """Return the micro-batches of each rank from global sample ``consumed`` on."""
-        return [RankBatches(dataset, self._config, consumed, rank, self._lossy.workers) for rank in self._lossy.local]
+        run, parts = self._lossy, self._lossy.config.jobs().parts
+        return [RankBatches(dataset, self._config, consumed, rank, run.workers, parts) for rank in run.local]
 
     def run(self, batches: list[RankBatches], samples: int, forward_only: bool) -> list[torch.Tensor]:
         """Run forward (and backward) passes over the next ``samples`` samples of all ranks of the world.

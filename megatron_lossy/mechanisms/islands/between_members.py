@@ -1,16 +1,16 @@
-"""Exchanges among the members of epochs: :class:`.between_ranks.BetweenRanks` for islands that come and go."""
+"""Exchanges among the members of epochs: :class:`.between_ranks.RankExchanges` for islands that come and go."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...config import LossyConfig
-from .between_ranks import BetweenRanks, Brought, Crossed, Parties, Task, Waiting
+from .between_ranks import CopyMark, Outcome, Parties, RankExchanges, Task, Waiting
 from .carrying import Carrier
 from .connections import Connections, Crossing, Pair
 from .flags import SYNC_PHASES
@@ -22,7 +22,7 @@ from .vector import Places
 _LONGER = 1.5
 
 
-class Among:
+class EpochView:
     """The members of ``epoch``, number ``number`` of the island ``slot``, as that sees them.
 
     ``pairs``: its connections with the others, by slot. ``loses``: is called on a thread with one of them of which a message does not
@@ -34,7 +34,7 @@ class Among:
         epoch: Epoch,
         number: int,
         slot: int,
-        connections: Connections,
+        connections: Connections | None,
         pairs: Mapping[int, Pair],
         loses: Callable[[Pair, float], None],
     ) -> None:
@@ -49,6 +49,24 @@ class Among:
         for pair in self.pairs.values():
             pair.hold(users)
 
+    def means(self, shards: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+        """Return the means of ``shards``, in host memory, over the senders, added up in their order. Raise :class:`PeerLost`.
+
+        ``count``: the number of these means, which rises and is the same on all senders.
+        """
+        assert self.connections is not None
+        number = count * sum(map(Connections.parts, shards)) % 2**31
+        others, found = {slot: self.pairs[slot] for slot in self.senders if slot != self.slot}, []
+        for own in shards:
+            theirs = self.connections.swap(others, number, own)
+            first, *rest = (theirs.get(slot, own) for slot in self.senders)
+            total = first.clone()
+            for shard in rest:
+                total += shard
+            found.append(total / len(self.senders))
+            number += Connections.parts(own)
+        return found
+
 
 class Lane(Carrier):
     """The exchange number ``exchange`` of a shard among the members of an epoch; ``None``: nothing is carried."""
@@ -57,7 +75,7 @@ class Lane(Carrier):
 
     def __init__(
         self,
-        among: Among | None,
+        among: EpochView | None,
         shard: int = 0,
         turn: int = 0,
         exchange: int = -1,
@@ -75,6 +93,7 @@ class Lane(Carrier):
         """See :class:`.Carrier`. An island that does not send gets nothing."""
         assert self.among is not None, self.exchange
         if self.among.place is None:
+            assert self.among.connections is not None
             units = -(-pieces.shape[1] // self.among.connections.buckets.packet)
             return torch.zeros_like(pieces), np.zeros((len(pieces), units), dtype=bool)
         return self._cross(0, dict(zip(self.among.senders, pieces)))
@@ -86,8 +105,9 @@ class Lane(Carrier):
 
     def _cross(self, phase: int, rows: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, np.ndarray]:
         """Send each of ``rows``, by slot, if this island sends, and get one of each sender."""
-        among, buckets = self.among, self.among.connections.buckets  # type: ignore[union-attr]
-        assert among is not None
+        among = self.among
+        assert among is not None and among.connections is not None
+        buckets = among.connections.buckets
         senders, count = among.senders, len(next(iter(rows.values())))
         bucket, items = buckets.exchange(self._shard, self._turn, len(senders))
         like = next(iter(rows.values()))
@@ -125,7 +145,7 @@ class Lane(Carrier):
         return received[:, :count], arrived
 
 
-class BetweenMembers(BetweenRanks):
+class MemberExchanges(RankExchanges):
     """``shard``: the number of this vector on its rank.
 
     ``among()``: the epoch of the exchange that begins; ``None``: everything of it is lost. ``ended``: is called on a thread with the
@@ -136,7 +156,7 @@ class BetweenMembers(BetweenRanks):
         self,
         *arguments: Any,
         shard: int,
-        among: Callable[[], Among | None],
+        among: Callable[[], EpochView | None],
         ended: Callable[[int, int, float], None],
     ) -> None:
         config, stream, island, steps, told = arguments
@@ -144,7 +164,7 @@ class BetweenMembers(BetweenRanks):
         self._shard, self._now, self._ended = shard, among, ended
 
     def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Waiting:
-        """See :meth:`BetweenRanks.begin`. An exchange has the same lane on all islands, whatever they have made before."""
+        """See :meth:`RankExchanges.begin`. An exchange has the same lane on all islands, whatever they have made before."""
         self._begun = (step + 1) // self._config.sync_interval - 1
         return super().begin(step, sent, places)
 
@@ -155,7 +175,7 @@ class BetweenMembers(BetweenRanks):
         among.hold(1)
         return Parties(among.senders, among.place, Lane(among, self._shard, turn, exchange, self._config))
 
-    def _cross(self, task: Task) -> Crossed:
+    def _cross(self, task: Task) -> Outcome:
         lane = task.parties.carrier
         assert isinstance(lane, Lane), lane
         if lane.among is None:
@@ -169,10 +189,10 @@ class BetweenMembers(BetweenRanks):
         return crossed
 
 
-def _nothing(task: Task) -> Crossed:
+def _nothing(task: Task) -> Outcome:
     """Return an exchange of which nothing arrives."""
     pieces, owners = task.pieces, len(task.parties.senders)
     values = torch.zeros(owners * pieces.shard, device=pieces.device)
     mean = Mean(values, torch.zeros_like(values, dtype=torch.bool))
     nothing = np.zeros((owners, pieces.units.count), dtype=bool)
-    return Crossed(mean, Brought(pieces.device), [nothing, nothing])
+    return Outcome(mean, CopyMark(pieces.device), [nothing, nothing])

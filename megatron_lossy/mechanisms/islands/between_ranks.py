@@ -88,7 +88,7 @@ class Pieces:
             self._rows = Fetched(rows.view(_BITS[rows.element_size()]))  # NumPy has no bfloat16
 
 
-class Brought:
+class CopyMark:
     """Marks the end of the work that :func:`aside` has so far. Made on a thread, used on the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -159,18 +159,18 @@ class Task(NamedTuple):
         return [np.zeros((len(self.pieces.rows), self.pieces.units.count), dtype=bool)] * len(self.drawn)
 
 
-class Crossed(NamedTuple):
+class Outcome(NamedTuple):
     """A finished exchange: its mean, and by phase the units that arrived here, bool[senders, units].
 
     ``mean`` is on the device, but not :attr:`brought` yet.
     """
 
     mean: Mean
-    brought: Brought
+    brought: CopyMark
     arrived: list[np.ndarray]
 
 
-class BetweenRanks:
+class RankExchanges:
     """The exchanges of island ``island``, which this process belongs to.
 
     ``carriers``: take turns, each on a thread of its own. ``told``: gets the deliveries at this island: when an exchange
@@ -237,10 +237,10 @@ class BetweenRanks:
 
     def _tell(self, task: Task, arrived: Sequence[np.ndarray | None]) -> None:
         owner = task.parties.place is not None
-        for phase, one in zip(SYNC_PHASES, arrived, strict=True):
-            if one is not None and (owner or phase != SYNC_PHASES[0]):
+        for phase, units in zip(SYNC_PHASES, arrived, strict=True):
+            if units is not None and (owner or phase != SYNC_PHASES[0]):
                 exchange = Exchange(phase, self._stream, task.step)
-                self._told(Delivery(exchange, task.parties.senders, [self._island], one[None], [task.pieces.units]))
+                self._told(Delivery(exchange, task.parties.senders, [self._island], units[None], [task.pieces.units]))
 
     def _drawn(self, phase: str, step: int, units: BucketUnits, senders: Sequence[int]) -> np.ndarray | None:
         """Return bool[senders, units]: the units that the draw delivers here; ``None``: everything."""
@@ -250,14 +250,14 @@ class BetweenRanks:
         [arrived] = draw(network, exchange, senders, [self._island], units.count)
         return arrived.copy()  # torch wants to be able to write
 
-    def _run(self, task: Task) -> Crossed:
+    def _run(self, task: Task) -> Outcome:
         """Run :meth:`_cross`, on a thread."""
         try:
             return self._cross(task)
         finally:
             task.rounded.set()  # whatever happened, the next one need not wait
 
-    def _cross(self, task: Task) -> Crossed:
+    def _cross(self, task: Task) -> Outcome:
         """Make both halves of the exchange, on a thread. The mean goes to the device."""
         parties, units, device = task.parties, task.pieces.units, task.pieces.device
         sent, drawn = task.pieces.rows, task.arriving()
@@ -281,7 +281,7 @@ class BetweenRanks:
                 rest = to_device((exact - mean)[None], device)
                 owed = owed_to([parties.place], rest, len(parties.senders))
             mine = Mean(to_device(values.reshape(-1), device), back, owed)
-        return Crossed(mine, Brought(device), [reduced, complete])
+        return Outcome(mine, CopyMark(device), [reduced, complete])
 
     def _message(self, task: Task, exact: torch.Tensor, averaged: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the message of the own means [items + SIGNAL], and as they arrive [shard]. ``averaged`` bool[units]."""
@@ -351,12 +351,12 @@ class Waiting:
     ``tell``: reports arrivals; its argument is the finished exchange, or ``None`` if it is not finished.
     """
 
-    def __init__(self, future: Future[Crossed], own: torch.Tensor, tell: Callable[[Crossed | None], None]) -> None:
+    def __init__(self, future: Future[Outcome], own: torch.Tensor, tell: Callable[[Outcome | None], None]) -> None:
         self._future, self._own = future, own
-        self._tell: Callable[[Crossed | None], None] | None = tell
+        self._tell: Callable[[Outcome | None], None] | None = tell
         self._mean: Mean | None = None
 
-    def tell(self, crossed: Crossed | None = None) -> None:
+    def tell(self, crossed: Outcome | None = None) -> None:
         """Report the arrivals, past or drawn; once."""
         tell, self._tell = self._tell, None
         if tell is not None:

@@ -166,7 +166,7 @@ class Buckets:
     def __init__(self, config: LossyConfig, most: Sequence[int]) -> None:
         form = form_of(config)
         self.packet, self._lanes, self._islands = form.packet, config.lanes, config.islands
-        cuts = [form.cut(-(-one // senders)) for one in most for senders in range(1, config.islands + 1)]
+        cuts = [form.cut(-(-elements // senders)) for elements in most for senders in range(1, config.islands + 1)]
         self._items = [form.items(cut) + SIGNAL for cut in cuts]
         unit = form.packet * form.dtype.itemsize
         exchanges = [(items * form.dtype.itemsize, unit) for items in self._items for _ in range(self._lanes)]

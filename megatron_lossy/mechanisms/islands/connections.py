@@ -27,7 +27,7 @@ from ...transport.leaving import Departures, PeerLost
 from .carrying import Buckets
 from .copying import PART
 from .flags import SYNC_PHASES
-from .meeting import Meeting, Parted, Talk
+from .meeting import Meeting, NoAnswer, Talk
 from .membership.messages import Entry, Member, Preparation, read, slot_of, write
 from .membership.store import Store
 
@@ -220,7 +220,7 @@ class Pair:
             try:
                 channel = self._open()
             except Exception as error:  # it does not answer, is out of reach, or has another version or key
-                if not isinstance(error, Parted) and first_line(error) != self.why:
+                if not isinstance(error, NoAnswer) and first_line(error) != self.why:
                     logger.warning("island %d: %s", slot_of(connections.me), first_line(error))
                 self.why = first_line(error)
                 failed += 1
@@ -318,7 +318,7 @@ class Connections:
         with self._changed:
             self._prepared = prepared.nonce
             self._numbers[prepared.nonce] = prepared.number
-            for nonce in [one for one in self._numbers if one not in self._kept][:-_ATTEMPTS]:
+            for nonce in [early for early in self._numbers if early not in self._kept][:-_ATTEMPTS]:
                 del self._numbers[nonce]
                 self._close([nonce])
             self._open(prepared.nonce, prepared.candidates)
@@ -345,12 +345,12 @@ class Connections:
 
     def keep(self, entries: Collection[Entry]) -> None:
         """Close all connections but those of ``entries``, and those that are prepared for later ones."""
-        last = max(one.number for one in entries)
+        last = max(entry.number for entry in entries)
         with self._changed:
-            self._kept = {one.nonce for one in entries}
-            self._numbers = {one: number for one, number in self._numbers.items() if number > last}
+            self._kept = {entry.nonce for entry in entries}
+            self._numbers = {nonce: number for nonce, number in self._numbers.items() if number > last}
             kept = self._kept | self._numbers.keys()
-            self._close([one for one in self._pairs if one not in kept])
+            self._close([nonce for nonce in self._pairs if nonce not in kept])
 
     def _close(self, nonces: Iterable[str]) -> None:
         for nonce in nonces:
@@ -376,7 +376,7 @@ class Connections:
         """Publish the connections of this rank."""
         with self._changed:
             nonce = self._prepared
-            there = [one.other for one in self._pairs.get(nonce, {}).values() if one.connected]
+            there = [pair.other for pair in self._pairs.get(nonce, {}).values() if pair.connected]
         self.meeting.connected(nonce, there)
 
     @property

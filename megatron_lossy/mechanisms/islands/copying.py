@@ -30,8 +30,8 @@ Carry = Callable[[torch.Tensor], None]
 #: Bytes that cross at once: the patience is for so many.
 PART = 2**20
 _DIGEST_BYTES = 16
-#: Step counts that some optimizers keep in their groups, and others with the moments.
-_STEP = "step"
+#: The name of step counts, which some optimizers keep in their groups, and others with the moments.
+STEP = "step"
 
 
 class Copy(NamedTuple):
@@ -43,7 +43,7 @@ class Copy(NamedTuple):
     digest: str
 
 
-class Held:
+class HostCopy:
     """``value`` as it is now, on its way to the host. On CUDA it takes no memory of the device."""
 
     def __init__(self, value: torch.Tensor) -> None:
@@ -58,27 +58,27 @@ class Held:
         return torch.from_numpy(self._fetched.wait())
 
 
-class Damaged(RuntimeError):
+class DamagedCopy(RuntimeError):
     """A tensor is not what was sent."""
 
 
-def send_copy(send: Carry, values: dict[str, Held | float], made: int) -> str:
+def send_copy(send: Carry, values: dict[str, HostCopy | float], made: int) -> str:
     """Send ``values``, of a rank of a run that has made ``made`` iterations. Return their digest."""
     items: list[dict[str, Any]] = []
     for name, value in values.items():
-        what = {**value.like, "digest": _digest(value.bytes())} if isinstance(value, Held) else {"value": value}
+        what = {**value.like, "digest": _digest(value.bytes())} if isinstance(value, HostCopy) else {"value": value}
         items.append({"name": name, **what})
     header = torch.frombuffer(bytearray(json.dumps({"made": made, "items": items}).encode()), dtype=torch.uint8)
     _carry(send, bytes_of(torch.tensor([len(header)])))
     _carry(send, header)
     for value in values.values():
-        if isinstance(value, Held):
+        if isinstance(value, HostCopy):
             _carry(send, value.bytes())
     return _digest(header)
 
 
 def receive_copy(receive: Carry) -> Copy:
-    """Return the values of :func:`send_copy`. Raise :class:`Damaged`, or :class:`RuntimeError` if the other is gone."""
+    """Return the values of :func:`send_copy`. Raise :class:`DamagedCopy`, or :class:`RuntimeError` if the other is gone."""
     length = torch.zeros(1, dtype=torch.int64)
     _carry(receive, bytes_of(length))
     header = torch.empty(int(length), dtype=torch.uint8)
@@ -93,7 +93,7 @@ def receive_copy(receive: Carry) -> Copy:
         value = torch.empty(item["shape"], dtype=getattr(torch, item["dtype"]))
         _carry(receive, bytes_of(value))
         if _digest(bytes_of(value)) != item["digest"]:
-            raise Damaged(f"{name} is not what was sent")
+            raise DamagedCopy(f"{name} is not what was sent")
         values[name] = value
     return Copy(values, said["made"], _digest(header))
 
@@ -107,9 +107,9 @@ def _digest(data: torch.Tensor) -> str:
     return blake2b(data.numpy(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str, Held | float]:
+def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str, HostCopy | float]:
     """Return the state as it is now. ``vectors``: main weights; ``optimizers``: torch's, in the same order."""
-    found: dict[str, Held | float] = {}
+    found: dict[str, HostCopy | float] = {}
     for number, (vector, optimizer) in enumerate(zip(vectors, optimizers, strict=True)):
         found[f"{number}/weights"] = _held(vector.read(None))
         state = optimizer.state_dict()
@@ -118,8 +118,8 @@ def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str
                 f"{number}/state/{index}/{name}": _held(value) for name, value in kept.items() if value is not None
             }
         for index, group in enumerate(state["param_groups"]):
-            if _STEP in group:
-                found[f"{number}/groups/{index}/{_STEP}"] = _held(group[_STEP])
+            if STEP in group:
+                found[f"{number}/groups/{index}/{STEP}"] = _held(group[STEP])
     return found
 
 
@@ -144,8 +144,8 @@ def put_state(vectors: Sequence[Vector], optimizers: Sequence[Any], values: Mapp
         optimizer.load_state_dict({**own, "state": state})
 
 
-def _held(value: Any) -> Held | float:
-    return Held(value) if isinstance(value, torch.Tensor) else value
+def _held(value: Any) -> HostCopy | float:
+    return HostCopy(value) if isinstance(value, torch.Tensor) else value
 
 
 # --- on threads --------------------------------------------------------------------------------------------------------
@@ -170,10 +170,15 @@ class Rejoining:
         """The number of the latest epoch of which a copy has come; -1: there is none."""
         return max(list(self.copies), default=-1)
 
+    def without_values(self, epoch: int) -> tuple[Copy, int] | None:
+        """Return the copy of the epoch number ``epoch`` and its source, without values; ``None`` if it is not here."""
+        copy, source = self.copies.get(epoch, (None, -1))
+        return None if copy is None else (copy._replace(values={}), source)
+
     def take(self, epoch: int) -> tuple[Copy, int]:
         """Return the copy of the epoch number ``epoch`` and its source, and keep it no longer, nor older ones."""
         found = self.copies[epoch]
-        for number in [one for one in self.copies if one <= epoch]:
+        for number in [earlier for earlier in self.copies if earlier <= epoch]:
             del self.copies[number]
         return found
 

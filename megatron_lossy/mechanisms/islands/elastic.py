@@ -31,34 +31,33 @@ from ...recovery.rows import to_device
 from ...transport.leaving import PeerLost
 from ...transport.network import read_key_file
 from . import first_rank
-from .between_members import Among, BetweenMembers
-from .between_ranks import BetweenRanks
+from .between_members import EpochView, MemberExchanges
+from .between_ranks import RankExchanges
 from .connections import Connections, Pair
-from .copying import Rejoining, held_state, put_state, source_of
-from .first_rank import FirstRank, Lost
+from .copying import Rejoining, source_of
+from .first_rank import FirstRank, LostSlot
 from .membership.messages import Entry, read, slot_of
 from .membership.protocol import Local
 from .membership.store import check_url, open_store
 from .monitor import Diary
 from .presence import Standing, epoch_of
 from .ranks import RankIslands
-from .rounds import MemberRounds, Rounds
-from .vector import Subset
+from .rounds import MANY, MemberRounds, Rounds
+from .unequal import PartRounds, PartVector, held_state, parameters_of, put_state
+from .vector import Subset, Vector
 from .world import ElasticWorld, Stopping
 
 logger = logging.getLogger(__name__)
 
 #: Seconds after which the ranks of an island that waits for others look up: less than any timeout of theirs.
 _ROUND = 20.0
-#: Visits of an island that does not listen.
-_ENOUGH = 2**31
 #: Sums of whole weights in one iteration, at most.
 _SUMS = 4
 #: Exchanges that the time from one to the next is taken from.
 _RECENT = 20
 
 
-class Known(NamedTuple):
+class EntryRole(NamedTuple):
     """An entry, and the role in it."""
 
     entry: Entry
@@ -74,10 +73,10 @@ class ElasticIslands(RankIslands):
         super().__init__(config, world)  # type: ignore[arg-type]
         self._slot = world.island
         self._entered = False  # the run
-        self._current: Among | None = None  # the epoch of the latest exchange, if this island is in one
+        self._current: EpochView | None = None  # the epoch of the latest exchange, if this island is in one
         self._standing = Standing(config.overlap)
-        self._connections: Connections | None = None
-        self._known: list[Known] = []  # by all ranks
+        self._connections: Connections | None = None  # none on a rank that exchanges nothing
+        self._known: list[EntryRole] = []  # by all ranks
         self._taken_up = 0  # how many of them
         self._served = -1  # the number of the latest one in which copies were sent
         self._jump = 0  # the iteration to go on with; 0: the next one
@@ -140,9 +139,10 @@ class ElasticIslands(RankIslands):
         [me] = drawn
         url, key = config.rendezvous or "", read_key_file(config.udp_key_file)
         [(towards, _), *_], *_ = check_url(url)
-        most = [rounds.subset.most for rounds in self._built()]
-        store = open_store(url, key)
-        self._connections = Connections(config, store, me, world.rank, world.size, most, towards, first_rank.TIMES.poll)
+        most, ranks = [rounds.subset.most for rounds in self._built()], config.sync_ranks or world.size
+        if world.rank < ranks:
+            every, store = first_rank.TIMES.poll, open_store(url, key)
+            self._connections = Connections(config, store, me, world.rank, ranks, most, towards, every)
         self._standing.enter(iteration)
         if world.rank == 0:
             self._first_rank = FirstRank(self, me, open_store(url, key), iteration)
@@ -168,16 +168,15 @@ class ElasticIslands(RankIslands):
 
     def _learn(self, texts: Sequence[tuple[str, str]]) -> None:
         """Learn entries and the roles in them, on all ranks."""
-        assert self._connections is not None
         for text, role in texts:
             entry = read(Entry, text)
             assert entry is not None, text
-            self._known.append(Known(entry, role))
-            self._connections.among(entry)
+            self._known.append(EntryRole(entry, role))
+            if self._connections is not None:
+                self._connections.among(entry)
 
     def _take_up(self, made: int) -> int:
         """Take part in the newest entry after ``made`` iterations. Return the iteration to go on with. A collective call."""
-        assert self._connections is not None
         number, (entry, role) = len(self._known) - 1, self._known[-1]
         run = self._up_to_the_last(entry.first * self.config.sync_interval)
         if role == "sends":
@@ -192,8 +191,8 @@ class ElasticIslands(RankIslands):
                 *(self._slot, run, made),
                 "it has copied another one" if self.config.rejoin == "copy" else "means have set its weights",
             )
-        if self.config.rejoin == "copy":
-            senders = [slot_of(one) for one in entry.senders]
+        if self.config.rejoin == "copy" and self._connections is not None:
+            senders = [slot_of(member) for member in entry.senders]
             source = source_of(self._slot, senders, self.config.islands)
             self._rejoining.receive(self._connections.among(entry)[source], number)
         exchange = now // self.config.sync_interval
@@ -216,9 +215,16 @@ class ElasticIslands(RankIslands):
 
     def _take_copy(self, now: int) -> None:
         """Put the copy that has come, after ``now`` iterations of the run. A collective call of the ranks of the island."""
-        if self._copied < 0 or self._rejoining.copies[self._copied][0].made > now:  # of one that is ahead
+        if self._copied < 0:
             return
-        (copy, source), slot = self._rejoining.take(self._copied), self._standing.slot
+        slot, copies = self._standing.slot, self._rejoining.copies
+        if self.config.sync_ranks is not None:  # some ranks have no part of it
+            shared = [self._rejoining.without_values(self._copied)]
+            dist.broadcast_object_list(shared)
+            copies.setdefault(self._copied, shared[0])
+        if copies[self._copied][0].made > now:  # of one that is ahead
+            return
+        copy, source = self._rejoining.take(self._copied)
         self._copied = -1
         if not slot.listens:
             logger.warning("island %d: its weights were the run's before the copy of island %d", self._slot, source)
@@ -246,13 +252,14 @@ class ElasticIslands(RankIslands):
         Return a function that waits for the largest ``signal`` of all ranks. A collective call of the ranks of the island.
         """
         first, begun, came = self._first_rank, self._begun, self._rejoining.came
+        least = MANY if self._connections is None else came  # many on a rank that has no part of a copy
         known, jump = (0, 0) if first is None else (len(first.found), first.jump(made // self.config.sync_interval))
         replaced = first is not None and first.ends is not None
         if replaced:
             signal = signal or signals.SIGTERM
         # As bits, of which the largest are those of the largest loss. Only the last pipeline stage may have one.
         loss = int(np.float64(self._logged).view(np.int64))
-        said = np.array([signal, replaced, known, jump, -self._visits_here(), came, -came, loss], dtype=np.int64)
+        said = np.array([signal, replaced, known, jump, -self._visits_here(), came, -least, loss], dtype=np.int64)
         all_said = to_device(said, device.current_device())
         work = dist.all_reduce(all_said, dist.ReduceOp.MAX, async_op=True)
 
@@ -273,17 +280,19 @@ class ElasticIslands(RankIslands):
 
         return finish
 
-    def _among(self, exchange: int) -> Among | None:
+    def _among(self, exchange: int) -> EpochView | None:
         """Return the epoch that ``exchange`` is made in: the newest that has begun."""
-        begun = [number for number, one in enumerate(self._known) if one.entry.first <= exchange]
-        if not begun or self._connections is None:
+        begun = [number for number, known in enumerate(self._known) if known.entry.first <= exchange]
+        if not begun:
             return None
         entry = self._known[begun[-1]].entry
         if self._current is not None and self._current.number == begun[-1]:
             return self._current
-        self._connections.keep([one.entry for one in self._known[begun[-1] :]])
-        pairs = self._connections.among(entry)
-        return Among(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._loses)
+        pairs = dict[int, Pair]()
+        if self._connections is not None:
+            self._connections.keep([known.entry for known in self._known[begun[-1] :]])
+            pairs = self._connections.among(entry)
+        return EpochView(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._loses)
 
     def _loses(self, pair: Pair, waited: float) -> None:
         """Note, on a thread, that ``pair`` was waited for in vain."""
@@ -308,7 +317,9 @@ class ElasticIslands(RankIslands):
         if mine:
             self._settle()
         for slot in mine:
-            self._rejoining.serve(among.pairs[slot], held_state(self._vectors, self._inner), now)
+            state = held_state(self._vectors, self._inner)
+            if self._connections is not None:
+                self._rejoining.serve(among.pairs[slot], state, now)
 
     def _exchange(self, number: int, *arguments: Any) -> None:
         now = self._run.iteration + 1
@@ -360,19 +371,19 @@ class ElasticIslands(RankIslands):
     def leave(self) -> None:
         """The others need not wait until a death is noticed.
 
-        Raise :class:`Lost` if another island has the slot, and :class:`SystemExit` if a signal came before the end of the run.
+        Raise :class:`LostSlot` if another island has the slot, and :class:`SystemExit` if a signal came before the end of the run.
         """
         ends = None if self._first_rank is None else self._first_rank.ends
         self._end()
         if self._replaced:
-            raise ends or Lost(f"--island {self._slot}: a later start has taken this slot")
+            raise ends or LostSlot(f"--island {self._slot}: a later start has taken this slot")
         if self._signal and self._run.iteration != self._run.steps:
             raise SystemExit(STOPPED)
 
     # --- building ----------------------------------------------------------------------------------------------------
 
-    def _crossing(self, number: int, subset: Subset) -> BetweenRanks:
-        return BetweenMembers(
+    def _crossing(self, number: int, subset: Subset) -> RankExchanges:
+        return MemberExchanges(
             self.config,
             subset.stream,
             self._slot,
@@ -383,14 +394,21 @@ class ElasticIslands(RankIslands):
             ended=self._diary.ended,
         )
 
-    def _make_rounds(self, *arguments: Any) -> Rounds[BetweenRanks]:
-        return MemberRounds(*arguments, presence=self._standing)
+    def _vector(self, optimizer: Any) -> Vector:
+        ranks = self.config.sync_ranks
+        if ranks is None:
+            return super()._vector(optimizer)
+        return PartVector(optimizer, ranks, optimizer.buffers[0].data_parallel_group, self._run.device)
+
+    def _make_rounds(self, *arguments: Any) -> Rounds[RankExchanges]:
+        kind = MemberRounds if self.config.sync_ranks is None else PartRounds
+        return kind(*arguments, presence=self._standing)
 
     def _visits_here(self) -> int:
         """Return the least number of times that means have set an element here since the island began to listen."""
         if not self._standing.slot.listens:
-            return _ENOUGH
-        return min((rounds.visits(0) for rounds in self._built()), default=_ENOUGH)
+            return MANY
+        return min((rounds.visits(0) for rounds in self._built()), default=MANY)
 
     @property
     def carriers(self) -> Sequence[Any]:
@@ -403,7 +421,11 @@ class ElasticIslands(RankIslands):
         among, found = self._current, None
         if among is not None and among.place is not None:
             try:
-                found = self._means_of(among, [shard.detach().cpu().contiguous() for shard in shards])
+                # Islands that have left some out have the same numbers.
+                made, count = self._sums
+                self._sums = made, count = self._run.iteration, count + 1 if made == self._run.iteration else 0
+                whole = [shard.detach().cpu().contiguous() for shard in shards]
+                found = [mean.to(device.current_device()) for mean in among.means(whole, made * _SUMS + count)]
             except PeerLost as error:
                 logger.warning(
                     "island %d: no mean of all islands' weights (%s); its own are in its place", self._slot, error
@@ -411,23 +433,6 @@ class ElasticIslands(RankIslands):
         everywhere = torch.tensor([int(found is not None)], device=device.current_device())
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         return found if everywhere.item() else None
-
-    def _means_of(self, among: Among, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the means of ``shards`` over the senders, added up in their order. Raise :class:`PeerLost`."""
-        made, count = self._sums
-        self._sums = made, count = self._run.iteration, count + 1 if made == self._run.iteration else 0
-        # Islands that have left some out have the same numbers.
-        number = (made * _SUMS + count) * sum(map(Connections.parts, shards)) % 2**31
-        others, found = {slot: among.pairs[slot] for slot in among.senders if slot != self._slot}, []
-        for own in shards:
-            theirs = among.connections.swap(others, number, own)
-            first, *rest = (theirs.get(slot, own) for slot in among.senders)
-            result = first.clone()
-            for one in rest:
-                result += one
-            found.append((result / len(among.senders)).to(device.current_device()))
-            number += Connections.parts(own)
-        return found
 
     @property
     def _writes_consensus(self) -> bool:
@@ -467,6 +472,8 @@ class ElasticIslands(RankIslands):
         """Return the flags that all islands must share, by name, and the layout of ranks."""
         # Saving the mean changes no run, but it takes all.
         found = {**identity(self.config), "save_consensus": self.config.save_consensus}
-        layout = json.dumps([self.world.size, [vector.size for vector in self._vectors]])
+        layout: list[Any] = [self.world.size, [vector.size for vector in self._vectors]]
+        if self.config.sync_ranks is not None:
+            layout = [list(parameter.shape) for optimizer in self._exchanging for parameter in parameters_of(optimizer)]
         texts = {"--seed": self.world.seed, **self.world.alike, **texts_by_flag(self.config, found)}
-        return {name: str(value) for name, value in texts.items()} | {"layout": layout}
+        return {name: str(value) for name, value in texts.items()} | {"layout": json.dumps(layout)}

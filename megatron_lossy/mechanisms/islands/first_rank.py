@@ -27,7 +27,7 @@ _PROBE = 2.0
 _NOW = "now/"
 
 
-class Lost(UsageError):
+class LostSlot(UsageError):
     """A later start has the slot of this island."""
 
     status = 4
@@ -128,7 +128,7 @@ class FirstRank:
         if plan.refused and self.ends is None:
             self.ends = self._difference(plan.flags) or UsageError(plan.refused)
         if plan.lost:
-            self.ends = Lost(plan.lost)
+            self.ends = LostSlot(plan.lost)
         # At the address of this island is no other one.
         self._answers = None if plan.ask is None else plan.ask != self._address and _answers(plan.ask)
         self._note()

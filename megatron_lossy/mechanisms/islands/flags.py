@@ -134,6 +134,13 @@ class IslandFlags(Flags):
         metavar="I",
         incidental=True,
     )
+    sync_ranks: int | None = flag(
+        None,
+        "with --rendezvous: ranks of each island, the first ones, that exchange for all of it; islands may then have other numbers of "
+        "ranks, N or more; by default all exchange, and have equally many",
+        type=int,
+        metavar="N",
+    )
     island_patience: float = flag(
         10.0,
         "with --rendezvous: seconds to wait for an island that sends nothing; then its message counts as lost, and it is waited for "
@@ -378,6 +385,7 @@ class IslandFlags(Flags):
         if self.island is None:
             raise UsageError(f"--island: needs a value: {slots}")
         self._need("island", 0 <= self.island < self.islands, slots)
+        self._need("sync_ranks", self.sync_ranks is None or self.sync_ranks >= 1, "must be at least 1")
         self._need("island_patience", 0 < self.island_patience < math.inf, "must be seconds above 0")
         self._need("island_join", 0 <= self.island_join < math.inf, "must be seconds of at least 0")
 
@@ -409,7 +417,7 @@ class IslandFlags(Flags):
             ),
             "rendezvous": (self.averages and corrected, "--islands and --sync-method parameters"),
             **dict.fromkeys(
-                ("island", "island_patience", "island_join"),
+                ("island", "sync_ranks", "island_patience", "island_join"),
                 (self.rendezvous is not None, "--rendezvous"),
             ),
             "island_keep": (

@@ -22,7 +22,7 @@ from ...base.exchange import Delivery
 from ...base.jobs import JobGroup
 from ...config import LossyConfig
 from ...run.mechanism import Part
-from .between_ranks import BetweenRanks, carriers_of
+from .between_ranks import RankExchanges, carriers_of
 from .form import bytes_sent
 from .monitor import IslandMonitor
 from .rounds import Rounds
@@ -53,7 +53,7 @@ class FSDPIslands(Part, JobGroup):
         self.place = list(islands[self.island]).index(dist.get_rank())
         self.monitor = IslandMonitor()
         self._prefix = f"megatron_lossy/pytorch/islands/{_made}"
-        self._rounds: Rounds[BetweenRanks] | None = None
+        self._rounds: Rounds[RankExchanges] | None = None
         self._updates = 0  # which the exchanges are keyed by
 
     def attach(self, run: LossyFSDP) -> None:
@@ -84,7 +84,7 @@ class FSDPIslands(Part, JobGroup):
         if self.config.sync_method != "none":
             self._rounds = self._build()
 
-    def _build(self) -> Rounds[BetweenRanks]:
+    def _build(self) -> Rounds[RankExchanges]:
         config, run = self.config, self._run
         vector = self._vector()
         subset = Subset(
@@ -92,7 +92,7 @@ class FSDPIslands(Part, JobGroup):
         )
         patience = _PATIENCE.total_seconds()
         carriers = carriers_of(config, subset.most, self.island, "", self._store, self._meet, patience)
-        crossing = BetweenRanks(config, subset.stream, self.island, carriers, run.steps, self._tell)
+        crossing = RankExchanges(config, subset.stream, self.island, carriers, run.steps, self._tell)
         return Rounds(config, subset, [vector], crossing, run.steps, run.device, self.monitor.used)
 
     def _vector(self) -> Vector:

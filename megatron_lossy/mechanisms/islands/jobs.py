@@ -19,6 +19,10 @@ class IslandJobs(Jobs):
     name: str = "island"
     config: Any = field(default=None, repr=False)
 
+    @property
+    def parts(self) -> int:
+        return 1 if self.config.sync_ranks is None else self.number
+
     def world(self, seed: int) -> World | None:
         if not self.config.averages:
             return None

@@ -57,9 +57,9 @@ class InMemory:
         crossing = crossing if owners == islands else crossing[senders]
         reduced, gathered = self._arrived(step, units, finite_rows(sent))
         self.deliveries = [
-            Delivery(Exchange(phase, self._stream, step), senders, there, one, [units])
-            for phase, there, one in zip(SYNC_PHASES, (senders, receivers), (reduced, gathered), strict=True)
-            if one is not None
+            Delivery(Exchange(phase, self._stream, step), senders, receiving, arrived, [units])
+            for phase, receiving, arrived in zip(SYNC_PHASES, (senders, receivers), (reduced, gathered), strict=True)
+            if arrived is not None
         ]
         here = None if reduced is None else elements_of(reduced, units, sent.device)
         exact = mean_of(crossing.view(owners, owners, shard), here)  # [owners, shard]
@@ -154,8 +154,8 @@ def mean_of(sent: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
     if arrived is not None:
         sent = torch.where(arrived.transpose(0, 1), sent, torch.zeros((), device=sent.device))
     total = sent[0].clone()
-    for one in sent[1:]:
-        total += one
+    for values in sent[1:]:
+        total += values
     count = len(sent) if arrived is None else arrived.sum(dim=1).clamp_(min=1)
     return total / count
 

@@ -25,7 +25,7 @@ _PREPARED = "now/prepare"
 _Said = dict[str, dict[str, str]]
 
 
-class Parted(ConnectionError):
+class NoAnswer(ConnectionError):
     """The other rank has begun anew, does not answer, or is not wanted any more."""
 
 
@@ -137,9 +137,8 @@ class Talk:
         self._meeting, self._wanted, self._former, self._slot = meeting, wanted, former, slot_of(other)
         self._own, self._others = f"{nonce} {other}", f"{nonce} {me}"
         self._leads = slot_of(me) < self._slot
-        self.session = (
-            former  # until there is a new one: if this talk fails, the next one must not join the old session
-        )
+        #: Until there is a new one the session before: a talk that fails must not let the next one join that again.
+        self.session = former
 
     def __enter__(self) -> Talk:
         with self._meeting.changed:
@@ -171,7 +170,7 @@ class Talk:
             self._meeting.changed.notify_all()
 
     def get(self, key: str) -> bytes:
-        """Wait for what one of them has said. Raise :class:`Parted`."""
+        """Wait for what one of them has said. Raise :class:`NoAnswer`."""
         own = self._meeting.said[self._own].get(key)
         return bytes.fromhex(self._wait(key) if own is None else own)
 
@@ -187,7 +186,7 @@ class Talk:
             meeting.changed.wait_for(lambda: heard() is not None or meeting.ended or not self._wanted(), _ANSWER)
             answer = heard()
         if answer is None:
-            raise Parted(f"island {self._slot} does not answer")
+            raise NoAnswer(f"island {self._slot} does not answer")
         return answer
 
 
@@ -196,8 +195,8 @@ def _parsed(text: str | None, me: Member | None = None) -> tuple[tuple[str, list
     try:
         found = json.loads(text or "")
         (nonce, members), said = found["up"], found["said"]
-        fits = me in (None, found["me"]) and all(type(one) is str for one in (nonce, *members))
-        if fits and all(type(value) is str for one in said.values() for value in one.values()):
+        fits = me in (None, found["me"]) and all(type(name) is str for name in (nonce, *members))
+        if fits and all(type(value) is str for pair in said.values() for value in pair.values()):
             return (nonce, members), said
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass

@@ -139,7 +139,7 @@ def train_patch(train: Callable) -> Patch:
     )
 
 
-class Skipped(list):
+class SkippedIterations(list):
     """The iterations to skip: those of ``given``, and those that ``ahead()`` says the run has made without this island."""
 
     def __init__(self, given: Iterable[int], ahead: Callable[[], bool]) -> None:
@@ -176,7 +176,7 @@ class TrainingElasticIslands(ElasticIslands, TrainingIslands):
             raise refuse("--rendezvous", self.config.rendezvous, "needs --train-iters: islands agree on iterations")
         self.world.compare(alike(args))
         self._last = args.train_iters - 1  # which evaluates, and saves
-        args.iterations_to_skip = Skipped(given, self._ahead_of_it)
+        args.iterations_to_skip = SkippedIterations(given, self._ahead_of_it)
         self._run.gapless = False
 
     def train(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

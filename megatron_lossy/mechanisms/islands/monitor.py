@@ -78,10 +78,10 @@ class IslandMonitor(Observer):
         if not measured:
             return
         counted = [count for _, count in measured if isinstance(count, torch.Tensor)]
-        fetched = [Fetched(torch.stack(one)) for one in ([one for one, _ in measured], counted) if one]
+        fetched = [Fetched(torch.stack(values)) for values in ([square for square, _ in measured], counted) if values]
         squares, counts = fetched[0].wait().tolist(), iter(fetched[1].wait().tolist() if counted else ())
-        for one, (_, count) in zip(squares, measured, strict=True):
-            self._window.add(squares=one, elements=next(counts) if isinstance(count, torch.Tensor) else count)
+        for square, (_, count) in zip(squares, measured, strict=True):
+            self._window.add(squares=square, elements=next(counts) if isinstance(count, torch.Tensor) else count)
 
     def restart(self, iteration: int) -> None:
         self._measured.clear()
@@ -174,7 +174,7 @@ class Diary(Observer):
         with self._changed:
             there = ([], []) if epoch is None else (epoch.slots, epoch.senders)
             self._window.add(exchanges=1, members=len(there[0]), senders=len(there[1]))
-            self._counted = {one for one in self._counted if one > exchange - 1000}
+            self._counted = {number for number in self._counted if number > exchange - 1000}
         self._next, self._made, self._epoch, self._lag = exchange, made, epoch, lag
         key = (None, -1) if epoch is None else epoch.key
         if key != self._written or self._events:
@@ -223,8 +223,8 @@ def line(
         "exchange": exchange,
         "id": None if epoch is None else epoch.id,
         "t": made,
-        "members": [[one.slot, one.life] for one in members],
-        "roles": [one.role for one in members],
+        "members": [[member.slot, member.life] for member in members],
+        "roles": [member.role for member in members],
         "lag": lag,
         "events": events,
         **more,

@@ -54,19 +54,19 @@ class Epoch:
     @property
     def slots(self) -> list[int]:
         """All islands that get means."""
-        return [one.slot for one in self.members]
+        return [member.slot for member in self.members]
 
     @property
     def senders(self) -> list[int]:
         """Those whose weights are averaged. The k-th owns the k-th of as many shares of the exchanged elements."""
-        return [one.slot for one in self.members if one.role == "send"]
+        return [member.slot for member in self.members if member.role == "send"]
 
 
 def epoch_of(entry: Entry) -> Epoch:
     """Return the epoch of ``entry``."""
     members = [
-        Member(slot_of(one), int(one.partition("/")[2], 16), "send" if one in entry.senders else "listen")
-        for one in sorted(entry.members, key=slot_of)
+        Member(slot_of(member), int(member.partition("/")[2], 16), "send" if member in entry.senders else "listen")
+        for member in sorted(entry.members, key=slot_of)
     ]
     return Epoch(tuple(members), entry.first)
 
@@ -112,7 +112,7 @@ class Slot:
         return self.trains and self.reached
 
 
-class Present(Protocol):
+class Presence(Protocol):
     """The islands of this process."""
 
     @property

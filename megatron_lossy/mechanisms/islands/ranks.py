@@ -33,7 +33,7 @@ from ...hooks.versions import data_parallel_rank, pipeline_stage, tensor_group
 from ...recovery.rows import to_device
 from ...run.mechanism import Part
 from ...transport.peers import RankPeers
-from .between_ranks import BetweenRanks, carriers_of
+from .between_ranks import RankExchanges, carriers_of
 from .flags import CONSENSUS_FOLDER
 from .form import bytes_sent
 from .monitor import IslandMonitor
@@ -56,7 +56,7 @@ class RankIslands(Part, JobGroup):
         self.world = world
         self.monitor = IslandMonitor()
         self.config = config
-        self._rounds: list[Rounds[BetweenRanks]] | None = None  # by optimizer of torch's
+        self._rounds: list[Rounds[RankExchanges]] | None = None  # by optimizer of torch's
         self._hooks: list[Any] = []
         self._copies: list[Places | None] = []  # by optimizer, see :meth:`_places_of_copies`
         self._used = False  # whether a mean has changed weights
@@ -156,27 +156,27 @@ class RankIslands(Part, JobGroup):
         """The meeting for exchanges that no thread makes."""
         return self.world.meet("control")
 
-    def _built(self) -> list[Rounds[BetweenRanks]]:
+    def _built(self) -> list[Rounds[RankExchanges]]:
         if self._rounds is None:
-            self._rounds = [self._build(number, one) for number, one in enumerate(self._exchanging)]
+            self._rounds = [self._build(number, optimizer) for number, optimizer in enumerate(self._exchanging)]
         return self._rounds
 
     def ready(self) -> None:
         """Raise :class:`UsageError` if there are too few weights to exchange."""
-        for number, one in enumerate(self._exchanging):
-            self._subset(self._vector(one), number)
+        for number, optimizer in enumerate(self._exchanging):
+            self._subset(self._vector(optimizer), number)
 
     @property
     def _exchanging(self) -> list[Any]:
         """The optimizers that have weights; none if islands exchange nothing."""
-        own = [one for one in self._run.living_optimizers() if one.optimizer is not None]
+        own = [optimizer for optimizer in self._run.living_optimizers() if optimizer.optimizer is not None]
         return own if self.config.sync_method != "none" else []
 
-    def _vector(self, one: Any) -> Vector:
-        buckets = [bucket for buffer in one.buffers for bucket in buffer.buckets]
-        group = one.buffers[0].data_parallel_group
+    def _vector(self, optimizer: Any) -> Vector:
+        buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
+        group = optimizer.buffers[0].data_parallel_group
         weights = [bucket.param_data for bucket in buckets]
-        return shard_vector([one], buckets, weights, group.rank(), group.size())
+        return shard_vector([optimizer], buckets, weights, group.rank(), group.size())
 
     def _subset(self, vector: Vector, number: int) -> Subset:
         # Tensor-parallel ranks choose and lose alike, for the sake of the parameters of which all have a copy.
@@ -184,31 +184,31 @@ class RankIslands(Part, JobGroup):
         stream = Stream("islands", data_parallel_rank(chunk), pipeline_stage(chunk), number)
         return Subset(self.config, vector.size, self.world.seed, stream)
 
-    def _build(self, number: int, one: Any) -> Rounds[BetweenRanks]:
-        run, vector = self._run, self._vector(one)
+    def _build(self, number: int, optimizer: Any) -> Rounds[RankExchanges]:
+        run, vector = self._run, self._vector(optimizer)
         subset = self._subset(vector, number)
         crossing = self._crossing(number, subset)
-        self._copies.append(self._places_of_copies(one))
-        self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
+        self._copies.append(self._places_of_copies(optimizer))
+        self._hooks.append(optimizer.optimizer.register_step_post_hook(partial(self._exchange, number)))
         return self._make_rounds(self.config, subset, [vector], crossing, run.steps, run.device, self._note)
 
-    def _crossing(self, number: int, subset: Subset) -> BetweenRanks:
+    def _crossing(self, number: int, subset: Subset) -> RankExchanges:
         """Return the maker of the means of the shard ``number``. A collective call of the ranks with this place."""
         config, world = self.config, self.world
         carriers = carriers_of(config, subset.most, world.island, f"{number}/", world.store, world.meet, world.patience)
-        return BetweenRanks(config, subset.stream, world.island, carriers, self._run.steps, self._tell, self._stopping)
+        return RankExchanges(config, subset.stream, world.island, carriers, self._run.steps, self._tell, self._stopping)
 
-    def _make_rounds(self, *arguments: Any) -> Rounds[BetweenRanks]:
+    def _make_rounds(self, *arguments: Any) -> Rounds[RankExchanges]:
         """Return the exchanges of the weights of one optimizer."""
         return Rounds(*arguments)
 
-    def _places_of_copies(self, one: Any) -> Places | None:
-        """Return the places, in the vector of ``one``, of parameters that all tensor-parallel ranks have, or ``None``."""
-        config, group = self.config, one.buffers[0].data_parallel_group
+    def _places_of_copies(self, optimizer: Any) -> Places | None:
+        """Return the places, in the vector of ``optimizer``, of parameters that all tensor-parallel ranks have, or ``None``."""
+        config, group = self.config, optimizer.buffers[0].data_parallel_group
         if tensor_group(expert=False) is None or not (config.rendezvous or config.observed or config.sync_bits):
             return None
         found, base = [np.arange(0)], 0
-        for buffer in one.buffers:
+        for buffer in optimizer.buffers:
             for bucket in buffer.buckets:
                 shard = bucket.param_data.numel() // group.size()
                 first = bucket.offset + group.rank() * shard
@@ -239,7 +239,7 @@ class RankIslands(Part, JobGroup):
     @property
     def _inner(self) -> list[Any]:
         """Torch's optimizers of :attr:`_vectors`."""
-        return [one.optimizer for one in self._exchanging]
+        return [optimizer.optimizer for optimizer in self._exchanging]
 
     def _tell(self, delivery: Delivery) -> None:
         for observer in self._run.observers:
@@ -330,7 +330,7 @@ class RankIslands(Part, JobGroup):
         """Raise :class:`UsageError` unless all islands were loaded at the same ``iteration``. A collective call."""
         found = self._control.all_gather(torch.tensor([iteration])).view(-1).tolist()
         if len(set(found)) > 1:
-            them = ", ".join(f"island {number} has {one}" for number, one in enumerate(found))
+            them = ", ".join(f"island {number} has {loaded}" for number, loaded in enumerate(found))
             raise refuse("--load", f"iteration {iteration}", f"{them}; write one that all have into their trackers")
 
     def identity(self) -> dict[str, Any]:

@@ -35,6 +35,13 @@ def _one_worker_each(config: LossyConfig, facts: Facts) -> bool:
     return not config.observed and facts.workers == config.islands and draws_losses(config) and not loses_own
 
 
+def _has_fewer_ranks(config: LossyConfig, facts: Facts) -> Mapping[str, int] | None:
+    """Return the ranks of this island, if they are fewer than those that are to exchange."""
+    if facts.workers is None or config.sync_ranks is None or facts.workers // config.islands >= config.sync_ranks:
+        return None
+    return {"ranks": facts.workers // config.islands}
+
+
 def _steps(config: LossyConfig, facts: Facts) -> int | None:
     """Return iterations of the slowest island, if known."""
     return None if facts.train_iters is None else config.iterations(facts.train_iters)
@@ -150,6 +157,20 @@ ISLANDS = Section(
     "--rendezvous | --async-pipeline | "
     "cannot go with --async-pipeline: batches under way belong to iterations that others may have left behind",
     lambda c, f: c.averages and c.rendezvous is not None and c.holds_samples(),
+    "--sync-ranks | a loop of Megatron-LM | needs python -m megatron_lossy.train, whose samples do not depend on the numbers of ranks",
+    lambda c, f: f.flushes and c.averages and c.sync_ranks is not None,
+    "--sync-ranks | tensor or pipeline parallelism, or experts | needs ranks that are whole replicas: no tensor or pipeline parallelism, "
+    "and no experts",
+    lambda c, f: (
+        c.averages and c.sync_ranks is not None and (above(f.tensor, 1) or above(f.pipeline, 1) or above(f.experts, 0))
+    ),
+    "--sync-ranks | an island of fewer ranks | must be at most {ranks}, the ranks of this island",
+    _has_fewer_ranks,
+    "--sync-ranks | --save-consensus, and --eval-weights consensus or both | "
+    "cannot go with --save-consensus and --eval-weights {config.eval_weights}: shards of unequal islands have no mean; evaluate owner",
+    lambda c, f: (
+        c.averages and c.sync_ranks is not None and (c.save_consensus or c.eval_weights in ("consensus", "both"))
+    ),
     "--trace, --island-speeds | --rendezvous | "
     "cannot go with --rendezvous: islands have nothing in common that is written or read",
     lambda c, f: c.averages and c.rendezvous is not None,

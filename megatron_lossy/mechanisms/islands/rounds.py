@@ -16,9 +16,12 @@ import torch
 
 from ...config import LossyConfig
 from .form import Rest
-from .presence import Present
+from .presence import Presence
 from .rules import Result, make_rule
 from .vector import Places, Subset, Vector, read_at, write_at
+
+#: Visits of a rank without elements, or of an island that does not listen.
+MANY = 2**31
 
 
 class Mean(NamedTuple):
@@ -174,7 +177,7 @@ class Rounds(Generic[Between]):
 class MemberRounds(Rounds[Between]):
     """``presence``: the islands that are there. Other arguments: those of :class:`.Rounds`."""
 
-    def __init__(self, *arguments: Any, presence: Present) -> None:
+    def __init__(self, *arguments: Any, presence: Presence) -> None:
         super().__init__(*arguments)
         self._presence = presence
         #: The islands that took part in each exchange under way, by the iteration before it.
@@ -184,7 +187,7 @@ class MemberRounds(Rounds[Between]):
 
     def visits(self, island: int) -> int:
         """Return the least number of times that an element of a listener was set."""
-        return int(self._set[island].min())
+        return int(self._set[island].min()) if self.subset.size else MANY
 
     def restart(self, island: int) -> None:
         """Let ``island`` begin again, without the exchanges under way."""

@@ -144,11 +144,11 @@ class Subset:
         self._block, self._seed, self.stream = config.sync_block, seed, stream
         self.size = size
         self._blocks = -(-size // config.sync_block)
-        if self._fraction * size < config.islands:
+        if size and self._fraction * size < config.islands:  # a rank may have none
             least = f"must be at least {config.islands / size:.3g}"
             why = f"of {size} elements is less than one for each of {config.islands} islands to average; {least}"
             raise refuse("--sync-fraction", self._fraction, why)
-        if self._kind != "bernoulli" and self._blocks < self._parts:
+        if size and self._kind != "bernoulli" and self._blocks < self._parts:
             most = (size - 1) // (self._parts - 1)
             why = f"makes {self._blocks} blocks of {size} elements, fewer than {self._parts} parts; must be at most {most}"
             raise refuse("--sync-block", self._block, why)
@@ -227,9 +227,9 @@ class Vector:
 
     def _parts(self, places: Places | None) -> list[tuple[Segment, Part]]:
         if places is None:
-            return [(one, Part(slice(one.start, one.stop), 0, 1, None)) for one in self._segments]
+            return [(segment, Part(slice(segment.start, segment.stop), 0, 1, None)) for segment in self._segments]
         if places is not self._known[0]:  # the same are read, changed and written
-            stretches = [(one.start, one.stop) for one in self._segments]
+            stretches = [(segment.start, segment.stop) for segment in self._segments]
             self._known = (places, [(self._segments[number], part) for number, part in places.parts(stretches)])
         return self._known[1]
 

@@ -83,7 +83,7 @@ class Journal:
         aside = self._path.with_name(self._path.name + ".new")
         new = open(aside, "wb", buffering=0)
         _lock(new)
-        _append(new, b"".join(_line(*one) for one in self.values.items()))
+        _append(new, b"".join(_line(*item) for item in self.values.items()))
         aside.replace(self._path)
         self._file.close()
         self._file, self._long = new, new.tell() + _SPARE
@@ -258,9 +258,9 @@ async def serve(
         doors = [("--bind", "coordinator: tcp://", server, bind, server_context(key))]
         if page is not None:
             doors.append(("--page", "page: http://", Server(watcher.answer), page, None))
-        for flag, name, one, (host, port), tls in doors:
+        for flag, name, door, (host, port), tls in doors:
             try:
-                listening = await one.start(host, port, tls)
+                listening = await door.start(host, port, tls)
             except OSError as error:
                 raise refuse(flag, f"{host}:{port}", f"nothing can listen there: {error.strerror or error}") from None
             stack.callback(listening.close)
@@ -295,12 +295,12 @@ def main(arguments: list[str] | None = None) -> None:
 _COLUMNS = ("run", "slot", "host", "role", "iteration", "lag", "loss", "lost", "silent", "last event")
 #: A metric of each island: its name, its help, and its value.
 _METRICS: tuple[tuple[str, str, Callable[[_Island, float], float]], ...] = (
-    ("iteration", "iterations that it has made", lambda one, now: one.beat.iteration),
-    ("lag", "iterations behind the run", lambda one, now: one.beat.lag),
-    ("loss", "training loss", lambda one, now: one.beat.loss),
-    ("lost_ratio", "share of the messages of members that did not arrive", lambda one, now: one.beat.lost),
-    ("sends", "1 if the others average its weights", lambda one, now: one.beat.role == "sends"),
-    ("silent_seconds", "seconds since its last beat", lambda one, now: max(0.0, now - one.at)),
+    ("iteration", "iterations that it has made", lambda island, now: island.beat.iteration),
+    ("lag", "iterations behind the run", lambda island, now: island.beat.lag),
+    ("loss", "training loss", lambda island, now: island.beat.loss),
+    ("lost_ratio", "share of the messages of members that did not arrive", lambda island, now: island.beat.lost),
+    ("sends", "1 if the others average its weights", lambda island, now: island.beat.role == "sends"),
+    ("silent_seconds", "seconds since its last beat", lambda island, now: max(0.0, now - island.at)),
 )
 _COUNTERS = {
     "accepted": "connections of anybody",
@@ -349,8 +349,8 @@ class Watcher:
     def _page(self) -> str:
         now = self._clock()
         rows = []
-        for (run, slot), one in sorted(self._islands.items()):
-            beat, silent = one.beat, f"{max(0.0, now - one.at):.0f} s"
+        for (run, slot), island in sorted(self._islands.items()):
+            beat, silent = island.beat, f"{max(0.0, now - island.at):.0f} s"
             cells = (run, slot, self._hosts.get((run, slot), ""), beat.role, beat.iteration, beat.lag)
             rows.append((*cells, f"{beat.loss:.4g}", f"{beat.lost:.1%}", silent, beat.event))
         epochs = [
@@ -369,9 +369,9 @@ class Watcher:
         now, lines = self._clock(), list[str]()
         for name, what, value in _METRICS:
             _declare(lines, f"island_{name}", "gauge", what)
-            for (run, slot), one in sorted(self._islands.items()):
+            for (run, slot), island in sorted(self._islands.items()):
                 labels = f'run="{_label(run)}",slot="{slot}",host="{_label(self._hosts.get((run, slot), ""))}"'
-                lines.append(f"megatron_lossy_island_{name}{{{labels}}} {float(value(one, now))!r}")
+                lines.append(f"megatron_lossy_island_{name}{{{labels}}} {float(value(island, now))!r}")
         for name, what, field in (("epoch", "number of the last epoch", None), ("members", "its members", "members")):
             _declare(lines, name, "gauge", what)
             for run, entry in sorted(self._entries.items()):

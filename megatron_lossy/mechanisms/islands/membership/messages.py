@@ -29,7 +29,7 @@ _CHECKS = {
     "Members": lambda value: (
         type(value) is list
         and all(map(_CHECKS["Member"], value))
-        and len({slot_of(one) for one in value}) == len(value)
+        and len({slot_of(member) for member in value}) == len(value)
     ),
 }
 _T = TypeVar("_T")
@@ -45,7 +45,7 @@ class Slots(int):
 
     @classmethod
     def of(cls, members: Iterable[Member]) -> Slots:
-        return cls(sum(1 << slot for slot in {slot_of(one) for one in members}))
+        return cls(sum(1 << slot for slot in {slot_of(member) for member in members}))
 
     def __contains__(self, member: Member) -> bool:
         return bool(int(self) >> slot_of(member) & 1)
@@ -179,4 +179,4 @@ class Picture:
 
     def _of_slots(self, cls: type[_T], name: str) -> dict[int, _T]:
         found = {key: self._take(cls, key) for key in self.texts if key.startswith(f"{name}/")}
-        return {slot_of(one.me): one for key, one in found.items() if one and key == f"{name}/{slot_of(one.me)}"}
+        return {slot_of(held.me): held for key, held in found.items() if held and key == f"{name}/{slot_of(held.me)}"}

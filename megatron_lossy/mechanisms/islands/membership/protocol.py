@@ -442,7 +442,7 @@ def _branches(live: Mapping[Member, Beat]) -> dict[str, list[Member]]:
 def _weight(branch: Sequence[Member], live: Mapping[Member, Beat], ident: str) -> tuple[object, ...]:
     """Return the key that orders branches: those that do not yield, then those with more receiving islands, win."""
     receiving = [
-        me for me in branch if len(branch) == 1 or any(one in live[me].received for one in branch if one != me)
+        me for me in branch if len(branch) == 1 or any(other in live[me].received for other in branch if other != me)
     ]
     yields = any(live[me].yields for me in branch)
     return not yields, len(receiving), max(live[me].iteration for me in branch), ident
@@ -451,7 +451,9 @@ def _weight(branch: Sequence[Member], live: Mapping[Member, Beat], ident: str) -
 def _lacking(members: Sequence[Member], ready: Mapping[Member, Slots]) -> dict[Member, int]:
     """Return the members without a connection to all others, with the number of those that they lack."""
     lacks = {
-        me: sum(not (one in ready.get(me, NOBODY) and me in ready.get(one, NOBODY)) for one in members if one != me)
+        me: sum(
+            not (other in ready.get(me, NOBODY) and me in ready.get(other, NOBODY)) for other in members if other != me
+        )
         for me in members
     }
     return {me: number for me, number in lacks.items() if number}

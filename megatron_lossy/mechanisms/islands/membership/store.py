@@ -127,7 +127,7 @@ class Gateway(Store):
 
     def _range(self, body: Mapping[str, str], end: float) -> dict[str, str]:
         found = self._post("kv/range", body, end).get("kvs", [])
-        return {_text(one["key"])[len(self._prefix) :]: _text(one.get("value", "")) for one in found}
+        return {_text(item["key"])[len(self._prefix) :]: _text(item.get("value", "")) for item in found}
 
     def _repeat(self, attempt: Callable[[float], _T]) -> _T:
         """Attempt it at each host, and once more where a kept connection may have ended, as long as there is time."""
@@ -242,7 +242,7 @@ def check_url(url: str, flag: str = "--rendezvous") -> tuple[list[tuple[str, int
     if not found or (found["kind"] == "tcp" and (found["access"] or "," in found["hosts"])):
         raise refuse(flag, url, "must be tcp://HOST:PORT/RUN, or etcd://HOST:PORT,HOST:PORT/RUN")
     ours = found["kind"] == "tcp"
-    hosts = [split_address(one, flag, PORT if ours else 2379) for one in found["hosts"].split(",")]
+    hosts = [split_address(host, flag, PORT if ours else 2379) for host in found["hosts"].split(",")]
     return hosts, found["run"], found["access"], ours
 
 

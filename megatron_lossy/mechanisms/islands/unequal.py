@@ -1,0 +1,246 @@
+"""Islands of unequal numbers of ranks: the first ``--sync-ranks`` of each exchange for all.
+
+The elements of a model in the order of its parameters, without padding, are cut into as many parts, the same on all islands. A rank
+that exchanges has the copy of one. It is gathered from the optimizer's shards before an exchange begins or a mean is used, and
+scattered to them afterwards. So islands need the same parameters, and not the same shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from . import copying
+from .copying import STEP, HostCopy
+from .rounds import Between, MemberRounds
+from .vector import Segment, Vector
+
+
+class Stretch(NamedTuple):
+    """Consecutive elements of a tensor of one rank, and the place of the first one in the part of another."""
+
+    piece: int
+    first: int
+    length: int
+    place: int
+
+
+class Piece(NamedTuple):
+    """The elements of a parameter that the optimizer of this rank updates, from element ``start`` of the model on.
+
+    ``main``: the optimizer's parameter; ``rounded``: its copy in the model, if that is another.
+    """
+
+    start: int
+    main: torch.Tensor
+    rounded: torch.Tensor | None
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return the parameters of Megatron's ``optimizer`` on all ranks, in an order that no layout of ranks changes."""
+    found = []
+    for buffer in optimizer.buffers:
+        places = {parameter: place[0] for parameter, place in buffer.param_index_map.items()}
+        found += sorted(places, key=places.__getitem__)
+    return found
+
+
+def pieces_of(optimizer: Any) -> list[Piece]:
+    """Return what Megatron's ``optimizer`` has on this rank, in the order of the model's elements."""
+    found, first = [], 0
+    for parameter in parameters_of(optimizer):
+        if parameter in optimizer.model_param_gbuf_map:
+            group, index = optimizer.model_param_group_index_map[parameter]
+            main = optimizer.optimizer.param_groups[group]["params"][index]
+            ranges, rounded = optimizer._get_model_param_range_map(parameter), None
+            if parameter.dtype != torch.float32:
+                number, _, of_bucket = optimizer.model_param_gbuf_map[parameter]
+                place = ranges["gbuf_world_in_bucket"]
+                rounded = optimizer.buffers[number].buckets[of_bucket].param_data[place.start : place.end]
+            found.append(Piece(first + ranges["param"].start, main, rounded))
+        first += parameter.numel()
+    return found
+
+
+class PartVector(Vector):
+    """Part number ``rank`` of ``parts`` of the elements of ``optimizer``, a copy; without any on other ranks.
+
+    Making one is a collective call of ``group``, the ranks of the island, and so are all verbs but those of :class:`Vector`.
+    """
+
+    def __init__(self, optimizer: Any, parts: int, group: Any, device: torch.device) -> None:
+        self._optimizer, self._group, rank = optimizer, group, group.rank()
+        self._pieces = pieces_of(optimizer)
+        whole = sum(parameter.numel() for parameter in parameters_of(optimizer))
+        bounds = [number * whole // parts for number in range(parts + 1)]
+        bounds += [whole] * (group.size() - parts)  # ranks without a part
+        everywhere: list[Any] = [None] * group.size()
+        own = [(piece.start, piece.start + piece.main.numel()) for piece in self._pieces]
+        dist.all_gather_object(everywhere, own, group=group)
+        assert sum(stop - start for theirs in everywhere for start, stop in theirs) == whole, (
+            "elements of no rank, or of two"
+        )
+        #: By rank, what of this one's pieces is in its part, and what of its pieces is in this one's.
+        self._sent = [list(_stretches(own, *bounds[other : other + 2])) for other in range(group.size())]
+        self._received = [list(_stretches(theirs, *bounds[rank : rank + 2])) for theirs in everywhere]
+        self._copy = torch.zeros(bounds[rank + 1] - bounds[rank], device=device)
+        super().__init__([Segment(0, self._copy, None)], len(self._copy), device)
+        self.gather_weights()
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Make the copy that of the main weights."""
+        self._copy.copy_(self._gather([piece.main for piece in self._pieces]))
+
+    @torch.no_grad()
+    def scatter_weights(self) -> None:
+        """Make the weights those of the copies."""
+        for piece, values in zip(self._pieces, self._scatter(self._copy), strict=True):
+            piece.main.view(-1).copy_(values)
+            if piece.rounded is not None:
+                piece.rounded.copy_(values)
+
+    @torch.no_grad()
+    def held_state(self, name: str) -> dict[str, HostCopy | float]:
+        """Return the part of the weights, as they were gathered, and of the optimizer's state, each named after ``name``."""
+        found: dict[str, HostCopy | float] = {f"{name}/weights": HostCopy(self._copy)}
+        states = [self._state.get(piece.main, {}) for piece in self._pieces]
+        for key, value in self._example().items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                found[f"{name}/moments/{key}"] = HostCopy(self._gather([state[key] for state in states]))
+            elif value is not None:
+                found[f"{name}/counts/{key}"] = HostCopy(value) if isinstance(value, torch.Tensor) else value
+        for index, group in enumerate(self._optimizer.optimizer.param_groups):
+            if STEP in group:
+                step = group[STEP]
+                found[f"{name}/groups/{index}"] = HostCopy(step) if isinstance(step, torch.Tensor) else step
+        return found
+
+    @torch.no_grad()
+    def put_state(self, name: str, values: Mapping[str, torch.Tensor | float]) -> None:
+        """Put a :meth:`held_state` in the place of weights and state. Ranks without a part give no ``values``."""
+        own = {key.removeprefix(f"{name}/"): value for key, value in values.items() if key.startswith(f"{name}/")}
+        shared = [{key: None if key.startswith(("weights", "moments")) else value for key, value in own.items()}]
+        dist.broadcast_object_list(shared, src=dist.get_global_rank(self._group, 0), group=self._group)
+        states: list[dict[str, Any]] = [{} for _ in self._pieces]
+        for key, value in shared[0].items():
+            kind, _, which = key.partition("/")
+            part = own.get(key)
+            if kind in ("weights", "moments"):
+                part = torch.zeros_like(self._copy) if part is None else part
+                assert isinstance(part, torch.Tensor)
+                if kind == "weights":
+                    self._copy.copy_(part)
+                    continue
+                for piece, state, moments in zip(self._pieces, states, self._scatter(part), strict=True):
+                    state[which] = moments.view_as(piece.main)
+            elif kind == "counts":
+                for state in states:
+                    state[which] = value.clone() if isinstance(value, torch.Tensor) else value
+            else:
+                self._optimizer.optimizer.param_groups[int(which)][STEP] = value
+        self.scatter_weights()
+        for piece, state in zip(self._pieces, states, strict=True):
+            if state:
+                self._state[piece.main] = state
+
+    @property
+    def _state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """The state of torch's optimizer, by parameter."""
+        return self._optimizer.optimizer.state
+
+    def _example(self) -> dict[str, Any]:
+        """Return the state of a parameter that the first rank with any has: names, step counts, and tensors of any values."""
+        own = next((self._state[piece.main] for piece in self._pieces if piece.main in self._state), None)
+        small = None if own is None else {key: _small(value) for key, value in own.items()}
+        everywhere: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everywhere, small, group=self._group)
+        return next((example for example in everywhere if example), {})
+
+    def _gather(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return this rank's part of the elements that all ranks have in ``tensors``, one for each piece."""
+        rows = [
+            tensors[stretch.piece].reshape(-1)[stretch.first : stretch.first + stretch.length]
+            for stretch in _all(self._sent)
+        ]
+        values = torch.zeros_like(self._copy)
+        received = self._cross(rows, self._sent, self._received)
+        for stretch, row in zip(_all(self._received), received, strict=True):
+            values[stretch.place : stretch.place + stretch.length] = row
+        return values
+
+    def _scatter(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return new elements for each piece of this rank. ``values``: of the part."""
+        found = [torch.zeros(piece.main.numel(), device=self._copy.device) for piece in self._pieces]
+        values = values.to(self._copy.device)
+        rows = [values[stretch.place : stretch.place + stretch.length] for stretch in _all(self._received)]
+        received = self._cross(rows, self._received, self._sent)
+        for stretch, row in zip(_all(self._sent), received, strict=True):
+            found[stretch.piece][stretch.first : stretch.first + stretch.length] = row
+        return found
+
+    def _cross(
+        self, rows: Sequence[torch.Tensor], out: Sequence[Sequence[Stretch]], back: Sequence[Sequence[Stretch]]
+    ) -> Sequence[torch.Tensor]:
+        """Send ``rows``, one for each stretch of ``out``, to its rank. Return a row for each stretch of ``back``."""
+        given, taken = ([sum(stretch.length for stretch in stretches) for stretches in side] for side in (out, back))
+        sent = torch.cat([self._copy.new_zeros(0), *rows])
+        received = self._copy.new_zeros(sum(taken))
+        dist.all_to_all_single(received, sent, taken, given, group=self._group)
+        return received.split([stretch.length for stretch in _all(back)])
+
+
+def _stretches(pieces: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[Stretch]:
+    """Yield the stretches of ``pieces``, (first, last + 1) each, in the part from ``start`` to ``stop``."""
+    for number, (first, last) in enumerate(pieces):
+        low, high = max(first, start), min(last, stop)
+        if low < high:
+            yield Stretch(number, low - first, high - low, low - start)
+
+
+def _all(by_rank: Sequence[Sequence[Stretch]]) -> list[Stretch]:
+    return [stretch for stretches in by_rank for stretch in stretches]
+
+
+def _small(value: Any) -> Any:
+    """Return ``value`` of a parameter's state, and of a tensor for each element one element."""
+    return value.detach().reshape(-1)[:1].cpu() if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def held_state(vectors: Sequence[Vector], optimizers: Sequence[Any]) -> dict[str, HostCopy | float]:
+    """Return :func:`.copying.held_state`, also of parts. A collective call of the island."""
+    parts = [vector for vector in vectors if isinstance(vector, PartVector)]
+    if not parts:
+        return copying.held_state(vectors, optimizers)
+    found = dict[str, HostCopy | float]()
+    for number, part in enumerate(parts):
+        found |= part.held_state(str(number))
+    return found
+
+
+def put_state(vectors: Sequence[Vector], optimizers: Sequence[Any], values: Mapping[str, torch.Tensor | float]) -> None:
+    """Put ``values``, a :func:`held_state`, in the place of the present state. A collective call of the island."""
+    parts = [vector for vector in vectors if isinstance(vector, PartVector)]
+    if not parts:
+        copying.put_state(vectors, optimizers, values)
+    for number, part in enumerate(parts):
+        part.put_state(str(number), values)
+
+
+class PartRounds(MemberRounds[Between]):
+    """The exchanges of a :class:`PartVector`, which all ranks of the island make at once."""
+
+    vectors: Sequence[PartVector]
+
+    def after_iteration(self, step: int) -> int | None:
+        """See :meth:`.Rounds.after_iteration`."""
+        if all(passed % self._interval for passed in (step + 1, step + 1 - self._delay)):
+            return None
+        [vector] = self.vectors
+        vector.gather_weights()
+        count = super().after_iteration(step)
+        vector.scatter_weights()
+        return count
