@@ -15,7 +15,7 @@ from tests.test_islands_apart import MODEL, Run
 from tests.trainer import TINY, as_flags, checkpoint_bytes
 
 pytestmark = [
-    pytest.mark.shows("islands of 2 and 3 ranks: their mean; one comes back with fewer"),
+    pytest.mark.shows("islands of 2 and 3 ranks: mean, and a return with fewer"),
     pytest.mark.programs,
 ]
 

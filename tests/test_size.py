@@ -13,7 +13,7 @@ LIMITS = {
     "lines of C": 3_698,
     "lines of tests": 38_808,
     "lines of scripts and benchmarks": 9_578,
-    "files of islands": 28,
+    "files of islands": 29,
     "lines of islands": 7_377,
     "files under 40 lines": 10,
     "files over 450 lines": 4,
