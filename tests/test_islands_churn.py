@@ -413,7 +413,7 @@ def test_any_schedule_can_be_followed(tmp_path_factory, drawn):
     assert ids <= {one["id"] for one in rows.records}
 
 
-def test_epochs_are_logged(tmp_path):
+def test_epochs_are_logged_and_a_log_is_a_schedule(tmp_path):
     events = [(3, 1, "stop"), (9, 1, "return"), (12, 2, "cut")]
     config = flags(write(tmp_path / "events", *events), island_keep=2, sync_interval=2, island_rejoin="listen")
     rows = ChurningRows(config, start())
@@ -427,6 +427,8 @@ def test_epochs_are_logged(tmp_path):
     assert rows.records[2]["returned"] == [{"slot": 1, "how": "listen", "from": 2}]
     assert rows.records[2]["roles"] == ["send", "listen", "send", "send"]
     assert rows.records[2]["lag"][1] == 6 and rows.records[3]["roles"] == ["send"] * 4
+    again = read_schedule(str(tmp_path / EPOCHS), 4, 20)
+    assert again.events == [Event(*one) for one in events]
     with pytest.raises(UsageError, match="holds the log of a run"):
         EpochLog(str(tmp_path)).add({"t": 0})
     with open(tmp_path / EPOCHS, "a") as file:

@@ -131,7 +131,20 @@ def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
     everyone: list = [None] * size
     dist.all_gather_object(everyone, mine)
     group.close()
-    return _report(everyone) if rank == 0 else []
+    return [*_rule(config), *_report(everyone)] if rank == 0 else []
+
+
+def _rule(config: LossyConfig) -> list[Finding]:
+    """Say what the rule of rates needs of the network and of the hosts."""
+    if config.transport == "stream":
+        return []
+    needs = {
+        "shared": "needs clocks of all hosts that agree to 50 ms (NTP)",
+        "dedicated": "for a link of this training's own: others on it would get little, shared leaves them their part",
+        "fixed": "for a network that carries nothing else",
+    }
+    rule = config.udp_rate_rule[0]
+    return [Finding("network", "rates", "ok", f"--udp-rate {rule}: {needs[rule]}")]
 
 
 def _report(everyone: list[dict]) -> list[Finding]:

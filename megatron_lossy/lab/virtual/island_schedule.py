@@ -1,11 +1,13 @@
 """The file of ``--island-schedule``: which islands stop, freeze, are cut off, come back and join, and when.
 
-A line is a JSON object ``{"slot": 3, "at": 100, "event": "stop"}``; the event comes before iteration ``at`` (from 0).
+A line is a JSON object ``{"slot": 3, "at": 100, "event": "stop"}``; the event comes before iteration ``at`` (from 0). A
+log of such events (:class:`.EpochLog`) is a schedule too.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -36,21 +38,21 @@ class Schedule:
     """``events``: in their order; those that leave before those that come, at one iteration."""
 
     def __init__(self, events: list[Event]) -> None:
-        self.events = sorted(events, key=lambda event: (event.at, not event.leaves, event.slot))
+        self.events = sorted(events, key=lambda one: (one.at, not one.leaves, one.slot))
 
     @property
     def empty(self) -> list[int]:
         """The slots that are empty at the beginning."""
-        first = {event.slot: event.event for event in reversed(self.events)}
+        first = {one.slot: one.event for one in reversed(self.events)}
         return sorted(slot for slot, event in first.items() if event == "join")
 
     def before(self, iteration: int) -> list[Event]:
         """Return the events before ``iteration``."""
-        return [event for event in self.events if event.at < iteration]
+        return [one for one in self.events if one.at < iteration]
 
     def at(self, iteration: int) -> list[Event]:
         """Return the events at ``iteration``."""
-        return [event for event in self.events if event.at == iteration]
+        return [one for one in self.events if one.at == iteration]
 
 
 def check_schedule(config: LossyConfig, iterations: int | None) -> None:
@@ -71,8 +73,8 @@ def read_schedule(path: str, slots: int, iterations: int | None) -> Schedule:
     events: list[Event] = []
     places: dict[Event, int] = {}
     for number, line in enumerate(lines, start=1):
-        if line.strip():
-            event = _event(line.strip(), path, number, slots, iterations)
+        for record in _records(line, path, number):
+            event = _event(record, path, number, slots, iterations)
             events.append(event)
             places.setdefault(event, number)
     if not events:
@@ -91,13 +93,24 @@ def _wrong(path: str, line: int, why: str) -> UsageError:
     return refuse(FLAG, path, f"line {line}: {why}")
 
 
-def _event(line: str, path: str, number: int, slots: int, iterations: int | None) -> Event:
+def _records(line: str, path: str, number: int) -> Iterator[Any]:
+    """Yield the events in a line: itself, or those of a line of a log."""
+    if not line.strip():
+        return
     try:
-        given = json.loads(line)
+        record = json.loads(line)
     except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise _wrong(path, number, f"{line[:80]}: must be {_example()}")
+        record = None
+    if isinstance(record, dict) and isinstance(record.get("events"), list):
+        yield from record["events"]
+    elif isinstance(record, dict):
+        yield record
+    else:
+        raise _wrong(path, number, f"{line.strip()[:80]}: must be {_example()}")
+
+
+def _event(record: Any, path: str, number: int, slots: int, iterations: int | None) -> Event:
+    given = record if isinstance(record, dict) else {}
     unknown = sorted(set(given) ^ set(_FIELDS))
     if unknown:
         what = "is missing" if unknown[0] in _FIELDS else "is unknown"
@@ -121,30 +134,30 @@ def _check_order(schedule: Schedule, path: str, places: dict[Event, int]) -> Non
     """Refuse events that an island cannot have when they come."""
     empty = set(schedule.empty)
     latest: dict[int, Event] = {}
-    for event in schedule.events:
-        before = latest.get(event.slot)
+    for one in schedule.events:
+        before = latest.get(one.slot)
         if before is None:
-            allowed = ("join",) if event.slot in empty else _LEAVING
-            was = "is empty" if event.slot in empty else "is there"
-        elif before.at == event.at:
-            raise _wrong(path, places[event], f"event {event.event}: slot {event.slot} has another event at {event.at}")
+            allowed = ("join",) if one.slot in empty else _LEAVING
+            was = "is empty" if one.slot in empty else "is there"
+        elif before.at == one.at:
+            raise _wrong(path, places[one], f"event {one.event}: slot {one.slot} has another event at {one.at}")
         else:
             allowed = {"stop": ("return",), "freeze": ("stop", "return"), "cut": ("stop", "freeze", "return")}.get(
                 before.event, _LEAVING
             )
             was = "is there" if not before.leaves else f"has had {before.event} at {before.at}"
-        if event.event not in allowed:
-            why = f"event {event.event}: slot {event.slot} {was}; must be one of {', '.join(allowed)}"
-            raise _wrong(path, places[event], why)
-        latest[event.slot] = event
+        if one.event not in allowed:
+            why = f"event {one.event}: slot {one.slot} {was}; must be one of {', '.join(allowed)}"
+            raise _wrong(path, places[one], why)
+        latest[one.slot] = one
 
 
 def _check_left(schedule: Schedule, path: str, slots: int) -> None:
     """Refuse a time without an island that is there and was there before: no island would have the model."""
     there = set(range(slots)) - set(schedule.empty)
-    for at, events in groupby(schedule.events, key=lambda event: event.at):
+    for at, events in groupby(schedule.events, key=lambda one: one.at):
         found = list(events)
-        there -= {event.slot for event in found if event.leaves}
+        there -= {one.slot for one in found if one.leaves}
         if not there:
             raise refuse(FLAG, path, f"leaves no island at iteration {at}; one must stay until others are there")
-        there |= {event.slot for event in found if not event.leaves}
+        there |= {one.slot for one in found if not one.leaves}
