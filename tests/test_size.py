@@ -9,9 +9,9 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 LIMITS = {
     "entries of megatron_lossy": 14,
     "lines outside lab": 31_522,
-    "lines of the package": 46_157,
+    "lines of the package": 46_183,
     "lines of C": 3_698,
-    "lines of tests": 38_813,
+    "lines of tests": 38_815,
     "lines of scripts and benchmarks": 9_578,
     "files of islands": 29,
     "lines of islands": 7_377,
