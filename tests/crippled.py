@@ -10,6 +10,7 @@ import sys
 if __name__ == "__main__":
     what, _, value = sys.argv[1].partition("=")
     if what == "bytes":
+        sys.dont_write_bytecode = True  # a file of bytecode that ends too early stays
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(value), resource.RLIM_INFINITY))
     else:
         for name in [name for name in sys.modules if name.partition(".")[0] == value]:

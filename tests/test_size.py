@@ -11,7 +11,7 @@ LIMITS = {
     "lines outside lab": 31_522,
     "lines of the package": 46_183,
     "lines of C": 3_698,
-    "lines of tests": 38_815,
+    "lines of tests": 38_816,
     "lines of scripts and benchmarks": 9_578,
     "files of islands": 29,
     "lines of islands": 7_377,
