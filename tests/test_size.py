@@ -8,8 +8,8 @@ pytestmark = pytest.mark.shows("lines by storey, files, flags and help stay with
 
 LIMITS = {
     "entries of megatron_lossy": 14,
-    "lines outside lab": 31_522,
-    "lines of the package": 46_183,
+    "lines outside lab": 31_514,
+    "lines of the package": 46_177,
     "lines of C": 3_698,
     "lines of tests": 38_816,
     "lines of scripts and benchmarks": 9_578,

@@ -18,8 +18,6 @@ import torch
 from ..ledger import Patch
 
 _CPU = torch.device("cpu")
-
-
 # The constructors that Megatron calls with device="cuda".
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
 

@@ -153,7 +153,7 @@ TRANSPORT = Section(
     "cannot be: the own shard never crosses the network",
     lambda c, f: _observed(c) and c.lossy_self,
     "--transport | torch before 2.8 | needs torch 2.8 or later under Megatron, this is {facts.torch}",
-    # Older ones fail in a coalescing context without a collective of its own.
+    # Earlier versions fail if a coalescing context contains no collective of torch.
     lambda c, f: c.transport != "torch" and f.torch and tuple(map(int, f.torch.split(".")[:2])) < (2, 8),
     "--transport | --virtual-workers | needs real ranks: virtual workers exchange in memory; choose pieces",
     lambda c, f: f.virtual and _observed(c),

@@ -25,8 +25,10 @@ SPARE = 0.1
 BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 2 / 128}
 #: Bytes of a datagram besides its payload: 28 of ours, 16 of the cipher and 28 of IP and UDP.
 PACKET_MORE = 72
+#: Bytes of payload in a packet of TCP, which has 52 more.
+_SEGMENT = 1448
 #: Bytes of a packet over those of its payload.
-TRANSPORTS = {"udp": 1 + PACKET_MORE / 1408, "stream": 1 + 52 / 1448, "torch": 1 + 52 / 1448}
+TRANSPORTS = {"udp": 1 + PACKET_MORE / 1408, **dict.fromkeys(("stream", "torch"), 1 + 52 / _SEGMENT)}
 #: The share that a stream may lose at its deadline, by default.
 _DEADLINE = 0.01
 
@@ -125,7 +127,7 @@ def use(transport: str, link: Link) -> tuple[float, float] | None:
 
 def trips_again(transport: str, link: Link, payload: float) -> float:
     """Return the round trips beyond the first that an exchange of ``payload`` bytes takes: TCP sends again until all is there."""
-    packets = max(1.0, payload / 1448)
+    packets = max(1.0, payload / _SEGMENT)
     if transport == "udp" or not link.loss:
         return 0.0
     return min(packets * link.loss, math.log(packets) / -math.log(link.loss))

@@ -85,7 +85,7 @@ class TensorBoardWriter:
         self._writer.close()
 
 
-#: Signature the records of a run.
+#: Receives the records of a run.
 Writer = JsonLinesWriter | TensorBoardWriter
 
 

@@ -14,6 +14,7 @@ from .between_ranks import CopyMark, Outcome, Parties, RankExchanges, Task, Wait
 from .carrying import Carrier
 from .connections import Connections, Crossing, Pair
 from .flags import SYNC_PHASES
+from .mean import mean_of
 from .presence import Epoch
 from .rounds import Mean
 from .vector import Places
@@ -59,11 +60,7 @@ class EpochView:
         others, found = {slot: self.pairs[slot] for slot in self.senders if slot != self.slot}, []
         for own in shards:
             theirs = self.connections.swap(others, number, own)
-            first, *rest = (theirs.get(slot, own) for slot in self.senders)
-            total = first.clone()
-            for shard in rest:
-                total += shard
-            found.append(total / len(self.senders))
+            found.append(mean_of([theirs.get(slot, own) for slot in self.senders], None))
             number += Connections.parts(own)
         return found
 

@@ -7,6 +7,7 @@ own always does), and sends the mean back. An island that does not get it goes o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,11 +146,11 @@ def networks_between(config: LossyConfig, stream: Stream, steps: int | None) -> 
     return networks
 
 
-def mean_of(sent: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
+def mean_of(sent: Any, arrived: torch.Tensor | None) -> torch.Tensor:
     """Return the mean [owners, shard] of the elements of ``sent`` float32[sources, owners, shard] that arrived.
 
-    Elements without a delivery are zero; these zeros are no means. ``arrived`` bool[owners, sources, shard];
-    ``None``: all. Sums are taken in the order of the islands.
+    Elements without a delivery are zero; these zeros are no means. ``arrived`` bool[owners, sources, shard]; ``None``: all, and
+    ``sent`` may then be a list of the sources' tensors, of one shape. Sums are taken in the order of the islands.
     """
     if arrived is not None:
         sent = torch.where(arrived.transpose(0, 1), sent, torch.zeros((), device=sent.device))

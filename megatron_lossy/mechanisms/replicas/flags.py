@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ...base.errors import refuse
 from ...base.flags import check_choice, flag, refuse_unused
 from ...base.section import Flags
-
-if TYPE_CHECKING:
-    pass
-
 
 #: The longest interval of ``snr`` and ``divergence``.
 LONGEST = 1000
