@@ -34,7 +34,7 @@ from . import first_rank
 from .between_members import EpochView, MemberExchanges
 from .between_ranks import RankExchanges
 from .connections import Connections, Pair
-from .copying import Rejoining, source_of
+from .copying import Rejoining, held_rules, put_rules, source_of
 from .first_rank import FirstRank, LostSlot
 from .membership.messages import Entry, read, slot_of
 from .membership.protocol import Local
@@ -43,6 +43,7 @@ from .monitor import Diary
 from .presence import Standing, epoch_of
 from .ranks import RankIslands
 from .rounds import MANY, MemberRounds, Rounds
+from .rules import Rule
 from .unequal import PartRounds, PartVector, held_state, parameters_of, put_state
 from .vector import Subset, Vector
 from .world import ElasticWorld, Stopping
@@ -74,7 +75,7 @@ class ElasticIslands(RankIslands):
         self._slot = world.island
         self._entered = False  # the run
         self._current: EpochView | None = None  # the epoch of the latest exchange, if this island is in one
-        self._standing = Standing(config.overlap)
+        self._standing = Standing(config)
         self._connections: Connections | None = None  # none on a rank that exchanges nothing
         self._known: list[EntryRole] = []  # by all ranks
         self._taken_up = 0  # how many of them
@@ -230,7 +231,7 @@ class ElasticIslands(RankIslands):
             logger.warning("island %d: its weights were the run's before the copy of island %d", self._slot, source)
             return
         self._settle()
-        put_state(self._vectors, self._inner, copy.values)
+        put_state(self._vectors, self._inner, put_rules(self._rules, copy.values))
         self._gather()
         self._restart()
         self._run.begin_equal()
@@ -294,6 +295,10 @@ class ElasticIslands(RankIslands):
             pairs = self._connections.among(entry)
         return EpochView(epoch_of(entry), begun[-1], self._slot, self._connections, pairs, self._loses)
 
+    @property
+    def _rules(self) -> list[Rule]:
+        return [rounds.rule for rounds in self._built()]
+
     def _loses(self, pair: Pair, waited: float) -> None:
         """Note, on a thread, that ``pair`` was waited for in vain."""
         why = pair.why or "it sends nothing"
@@ -317,7 +322,7 @@ class ElasticIslands(RankIslands):
         if mine:
             self._settle()
         for slot in mine:
-            state = held_state(self._vectors, self._inner)
+            state = held_state(self._vectors, self._inner) | held_rules(self._rules)
             if self._connections is not None:
                 self._rejoining.serve(among.pairs[slot], state, now)
 

@@ -11,15 +11,21 @@ counts as lost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
+from ...config import LossyConfig
 from .membership.messages import Entry, slot_of
 
 _ID_BYTES = 8
+#: Share of the distance of outer weights that is as good as none.
+_LEFT = 0.01
 
 
 class Member(NamedTuple):
@@ -80,6 +86,17 @@ def needed_visits(overlap: int, own: bool) -> int:
     return 3 * (overlap + 1) if overlap else 1 if own else 2
 
 
+def outer_visits(lr: float, momentum: float) -> float:
+    """Return the number of outer steps after which 1 % of the distance of outer weights from those of the senders is left.
+
+    A mean that does not depend on them takes the distances (v, b) to (v - ``lr`` (v + ``momentum`` b'), b'), with
+    b' = ``momentum`` b + v.
+    """
+    step = [[1 - lr * (1 + momentum), -lr * momentum**2], [1.0, momentum]]
+    left = float(abs(np.linalg.eigvals(step)).max())
+    return math.log(_LEFT) / math.log(left) if _LEFT < left < 1 else 1.0 if left < 1 else math.inf
+
+
 @dataclass
 class Slot:
     """The island of a slot.
@@ -125,12 +142,12 @@ class Presence(Protocol):
 
 
 class Standing:
-    """The presence of one island of real ranks: whether it sends, and how far behind it is. ``overlap``: see :func:`needed_visits`."""
+    """The presence of one island of real ranks: whether it sends, and how far behind it is."""
 
-    def __init__(self, overlap: int) -> None:
+    def __init__(self, config: LossyConfig) -> None:
         self.slot = Slot()
         self.slots, self.members = [self.slot], [0]
-        self._overlap = overlap
+        self._overlap, self._outer = config.overlap, config.outer_optimizer if config.has_outer_optimizer else None
 
     def enter(self, made: int) -> None:
         """Begin after ``made`` iterations. Without any, the weights are the run's only if all islands begin."""
@@ -139,9 +156,10 @@ class Standing:
     def joins(self, now: int, keep: int) -> bool:
         """Join an epoch of others, which have made ``now`` iterations. Return whether the island begins to listen.
 
-        Weights of an island that has trained most of the time are not old: it keeps them.
+        Weights of an island that has trained most of the time are not old: it keeps them. Outer weights are old after any absence.
         """
         before = self.slot.listens
+        self.slot.listens |= self._outer is not None and now > 0
         self.slot.own |= now == 0
         self.slot.listens |= not self.slot.own or self.slot.stopped(now, keep)
         return self.slot.listens and not before
@@ -156,7 +174,8 @@ class Standing:
 
         ``visits``: how often means have set each element since it began to listen, at least.
         """
-        if self.slot.listens and visits >= needed_visits(self._overlap, self.slot.own):
+        needed = needed_visits(self._overlap, self.slot.own) if self._outer is None else outer_visits(*self._outer)
+        if self.slot.listens and visits >= needed:
             self.slot.listens, self.slot.own = False, True
             return True
         return False
