@@ -275,7 +275,7 @@ PRIORITY = [
 COMPRESSION = [
     ({"param_wire": "int8"}, {}, "--param-wire int8: needs --loss-unit packet"),
     (PACKETS | {"grad_wire": "int8", "packet_bytes": 64}, {}, "--packet-bytes 64: holds no block of 128 (int8 needs"),
-    ({"grad_wire": "int8"}, {"virtual": False}, "--grad-wire int8: needs --transport pieces, udp or stream on real"),
+    ({"grad_wire": "int8"}, {"virtual": False}, "--grad-wire int8: needs --transport pieces, or without --islands udp"),
     ({"grad_wire": "int4", "param_sync_interval": 10**6}, FULL, "--grad-wire int4: no all-reduce carries codes;"),
     ({"grad_wire": "int8"}, {"data_parallel": "DDP"}, "--grad-wire int8: no all-reduce carries codes; shard the model"),
     ({"grad_wire": "int8"}, {"copies_apart": True}, "--grad-wire int8: tensor-parallel copies that Megatron does not"),

@@ -254,3 +254,13 @@ def test_values_of_phases_come_in_the_order_of_exchanges():
     assert value_of("a", "mine", three) == "a"
     with pytest.raises(ValueError, match="mine"):
         value_of("ab", "mine")
+
+
+@pytest.mark.parametrize("transport", ["udp", "stream"])
+def test_the_network_that_loses_is_between_islands(transport):
+    islands = {"islands": 2, "sync_method": "parameters", "transport": transport}
+    config = LossyConfig(**islands)
+    assert config.untouched("grad") and config.untouched("param") and config.loses("sync-reduce")
+    assert "over" not in config.describe() and "lost what the network loses" in config.describe()
+    assert LossyConfig(**islands, p_grad=0.1).loses("grad") and not LossyConfig(**islands, p_grad=0.1).loses("param")
+    assert LossyConfig(transport=transport).loses("grad")
