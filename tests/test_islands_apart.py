@@ -178,7 +178,7 @@ def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin,
 
 
 def test_diloco_goes_on_with_the_outer_weights_of_the_island_that_it_copies(data, tmp_path, serve):
-    """What a copy misses of the exchanges under way is half of itself after each one: at the end outer weights are equal."""
+    """Means under way, which a copy misses, count half as much after each exchange: at the end outer weights are equal."""
     settings = MODEL | data | SYNC | DILOCO | {"train_iters": 1200, "eval_interval": 1200, "log_interval": 10}
     run = Run(serve(), settings | {"save": tmp_path})
     run.start(0, 1, 2)

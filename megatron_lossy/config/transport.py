@@ -39,7 +39,7 @@ class TransportFlags(Flags):
         "torch",
         "how the exchanges cross: Megatron's collectives, minus what a channel draws; pieces, the same over an all-to-all, "
         "summed by the owner in the order of ranks; udp, datagrams that may really be lost; or stream, TCP with a deadline, after "
-        "which what has not come is lost (docs/transport.md)",
+        "which what has not come is lost (docs/transport.md); with --islands and --sites udp and stream are between these alone",
         choices=TRANSPORTS,
         group="transport",
         basic=True,
