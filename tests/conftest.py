@@ -2,6 +2,8 @@
 
 import multiprocessing.forkserver
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +96,8 @@ def megatron_lm(request):
     path = request.config.getoption("--megatron-lm")
     if path is None:
         pytest.skip("needs a checkout of Megatron-LM: --megatron-lm PATH")
+    # The first start of each of its programs would compile this, for the python3-config of PATH.
+    subprocess.run(["make", "-C", str(Path(path, "megatron/core/datasets"))], capture_output=True)
     return path
 
 
