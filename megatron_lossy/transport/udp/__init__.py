@@ -6,6 +6,8 @@ The decisions are in ``c/`` (``engine.c`` names the parts), without input or out
 
 from ..leaving import PeerLost
 from ..settings import Settings
-from .engine import Channel, Engine, Transfer
+from .channel import Channel
+from .engine import Engine
+from .transfer import Transfer
 
 __all__ = ["Channel", "Engine", "PeerLost", "Settings", "Transfer"]

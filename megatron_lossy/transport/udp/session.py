@@ -18,6 +18,7 @@ PHASES = ("grad", "param")
 #: The number of each code of values in a datagram.
 CODES = {"raw": 0, "int8": 1, "int4": 2}
 HEADER_BYTES, TAG_BYTES = 28, 16
+NO_CIPHER = "needs libcrypto.so.3 or libcrypto.so.1.1: install OpenSSL, or give --udp-key-file none"
 #: For each phase and each bucket: bytes of a shard, and of a unit.
 Buckets = Mapping[str, Sequence[tuple[int, int]]]
 

@@ -18,30 +18,23 @@ API int ml_linger(struct channel *c, ns timeout)
 API int ml_copies(struct channel *c, int phase, uint32_t bucket, const uint32_t *order, uint32_t entries, const uint8_t *tags)
 {
     struct bucket *b = &c->bucket[phase][bucket];
-    uint32_t *new_order = malloc(entries * sizeof *order);
-    uint8_t *new_tags = malloc(b->units);
-    if (!new_order || !new_tags) {
-        free(new_order);
-        free(new_tags);
+    uint32_t *old = malloc(entries * sizeof *order + b->units), *new = old;
+    if (!new)
         return -3;
-    }
-    memcpy(new_order, order, entries * sizeof *order);
-    memcpy(new_tags, tags, b->units);
+    memcpy(new, order, entries * sizeof *order);
+    memcpy(new + entries, tags, b->units);
     acquire(c->engine);
     int busy = 0;
     for (const struct exchange *x = b->live; x; x = x->same)
         busy |= x->sending && x->unsent;
-    if (busy) {
-        free(new_order);
-        free(new_tags);
-    } else {
-        free(b->order);
-        free(b->tags);
-        b->order = new_order;
-        b->tags = new_tags;
+    if (!busy) {
+        old = b->order;
+        b->order = new;
+        b->tags = (uint8_t *)(new + entries);
         b->entries = entries;
     }
     release(c->engine);
+    free(old);
     return busy ? -2 : 0;
 }
 
@@ -61,7 +54,7 @@ API int ml_post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
 API int ml_send(struct channel *c, int phase, uint32_t step, uint32_t bucket, const uint8_t *const *from, const uint8_t *must,
                 uint32_t block, uint32_t copies, struct exchange **handle)
 {
-    struct musts *musts = NULL;
+    struct must_out *musts = NULL;
     if (must && !(musts = musts_new(c, &c->bucket[phase][bucket], from, must)))
         return -3;
     acquire(c->engine);

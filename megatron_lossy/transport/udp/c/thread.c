@@ -1,5 +1,6 @@
 /* The socket, and the thread that joins it and a clock to the protocol. */
 
+/* A privileged process gets the buffer that it asks for; other processes get at most net.core.rmem_max. */
 static int granted(int fd, int option, int force, int wanted)
 {
     int value = 0;
@@ -10,9 +11,9 @@ static int granted(int fd, int option, int force, int wanted)
     return value;
 }
 
-static void socket_options(const struct engine *e, int fd, int family)
+static void socket_options(const struct engine *e, int family)
 {
-    int on = 1, probe = IP_PMTUDISC_PROBE;
+    int fd = e->net.socket, on = 1, probe = IP_PMTUDISC_PROBE;
     setsockopt(fd, SOL_UDP, UDP_GRO, &on, sizeof on);
     setsockopt(fd, SOL_SOCKET, SO_RXQ_OVFL, &on, sizeof on);
     setsockopt(fd, SOL_SOCKET, SO_TIMESTAMPNS, &on, sizeof on); /* when it came, however late this process is woken */
@@ -252,7 +253,7 @@ static void *run(void *argument)
 
 /* Without `address` there is neither socket nor thread. `result`: port, granted receive buffer, errno of a failure. */
 API struct engine *ml_create(const struct settings *set, const struct sockaddr *address, uint32_t address_size, int buffer,
-                             int force, int64_t *result)
+                             int64_t *result)
 {
     struct engine *e = calloc(1, sizeof *e);
     if (e)
@@ -262,7 +263,6 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
     e->set = *set;
     e->net.gso = 1;
     e->window = e->limit = UINT32_MAX;
-    e->timers_at = 0;
     pthread_mutex_init(&e->lock, NULL);
     pthread_mutex_init(&e->tell, NULL);
     pthread_condattr_t monotonic;
@@ -281,15 +281,14 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
         goto failed;
     int none = 0; /* a kernel without it takes the control message, and sends one datagram that is too long */
     e->net.gso = setsockopt(e->net.socket, SOL_UDP, UDP_SEGMENT, &none, sizeof none) == 0;
-    result[1] = granted(e->net.socket, SO_RCVBUF, force ? SO_RCVBUFFORCE : SO_RCVBUF, buffer);
-    granted(e->net.socket, SO_SNDBUF, force ? SO_SNDBUFFORCE : SO_SNDBUF, buffer);
-    socket_options(e, e->net.socket, address->sa_family);
+    result[1] = granted(e->net.socket, SO_RCVBUF, SO_RCVBUFFORCE, buffer);
+    granted(e->net.socket, SO_SNDBUF, SO_SNDBUFFORCE, buffer);
+    socket_options(e, address->sa_family);
     struct sockaddr_storage bound;
     socklen_t size = sizeof bound;
     if (getsockname(e->net.socket, (struct sockaddr *)&bound, &size) < 0)
         goto failed;
-    result[0] = ntohs(bound.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&bound)->sin6_port
-                                                  : ((struct sockaddr_in *)&bound)->sin_port);
+    result[0] = ntohs(((struct sockaddr_in *)&bound)->sin_port); /* where that of IPv6 is, too */
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the interpreter's */
