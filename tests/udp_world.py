@@ -232,7 +232,7 @@ class Node:
     def counters(self, peer: int) -> dict[str, int]:
         names = self.lib.ml_member_counter_names().decode().rstrip(",").split(",")
         values = (ctypes.c_uint64 * len(names))()
-        self.lib.ml_member_counters(self.channel, peer, values)
+        self.lib.ml_member_counters(self.channel, peer, values, (ctypes.c_double * 4)())
         return dict(zip(names, values))
 
     def engine_counters(self) -> dict[str, int]:

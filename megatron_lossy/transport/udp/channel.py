@@ -22,7 +22,7 @@ from .transfer import Transfer
 
 #: Seconds for ranks to find each other, once all have opened a channel.
 PROBE_TIME = 3.0
-#: ``--udp-deadline auto`` looks back on :data:`.HISTORY` complete times, and needs at least this many.
+#: Complete times that ``--udp-deadline auto`` needs.
 _ENOUGH = 20
 #: How often units are sent that hold copies of parameters.
 _COPIES = 3
@@ -30,8 +30,6 @@ _COPIES = 3
 _RATES = ("rate", "rtt_min", "window", "limit")
 
 Pointers = Sequence[int | None]
-
-
 #: In a child process, the memory of its parent's exchanges.
 _of_parent: list[object] = []
 
@@ -56,7 +54,7 @@ class Channel:
         self._channel: int | None = None
         self._ends = False  # whether it may not be used any more
         self._closing = threading.RLock()  # of the thread that closes the channel
-        self._final: tuple[dict[int, dict[str, int]], dict[int, dict[str, float]]] | None = None  # counters, rates
+        self._final: dict[int, tuple[dict[str, int], dict[str, float]]] | None = None  # counters and rates at the end
         self._transfers: dict[tuple[int, int, int], Transfer] = {}
         self._took: dict[tuple[int, int], deque[float]] = {}
         self._buckets = {phase: list(opening.cut(phase)) for phase in self.phases}
@@ -284,8 +282,7 @@ class Channel:
 
     def counters(self) -> dict[int, dict[str, int]]:
         """Return counters of each peer; for a closed channel, those at its end."""
-        names = self._lib.ml_member_counter_names().decode().rstrip(",").split(",")
-        return self._of_peers(0, names, self._lib.ml_member_counters, ctypes.c_uint64)
+        return {peer: counts for peer, (counts, _) in self._of_peers().items()}
 
     def rates(self) -> dict[int, dict[str, float]]:
         """Return rates towards each peer; for a closed channel, those at its end.
@@ -293,18 +290,18 @@ class Channel:
         ``rate``: bytes per second. ``rtt_min``: seconds. ``window``, ``limit``: DATA that the peer's buffer holds for this
         process.
         """
-        return self._of_peers(1, _RATES, self._lib.ml_member_rate, ctypes.c_double)
+        return {peer: rates for peer, (_, rates) in self._of_peers().items()}
 
-    def _of_peers(self, which: int, names: Sequence[str], read: Any, kind: Any) -> dict[int, dict[str, Any]]:
+    def _of_peers(self) -> dict[int, tuple[dict[str, int], dict[str, float]]]:
         with self._lock:  # so that it is not closed in between
             if self._final is not None:
-                return self._final[which]
-            result = {}
+                return self._final
+            names, found = self._lib.ml_member_counter_names().decode().rstrip(",").split(","), {}
             for peer in self.peers:
-                values = (kind * len(names))()
-                read(self._channel, peer, values)
-                result[peer] = dict(zip(names, values))
-            return result
+                counts, rates = (ctypes.c_uint64 * len(names))(), (ctypes.c_double * len(_RATES))()
+                self._lib.ml_member_counters(self._channel, peer, counts, rates)
+                found[peer] = dict(zip(names, counts)), dict(zip(_RATES, rates))
+            return found
 
     def close(self, linger: float = 5.0) -> None:
         """Close the channel. Buffers are not touched after this.
@@ -316,7 +313,7 @@ class Channel:
             with self._lock:
                 if self._channel is None or self._ends:
                     return
-                self._final = self.counters(), self.rates()
+                self._final = self._of_peers()
                 self._ends = True
                 while self._users:
                     self._lock.wait()
@@ -334,7 +331,7 @@ class Channel:
 
     def _forked(self) -> None:
         """Reset the channel in a child process, where no thread holds the lock."""
-        self._final = {}, {}
+        self._final = {}
         self._lock, self._closing, self._users, self._channel = threading.Condition(), threading.RLock(), 0, None
         for transfer in self._transfers.values():
             transfer._handle = None

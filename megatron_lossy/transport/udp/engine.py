@@ -169,7 +169,7 @@ class Engine:
         self._lock = threading.RLock()
         engine, self._engine = self._engine, None
         if engine:
-            self._lib.ml_forked(engine)
+            self._lib.ml_close_sockets(engine)
         for channel in self._channels:
             channel._forked()
         self._channels.clear()

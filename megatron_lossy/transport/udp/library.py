@@ -42,7 +42,7 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("member_counter_names", text),
         ("create", pointer, ctypes.POINTER(CSettings), pointer, u32, i, ctypes.POINTER(i64)),
         ("free", None, pointer),
-        ("forked", None, pointer),
+        ("close_sockets", None, pointer),
         ("channel", pointer, pointer, u32, u32, u32, u32, u32, i),
         ("bucket", i, pointer, i, u32, u64, u32, i, i),
         ("promise", None, pointer, u32, u32),
@@ -63,9 +63,8 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("failed", i, pointer, ctypes.POINTER(i)),
         ("lose", None, pointer, u32, i64),
         ("lost", i, pointer, u32),
-        ("member_counters", None, pointer, u32, pointer),
+        ("member_counters", None, pointer, u32, pointer, pointer),
         ("engine_counters", None, pointer, pointer),
-        ("member_rate", None, pointer, u32, pointer),
     ):
         function = getattr(lib, f"ml_{name}")
         function.restype, function.argtypes = result, arguments

@@ -13,9 +13,8 @@ static void say_done(struct member *m, const struct header *h, ns now)
         m->replies.at = now + MS;
         m->replies.count = 0;
     }
-    if (m->replies.count++ >= REPLIES)
-        return;
-    done_said(m, h->phase, h->step, h->bucket);
+    if (m->replies.count++ < REPLIES)
+        done_said(m, h->phase, h->step, h->bucket);
 }
 
 static int early_keep(struct exchange *x, struct member *m, uint32_t unit, const uint8_t *bytes, uint32_t size)
@@ -123,8 +122,6 @@ static int take_end(struct member *m, const struct header *h, const uint8_t *pay
     s->ended = 1;
     s->ended_at = now;
     s->ready.at = NEVER;
-    s->must.nack_at = 0;
-    s->must.twice = 0;
     s->must.nack_wait = nack_base(m->flow);
     if (x->posted)
         exchange_due(x, now + reorder_window(m->channel->engine, m->flow));

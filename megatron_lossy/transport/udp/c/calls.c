@@ -144,13 +144,6 @@ API int ml_failed(const struct channel *c, int *culprit)
     return c->failed;
 }
 
-API void ml_member_counters(struct channel *c, uint32_t rank, uint64_t *out)
-{
-    acquire(c->engine);
-    memcpy(out, &c->members[rank].count, sizeof c->members[rank].count);
-    release(c->engine);
-}
-
 API void ml_engine_counters(struct engine *e, uint64_t *out)
 {
     acquire(e);
@@ -158,14 +151,15 @@ API void ml_engine_counters(struct engine *e, uint64_t *out)
     release(e);
 }
 
-/* Rate (bytes/s), least round trip (s); DATA that its buffer holds for us, with ease and at most. */
-API void ml_member_rate(struct channel *c, uint32_t rank, double *out)
+/* Counters; rate (bytes/s), least round trip (s), DATA that its buffer holds for us, with ease and at most. */
+API void ml_member_counters(struct channel *c, uint32_t rank, uint64_t *counts, double *rates)
 {
     acquire(c->engine);
     const struct flow *f = c->members[rank].flow;
-    out[0] = f->rate.rate;
-    out[1] = f->rate.known ? (double)f->rate.rtt_min / 1e9 : 0.0;
-    out[2] = f->out.window;
-    out[3] = f->out.limit;
+    memcpy(counts, &c->members[rank].count, sizeof c->members[rank].count);
+    rates[0] = f->rate.rate;
+    rates[1] = f->rate.known ? (double)f->rate.rtt_min / 1e9 : 0.0;
+    rates[2] = f->out.window;
+    rates[3] = f->out.limit;
     release(c->engine);
 }

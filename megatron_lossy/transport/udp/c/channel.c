@@ -103,14 +103,6 @@ static int flow_fill(struct flow *f, uint64_t limit)
 
 #define FORGOTTEN (60 * SECOND) /* of silence, after which a flow that no channel has gives its rings back */
 
-/* Of processes that came and went there may be many. Their numbers stay: the other end may have kept its state of them. */
-static void flows_empty(struct engine *e, ns now)
-{
-    for (struct flow *f = e->flows; f; f = f->next)
-        if (!f->members && now - f->heard >= FORGOTTEN)
-            flow_empty(f);
-}
-
 static struct flow *flow_find(struct engine *e, const struct sockaddr *to, socklen_t to_size, uint64_t instance)
 {
     for (struct flow *f = e->flows; f; f = f->next)
@@ -139,7 +131,10 @@ API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, u
     struct engine *e = c->engine;
     struct member *m = &c->members[rank];
     acquire(e);
-    flows_empty(e, at(now));
+    /* Of processes that came and went there may be many. Their numbers stay: the other end may have kept its state of them. */
+    for (struct flow *old = e->flows; old; old = old->next)
+        if (!old->members && at(now) - old->heard >= FORGOTTEN)
+            flow_empty(old);
     struct flow *f = flow_find(e, to, (socklen_t)to_size, instance);
     int keys = !e->set.cipher || (key_new(&m->seal, key_out, 1) && key_new(&m->open, key_in, 0));
     int room = f && flow_fill(f, limit) && keys;
@@ -254,8 +249,7 @@ API void ml_close(struct channel *c, ns now)
         channel_free(c);
     } else {
         for (uint32_t i = 0; i < c->size; i++) {
-            struct member *m = &c->members[i];
-            m->queue[0] = m->queue[1] = NULL;
+            c->members[i].queue[0] = c->members[i].queue[1] = NULL;
             last_word(c, i);
         }
         exchanges_free(c);

@@ -49,12 +49,10 @@ struct key { uint8_t base[KEY]; void *cipher; uint64_t epoch; };
 
 static int key_set(struct key *k, uint64_t epoch, int sealing)
 {
-    uint8_t derived[32], number[8];
-    for (int i = 0; i < 8; i++)
-        number[i] = (uint8_t)(epoch >> 8 * i);
+    uint8_t derived[32];
     if (!epoch)
         memcpy(derived, k->base, KEY);
-    else if (!ssl.hmac(ssl.sha256(), k->base, KEY, number, sizeof number, derived, NULL))
+    else if (!ssl.hmac(ssl.sha256(), k->base, KEY, (const uint8_t *)&epoch, sizeof epoch, derived, NULL))
         return 0;
     k->epoch = epoch;
     return ssl.init(k->cipher, ssl.aes_128_gcm(), NULL, derived, NULL, sealing) == 1;

@@ -5,6 +5,24 @@
  * pool, which is bounded.
  */
 
+/* In how many parts lists of units and reports come. */
+static uint32_t parts_of(uint32_t count, uint32_t room) { return count ? (count + room - 1) / room : 1; }
+/* The bytes of a datagram that a list or a report takes: it passes wherever IP does. */
+static uint32_t control_bytes(const struct engine *e) { return e->set.packet < 480 ? e->set.packet : 480; }
+static uint32_t list_room(const struct engine *e) { return control_bytes(e) / 4 - 1; }
+static uint32_t bits_room(const struct engine *e) { return control_bytes(e) * 8; }
+static uint32_t bits_bytes(const struct engine *e, const struct bucket *b, uint32_t part)
+{
+    uint32_t rest = b->units - part * bits_room(e), bits = rest < bits_room(e) ? rest : bits_room(e);
+    return (bits + 7) / 8;
+}
+
+static struct report *report_of(const struct bucket *b, uint32_t rank, uint32_t step)
+{
+    struct report *r = &b->reports[rank * REPORTS + step % REPORTS];
+    return r->known && r->step == step ? r : NULL;
+}
+
 static struct exchange *find(struct channel *c, int phase, uint32_t step, uint32_t bucket)
 {
     for (struct exchange *x = c->bucket[phase][bucket].live; x; x = x->same)
@@ -15,8 +33,7 @@ static struct exchange *find(struct channel *c, int phase, uint32_t step, uint32
 
 static int early_room(struct channel *c, size_t size)
 {
-    struct engine *e = c->engine;
-    return c->early + size <= c->early_limit && e->count.early_bytes + size <= e->set.memory;
+    return c->early + size <= c->early_limit && c->engine->count.early_bytes + size <= c->engine->set.memory;
 }
 
 static void early_charge(struct exchange *x, size_t size)
@@ -74,9 +91,7 @@ static struct exchange *exchange_new(struct channel *c, int phase, uint32_t step
 static void musts_forget(struct source *s)
 {
     free(s->must.list);
-    s->must.list = NULL;
-    s->must.told = NULL;
-    s->must.count = 0;
+    memset(&s->must, 0, sizeof s->must);
 }
 
 static void source_forget(struct source *s)
@@ -88,8 +103,6 @@ static void source_forget(struct source *s)
     musts_forget(s);
     if (s->own_row)
         free(s->row);
-    s->row = NULL;
-    s->own_row = 0;
 }
 
 /* Nothing of it is sent again. */

@@ -128,8 +128,7 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
         double most = 2 * s->rate * (double)(shared_trip(s) + 10 * MS) / 1e9 / s->packet + 16;
         allowed = allowed < most ? allowed : (uint64_t)most;
     }
-    if (allowed > f->out.limit)
-        allowed = f->out.limit;
+    allowed = allowed < f->out.limit ? allowed : f->out.limit;
     if (outstanding < allowed) {
         f->out.force_wait = greatest(2 * round_trip(f), 30 * MS);
         f->out.force_at = now + f->out.force_wait;
@@ -168,12 +167,9 @@ static int begins(const struct member *m, struct dest *d, ns now)
 /* How many datagrams of a bucket's length go out together. */
 static uint32_t batch_most(const struct flow *f, uint32_t datagram, uint32_t room)
 {
-    uint32_t most = BATCH_BYTES / datagram;
     double in_burst = f->rate.rate * (double)rate_burst(&f->rate) / 1e9 / datagram;
-    most = most > SEGMENTS ? SEGMENTS : most;
-    most = in_burst < most ? (uint32_t)in_burst : most;
-    most = most > room ? room : most;
-    return most ? most : 1;
+    ns most = least(least(BATCH_BYTES / datagram, SEGMENTS), least((ns)in_burst, room));
+    return (uint32_t)greatest(most, 1);
 }
 
 static void spend(struct engine *e, struct flow *f, uint32_t bytes, uint32_t n, ns now)

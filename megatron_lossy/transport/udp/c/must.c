@@ -160,6 +160,12 @@ static uint32_t nack_payload(const struct exchange *x, uint32_t rank, uint32_t p
     return count;
 }
 
+static int compare_units(const void *one, const void *other)
+{
+    const uint32_t *a = one, *b = other;
+    return (*a > *b) - (*a < *b);
+}
+
 /* It lacks units that must arrive. */
 static int take_nack(struct member *m, const struct header *h, const uint8_t *payload)
 {
@@ -167,17 +173,11 @@ static int take_nack(struct member *m, const struct header *h, const uint8_t *pa
     if (!x || !x->dests[m->rank].wanted || x->dests[m->rank].done || !m->resend.ring)
         return LATE;
     struct dest *d = &x->dests[m->rank];
-    for (uint32_t k = 0; k < h->index; k++) {
-        uint32_t unit = get32(payload + 4 * k), low = 0, high = d->must.count;
-        while (low < high) {
-            uint32_t middle = (low + high) / 2;
-            if (d->must.list[middle] < unit)
-                low = middle + 1;
-            else
-                high = middle;
-        }
-        if (low < d->must.count && d->must.list[low] == unit && m->resend.last - m->resend.first < RESENDS)
-            m->resend.ring[m->resend.last++ % RESENDS] = (struct resend){d, low};
+    for (uint32_t k = 0; d->must.count && k < h->index; k++) {
+        uint32_t unit = get32(payload + 4 * k);
+        const uint32_t *found = bsearch(&unit, d->must.list, d->must.count, sizeof unit, compare_units);
+        if (found && m->resend.last - m->resend.first < RESENDS)
+            m->resend.ring[m->resend.last++ % RESENDS] = (struct resend){d, (uint32_t)(found - d->must.list)};
     }
     m->channel->engine->blocked_until = 0;
     return TAKEN;

@@ -71,7 +71,7 @@ struct shared {
     struct slots slots;
     struct look base, last; /* where the window begins; the last report */
     ns mark;                /* counted is what is sent from `mark` on: before it was sent at another rate */
-    int begun, based;
+    int based;
     ns least; /* of the window: least round trip */
     struct came { double datagrams; ns took; } came; /* of the window: those that came in a row, without pauses, and in what time */
     ns calm_at, queued_at;
@@ -369,12 +369,10 @@ static void window_over(struct shared *s, ns now, ns passed, double n, double l)
     window_next(s);
 }
 
-/* `sent_at`: when the number below `top` was sent; `came_at`: when it came, by the receiver's clock. */
+/* Of rising `datagrams`. `sent_at`: when the number below `top` was sent; `came_at`: when it came, by the receiver's clock. */
 static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t top, ns sent_at, ns came_at)
 {
-    if (s->begun && (datagrams <= s->last.datagrams || top < s->last.top))
-        return;
-    if (s->begun && s->based) {
+    if (s->based) {
         double n = (double)(top - s->last.top), got = (double)(datagrams - s->last.datagrams), l = n > got ? n - got : 0;
         if (sent_at - s->last.sent_at < (ns)(2e9 * n * s->packet / s->rate) + PAUSE) {
             s->came.datagrams += got;
@@ -385,7 +383,6 @@ static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t
             s->chain.held.lost += l;
         }
     }
-    s->begun = 1;
     s->last = (struct look){datagrams, top, sent_at, came_at};
     if (!s->based) {
         if (sent_at >= s->mark)

@@ -11,6 +11,7 @@
 
 enum { PHASES = 2 };
 enum { SEGMENTS = 64, BATCH_BYTES = 65000 }; /* that go out together */
+enum { RECEIVE = 32, RECEIVE_BYTES = 65536 }; /* that come in together */
 enum { AHEAD = 8 };                          /* steps that a peer may be ahead, and be kept */
 enum { CONTROLS = 8192, REPORTS = 4, RESENDS = 4096 };
 enum { SILENT = 1, REFUSED, LEFT, DEAF, IN_VAIN }; /* why a channel failed, or a member is done without */
@@ -213,7 +214,7 @@ struct engine {
     struct flow *flows;
     struct channel *channels, *cursor;
     struct exchange *live;
-    struct { struct control *ring; uint32_t first, last; } control; /* that is to go out; a ring of CONTROLS */
+    struct { struct control ring[CONTROLS]; uint32_t first, last; } control; /* that is to go out */
     ns free_at, alive_at, timers_at, blocked_until, pulse;
     uint32_t wire_overhead;
     uint32_t window, limit; /* DATA that this process's buffer holds for each other one: with ease, and at most */
@@ -224,7 +225,7 @@ struct engine {
     struct {
         int socket, wake, gso, refusals; /* gso: whether the kernel cuts what goes out together */
         uint32_t overflow_seen;
-        uint8_t *receive;
+        uint8_t receive[RECEIVE][RECEIVE_BYTES];
     } net;
     struct { pthread_t id; int running, giving; atomic_int stop, asleep, waiting; pthread_cond_t given; } thread;
     uint8_t scratch[LARGEST + 1];
