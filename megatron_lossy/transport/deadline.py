@@ -11,7 +11,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from .base import LatestExchanges, Networks, Transfer, draw
 from .coded import CodedBuckets
 from .ends import end_for
 from .pieces import PieceWire, room_for
-from .staging import Message, Parcel, courier_of, device_of, patience_of, staged
+from .staging import Crossing, Message, Parcel, courier_of, device_of, patience_of, staged
 from .udp.repeats import Repeats
 from .windows import Bring, Window, into_pieces, into_replica, runs, windows
 
@@ -97,12 +96,12 @@ class DeadlineWire(PieceWire):
             if times > 1 and not self._alone:
                 for bucket, units in enumerate(cut[phase]):
                     self._copy(phase, bucket, np.zeros(units.count, dtype=bool))
-        self._unreported: dict[tuple[Exchange, int], tuple[_Exchange, Must]] = {}
+        self._unreported: dict[tuple[Exchange, int], tuple[Crossing, Must]] = {}
         self._known = LatestExchanges()  # arrivals of each exchange
         self._draws = LatestExchanges()
         self._numbers: dict[tuple[str, int], int] = {}
         self._agreements: dict[tuple[str, int], tuple[np.ndarray, dist.ProcessGroup]] = {}
-        self._begun: _Exchange | None = None  # the latest exchange
+        self._begun: Crossing | None = None  # the latest exchange
         self._patience = patience_of(group)
 
     def _opening(self, config: LossyConfig, dtypes: Dtypes) -> Callable[..., Any]:
@@ -217,7 +216,7 @@ class DeadlineWire(PieceWire):
         received: torch.Tensor,
         must: Must | None,
         bring: Bring | None,
-    ) -> _Exchange:
+    ) -> Crossing:
         """Begin to exchange ``sent`` [N * shard], or [shard] for all, and to write into ``received`` [N * shard].
 
         ``near``: handles of the exchange with ranks of this node. ``bring(window, arrived, data)``: copies data of ``window`` from page-locked memory to the device.
@@ -248,7 +247,7 @@ class DeadlineWire(PieceWire):
             )
             courier_of(sent.device, self._memory).carry(parcel)
             parts.append(parcel)
-        self._begun = _Exchange(near, parts, self._patience)
+        self._begun = Crossing(near, parts, self._patience)
         if must is not None:
             self._unreported[exchange, bucket] = self._begun, must
         return self._begun
@@ -296,7 +295,7 @@ class DeadlineWire(PieceWire):
     def restart(self) -> None:
         self._known = LatestExchanges()
 
-    def _record(self, known: _Arrivals, bucket: int, crossing: _Exchange) -> Delivery:
+    def _record(self, known: _Arrivals, bucket: int, crossing: Crossing) -> Delivery:
         """Note which units of ``bucket`` arrived. Return a delivery of this bucket alone."""
         phase = known.exchange.phase
         arrived = crossing.arrived()
@@ -425,47 +424,3 @@ class _Arrivals:
             arrived[0][:, self._cut[bucket].numbers] = part
         arrived.flags.writeable = False
         return Delivery(self.exchange, self._members, [self._me], arrived, self._cut)
-
-
-class _Exchange:
-    """An exchange. Its wait ends when nothing more will arrive and all units were sent.
-
-    ``near``: handles of the collectives on this node. ``parts``: its windows, as messages. ``patience``: seconds for a
-    live process that sends nothing.
-    """
-
-    def __init__(self, near: list[Any], parts: Sequence[Message | Parcel], patience: float) -> None:
-        self._near, self._parts, self._patience = near, parts, patience
-        self._reports: dict[int, np.ndarray] = {}
-
-    def wait(self) -> None:
-        """Wait for the exchange. Raise :class:`PeerLost`, also if a live process has sent nothing for a while."""
-        while self._near:  # they hold buffers
-            self._near.pop(0).wait()
-        for part in self._parts:
-            if isinstance(part, Parcel):
-                part.wait()
-            else:
-                part.finish(self._patience)
-
-    @property
-    def _transfers(self) -> list[Any]:
-        return [part.transfer if isinstance(part, Parcel) else part for part in self._parts]
-
-    def arrived(self) -> np.ndarray:
-        """Return bool[N, count]: the units that arrived, after :meth:`wait`."""
-        return np.concatenate([transfer.arrived for transfer in self._transfers], axis=1)
-
-    def reports(self) -> np.ndarray | None:
-        """Return bool[N, count]: the sent units that did not arrive; ``None`` while a report is missing."""
-        for number, transfer in enumerate(self._transfers):
-            if number not in self._reports:
-                lost = None if transfer is None else transfer.reports()
-                if lost is None:
-                    return None
-                self._reports[number] = lost
-        return np.concatenate([self._reports[number] for number in range(len(self._parts))], axis=1)
-
-    def leave(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until the network has all data: others may still want them."""
-        wait([part.gone for part in self._parts if isinstance(part, Parcel)], seconds)

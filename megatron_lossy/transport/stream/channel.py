@@ -210,7 +210,6 @@ class Channel:
 
     def _place(self, link: Link, header: Header, payload: memoryview) -> None:
         transfer, counters = self._transfers[header.phase, header.bucket], link.counters
-        counters["received_bytes"] += len(payload)
         if transfer.number != header.number or transfer.ended is not None:
             counters["late"] += header.units
             if transfer.number == header.number and transfer.ended is not None:
