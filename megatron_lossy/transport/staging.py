@@ -211,11 +211,7 @@ class Parcel:
     def forget(self) -> None:
         """Release all buffers: a kept parcel is only asked for its result."""
         self.rows, self.arrived = (), None
-        self.post = self.send = self.bring = _nothing
-
-
-def _nothing(*_: Any) -> Any:
-    """Do nothing: a parcel has arrived."""
+        self.post = self.send = self.bring = lambda *_: None
 
 
 class Crossing:
