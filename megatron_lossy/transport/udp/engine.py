@@ -67,7 +67,6 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.address = address
-        self.log = log
         self.instance = int.from_bytes(os.urandom(8), "little")
         self.datagram = settings.packet_bytes + session.overhead(settings.cipher)
         self.rate = settings.rate or speed_of(address) / sharers
