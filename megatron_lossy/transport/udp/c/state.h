@@ -97,7 +97,7 @@ struct dest {
     uint8_t wanted, ready, sent, done;
     struct repeat end, ask;
     struct must_out must;
-    struct { uint8_t *lost; uint32_t parts; } report; /* what did not arrive, a bit each, then the parts that have come; their number */
+    struct { uint8_t *lost; uint32_t parts; } report; /* units, a bit each, then the parts that came; their number */
 };
 
 struct early {

@@ -14,7 +14,7 @@ enum { CODE = 3, CODES = 3 }; /* raw, int8, int4 */
 #define ALL UINT32_MAX /* in END, in the place of a list: every unit must arrive */
 
 struct header {
-    uint8_t type, tag; /* type: sent with the version in its upper half; tag: the priority, and the code of the bucket from bit CODE on */
+    uint8_t type, tag; /* type: below the version; tag: the priority, and the code of the bucket from bit CODE on */
     uint16_t source;
     uint32_t channel;
     uint64_t number;
