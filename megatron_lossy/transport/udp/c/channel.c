@@ -21,7 +21,8 @@ static void release(struct engine *e)
 static ns at(ns now) { return now < 0 ? clock_now() : now; }
 
 /* `bears`: lost members are left out, and the channel goes on. */
-API struct channel *ml_channel(struct engine *e, uint32_t id, uint32_t rank, uint32_t size, uint32_t grad, uint32_t param, int bears)
+API struct channel *ml_channel(struct engine *e, uint32_t id, uint32_t rank, uint32_t size, uint32_t grad, uint32_t param,
+                               int bears)
 {
     struct channel *c = calloc(1, sizeof *c + size * sizeof *c->members + ((size_t)grad + param) * sizeof(struct bucket));
     if (!c)
@@ -56,13 +57,11 @@ API int ml_bucket(struct channel *c, int phase, uint32_t bucket, uint64_t shard,
     b->units = b->entries = (uint32_t)((shard + unit - 1) / unit);
     b->code = (uint8_t)code;
     uint32_t kept = c->size * REPORTS, bytes = (b->units + 7) / 8;
-    if (!reported)
-        return 0;
-    if (!(b->reports = calloc(kept, sizeof *b->reports + bytes)))
+    if (reported && !(b->reports = calloc(kept, sizeof *b->reports + bytes)))
         return -3;
-    for (uint32_t k = 0; k < kept; k++)
+    for (uint32_t k = 0; reported && k < kept; k++)
         b->reports[k].lost = (uint8_t *)(b->reports + kept) + (uint64_t)k * bytes;
-    for (uint32_t i = 0; i < c->size; i++)
+    for (uint32_t i = 0; reported && i < c->size; i++)
         if (!c->members[i].resend.ring && !(c->members[i].resend.ring = malloc(RESENDS * sizeof *c->members[i].resend.ring)))
             return -3;
     return 0;

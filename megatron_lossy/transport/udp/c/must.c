@@ -13,7 +13,8 @@ static void musts_free(struct must_out *musts, uint32_t size)
 }
 
 /* The required units of each destination, and a copy of them: sources may change when all has been sent once. */
-static struct must_out *musts_new(const struct channel *c, const struct bucket *b, const uint8_t *const *from, const uint8_t *must)
+static struct must_out *musts_new(const struct channel *c, const struct bucket *b, const uint8_t *const *from,
+                                  const uint8_t *must)
 {
     struct must_out *result = calloc(c->size, sizeof *result);
     for (uint32_t i = 0; result && i < c->size; i++) {
