@@ -35,7 +35,6 @@ class BucketSpec:
     param_shard: int | None = None
 
     def shard_of(self, phase: str) -> int:
-        """Return elements of a shard in ``phase``."""
         return self.shard if phase == "grad" or self.param_shard is None else self.param_shard
 
 

@@ -192,7 +192,6 @@ class DeadlineWire(PieceWire):
         return Transfer(crossing, arrived, apart=True)
 
     def _exchange_near(self, out: list[torch.Tensor], into: list[torch.Tensor]) -> list[Any]:
-        """Exchange with the ranks of this node over torch."""
         if not self.near:
             return []
         ranks = [dist.get_global_rank(self.group or dist.group.WORLD, other) for other in self.near]
@@ -372,7 +371,6 @@ class DeadlineWire(PieceWire):
     # --- output for the user -------------------------------------------------------------------------------------
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Return counters of each peer, by its rank in the group."""
         return {} if self._channel is None else self._channel.counters()
 
     def rates(self) -> dict[int, dict[str, float]]:

@@ -126,7 +126,6 @@ class Scalars:
             self._ledger.install([self.patch("torch.distributed:all_reduce"), self.patch(_FUNCTIONAL)])
 
     def remove(self, sites: Sites) -> None:
-        """Undo :meth:`add`."""
         self._sites = [others for others in self._sites if others is not sites]
         if not self._sites:
             self._ledger.uninstall()
@@ -150,7 +149,6 @@ class Scalars:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Wrap ``torch.distributed.all_reduce``."""
         place = self._place(tensor, op, group)
         if place is None:
             return original(tensor, op=op, group=group, async_op=async_op)

@@ -97,7 +97,6 @@ class NoCipher:
     tag_bytes = 0
 
     def seal(self, header: int, header_bytes: int, source: int, size: int, into: int) -> None:
-        """Copy ``size`` bytes from ``source`` to ``into``."""
         ctypes.memmove(into, source, size)
 
     def open(self, header: int, header_bytes: int, data: int, size: int) -> bool:

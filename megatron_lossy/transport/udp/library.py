@@ -73,7 +73,6 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 @cache
 def load() -> ctypes.CDLL:
-    """Return the compiled engine."""
     path = ENGINE.path()
     try:
         return declare(ctypes.CDLL(str(path)))

@@ -54,7 +54,6 @@ class Opening:
 
     @property
     def others(self) -> list[int]:
-        """The ranks that are reached here."""
         return sorted(set(range(self.size) if self.peers is None else self.peers) - {self.rank})
 
     def number(self, rank: int) -> int:
@@ -62,11 +61,9 @@ class Opening:
         return rank if self.called is None else self.called[rank]
 
     def named(self, rank: int) -> str:
-        """Return the name of ``rank`` in messages."""
         return f"rank {self.number(rank)} of {self.name}"
 
     def code(self, phase: str) -> str:
-        """Return the code of the values of ``phase``."""
         return (self.codes or {}).get(phase, "raw")
 
     def cut(self, phase: str) -> Sequence[tuple[int, int]]:

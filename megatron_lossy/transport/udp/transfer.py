@@ -73,7 +73,6 @@ class Transfer(Message):
         return self.arrived
 
     def all_sent(self) -> bool:
-        """Return whether the engine reads nothing from the sources any more. Raise :class:`PeerLost`."""
         return self._wait(1, 0.0)
 
     def sent(self, timeout: float | None = None) -> None:
