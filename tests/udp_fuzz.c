@@ -196,7 +196,7 @@ int main(int count_of_arguments, char **arguments)
         int live = 0;
         for (struct exchange *x = e->live; x; x = x->next)
             live++;
-        if (e->early > MEMORY || live > 4 * BUCKETS * PHASES + MEMORY / 200 || (cipher && c->failed))
+        if (e->count.early_bytes > MEMORY || live > 4 * BUCKETS * PHASES + MEMORY / 200 || (cipher && c->failed))
             fail(__LINE__);
         if (c->failed || step % STEPS == 0) { /* a forged last word, where there is no cipher */
             close_all(engines, channels);

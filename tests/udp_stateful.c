@@ -297,7 +297,7 @@ static void turn(void)
                         carry(now + MS + draw(3) * draw((uint32_t)MS), rank, to, e->batch + at, size);
             }
         }
-        if (e->early > MEMORY)
+        if (e->count.early_bytes > MEMORY)
             fail(__LINE__, "memory of what came early");
     }
     now += 50 * US + draw((uint32_t)MS);
