@@ -141,6 +141,8 @@ class Link:
             old.close("it has called again")
         self._pause, self._behind = _REDIAL[0], 0
         self._measure()
+        with self.channel.lock:
+            self.counters["connected"] += 1
         if self.counters["broken"]:
             logger.warning("stream: %s is connected again", self.called)
 
