@@ -17,8 +17,8 @@ from megatron_lossy.mechanisms.islands.connections import Connections
 from megatron_lossy.mechanisms.islands.copying import PART, HostCopy, receive_copy, send_copy
 from megatron_lossy.mechanisms.islands.membership.messages import Entry, Preparation, write
 from megatron_lossy.mechanisms.islands.presence import epoch_of
-from megatron_lossy.transport.ends import settings_of
 from megatron_lossy.transport.leaving import PeerLost
+from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.stream.host import Host
 from megatron_lossy.transport.udp import Channel, Engine
 from tests.islands_simulated import Memory

@@ -12,7 +12,8 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.base.exchange import Exchange
 from megatron_lossy.channel.draws import coding_keys
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.transport.ends import end_for, settings_of
+from megatron_lossy.transport.ends import end_for
+from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.sites import check_blocks
 from tests import contract, fsdp
 from tests.between_sites import crossings

@@ -22,7 +22,7 @@ from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatter
 from megatron_lossy.transport.address import resolve
-from megatron_lossy.transport.ends import Settings
+from megatron_lossy.transport.settings import Settings
 from megatron_lossy.transport.stream import link
 from megatron_lossy.transport.stream.cipher import Cipher, NoCipher
 from megatron_lossy.transport.stream.frames import DATA, END, Header, MalformedFrame, Reader, Writer

@@ -11,8 +11,8 @@ import pytest
 
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.transport.ends import settings_of
 from megatron_lossy.transport.network import _say_open, read_key_file
+from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.udp import Engine, Settings, session
 from tests.test_udp_engine import BUCKETS, Store, in_threads
 

@@ -378,19 +378,25 @@ class CollectiveWire(DrawnWire):
                 lost.places(numbers)
 
     def _draw(self, exchange: Exchange) -> Delivery:
-        """Return the delivery at this rank."""
-        return self._delivery(exchange, self._drawn_sent(exchange) if exchange.phase == "grad" else None)
+        me, everyone = [self.members[self.rank]] * self.size, self.members
+        if exchange.phase != "grad":
+            return self._delivery(exchange, self._links(exchange, everyone, me))
+        links = self._links(exchange, [*everyone, *me], [*me, *everyone])
+        return self._delivery(exchange, links[: self.size], links[self.size :])
 
-    def _drawn_sent(self, exchange: Exchange) -> np.ndarray:
-        """Return bool[N, units]: the units of this rank that others get."""
-        me, phase = self.members[self.rank : self.rank + 1], exchange.phase
-        return draw(self.networks[phase], exchange, me, self.members, self.count[phase])[:, 0]
+    def _links(self, exchange: Exchange, sources: Sequence[int], destinations: Sequence[int]) -> np.ndarray:
+        """Return bool[L, units], read-only: the units that arrive on each of L links."""
+        network, count = self.networks[exchange.phase], self.count[exchange.phase]
+        links = network.delivered_links(exchange, np.array(sources), np.array(destinations), count)
+        links.flags.writeable = False
+        return links
 
-    def _delivery(self, exchange: Exchange, sent: np.ndarray | Callable[[], np.ndarray] | None) -> Delivery:
-        """Return the delivery at this rank. ``sent``: see :class:`Delivery`."""
-        me, phase = self.members[self.rank : self.rank + 1], exchange.phase
-        arrived = draw(self.networks[phase], exchange, self.members, me, self.count[phase])
-        return Delivery(exchange, self.members, me, arrived, self.cut[phase], sent)
+    def _delivery(
+        self, exchange: Exchange, arrived: np.ndarray, sent: np.ndarray | Callable[[], np.ndarray] | None = None
+    ) -> Delivery:
+        """Return the delivery at this rank. ``arrived`` bool[N, units], by source; ``sent``: see :class:`Delivery`."""
+        me = self.members[self.rank : self.rank + 1]
+        return Delivery(exchange, self.members, me, arrived[None], self.cut[exchange.phase], sent)
 
 
 def check_links(

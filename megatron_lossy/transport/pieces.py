@@ -143,7 +143,9 @@ class Pieces(PieceWire, CollectiveWire):
 
     def _draw(self, exchange: Exchange) -> Delivery:
         # Only a sender that chooses asks what of its own data arrives.
-        return self._delivery(exchange, partial(self._drawn_sent, exchange))
+        me, everyone = [self.members[self.rank]] * self.size, self.members
+        sent = partial(self._links, exchange, me, everyone)
+        return self._delivery(exchange, self._links(exchange, everyone, me), sent)
 
     def _lost(self, delivery: Delivery, units: BucketUnits) -> Lost:
         return delivery.lost_here(units)

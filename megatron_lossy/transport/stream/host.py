@@ -18,8 +18,8 @@ from typing import Any
 
 from ...base.errors import refuse
 from ..address import resolve
-from ..ends import Settings
 from ..network import choose_congestion
+from ..settings import Settings
 from ..udp.session import Opening
 from .channel import Channel
 from .connection import NOTSENT_LOWAT, UNSENT_BYTES, Handshake

@@ -4,8 +4,8 @@ The decisions are in ``c/`` (``engine.c`` names the parts), without input or out
 ``session`` holds the agreement of ranks; callers use ``engine``.
 """
 
-from ..ends import Settings
 from ..leaving import PeerLost
+from ..settings import Settings
 from .channel import Channel
 from .engine import Engine
 from .transfer import Transfer

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...base.errors import refuse
 from ..address import speed_of
-from ..ends import MIB, Settings
+from ..settings import MIB, Settings
 from . import session
 from .channel import Channel
 from .library import RULES, SECOND, CSettings, load, pack_address

@@ -21,8 +21,8 @@ from ...base.errors import UsageError, refuse
 from ...config import LossyConfig
 from ...config.transport import UDP_PACKET_BYTES, UDP_PACKETS
 from ..address import find_address, mtu_of
-from ..ends import Settings
 from ..network import read_key_file
+from ..settings import Settings
 from .engine import Engine
 from .session import overhead
 
