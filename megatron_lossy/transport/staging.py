@@ -214,6 +214,7 @@ class Parcel:
         self.post = self.send = self.bring = lambda *_: None
 
 
+@dataclass(eq=False)
 class Crossing:
     """An exchange. Its wait ends when nothing more will arrive and all units were sent.
 
@@ -221,23 +222,24 @@ class Crossing:
     live process that sends nothing.
     """
 
-    def __init__(self, near: list[Any], parts: Sequence[Message | Parcel], patience: float) -> None:
-        self._near, self._parts, self._patience = near, parts, patience
-        self._reports: dict[int, np.ndarray] = {}
+    near: list[Any]
+    parts: Sequence[Message | Parcel]
+    patience: float
+    _reports: dict[int, np.ndarray] = field(default_factory=dict)
 
     def wait(self) -> None:
         """Wait for the exchange. Raise :class:`PeerLost`, also if a live process has sent nothing for a while."""
-        while self._near:  # they hold buffers
-            self._near.pop(0).wait()
-        for part in self._parts:
+        while self.near:  # they hold buffers
+            self.near.pop(0).wait()
+        for part in self.parts:
             if isinstance(part, Parcel):
                 part.wait()
             else:
-                part.finish(self._patience)
+                part.finish(self.patience)
 
     @property
     def _transfers(self) -> list[Any]:
-        return [part.transfer if isinstance(part, Parcel) else part for part in self._parts]
+        return [part.transfer if isinstance(part, Parcel) else part for part in self.parts]
 
     def arrived(self) -> np.ndarray:
         """Return bool[N, count]: the units that arrived, after :meth:`wait`."""
@@ -251,11 +253,11 @@ class Crossing:
                 if lost is None:
                     return None
                 self._reports[number] = lost
-        return np.concatenate([self._reports[number] for number in range(len(self._parts))], axis=1)
+        return np.concatenate([self._reports[number] for number in range(len(self.parts))], axis=1)
 
     def leave(self, seconds: float) -> None:
         """Wait at most ``seconds`` until the network has all data: others may still want them."""
-        wait([part.gone for part in self._parts if isinstance(part, Parcel)], seconds)
+        wait([part.gone for part in self.parts if isinstance(part, Parcel)], seconds)
 
 
 class Courier:

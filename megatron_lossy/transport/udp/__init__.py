@@ -6,8 +6,7 @@ The decisions are in ``c/`` (``engine.c`` names the parts), without input or out
 
 from ..leaving import PeerLost
 from ..settings import Settings
-from .channel import Channel
+from .channel import Channel, Transfer
 from .engine import Engine
-from .transfer import Transfer
 
 __all__ = ["Channel", "Engine", "PeerLost", "Settings", "Transfer"]

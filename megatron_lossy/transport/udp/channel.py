@@ -1,4 +1,4 @@
-"""The exchanges of a group of ranks over datagrams."""
+"""The exchanges of a group of ranks over datagrams, and one of them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ import numpy as np
 
 from ...config.transport import UDP_REPORT_BYTES
 from ..leaving import PeerLost
+from ..staging import Message
 from . import session
-from .library import SECOND, pack_address
+from .library import REASONS, SECOND, pack_address
+from .repeats import order_of_copies
 from .session import CODES, PHASES
-from .transfer import Transfer
 
 #: Seconds for ranks to find each other, once all have opened a channel.
 PROBE_TIME = 3.0
-#: Complete times that ``--udp-deadline auto`` needs.
-_ENOUGH = 20
-#: How often units are sent that hold copies of parameters.
-_COPIES = 3
+#: Seconds between looks at signals while waiting.
+_SLICE = 0.2
+#: ``--udp-deadline auto`` looks back on this many complete times, and needs at least this many.
+_HISTORY, _ENOUGH = 100, 20
 #: The names of the values of :meth:`Channel.rates`, in the order of the engine.
 _RATES = ("rate", "rtt_min", "window", "limit")
 
@@ -47,8 +48,7 @@ class Channel:
         self._opening = opening
         self.name, self.rank, self.size, self.peers = opening.name, opening.rank, opening.size, opening.others
         self.phases = tuple(opening.phases)
-        self._engine = engine
-        self._lib = engine._lib
+        self._engine, self._lib = engine, engine._lib
         self._lock = threading.Condition()
         self._users = 0
         self._channel: int | None = None
@@ -220,30 +220,22 @@ class Channel:
             return transfer
 
     def copies(self, phase: str, bucket: int, mask: np.ndarray, passes: int = 1) -> None:
-        """Send the units of ``mask`` three times at least, and all units ``passes`` times.
+        """Send the units of ``mask`` three times at least, and all units ``passes`` times: see :func:`.order_of_copies`.
 
-        In one pass copies are a third of the message apart; a later pass follows the one before. Raise ``RuntimeError`` while the bucket is being sent.
+        Raise ``RuntimeError`` while the bucket is being sent.
         """
         units = self._units[phase][bucket]
         mask = np.asarray(mask, np.bool_)
         if mask.shape != (units,):
             raise ValueError(f"a mask of {mask.shape} for {units} units")
-        (chosen,) = np.nonzero(mask)
-        plain = np.arange(units)
-        order = np.concatenate([plain, chosen, chosen])
-        places = np.concatenate([plain, (chosen + units // 3) % units, (chosen + 2 * units // 3) % units])
-        order = order[np.argsort(places, kind="stable")]
-        if passes > 1:
-            order = np.concatenate([plain] * passes + [chosen] * (_COPIES - passes))
-        order, tags = np.ascontiguousarray(order, np.uint32), np.ascontiguousarray(mask | (passes > 1), np.uint8)
+        order, tags = order_of_copies(mask, passes), np.ascontiguousarray(mask | (passes > 1), np.uint8)
         with self._using():
             result = self._lib.ml_copies(
                 self._channel, self.phases.index(phase), bucket, order.ctypes.data, len(order), tags.ctypes.data
             )
         if result:
-            raise RuntimeError(
-                f"{phase}, bucket {bucket} of {self.name} is being sent" if result == -2 else "no memory"
-            )
+            why = "is being sent" if result == -2 else "has no memory for copies"
+            raise RuntimeError(f"{phase}, bucket {bucket} of {self.name} {why}")
 
     def _deadline(self, key: tuple[int, int]) -> float:
         deadline = self._engine.settings.deadline
@@ -270,15 +262,8 @@ class Channel:
         return {rank: self._without(rank, reason) for rank, reason in reasons.items() if reason}
 
     def _without(self, rank: int, reason: int) -> str:
-        why = {
-            1: f"no datagram for {self._engine.settings.peer_timeout:g} s, process gone or UDP blocked",
-            2: "its host refuses datagrams, process gone",
-            3: "it has closed the channel, or does without this one",
-            4: f"no datagram of {self._engine.datagram:,} bytes comes from it any more, and shorter ones do: the MTU of the path "
-            "has fallen; lower --packet-bytes",
-            5: "nothing came of it for as long as it was waited for",
-        }
-        return f"{self._opening.named(rank)} ({self.hellos[rank].where}): {why[reason]}"
+        why = REASONS[reason].format(self._engine.settings.peer_timeout, self._engine.datagram)
+        return f"{self._opening.named(rank)} ({self.hellos[rank].where}): {why}"
 
     def counters(self) -> dict[int, dict[str, int]]:
         """Return counters of each peer; for a closed channel, those at its end."""
@@ -337,3 +322,129 @@ class Channel:
             transfer._handle = None
             _of_parent.append(transfer.keep)  # a process without the device cannot give page-locked memory back
         self._transfers.clear()
+
+
+class Transfer(Message):
+    """One exchange, from its first half on."""
+
+    def __init__(self, channel: Any, key: tuple[int, int, int]) -> None:
+        self.key = key
+        self.arrived: np.ndarray | None = None
+        #: Owns the memory that the engine reads and writes. It is kept for as long as that takes, even without a wait.
+        self.keep: object = None
+        #: Seconds from the posting to the end.
+        self.took: float | None = None
+        self._channel = channel
+        self._lib = channel._lib
+        self._handle: ctypes.c_void_p | None = None
+        self._users, self._dropped = 0, False
+        self._sending = self._all_sent = False
+        self._reports = False  # whether reports are still wanted
+
+    def __str__(self) -> str:
+        phase, bucket, step = self.key
+        return f"{self._channel.phases[phase]} {step}, bucket {bucket} of {self._channel.name}"
+
+    def _drop(self) -> None:
+        """Drop the transfer: the engine will not be asked for it. Called with the channel's lock."""
+        self._channel._transfers.pop(self.key, None)
+        self._dropped = True
+        self._release()
+
+    def _release(self) -> None:
+        """Give the handle back, if it was dropped and is not in use. Called with the channel's lock."""
+        if self._dropped and not self._users and self._handle is not None:
+            self._lib.ml_release(self._handle)
+            self._ended()
+
+    def _ended(self) -> None:
+        self._handle = self.keep = None
+
+    def _forget(self) -> None:
+        """Drop the transfer if it is over, because a later step has begun. Called with the channel's lock."""
+        if self._handle is not None and self._sending and not self._all_sent:
+            self._all_sent = self._lib.ml_wait(self._handle, 1, 0) == 0
+        over = self.arrived is None or self.took is not None
+        if self._handle is not None and over and (not self._sending or self._all_sent) and not self._reports:
+            self._drop()
+
+    def wait(self, timeout: float | None = None) -> np.ndarray:
+        """Return bool[N, units]: arrived units. The own row is true; that of a source without destination is false.
+
+        Waits also until the exchange is posted, but not for the data that this rank sends. Raise :class:`PeerLost`, or
+        TimeoutError after ``timeout`` seconds; the engine may then still write.
+        """
+        if not self._wait(0, timeout):
+            raise TimeoutError(f"{self}: {self._missing()} after {timeout:g} s")
+        return self.arrived
+
+    def all_sent(self) -> bool:
+        return self._wait(1, 0.0)
+
+    def sent(self, timeout: float | None = None) -> None:
+        """Wait until the engine reads nothing from the sources any more, and also until ``send`` is called."""
+        if not self._wait(1, timeout):
+            raise TimeoutError(f"{self}: not all sent after {timeout:g} s")
+
+    def expects_reports(self, wanted: bool = True) -> None:
+        """Announce that :meth:`reports` will be called. Call this before the data is sent."""
+        self._reports = wanted
+
+    def reports(self) -> np.ndarray | None:
+        """Return bool[N, units]: the lost units, in a reported phase; ``None`` while a report is missing.
+
+        Raise :class:`PeerLost`. After :meth:`expects_reports`, call this until it returns the array.
+        """
+        channel = self._channel
+        phase, bucket, _ = self.key
+        lost = np.empty((channel.size, channel._units[channel.phases[phase]][bucket]), np.bool_)
+        with channel._using(self):
+            if not self._reports or self._handle is None:
+                raise ValueError(f"{self}: no reports are left")
+            result = self._lib.ml_reports(self._handle, lost.ctypes.data)
+            if result < 0:
+                raise channel.lost()
+            if result:
+                return None
+            with channel._lock:
+                self._reports = False
+                self._forget()
+        return lost
+
+    def _missing(self) -> str:
+        channel = self._channel
+        with channel._using(self):
+            rank = -1 if self._handle is None else self._lib.ml_missing(self._handle)
+        if rank < 0:
+            return "not posted"
+        return f"waits for rank {channel._opening.number(rank)} ({channel.hellos[rank].where})"
+
+    def _wait(self, what: int, timeout: float | None) -> bool:
+        until = None if timeout is None else time.monotonic() + timeout
+        while not (self._all_sent if what else self.took is not None):
+            rest = _SLICE if until is None else min(max(until - time.monotonic(), 0.0), _SLICE)
+            with self._channel._using(self):
+                if self._all_sent if what else self.took is not None:
+                    break  # another thread has seen it
+                if self._handle is None:
+                    raise ValueError(f"{self}: its other half never began")
+                result = self._lib.ml_wait(self._handle, what, int(rest * SECOND))
+                if result < 0:
+                    raise self._channel.lost()
+                if result == 0:
+                    self._note(what)
+            if result and until is not None and time.monotonic() >= until:
+                return False
+        return True
+
+    def _note(self, what: int) -> None:
+        """Note that the exchange is over (``what`` 0), or that all is sent (1)."""
+        channel = self._channel
+        with channel._lock:
+            if what:
+                self._all_sent = True
+            elif self.took is None:
+                self.took = self._lib.ml_took(self._handle) / SECOND
+                channel._took.setdefault(self.key[:2], deque(maxlen=_HISTORY)).append(self.took)
+            if self.took is not None and self._all_sent and not self._reports:
+                self._drop()

@@ -13,6 +13,15 @@ from ..address import resolve
 SECOND = 1_000_000_000
 #: The rules of rates, by their number in the engine.
 RULES = {"fixed": 0, "dedicated": 1, "shared": 2}
+#: Why a rank is gone, by the engine's number: of seconds of the timeout, and of bytes of a datagram.
+REASONS = {
+    1: "no datagram for {0:g} s, process gone or UDP blocked",
+    2: "its host refuses datagrams, process gone",
+    3: "it has closed the channel, or does without this one",
+    4: "no datagram of {1:,} bytes comes from it any more, and shorter ones do: the MTU of the path has fallen; lower "
+    "--packet-bytes",
+    5: "nothing came of it for as long as it was waited for",
+}
 
 
 class CSettings(ctypes.Structure):

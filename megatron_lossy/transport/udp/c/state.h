@@ -79,7 +79,7 @@ struct flow {
     uint32_t refused; /* times that its host said so, since its last datagram */
 };
 
-/* What is said at `at`, and again at intervals that double; NEVER: not now. */
+/* When a datagram goes again, and the interval, which doubles each time; NEVER: not now. */
 struct repeat { ns at, wait; };
 
 /* Required units of a message that goes. */
