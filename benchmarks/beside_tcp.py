@@ -28,7 +28,7 @@ from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import Team, our_config
 from benchmarks.lab import Lab, Link, MissingRequirement, end_in_order
 from megatron_lossy.base.errors import refuse, usage_errors
-from megatron_lossy.transport.udp.engine import RULES
+from megatron_lossy.transport.udp.library import RULES
 
 #: Of TCP, as the kernel calls it: its name.
 CONTROLS = {"cubic": "Cubic", "bbr": "BBR"}

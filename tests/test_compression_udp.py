@@ -125,7 +125,7 @@ def test_another_code_or_length_is_malformed(code, tag, size, unit, kind):
     buckets = {"grad": [(112, 34)]}
     node = Node(0, 2, buckets)
     try:
-        node.lib.ml_code(node.channel, 0, 0, code)
+        node.lib.ml_bucket(node.channel, 0, 0, *buckets["grad"][0], code, False)
         node.post(SECOND, "grad", 0, 0)
         said = encode(kind, bytes(size), source=1, channel=CHANNEL, index=unit if kind == DATA else 4, tag=tag)
         verdict = node.handle(SECOND + MS, 1, said)

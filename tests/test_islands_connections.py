@@ -20,7 +20,7 @@ from megatron_lossy.mechanisms.islands.presence import epoch_of
 from megatron_lossy.transport.leaving import PeerLost
 from megatron_lossy.transport.settings import settings_of
 from megatron_lossy.transport.stream.host import Host
-from megatron_lossy.transport.udp.engine import Channel, Engine
+from megatron_lossy.transport.udp import Channel, Engine
 from tests.islands_simulated import Memory
 from tests.udp_world import send_only
 

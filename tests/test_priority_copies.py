@@ -51,7 +51,7 @@ def apart(rank, cases, steps, dropped=0.0):
 
 def drop(rank, share):
     """Lose a share of units, each of which is sent once."""
-    from megatron_lossy.transport.udp.engine import Channel
+    from megatron_lossy.transport.udp import Channel
     from tests.udp_world import send_only
 
     random, send = np.random.default_rng(rank), Channel.send

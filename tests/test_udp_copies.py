@@ -18,7 +18,7 @@ from megatron_lossy.lab.delivery_log.verify import verify
 from megatron_lossy.lab.virtual.in_memory import LossyWorkers
 from megatron_lossy.run.monitor.drift import predicted
 from megatron_lossy.transport import BucketSpec
-from megatron_lossy.transport.udp.engine import Channel
+from megatron_lossy.transport.udp import Channel
 from tests.ranks import run_ranks
 from tests.rules import delivered
 from tests.test_transport import STEPS, exchange_grads, gather_params

@@ -21,7 +21,8 @@ from megatron_lossy.base import native
 from megatron_lossy.base.errors import UsageError
 from megatron_lossy.transport.address import find_address
 from megatron_lossy.transport.udp import Engine, PeerLost, Settings, session
-from megatron_lossy.transport.udp.engine import charge, load, windows
+from megatron_lossy.transport.udp.engine import charge, windows
+from megatron_lossy.transport.udp.library import load
 from tests.udp_packet import DATA, encode
 
 pytestmark = pytest.mark.shows(
@@ -284,7 +285,7 @@ def test_buckets_that_differ_are_refused_on_both_ranks(shard, dtypes):
 
 
 def test_a_rank_that_is_not_reached_is_named_on_all_ranks(monkeypatch):
-    monkeypatch.setattr("megatron_lossy.transport.udp.engine.PROBE_TIME", 0.3)
+    monkeypatch.setattr("megatron_lossy.transport.udp.channel.PROBE_TIME", 0.3)
     store, silent = Store(), [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
 
     def run(rank):

@@ -21,7 +21,8 @@ from megatron_lossy.base import native
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.transport import BucketSpec, LossyGroup
 from megatron_lossy.transport.udp import Engine, PeerLost, Settings
-from megatron_lossy.transport.udp.engine import load, windows
+from megatron_lossy.transport.udp.engine import windows
+from megatron_lossy.transport.udp.library import load
 from tests.ranks import run_ranks
 from tests.rules import reduce
 from tests.test_udp_engine import UNIT, Ranks, Store, in_threads, store_in
@@ -292,10 +293,9 @@ int main(void)
     struct sockaddr_in here = {{.sin_family = AF_INET}}, there = {{.sin_family = AF_INET, .sin_port = htons(9)}};
     here.sin_addr.s_addr = there.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     int64_t result[3];
-    struct engine *e = ml_create(&set, (struct sockaddr *)&here, sizeof here, 1 << 16, 0, result);
-    struct channel *c = ml_channel(e, 7, 0, 2, 1, 0, 64);
-    ml_bucket(c, 0, 0, 640, 64);
-    if (ml_member(c, 1, (struct sockaddr *)&there, sizeof there, 1, 100, 100, 1 << 20, NULL, NULL, -1))
+    struct engine *e = ml_create(&set, (struct sockaddr *)&here, sizeof here, 1 << 16, result);
+    struct channel *c = ml_channel(e, 7, 0, 2, 1, 0, 0);
+    if (ml_bucket(c, 0, 0, 640, 64, 0, 0) || ml_member(c, 1, (struct sockaddr *)&there, sizeof there, 1, 100, 100, 1 << 20, NULL, NULL, -1))
         return 2;
     ml_open(c);
     static uint8_t memory[640], arrived[20];
@@ -335,14 +335,13 @@ static struct engine *engine(void)
     struct settings set = {{.rate = 1e9, .reorder = -1, .peer_timeout = 30 * SECOND, .eager = 1 << 20,
                            .memory = 16 << 20, .packet = UNIT, .rule = FIXED}};
     int64_t result[3];
-    return ml_create(&set, NULL, 0, 0, 0, result);
+    return ml_create(&set, NULL, 0, 0, result);
 }}
 static struct channel *channel(struct engine *e, uint32_t id, struct sockaddr_in *other, ns now)
 {{
     static uint8_t key[16];
-    struct channel *c = ml_channel(e, id, 0, 2, 1, 0, UNIT);
-    ml_bucket(c, 0, 0, UNITS * UNIT, UNIT);
-    assert(!ml_reported(c, 0, 0));
+    struct channel *c = ml_channel(e, id, 0, 2, 1, 0, 0);
+    assert(!ml_bucket(c, 0, 0, UNITS * UNIT, UNIT, 0, 1));
     *other = (struct sockaddr_in){{.sin_family = AF_INET, .sin_port = htons((uint16_t)(1000 + id))}};
     assert(!ml_member(c, 1, (void *)other, sizeof *other, id, 1000, 1000, 1 << 20, key, key, now));
     ml_open(c);

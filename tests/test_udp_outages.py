@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from megatron_lossy.transport.udp.engine import SECOND
+from megatron_lossy.transport.udp.library import SECOND
 from tests import udp_packet as packet
 from tests.test_udp_protocol import UNIT, check, pieces
 from tests.udp_packet import ASK, CONTROL_BYTES, DATA, END, NACK, READY, encode

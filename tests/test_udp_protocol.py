@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base import native
-from megatron_lossy.transport.udp.engine import RULES, SECOND
+from megatron_lossy.transport.udp.library import RULES, SECOND
 from tests import udp_packet as packet
 from tests import udp_world
 from tests.udp_models import Source

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from megatron_lossy.transport.udp.engine import SECOND
+from megatron_lossy.transport.udp.library import SECOND
 from tests import udp_packet as packet
 from tests.udp_packet import DATA, END, NACK, READY, encode
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of

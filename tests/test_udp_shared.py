@@ -10,7 +10,7 @@ import pytest
 from benchmarks import congestion
 from benchmarks.lab.bottleneck import Bottleneck, Flow, run
 from megatron_lossy.base import native
-from megatron_lossy.transport.udp.engine import RULES, SECOND
+from megatron_lossy.transport.udp.library import RULES, SECOND
 from tests.udp_world import MS, World, load
 
 pytestmark = pytest.mark.shows("rates next to others: the rule on links and at a bottleneck", device=False)

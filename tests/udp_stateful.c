@@ -114,12 +114,11 @@ static void open_all(int cipher, uint32_t memory)
     for (uint32_t rank = 0; rank < RANKS; rank++) {
         struct caller *one = &callers[rank];
         memset(one, 0, sizeof *one);
-        one->engine = ml_create(&set, NULL, 0, 0, 0, unused);
+        one->engine = ml_create(&set, NULL, 0, 0, unused);
         ml_promise(one->engine, 40, 60);
-        struct channel *c = one->channel = ml_channel(one->engine, (uint32_t)epoch, rank, RANKS, BUCKETS, BUCKETS, PACKET);
+        struct channel *c = one->channel = ml_channel(one->engine, (uint32_t)epoch, rank, RANKS, BUCKETS, BUCKETS, bears());
         for (int kind = 0; kind < KINDS; kind++) {
-            ml_bucket(c, kinds[kind].phase, kinds[kind].bucket, kinds[kind].shard, UNIT);
-            if (chooses(kind) && ml_reported(c, kinds[kind].phase, kinds[kind].bucket))
+            if (ml_bucket(c, kinds[kind].phase, kinds[kind].bucket, kinds[kind].shard, UNIT, 0, chooses(kind)))
                 fail(__LINE__, "memory");
         }
         for (uint32_t other = 0; other < RANKS; other++) {
@@ -127,8 +126,6 @@ static void open_all(int cipher, uint32_t memory)
             if (other != rank && ml_member(c, other, (struct sockaddr *)&a, sizeof a, other, 40, 60, set.eager, key, key, now))
                 fail(__LINE__, "member");
         }
-        if (bears())
-            ml_bears(c);
         ml_open(c);
     }
 }
@@ -300,7 +297,7 @@ static void turn(void)
                         carry(now + MS + draw(3) * draw((uint32_t)MS), rank, to, e->batch + at, size);
             }
         }
-        if (e->early > MEMORY)
+        if (e->count.early_bytes > MEMORY)
             fail(__LINE__, "memory of what came early");
     }
     now += 50 * US + draw((uint32_t)MS);

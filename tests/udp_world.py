@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_lossy.base.native import ENGINE
-from megatron_lossy.transport.udp.engine import RULES, SECOND, _declare, _Settings, pack_address
+from megatron_lossy.transport.udp.library import RULES, SECOND, CSettings, declare, pack_address
 from tests import udp_packet as packet
 
 MS = SECOND // 1000
@@ -42,7 +42,7 @@ HOOKED = dataclasses.replace(
 
 def declared(path: Path) -> ctypes.CDLL:
     """Return the library of :data:`HOOKED` in ``path``."""
-    lib = _declare(ctypes.CDLL(str(path)))
+    lib = declare(ctypes.CDLL(str(path)))
     pointer, i, i64, double = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
     u32, u64 = ctypes.c_uint32, ctypes.c_uint64
     for name, result, *arguments in (
@@ -110,7 +110,7 @@ class Node:
         self.lib = load()
         if self.cipher:
             assert not self.lib.ml_load_cipher()
-        settings = _Settings(
+        settings = CSettings(
             rate=self.rate,
             reorder=self.reorder,
             peer_timeout=self.peer_timeout,
@@ -120,15 +120,13 @@ class Node:
             cipher=self.cipher,
             rule=RULES[self.rule],
         )
-        self.engine = self.lib.ml_create(ctypes.byref(settings), None, 0, 0, 0, (ctypes.c_int64 * 3)())
+        self.engine = self.lib.ml_create(ctypes.byref(settings), None, 0, 0, (ctypes.c_int64 * 3)())
         self.lib.ml_promise(self.engine, self.window, self.window)
         counts = [len(self.buckets.get(phase, ())) for phase in packet.PHASES]
-        self.channel = self.lib.ml_channel(self.engine, CHANNEL, self.rank, self.size, *counts, self.packet)
+        self.channel = self.lib.ml_channel(self.engine, CHANNEL, self.rank, self.size, *counts, self.bears)
         for number, phase in enumerate(packet.PHASES):
             for bucket, (shard, unit) in enumerate(self.buckets.get(phase, ())):
-                self.lib.ml_bucket(self.channel, number, bucket, shard, unit)
-                if phase in self.reported:
-                    assert not self.lib.ml_reported(self.channel, number, bucket)
+                assert not self.lib.ml_bucket(self.channel, number, bucket, shard, unit, 0, phase in self.reported)
         for peer in range(self.size):
             if peer != self.rank:
                 where = address(peer)
@@ -136,8 +134,6 @@ class Node:
                 assert not self.lib.ml_member(
                     self.channel, peer, where, len(where), peer, *windows, self.eager, self.key, self.key, 0
                 )
-        if self.bears:
-            self.lib.ml_bears(self.channel)
         self.lib.ml_open(self.channel)
         self._out = (ctypes.c_uint8 * (1 << 18))()
         self._output = _Output()
@@ -236,7 +232,7 @@ class Node:
     def counters(self, peer: int) -> dict[str, int]:
         names = self.lib.ml_member_counter_names().decode().rstrip(",").split(",")
         values = (ctypes.c_uint64 * len(names))()
-        self.lib.ml_member_counters(self.channel, peer, values)
+        self.lib.ml_member_counters(self.channel, peer, values, (ctypes.c_double * 4)())
         return dict(zip(names, values))
 
     def engine_counters(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_lossy.base import native
-from megatron_lossy.transport.udp.engine import RULES
+from megatron_lossy.transport.udp.library import RULES
 
 #: Rules of rates: ours, and those of other flows.
 KINDS = {**RULES, "cubic": 3, "reno": 4}

@@ -36,7 +36,6 @@ class BucketSpec:
     param_shard: int | None = None
 
     def shard_of(self, phase: str) -> int:
-        """Return elements of a shard in ``phase``."""
         return self.shard if phase == "grad" or self.param_shard is None else self.param_shard
 
 
@@ -112,10 +111,10 @@ def wire_for(
     if config.within == "pieces":
         wire = Pieces(networks, stream, members, rank, parts, coded, group=group)
     elif config.within in OBSERVED:
-        from .deadline import open_wire  # which starts a thread
+        from .deadline import DeadlineWire  # which starts a thread
 
         dtypes = {phase: [getattr(bucket, f"{phase}_dtype") for bucket in buckets] for phase in PHASES}
-        wire = open_wire(config, dtypes, networks, stream, members, rank, parts, group, coded)
+        wire = DeadlineWire(config, networks, stream, members, rank, parts, dtypes, group, coded)
     else:
         wire = CollectiveWire(networks, stream, members, rank, parts, coded)
     wire.shard_bytes = shard_bytes(config, buckets, parts)

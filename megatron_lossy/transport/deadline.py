@@ -11,7 +11,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from .base import LatestExchanges, Networks, Transfer, draw
 from .coded import CodedBuckets
 from .ends import end_for
 from .pieces import PieceWire, room_for
-from .staging import Message, Parcel, courier_of, device_of, patience_of, staged
+from .staging import Crossing, Message, Parcel, courier_of, device_of, patience_of, staged
 from .udp.repeats import Repeats
 from .windows import Bring, Window, into_pieces, into_replica, runs, windows
 
@@ -43,16 +42,15 @@ _LEAVING = 5.0
 class DeadlineWire(PieceWire):
     """One rank's exchanges with the other ranks of ``group``, over a channel of a network. Units that come too late are lost.
 
-    ``networks``: draws losses in addition to the real ones; with nodes, ranks of one node exchange over ``group``.
-    ``open_channel(buckets, peers=ranks, reported=phases)``: a collective call. ``memory``: bytes of page-locked memory for
-    exchanges of a device; larger exchanges cross in windows. ``repeats``: by phase, the copies of units that must arrive, for
-    phases whose senders choose. ``passes``: by phase, how often all units of a message are sent.
+    ``networks``: draws losses in addition to the real ones; with nodes, ranks of one node exchange over ``group``. A collective
+    call. Raises :class:`UsageError` if ranks differ or miss each other.
     """
 
     observed = True
 
     def __init__(
         self,
+        config: LossyConfig,
         networks: Networks,
         stream: Stream,
         members: Sequence[int],
@@ -60,15 +58,12 @@ class DeadlineWire(PieceWire):
         cut: dict[str, Sequence[BucketUnits]],
         dtypes: Dtypes,
         group: dist.ProcessGroup | None,
-        open_channel: Callable[..., Any],
-        memory: int,
-        repeats: Mapping[str, Repeats],
         coded: Mapping[str, CodedBuckets],
-        passes: Mapping[str, int],
     ) -> None:
         super().__init__(networks, stream, members, rank, cut, coded)
         self.name = stream.name
         self.group = group
+        open_channel = self._opening(config, dtypes)
         nodes = networks["grad"].nodes
         here = nodes[list(members)] if nodes is not None else np.arange(self.size)
         others = [other for other in range(self.size) if other != rank]
@@ -77,12 +72,14 @@ class DeadlineWire(PieceWire):
         self.far = [other for other in others if other not in self.near]
         # If all ranks are on one node, no rank has others to send to.
         self._alone = len(set(here.tolist())) < 2
-        self._memory = memory
+        self._memory = config.udp_memory
         # Codes cross as bytes, of which a unit has as many as its payload.
         dtypes = dict(dtypes) | {phase: [torch.uint8] * len(cut[phase]) for phase in self.coded}
         self._crossing = dict(cut) | {phase: coded.payloads for phase, coded in self.coded.items()}
         #: By phase, the windows of each bucket. The channel numbers them through.
-        self._windows = {phase: list(windows(self._crossing[phase], dtypes[phase], self.size, memory)) for phase in cut}
+        self._windows = {
+            phase: list(windows(self._crossing[phase], dtypes[phase], self.size, self._memory)) for phase in cut
+        }
         sizes = {
             phase: [
                 (window.elements * dtype.itemsize, units.elements * dtype.itemsize)
@@ -91,21 +88,34 @@ class DeadlineWire(PieceWire):
             ]
             for phase in cut
         }
-        self._repeats, self._passes = repeats, passes
-        self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(repeats))
-        for phase, times in passes.items():
-            if times == 1 or self._channel is None:
-                continue
-            for window in (window for parts in self._windows[phase] for window in parts):
-                units = window.units.stop - window.units.start
-                self._channel.copies(phase, window.number, np.zeros(units, dtype=bool), times)
-        self._unreported: dict[tuple[Exchange, int], tuple[_Exchange, Must]] = {}
+        #: By phase whose senders choose, the copies of units that must arrive; and how often all units of a message are sent.
+        self._repeats = dict.fromkeys(config.chosen(), Repeats(config.udp_fec_code, config.udp_fec_budget / 100))
+        self._passes = {phase: config.copies(phase) for phase in cut}
+        self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(self._repeats))
+        for phase, times in self._passes.items():
+            if times > 1 and not self._alone:
+                for bucket, units in enumerate(cut[phase]):
+                    self._copy(phase, bucket, np.zeros(units.count, dtype=bool))
+        self._unreported: dict[tuple[Exchange, int], tuple[Crossing, Must]] = {}
         self._known = LatestExchanges()  # arrivals of each exchange
         self._draws = LatestExchanges()
         self._numbers: dict[tuple[str, int], int] = {}
         self._agreements: dict[tuple[str, int], tuple[np.ndarray, dist.ProcessGroup]] = {}
-        self._begun: _Exchange | None = None  # the latest exchange
+        self._begun: Crossing | None = None  # the latest exchange
         self._patience = patience_of(group)
+
+    def _opening(self, config: LossyConfig, dtypes: Dtypes) -> Callable[..., Any]:
+        """Return a function that opens the channel, given the buckets. A collective call."""
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        # Every rank is in one group of a stream, and all make the same channels in the same order.
+        name = f"{self.name}-{ranks[0]}"
+        # A drawn prefix keeps keys of dead ranks out: torchrun may use one store for all its attempts.
+        drawn = [os.urandom(8).hex()]
+        dist.broadcast_object_list(drawn, ranks[0], self.group)
+        prefix, store = f"megatron_lossy/wire/{name}/{drawn[0]}", dist.distributed_c10d._get_default_store()
+        codes = {phase: str(codes.code) for phase, codes in self.coded.items()}
+        alike = repr((dtypes, ranks, [codes.code for codes in self.coded.values()]))
+        return partial(end_for(config).open, name, self.rank, self.size, store, prefix, alike=alike, codes=codes)
 
     def lossless(self, phase: str) -> bool:
         return self._alone
@@ -182,7 +192,6 @@ class DeadlineWire(PieceWire):
         return Transfer(crossing, arrived, apart=True)
 
     def _exchange_near(self, out: list[torch.Tensor], into: list[torch.Tensor]) -> list[Any]:
-        """Exchange with the ranks of this node over torch."""
         if not self.near:
             return []
         ranks = [dist.get_global_rank(self.group or dist.group.WORLD, other) for other in self.near]
@@ -206,7 +215,7 @@ class DeadlineWire(PieceWire):
         received: torch.Tensor,
         must: Must | None,
         bring: Bring | None,
-    ) -> _Exchange:
+    ) -> Crossing:
         """Begin to exchange ``sent`` [N * shard], or [shard] for all, and to write into ``received`` [N * shard].
 
         ``near``: handles of the exchange with ranks of this node. ``bring(window, arrived, data)``: copies data of ``window`` from page-locked memory to the device.
@@ -237,7 +246,7 @@ class DeadlineWire(PieceWire):
             )
             courier_of(sent.device, self._memory).carry(parcel)
             parts.append(parcel)
-        self._begun = _Exchange(near, parts, self._patience)
+        self._begun = Crossing(near, parts, self._patience)
         if must is not None:
             self._unreported[exchange, bucket] = self._begun, must
         return self._begun
@@ -285,7 +294,7 @@ class DeadlineWire(PieceWire):
     def restart(self) -> None:
         self._known = LatestExchanges()
 
-    def _record(self, known: _Arrivals, bucket: int, crossing: _Exchange) -> Delivery:
+    def _record(self, known: _Arrivals, bucket: int, crossing: Crossing) -> Delivery:
         """Note which units of ``bucket`` arrived. Return a delivery of this bucket alone."""
         phase = known.exchange.phase
         arrived = crossing.arrived()
@@ -315,9 +324,12 @@ class DeadlineWire(PieceWire):
             return
         mine = replicated if phase == "param" else np.repeat(replicated[self.rank][None], self.size, axis=0)
         self._agreements[phase, bucket] = mine, group
+        self._copy(phase, bucket, replicated.any(axis=0))
+
+    def _copy(self, phase: str, bucket: int, units: np.ndarray) -> None:
+        """Send the ``units`` bool[count] of ``bucket`` three times, and all of them as often as the flags say."""
         for window in self._windows[phase][bucket]:
-            units = replicated.any(axis=0)[window.units]
-            self._channel.copies(phase, window.number, units, self._passes[phase])
+            self._channel.copies(phase, window.number, units[window.units], self._passes[phase])
 
     def _agreed(self, phase: str, bucket: int, arrived: np.ndarray) -> np.ndarray:
         mask, group = self._agreements[phase, bucket]
@@ -359,7 +371,6 @@ class DeadlineWire(PieceWire):
     # --- output for the user -------------------------------------------------------------------------------------
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Return counters of each peer, by its rank in the group."""
         return {} if self._channel is None else self._channel.counters()
 
     def rates(self) -> dict[int, dict[str, float]]:
@@ -411,76 +422,3 @@ class _Arrivals:
             arrived[0][:, self._cut[bucket].numbers] = part
         arrived.flags.writeable = False
         return Delivery(self.exchange, self._members, [self._me], arrived, self._cut)
-
-
-class _Exchange:
-    """An exchange. Its wait ends when nothing more will arrive and all units were sent.
-
-    ``near``: handles of the collectives on this node. ``parts``: its windows, as messages. ``patience``: seconds for a
-    live process that sends nothing.
-    """
-
-    def __init__(self, near: list[Any], parts: Sequence[Message | Parcel], patience: float) -> None:
-        self._near, self._parts, self._patience = near, parts, patience
-        self._reports: dict[int, np.ndarray] = {}
-
-    def wait(self) -> None:
-        """Wait for the exchange. Raise :class:`PeerLost`, also if a live process has sent nothing for a while."""
-        while self._near:  # they hold buffers
-            self._near.pop(0).wait()
-        for part in self._parts:
-            if isinstance(part, Parcel):
-                part.wait()
-            else:
-                part.finish(self._patience)
-
-    @property
-    def _transfers(self) -> list[Any]:
-        return [part.transfer if isinstance(part, Parcel) else part for part in self._parts]
-
-    def arrived(self) -> np.ndarray:
-        """Return bool[N, count]: the units that arrived, after :meth:`wait`."""
-        return np.concatenate([transfer.arrived for transfer in self._transfers], axis=1)
-
-    def reports(self) -> np.ndarray | None:
-        """Return bool[N, count]: the sent units that did not arrive; ``None`` while a report is missing."""
-        for number, transfer in enumerate(self._transfers):
-            if number not in self._reports:
-                lost = None if transfer is None else transfer.reports()
-                if lost is None:
-                    return None
-                self._reports[number] = lost
-        return np.concatenate([self._reports[number] for number in range(len(self._parts))], axis=1)
-
-    def leave(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until the network has all data: others may still want them."""
-        wait([part.gone for part in self._parts if isinstance(part, Parcel)], seconds)
-
-
-def open_wire(
-    config: LossyConfig,
-    dtypes: Dtypes,
-    networks: Networks,
-    stream: Stream,
-    members: Sequence[int],
-    rank: int,
-    cut: dict[str, Sequence[BucketUnits]],
-    group: dist.ProcessGroup | None,
-    coded: Mapping[str, CodedBuckets],
-) -> DeadlineWire:
-    """Return the wire of one group. A collective call. Raise :class:`UsageError` if ranks differ or miss each other."""
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    # Every rank is in one group of a stream, and all make the same channels in the same order.
-    name = f"{stream.name}-{ranks[0]}"
-    # A drawn prefix keeps keys of dead ranks out: torchrun may use one store for all its attempts.
-    drawn = [os.urandom(8).hex()]
-    dist.broadcast_object_list(drawn, ranks[0], group)
-    prefix, store = f"megatron_lossy/wire/{name}/{drawn[0]}", dist.distributed_c10d._get_default_store()
-    codes = {phase: str(codes.code) for phase, codes in coded.items()}
-    alike = repr((dtypes, ranks, [codes.code for codes in coded.values()]))
-    open_channel = partial(end_for(config).open, name, rank, len(members), store, prefix, alike=alike, codes=codes)
-    repeats = dict.fromkeys(config.chosen(), Repeats(config.udp_fec_code, config.udp_fec_budget / 100))
-    passes = {phase: config.copies(phase) for phase in cut}
-    return DeadlineWire(
-        networks, stream, members, rank, cut, dtypes, group, open_channel, config.udp_memory, repeats, coded, passes
-    )

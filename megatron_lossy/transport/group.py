@@ -262,7 +262,6 @@ class LossyGroup:
             rule.finish_step(step, successful)
 
     def close(self) -> None:
-        """Close the group after the last exchange."""
         self._count_all()
         self.wire.close()
 

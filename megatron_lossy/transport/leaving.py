@@ -31,7 +31,6 @@ class Departures:
         self._messages: deque[tuple[Any, int]] = deque()
 
     def add(self, sending: Any, size: int) -> None:
-        """Keep a message of ``size`` bytes until it has left."""
         self._messages.append((sending, size))
 
     @property

@@ -134,8 +134,6 @@ _EARLY = "{} %s came before this rank asked for them and did not fit --udp-memor
 
 
 class DatagramMonitor(NetworkMonitor):
-    """Counts datagrams."""
-
     network = "udp"
     columns = _UNITS | {
         "duplicate": "duplicate",
@@ -159,8 +157,6 @@ class DatagramMonitor(NetworkMonitor):
 
 
 class StreamMonitor(NetworkMonitor):
-    """Counts units, bytes and connections."""
-
     network = "stream"
     columns = _UNITS | {"sent_bytes": "sent_bytes", "broken": "broken", "late_us": "late_us"}
     table = ("sent", "received", "lost", "late", "early_dropped", "broken", "malformed")

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -125,7 +126,6 @@ class Scalars:
             self._ledger.install([self.patch("torch.distributed:all_reduce"), self.patch(_FUNCTIONAL)])
 
     def remove(self, sites: Sites) -> None:
-        """Undo :meth:`add`."""
         self._sites = [others for others in self._sites if others is not sites]
         if not self._sites:
             self._ledger.uninstall()
@@ -149,7 +149,6 @@ class Scalars:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Wrap ``torch.distributed.all_reduce``."""
         place = self._place(tensor, op, group)
         if place is None:
             return original(tensor, op=op, group=group, async_op=async_op)
@@ -306,44 +305,30 @@ def later(works: Sequence[Any], begin: Callable[[], Transfer], tensor: torch.Ten
             return begin()
 
     if tensor.device.type == "cpu":  # where a wait holds up its thread
-        future = _thread().submit(begun)
-        return Transfer(_Beginning(future), lambda: future.result().wait(), apart=True)
+        future: Future[Transfer] = Future()
+        _jobs().put((future, begun))
+        return Transfer(SimpleNamespace(wait=future.result), lambda: future.result().wait(), apart=True)
     with aside(tensor.device):
         transfer = begun()
     transfer.apart = True
     return transfer
 
 
-class _Thread:
-    """Does jobs one after another. It keeps no process from ending, whose ranks may wait for each other after an error."""
+@cache
+def _jobs() -> SimpleQueue[tuple[Future[Transfer], Callable[[], Transfer]]]:
+    """Return the queue of a thread that does jobs one after another.
 
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Future[Transfer], Callable[[], Transfer]]] = SimpleQueue()
-        threading.Thread(target=self._run, name="megatron-lossy-sites", daemon=True).start()
+    It keeps no process from ending, whose ranks may wait for each other after an error.
+    """
+    jobs: SimpleQueue[tuple[Future[Transfer], Callable[[], Transfer]]] = SimpleQueue()
 
-    def submit(self, job: Callable[[], Transfer]) -> Future[Transfer]:
-        future: Future[Transfer] = Future()
-        self._jobs.put((future, job))
-        return future
-
-    def _run(self) -> None:
+    def run() -> None:
         while True:
-            future, job = self._jobs.get()
+            future, job = jobs.get()
             try:
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
 
-
-_thread = cache(_Thread)
-
-
-class _Beginning:
-    """The handle of an exchange that another thread begins."""
-
-    def __init__(self, future: Future[Transfer]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        """Wait until the exchange has begun."""
-        self._future.result()
+    threading.Thread(target=run, name="megatron-lossy-sites", daemon=True).start()
+    return jobs

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -211,11 +211,53 @@ class Parcel:
     def forget(self) -> None:
         """Release all buffers: a kept parcel is only asked for its result."""
         self.rows, self.arrived = (), None
-        self.post = self.send = self.bring = _nothing
+        self.post = self.send = self.bring = lambda *_: None
 
 
-def _nothing(*_: Any) -> Any:
-    """Do nothing: a parcel has arrived."""
+@dataclass(eq=False)
+class Crossing:
+    """An exchange. Its wait ends when nothing more will arrive and all units were sent.
+
+    ``near``: handles of the collectives on this node. ``parts``: its windows, as messages. ``patience``: seconds for a
+    live process that sends nothing.
+    """
+
+    near: list[Any]
+    parts: Sequence[Message | Parcel]
+    patience: float
+    _reports: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def wait(self) -> None:
+        """Wait for the exchange. Raise :class:`PeerLost`, also if a live process has sent nothing for a while."""
+        while self.near:  # they hold buffers
+            self.near.pop(0).wait()
+        for part in self.parts:
+            if isinstance(part, Parcel):
+                part.wait()
+            else:
+                part.finish(self.patience)
+
+    @property
+    def _transfers(self) -> list[Any]:
+        return [part.transfer if isinstance(part, Parcel) else part for part in self.parts]
+
+    def arrived(self) -> np.ndarray:
+        """Return bool[N, count]: the units that arrived, after :meth:`wait`."""
+        return np.concatenate([transfer.arrived for transfer in self._transfers], axis=1)
+
+    def reports(self) -> np.ndarray | None:
+        """Return bool[N, count]: the sent units that did not arrive; ``None`` while a report is missing."""
+        for number, transfer in enumerate(self._transfers):
+            if number not in self._reports:
+                lost = None if transfer is None else transfer.reports()
+                if lost is None:
+                    return None
+                self._reports[number] = lost
+        return np.concatenate([self._reports[number] for number in range(len(self.parts))], axis=1)
+
+    def leave(self, seconds: float) -> None:
+        """Wait at most ``seconds`` until the network has all data: others may still want them."""
+        wait([part.gone for part in self.parts if isinstance(part, Parcel)], seconds)
 
 
 class Courier:

@@ -210,7 +210,6 @@ class Channel:
 
     def _place(self, link: Link, header: Header, payload: memoryview) -> None:
         transfer, counters = self._transfers[header.phase, header.bucket], link.counters
-        counters["received_bytes"] += len(payload)
         if transfer.number != header.number or transfer.ended is not None:
             counters["late"] += header.units
             if transfer.number == header.number and transfer.ended is not None:
@@ -246,7 +245,6 @@ class Channel:
         self.lock.notify_all()
 
     def lost_ranks(self) -> dict[int, str]:
-        """Return the ranks that are done without, and why."""
         return {rank: f"{link.called}: {self._why(link)}" for rank, link in self.links.items() if link.left}
 
     def _why(self, link: Link) -> str:
@@ -260,7 +258,6 @@ class Channel:
         """Do nothing: TCP sends again by itself."""
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Return counters of each peer."""
         with self.lock:
             return {peer: dict(link.counters) for peer, link in self.links.items()}
 
@@ -302,7 +299,6 @@ class Channel:
         over.wait(1.0)
 
     def _drain(self, until: float) -> None:
-        """Wait until the other hosts have all that was sent."""
         wait = 1e-3
         asked = threading.Event()
         self.host.ask(asked.set)  # after what it was asked before

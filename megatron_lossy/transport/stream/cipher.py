@@ -11,8 +11,8 @@ import hmac
 from functools import cache
 
 from ...base.errors import refuse
+from ..udp.session import NO_CIPHER, TAG_BYTES
 
-TAG_BYTES = 16
 #: Frames that are sealed with one key; the next key is derived from it. RFC 8446, section 5.5, allows 2^24.5 records of 2^14 bytes.
 _FRAMES_OF_KEY = 2**20
 _SET_TAG, _GET_TAG = 0x11, 0x10
@@ -39,8 +39,7 @@ def _library() -> ctypes.PyDLL:
             function = getattr(lib, name)
             function.restype, function.argtypes = result, arguments
         return lib
-    needed = "needs libcrypto.so.3 or libcrypto.so.1.1: install OpenSSL, or give --udp-key-file none"
-    raise refuse("--transport", "stream", needed)
+    raise refuse("--transport", "stream", NO_CIPHER)
 
 
 class Cipher:
@@ -98,7 +97,6 @@ class NoCipher:
     tag_bytes = 0
 
     def seal(self, header: int, header_bytes: int, source: int, size: int, into: int) -> None:
-        """Copy ``size`` bytes from ``source`` to ``into``."""
         ctypes.memmove(into, source, size)
 
     def open(self, header: int, header_bytes: int, data: int, size: int) -> bool:

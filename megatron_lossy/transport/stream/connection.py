@@ -65,7 +65,6 @@ class Handshake:
         host.later(HANDSHAKE_SECONDS, lambda: self.fail(f"no answer in {HANDSHAKE_SECONDS:g} s"))
 
     def fail(self, why: str) -> None:
-        """End it, unless it is over."""
         if not self._over:
             self._over = True
             self._host.watch(self._socket, 0, self._act)
@@ -104,7 +103,6 @@ class Handshake:
             self._reply() if self._link is None else self._meet()
 
     def _reply(self) -> None:
-        """Accept the call of a rank."""
         _, name, rank, random, proof = _CALL.unpack(self._heard)
         link = self._find(name, rank)
         if link is None:
@@ -116,7 +114,6 @@ class Handshake:
         self._begin(link, random + self._random, dialed=False)
 
     def _meet(self) -> None:
-        """Take the answer of the listener."""
         assert self._link is not None
         random, proof = _REPLY.unpack(self._heard)
         if not hmac.compare_digest(proof, self._link.channel.secret.derive(b"reply", self._random, random)):
@@ -215,7 +212,6 @@ class Connection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(self._reader.needed, most))
 
     def _take(self) -> None:
-        """Put all whole frames where they belong."""
         while not self.closed and (frame := self._held or self._reader.next()) is not None:
             if not self.known:
                 self.known = True

@@ -35,7 +35,6 @@ class Pace:
         self.usual = math.inf
 
     def note(self, seconds: float) -> None:
-        """Note an exchange that took so long."""
         self._took.append(seconds)
         self._credit = min(self._credit + self._accepted, _SAVED * self._accepted)
         if len(self._took) >= _ENOUGH:

@@ -93,16 +93,13 @@ class Host:
         return Channel(self, Opening(*arguments, **options))
 
     def counters(self) -> dict[str, int]:
-        """Return connections of strangers."""
         return {"strangers": self.refused}
 
     def ask(self, act: Callable[[], None]) -> None:
-        """Call ``act`` on the thread, soon."""
         self._asked.append(act)
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Close all channels, end the thread, and close the port."""
         if self.closed:
             return
         for channel in list(self.channels.values()):
@@ -183,7 +180,6 @@ class Host:
         Handshake(self, made, over, find=self._find)
 
     def _find(self, name: bytes, rank: int) -> Link | None:
-        """Return the link to ``rank`` in the channel that handshakes call ``name``."""
         channel = self.channels.get(name)
         return None if channel is None else channel.links.get(rank)
 

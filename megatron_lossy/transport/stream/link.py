@@ -35,7 +35,6 @@ class Shape:
         self.frame = max(1, min(max(-(-self.units // _FRAMES), _LEAST_FRAME_BYTES // unit), _FRAME_BYTES // unit))
 
     def bytes_of(self, first: int, count: int) -> int:
-        """Return bytes of ``count`` units from ``first`` on."""
         return min((first + count) * self.unit, self.shard) - first * self.unit
 
 
@@ -49,7 +48,6 @@ class OutgoingMessage:
         self.sent = False
 
     def next_frame(self, writer: Writer) -> tuple[memoryview, int]:
-        """Return the next frame, and its number of units."""
         shape, first = self._shape, self._next
         if self.dropped:
             self.sent = True
@@ -110,7 +108,6 @@ class Link:
             self._behind = behind or 0
 
     def read(self) -> None:
-        """Take what the kernel has."""
         if self.connection is not None:
             self.connection.read()
         self._measure()
@@ -179,17 +176,14 @@ class Link:
         self.channel.host.ask(self.wake)
 
     def wake(self) -> None:
-        """Write, and read what was held back."""
         if self.connection is not None:
             self.connection.wake()
 
     def say(self, kind: int) -> None:
-        """Send a frame without payload."""
         if self.connection is not None:
             self.connection.say(kind)
 
     def wants_to_send(self) -> bool:
-        """Return whether messages wait."""
         return bool(self._messages)
 
     @property

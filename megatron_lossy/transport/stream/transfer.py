@@ -66,7 +66,6 @@ class Transfer(Message):
     # --- called with the channel's lock ------------------------------------------------------------------------------
 
     def came(self, source: int, first: int, count: int, payload: memoryview) -> None:
-        """Take units of ``source``."""
         into = self._into.get(source)
         if into is None:
             return
@@ -87,7 +86,6 @@ class Transfer(Message):
         self._begun.setdefault(source, time.monotonic() - self._links[source].round_trip / 2)
 
     def finished(self, source: int) -> None:
-        """Note that nothing more comes from ``source``."""
         if self._left.get(source):
             self._left[source] = 0
             self._lock.notify_all()
@@ -104,12 +102,10 @@ class Transfer(Message):
             self._lock.notify_all()
 
     def leave(self, rank: int, message: OutgoingMessage) -> None:
-        """Note that ``message`` is to be sent to ``rank``."""
         self.leaving[rank] = message
         message.dropped = rank in self._unwanted
 
     def awaits(self, source: int) -> bool:
-        """Return whether units of ``source`` may come."""
         return self.ended is None and bool(self._left.get(source))
 
     def end(self) -> None:
@@ -134,7 +130,6 @@ class Transfer(Message):
         self._into = {}
 
     def _do_without(self, source: int) -> None:
-        """Let ``source`` send no more."""
         if self._left[source]:
             self._left[source] = 0
             self._give_up(self, self._key, source)
@@ -200,7 +195,6 @@ class Transfer(Message):
     # --- called without it -------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> np.ndarray:
-        """Return bool[N, units]: the units that arrived. Raise TimeoutError after ``timeout`` seconds."""
         with self._lock:
             self._wait(self._coming, timeout)
             self._end_taking()
@@ -213,6 +207,5 @@ class Transfer(Message):
             self.end()
 
     def all_sent(self) -> bool:
-        """Return whether nothing waits to be handed to the kernel."""
         with self._lock:
             return not self._going()

@@ -6,6 +6,7 @@ The decisions are in ``c/`` (``engine.c`` names the parts), without input or out
 
 from ..leaving import PeerLost
 from ..settings import Settings
-from .engine import Channel, Engine, Transfer
+from .channel import Channel, Transfer
+from .engine import Engine
 
 __all__ = ["Channel", "Engine", "PeerLost", "Settings", "Transfer"]

@@ -1,4 +1,4 @@
-"""The number of times that units that must arrive are sent, as far as it depends on what the network has lost."""
+"""The number of times that units are sent: those that must arrive as the network's losses require, those of copies three times."""
 
 from __future__ import annotations
 
@@ -31,3 +31,23 @@ class Repeats:
     def report(self, lost: np.ndarray, must: np.ndarray) -> None:
         """Record the losses ``lost`` bool[D, count] of units outside ``must``: these are the losses of the network."""
         self._adaptive.report(int((lost & ~must).sum()), int((~must).sum()))
+
+
+#: How often units are sent that hold copies of parameters.
+_COPIES = 3
+
+
+def order_of_copies(mask: np.ndarray, passes: int) -> np.ndarray:
+    """Return uint32[entries]: the order of units that are sent ``passes`` times, and those of ``mask`` bool[units] three times.
+
+    In one pass copies are a third of the message apart; a later pass follows the one before.
+    """
+    units = len(mask)
+    (chosen,) = np.nonzero(mask)
+    plain = np.arange(units)
+    if passes > 1:
+        order = np.concatenate([plain] * passes + [chosen] * (_COPIES - passes))
+    else:
+        places = np.concatenate([plain, (chosen + units // 3) % units, (chosen + 2 * units // 3) % units])
+        order = np.concatenate([plain, chosen, chosen])[np.argsort(places, kind="stable")]
+    return np.ascontiguousarray(order, np.uint32)

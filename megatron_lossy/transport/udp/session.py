@@ -18,6 +18,7 @@ PHASES = ("grad", "param")
 #: The number of each code of values in a datagram.
 CODES = {"raw": 0, "int8": 1, "int4": 2}
 HEADER_BYTES, TAG_BYTES = 28, 16
+NO_CIPHER = "needs libcrypto.so.3 or libcrypto.so.1.1: install OpenSSL, or give --udp-key-file none"
 #: For each phase and each bucket: bytes of a shard, and of a unit.
 Buckets = Mapping[str, Sequence[tuple[int, int]]]
 
@@ -53,7 +54,6 @@ class Opening:
 
     @property
     def others(self) -> list[int]:
-        """The ranks that are reached here."""
         return sorted(set(range(self.size) if self.peers is None else self.peers) - {self.rank})
 
     def number(self, rank: int) -> int:
@@ -61,11 +61,9 @@ class Opening:
         return rank if self.called is None else self.called[rank]
 
     def named(self, rank: int) -> str:
-        """Return the name of ``rank`` in messages."""
         return f"rank {self.number(rank)} of {self.name}"
 
     def code(self, phase: str) -> str:
-        """Return the code of the values of ``phase``."""
         return (self.codes or {}).get(phase, "raw")
 
     def cut(self, phase: str) -> Sequence[tuple[int, int]]:

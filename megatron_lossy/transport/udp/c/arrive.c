@@ -13,9 +13,8 @@ static void say_done(struct member *m, const struct header *h, ns now)
         m->replies.at = now + MS;
         m->replies.count = 0;
     }
-    if (m->replies.count++ >= REPLIES)
-        return;
-    done_said(m, h->phase, h->step, h->bucket);
+    if (m->replies.count++ < REPLIES)
+        done_said(m, h->phase, h->step, h->bucket);
 }
 
 static int early_keep(struct exchange *x, struct member *m, uint32_t unit, const uint8_t *bytes, uint32_t size)
@@ -25,14 +24,12 @@ static int early_keep(struct exchange *x, struct member *m, uint32_t unit, const
     size_t charge = sizeof(struct early) + size + 16 + (s->row ? 0 : x->bucket->units);
     if (s->row && s->row[unit])
         return DUPLICATE;
-    if (!early_room(c, charge))
+    struct early *chunk = early_room(c, charge) ? malloc(sizeof *chunk + size) : NULL;
+    if (!chunk || (!s->row && !(s->row = calloc(1, x->bucket->units)))) {
+        free(chunk);
         return EARLY_DROPPED;
-    if (!s->row && !(s->row = calloc(1, x->bucket->units)))
-        return EARLY_DROPPED;
+    }
     s->own_row = 1;
-    struct early *chunk = malloc(sizeof *chunk + size);
-    if (!chunk)
-        return EARLY_DROPPED;
     early_charge(x, charge);
     chunk->unit = unit;
     chunk->size = size;
@@ -73,8 +70,8 @@ static int take_data(struct member *m, const struct header *h, const uint8_t *by
     } else {
         unit_arrived(x, m->rank, unit, bytes);
         if (!s->ended) {
-            s->ready_wait = ready_base(m->flow);
-            s->ready_at = now + s->ready_wait;
+            s->ready.wait = ready_base(m->flow);
+            s->ready.at = now + s->ready.wait;
         } else if (s->must.count) {
             /* It may have been the last that must arrive. While more comes nothing is asked for. */
             exchange_due(x, s->must.count < x->bucket->units ? now : now + MS);
@@ -124,9 +121,7 @@ static int take_end(struct member *m, const struct header *h, const uint8_t *pay
     }
     s->ended = 1;
     s->ended_at = now;
-    s->ready_at = NEVER;
-    s->must.nack_at = 0;
-    s->must.twice = 0;
+    s->ready.at = NEVER;
     s->must.nack_wait = nack_base(m->flow);
     if (x->posted)
         exchange_due(x, now + reorder_window(m->channel->engine, m->flow));
@@ -167,7 +162,8 @@ static int take_ask(struct member *m, const struct header *h, ns now)
 
 static int take_report(struct engine *e, struct flow *f, const uint8_t *payload, ns now, ns came)
 {
-    struct arrivals a = arrivals_read(payload);
+    struct arrivals a;
+    memcpy(&a, payload, sizeof a);
     if (a.top > f->out.number || a.datagrams > UINT64_MAX / 2 || a.bytes > UINT64_MAX / 2)
         return MALFORMED;
     uint32_t most = (uint32_t)((f->out.mask + 1) / 4); /* what `sent` has room for */
@@ -210,8 +206,9 @@ static void shares(struct engine *e, struct flow *f, size_t bytes, ns now)
 
 static void report_later(struct engine *e, struct flow *f, ns now)
 {
+    uint32_t threshold = (uint32_t)between(1, e->window / 4, 256);
     f->report.repeats = 0;
-    if (++f->report.due >= f->report.threshold)
+    if (++f->report.due >= threshold)
         f->report.at = now;
     else if (f->report.due == 1)
         f->report.at = now + 2 * MS;
@@ -244,21 +241,9 @@ static void flow_back(struct engine *e, const struct flow *f, ns now)
                 continue;
             struct source *s = &x->sources[m->rank];
             struct dest *d = &x->dests[m->rank];
-            if (s->ready_at != NEVER) {
-                s->ready_wait = ready_base(f);
-                s->ready_at = least(s->ready_at, now + s->ready_wait);
-                exchange_due(x, s->ready_at);
-            }
-            if (d->ask_at != NEVER) {
-                d->ask_wait = ready_base(f);
-                d->ask_at = least(d->ask_at, now + d->ask_wait);
-                exchange_due(x, d->ask_at);
-            }
-            if (d->end_at != NEVER) {
-                d->end_wait = MS;
-                d->end_at = least(d->end_at, now + d->end_wait);
-                exchange_due(x, d->end_at);
-            }
+            repeat_sooner(x, &s->ready, now, ready_base(f));
+            repeat_sooner(x, &d->ask, now, ready_base(f));
+            repeat_sooner(x, &d->end, now, MS);
         }
 }
 

@@ -1,7 +1,6 @@
 /* Needs of every part: the system's headers, time, and the mark of functions that Python calls. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <endian.h>
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/udp.h>
@@ -25,15 +24,6 @@
 #endif
 #ifndef UDP_GRO
 #define UDP_GRO 104
-#endif
-#ifndef SO_RCVBUFFORCE
-#define SO_RCVBUFFORCE 33
-#endif
-#ifndef SO_SNDBUFFORCE
-#define SO_SNDBUFFORCE 32
-#endif
-#ifndef SO_MAX_PACING_RATE
-#define SO_MAX_PACING_RATE 47
 #endif
 
 #define API __attribute__((visibility("default")))

@@ -18,30 +18,23 @@ API int ml_linger(struct channel *c, ns timeout)
 API int ml_copies(struct channel *c, int phase, uint32_t bucket, const uint32_t *order, uint32_t entries, const uint8_t *tags)
 {
     struct bucket *b = &c->bucket[phase][bucket];
-    uint32_t *new_order = malloc(entries * sizeof *order);
-    uint8_t *new_tags = malloc(b->units);
-    if (!new_order || !new_tags) {
-        free(new_order);
-        free(new_tags);
+    uint32_t *old = malloc(entries * sizeof *order + b->units), *new = old;
+    if (!new)
         return -3;
-    }
-    memcpy(new_order, order, entries * sizeof *order);
-    memcpy(new_tags, tags, b->units);
+    memcpy(new, order, entries * sizeof *order);
+    memcpy(new + entries, tags, b->units);
     acquire(c->engine);
     int busy = 0;
     for (const struct exchange *x = b->live; x; x = x->same)
         busy |= x->sending && x->unsent;
-    if (busy) {
-        free(new_order);
-        free(new_tags);
-    } else {
-        free(b->order);
-        free(b->tags);
-        b->order = new_order;
-        b->tags = new_tags;
+    if (!busy) {
+        old = b->order;
+        b->order = new;
+        b->tags = (uint8_t *)(new + entries);
         b->entries = entries;
     }
     release(c->engine);
+    free(old);
     return busy ? -2 : 0;
 }
 
@@ -61,7 +54,7 @@ API int ml_post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
 API int ml_send(struct channel *c, int phase, uint32_t step, uint32_t bucket, const uint8_t *const *from, const uint8_t *must,
                 uint32_t block, uint32_t copies, struct exchange **handle)
 {
-    struct musts *musts = NULL;
+    struct must_out *musts = NULL;
     if (must && !(musts = musts_new(c, &c->bucket[phase][bucket], from, must)))
         return -3;
     acquire(c->engine);
@@ -151,13 +144,6 @@ API int ml_failed(const struct channel *c, int *culprit)
     return c->failed;
 }
 
-API void ml_member_counters(struct channel *c, uint32_t rank, uint64_t *out)
-{
-    acquire(c->engine);
-    memcpy(out, &c->members[rank].count, sizeof c->members[rank].count);
-    release(c->engine);
-}
-
 API void ml_engine_counters(struct engine *e, uint64_t *out)
 {
     acquire(e);
@@ -165,14 +151,15 @@ API void ml_engine_counters(struct engine *e, uint64_t *out)
     release(e);
 }
 
-/* Rate (bytes/s), least round trip (s); DATA that its buffer holds for us, with ease and at most. */
-API void ml_member_rate(struct channel *c, uint32_t rank, double *out)
+/* Counters; rate (bytes/s), least round trip (s), DATA that its buffer holds for us, with ease and at most. */
+API void ml_member_counters(struct channel *c, uint32_t rank, uint64_t *counts, double *rates)
 {
     acquire(c->engine);
     const struct flow *f = c->members[rank].flow;
-    out[0] = f->rate.rate;
-    out[1] = f->rate.known ? (double)f->rate.rtt_min / 1e9 : 0.0;
-    out[2] = f->out.window;
-    out[3] = f->out.limit;
+    memcpy(counts, &c->members[rank].count, sizeof c->members[rank].count);
+    rates[0] = f->rate.rate;
+    rates[1] = f->rate.known ? (double)f->rate.rtt_min / 1e9 : 0.0;
+    rates[2] = f->out.window;
+    rates[3] = f->out.limit;
     release(c->engine);
 }

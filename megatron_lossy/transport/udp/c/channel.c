@@ -20,26 +20,23 @@ static void release(struct engine *e)
 
 static ns at(ns now) { return now < 0 ? clock_now() : now; }
 
+/* `bears`: lost members are left out, and the channel goes on. */
 API struct channel *ml_channel(struct engine *e, uint32_t id, uint32_t rank, uint32_t size, uint32_t grad, uint32_t param,
-                               uint32_t probe_bytes)
+                               int bears)
 {
-    struct channel *c = calloc(1, sizeof *c);
-    if (!c || !(c->members = calloc(size, sizeof *c->members)) || !(c->bucket[0] = calloc(grad + 1, sizeof(struct bucket)))
-        || !(c->bucket[1] = calloc(param + 1, sizeof(struct bucket)))) {
-        if (c) {
-            free(c->members);
-            free(c->bucket[0]);
-            free(c);
-        }
+    struct channel *c = calloc(1, sizeof *c + size * sizeof *c->members + ((size_t)grad + param) * sizeof(struct bucket));
+    if (!c)
         return NULL;
-    }
+    c->members = (struct member *)(c + 1);
+    c->bucket[0] = (struct bucket *)(c->members + size);
+    c->bucket[1] = c->bucket[0] + grad;
     c->engine = e;
     c->id = id;
     c->rank = rank;
     c->size = size;
     c->buckets[0] = grad;
     c->buckets[1] = param;
-    c->probe_bytes = probe_bytes;
+    c->bears = bears;
     c->cursor = (rank + 1) % size;
     for (uint32_t i = 0; i < size; i++) {
         c->members[i].channel = c;
@@ -50,40 +47,24 @@ API struct channel *ml_channel(struct engine *e, uint32_t id, uint32_t rank, uin
     return c;
 }
 
-API void ml_bucket(struct channel *c, int phase, uint32_t bucket, uint64_t shard, uint32_t unit)
+/* `code` of the values: 0 raw, 1 int8, 2 int4. `reported`: senders of this bucket get reports of missing units, and may name units
+ * that must arrive. Before ml_open. */
+API int ml_bucket(struct channel *c, int phase, uint32_t bucket, uint64_t shard, uint32_t unit, int code, int reported)
 {
     struct bucket *b = &c->bucket[phase][bucket];
     b->shard = shard;
     b->unit = unit;
     b->units = b->entries = (uint32_t)((shard + unit - 1) / unit);
-}
-
-/* The code of the values of this bucket: 0 raw, 1 int8, 2 int4. Before ml_open. */
-API void ml_code(struct channel *c, int phase, uint32_t bucket, int code)
-{
-    c->bucket[phase][bucket].code = (uint8_t)code;
-}
-
-/* Senders of this bucket get reports of missing units, and may name units that must arrive. Before ml_open. */
-API int ml_reported(struct channel *c, int phase, uint32_t bucket)
-{
-    struct bucket *b = &c->bucket[phase][bucket];
-    if (!(b->reports = calloc((size_t)c->size * REPORTS, sizeof *b->reports)))
+    b->code = (uint8_t)code;
+    uint32_t kept = c->size * REPORTS, bytes = (b->units + 7) / 8;
+    if (reported && !(b->reports = calloc(kept, sizeof *b->reports + bytes)))
         return -3;
-    for (uint32_t k = 0; k < c->size * REPORTS; k++)
-        if (!(b->reports[k].lost = malloc((b->units + 7) / 8)))
-            return -3;
-    for (uint32_t i = 0; i < c->size; i++)
+    for (uint32_t k = 0; reported && k < kept; k++)
+        b->reports[k].lost = (uint8_t *)(b->reports + kept) + (uint64_t)k * bytes;
+    for (uint32_t i = 0; reported && i < c->size; i++)
         if (!c->members[i].resend.ring && !(c->members[i].resend.ring = malloc(RESENDS * sizeof *c->members[i].resend.ring)))
             return -3;
     return 0;
-}
-
-/* Datagrams after which a REPORT is due. */
-static uint32_t report_threshold(const struct engine *e)
-{
-    uint32_t quarter = e->window / 4;
-    return quarter > 256 ? 256 : quarter ? quarter : 1;
 }
 
 enum { LEAST_REPLAY = 128, MOST_REPLAY = 2048 }; /* words of 64 numbers */
@@ -101,20 +82,25 @@ static uint64_t replay_words(const struct engine *e)
 static void flow_empty(struct flow *f)
 {
     free(f->out.sent);
-    free(f->in.seen);
     f->out.sent = NULL;
-    f->in.seen = NULL;
+}
+
+/* 0: no memory. `limit`: numbers that it may be sent and may not have reported. */
+static int flow_fill(struct flow *f, uint64_t limit)
+{
+    if (f->out.sent)
+        return 1;
+    f->out.mask = 1023;
+    while (f->out.mask < 4 * limit)
+        f->out.mask = 2 * f->out.mask + 1;
+    if (!(f->out.sent = calloc(1, (f->out.mask + 1) * sizeof *f->out.sent + f->in.seen_words * sizeof *f->in.seen)))
+        return 0;
+    f->in.seen = (uint64_t *)(f->out.sent + f->out.mask + 1);
+    f->out.reported = f->out.data; /* of what went out before nothing is known any more */
+    return 1;
 }
 
 #define FORGOTTEN (60 * SECOND) /* of silence, after which a flow that no channel has gives its rings back */
-
-/* Of processes that came and went there may be many. Their numbers stay: the other end may have kept its state of them. */
-static void flows_empty(struct engine *e, ns now)
-{
-    for (struct flow *f = e->flows; f; f = f->next)
-        if (!f->members && now - f->heard >= FORGOTTEN)
-            flow_empty(f);
-}
 
 static struct flow *flow_find(struct engine *e, const struct sockaddr *to, socklen_t to_size, uint64_t instance)
 {
@@ -128,10 +114,11 @@ static struct flow *flow_find(struct engine *e, const struct sockaddr *to, sockl
     f->to_size = to_size;
     f->instance = instance;
     f->out.window = f->out.limit = UINT32_MAX;
-    f->report.threshold = report_threshold(e);
     f->in.seen_words = replay_words(e);
     f->report.at = NEVER;
-    rate_init(&f->rate, 4e6, e->set.rate, e->set.rule, full_datagram(e), fair_flows(e));
+    rate_init(&f->rate, 4e6, e->set.rate, e->set.rule, full_datagram(e), e->set.flows ? e->set.flows : 1);
+    f->next = e->flows;
+    e->flows = f;
     return f;
 }
 
@@ -142,48 +129,26 @@ API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, u
 {
     struct engine *e = c->engine;
     struct member *m = &c->members[rank];
-    int result = -1;
     acquire(e);
-    flows_empty(e, at(now));
+    /* Of processes that came and went there may be many. Their numbers stay: the other end may have kept its state of them. */
+    for (struct flow *old = e->flows; old; old = old->next)
+        if (!old->members && at(now) - old->heard >= FORGOTTEN)
+            flow_empty(old);
     struct flow *f = flow_find(e, to, (socklen_t)to_size, instance);
-    if (!f)
-        goto out;
-    if (!f->out.sent) {
-        int known = f->out.mask > 0;
-        f->out.mask = 1023;
-        while (f->out.mask < 4 * (uint64_t)limit)
-            f->out.mask = 2 * f->out.mask + 1;
-        f->out.sent = calloc(f->out.mask + 1, sizeof *f->out.sent);
-        f->in.seen = calloc(f->in.seen_words, sizeof *f->in.seen);
-        if (!f->out.sent || !f->in.seen) {
-            flow_empty(f);
-            if (!known)
-                free(f);
-            goto out;
-        }
-        if (!known) {
-            f->next = e->flows;
-            e->flows = f;
-        }
-        f->out.reported = f->out.data; /* of what went out before nothing is known any more */
+    int keys = !e->set.cipher || (key_new(&m->seal, key_out, 1) && key_new(&m->open, key_in, 0));
+    int room = f && flow_fill(f, limit) && keys;
+    if (room) {
+        f->out.window = window < f->out.window ? window : f->out.window;
+        f->out.limit = limit < f->out.limit ? limit : f->out.limit;
+        f->heard = at(now);
+        m->eager_limit = eager;
+        m->flow = f;
+        m->next = f->members;
+        f->members = m;
     }
-    f->out.window = window < f->out.window ? window : f->out.window;
-    f->out.limit = limit < f->out.limit ? limit : f->out.limit;
-    f->heard = at(now);
-    if (e->set.cipher && (!key_new(&m->seal, key_out, 1) || !key_new(&m->open, key_in, 0)))
-        goto out;
-    m->eager_limit = eager;
-    m->flow = f;
-    m->next = f->members;
-    f->members = m;
-    result = 0;
-out:
     release(e);
-    return result;
+    return room ? 0 : -1;
 }
-
-/* Lost members are left out. Before ml_open. */
-API void ml_bears(struct channel *c) { c->bears = 1; }
 
 API void ml_open(struct channel *c)
 {
@@ -203,7 +168,6 @@ API void ml_promise(struct engine *e, uint32_t window, uint32_t limit)
     e->window = window;
     e->limit = limit;
     for (struct flow *f = e->flows; f; f = f->next) {
-        f->report.threshold = report_threshold(e);
         f->report.repeats = 0;
         f->report.at = 0;
     }
@@ -230,15 +194,20 @@ API int ml_probed(struct channel *c, uint32_t rank)
     return result;
 }
 
-/* Without lock: of a channel that is not called any more. */
-static void channel_free(struct channel *c)
+static void exchanges_free(struct channel *c)
 {
-    struct engine *e = c->engine;
-    for (struct exchange *x = e->live, *next; x; x = next) {
+    for (struct exchange *x = c->engine->live, *next; x; x = next) {
         next = x->next;
         if (x->channel == c)
             exchange_free(x);
     }
+}
+
+/* Without lock: of a channel that is not called any more. */
+static void channel_free(struct channel *c)
+{
+    struct engine *e = c->engine;
+    exchanges_free(c);
     uint32_t kept = e->control.first;
     for (uint32_t k = e->control.first; k != e->control.last; k++)
         if (e->control.ring[k % CONTROLS].channel != c)
@@ -248,6 +217,7 @@ static void channel_free(struct channel *c)
         struct member *m = &c->members[i];
         key_free(&m->seal);
         key_free(&m->open);
+        free(m->resend.ring);
         if (!m->flow)
             continue;
         struct member **link = &m->flow->members;
@@ -262,19 +232,10 @@ static void channel_free(struct channel *c)
     if (*link)
         *link = c->next;
     e->cursor = NULL;
-    for (int phase = 0; phase < PHASES; phase++) {
-        for (uint32_t b = 0; b < c->buckets[phase]; b++) {
-            free(c->bucket[phase][b].order);
-            free(c->bucket[phase][b].tags);
-            for (uint32_t k = 0; c->bucket[phase][b].reports && k < c->size * REPORTS; k++)
-                free(c->bucket[phase][b].reports[k].lost);
-            free(c->bucket[phase][b].reports);
-        }
-        free(c->bucket[phase]);
+    for (uint32_t b = 0; b < c->buckets[0] + c->buckets[1]; b++) {
+        free(c->bucket[0][b].order);
+        free(c->bucket[0][b].reports);
     }
-    for (uint32_t i = 0; i < c->size; i++)
-        free(c->members[i].resend.ring);
-    free(c->members);
     free(c);
 }
 
@@ -287,16 +248,10 @@ API void ml_close(struct channel *c, ns now)
         channel_free(c);
     } else {
         for (uint32_t i = 0; i < c->size; i++) {
-            struct member *m = &c->members[i];
-            for (int phase = 0; phase < PHASES; phase++)
-                m->queue[phase] = m->last[phase] = NULL;
+            c->members[i].queue[0] = c->members[i].queue[1] = NULL;
             last_word(c, i);
         }
-        for (struct exchange *x = e->live, *next; x; x = next) {
-            next = x->next;
-            if (x->channel == c)
-                exchange_free(x);
-        }
+        exchanges_free(c);
         c->closing = 1;
         c->unacknowledged = 0;
         c->free_at = at(now) + 2 * SECOND;

@@ -9,12 +9,9 @@ static struct {
     void (*cipher_free)(void *);
     const void *(*aes_128_gcm)(void);
     int (*control)(void *, int, int, void *);
-    int (*seal_init)(void *, const void *, void *, const uint8_t *, const uint8_t *);
-    int (*seal_update)(void *, uint8_t *, int *, const uint8_t *, int);
-    int (*seal_final)(void *, uint8_t *, int *);
-    int (*open_init)(void *, const void *, void *, const uint8_t *, const uint8_t *);
-    int (*open_update)(void *, uint8_t *, int *, const uint8_t *, int);
-    int (*open_final)(void *, uint8_t *, int *);
+    int (*init)(void *, const void *, void *, const uint8_t *, const uint8_t *, int);
+    int (*update)(void *, uint8_t *, int *, const uint8_t *, int);
+    int (*final)(void *, uint8_t *, int *);
     const void *(*sha256)(void);
     uint8_t *(*hmac)(const void *, const void *, int, const uint8_t *, size_t, uint8_t *, unsigned *);
 } ssl;
@@ -27,12 +24,11 @@ API int ml_load_cipher(void)
     if (!library)
         return -1;
     const struct { void *function; const char *name; } wanted[] = {
-        {&ssl.cipher_new, "EVP_CIPHER_CTX_new"},      {&ssl.cipher_free, "EVP_CIPHER_CTX_free"},
-        {&ssl.aes_128_gcm, "EVP_aes_128_gcm"},        {&ssl.control, "EVP_CIPHER_CTX_ctrl"},
-        {&ssl.seal_init, "EVP_EncryptInit_ex"},       {&ssl.seal_update, "EVP_EncryptUpdate"},
-        {&ssl.seal_final, "EVP_EncryptFinal_ex"},     {&ssl.open_init, "EVP_DecryptInit_ex"},
-        {&ssl.open_update, "EVP_DecryptUpdate"},      {&ssl.open_final, "EVP_DecryptFinal_ex"},
-        {&ssl.sha256, "EVP_sha256"},                  {&ssl.hmac, "HMAC"},
+        {&ssl.cipher_new, "EVP_CIPHER_CTX_new"}, {&ssl.cipher_free, "EVP_CIPHER_CTX_free"},
+        {&ssl.aes_128_gcm, "EVP_aes_128_gcm"},   {&ssl.control, "EVP_CIPHER_CTX_ctrl"},
+        {&ssl.init, "EVP_CipherInit_ex"},        {&ssl.update, "EVP_CipherUpdate"},
+        {&ssl.final, "EVP_CipherFinal_ex"},      {&ssl.sha256, "EVP_sha256"},
+        {&ssl.hmac, "HMAC"},
     };
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
         void *found = dlsym(library, wanted[i].name);
@@ -53,16 +49,13 @@ struct key { uint8_t base[KEY]; void *cipher; uint64_t epoch; };
 
 static int key_set(struct key *k, uint64_t epoch, int sealing)
 {
-    int (*init)(void *, const void *, void *, const uint8_t *, const uint8_t *) = sealing ? ssl.seal_init : ssl.open_init;
-    uint8_t derived[32], number[8];
-    for (int i = 0; i < 8; i++)
-        number[i] = (uint8_t)(epoch >> 8 * i);
+    uint8_t derived[32];
     if (!epoch)
         memcpy(derived, k->base, KEY);
-    else if (!ssl.hmac(ssl.sha256(), k->base, KEY, number, sizeof number, derived, NULL))
+    else if (!ssl.hmac(ssl.sha256(), k->base, KEY, (const uint8_t *)&epoch, sizeof epoch, derived, NULL))
         return 0;
     k->epoch = epoch;
-    return init(k->cipher, ssl.aes_128_gcm(), NULL, derived, NULL) == 1;
+    return ssl.init(k->cipher, ssl.aes_128_gcm(), NULL, derived, NULL, sealing) == 1;
 }
 
 static void key_free(struct key *k)
@@ -91,23 +84,27 @@ static void *key_of(struct key *k, uint64_t number, int sealing)
 }
 
 /* The nonce: 4 zero bytes and the number, as it stands in the header. */
-static int cipher_seal(void *cipher, uint8_t *header, const uint8_t *text, int size, uint8_t *out)
+static int cipher_pass(void *cipher, const uint8_t *header, const uint8_t *text, int size, uint8_t *out)
 {
     uint8_t nonce[12] = {0};
     int n;
     memcpy(nonce + 4, header + 8, 8);
-    return ssl.seal_init(cipher, NULL, NULL, NULL, nonce) == 1 && ssl.seal_update(cipher, NULL, &n, header, HEADER) == 1
-        && (size == 0 || ssl.seal_update(cipher, out, &n, text, size) == 1) && ssl.seal_final(cipher, out + size, &n) == 1
+    return ssl.init(cipher, NULL, NULL, NULL, nonce, -1) == 1 && ssl.update(cipher, NULL, &n, header, HEADER) == 1
+        && (size == 0 || ssl.update(cipher, out, &n, text, size) == 1);
+}
+
+static int cipher_seal(void *cipher, uint8_t *header, const uint8_t *text, int size, uint8_t *out)
+{
+    int n;
+    return cipher_pass(cipher, header, text, size, out) && ssl.final(cipher, out + size, &n) == 1
         && ssl.control(cipher, 0x10, TAG, out + size) == 1;
 }
 
 static int cipher_open(void *cipher, const uint8_t *header, const uint8_t *text, int size, uint8_t *out)
 {
-    uint8_t nonce[12] = {0}, tag[TAG];
+    uint8_t tag[TAG];
     int n;
-    memcpy(nonce + 4, header + 8, 8);
     memcpy(tag, text + size, TAG);
-    return ssl.open_init(cipher, NULL, NULL, NULL, nonce) == 1 && ssl.open_update(cipher, NULL, &n, header, HEADER) == 1
-        && (size == 0 || ssl.open_update(cipher, out, &n, text, size) == 1)
-        && ssl.control(cipher, 0x11, TAG, tag) == 1 && ssl.open_final(cipher, out + size, &n) == 1;
+    return cipher_pass(cipher, header, text, size, out) && ssl.control(cipher, 0x11, TAG, tag) == 1
+        && ssl.final(cipher, out + size, &n) == 1;
 }

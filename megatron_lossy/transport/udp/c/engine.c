@@ -25,8 +25,7 @@
 #include "shared.c"   /* rate next to others */
 #include "rate.c"     /* rate: how fast one destination may be sent to */
 #include "state.h"    /* state of flows, channels, members, buckets, exchanges */
-#include "parts.c"    /* parts of lists and reports */
-#include "exchange.c" /* exchange state: begin, early pool, end */
+#include "exchange.c" /* exchange state: begin, early pool, end; parts of lists and reports */
 #include "must.c"     /* what must arrive: lists, requests */
 #include "halves.c"   /* the two halves of an exchange: posting, sending */
 #include "arrive.c"   /* what arrives: one datagram */

@@ -5,6 +5,24 @@
  * pool, which is bounded.
  */
 
+/* In how many parts lists of units and reports come. */
+static uint32_t parts_of(uint32_t count, uint32_t room) { return count ? (count + room - 1) / room : 1; }
+/* The bytes of a datagram that a list or a report takes: it passes wherever IP does. */
+static uint32_t control_bytes(const struct engine *e) { return e->set.packet < 480 ? e->set.packet : 480; }
+static uint32_t list_room(const struct engine *e) { return control_bytes(e) / 4 - 1; }
+static uint32_t bits_room(const struct engine *e) { return control_bytes(e) * 8; }
+static uint32_t bits_bytes(const struct engine *e, const struct bucket *b, uint32_t part)
+{
+    uint32_t rest = b->units - part * bits_room(e), bits = rest < bits_room(e) ? rest : bits_room(e);
+    return (bits + 7) / 8;
+}
+
+static struct report *report_of(const struct bucket *b, uint32_t rank, uint32_t step)
+{
+    struct report *r = &b->reports[rank * REPORTS + step % REPORTS];
+    return r->known && r->step == step ? r : NULL;
+}
+
 static struct exchange *find(struct channel *c, int phase, uint32_t step, uint32_t bucket)
 {
     for (struct exchange *x = c->bucket[phase][bucket].live; x; x = x->same)
@@ -15,8 +33,7 @@ static struct exchange *find(struct channel *c, int phase, uint32_t step, uint32
 
 static int early_room(struct channel *c, size_t size)
 {
-    struct engine *e = c->engine;
-    return c->early + size <= c->early_limit && e->early + size <= e->set.memory;
+    return c->early + size <= c->early_limit && c->engine->count.early_bytes + size <= c->engine->set.memory;
 }
 
 static void early_charge(struct exchange *x, size_t size)
@@ -24,18 +41,15 @@ static void early_charge(struct exchange *x, size_t size)
     struct engine *e = x->channel->engine;
     x->charge += size;
     x->channel->early += size;
-    e->early += size;
-    e->count.early_bytes = e->early;
-    if (e->early > e->count.early_most)
-        e->count.early_most = e->early;
+    e->count.early_bytes += size;
+    if (e->count.early_bytes > e->count.early_most)
+        e->count.early_most = e->count.early_bytes;
 }
 
 static void early_release(struct exchange *x)
 {
-    struct engine *e = x->channel->engine;
     x->channel->early -= x->charge;
-    e->early -= x->charge;
-    e->count.early_bytes = e->early;
+    x->channel->engine->count.early_bytes -= x->charge;
     x->charge = 0;
 }
 
@@ -66,8 +80,7 @@ static struct exchange *exchange_new(struct channel *c, int phase, uint32_t step
     for (uint32_t i = 0; i < c->size; i++) {
         x->dests[i].x = x;
         x->dests[i].rank = i;
-        x->sources[i].ready_at = NEVER;
-        x->dests[i].end_at = x->dests[i].ask_at = NEVER;
+        x->sources[i].ready.at = x->dests[i].end.at = x->dests[i].ask.at = NEVER;
     }
     if (early)
         early_charge(x, size);
@@ -78,10 +91,7 @@ static struct exchange *exchange_new(struct channel *c, int phase, uint32_t step
 static void musts_forget(struct source *s)
 {
     free(s->must.list);
-    free(s->must.told);
-    s->must.list = NULL;
-    s->must.told = NULL;
-    s->must.count = 0;
+    memset(&s->must, 0, sizeof s->must);
 }
 
 static void source_forget(struct source *s)
@@ -93,8 +103,6 @@ static void source_forget(struct source *s)
     musts_forget(s);
     if (s->own_row)
         free(s->row);
-    s->row = NULL;
-    s->own_row = 0;
 }
 
 /* Nothing of it is sent again. */
@@ -107,10 +115,7 @@ static void dest_forget(struct dest *d)
             m->resend.ring[kept++ % RESENDS] = m->resend.ring[k % RESENDS];
     m->resend.last = kept;
     free(d->must.list);
-    free(d->must.copies);
-    d->must.list = NULL;
-    d->must.copies = NULL;
-    d->must.count = d->must.repeats = 0;
+    memset(&d->must, 0, sizeof d->must);
 }
 
 static void exchange_free(struct exchange *x)
@@ -120,7 +125,6 @@ static void exchange_free(struct exchange *x)
         source_forget(&x->sources[i]);
         dest_forget(&x->dests[i]);
         free(x->dests[i].report.lost);
-        free(x->dests[i].report.heard);
     }
     struct exchange **link = &x->bucket->live;
     while (*link != x)
@@ -142,7 +146,7 @@ static void exchange_settle(struct exchange *x)
     const struct bucket *b = x->bucket;
     int busy = x->handles || (x->posted && !x->over) || (x->sending && x->unacknowledged);
     int whole = x->posted && x->sending;
-    int passed = (b->any_posted && (int32_t)(b->posted - x->step) > 0) || (b->any_sent && (int32_t)(b->sent - x->step) > 0);
+    int passed = !later(x->step + 1, &b->posted) || !later(x->step + 1, &b->sent);
     if (!busy && (whole || passed))
         exchange_free(x);
 }
@@ -159,31 +163,21 @@ static void forget_passed(struct channel *c, int phase, struct bucket *b)
     for (struct exchange *x = c->engine->live, *next; x; x = next) {
         next = x->next;
         if (x->channel == c && x->phase == phase && !x->posted && !x->sending && !x->handles
-            && (int32_t)(x->step - c->newest[phase]) > AHEAD)
+            && !near(&c->newest[phase], x->step))
             exchange_free(x);
     }
-}
-
-static void newest(struct channel *c, int phase, uint32_t step)
-{
-    if (!c->any[phase] || (int32_t)(step - c->newest[phase]) > 0)
-        c->newest[phase] = step;
-    c->any[phase] = 1;
 }
 
 /* A peer's exchange: whether this rank has come to it, or left it out. */
 static int passed(const struct channel *c, const struct bucket *b, uint32_t step, int to_receive)
 {
-    int any = to_receive ? b->any_posted : b->any_sent;
-    return c->closing || (any && (int32_t)(step - (to_receive ? b->posted : b->sent)) <= 0);
+    return c->closing || !later(step, to_receive ? &b->posted : &b->sent);
 }
 
 /* A peer's exchange that is not known here: whether it is still to come, and near enough to be kept. */
 static int may_come(const struct channel *c, int phase, const struct bucket *b, uint32_t step, int to_receive)
 {
-    if (passed(c, b, step, to_receive))
-        return 0;
-    return !c->any[phase] || (int32_t)(step - c->newest[phase]) <= AHEAD;
+    return !passed(c, b, step, to_receive) && near(&c->newest[phase], step);
 }
 
 /* The exchange of a peer's datagram. NULL: it is over or left out here (LATE), or there is no room (EARLY_DROPPED). */
@@ -242,11 +236,10 @@ static void channel_fail(struct channel *c, uint32_t culprit, int reason)
     struct engine *e = c->engine;
     if (c->failed || !c->open)
         return;
-    for (uint32_t i = 0; i < c->size; i++)
-        for (int phase = 0; phase < PHASES; phase++)
-            c->members[i].queue[phase] = c->members[i].last[phase] = NULL; /* nothing is read or written any more */
-    for (uint32_t i = 0; i < c->size; i++)
+    for (uint32_t i = 0; i < c->size; i++) { /* nothing is read or written any more */
+        c->members[i].queue[0] = c->members[i].queue[1] = NULL;
         c->members[i].resend.first = c->members[i].resend.last;
+    }
     pthread_mutex_lock(&e->tell);
     c->culprit = (int)culprit;
     c->failed = reason;
@@ -259,7 +252,7 @@ static void source_over(struct exchange *x, uint32_t i, ns now)
     struct source *s = &x->sources[i];
     struct member *m = &x->channel->members[i];
     s->over = 1;
-    s->ready_at = NEVER;
+    s->ready.at = NEVER;
     m->count.lost += x->bucket->units - s->got;
     musts_forget(s);
     report_lost(x, i);

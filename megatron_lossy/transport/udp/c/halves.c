@@ -8,21 +8,31 @@ static int comes(const struct member *m, const struct source *s)
     return !m->lost || (m->lost == LEFT && s->ended && !s->must.count);
 }
 
-static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint8_t *const *to, uint8_t *arrived,
-                ns deadline, ns now, struct exchange **handle)
+/* The exchange of a half that begins: 0, or what ml_post returns. `last`: of its bucket. */
+static int half(struct channel *c, int phase, uint32_t step, uint32_t bucket, struct latest *last, struct exchange **handle)
 {
-    struct bucket *b = &c->bucket[phase][bucket];
     if (c->failed)
         return -1;
-    if (b->any_posted && (int32_t)(step - b->posted) <= 0)
+    if (!later(step, last))
         return -2;
     struct exchange *x = find(c, phase, step, bucket);
     if (!x && !(x = exchange_new(c, phase, step, bucket, 0)))
         return -3;
-    b->posted = step;
-    b->any_posted = 1;
-    newest(c, phase, step);
+    reach(last, step);
+    reach(&c->newest[phase], step);
     x->handles++;
+    *handle = x;
+    return 0;
+}
+
+static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint8_t *const *to, uint8_t *arrived,
+                ns deadline, ns now, struct exchange **handle)
+{
+    struct bucket *b = &c->bucket[phase][bucket];
+    int result = half(c, phase, step, bucket, &b->posted, handle);
+    if (result)
+        return result;
+    struct exchange *x = *handle;
     x->posted = 1;
     x->posted_at = now;
     x->deadline = deadline > 0 ? now + deadline : NEVER;
@@ -58,33 +68,24 @@ static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
             channel_fail(c, i, LEFT);
         else if (s->expected) {
             control(c->engine, &c->members[i], READY, x, 0);
-            s->ready_wait = ready_base(c->members[i].flow);
-            s->ready_at = now + s->ready_wait;
-            exchange_due(x, s->ready_at);
+            repeat_first(x, &s->ready, now, ready_base(c->members[i].flow));
         }
     }
     early_release(x);
     if (--x->open == 0)
         exchange_over(x, now);
-    *handle = x;
     forget_passed(c, phase, b);
     return 0;
 }
 
 static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t bucket, const uint8_t *const *from,
-                       struct musts *musts, uint32_t block, uint32_t copies, struct exchange **handle)
+                       struct must_out *musts, uint32_t block, uint32_t copies, struct exchange **handle)
 {
     struct bucket *b = &c->bucket[phase][bucket];
-    if (c->failed)
-        return -1;
-    if (b->any_sent && (int32_t)(step - b->sent) <= 0)
-        return -2;
-    struct exchange *x = find(c, phase, step, bucket);
-    if (!x && !(x = exchange_new(c, phase, step, bucket, 0)))
-        return -3;
-    b->sent = step;
-    b->any_sent = 1;
-    newest(c, phase, step);
+    int result = half(c, phase, step, bucket, &b->sent, handle);
+    if (result)
+        return result;
+    struct exchange *x = *handle;
     pthread_mutex_lock(&c->engine->tell);
     x->sending = 1;
     x->order = c->engine->orders++;
@@ -97,11 +98,8 @@ static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t buc
         d->from = from[i];
         d->wanted = 1;
         if (musts) {
-            d->must.list = musts[i].list;
-            d->must.copies = musts[i].copies;
-            d->must.count = musts[i].count;
+            d->must = musts[i];
             musts[i].list = NULL;
-            musts[i].copies = NULL;
             d->must.repeats = (uint32_t)((uint64_t)d->must.count * copies / block);
             if (d->must.count == b->units)
                 d->from = d->must.copies; /* so that the caller's memory is not needed any more */
@@ -109,17 +107,13 @@ static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t buc
         x->unsent++;
         x->unacknowledged++;
         c->unacknowledged++;
-        if (m->last[phase])
-            m->last[phase]->next = d;
-        else
-            m->queue[phase] = d;
-        m->last[phase] = d;
+        struct dest **end = m->queue[phase] ? m->end[phase] : &m->queue[phase];
+        *end = d;
+        m->end[phase] = &d->next;
     }
     pthread_cond_broadcast(&c->engine->told);
     pthread_mutex_unlock(&c->engine->tell);
     c->engine->blocked_until = 0;
-    x->handles++;
-    *handle = x;
     forget_passed(c, phase, b);
     return 0;
 }
@@ -131,29 +125,18 @@ static void dest_sent(struct dest *d, ns now)
     struct channel *c = x->channel;
     struct engine *e = c->engine;
     struct member *m = &c->members[d->rank];
-    struct dest **link = &m->queue[x->phase], *before = NULL;
-    while (*link != d) {
-        before = *link;
+    struct dest **link = &m->queue[x->phase];
+    while (*link != d)
         link = &(*link)->next;
-    }
     *link = d->next;
-    if (m->last[x->phase] == d)
-        m->last[x->phase] = before;
+    if (!d->next)
+        m->end[x->phase] = link;
     d->sent = 1;
-    d->end_wait = MS / 2;
-    d->end_at = now + d->end_wait;
-    exchange_due(x, d->end_at);
+    repeat_first(x, &d->end, now, MS / 2);
     pthread_mutex_lock(&e->tell);
     if (--x->unsent == 0)
         pthread_cond_broadcast(&e->told);
     pthread_mutex_unlock(&e->tell);
-}
-
-static void has_posted(struct member *m, const struct exchange *x)
-{
-    if (!m->any_posted[x->phase] || (int32_t)(x->step - m->posted[x->phase]) > 0)
-        m->posted[x->phase] = x->step;
-    m->any_posted[x->phase] = 1;
 }
 
 static void dest_ready(struct dest *d)
@@ -161,9 +144,9 @@ static void dest_ready(struct dest *d)
     struct member *m = &d->x->channel->members[d->rank];
     if (!d->ready)
         m->eager -= d->eager;
-    has_posted(m, d->x);
+    reach(&m->posted[d->x->phase], d->x->step);
     d->ready = 1;
-    d->ask_at = NEVER;
+    d->ask.at = NEVER;
     d->x->channel->engine->blocked_until = 0;
 }
 
@@ -180,7 +163,7 @@ static void dest_done(struct dest *d, ns now)
         return;
     if (!d->sent)
         dest_sent(d, now);
-    d->end_at = NEVER;
+    d->end.at = NEVER;
     pthread_mutex_lock(&c->engine->tell);
     x->unacknowledged--;
     if (--c->unacknowledged == 0)

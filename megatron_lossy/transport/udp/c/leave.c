@@ -23,13 +23,8 @@ static uint32_t build(struct engine *e, struct member *m, int type, int tag, int
     return HEADER + size + tag_bytes(e);
 }
 
-/* Datagrams that go out together, of one length but for the last. */
-struct train { uint8_t *out; uint32_t datagram, n, bytes; };
-
-static struct train train_of(const struct engine *e, const struct bucket *b, uint8_t *out)
-{
-    return (struct train){.out = out, .datagram = HEADER + b->unit + tag_bytes(e)};
-}
+/* Datagrams that go out together, `most` or fewer, of one length but for the last. */
+struct train { uint8_t *out; uint32_t datagram, most, n, bytes; };
 
 /* Add a unit of an exchange. */
 static void train_add(struct engine *e, struct member *m, struct train *t, int priority, const struct exchange *x, uint32_t unit,
@@ -49,9 +44,9 @@ static void train_copy(struct engine *e, struct member *m, struct train *t, int 
 }
 
 /* Whether there is room for another unit: only the last datagram may be shorter. */
-static int train_room(const struct train *t, uint32_t most)
+static int train_room(const struct train *t)
 {
-    return !t->n || (t->n < most && t->bytes == t->n * t->datagram);
+    return !t->n || (t->n < t->most && t->bytes == t->n * t->datagram);
 }
 
 static void address(struct output *o, const struct flow *f, uint32_t bytes, uint32_t segment)
@@ -71,13 +66,13 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
         struct channel *c = k->channel;
         struct member *m = &c->members[k->rank];
         struct flow *f = m->flow;
-        uint8_t report[REPORT_BYTES];
+        struct arrivals arrivals;
         const uint8_t *payload = zeros;
-        uint32_t size = 0;
+        uint32_t index = k->index, size = 0;
         if (c->failed && !(k->type == ALIVE && k->index == 1))
             continue;
         if (k->type == PROBE)
-            size = c->probe_bytes;
+            size = e->set.packet;
         if (k->type == END && c->bucket[k->phase][k->bucket].reports) {
             const struct exchange *x = find(c, k->phase, k->step, k->bucket);
             if (!x)
@@ -97,23 +92,20 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
         }
         if (k->type == NACK) {
             const struct exchange *x = find(c, k->phase, k->step, k->bucket);
-            uint32_t count = x && !x->sources[k->rank].over ? nack_payload(x, k->rank, k->index, list) : 0;
-            if (!count)
+            index = x && !x->sources[k->rank].over ? nack_payload(x, k->rank, index, list) : 0;
+            if (!index)
                 continue;
             payload = list;
-            size = 4 * count;
-            uint32_t bytes = build(e, m, NACK, 0, k->phase, k->step, k->bucket, count, payload, size, out, now);
-            address(o, f, bytes, bytes);
-            return 1;
+            size = 4 * index;
         }
         if (k->type == REPORT) {
-            struct arrivals a = {f->in.received, f->in.bytes, f->in.top, (uint32_t)least((now - f->in.top_at) / US, UINT32_MAX),
-                                 (uint32_t)(f->in.top_at / US), e->window, e->limit, e->arrivals.share};
-            arrivals_write(&a, report);
-            payload = report;
+            arrivals = (struct arrivals){f->in.received, f->in.bytes, f->in.top,
+                                         (uint32_t)least((now - f->in.top_at) / US, UINT32_MAX), (uint32_t)(f->in.top_at / US),
+                                         e->window, e->limit, e->arrivals.share};
+            payload = (const uint8_t *)&arrivals;
             size = REPORT_BYTES;
         }
-        uint32_t bytes = build(e, m, k->type, 0, k->phase, k->step, k->bucket, k->index, payload, size, out, now);
+        uint32_t bytes = build(e, m, k->type, 0, k->phase, k->step, k->bucket, index, payload, size, out, now);
         address(o, f, bytes, bytes);
         return 1;
     }
@@ -136,8 +128,7 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
         double most = 2 * s->rate * (double)(shared_trip(s) + 10 * MS) / 1e9 / s->packet + 16;
         allowed = allowed < most ? allowed : (uint64_t)most;
     }
-    if (allowed > f->out.limit)
-        allowed = f->out.limit;
+    allowed = allowed < f->out.limit ? allowed : f->out.limit;
     if (outstanding < allowed) {
         f->out.force_wait = greatest(2 * round_trip(f), 30 * MS);
         f->out.force_at = now + f->out.force_wait;
@@ -157,7 +148,7 @@ static int may_begin(const struct member *m, const struct dest *d)
     const struct bucket *b = d->x->bucket;
     if (d->ready || d->position == b->entries) /* copies are left */
         return 1;
-    if (m->any_posted[d->x->phase] && (int32_t)(d->x->step - m->posted[d->x->phase]) > AHEAD)
+    if (!near(&m->posted[d->x->phase], d->x->step))
         return 0; /* it would not be kept */
     return m->eager + unit_bytes(b, b->order ? b->order[d->position] : d->position) <= m->eager_limit;
 }
@@ -168,23 +159,17 @@ static int begins(const struct member *m, struct dest *d, ns now)
 {
     if (may_begin(m, d))
         return 1;
-    if (d->ask_at == NEVER) {
-        d->ask_wait = greatest(2 * round_trip(m->flow), 20 * MS);
-        d->ask_at = now + d->ask_wait;
-        exchange_due(d->x, d->ask_at);
-    }
+    if (d->ask.at == NEVER)
+        repeat_first(d->x, &d->ask, now, greatest(2 * round_trip(m->flow), 20 * MS));
     return 0;
 }
 
 /* How many datagrams of a bucket's length go out together. */
 static uint32_t batch_most(const struct flow *f, uint32_t datagram, uint32_t room)
 {
-    uint32_t most = BATCH_BYTES / datagram;
     double in_burst = f->rate.rate * (double)rate_burst(&f->rate) / 1e9 / datagram;
-    most = most > SEGMENTS ? SEGMENTS : most;
-    most = in_burst < most ? (uint32_t)in_burst : most;
-    most = most > room ? room : most;
-    return most ? most : 1;
+    ns most = least(least(BATCH_BYTES / datagram, SEGMENTS), least((ns)in_burst, room));
+    return (uint32_t)greatest(most, 1);
 }
 
 static void spend(struct engine *e, struct flow *f, uint32_t bytes, uint32_t n, ns now)
@@ -205,6 +190,14 @@ static int may_send(struct engine *e, struct flow *f, ns now)
     return 0;
 }
 
+/* 0: it is not its time to send, or there is no room. */
+static int train_begins(struct engine *e, struct member *m, const struct bucket *b, ns now, uint8_t *out, struct train *t)
+{
+    uint32_t datagram = HEADER + b->unit + tag_bytes(e), room = may_send(e, m->flow, now) ? window_room(e, m, now) : 0;
+    *t = (struct train){.out = out, .datagram = datagram, .most = batch_most(m->flow, datagram, room)};
+    return room > 0;
+}
+
 static void train_leaves(struct engine *e, struct flow *f, const struct train *t, struct output *o, ns now)
 {
     address(o, f, t->bytes, t->n > 1 ? t->datagram : t->bytes);
@@ -213,27 +206,20 @@ static void train_leaves(struct engine *e, struct flow *f, const struct train *t
 
 static int produce_again(struct engine *e, struct member *m, ns now, uint8_t *out, struct output *o)
 {
-    struct flow *f = m->flow;
     const struct dest *d = m->resend.ring[m->resend.first % RESENDS].dest;
-    const struct bucket *b = d->x->bucket;
-    if (!may_send(e, f, now))
+    struct train t;
+    if (!train_begins(e, m, d->x->bucket, now, out, &t))
         return 0;
-    uint32_t room = window_room(e, m, now);
-    if (!room)
-        return 0;
-    struct train t = train_of(e, b, out);
-    uint32_t most = batch_most(f, t.datagram, room);
-    while (train_room(&t, most) && m->resend.first != m->resend.last && m->resend.ring[m->resend.first % RESENDS].dest == d) {
+    while (train_room(&t) && m->resend.first != m->resend.last && m->resend.ring[m->resend.first % RESENDS].dest == d) {
         train_copy(e, m, &t, AGAIN, d, m->resend.ring[m->resend.first++ % RESENDS].position, now);
         m->count.resent++;
     }
-    train_leaves(e, f, &t, o, now);
+    train_leaves(e, m->flow, &t, o, now);
     return 1;
 }
 
 static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out, struct output *o)
 {
-    struct flow *f = m->flow;
     if (m->resend.first != m->resend.last)
         return produce_again(e, m, now, out, o);
     struct dest *d = m->queue[0], *other = m->queue[1];
@@ -247,29 +233,25 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
             return 0;
     }
     const struct bucket *b = d->x->bucket;
-    if (!may_send(e, f, now))
+    struct train t;
+    if (!train_begins(e, m, b, now, out, &t))
         return 0;
-    uint32_t room = window_room(e, m, now);
-    if (!room)
-        return 0;
-    struct train t = train_of(e, b, out);
-    uint32_t most = batch_most(f, t.datagram, room);
-    while (train_room(&t, most) && d->position < b->entries && may_begin(m, d)) {
+    while (train_room(&t) && d->position < b->entries && may_begin(m, d)) {
         uint32_t unit = b->order ? b->order[d->position] : d->position, size = unit_bytes(b, unit);
         train_add(e, m, &t, b->tags ? b->tags[unit] : 0, d->x, unit, d->from + (uint64_t)unit * b->unit, now);
-        if (!m->any_posted[d->x->phase])
-            has_posted(m, d->x);
+        if (!m->posted[d->x->phase].known)
+            reach(&m->posted[d->x->phase], d->x->step);
         if (!d->ready) {
             m->eager += size;
             d->eager += size;
         }
         d->position++;
     }
-    while (train_room(&t, most) && d->position == b->entries && d->must.repeat < d->must.repeats) {
+    while (train_room(&t) && d->position == b->entries && d->must.repeat < d->must.repeats) {
         train_copy(e, m, &t, COPIED, d, d->must.repeat++ % d->must.count, now);
         m->count.copies++;
     }
-    train_leaves(e, f, &t, o, now);
+    train_leaves(e, m->flow, &t, o, now);
     if (d->position == b->entries && d->must.repeat == d->must.repeats) {
         end_said(e, m, d);
         dest_sent(d, now);

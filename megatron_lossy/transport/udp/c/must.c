@@ -5,39 +5,36 @@
  * keeps copies, and sends again what it is asked for.
  */
 
-/* The required units of each destination, and a copy of them: sources may change when all has been sent once. */
-struct musts { uint32_t count, *list; uint8_t *copies; };
-
-static void musts_free(struct musts *musts, uint32_t size)
+static void musts_free(struct must_out *musts, uint32_t size)
 {
-    for (uint32_t i = 0; musts && i < size; i++) {
+    for (uint32_t i = 0; musts && i < size; i++)
         free(musts[i].list);
-        free(musts[i].copies);
-    }
     free(musts);
 }
 
-static struct musts *musts_new(const struct channel *c, const struct bucket *b, const uint8_t *const *from, const uint8_t *must)
+/* The required units of each destination, and a copy of them: sources may change when all has been sent once. */
+static struct must_out *musts_new(const struct channel *c, const struct bucket *b, const uint8_t *const *from,
+                                  const uint8_t *must)
 {
-    struct musts *result = calloc(c->size, sizeof *result);
+    struct must_out *result = calloc(c->size, sizeof *result);
     for (uint32_t i = 0; result && i < c->size; i++) {
         const uint8_t *row = must + (uint64_t)i * b->units;
+        struct must_out *one = &result[i];
         uint32_t count = 0;
         for (uint32_t unit = 0; from[i] && unit < b->units; unit++)
             count += row[unit] != 0;
         if (!count)
             continue;
-        result[i].list = malloc(count * sizeof *result[i].list);
-        result[i].copies = calloc(count, b->unit);
-        if (!result[i].list || !result[i].copies) {
+        if (!(one->list = calloc(count, sizeof *one->list + b->unit))) {
             musts_free(result, c->size);
             return NULL;
         }
+        one->copies = (uint8_t *)(one->list + count);
         for (uint32_t unit = 0; unit < b->units; unit++) {
             if (!row[unit])
                 continue;
-            memcpy(result[i].copies + (uint64_t)result[i].count * b->unit, from[i] + (uint64_t)unit * b->unit, unit_bytes(b, unit));
-            result[i].list[result[i].count++] = unit;
+            memcpy(one->copies + (uint64_t)one->count * b->unit, from[i] + (uint64_t)unit * b->unit, unit_bytes(b, unit));
+            one->list[one->count++] = unit;
         }
     }
     return result;
@@ -81,15 +78,9 @@ static int end_part(struct exchange *x, struct source *s, uint32_t part, const u
         size_t charge = x->posted ? 0 : parts + (size_t)count * 4; /* of what waits here peers take no memory */
         if (charge && !early_room(x->channel, charge))
             return 0;
-        s->must.told = calloc(1, parts);
-        s->must.list = malloc((size_t)count * 4 + 1);
-        if (!s->must.told || !s->must.list) {
-            free(s->must.told);
-            free(s->must.list);
-            s->must.told = NULL;
-            s->must.list = NULL;
+        if (!(s->must.list = calloc(1, (size_t)count * 4 + parts)))
             return 0;
-        }
+        s->must.told = (uint8_t *)(s->must.list + count);
         early_charge(x, charge);
         s->must.count = count;
         s->must.parts_told = 0;
@@ -97,8 +88,7 @@ static int end_part(struct exchange *x, struct source *s, uint32_t part, const u
             s->must.list[k] = k;
     }
     if (!s->must.told[part]) {
-        for (uint32_t k = 0; k < here; k++)
-            s->must.list[part * room + k] = get32(p + 4 + 4 * k);
+        memcpy(s->must.list + part * room, p + 4, 4 * here);
         s->must.told[part] = 1;
         s->must.parts_told++;
     }
@@ -116,15 +106,13 @@ static int reported(struct dest *d, uint32_t part, const uint8_t *payload, uint3
 {
     struct engine *e = d->x->channel->engine;
     const struct bucket *b = d->x->bucket;
-    uint32_t parts = parts_of(b->units, bits_room(e));
-    if (!d->report.lost && (!(d->report.lost = malloc((b->units + 7) / 8)) || !(d->report.heard = calloc(1, parts)))) {
-        free(d->report.lost);
-        d->report.lost = NULL;
+    uint32_t parts = parts_of(b->units, bits_room(e)), bytes = (b->units + 7) / 8;
+    if (!d->report.lost && !(d->report.lost = calloc(1, bytes + parts)))
         return 1; /* as if nothing had arrived */
-    }
-    if (!d->report.heard[part]) {
+    uint8_t *come = d->report.lost + bytes + part;
+    if (!*come) {
         memcpy(d->report.lost + (uint64_t)part * control_bytes(e), payload, size);
-        d->report.heard[part] = 1;
+        *come = 1;
         d->report.parts++;
     }
     return d->report.parts == parts;
@@ -173,6 +161,12 @@ static uint32_t nack_payload(const struct exchange *x, uint32_t rank, uint32_t p
     return count;
 }
 
+static int compare_units(const void *one, const void *other)
+{
+    const uint32_t *a = one, *b = other;
+    return (*a > *b) - (*a < *b);
+}
+
 /* It lacks units that must arrive. */
 static int take_nack(struct member *m, const struct header *h, const uint8_t *payload)
 {
@@ -180,17 +174,11 @@ static int take_nack(struct member *m, const struct header *h, const uint8_t *pa
     if (!x || !x->dests[m->rank].wanted || x->dests[m->rank].done || !m->resend.ring)
         return LATE;
     struct dest *d = &x->dests[m->rank];
-    for (uint32_t k = 0; k < h->index; k++) {
-        uint32_t unit = get32(payload + 4 * k), low = 0, high = d->must.count;
-        while (low < high) {
-            uint32_t middle = (low + high) / 2;
-            if (d->must.list[middle] < unit)
-                low = middle + 1;
-            else
-                high = middle;
-        }
-        if (low < d->must.count && d->must.list[low] == unit && m->resend.last - m->resend.first < RESENDS)
-            m->resend.ring[m->resend.last++ % RESENDS] = (struct resend){d, low};
+    for (uint32_t k = 0; d->must.count && k < h->index; k++) {
+        uint32_t unit = get32(payload + 4 * k);
+        const uint32_t *found = bsearch(&unit, d->must.list, d->must.count, sizeof unit, compare_units);
+        if (found && m->resend.last - m->resend.first < RESENDS)
+            m->resend.ring[m->resend.last++ % RESENDS] = (struct resend){d, (uint32_t)(found - d->must.list)};
     }
     m->channel->engine->blocked_until = 0;
     return TAKEN;

@@ -17,9 +17,9 @@ struct rate {
     ns came; /* the receiver's clock at the last report */
     struct shared shared; /* of SHARED */
     struct { double last[8]; unsigned next; } delivered;
-    struct { ns least[2], at; } slot; /* of round trips: this one and the one before, and when this one began */
-    struct { uint64_t datagrams, bytes, top; uint32_t clock; } report; /* the last one */
-    struct { double span, bytes; uint64_t numbers, arrived; ns least; } interval; /* since the last decision; ns, without gaps */
+    struct slots slots; /* of round trips */
+    struct last { uint64_t datagrams, bytes, top; uint32_t clock; } report;
+    struct interval { double span, bytes; uint64_t numbers, arrived; ns least; } interval; /* since the last decision; ns, without gaps */
 };
 
 #define INTERVAL (4 * MS)
@@ -36,32 +36,20 @@ static void rate_init(struct rate *r, double floor, double ceiling, int rule, do
     r->rate = rule == FIXED ? ceiling : r->floor;
     r->foreign = 0.3;
     r->starting = 1;
-    r->slot.least[0] = r->slot.least[1] = r->interval.least = NEVER;
+    r->interval.least = NEVER;
     if (rule == SHARED) {
         shared_init(&r->shared, ceiling, packet, flows);
         r->rate = r->shared.rate;
     }
 }
 
-static void rate_set(struct rate *r, double rate)
-{
-    r->rate = rate < r->floor ? r->floor : rate > r->ceiling ? r->ceiling : rate;
-}
+static void rate_set(struct rate *r, double rate) { r->rate = between(r->floor, rate, r->ceiling); }
 
 /* The least of the last 5 to 10 seconds in which there were samples. */
 static void rate_sample(struct rate *r, ns now, ns rtt)
 {
-    if (rtt < 1)
-        rtt = 1;
-    if (!r->known) {
-        r->slot.at = now;
-    } else if (now - r->slot.at >= 5 * SECOND) {
-        r->slot.least[1] = r->slot.least[0];
-        r->slot.least[0] = NEVER;
-        r->slot.at = now;
-    }
-    r->slot.least[0] = least(r->slot.least[0], rtt);
-    r->rtt_min = least(r->slot.least[0], r->slot.least[1]);
+    rtt = greatest(rtt, 1);
+    r->rtt_min = slots_least(&r->slots, now, rtt, 5 * SECOND);
     r->interval.least = least(r->interval.least, rtt);
     if (!r->known && r->rule == DEDICATED) /* 256 KiB in the first round trip */
         rate_set(r, 262144.0 * 1e9 / (double)r->rtt_min);
@@ -72,9 +60,7 @@ static void rate_sample(struct rate *r, ns now, ns rtt)
 
 static void rate_close_interval(struct rate *r, ns now)
 {
-    double lost = r->interval.numbers ? 1.0 - (double)r->interval.arrived / (double)r->interval.numbers : 0.0;
-    if (lost < 0.0)
-        lost = 0.0;
+    double lost = between(0.0, 1.0 - (double)r->interval.arrived / (double)r->interval.numbers, 1.0);
     r->foreign = lost < r->foreign ? lost : r->foreign + 0.02 * (lost - r->foreign);
     double delivered = r->interval.bytes * 1e9 / r->interval.span;
     r->delivered.last[r->delivered.next++ % 8] = delivered / (1.0 - r->foreign);
@@ -106,9 +92,7 @@ static void rate_close_interval(struct rate *r, ns now)
         }
         r->stepped_at = now;
     }
-    r->interval.span = r->interval.bytes = 0.0;
-    r->interval.numbers = r->interval.arrived = 0;
-    r->interval.least = NEVER;
+    r->interval = (struct interval){.least = NEVER};
 }
 
 /* A REPORT: what has arrived, the highest number + 1, and the receiver's clock (µs) when that came. Of ours: when it was sent
@@ -129,10 +113,7 @@ static void rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t byt
         r->interval.arrived += datagrams - r->report.datagrams;
     }
     r->begun = 1;
-    r->report.datagrams = datagrams;
-    r->report.bytes = bytes;
-    r->report.top = top;
-    r->report.clock = clock;
+    r->report = (struct last){datagrams, bytes, top, clock};
     if (r->rule == SHARED) {
         r->shared.share = share;
         if (sent_at >= 0)

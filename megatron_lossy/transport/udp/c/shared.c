@@ -42,6 +42,21 @@
 
 enum { STARTS, GROWS, DIPS };
 
+/* Of this span of time and the one before: the least samples. `at`: when this one began; 0: there was none. */
+struct slots { ns least[2], at; };
+
+/* The least of the last one or two spans, with `x`. */
+static ns slots_least(struct slots *s, ns now, ns x, ns span)
+{
+    if (!s->at || now - s->at >= span) {
+        s->least[1] = s->at ? s->least[0] : NEVER;
+        s->least[0] = NEVER;
+        s->at = now;
+    }
+    s->least[0] = least(s->least[0], x);
+    return least(s->least[0], s->least[1]);
+}
+
 struct tally { double sent, lost; };
 struct look { uint64_t datagrams, top; ns sent_at, came; };
 
@@ -53,12 +68,12 @@ struct shared {
     double share;  /* what the receiver has for this flow; 0: it did not say */
     int phase, competes, drains;
     ns rtt, srtt; /* least and smoothed round trip */
-    struct { ns least[2], at; } slot;
+    struct slots slots;
     struct look base, last; /* where the window begins; the last report */
     ns mark;                /* counted is what is sent from `mark` on: before it was sent at another rate */
-    int begun, based;
+    int based;
     ns least; /* of the window: least round trip */
-    struct { double datagrams; ns took; } came; /* of the window: those that came in a row, without pauses, and in what time */
+    struct came { double datagrams; ns took; } came; /* of the window: those that came in a row, without pauses, and in what time */
     ns calm_at, queued_at;
     double before;     /* what was proven when the queue began to grow */
     double drained;    /* the rate to go on with when a queue is drained; 0: it fell by a loss since */
@@ -81,7 +96,7 @@ static void shared_init(struct shared *s, double ceiling, double packet, double 
     s->packet = packet;
     s->flows = pow(flows, 0.6); /* in the packet model these leave Cubic what so many Cubic flows would */
     shared_set(s, 10 * packet / 0.01);
-    s->slot.least[0] = s->slot.least[1] = s->least = NEVER;
+    s->least = NEVER;
     s->dip.tick = -1;
 }
 
@@ -90,16 +105,7 @@ static ns shared_trip(const struct shared *s) { return s->srtt ? s->srtt : 10 * 
 /* The least of the last 3 to 6 seconds. */
 static void shared_sample(struct shared *s, ns now, ns rtt)
 {
-    rtt = greatest(rtt, 1);
-    if (!s->srtt) {
-        s->slot.at = now;
-    } else if (now - s->slot.at >= 3 * SECOND) {
-        s->slot.least[1] = s->slot.least[0];
-        s->slot.least[0] = NEVER;
-        s->slot.at = now;
-    }
-    s->slot.least[0] = least(s->slot.least[0], rtt);
-    s->rtt = least(s->slot.least[0], s->slot.least[1]);
+    s->rtt = slots_least(&s->slots, now, rtt, 3 * SECOND);
     s->srtt = s->srtt ? s->srtt + (rtt - s->srtt) / 8 : rtt;
     s->least = least(s->least, rtt);
 }
@@ -117,8 +123,7 @@ static void window_next(struct shared *s)
     s->based = 1;
     s->base = s->last;
     s->least = NEVER;
-    s->came.datagrams = 0;
-    s->came.took = 0;
+    s->came = (struct came){0, 0};
 }
 
 static ns queue(const struct shared *s) { return s->least == NEVER ? 0 : s->least - s->rtt; }
@@ -364,12 +369,10 @@ static void window_over(struct shared *s, ns now, ns passed, double n, double l)
     window_next(s);
 }
 
-/* `sent_at`: when the number below `top` was sent; `came_at`: when it came, by the receiver's clock. */
+/* Of rising `datagrams`. `sent_at`: when the number below `top` was sent; `came_at`: when it came, by the receiver's clock. */
 static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t top, ns sent_at, ns came_at)
 {
-    if (s->begun && (datagrams <= s->last.datagrams || top < s->last.top))
-        return;
-    if (s->begun && s->based) {
+    if (s->based) {
         double n = (double)(top - s->last.top), got = (double)(datagrams - s->last.datagrams), l = n > got ? n - got : 0;
         if (sent_at - s->last.sent_at < (ns)(2e9 * n * s->packet / s->rate) + PAUSE) {
             s->came.datagrams += got;
@@ -380,7 +383,6 @@ static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t
             s->chain.held.lost += l;
         }
     }
-    s->begun = 1;
     s->last = (struct look){datagrams, top, sent_at, came_at};
     if (!s->based) {
         if (sent_at >= s->mark)

@@ -11,6 +11,7 @@
 
 enum { PHASES = 2 };
 enum { SEGMENTS = 64, BATCH_BYTES = 65000 }; /* that go out together */
+enum { RECEIVE = 32, RECEIVE_BYTES = 65536 }; /* that come in together */
 enum { AHEAD = 8 };                          /* steps that a peer may be ahead, and be kept */
 enum { CONTROLS = 8192, REPORTS = 4, RESENDS = 4096 };
 enum { SILENT = 1, REFUSED, LEFT, DEAF, IN_VAIN }; /* why a channel failed, or a member is done without */
@@ -39,6 +40,17 @@ API const char *ml_member_counter_names(void) { return MEMBER_COUNTERS(NAME); }
 
 struct stamp { ns at; uint64_t data; };
 
+/* The latest of steps that rise modulo 2^32. */
+struct latest { uint32_t step; uint8_t known; };
+
+static int later(uint32_t step, const struct latest *l) { return !l->known || (int32_t)(step - l->step) > 0; }
+static int near(const struct latest *l, uint32_t step) { return !l->known || (int32_t)(step - l->step) <= AHEAD; }
+static void reach(struct latest *l, uint32_t step)
+{
+    if (later(step, l))
+        *l = (struct latest){step, 1};
+}
+
 /* Between this process and another one, for all channels that have both. */
 struct flow {
     struct flow *next;
@@ -59,18 +71,21 @@ struct flow {
         uint64_t received, bytes, top, control_top; /* top: highest number + 1 */
         ns top_at;
         uint32_t interval; /* of arrivals in which it came last */
-        uint64_t *seen, seen_words; /* which of the last numbers came, a bit each; a ring */
+        uint64_t *seen, seen_words; /* which of the last numbers came, a bit each; a ring, behind `sent` */
     } in;
-    struct { uint32_t due, threshold, repeats; ns at; } report; /* due: datagrams that are not reported */
+    struct { uint32_t due, repeats; ns at; } report; /* due: datagrams that are not reported */
     ns heard, refused_at;
     struct { ns at, until; } pulse; /* the next one, while it is silent; it receives nothing from here, until when that is believed */
     uint32_t refused; /* times that its host said so, since its last datagram */
 };
 
+/* When a datagram goes again, and the interval, which doubles each time; NEVER: not now. */
+struct repeat { ns at, wait; };
+
 /* Required units of a message that goes. */
 struct must_out {
     uint32_t *list, count, repeats, repeat; /* repeat: the next of `repeats` datagrams with units that have been sent once */
-    uint8_t *copies;                        /* of the units in the list */
+    uint8_t *copies;                        /* of the units in the list, behind it */
 };
 
 struct dest {
@@ -80,9 +95,9 @@ struct dest {
     uint32_t rank, position;
     uint64_t eager; /* bytes sent without READY */
     uint8_t wanted, ready, sent, done;
-    ns end_at, end_wait, ask_at, ask_wait;
+    struct repeat end, ask;
     struct must_out must;
-    struct { uint8_t *lost, *heard; uint32_t parts; } report; /* what did not arrive, a bit each; parts that have come */
+    struct { uint8_t *lost; uint32_t parts; } report; /* units, a bit each, then the parts that came; their number */
 };
 
 struct early {
@@ -94,7 +109,7 @@ struct early {
 /* Required units of a message that comes. */
 struct must_in {
     uint32_t *list, count, parts_told; /* what END says */
-    uint8_t *told;
+    uint8_t *told; /* the parts of it, behind the list */
     ns told_at; /* when the first part of its END came; 0: not yet */
     uint32_t asked; /* how many were missing when it was last asked for them */
     uint8_t twice;  /* asked once, of two times in a row */
@@ -106,7 +121,8 @@ struct source {
     struct early *early;
     uint32_t got;
     uint8_t expected, over, ended, own_row;
-    ns ended_at, ready_at, ready_wait;
+    ns ended_at;
+    struct repeat ready;
     struct must_in must;
 };
 
@@ -117,9 +133,8 @@ struct bucket {
     uint64_t shard;
     uint32_t unit, units, entries; /* entries: of the order in which units are sent; more than units with copies */
     uint32_t *order;
-    uint8_t *tags;
-    uint32_t posted, sent; /* the last steps */
-    uint8_t any_posted, any_sent;
+    uint8_t *tags; /* behind the order */
+    struct latest posted, sent;
     uint8_t code; /* of its values: 0 raw, 1 int8, 2 int4 */
     struct exchange *live;
     struct report *reports; /* [size][REPORTS], of a bucket with reports */
@@ -150,10 +165,10 @@ struct member {
     struct channel *channel;
     uint32_t rank;
     struct key seal, open;
-    struct dest *queue[PHASES], *last[PHASES];
+    struct dest *queue[PHASES], **end[PHASES]; /* end: where the next one goes */
     uint64_t eager, eager_limit; /* bytes sent without READY */
-    uint32_t posted[PHASES];     /* the latest step that it is known to have posted, or the first that it was sent */
-    uint8_t any_posted[PHASES], gone, lost; /* gone: it has closed the channel, or does without this one; lost: why the others do without it */
+    struct latest posted[PHASES]; /* that it is known to have posted, or the first that it was sent */
+    uint8_t gone, lost; /* gone: it has closed the channel, or does without this one; lost: why the others do without it */
     ns told_at; /* that it is done without */
     struct { uint8_t heard, confirmed; ns at, until; } probe;
     struct { uint32_t count; ns at; } replies; /* in this millisecond */
@@ -166,10 +181,10 @@ struct channel {
     struct engine *engine;
     struct channel *next;
     uint32_t id, rank, size, buckets[PHASES], cursor;
-    struct bucket *bucket[PHASES];
+    struct bucket *bucket[PHASES]; /* behind the members, which are behind this */
     struct member *members;
-    uint32_t newest[PHASES], probe_bytes;
-    uint8_t any[PHASES], open, closing;
+    struct latest newest[PHASES];
+    uint8_t open, closing;
     int failed, culprit, bears; /* bears: lost members are left out, and the channel goes on */
     uint32_t unacknowledged; /* over its exchanges */
     size_t early, early_limit;
@@ -186,7 +201,7 @@ struct control {
 struct settings {
     double rate;
     ns reorder, peer_timeout; /* reorder < 0: by the round trip */
-    uint64_t eager, memory, instance;
+    uint64_t eager, memory;
     uint32_t packet;
     int cipher, rule, flows; /* rule: of rates; flows: to others as so many TCP flows; 0: as one */
     ns clock;         /* of all hosts, less this one's */
@@ -199,11 +214,10 @@ struct engine {
     struct flow *flows;
     struct channel *channels, *cursor;
     struct exchange *live;
-    struct { struct control *ring; uint32_t first, last; } control; /* that is to go out; a ring of CONTROLS */
+    struct { struct control ring[CONTROLS]; uint32_t first, last; } control; /* that is to go out */
     ns free_at, alive_at, timers_at, blocked_until, pulse;
     uint32_t wire_overhead;
     uint32_t window, limit; /* DATA that this process's buffer holds for each other one: with ease, and at most */
-    size_t early;
     uint64_t orders;
     /* Arrivals of this interval and their flows, and of the last one bytes/s of each flow. */
     struct { uint64_t bytes, share; uint32_t flows, number; ns ends; } arrivals;
@@ -211,7 +225,7 @@ struct engine {
     struct {
         int socket, wake, gso, refusals; /* gso: whether the kernel cuts what goes out together */
         uint32_t overflow_seen;
-        uint8_t *receive;
+        uint8_t receive[RECEIVE][RECEIVE_BYTES];
     } net;
     struct { pthread_t id; int running, giving; atomic_int stop, asleep, waiting; pthread_cond_t given; } thread;
     uint8_t scratch[LARGEST + 1];
@@ -223,7 +237,6 @@ struct output { struct sockaddr_storage to; uint32_t to_size, bytes, segment; };
 static uint32_t tag_bytes(const struct engine *e) { return e->set.cipher ? TAG : 0; }
 /* Bytes of a full datagram on the wire. */
 static double full_datagram(const struct engine *e) { return HEADER + e->set.packet + tag_bytes(e) + e->wire_overhead; }
-static double fair_flows(const struct engine *e) { return e->set.flows ? e->set.flows : 1; }
 static uint32_t unit_bytes(const struct bucket *b, uint32_t unit)
 {
     uint64_t rest = b->shard - (uint64_t)unit * b->unit;
@@ -240,6 +253,31 @@ static void exchange_due(struct exchange *x, ns at)
 {
     x->due = least(x->due, at);
     due(x->channel->engine, at);
+}
+
+static void repeat_first(struct exchange *x, struct repeat *r, ns now, ns wait)
+{
+    *r = (struct repeat){now + wait, wait};
+    exchange_due(x, r->at);
+}
+
+/* Whether it is to be said again now. */
+static int repeats(struct repeat *r, ns now)
+{
+    if (now < r->at)
+        return 0;
+    r->wait = least(2 * r->wait, SLOWEST);
+    r->at = now + r->wait;
+    return 1;
+}
+
+static void repeat_sooner(struct exchange *x, struct repeat *r, ns now, ns wait)
+{
+    if (r->at == NEVER)
+        return;
+    r->wait = wait;
+    r->at = least(r->at, now + wait);
+    exchange_due(x, r->at);
 }
 
 static void control(struct engine *e, struct member *m, int type, const struct exchange *x, uint32_t index)

@@ -1,5 +1,6 @@
 /* The socket, and the thread that joins it and a clock to the protocol. */
 
+/* A privileged process gets the buffer that it asks for; other processes get at most net.core.rmem_max. */
 static int granted(int fd, int option, int force, int wanted)
 {
     int value = 0;
@@ -10,26 +11,22 @@ static int granted(int fd, int option, int force, int wanted)
     return value;
 }
 
-static void socket_options(const struct engine *e, int fd, int family)
+static void socket_options(const struct engine *e, int family)
 {
-    int on = 1, probe = IP_PMTUDISC_PROBE;
+    int fd = e->net.socket, on = 1, probe = IP_PMTUDISC_PROBE, v6 = family == AF_INET6, level = v6 ? IPPROTO_IPV6 : IPPROTO_IP;
     setsockopt(fd, SOL_UDP, UDP_GRO, &on, sizeof on);
     setsockopt(fd, SOL_SOCKET, SO_RXQ_OVFL, &on, sizeof on);
     setsockopt(fd, SOL_SOCKET, SO_TIMESTAMPNS, &on, sizeof on); /* when it came, however late this process is woken */
-    if (family == AF_INET6) {
-        setsockopt(fd, IPPROTO_IPV6, IPV6_MTU_DISCOVER, &probe, sizeof probe);
-        setsockopt(fd, IPPROTO_IPV6, IPV6_RECVERR, &on, sizeof on);
-    } else {
-        setsockopt(fd, IPPROTO_IP, IP_MTU_DISCOVER, &probe, sizeof probe);
-        setsockopt(fd, IPPROTO_IP, IP_RECVERR, &on, sizeof on);
-    }
+    setsockopt(fd, level, v6 ? IPV6_MTU_DISCOVER : IP_MTU_DISCOVER, &probe, sizeof probe);
+    setsockopt(fd, level, v6 ? IPV6_RECVERR : IP_RECVERR, &on, sizeof on);
     if (e->set.rate < 4e9) {
         uint32_t most = (uint32_t)e->set.rate; /* has an effect where the qdisc is fq */
         setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &most, sizeof most);
     }
 }
 
-static void close_sockets(struct engine *e)
+/* All of it in a child process, which has neither the thread nor a lock that it may trust. */
+API void ml_close_sockets(struct engine *e)
 {
     if (e->net.socket >= 0)
         close(e->net.socket);
@@ -37,7 +34,6 @@ static void close_sockets(struct engine *e)
         close(e->net.wake);
 }
 
-enum { RECEIVE = 32, RECEIVE_BYTES = 65536 };
 #define AT_LEAST_EVERY (10 * MS) /* timers, however much comes in */
 
 static void read_errors(struct engine *e)
@@ -117,7 +113,7 @@ static int receive(struct engine *e)
     struct sockaddr_storage froms[RECEIVE];
     union { char bytes[128]; struct cmsghdr align; } spaces[RECEIVE];
     for (int i = 0; i < RECEIVE; i++) {
-        parts[i] = (struct iovec){e->net.receive + (size_t)i * RECEIVE_BYTES, RECEIVE_BYTES};
+        parts[i] = (struct iovec){e->net.receive[i], RECEIVE_BYTES};
         messages[i].msg_hdr = (struct msghdr){.msg_name = &froms[i], .msg_namelen = sizeof froms[i], .msg_iov = &parts[i],
                                               .msg_iovlen = 1, .msg_control = spaces[i].bytes,
                                               .msg_controllen = sizeof spaces[i].bytes};
@@ -227,9 +223,7 @@ static void *run(void *argument)
             }
             break;
         }
-        ns until = o.bytes ? retry_at : least(e->timers_at, e->blocked_until), now = clock_now();
-        if (o.bytes)
-            until = least(until, greatest(e->timers_at, now));
+        ns until = least(e->timers_at, o.bytes ? retry_at : e->blocked_until), now = clock_now();
         ns rest = until <= now ? 0 : least(until - now, SECOND);
         atomic_store(&e->thread.asleep, 1);
         pthread_mutex_unlock(&e->lock);
@@ -252,17 +246,14 @@ static void *run(void *argument)
 
 /* Without `address` there is neither socket nor thread. `result`: port, granted receive buffer, errno of a failure. */
 API struct engine *ml_create(const struct settings *set, const struct sockaddr *address, uint32_t address_size, int buffer,
-                             int force, int64_t *result)
+                             int64_t *result)
 {
     struct engine *e = calloc(1, sizeof *e);
-    if (e)
-        e->net.socket = e->net.wake = -1;
-    if (!e || !(e->control.ring = calloc(CONTROLS, sizeof *e->control.ring)))
-        goto failed;
+    if (!e)
+        return NULL;
+    e->net.socket = e->net.wake = -1;
     e->set = *set;
-    e->net.gso = 1;
     e->window = e->limit = UINT32_MAX;
-    e->timers_at = 0;
     pthread_mutex_init(&e->lock, NULL);
     pthread_mutex_init(&e->tell, NULL);
     pthread_condattr_t monotonic;
@@ -274,22 +265,20 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
     e->wire_overhead = address && address->sa_family == AF_INET6 ? 48 : 28;
     if (!address)
         return e;
-    e->net.receive = malloc((size_t)RECEIVE * RECEIVE_BYTES);
     e->net.wake = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     e->net.socket = socket(address->sa_family, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, IPPROTO_UDP);
-    if (!e->net.receive || e->net.wake < 0 || e->net.socket < 0 || bind(e->net.socket, address, address_size) < 0)
+    if (e->net.wake < 0 || e->net.socket < 0 || bind(e->net.socket, address, address_size) < 0)
         goto failed;
     int none = 0; /* a kernel without it takes the control message, and sends one datagram that is too long */
     e->net.gso = setsockopt(e->net.socket, SOL_UDP, UDP_SEGMENT, &none, sizeof none) == 0;
-    result[1] = granted(e->net.socket, SO_RCVBUF, force ? SO_RCVBUFFORCE : SO_RCVBUF, buffer);
-    granted(e->net.socket, SO_SNDBUF, force ? SO_SNDBUFFORCE : SO_SNDBUF, buffer);
-    socket_options(e, e->net.socket, address->sa_family);
+    result[1] = granted(e->net.socket, SO_RCVBUF, SO_RCVBUFFORCE, buffer);
+    granted(e->net.socket, SO_SNDBUF, SO_SNDBUFFORCE, buffer);
+    socket_options(e, address->sa_family);
     struct sockaddr_storage bound;
     socklen_t size = sizeof bound;
     if (getsockname(e->net.socket, (struct sockaddr *)&bound, &size) < 0)
         goto failed;
-    result[0] = ntohs(bound.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&bound)->sin6_port
-                                                  : ((struct sockaddr_in *)&bound)->sin_port);
+    result[0] = ntohs(((struct sockaddr_in *)&bound)->sin_port); /* where that of IPv6 is, too */
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the interpreter's */
@@ -302,19 +291,9 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
     errno = error;
 failed:
     result[2] = errno;
-    if (e) {
-        close_sockets(e);
-        free(e->net.receive);
-        free(e->control.ring);
-        free(e);
-    }
+    ml_close_sockets(e);
+    free(e);
     return NULL;
-}
-
-/* In a child process, which has neither the thread nor a lock that it may trust: the sockets belong to the parent. */
-API void ml_forked(struct engine *e)
-{
-    close_sockets(e);
 }
 
 /* Channels must be closed, and no thread may call or wait any more. */
@@ -333,12 +312,10 @@ API void ml_free(struct engine *e)
         flow_empty(f);
         free(f);
     }
-    close_sockets(e);
+    ml_close_sockets(e);
     pthread_cond_destroy(&e->told);
     pthread_cond_destroy(&e->thread.given);
     pthread_mutex_destroy(&e->tell);
     pthread_mutex_destroy(&e->lock);
-    free(e->net.receive);
-    free(e->control.ring);
     free(e);
 }

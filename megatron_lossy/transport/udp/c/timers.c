@@ -27,31 +27,19 @@ static void exchange_timers(struct exchange *x, ns now)
             source_over(x, i, now);
             continue;
         }
-        if (now >= s->ready_at) {
+        if (repeats(&s->ready, now))
             control(e, m, READY, x, 0);
-            s->ready_wait = least(2 * s->ready_wait, SLOWEST);
-            s->ready_at = now + s->ready_wait;
-        }
-        at = least(at, least(least(ends, s->ready_at), x->deadline));
+        at = least(at, least(least(ends, s->ready.at), x->deadline));
     }
     for (uint32_t i = 0; x->unacknowledged && i < c->size; i++) {
         struct dest *d = &x->dests[i];
         if (!d->wanted || d->done)
             continue;
-        if (now >= d->ask_at) {
+        if (repeats(&d->ask, now))
             control(e, &c->members[i], ASK, x, 0);
-            d->ask_wait = least(2 * d->ask_wait, SLOWEST);
-            d->ask_at = now + d->ask_wait;
-        }
-        at = least(at, d->ask_at);
-        if (!d->sent)
-            continue;
-        if (now >= d->end_at) {
+        if (repeats(&d->end, now))
             end_said(e, &c->members[i], d);
-            d->end_wait = least(2 * d->end_wait, SLOWEST);
-            d->end_at = now + d->end_wait;
-        }
-        at = least(at, d->end_at);
+        at = least(at, least(d->ask.at, d->end.at));
     }
     x->due = at;
     due(e, at);
@@ -108,9 +96,8 @@ static void flow_timers(struct engine *e, struct flow *f, int alive, ns now)
         if (f->refused >= 3 && !refused)
             due(e, f->heard + believed(m));
         if (now - f->heard >= e->set.peer_timeout || refused) {
-            int silent = !refused;
             if (!m->gone && !m->channel->closing)
-                member_lost(m->channel, m->rank, silent ? SILENT : REFUSED, now);
+                member_lost(m->channel, m->rank, refused ? REFUSED : SILENT, now);
             for (struct exchange *x = e->live, *next; x; x = next) { /* no acknowledgement will come any more */
                 next = x->next;
                 if (m->gone && x->channel == m->channel && x->dests[m->rank].wanted)

@@ -2,12 +2,10 @@
  * The table is that of tests/udp_packet.py. Nothing here depends on the content of a datagram.
  */
 
-static uint16_t get16(const uint8_t *p) { uint16_t v; memcpy(&v, p, 2); return le16toh(v); }
-static uint32_t get32(const uint8_t *p) { uint32_t v; memcpy(&v, p, 4); return le32toh(v); }
-static uint64_t get64(const uint8_t *p) { uint64_t v; memcpy(&v, p, 8); return le64toh(v); }
-static void put16(uint8_t *p, uint16_t v) { v = htole16(v); memcpy(p, &v, 2); }
-static void put32(uint8_t *p, uint32_t v) { v = htole32(v); memcpy(p, &v, 4); }
-static void put64(uint8_t *p, uint64_t v) { v = htole64(v); memcpy(p, &v, 8); }
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "what is sent lies in memory as it is sent");
+
+static uint32_t get32(const uint8_t *p) { uint32_t v; memcpy(&v, p, 4); return v; }
+static void put32(uint8_t *p, uint32_t v) { memcpy(p, &v, 4); }
 
 enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, NACK, ASK };
 enum { VERSION = 6, HEADER = 28, TAG = 16, REPORT_BYTES = 48, LARGEST = 65507 };
@@ -16,32 +14,28 @@ enum { CODE = 3, CODES = 3 }; /* raw, int8, int4 */
 #define ALL UINT32_MAX /* in END, in the place of a list: every unit must arrive */
 
 struct header {
-    uint8_t type, tag, phase; /* tag: the priority, and the code of the bucket from bit CODE on */
-    uint16_t source, bucket;
-    uint32_t channel, step, index;
+    uint8_t type, tag; /* type: below the version; tag: the priority, and the code of the bucket from bit CODE on */
+    uint16_t source;
+    uint32_t channel;
     uint64_t number;
+    uint32_t step;
+    uint16_t bucket;
+    uint8_t phase, zero;
+    uint32_t index;
 };
 
 /* 0: no datagram of ours, or one of another version. */
 static int header_read(struct header *h, const uint8_t *p)
 {
-    *h = (struct header){.type = p[0] & 15, .tag = p[1], .phase = p[22], .source = get16(p + 2), .bucket = get16(p + 20),
-                         .channel = get32(p + 4), .step = get32(p + 16), .index = get32(p + 24), .number = get64(p + 8)};
-    return p[0] >> 4 == VERSION && h->type >= DATA && h->type <= ASK && h->tag < CODES << CODE && !p[23];
+    memcpy(h, p, HEADER);
+    h->type &= 15;
+    return p[0] >> 4 == VERSION && h->type >= DATA && h->type <= ASK && h->tag < CODES << CODE && !h->zero;
 }
 
 static void header_write(const struct header *h, uint8_t *p)
 {
+    memcpy(p, h, HEADER);
     p[0] = (uint8_t)(VERSION << 4 | h->type);
-    p[1] = h->tag;
-    put16(p + 2, h->source);
-    put32(p + 4, h->channel);
-    put64(p + 8, h->number);
-    put32(p + 16, h->step);
-    put16(p + 20, h->bucket);
-    p[22] = h->phase;
-    p[23] = 0;
-    put32(p + 24, h->index);
 }
 
 /* The payload of a REPORT: what has arrived, the highest number + 1, how long ago that came (µs) and by which clock (µs),
@@ -51,24 +45,6 @@ struct arrivals {
     uint32_t since, clock, window, limit;
     uint64_t share;
 };
-
-static struct arrivals arrivals_read(const uint8_t *p)
-{
-    return (struct arrivals){get64(p), get64(p + 8), get64(p + 16), get32(p + 24), get32(p + 28), get32(p + 32), get32(p + 36),
-                             get64(p + 40)};
-}
-
-static void arrivals_write(const struct arrivals *a, uint8_t *p)
-{
-    put64(p, a->datagrams);
-    put64(p + 8, a->bytes);
-    put64(p + 16, a->top);
-    put32(p + 24, a->since);
-    put32(p + 28, a->clock);
-    put32(p + 32, a->window);
-    put32(p + 36, a->limit);
-    put64(p + 40, a->share);
-}
 
 static int same_address(const struct sockaddr_storage *a, const struct sockaddr *b)
 {
