@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.base.exchange import Lost
-from megatron_lossy.base.fetch import Fetched, at_hand
+from megatron_lossy.base.fetch import PendingArray, at_hand
 from megatron_lossy.base.registry import GRAD_RECOVERIES
 from megatron_lossy.channel.draws import generator
 from megatron_lossy.mechanisms.priority import choosing, on_device
@@ -135,7 +135,7 @@ def test_over_a_network_the_choice_is_on_its_way(there):
         there(yes)
         rule = required(ErrorFeedback(units, 0), Protection("packet-mean", 0.5))
         chosen = rule.choose(gradients(0, torch.tensor([1.0, 1, 2, 2, 3, 3, 4, 4])))
-        assert isinstance(chosen, Fetched) == yes
+        assert isinstance(chosen, PendingArray) == yes
         must[yes] = at_hand(chosen).tolist()
         rule.reported(0, np.array([[False, False], [True, False]]))
         rule.finish_step(0, True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _latest: dict[Any, Any] = {}
 
 
-class Fetched:
+class PendingArray:
     """A tensor on its way to the host. ``tensor``: on any device; do not change it before :meth:`wait`.
 
     On CUDA the copy goes into page-locked memory, in the order of the current stream. From a CPU nothing is copied. On
@@ -87,6 +87,6 @@ def is_here(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def at_hand(value: np.ndarray | Fetched) -> np.ndarray:
+def at_hand(value: np.ndarray | PendingArray) -> np.ndarray:
     """Return ``value``, waited for if it is on its way."""
-    return value.wait() if isinstance(value, Fetched) else value
+    return value.wait() if isinstance(value, PendingArray) else value

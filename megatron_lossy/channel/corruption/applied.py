@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...base.exchange import Exchange, Stream
-from ...base.fetch import Fetched
+from ...base.fetch import PendingArray
 from .base import LARGEST, Corruption, Event
 from .bit_flip import check_bits
 
@@ -59,7 +59,7 @@ def apply(
     if not runs:
         return None
     if not isinstance(unit, (float, int)):
-        unit = float(Fetched(unit).wait())
+        unit = float(PendingArray(unit).wait())
     _add_noise(runs, event.seed, min(event.std * unit, LARGEST))  # a large unit makes it larger than torch takes
     return event
 
@@ -68,7 +68,7 @@ def digest(buffer: torch.Tensor) -> bytes:
     """Return a digest of ``buffer`` (BLAKE2b, 8 bytes)."""
     import torch
 
-    data = Fetched(buffer.detach().contiguous().view(torch.uint8)).wait()
+    data = PendingArray(buffer.detach().contiguous().view(torch.uint8)).wait()
     return hashlib.blake2b(data.tobytes(), digest_size=8).digest()
 
 
@@ -86,7 +86,7 @@ def _root_mean_square(
     numbers = [torch.linalg.vector_norm(run, dtype=torch.float32) for run in runs if len(run)]
     if isinstance(unit, torch.Tensor):
         numbers = [*(norm.double() for norm in numbers), unit]
-    values = Fetched(torch.stack(numbers)).wait().astype(np.float64) if numbers else np.zeros(0)
+    values = PendingArray(torch.stack(numbers)).wait().astype(np.float64) if numbers else np.zeros(0)
     if isinstance(unit, torch.Tensor):
         values, unit = values[:-1], float(values[-1])
     sums = np.array([(values**2).sum(), sum(map(len, runs))], dtype=np.float64)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...base.exchange import BucketUnits, Exchange, Lost
-from ...base.fetch import Fetched, at_hand, is_here
+from ...base.fetch import PendingArray, at_hand, is_here
 from ...recovery.base import SentUnits
 from ...recovery.rows import to_device, unit_views
 
@@ -77,7 +77,7 @@ class Priority:
             )
         return self._told
 
-    def choose(self, buffer: torch.Tensor, exchange: Exchange) -> np.ndarray | Fetched:
+    def choose(self, buffer: torch.Tensor, exchange: Exchange) -> np.ndarray | PendingArray:
         """Return bool[N, count]: the units of ``buffer`` [N * shard] that have high priority."""
         means = unit_means(buffer, self.units)
         if is_here(means):  # NumPy can choose among them; elsewhere on_device does
@@ -86,8 +86,8 @@ class Priority:
             self._untold = sizes, high
             return high
         self._there = self._high_there(buffer, means, exchange)
-        high = Fetched(self._there)
-        self._untold = Fetched(means), high
+        high = PendingArray(self._there)
+        self._untold = PendingArray(means), high
         return high
 
     def _crossing(self, size: int) -> np.ndarray:
@@ -102,7 +102,7 @@ class Priority:
         On an accelerator they are all of ``lost`` but for the spared ones, until :meth:`settle` has them on the host.
         """
         self._high_here, self._unsettled = self.choose(buffer, exchange), lost
-        if isinstance(self._high_here, Fetched):
+        if isinstance(self._high_here, PendingArray):
             return Lost(lost.mask, self._there)
         final = self.settle()
         assert final is not None

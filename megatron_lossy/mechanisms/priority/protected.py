@@ -17,7 +17,7 @@ import numpy as np
 
 from ...base.errors import refuse
 from ...base.exchange import Delivery, Exchange, Lost
-from ...base.fetch import Fetched
+from ...base.fetch import PendingArray
 from ...channel.draws import generator
 from ...recovery.base import Gradients, GradRecovery, SentUnits, add_up
 from ...run.monitor import Look, Observer, Window
@@ -36,7 +36,7 @@ class ProtectedRule(GradRecovery):
     """``rule`` with a ``priority`` that chooses the units that have to arrive."""
 
     #: bool[N, count]: the units of the latest exchange that must arrive, if a network loses them.
-    must: np.ndarray | Fetched | None = None
+    must: np.ndarray | PendingArray | None = None
     #: The record of the latest ended step.
     told: SentUnits | None = None
 
@@ -146,7 +146,7 @@ class RequiringRule(ProtectedRule):
         self._sent: tuple[int, torch.Tensor, Any] | None = None
         self._late: list[int] = []
 
-    def choose(self, x: Gradients) -> np.ndarray | Fetched:
+    def choose(self, x: Gradients) -> np.ndarray | PendingArray:
         """Return bool[N, count]: the units that must arrive, here or on their way."""
         self.correct(x.buffer, x)
         self.must = self.priority.choose(x.buffer, x.exchange)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...base.fetch import Fetched
+from ...base.fetch import PendingArray
 from ...run.monitor.drift import SAMPLE
 from ...transport import Transfer
 from ...transport.peers import Peers
@@ -55,7 +55,7 @@ class PendingDivergence:
     """A divergence that the device works out. ``found``: makes it of the values of ``tensor``."""
 
     def __init__(self, tensor: torch.Tensor, found: Callable[[np.ndarray], Divergence]) -> None:
-        self._fetched, self._found = Fetched(tensor), found
+        self._fetched, self._found = PendingArray(tensor), found
 
     def known(self) -> Divergence:
         """Return the divergence, once it is here."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...base.fetch import Fetched
+from ...base.fetch import PendingArray
 from ...config import LossyConfig
 from .average import sample, stride_of
 from .flags import ReplicaFlags
@@ -211,4 +211,4 @@ def _sample(parameters: Sequence[torch.Tensor]) -> np.ndarray:
     """Return float64: about :data:`SAMPLE` coordinates spread evenly over ``parameters``."""
     stride = stride_of(sum(tensor.numel() for tensor in parameters))
     parts = [sample(tensor.detach().view(-1), stride) for tensor in parameters]
-    return Fetched(torch.cat(parts)).wait().astype(np.float64)
+    return PendingArray(torch.cat(parts)).wait().astype(np.float64)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...base.exchange import Exchange
-from ...base.fetch import Fetched
+from ...base.fetch import PendingArray
 from ...channel.corruption import Errors, scaled_unit
 from ...hooks.buckets import errors_in
 from ...run.mechanism import Part
@@ -144,7 +144,7 @@ class HeldReplicas(Part, ABC):
 
     def note(self, stream: int, replica: int, bucket: int, square: Any) -> None:
         """Note the ``square`` of the length of a local gradient of this iteration, a number or a tensor of one."""
-        self._squares[stream, replica, bucket] = Fetched(square) if isinstance(square, torch.Tensor) else square
+        self._squares[stream, replica, bucket] = PendingArray(square) if isinstance(square, torch.Tensor) else square
 
     def hit(self, stream: int, replica: int, bucket: int, buffer: torch.Tensor) -> None:
         """Let errors hit ``buffer``, the gradient that ``replica`` received."""
@@ -178,7 +178,7 @@ class HeldReplicas(Part, ABC):
             return None
         sums = [[0.0] * len(peers.local) for peers in self.peers]
         for (stream, replica, _), square in self._squares.items():
-            sums[stream][replica] += float(square.wait() if isinstance(square, Fetched) else square)
+            sums[stream][replica] += float(square.wait() if isinstance(square, PendingArray) else square)
         return [own for own, peers in zip(sums, self.peers, strict=True) if peers.size > 1]
 
     def happened(self, iteration: int) -> list[Any]:
